@@ -1,0 +1,68 @@
+"""Settings, parsed once and never changed. What is learnt at start-up travels in Ready messages instead.
+
+All are msgspec Structs, since child processes get theirs as msgpack.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+EMBEDDED_MODEL = str(Path(__file__).resolve().parent.parent / "model_executor" / "embedded")
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Which checkpoint a worker loads and how. `model` is a diffusers directory or a Hugging Face hub id.
+
+    dtype: auto, float32, bfloat16 or float16. device: auto, cpu, cuda or cuda:N. threads: CPU threads per worker, 0 = a
+    measured default.
+    """
+
+    model: str = EMBEDDED_MODEL
+    served_model_name: str = ""
+    dtype: str = "auto"
+    device: str = "auto"
+    threads: int = 0
+
+    @property
+    def name(self) -> str:
+        """The model id clients see."""
+        if self.served_model_name:
+            return self.served_model_name
+        return "stencil-embedded" if self.model == EMBEDDED_MODEL else self.model
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of one batch. max_num_batched_tokens counts active image tokens plus text tokens of a step's batch."""
+
+    max_num_seqs: int = 8
+    max_num_batched_tokens: int = 65536
+    max_stage_ms: float = 20.0
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine: its models, its scheduler, its workers."""
+
+    models: tuple[ModelConfig, ...] = (ModelConfig(),)
+    scheduler: SchedulerConfig = SchedulerConfig()
+    workers_per_engine: int = 1
+    drain_seconds: float = 60.0
+
+
+class ImageConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The image processors and what they accept. Sizes in bytes and pixels, per file."""
+
+    image_workers: int = 2
+    max_upload_bytes: int = 50 * 1024 * 1024
+    max_pixels: int = 64 * 1024 * 1024
+
+
+class StencilConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything an AsyncEngine needs. max_queue: images waiting or running before new ones are refused; arena_bytes: address
+    space of the shared arena, whose memory is only taken while in use."""
+
+    engine: EngineConfig = EngineConfig()
+    image: ImageConfig = ImageConfig()
+    max_queue: int = 256
+    arena_bytes: int = 8 * 1024**3

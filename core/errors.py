@@ -1,0 +1,80 @@
+"""The exception tree of Stencil. Knows nothing of HTTP, processes or torch.
+
+    StencilError
+    |-- ConfigError            a flag, model directory or environment that cannot work; said once at start-up
+    |-- InvalidRequestError    the request is wrong; the field and the remedy are named
+    |   |-- InvalidImageError  an uploaded picture cannot be used
+    |   `-- ModelNotFoundError no such model is served
+    |-- OverloadedError        refused at the door, try again after `retry_after` seconds
+    |-- DeadlineExceededError  the request's own timeout passed
+    |-- AbortedError           the client or the operator gave the request up
+    `-- EngineError            our fault
+        |-- OutOfMemoryError   the device or an arena had no room
+        `-- EngineDeadError    a process that held the request died
+
+A failure crosses a process as `core.messages.Failure` and becomes one of these again at whoever waits.
+"""
+
+from __future__ import annotations
+
+
+class StencilError(Exception):
+    """Root of the tree: everything Stencil raises on purpose."""
+
+
+class ConfigError(StencilError):
+    """A start-up setting that cannot work; the message is one line that names the remedy."""
+
+
+class InvalidRequestError(StencilError):
+    """A request field is missing, malformed or out of range.
+
+    `param` is the field's name on the wire (None when no single field is at fault); `code` is the machine-readable
+    reason, one of the codes of the OpenAI images API such as ``invalid_value``.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, code: str = "invalid_value") -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+
+
+class InvalidImageError(InvalidRequestError):
+    """An uploaded image or mask is not decodable, has the wrong size, or lacks what its field requires."""
+
+
+class ModelNotFoundError(InvalidRequestError):
+    """The request names a model that this server does not serve."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(f"The model '{model}' does not exist.", param="model", code="model_not_found")
+
+
+class OverloadedError(StencilError):
+    """The engine refuses work it could only queue; `retry_after` is in seconds."""
+
+    def __init__(self, message: str, *, retry_after: float) -> None:
+        super().__init__(message)
+        self.message = message
+        self.retry_after = retry_after
+
+
+class DeadlineExceededError(StencilError):
+    """The request's `timeout` passed before it finished."""
+
+
+class AbortedError(StencilError):
+    """The request was given up by its client or by the operator."""
+
+
+class EngineError(StencilError):
+    """The engine failed; the request itself was fine."""
+
+
+class OutOfMemoryError(EngineError):
+    """A device, a shared arena or the host had no room for this request."""
+
+
+class EngineDeadError(EngineError):
+    """The process that held the request is gone."""

@@ -1,0 +1,1 @@
+"""Bricks that every process needs to talk to another: shared arrays, rings, child processes. Imports only `core`."""

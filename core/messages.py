@@ -1,0 +1,480 @@
+"""Every message between actors: one frozen msgspec Struct each, grouped by receiver; arrays only as handles.
+
+Messages travel as msgpack (ZeroMQ between API server and EngineCore, `core.ipc.ring` elsewhere on one host). Unions at
+the end of each group are what a receiver decodes. Times are seconds of CLOCK_MONOTONIC unless a name says otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from core import errors
+from core.request import SamplingParams
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of every tagged message."""
+
+
+# ---------------------------------------------------------------------------------------------------------- handles
+
+
+class ArrayRef(msgspec.Struct, frozen=True):
+    """A handle on an array in a shared arena: `dtype` is numpy's name, `offset` is in bytes from the arena's start."""
+
+    arena: int
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        n = 1
+        for side in self.shape:
+            n *= side
+        return n
+
+
+class ModelKey(msgspec.Struct, frozen=True):
+    """One loadable component of a served model, such as ("stencil-dressing-room", "transformer")."""
+
+    model: str
+    component: str
+
+
+class TensorKey(msgspec.Struct, frozen=True):
+    """A tensor's name in a worker's tensor store: whose, made by which node of the stage graph, called what."""
+
+    request_id: str
+    node: str
+    name: str
+
+
+class TensorRef(msgspec.Struct, frozen=True):
+    """A tensor by name: on which rank it lies and, once exported, where in shared memory. Shapes are filled by the worker that made it."""
+
+    key: TensorKey
+    rank: int
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    handle: ArrayRef | None = None
+
+
+FailureKind = Literal["invalid_request", "invalid_image", "out_of_memory", "deadline_exceeded", "aborted", "engine", "engine_dead", "config"]
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """An error on its way between processes. `detail` (a traceback) is for logs, never for clients."""
+
+    kind: FailureKind
+    message: str
+    param: str | None = None
+    code: str | None = None
+    detail: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException, detail: str = "") -> Failure:
+        """The failure that `error` is to others; an error outside our tree is the engine's fault."""
+        match error:
+            case errors.InvalidImageError():
+                return cls("invalid_image", error.message, error.param, error.code, detail)
+            case errors.InvalidRequestError():
+                return cls("invalid_request", error.message, error.param, error.code, detail)
+            case errors.OutOfMemoryError() | MemoryError():
+                return cls("out_of_memory", str(error) or "out of memory", detail=detail)
+            case errors.DeadlineExceededError():
+                return cls("deadline_exceeded", str(error), detail=detail)
+            case errors.AbortedError():
+                return cls("aborted", str(error), detail=detail)
+            case errors.EngineDeadError():
+                return cls("engine_dead", str(error), detail=detail)
+            case errors.ConfigError():
+                return cls("config", str(error), detail=detail)
+            case _:
+                return cls("engine", f"{type(error).__name__}: {error}", detail=detail)
+
+    def to_error(self) -> errors.StencilError:
+        """The exception to raise at the one who waits."""
+        match self.kind:
+            case "invalid_image":
+                return errors.InvalidImageError(self.message, param=self.param, code=self.code or "invalid_image_file")
+            case "invalid_request":
+                return errors.InvalidRequestError(self.message, param=self.param, code=self.code or "invalid_value")
+            case "out_of_memory":
+                return errors.OutOfMemoryError(self.message)
+            case "deadline_exceeded":
+                return errors.DeadlineExceededError(self.message)
+            case "aborted":
+                return errors.AbortedError(self.message)
+            case "engine_dead":
+                return errors.EngineDeadError(self.message)
+            case "config":
+                return errors.ConfigError(self.message)
+            case "engine":
+                return errors.EngineError(self.message)
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a loaded model can do; learnt by the worker at load time and sent up in the Ready messages.
+
+    native_size: side in pixels of the square whose area caps the generation size. token_size: pixels per token side.
+    latent_width: floats per token of the packed latents. max_text_tokens: the text encoder's length.
+    """
+
+    name: str
+    family: str
+    native_size: int
+    token_size: int
+    latent_width: int
+    max_text_tokens: int
+    default_num_inference_steps: int
+    default_guidance_scale: float
+    has_guidance: bool
+    has_true_cfg: bool
+    device: str
+    dtype: str
+
+
+# --------------------------------------------------------------------------------- to an image processor, and back
+
+MaskKind = Literal["alpha", "luminance"]  # alpha: transparent = edit (OpenAI's `mask`); luminance: >= 128 = edit
+OutputFormat = Literal["png", "webp", "jpeg"]
+
+
+class PrepareEdit(Message):
+    """Decode and check an upload, make what the engine needs of it.
+
+    image: encoded file bytes, uint8 [bytes]; None makes an empty canvas of `canvas_size`. mask: likewise; None takes the
+    image's own transparency, or everything. scratch: uint8 [bytes] to carve the results from; at least
+    `engine.image_ops.scratch_bytes(native_size, token_size)`.
+    """
+
+    job_id: int
+    image: ArrayRef | None
+    mask: ArrayRef | None
+    mask_kind: MaskKind
+    canvas_size: tuple[int, int] | None  # (width, height)
+    mask_margin: int
+    native_size: int
+    token_size: int
+    max_pixels: int
+    scratch: ArrayRef
+
+
+class PreparedEdit(Message):
+    """The answer to PrepareEdit. All arrays lie in its scratch.
+
+    template: uint8 [height, width, 3] RGB at generation size. mask: uint8 [height, width], 1 = edit. active: int32
+    [active tokens], row-major token indices, ascending. content_id: hex digest of (format version, width, height, RGB).
+    """
+
+    job_id: int
+    upload_width: int
+    upload_height: int
+    width: int
+    height: int
+    template: ArrayRef
+    mask: ArrayRef
+    active: ArrayRef
+    content_id: str
+    unmasked: bool  # no mask was given and the image is opaque: everything is regenerated
+
+
+class ComposeImage(Message):
+    """Paste generated pixels into the original upload under its mask and encode the result.
+
+    pixels: uint8 [height, width, 3] at generation size. image, mask, mask_kind, canvas_size: as in PrepareEdit.
+    output_size: (width, height) to resize the composite to; None = upload size. compression: 0..100, jpeg and webp
+    quality (100 = lossless for webp). out: uint8 [bytes] to write to, at least `engine.image_ops.encoded_bytes(...)`.
+    """
+
+    job_id: int
+    pixels: ArrayRef
+    image: ArrayRef | None
+    mask: ArrayRef | None
+    mask_kind: MaskKind
+    canvas_size: tuple[int, int] | None
+    output_size: tuple[int, int] | None
+    output_format: OutputFormat
+    compression: int
+    base64: bool
+    max_pixels: int
+    out: ArrayRef
+
+
+class ComposedImage(Message):
+    """The answer to ComposeImage: `encoded` is the written part of `out`, uint8 [bytes] (base64 text if asked)."""
+
+    job_id: int
+    encoded: ArrayRef
+    width: int
+    height: int
+
+
+class JobFailed(Message):
+    job_id: int
+    failure: Failure
+
+
+ToImageProcessor = PrepareEdit | ComposeImage
+FromImageProcessor = PreparedEdit | ComposedImage | JobFailed
+
+
+# ------------------------------------------------------------------------------------------- to EngineCore, and back
+
+
+class EditRequest(Message):
+    """One image to make. Every array lies in the sender's arena and stays valid until the terminal message.
+
+    template, mask, active: as in PreparedEdit. pixels: uint8 [height, width, 3], one per partial image asked for and the
+    final one last; the worker writes them. latents: float32 [image tokens, latent_width], scratch for moving the sampler's
+    state between ranks. num_tokens: image tokens computed per step. sampling: resolved, nothing in it is None that
+    the model needs. deadline: absolute, or None.
+    """
+
+    request_id: str
+    model: str
+    prompt: str
+    sampling: SamplingParams
+    width: int
+    height: int
+    template: ArrayRef
+    mask: ArrayRef
+    active: ArrayRef
+    content_id: str
+    num_tokens: int
+    max_text_tokens: int
+    pixels: tuple[ArrayRef, ...]
+    latents: ArrayRef
+    arrival: float
+    deadline: float | None = None
+
+    @property
+    def num_partial_images(self) -> int:
+        return len(self.pixels) - 1
+
+
+class Abort(Message):
+    """Give these requests up; each still gets its terminal message (Aborted, or what it had reached)."""
+
+    request_ids: tuple[str, ...]
+
+
+class Drain(Message):
+    """Finish what was accepted, refuse nothing here (the door is shut upstream), then exit."""
+
+
+ToEngine = EditRequest | Abort | Drain
+
+
+class EngineReady(Message):
+    models: tuple[ModelInfo, ...]
+
+
+class PartialImage(Message):
+    """`pixels[index]` of the request holds a preview of its clean image after `step` steps."""
+
+    request_id: str
+    index: int
+    step: int
+
+
+class Finished(Message):
+    """Terminal. The last of the request's `pixels` holds the image. ms: milliseconds by part, as in the API's `stencil.ms`."""
+
+    request_id: str
+    ms: dict[str, float]
+    text_tokens: int
+    prompt_truncated: bool
+    full_blocks: int
+
+
+class Failed(Message):
+    """Terminal."""
+
+    request_id: str
+    failure: Failure
+
+
+class Aborted(Message):
+    """Terminal."""
+
+    request_id: str
+
+
+class LoadReport(Message):
+    """How busy an engine is. drain_seconds: predicted time until all it holds now is done. Counters are totals since start.
+
+    stage_seconds: predicted work left per stage. resident_models: loaded components. page_digest: which templates are warm
+    (empty without a cache).
+    """
+
+    num_running: int
+    num_waiting: int
+    drain_seconds: float
+    stage_seconds: dict[str, float]
+    resident_models: tuple[ModelKey, ...]
+    page_digest: str
+    steps: int
+    batch_tokens: int  # sum over steps of tokens computed
+    batch_requests: int  # sum over steps of requests in the batch
+    busy_seconds: float  # worker time, all ranks
+
+
+class EngineFailed(Message):
+    """The engine cannot go on (or could not start); every request it held is failed by the receiver."""
+
+    failure: Failure
+
+
+class EngineOutputs(Message):
+    """What one iteration of the engine has to say."""
+
+    outputs: tuple[PartialImage | Finished | Failed | Aborted, ...]
+    load: LoadReport
+
+
+FromEngine = EngineReady | EngineOutputs | EngineFailed
+
+
+# ------------------------------------------------------------------------------------------------ to a worker, and back
+
+
+class TextEncode(Message):
+    """prompt -> `prompt_embeds`, `pooled_prompt_embeds` under this item's node."""
+
+    prompt: str
+    max_sequence_length: int
+
+
+class ImageEncode(Message):
+    """template and mask -> `latents` (initial noise), `condition` (what the denoiser sees of template and mask) and `sigmas`.
+
+    Random draws are the family's pipeline's own, in its own order, from ``torch.Generator("cpu").manual_seed(seed)``.
+    """
+
+    template: ArrayRef
+    mask: ArrayRef
+    width: int
+    height: int
+    seed: int
+    num_inference_steps: int
+    strength: float
+
+
+class Denoise(Message):
+    """One step: reads `latents`, `condition`, `sigmas` of `image_encode` and the text encoder's outputs; replaces `latents`.
+
+    active: int32 token indices to compute, None for all. keep_clean: also store `clean`, the predicted clean latents
+    (z - sigma * v), for a partial image.
+    """
+
+    step: int
+    num_inference_steps: int
+    width: int
+    height: int
+    active: ArrayRef | None
+    guidance_scale: float
+    keep_clean: bool
+
+
+class Decode(Message):
+    """Latents (`clean` for a partial image, else `latents`) -> `pixels`, uint8 [height, width, 3] in shared memory."""
+
+    width: int
+    height: int
+    partial: bool
+    pixels: ArrayRef
+
+
+StageWork = TextEncode | ImageEncode | Denoise | Decode
+
+
+class Item(msgspec.Struct, frozen=True):
+    """One request's part in a batch: which node of its stage graph runs, on which tensors."""
+
+    request_id: str
+    node: str
+    work: StageWork
+    inputs: tuple[TensorRef, ...]
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """The unit of dispatch: one stage of one model over one or more items, on these ranks."""
+
+    id: int
+    stage: str
+    model: ModelKey
+    ranks: tuple[int, ...]
+    items: tuple[Item, ...]
+
+
+class Transfer(msgspec.Struct, frozen=True):
+    """Move a tensor between ranks through shared memory: `source` writes it to ref.handle; readers name the handle."""
+
+    ref: TensorRef
+    source: int
+
+
+class StepPlan(Message):
+    """What one rank does next, in this order: load, batches, transfers, free, unload."""
+
+    seq: int
+    batches: tuple[Batch, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
+    free: tuple[TensorKey, ...] = ()
+    load: tuple[ModelKey, ...] = ()
+    unload: tuple[ModelKey, ...] = ()
+
+
+class Shutdown(Message):
+    """Leave after the plans already queued."""
+
+
+ToWorker = StepPlan | Shutdown
+
+
+class WorkerReady(Message):
+    rank: int
+    models: tuple[ModelInfo, ...]
+
+
+class ItemResult(msgspec.Struct, frozen=True):
+    """What came of one item. text_tokens and prompt_truncated are set by text encoding only."""
+
+    request_id: str
+    node: str
+    tensors: tuple[TensorRef, ...] = ()
+    text_tokens: int = 0
+    prompt_truncated: bool = False
+    failure: Failure | None = None
+
+
+class BatchResult(Message):
+    """One batch is done (or failed as a whole: then every item carries the failure). seconds: worker time, first to last kernel."""
+
+    batch_id: int
+    rank: int
+    started: float
+    seconds: float
+    items: tuple[ItemResult, ...]
+
+
+class TransferDone(Message):
+    """The tensor lies in shared memory at ref.handle, written by `rank`."""
+
+    rank: int
+    ref: TensorRef
+
+
+class WorkerFailed(Message):
+    """The worker could not start or cannot go on; it exits after this."""
+
+    rank: int
+    failure: Failure
+
+
+FromWorker = WorkerReady | BatchResult | TransferDone | WorkerFailed

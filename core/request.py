@@ -1,0 +1,98 @@
+"""What a request is, in the two lives it has: the user's parameters and the scheduler's record.
+
+Pure data: no torch, no processes, no clock (times are arguments, in seconds of CLOCK_MONOTONIC, which all processes of
+one host share).
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from core.messages import EditRequest
+    from core.stages import Progress
+
+MAX_SEED = 2**63 - 1
+MAX_INFERENCE_STEPS = 200
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How to sample one edit; names and meanings follow diffusers. None means the model's default.
+
+    num_inference_steps: denoising steps, 1..200. guidance_scale: distilled guidance (only models with a guidance
+    embedding), 0..100. true_cfg_scale / negative_prompt: classifier-free guidance, for models that have it.
+    seed: 0..2**63-1, ``torch.Generator("cpu").manual_seed(seed)``; None draws one. n: images per request, 1..10; image i
+    uses seed + i. strength: 0..1. max_sequence_length: text tokens, up to the model's own. mask_aware, mask_margin (px),
+    full_steps: mask-aware execution; see docs/architecture.md. priority: lower first. timeout: seconds > 0.
+    """
+
+    num_inference_steps: int | None = None
+    guidance_scale: float | None = None
+    true_cfg_scale: float | None = None
+    negative_prompt: str | None = None
+    seed: int | None = None
+    n: int = 1
+    strength: float = 1.0
+    max_sequence_length: int | None = None
+    mask_aware: bool = True
+    mask_margin: int | None = None
+    full_steps: int | None = None
+    priority: int = 0
+    timeout: float | None = None
+
+
+class Status(enum.Enum):
+    """Where a request stands. Terminal states have exactly one message to the client each."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+    FAILED = "failed"
+    ABORTED = "aborted"
+
+
+TRANSITIONS: dict[Status, frozenset[Status]] = {
+    Status.WAITING: frozenset({Status.RUNNING, Status.FAILED, Status.ABORTED}),
+    Status.RUNNING: frozenset({Status.FINISHED, Status.FAILED, Status.ABORTED}),
+    Status.FINISHED: frozenset(),
+    Status.FAILED: frozenset(),
+    Status.ABORTED: frozenset(),
+}
+"""Every legal move; anything else is a bug and raises."""
+
+
+@dataclass(slots=True)
+class Request:
+    """The scheduler's record of one image being made. Only the StepScheduler writes it."""
+
+    edit: EditRequest  # as it came; never changed
+    progress: Progress  # ready nodes and loop counter of its workflow
+    status: Status = Status.WAITING
+    stage_seconds: dict[str, float] = field(default_factory=dict)  # node name -> seconds of worker time
+    admitted_at: float | None = None  # when its first stage was scheduled
+    text_tokens: int = 0  # set by the text encoder's result
+    prompt_truncated: bool = False  # likewise
+    full_blocks: int = 0
+
+    @property
+    def id(self) -> str:
+        return self.edit.request_id
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens one of its denoising steps costs: image tokens computed plus text tokens."""
+        return self.edit.num_tokens + self.edit.max_text_tokens
+
+    def move_to(self, status: Status) -> None:
+        """Change status; an illegal move raises ValueError."""
+        if status not in TRANSITIONS[self.status]:
+            raise ValueError(f"request {self.id}: illegal move {self.status.value} -> {status.value}")
+        self.status = status
+
+    @property
+    def is_terminal(self) -> bool:
+        return not TRANSITIONS[self.status]

@@ -1,0 +1,1 @@
+"""Command-line tools of the project; nothing at run time imports them."""

@@ -1,0 +1,15 @@
+"""Which scene seeds serve which purpose; the ranges do not overlap, and TEST is never read while tuning.
+
+A scene is a pure function of its seed, so these ranges are the data splits.
+"""
+
+CLASSIFIER = 4_000_000  # renders the pattern classifier is fitted on
+TUNING = 5_000_000  # held-out scenes looked at during development
+VAE_HELD_OUT = 6_000_000  # held-out scenes for the autoencoder's PSNR
+TEST = 9_000_000  # the scenes the published figures come from, read once at the end
+TEST_BOXES = 9_500_000  # the same, for box masks and the shape score
+VAE_TRAIN = 10_000_000
+DENOISER_TRAIN = 20_000_000
+EXAMPLES = 40_000_000
+
+TEST_CASES = 200
