@@ -1,0 +1,54 @@
+"""Scenes are pure functions of their seeds, and masks cover what they are drawn for."""
+
+import random
+
+import numpy as np
+import pytest
+
+from tools.train_embedded.captions import caption, noun_phrase
+from tools.train_embedded.garments import PATTERNS, Garment
+from tools.train_embedded.masks import LARGEST, SMALLEST, draw_edit, silhouette_mask
+from tools.train_embedded.scenes import SIZE, draw_scene, render
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_seed_draws_the_same_scene_twice(seed: int) -> None:
+    first, second = render(draw_scene(seed)), render(draw_scene(seed))
+    assert first.image.shape == (SIZE, SIZE, 3)
+    assert np.array_equal(first.image, second.image)
+    assert not np.array_equal(first.image, render(draw_scene(seed + 1)).image)
+
+
+def test_swapping_a_garment_changes_only_what_it_covers() -> None:
+    scene = draw_scene(7)
+    other = "red" if scene.top.colour != "red" else "blue"
+    swapped = scene.wearing(Garment(scene.top.kind, other, "dotted", scene.top.seed))
+    before, after = render(scene), render(swapped)
+    outside = ~silhouette_mask(before.silhouettes["top"], 3)
+    assert np.array_equal(before.image[outside], after.image[outside])
+    assert not np.array_equal(before.image[~outside], after.image[~outside])
+
+
+def test_masks_are_of_usable_size() -> None:
+    rng = random.Random(0)
+    scene = draw_scene(11)
+    drawn = render(scene)
+    for _ in range(40):
+        assert SMALLEST <= draw_edit(rng, scene, drawn).mask.mean() <= LARGEST
+
+
+@pytest.mark.parametrize(
+    ("garment", "phrase"),
+    [
+        (Garment("shirt", "orange", "plain", 0), "an orange shirt"),
+        (Garment("shirt", "red", "striped", 0), "a red striped shirt"),
+        (Garment("trousers", "blue", "plain", 0), "blue trousers"),
+    ],
+)
+def test_captions_have_the_right_article(garment: Garment, phrase: str) -> None:
+    assert noun_phrase(garment) == phrase
+
+
+def test_every_pattern_is_named_in_its_caption() -> None:
+    for pattern in PATTERNS[1:]:
+        assert pattern in caption((Garment("coat", "green", pattern, 0),), random.Random(1))

@@ -1,0 +1,99 @@
+"""Edit masks: a garment's silhouette grown by a few pixels, a box, or a free stroke; and what the caption must say."""
+
+import math
+import random
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFilter
+
+from tools.train_embedded.captions import EMPTY_SCENE, caption
+from tools.train_embedded.garments import Slot
+from tools.train_embedded.scenes import SIZE, Box, Pixels, Render, Scene, limb
+
+Mask = NDArray[np.bool_]  # [256, 256], true = redraw
+
+SMALLEST, LARGEST = 0.012, 0.7  # share of the picture
+
+
+@dataclass(frozen=True)
+class MaskedEdit:
+    """One training example's mask and the caption of what lies under it."""
+
+    mask: Mask
+    caption: str
+
+
+def silhouette_mask(coverage: Pixels, grow: int) -> Mask:
+    """Every pixel the garment touches, grown by `grow` pixels on each side."""
+    touched = Image.fromarray(((coverage > 8) * 255).astype(np.uint8))
+    grown = touched.filter(ImageFilter.MaxFilter(2 * grow + 1)) if grow else touched
+    return np.asarray(grown) > 127
+
+
+def box_mask(box: Box, margin: float = 4.0, radius: float = 0.0) -> Mask:
+    x0, y0, x1, y1 = box
+    image = Image.new("L", (SIZE, SIZE), 0)
+    grown = (x0 - margin, y0 - margin, x1 + margin, y1 + margin)
+    ImageDraw.Draw(image).rounded_rectangle(grown, radius=radius, fill=255)
+    return np.asarray(image) > 127
+
+
+def free_mask(rng: random.Random) -> Mask:
+    """Brush strokes, a rectangle anywhere, or a rough blob."""
+    image = Image.new("L", (SIZE, SIZE), 0)
+    draw, kind = ImageDraw.Draw(image), rng.random()
+    if kind < 0.4:
+        for _ in range(rng.randint(1, 3)):
+            points = [(rng.uniform(0, SIZE), rng.uniform(0, SIZE))]
+            for _ in range(rng.randint(2, 6)):
+                points.append((points[-1][0] + rng.uniform(-70, 70), points[-1][1] + rng.uniform(-70, 70)))
+            limb(draw, tuple(points), rng.uniform(14, 50), 255)
+    elif kind < 0.75:
+        w, h = rng.uniform(30, 220), rng.uniform(30, 220)
+        x, y = rng.uniform(-10, SIZE - w + 10), rng.uniform(-10, SIZE - h + 10)
+        draw.rectangle((x, y, x + w, y + h), fill=255)
+    else:
+        x, y, radius = rng.uniform(50, 206), rng.uniform(50, 206), rng.uniform(25, 90)
+        turns = [i / 12 * math.tau for i in range(12)]
+        reach = [radius * rng.uniform(0.6, 1.2) for _ in turns]
+        draw.polygon([(x + math.cos(a) * r, y + math.sin(a) * r) for a, r in zip(turns, reach, strict=True)], fill=255)
+    return np.asarray(image) > 127
+
+
+def covered_slot(mask: Mask, render: Render) -> Slot | None:
+    """The garment the mask hides most of, if it hides a good part of one."""
+    shares = {
+        slot: float((coverage[mask] > 127).sum() / max(1, (coverage > 127).sum()))
+        for slot, coverage in render.silhouettes.items()
+    }
+    slot = max(shares, key=lambda name: shares[name])
+    return slot if shares[slot] > 0.25 else None
+
+
+def draw_edit(rng: random.Random, scene: Scene, render: Render) -> MaskedEdit:
+    """Two thirds silhouettes (some of two garments), a fifth boxes, the rest free masks."""
+    worn = scene.garments()
+    while True:
+        kind = rng.random()
+        slot: Slot | None = rng.choice([name for name in ("top", "top", "bottom", "bottom", "hat") if name in worn])
+        assert slot is not None
+        second: Slot | None = None
+        if kind < 0.67:
+            mask = silhouette_mask(render.silhouettes[slot], rng.choice((2, 3, 3, 4, 6)))
+            others = [name for name in worn if name != slot]
+            if others and rng.random() < 0.15:
+                second = rng.choice(others)
+                mask = mask | silhouette_mask(render.silhouettes[second], 3)
+        elif kind < 0.87:
+            mask = box_mask(render.boxes[slot], rng.uniform(-4, 12), rng.choice((0.0, 0.0, 24.0)))
+        else:
+            mask = free_mask(rng)
+            slot = covered_slot(mask, render)
+        if SMALLEST <= mask.mean() <= LARGEST:
+            break
+    if slot is None:
+        return MaskedEdit(mask, rng.choice(EMPTY_SCENE))
+    garments = (worn[slot],) if second is None else (worn[slot], worn[second])
+    return MaskedEdit(mask, caption(garments, rng))
