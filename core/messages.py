@@ -14,7 +14,7 @@ from core import errors
 from core.request import SamplingParams
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Message(msgspec.Struct, frozen=True, tag=True):
     """Base of every tagged message."""
 
 
@@ -63,7 +63,16 @@ class TensorRef(msgspec.Struct, frozen=True):
     handle: ArrayRef | None = None
 
 
-FailureKind = Literal["invalid_request", "invalid_image", "out_of_memory", "deadline_exceeded", "aborted", "engine", "engine_dead", "config"]
+FailureKind = Literal[
+    "invalid_request",
+    "invalid_image",
+    "out_of_memory",
+    "deadline_exceeded",
+    "aborted",
+    "engine",
+    "engine_dead",
+    "config",
+]
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -144,7 +153,7 @@ MaskKind = Literal["alpha", "luminance"]  # alpha: transparent = edit (OpenAI's 
 OutputFormat = Literal["png", "webp", "jpeg"]
 
 
-class PrepareEdit(Message):
+class PrepareEdit(Message, frozen=True):
     """Decode and check an upload, make what the engine needs of it.
 
     image: encoded file bytes, uint8 [bytes]; None makes an empty canvas of `canvas_size`. mask: likewise; None takes the
@@ -164,7 +173,7 @@ class PrepareEdit(Message):
     scratch: ArrayRef
 
 
-class PreparedEdit(Message):
+class PreparedEdit(Message, frozen=True):
     """The answer to PrepareEdit. All arrays lie in its scratch.
 
     template: uint8 [height, width, 3] RGB at generation size. mask: uint8 [height, width], 1 = edit. active: int32
@@ -183,7 +192,7 @@ class PreparedEdit(Message):
     unmasked: bool  # no mask was given and the image is opaque: everything is regenerated
 
 
-class ComposeImage(Message):
+class ComposeImage(Message, frozen=True):
     """Paste generated pixels into the original upload under its mask and encode the result.
 
     pixels: uint8 [height, width, 3] at generation size. image, mask, mask_kind, canvas_size: as in PrepareEdit.
@@ -205,7 +214,7 @@ class ComposeImage(Message):
     out: ArrayRef
 
 
-class ComposedImage(Message):
+class ComposedImage(Message, frozen=True):
     """The answer to ComposeImage: `encoded` is the written part of `out`, uint8 [bytes] (base64 text if asked)."""
 
     job_id: int
@@ -214,7 +223,7 @@ class ComposedImage(Message):
     height: int
 
 
-class JobFailed(Message):
+class JobFailed(Message, frozen=True):
     job_id: int
     failure: Failure
 
@@ -226,7 +235,7 @@ FromImageProcessor = PreparedEdit | ComposedImage | JobFailed
 # ------------------------------------------------------------------------------------------- to EngineCore, and back
 
 
-class EditRequest(Message):
+class EditRequest(Message, frozen=True):
     """One image to make. Every array lies in the sender's arena and stays valid until the terminal message.
 
     template, mask, active: as in PreparedEdit. pixels: uint8 [height, width, 3], one per partial image asked for and the
@@ -257,24 +266,24 @@ class EditRequest(Message):
         return len(self.pixels) - 1
 
 
-class Abort(Message):
+class Abort(Message, frozen=True):
     """Give these requests up; each still gets its terminal message (Aborted, or what it had reached)."""
 
     request_ids: tuple[str, ...]
 
 
-class Drain(Message):
+class Drain(Message, frozen=True):
     """Finish what was accepted, refuse nothing here (the door is shut upstream), then exit."""
 
 
 ToEngine = EditRequest | Abort | Drain
 
 
-class EngineReady(Message):
+class EngineReady(Message, frozen=True):
     models: tuple[ModelInfo, ...]
 
 
-class PartialImage(Message):
+class PartialImage(Message, frozen=True):
     """`pixels[index]` of the request holds a preview of its clean image after `step` steps."""
 
     request_id: str
@@ -282,7 +291,7 @@ class PartialImage(Message):
     step: int
 
 
-class Finished(Message):
+class Finished(Message, frozen=True):
     """Terminal. The last of the request's `pixels` holds the image. ms: milliseconds by part, as in the API's `stencil.ms`."""
 
     request_id: str
@@ -292,20 +301,20 @@ class Finished(Message):
     full_blocks: int
 
 
-class Failed(Message):
+class Failed(Message, frozen=True):
     """Terminal."""
 
     request_id: str
     failure: Failure
 
 
-class Aborted(Message):
+class Aborted(Message, frozen=True):
     """Terminal."""
 
     request_id: str
 
 
-class LoadReport(Message):
+class LoadReport(Message, frozen=True):
     """How busy an engine is. drain_seconds: predicted time until all it holds now is done. Counters are totals since start.
 
     stage_seconds: predicted work left per stage. resident_models: loaded components. page_digest: which templates are warm
@@ -324,13 +333,13 @@ class LoadReport(Message):
     busy_seconds: float  # worker time, all ranks
 
 
-class EngineFailed(Message):
+class EngineFailed(Message, frozen=True):
     """The engine cannot go on (or could not start); every request it held is failed by the receiver."""
 
     failure: Failure
 
 
-class EngineOutputs(Message):
+class EngineOutputs(Message, frozen=True):
     """What one iteration of the engine has to say."""
 
     outputs: tuple[PartialImage | Finished | Failed | Aborted, ...]
@@ -343,14 +352,14 @@ FromEngine = EngineReady | EngineOutputs | EngineFailed
 # ------------------------------------------------------------------------------------------------ to a worker, and back
 
 
-class TextEncode(Message):
+class TextEncode(Message, frozen=True):
     """prompt -> `prompt_embeds`, `pooled_prompt_embeds` under this item's node."""
 
     prompt: str
     max_sequence_length: int
 
 
-class ImageEncode(Message):
+class ImageEncode(Message, frozen=True):
     """template and mask -> `latents` (initial noise), `condition` (what the denoiser sees of template and mask) and `sigmas`.
 
     Random draws are the family's pipeline's own, in its own order, from ``torch.Generator("cpu").manual_seed(seed)``.
@@ -365,7 +374,7 @@ class ImageEncode(Message):
     strength: float
 
 
-class Denoise(Message):
+class Denoise(Message, frozen=True):
     """One step: reads `latents`, `condition`, `sigmas` of `image_encode` and the text encoder's outputs; replaces `latents`.
 
     active: int32 token indices to compute, None for all. keep_clean: also store `clean`, the predicted clean latents
@@ -381,7 +390,7 @@ class Denoise(Message):
     keep_clean: bool
 
 
-class Decode(Message):
+class Decode(Message, frozen=True):
     """Latents (`clean` for a partial image, else `latents`) -> `pixels`, uint8 [height, width, 3] in shared memory."""
 
     width: int
@@ -419,7 +428,7 @@ class Transfer(msgspec.Struct, frozen=True):
     source: int
 
 
-class StepPlan(Message):
+class StepPlan(Message, frozen=True):
     """What one rank does next, in this order: load, batches, transfers, free, unload."""
 
     seq: int
@@ -430,14 +439,14 @@ class StepPlan(Message):
     unload: tuple[ModelKey, ...] = ()
 
 
-class Shutdown(Message):
+class Shutdown(Message, frozen=True):
     """Leave after the plans already queued."""
 
 
 ToWorker = StepPlan | Shutdown
 
 
-class WorkerReady(Message):
+class WorkerReady(Message, frozen=True):
     rank: int
     models: tuple[ModelInfo, ...]
 
@@ -453,7 +462,7 @@ class ItemResult(msgspec.Struct, frozen=True):
     failure: Failure | None = None
 
 
-class BatchResult(Message):
+class BatchResult(Message, frozen=True):
     """One batch is done (or failed as a whole: then every item carries the failure). seconds: worker time, first to last kernel."""
 
     batch_id: int
@@ -463,14 +472,14 @@ class BatchResult(Message):
     items: tuple[ItemResult, ...]
 
 
-class TransferDone(Message):
+class TransferDone(Message, frozen=True):
     """The tensor lies in shared memory at ref.handle, written by `rank`."""
 
     rank: int
     ref: TensorRef
 
 
-class WorkerFailed(Message):
+class WorkerFailed(Message, frozen=True):
     """The worker could not start or cannot go on; it exits after this."""
 
     rank: int

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 if TYPE_CHECKING:
-    from core.messages import EditRequest
+    from core.messages import ArrayRef, EditRequest, TensorKey
     from core.stages import Progress
 
 MAX_SEED = 2**63 - 1
@@ -70,29 +70,38 @@ class Request:
     """The scheduler's record of one image being made. Only the StepScheduler writes it."""
 
     edit: EditRequest  # as it came; never changed
-    progress: Progress  # ready nodes and loop counter of its workflow
+    progress: Progress  # how far it is through its workflow
     status: Status = Status.WAITING
-    stage_seconds: dict[str, float] = field(default_factory=dict)  # node name -> seconds of worker time
-    admitted_at: float | None = None  # when its first stage was scheduled
+    started: float | None = None  # when a worker began its first stage
+    stage_seconds: dict[str, float] = field(default_factory=dict)  # stage -> seconds of worker time spent in it
+    exported: dict[TensorKey, ArrayRef] = field(
+        default_factory=dict
+    )  # tensors that lie in shared memory for another rank
+    exporting: TensorKey | None = None  # the transfer under way, if any
     text_tokens: int = 0  # set by the text encoder's result
     prompt_truncated: bool = False  # likewise
-    full_blocks: int = 0
 
     @property
     def id(self) -> str:
         return self.edit.request_id
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens one of its denoising steps costs: image tokens computed plus text tokens."""
+    def num_step_tokens(self) -> int:
+        """Tokens that one of its denoising steps computes: image tokens plus text tokens."""
         return self.edit.num_tokens + self.edit.max_text_tokens
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether a worker may still read or write its arrays."""
+        return self.progress.num_in_flight > 0 or self.exporting is not None
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it still wants work done."""
+        return bool(TRANSITIONS[self.status])
 
     def move_to(self, status: Status) -> None:
         """Change status; an illegal move raises ValueError."""
         if status not in TRANSITIONS[self.status]:
             raise ValueError(f"request {self.id}: illegal move {self.status.value} -> {status.value}")
         self.status = status
-
-    @property
-    def is_terminal(self) -> bool:
-        return not TRANSITIONS[self.status]
