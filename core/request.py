@@ -12,22 +12,32 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from core.validation import check_decimal, check_integer
+
 if TYPE_CHECKING:
     from core.messages import ArrayRef, EditRequest, TensorKey
     from core.stages import Progress
 
 MAX_SEED = 2**63 - 1
 MAX_INFERENCE_STEPS = 200
+MAX_IMAGES = 10
+MAX_GUIDANCE = 100
+MIN_TIMEOUT, MAX_TIMEOUT = 0.001, 86400.0  # seconds
+MAX_MASK_MARGIN = 4096  # px
+MAX_PRIORITY = 2**31 - 1
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How to sample one edit; names and meanings follow diffusers. None means the model's default.
 
     num_inference_steps: denoising steps, 1..200. guidance_scale: distilled guidance (only models with a guidance
-    embedding), 0..100. true_cfg_scale / negative_prompt: classifier-free guidance, for models that have it.
-    seed: 0..2**63-1, ``torch.Generator("cpu").manual_seed(seed)``; None draws one. n: images per request, 1..10; image i
-    uses seed + i. strength: 0..1. max_sequence_length: text tokens, up to the model's own. mask_aware, mask_margin (px),
-    full_steps: mask-aware execution; see docs/architecture.md. priority: lower first. timeout: seconds > 0.
+    embedding), 0..100. true_cfg_scale / negative_prompt: classifier-free guidance, for models that have it. n: images
+    per request, 1..10. seed: 0..2**63-1, ``torch.Generator("cpu").manual_seed(seed)``; None draws one; image i uses
+    seed + i. strength: 0..1. max_sequence_length: text tokens >= 1, up to the model's own. mask_aware, mask_margin (px,
+    0..4096), full_steps (0..200): mask-aware execution; see docs/architecture.md. priority: lower first. timeout:
+    seconds, 0.001..86400.
+
+    A value out of range raises InvalidRequestError, also where a message is decoded.
     """
 
     num_inference_steps: int | None = None
@@ -43,6 +53,36 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     full_steps: int | None = None
     priority: int = 0
     timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        self._check_sampling()
+        self._check_mask_aware()
+        self._check_scheduling()
+
+    def _check_sampling(self) -> None:
+        if self.num_inference_steps is not None:
+            check_integer("num_inference_steps", self.num_inference_steps, 1, MAX_INFERENCE_STEPS)
+        for name in ("guidance_scale", "true_cfg_scale"):
+            scale = getattr(self, name)
+            if scale is not None:
+                check_decimal(name, scale, 0, MAX_GUIDANCE)
+        check_integer("n", self.n, 1, MAX_IMAGES)
+        if self.seed is not None:
+            check_integer("seed", self.seed, 0, MAX_SEED - (self.n - 1))
+        check_decimal("strength", self.strength, 0, 1)
+        if self.max_sequence_length is not None:
+            check_integer("max_sequence_length", self.max_sequence_length, 1)
+
+    def _check_mask_aware(self) -> None:
+        if self.mask_margin is not None:
+            check_integer("mask_margin", self.mask_margin, 0, MAX_MASK_MARGIN)
+        if self.full_steps is not None:
+            check_integer("full_steps", self.full_steps, 0, MAX_INFERENCE_STEPS)
+
+    def _check_scheduling(self) -> None:
+        check_integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
+        if self.timeout is not None:
+            check_decimal("timeout", self.timeout, MIN_TIMEOUT, MAX_TIMEOUT)
 
 
 class Status(enum.Enum):
