@@ -1,0 +1,28 @@
+"""First code of a child process, run by path: `python -P bootstrap.py NAME FD`. Only `core.ipc.process.spawn` does that.
+
+FD holds one line of JSON (`path`, `target`, `fds`, `lifeline`) and then the config's bytes. Nothing of the project can
+be imported before the parent's `sys.path` is in place.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+
+
+def main() -> None:
+    """Take over the parent's module path, then run the target."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent leads the shutdown
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # spawn blocked it until here
+    with open(int(sys.argv[2]), "rb") as file:
+        header = json.loads(file.readline())
+        config = file.read()
+    sys.path[:] = header["path"]
+    from core.ipc import process  # noqa: PLC0415
+
+    process.run_child(sys.argv[1], header["target"], config, header["fds"], header["lifeline"])
+
+
+if __name__ == "__main__":
+    main()

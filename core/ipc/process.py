@@ -1,0 +1,187 @@
+"""Child processes that never outlive their parent.
+
+Every child holds the reading end of a pipe, its *lifeline*, whose writing end only the parent holds. However the
+parent ends, `kill -9` included, the kernel closes that end; a thread in the child, blocked in `read` until then, ends
+the child at once, and so its own children in turn. (PR_SET_PDEATHSIG is not used: it fires when the *thread* that
+forked ends, it leaves no time for clean-up, and a parent that dies before the call is missed.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from core.errors import EngineError
+
+EX_PARENT_GONE = 69
+"""Exit code of a child that left because its parent is gone (sysexits.h calls it EX_UNAVAILABLE)."""
+
+_BOOTSTRAP = str(Path(__file__).with_name("bootstrap.py"))
+_TERM_SECONDS = 3.0  # from SIGTERM to SIGKILL
+_KILL_SECONDS = 5.0  # how long the kernel may take to end a killed process that frees much memory
+_PR_SET_NAME = 15
+
+_lifeline: list[int] = []  # this process's own, when it is a child
+_when_parent_gone = contextlib.ExitStack()
+
+
+class ChildProcess:
+    """A running or finished child, seen from its parent. Made by `spawn`."""
+
+    def __init__(self, name: str, popen: subprocess.Popen[bytes], lifeline: int) -> None:
+        """lifeline: the pipe end whose closing ends the child; owned by this object until the child has ended."""
+        self.name = name
+        self.pid = popen.pid
+        self._popen = popen
+        self._open_fds = [lifeline, os.pidfd_open(popen.pid)]
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit code, minus the signal's number if a signal ended it, None while it runs."""
+        code = self._popen.poll()
+        if code is not None:
+            self._close_fds()
+        return code
+
+    async def wait(self) -> int:
+        """Wait until the child has ended; its `returncode`. Any number of tasks may wait."""
+        if self.returncode is None:
+            await _readable(self._open_fds[1])
+        code = self._popen.wait()  # does not block: the pidfd said that it has ended
+        self._close_fds()
+        return code
+
+    def terminate(self) -> None:
+        """Send SIGTERM, unless it has ended."""
+        self._popen.terminate()
+
+    def kill(self) -> None:
+        """Send SIGKILL, unless it has ended."""
+        self._popen.kill()
+
+    async def stop(self, grace: float) -> int:
+        """Make the child end and return its `returncode`; `grace`: seconds it may take to leave by itself.
+
+        Takes at most grace + 8 s. Raises EngineError if even a killed child stays (stuck in the kernel).
+        """
+        with contextlib.suppress(TimeoutError):  # 1. it was told to leave by message: let it finish
+            return await asyncio.wait_for(self.wait(), grace)
+        self.terminate()
+        with contextlib.suppress(TimeoutError):  # 2. it is told by the kernel, and may still clean up
+            return await asyncio.wait_for(self.wait(), _TERM_SECONDS)
+        self.kill()
+        try:  # 3. it is not asked any more
+            return await asyncio.wait_for(self.wait(), _KILL_SECONDS)
+        except TimeoutError:
+            raise EngineError(f"{self.name} (pid {self.pid}) does not end, not even killed") from None
+
+    def describe_exit(self) -> str:
+        """For people: "running", "exit code 3" or "killed by signal 9 (SIGKILL)"."""
+        code = self.returncode
+        if code is None:
+            return "running"
+        if code < 0:
+            return f"killed by signal {-code} ({signal.Signals(-code).name})"
+        return f"exit code {code}" + (" (its parent is gone)" if code == EX_PARENT_GONE else "")
+
+    def _close_fds(self) -> None:
+        while self._open_fds:
+            os.close(self._open_fds.pop())
+
+
+def spawn(target: str, config: bytes, fds: Sequence[int], name: str) -> ChildProcess:
+    """Start a new interpreter that calls `target` ("package.module:function") with (config, list of fds).
+
+    config travels in a memfd, never in argv. The child sees `fds` under the same numbers. **Sockets among them change
+    hands**: the parent's copies are closed, so that EOF works; memfds and pipes stay the caller's as well. `name` is
+    what `ps` and `top` show. The child ignores SIGINT and keeps SIGTERM's default; it ends with EX_PARENT_GONE when
+    this process ends. Takes a few milliseconds and does not wait for the child to start.
+    """
+    theirs, ours = os.pipe2(os.O_CLOEXEC)
+    try:
+        header = {"path": sys.path, "target": target, "fds": list(fds), "lifeline": theirs}
+        popen = _popen(name, json.dumps(header).encode() + b"\n" + config, [*fds, theirs])
+    except BaseException:
+        os.close(ours)
+        raise
+    finally:
+        os.close(theirs)
+    for fd in set(fds):
+        if stat.S_ISSOCK(os.fstat(fd).st_mode):
+            os.close(fd)
+    return ChildProcess(name, popen, ours)
+
+
+def lifeline() -> int:
+    """In a child: the descriptor that becomes readable (EOF) when the parent is gone. LookupError in a first process.
+
+    The child is ended anyway; this is for a select or an `add_reader` that wants to notice.
+    """
+    if not _lifeline:
+        raise LookupError("this process was not started by core.ipc.process.spawn")
+    return _lifeline[0]
+
+
+def on_parent_gone(cleanup: Callable[[], object]) -> None:
+    """In a child: call `cleanup` before it ends because its parent is gone; last registered first.
+
+    Runs in the watching thread, whatever the main thread is doing, and must not wait for anything.
+    """
+    _when_parent_gone.callback(cleanup)
+
+
+def run_child(name: str, target: str, config: bytes, fds: list[int], lifeline_fd: int) -> None:
+    """The child's side of `spawn`, called by the bootstrap."""
+    _lifeline.append(lifeline_fd)
+    threading.Thread(target=_leave_with_parent, args=(lifeline_fd,), name="lifeline", daemon=True).start()
+    for fd in (*fds, lifeline_fd):
+        os.set_inheritable(fd, False)  # grandchildren get what they are given, nothing else
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
+    module, _, function = target.partition(":")
+    getattr(importlib.import_module(module), function)(config, fds)
+
+
+def _leave_with_parent(fd: int) -> None:
+    try:
+        os.read(fd, 1)  # nobody writes: returns at EOF
+        _when_parent_gone.close()
+    finally:
+        os._exit(EX_PARENT_GONE)
+
+
+def _popen(name: str, sealed: bytes, fds: list[int]) -> subprocess.Popen[bytes]:
+    """Start the bootstrap with `sealed` in a memfd and SIGINT blocked until it can ignore it."""
+    memfd = os.memfd_create("stencil-config", os.MFD_CLOEXEC)
+    with open(memfd, "wb") as file:
+        file.write(sealed)
+        file.seek(0)  # the offset is shared with the child
+        argv = [sys.executable, "-P", _BOOTSTRAP, name, str(memfd)]
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            return subprocess.Popen(argv, stdin=subprocess.DEVNULL, pass_fds=[*fds, memfd])
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+async def _readable(fd: int) -> None:
+    """Wait until `fd` is readable. Watches a duplicate, since a loop keeps one reader per descriptor."""
+    loop = asyncio.get_running_loop()
+    watched = os.dup(fd)
+    ready = asyncio.Event()
+    loop.add_reader(watched, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(watched)
+        os.close(watched)

@@ -1,0 +1,218 @@
+"""Arrays in shared memory: an arena per owner, handles in messages, no copies.
+
+An arena is one memfd, mapped whole by every process that was given its descriptor. It has no name, so nothing can be
+left over: the kernel frees it with the last process. Its size is address space only; a page of memory is taken when
+first written and given back when its last byte is freed.
+
+    0                                                                    size
+    |  chunk  |  free  | chunk | chunk |            free                 |
+       ^ ArrayRef(arena, offset, shape, dtype)        ^ pages here hold no memory
+
+One process, the owner, decides who lies where (`ArenaAllocator`); the others only look through handles (`Arena.view`)
+and cut them smaller (`carve`).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from bisect import bisect_left, insort
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from core.errors import OutOfMemoryError
+from core.messages import ArrayRef
+
+_ALIGNMENT = 64  # bytes: a cache line, and the widest vector load
+_LARGE = 16 * mmap.PAGESIZE  # chunks from here on start on a page and fill whole pages (waste below 1/16)
+_MAP_NORESERVE = 0x4000  # Linux on x86-64 and arm64; the mmap module of Python 3.11 has no name for it
+
+
+class Arena:
+    """One shared memory area, seen from one process. Made by `create` or `attach`."""
+
+    def __init__(self, arena_id: int, fd: int) -> None:
+        """Map `fd` and own it from now on."""
+        self.id = arena_id
+        self.fd = fd
+        self.size = os.fstat(fd).st_size
+        memory = mmap.mmap(fd, self.size, flags=mmap.MAP_SHARED | _MAP_NORESERVE)
+        self._mmap: mmap.mmap | None = memory
+        self._bytes: npt.NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
+
+    @classmethod
+    def create(cls, arena_id: int, size: int) -> Arena:
+        """A new arena of `size` bytes (> 0) of zeros that takes no memory yet."""
+        if size <= 0:
+            raise ValueError(f"an arena needs a positive size, not {size}")
+        fd = os.memfd_create(f"stencil-arena-{arena_id}", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, size)
+            return cls(arena_id, fd)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def attach(cls, arena_id: int, fd: int) -> Arena:
+        """The arena behind an inherited descriptor, which belongs to the Arena from now on."""
+        return cls(arena_id, fd)
+
+    def view(self, ref: ArrayRef) -> npt.NDArray[Any]:
+        """The array that `ref` names, writable and without a copy; it keeps the memory mapped while it lives.
+
+        Raises ValueError if the handle is of another arena, leaves this one, is misaligned or has no plain dtype.
+        """
+        if self._mmap is None:
+            raise ValueError(f"arena {self.id} is closed")
+        if ref.arena != self.id:
+            raise ValueError(f"a handle on arena {ref.arena} was given to arena {self.id}")
+        end = ref.offset + _nbytes(ref)
+        if ref.offset < 0 or end > self.size:
+            raise ValueError(f"bytes {ref.offset}..{end} lie outside arena {self.id} of {self.size} bytes")
+        return self._bytes[ref.offset : end].view(ref.dtype).reshape(ref.shape)
+
+    def release_pages(self, start: int, end: int) -> None:
+        """Give the memory of the whole pages in bytes [start, end) back to the kernel; they then read as zeros."""
+        first = _round_up(start, mmap.PAGESIZE)
+        last = end // mmap.PAGESIZE * mmap.PAGESIZE
+        if first < last:
+            # On a memfd MADV_REMOVE is fallocate(PUNCH_HOLE): gone for all processes, size unchanged.
+            self._mapping.madvise(mmap.MADV_REMOVE, first, last - first)
+
+    def close(self) -> None:
+        """Close the descriptor and refuse new views. The mapping itself goes with the last view of it."""
+        if self._mmap is not None:
+            self._mmap = None
+            self._bytes = np.empty(0, np.uint8)
+            os.close(self.fd)
+
+    @property
+    def _mapping(self) -> mmap.mmap:
+        if self._mmap is None:
+            raise ValueError(f"arena {self.id} is closed")
+        return self._mmap
+
+
+class ArenaAllocator:
+    """Who lies where in an arena. Lives in the one process that owns it; not thread-safe.
+
+    First fit in address order: live chunks gather at the low end, and free neighbours are always merged. Small chunks
+    are multiples of 64 bytes; large ones (16 pages and more) are whole pages. The free list is a sorted list, so an
+    operation costs its length: tens of entries for the hundreds of chunks of a busy server.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._free_starts: list[int] = [0]  # sorted
+        self._free_ends: dict[int, int] = {0: arena.size}  # start of a free range -> its end
+        self._used: dict[int, tuple[int, ArrayRef]] = {}  # start of a chunk -> (its end, the handle given out)
+        self.used_bytes = 0  # bytes of all chunks, rounding included
+
+    def alloc(self, nbytes: int) -> ArrayRef:
+        """A chunk of at least `nbytes` > 0, as uint8 [nbytes]; its content is undefined.
+
+        Aligned to 64 bytes, from 16 pages on to a page. Raises OutOfMemoryError when no free range is long enough.
+        """
+        if nbytes <= 0:
+            raise ValueError(f"cannot allocate {nbytes} bytes")
+        alignment = mmap.PAGESIZE if nbytes >= _LARGE else _ALIGNMENT
+        start = self._take(_round_up(nbytes, alignment), alignment)
+        ref = ArrayRef(self._arena.id, start, (nbytes,), "uint8")
+        self._used[start] = (start + _round_up(nbytes, alignment), ref)
+        self.used_bytes += _round_up(nbytes, alignment)
+        return ref
+
+    def free(self, ref: ArrayRef) -> None:
+        """Take a chunk back and return its memory to the kernel. `ref` must be exactly what `alloc` gave.
+
+        Raises ValueError for anything else: a second free, a carved handle, another arena's.
+        """
+        end, given = self._used.get(ref.offset, (0, None))
+        if ref != given:
+            raise ValueError(f"{ref} is not allocated")
+        del self._used[ref.offset]
+        self.used_bytes -= end - ref.offset
+        self._release(ref.offset, end, *self._insert_free(ref.offset, end))
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless chunks and free ranges tile the arena, with no two free neighbours."""
+        used = [(start, end, "used") for start, (end, _) in self._used.items()]
+        free = [(start, self._free_ends[start], "free") for start in self._free_starts]
+        position, before = 0, "used"
+        for start, end, kind in sorted(used + free):
+            assert start == position < end, f"gap or overlap at {position}: next range is {start}..{end}"
+            assert (kind, before) != ("free", "free"), f"unmerged free ranges at {start}"
+            position, before = end, kind
+        assert position == self._arena.size, f"ranges end at {position} of {self._arena.size}"
+        assert len(free) == len(self._free_ends), "free list and free ranges differ"
+        assert self.used_bytes == sum(end - start for start, end, _ in used), "used_bytes is wrong"
+
+    def _take(self, nbytes: int, alignment: int) -> int:
+        """Cut `nbytes` from the first free range they fit in; the rests in front and behind stay free."""
+        for index, free_start in enumerate(self._free_starts):
+            free_end = self._free_ends[free_start]
+            start = _round_up(free_start, alignment)
+            if start + nbytes <= free_end:
+                rests = [(s, e) for s, e in ((free_start, start), (start + nbytes, free_end)) if s < e]
+                del self._free_ends[free_start]
+                self._free_ends.update(rests)
+                self._free_starts[index : index + 1] = [s for s, _ in rests]
+                return start
+        state = f"{self.used_bytes} of {self._arena.size} bytes used"
+        raise OutOfMemoryError(f"shared arena {self._arena.id} has no room for {nbytes} bytes ({state})")
+
+    def _insert_free(self, start: int, end: int) -> tuple[int, int]:
+        """Add a free range, merged with its neighbours; returns the merged range."""
+        index = bisect_left(self._free_starts, start)
+        if index < len(self._free_starts) and self._free_starts[index] == end:
+            end = self._free_ends.pop(self._free_starts.pop(index))
+        if index > 0 and self._free_ends[self._free_starts[index - 1]] == start:
+            start = self._free_starts.pop(index - 1)
+        self._free_ends[start] = end
+        insort(self._free_starts, start)
+        return start, end
+
+    def _release(self, start: int, end: int, free_start: int, free_end: int) -> None:
+        """Release the pages that [start, end) touched, except those shared with a chunk beyond the free range."""
+        first_page = start // mmap.PAGESIZE * mmap.PAGESIZE
+        last_page = _round_up(end, mmap.PAGESIZE)
+        self._arena.release_pages(max(first_page, free_start), min(last_page, free_end))
+
+
+def carve(region: ArrayRef, offset: int, shape: tuple[int, ...], dtype: str) -> ArrayRef:
+    """A handle on part of `region`: `shape` of `dtype`, starting `offset` bytes into it.
+
+    Raises ValueError when it does not fit, is misaligned for its dtype, or has no plain dtype.
+    """
+    part = ArrayRef(region.arena, region.offset + offset, shape, dtype)
+    if offset < 0 or offset + _nbytes(part) > _nbytes(region):
+        raise ValueError(f"{dtype} {shape} at byte {offset} does not fit into a region of {_nbytes(region)} bytes")
+    return part
+
+
+def _nbytes(ref: ArrayRef) -> int:
+    """Bytes of the array; checks shape, dtype and alignment (ValueError)."""
+    if any(side < 0 for side in ref.shape):
+        raise ValueError(f"negative side in shape {ref.shape}")
+    itemsize = _itemsize(ref.dtype)
+    if ref.offset % itemsize:
+        raise ValueError(f"offset {ref.offset} is not aligned for {ref.dtype}")
+    return prod(ref.shape) * itemsize
+
+
+def _itemsize(name: str) -> int:
+    try:
+        dtype = np.dtype(name)
+    except TypeError as error:
+        raise ValueError(f"unknown dtype {name!r}") from error
+    if dtype.kind not in "biufc" or dtype.name != name:  # no objects, strings, records, foreign byte orders
+        raise ValueError(f"dtype {name!r} cannot be shared: use a plain numeric numpy name")
+    return dtype.itemsize
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,128 @@
+"""What the child processes of the ipc tests run; imported by name in the child, so it is no test module."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import uvloop
+
+from core.ipc.process import lifeline, on_parent_gone, spawn
+from core.ipc.ring import Channel, PeerClosedError
+from core.ipc.shared_array import Arena
+from core.messages import ArrayRef
+
+
+def echo(_config: bytes, fds: list[int]) -> None:
+    """Send every frame back until the peer is gone."""
+    channel = Channel.attach(*fds)
+    try:
+        while True:
+            channel.send(channel.recv())
+    except PeerClosedError:
+        channel.close()
+
+
+def echo_asyncio(config: bytes, fds: list[int]) -> None:
+    """As `echo`, on an event loop: b"asyncio" or b"uvloop"."""
+
+    async def serve() -> None:
+        channel = Channel.attach(*fds)
+        async for frame in channel.messages():
+            channel.send(frame)
+        channel.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop if config == b"uvloop" else None) as runner:
+        runner.run(serve())
+
+
+def say_and_die(config: bytes, fds: list[int]) -> None:
+    """Send `config` in three frames and be gone without closing anything."""
+    channel = Channel.attach(*fds)
+    for _ in range(3):
+        channel.send(config)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fill_array(config: bytes, fds: list[int]) -> None:
+    """Double the float32 array that the config names, in the arena fds[0]."""
+    ref = ArrayRef(arena=7, offset=int(config), shape=(3, 5), dtype="float32")
+    Arena.attach(7, fds[0]).view(ref)[...] *= 2
+
+
+def report(config: bytes, fds: list[int]) -> None:
+    """Write what the child sees of itself to the pipe fds[0]."""
+    seen = {
+        "config": config.decode(),
+        "argv": Path("/proc/self/cmdline").read_bytes().decode().split("\0"),
+        "comm": Path("/proc/self/comm").read_text().strip(),
+        "path": sys.path,
+        "open": sorted(int(fd) for fd in os.listdir("/proc/self/fd") if Path(f"/proc/self/fd/{fd}").exists()),
+        "fds": fds,
+        "lifeline": lifeline(),
+        "group": os.getpgrp(),
+        "sigint": signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
+        "sigterm": signal.getsignal(signal.SIGTERM) is signal.SIG_DFL,
+        "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+    }
+    os.write(fds[0], json.dumps(seen).encode())
+
+
+def leave(config: bytes, _fds: list[int]) -> None:
+    """Exit with the code in `config`."""
+    sys.exit(int(config))
+
+
+def sleep(_config: bytes, _fds: list[int]) -> None:
+    """Blocked in a system call."""
+    time.sleep(600)
+
+
+def stubborn(_config: bytes, fds: list[int]) -> None:
+    """Ignore SIGTERM, say so, then sleep."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.write(fds[0], b"x")
+    time.sleep(600)
+
+
+def spin(_config: bytes, _fds: list[int]) -> None:
+    """Blocked in Python code."""
+    while True:
+        pass
+
+
+def import_torch(_config: bytes, _fds: list[int]) -> None:
+    """Busy with an import for a second or more."""
+    importlib.import_module("torch")
+    time.sleep(600)
+
+
+def remove_directory(config: bytes, fds: list[int]) -> None:
+    """Clean up a directory when the parent is gone; the cleanup registered after it fails."""
+    on_parent_gone(lambda: os.rmdir(config))
+    on_parent_gone(lambda: 1 / 0)
+    os.write(fds[0], b"ready\n")
+    time.sleep(600)
+
+
+def family(config: bytes, fds: list[int]) -> None:
+    """A parent: spawn a `family_member` per target in the config, write all pids to fds[0], then sleep."""
+    for target in json.loads(config):
+        spawn("ipc_children:family_member", json.dumps(target).encode(), fds, "member")
+    os.write(fds[0], f"{os.getpid()}\n".encode())
+    time.sleep(600)
+
+
+def family_member(config: bytes, fds: list[int]) -> None:
+    """Write the own pid, start one grandchild that does the same and runs the target, and run the target as well."""
+    target = json.loads(config)
+    os.write(fds[0], f"{os.getpid()}\n".encode())
+    if target.startswith("grand:"):
+        spawn("ipc_children:family_member", json.dumps(target.removeprefix("grand:")).encode(), fds, "grandchild")
+    globals()[target.removeprefix("grand:")](b"", fds)
