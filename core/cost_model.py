@@ -7,12 +7,15 @@ the line: which component of which model, which stage, on which device, on how m
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from core.messages import ModelKey
+
+Vector = npt.NDArray[np.floating[Any]]
 
 FEATURES = ("constant", "requests", "kilotokens", "attention")
 """attention: sum over requests of (queries / 1000) * (keys / 1000); kilotokens: tokens / 1000, of encoders and decoders image tokens."""
@@ -44,7 +47,7 @@ class Work(msgspec.Struct, frozen=True):
         queries = tuple(tokens)
         return cls(queries, queries)
 
-    def features(self) -> npt.NDArray[np.float64]:
+    def features(self) -> Vector:
         """Shape [4], in the order of FEATURES."""
         attention = sum(q * k for q, k in zip(self.queries, self.keys, strict=True)) / 1e6
         return np.array([1.0, len(self.queries), sum(self.queries) / 1e3, attention])
@@ -55,14 +58,14 @@ class Line:
 
     def __init__(self) -> None:
         size = len(FEATURES)
-        self._normal: npt.NDArray[np.float64] = np.zeros((size, size))
-        self._moment: npt.NDArray[np.float64] = np.zeros(size)
+        self._normal: Vector = np.zeros((size, size))
+        self._moment: Vector = np.zeros(size)
         self._weight = 0.0
         self._sum = 0.0
         self._sum_squares = 0.0
         self._residual = 0.0
 
-    def observe(self, features: npt.NDArray[np.float64], seconds: float) -> None:
+    def observe(self, features: Vector, seconds: float) -> None:
         """Take one measurement in."""
         error = seconds - self.predict(features) if self._weight else 0.0
         self._normal *= FORGET
@@ -74,13 +77,13 @@ class Line:
         self._sum_squares = FORGET * self._sum_squares + seconds**2
         self._residual = FORGET * self._residual + error**2
 
-    def coefficients(self) -> npt.NDArray[np.float64]:
+    def coefficients(self) -> Vector:
         """Seconds per feature, shape [4]."""
         ridge = RIDGE * np.eye(len(FEATURES)) * max(1.0, self._weight)
-        solution: npt.NDArray[np.float64] = np.linalg.solve(self._normal + ridge, self._moment)
+        solution: Vector = np.linalg.solve(self._normal + ridge, self._moment)
         return solution
 
-    def predict(self, features: npt.NDArray[np.float64]) -> float:
+    def predict(self, features: Vector) -> float:
         """Seconds; 0 before the first observation."""
         return max(0.0, float(self.coefficients() @ features))
 

@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from core import errors
+from core.config import ModelConfig
 from core.request import SamplingParams
 
 
@@ -444,6 +445,14 @@ class Shutdown(Message, frozen=True):
 
 
 ToWorker = StepPlan | Shutdown
+
+
+class WorkerConfig(msgspec.Struct, frozen=True):
+    """What a worker process is started with; its file descriptors are (channel memory, channel socket, arena)."""
+
+    rank: int
+    models: tuple[ModelConfig, ...]
+    arena_id: int
 
 
 class WorkerReady(Message, frozen=True):

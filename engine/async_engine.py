@@ -1,0 +1,174 @@
+"""AsyncEngine: the client side of the engine. Admits edits, has their images prepared, submits, streams, cleans up.
+
+Owns the shared arena, the image processors and the engine process; one EditSession per edit owns that edit's memory.
+The same object serves HTTP (entrypoints/openai) and offline use (entrypoints/image_engine.py). Never loads torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+
+from core.config import StencilConfig
+from core.errors import EngineDeadError, ModelNotFoundError, OverloadedError, StencilError
+from core.ipc.shared_array import Arena, ArenaAllocator
+from core.messages import ArrayRef, LoadReport, ModelInfo
+from engine.edit import EditInput, ImageOutput
+from engine.edit_session import EditSession
+from engine.engine_client import EngineClient
+from engine.image_pool import ImagePool
+from engine.metrics import Metrics
+
+MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
+"""Bounds of what a refused client is told to wait; clients of the OpenAI SDK ignore more than 120 s."""
+
+
+class AsyncEngine:
+    """start, ready, edit (many at once), shutdown. All methods belong to one event loop."""
+
+    def __init__(self, config: StencilConfig, metrics: Metrics | None = None, log_level: str = "info") -> None:
+        self.config = config
+        self.metrics = metrics or Metrics()
+        self.models: dict[str, ModelInfo] = {}  # name -> info; empty until ready
+        self._log_level = log_level
+        self._num_images = 0  # admitted and not yet cleaned up, n per edit
+        self._is_closing = False
+        self._actor: asyncio.Task[None] | None = None
+        self._stopping = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    # ---------------------------------------------------------------------------------- life
+
+    async def start(self) -> None:
+        """Spawn every process and return; the model loads in the background, see `ready`."""
+        self._arena = Arena.create(0, self.config.arena_bytes)
+        self.allocator = ArenaAllocator(self._arena)
+        self._runtime_dir = Path(tempfile.mkdtemp(prefix="stencil-"))
+        self.images = ImagePool(self.config.image, self._arena)
+        self.client = EngineClient(
+            self.config.engine, self._arena, self._runtime_dir, self._log_level, self.metrics.observe_load
+        )
+        self.metrics.watch_queue(lambda: self.num_requests_running, lambda: self.num_requests_waiting)
+        self.client.start()
+        await self.images.start()
+        self._actor = asyncio.create_task(self._run(), name="async-engine")
+
+    async def ready(self) -> None:
+        """Wait until edits are served. Raises what kept the engine from starting."""
+        self.models = await self.client.ready()
+
+    async def shutdown(self, drain_seconds: float) -> None:
+        """Refuse new edits, let running ones finish within `drain_seconds`, leave no process and no memory behind."""
+        self._is_closing = True
+        try:
+            async with asyncio.timeout(drain_seconds):
+                await self._idle.wait()
+        except TimeoutError:
+            pass  # what is left is failed by the engine's end, below
+        self._stopping.set()
+        if self._actor is not None:
+            await self._actor
+
+    async def failed(self) -> StencilError:
+        """Wait for the engine's death and return its reason; never returns while all is well."""
+        return await self.client.failed()
+
+    async def _run(self) -> None:
+        """The actor: every background task of the engine lives in this group."""
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                engine = self._tasks.create_task(self.client.run())
+                await self._stopping.wait()
+                await self.client.stop()
+                await engine
+            await self.images.stop()
+        finally:
+            self.client.close()
+            shutil.rmtree(self._runtime_dir, ignore_errors=True)
+            self._arena.close()
+
+    # ---------------------------------------------------------------------------------- edits
+
+    @asynccontextmanager
+    async def edit(self, request_id: str, edit: EditInput) -> AsyncIterator[AsyncIterator[ImageOutput]]:
+        """Run one edit. Entering admits it, checks and prepares its images and submits it; iterating yields outputs as
+        they come; leaving early aborts it.
+
+        Raises on entering: InvalidRequestError and below, OverloadedError (full, loading or shutting down),
+        DeadlineExceededError. While iterating: DeadlineExceededError, EngineError.
+        """
+        model = self._admit(edit)
+        session = EditSession(self, request_id, edit, model)
+        try:
+            await session.prepare()
+            session.submit()
+            yield session.outputs()
+        finally:
+            session.give_up()
+            self._tasks.create_task(self._clean_up(session))
+
+    async def _clean_up(self, session: EditSession) -> None:
+        await session.close()
+        self._num_images -= session.num_images
+        if not self._num_images:
+            self._idle.set()
+
+    def _admit(self, edit: EditInput) -> ModelInfo:
+        """Take n places in the queue, all or none."""
+        model = self._choose_model(edit.model)
+        if self.client.error is not None:
+            raise EngineDeadError(str(self.client.error))
+        if self._num_images + edit.sampling.n > self.config.max_queue:
+            self.metrics.observe_rejected("queue_full")
+            raise OverloadedError("The queue is full.", retry_after=self.retry_after())
+        self._num_images += edit.sampling.n
+        self._idle.clear()
+        return model
+
+    def _choose_model(self, name: str) -> ModelInfo:
+        if self._is_closing:
+            self.metrics.observe_rejected("shutting_down")
+            raise OverloadedError("The server is shutting down.", retry_after=MIN_RETRY_SECONDS)
+        if not self.models:
+            self.metrics.observe_rejected("not_ready")
+            raise OverloadedError("The model is still loading.", retry_after=MIN_RETRY_SECONDS)
+        model = self.models.get(name) if name else next(iter(self.models.values()))
+        if model is None:
+            raise ModelNotFoundError(name)
+        return model
+
+    def retry_after(self) -> float:
+        """Seconds after which a refused client is likely to find room: the predicted time to drain what is here."""
+        drain = self.load.drain_seconds if self.load else 0.0
+        return min(MAX_RETRY_SECONDS, max(MIN_RETRY_SECONDS, drain))
+
+    # ---------------------------------------------------------------------------------- what it knows
+
+    def view(self, ref: ArrayRef) -> npt.NDArray[Any]:
+        """The array behind a handle, without a copy."""
+        return self._arena.view(ref)
+
+    @property
+    def is_ready(self) -> bool:
+        return bool(self.models) and self.client.is_ready and not self._is_closing
+
+    @property
+    def load(self) -> LoadReport | None:
+        return self.client.load
+
+    @property
+    def num_requests_running(self) -> int:
+        return self.load.num_running if self.load else 0
+
+    @property
+    def num_requests_waiting(self) -> int:
+        """Images admitted that no worker has begun, those in preparation included."""
+        return self._num_images - self.num_requests_running

@@ -1,0 +1,65 @@
+"""What a caller of AsyncEngine hands in and gets back; plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from core.messages import MaskKind, OutputFormat
+from core.request import SamplingParams
+from engine.upload import Upload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EditInput:
+    """One edit: an image, what to change of it, and how the result is to look.
+
+    image: None for a generation, on an empty canvas of `canvas_size` (width, height; None = the model's native square).
+    mask and mask_kind: see `core.messages.PrepareEdit`. output_size: (width, height), None = the upload's. compression:
+    0..100, jpeg and webp. partial_images: previews per image, 0..3. base64: outputs as base64 text, not file bytes.
+    """
+
+    prompt: str
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    model: str = ""  # "" = the first model served
+    image: Upload | None = None
+    mask: Upload | None = None
+    mask_kind: MaskKind = "alpha"
+    canvas_size: tuple[int, int] | None = None
+    output_size: tuple[int, int] | None = None
+    output_format: OutputFormat = "png"
+    compression: int = 100
+    partial_images: int = 0
+    base64: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EditReport:
+    """How one image came about. mask_ratio: active / image tokens. ms: milliseconds by part."""
+
+    mask_ratio: float
+    active_tokens: int
+    image_tokens: int
+    text_tokens: int
+    prompt_truncated: bool
+    unmasked: bool
+    num_inference_steps: int
+    guidance_scale: float | None
+    ms: dict[str, float]
+    cache: str = "off"
+    tier: str | None = None
+    primed: bool = False
+    full_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageOutput:
+    """A finished or partial image. data: the encoded file or its base64 text in shared memory, valid until the edit's
+    context is left. partial_index: None for a final image, which alone has a report."""
+
+    image_index: int
+    partial_index: int | None
+    data: memoryview
+    width: int
+    height: int
+    seed: int
+    report: EditReport | None = None

@@ -1,0 +1,351 @@
+"""EditSession: one edit from its upload to its last image, and all the shared memory it takes.
+
+Memory is freed only when nothing can touch it any more: after the terminal output of every image and the end of every
+image job. `close` waits for that, so it runs in the background, after the caller has left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from core.errors import AbortedError, DeadlineExceededError, InvalidRequestError, OutOfMemoryError, OverloadedError
+from core.ipc.shared_array import carve
+from core.messages import (
+    Aborted,
+    ArrayRef,
+    ComposedImage,
+    ComposeImage,
+    EditRequest,
+    Failed,
+    Finished,
+    ModelInfo,
+    PartialImage,
+    PreparedEdit,
+    PrepareEdit,
+)
+from core.request import MAX_SEED, SamplingParams
+from engine import image_ops
+from engine.edit import EditInput, EditReport, ImageOutput
+from engine.upload import Upload
+
+if TYPE_CHECKING:
+    from engine.async_engine import AsyncEngine
+    from engine.engine_client import RequestOutput
+
+
+@dataclass(slots=True)
+class Picture:
+    """One of the n images of an edit."""
+
+    index: int
+    seed: int
+    request: EditRequest
+    num_partials: int = 0  # partial images handed out so far
+    is_done: bool = False  # its terminal output has come
+
+
+@dataclass(slots=True)
+class Timing:
+    """Clock readings of one edit, seconds of CLOCK_MONOTONIC."""
+
+    arrival: float = field(default_factory=time.monotonic)
+    prepared: float = 0.0
+
+
+class EditSession:
+    """prepare, submit, outputs; then give_up and close. One caller."""
+
+    def __init__(self, engine: AsyncEngine, request_id: str, edit: EditInput, model: ModelInfo) -> None:
+        self.num_images = edit.sampling.n
+        self._engine = engine
+        self._id = request_id
+        self._edit = edit
+        self._model = model
+        self._sampling = resolve(edit.sampling, model)
+        self._timing = Timing()
+        timeout = edit.sampling.timeout
+        self._deadline = None if timeout is None else self._timing.arrival + timeout
+        self._regions: list[ArrayRef] = []  # everything to free at the end
+        self._image: ArrayRef | None = None
+        self._mask: ArrayRef | None = None
+        self._prepared: PreparedEdit | None = None
+        self._pictures: dict[str, Picture] = {}  # request id of one image -> Picture
+        self._outputs: asyncio.Queue[RequestOutput] = asyncio.Queue()
+        self._all_done = asyncio.Event()
+        self._all_done.set()
+
+    # ---------------------------------------------------------------------------------- before the engine
+
+    async def prepare(self) -> None:
+        """Copy the uploads to shared memory and have them checked and turned into template, mask and tokens."""
+        edit, model = self._edit, self._model
+        async with _deadline(self._deadline):
+            self._image = await self._store(edit.image)
+            self._mask = await self._store(edit.mask)
+            self._prepared = await self._engine.images.prepare(
+                PrepareEdit(
+                    job_id=0,
+                    image=self._image,
+                    mask=self._mask,
+                    mask_kind=edit.mask_kind,
+                    canvas_size=self._canvas_size,
+                    mask_margin=edit.sampling.mask_margin or 0,
+                    native_size=model.native_size,
+                    token_size=model.token_size,
+                    max_pixels=self._engine.config.image.max_pixels,
+                    scratch=self._alloc(image_ops.scratch_bytes(model.native_size, model.token_size)),
+                )
+            )
+        self._timing.prepared = time.monotonic()
+
+    @property
+    def _canvas_size(self) -> tuple[int, int] | None:
+        if self._edit.image is not None:
+            return None
+        return self._edit.canvas_size or (self._model.native_size, self._model.native_size)
+
+    async def _store(self, upload: Upload | None) -> ArrayRef | None:
+        """Copy an upload into the arena, giving way to others between pieces."""
+        if upload is None:
+            return None
+        limit = self._engine.config.image.max_upload_bytes
+        if upload.size > limit:
+            raise InvalidRequestError(
+                f"The file has {upload.size} bytes; at most {limit} are accepted.", code="request_too_large"
+            )
+        region = self._alloc(max(1, upload.size))
+        ref = carve(region, 0, (upload.size,), "uint8")
+        view, start = self._engine.view(ref), 0
+        async for chunk in upload.chunks():
+            view[start : start + len(chunk)] = np.frombuffer(chunk, np.uint8)
+            start += len(chunk)
+            await asyncio.sleep(0)
+        return ref
+
+    def _alloc(self, nbytes: int) -> ArrayRef:
+        try:
+            region = self._engine.allocator.alloc(nbytes)
+        except OutOfMemoryError as error:
+            retry_after = self._engine.retry_after()
+            raise OverloadedError("No shared memory is left for this edit.", retry_after=retry_after) from error
+        self._regions.append(region)
+        return region
+
+    # ---------------------------------------------------------------------------------- to the engine
+
+    def submit(self) -> None:
+        """Hand one request per image to the engine."""
+        for index in range(self.num_images):
+            picture = self._make_picture(index)
+            self._engine.client.submit(picture.request, self._hear)
+            self._pictures[picture.request.request_id] = picture
+            self._all_done.clear()
+
+    def _make_picture(self, index: int) -> Picture:
+        assert self._sampling.seed is not None
+        seed = (self._sampling.seed + index) % (MAX_SEED + 1)
+        return Picture(index, seed, self._make_request(index, msgspec.structs.replace(self._sampling, seed=seed)))
+
+    def _make_request(self, index: int, sampling: SamplingParams) -> EditRequest:
+        prepared, model = self._prepared, self._model
+        assert prepared is not None
+        width, height = prepared.width, prepared.height
+        num_tokens = self._num_tokens
+        pixels = self._alloc((self._edit.partial_images + 1) * height * width * 3)
+        latents = self._alloc(num_tokens * model.latent_width * 4)
+        return EditRequest(
+            request_id=f"{self._id}-{index}",
+            model=model.name,
+            prompt=self._edit.prompt,
+            sampling=sampling,
+            width=width,
+            height=height,
+            template=prepared.template,
+            mask=prepared.mask,
+            active=prepared.active,
+            content_id=prepared.content_id,
+            num_tokens=num_tokens,
+            max_text_tokens=sampling.max_sequence_length or model.max_text_tokens,
+            pixels=tuple(
+                carve(pixels, i * height * width * 3, (height, width, 3), "uint8")
+                for i in range(self._edit.partial_images + 1)
+            ),
+            latents=carve(latents, 0, (num_tokens, model.latent_width), "float32"),
+            arrival=self._timing.prepared,
+            deadline=self._deadline,
+        )
+
+    @property
+    def _num_tokens(self) -> int:
+        prepared, side = self._prepared, self._model.token_size
+        assert prepared is not None
+        return (prepared.width // side) * (prepared.height // side)
+
+    def _hear(self, output: RequestOutput) -> None:
+        if not isinstance(output, PartialImage):
+            self._pictures[output.request_id].is_done = True
+            if all(picture.is_done for picture in self._pictures.values()):
+                self._all_done.set()
+        self._outputs.put_nowait(output)
+
+    # ---------------------------------------------------------------------------------- from the engine
+
+    async def outputs(self) -> AsyncIterator[ImageOutput]:
+        """Every partial and final image, encoded, as they come; ends after the last final one. Raises the first failure."""
+        num_left = self.num_images
+        while num_left:
+            async with _deadline(self._deadline):
+                output = await self._outputs.get()
+                image = await self._take(output)
+            yield image
+            num_left -= isinstance(output, Finished)
+
+    async def _take(self, output: RequestOutput) -> ImageOutput:
+        picture = self._pictures[output.request_id]
+        match output:
+            case PartialImage():
+                return await self._take_partial(picture, output)
+            case Finished():
+                return await self._take_finished(picture, output)
+            case Failed():
+                self._engine.metrics.observe_failed(self._model.name)
+                raise output.failure.to_error()
+            case Aborted():
+                raise AbortedError("The engine shut down before the request finished.")
+
+    async def _take_partial(self, picture: Picture, output: PartialImage) -> ImageOutput:
+        composed = await self._compose(picture.request.pixels[output.index])
+        picture.num_partials += 1
+        return self._make_output(picture, composed, partial_index=picture.num_partials - 1)
+
+    async def _take_finished(self, picture: Picture, output: Finished) -> ImageOutput:
+        start = time.monotonic()
+        composed = await self._compose(picture.request.pixels[-1])
+        report = self._make_report(output, postprocess=time.monotonic() - start)
+        self._engine.metrics.observe_finished(
+            self._model.name,
+            seconds=time.monotonic() - self._timing.arrival,
+            ms=report.ms,
+            mask_ratio=report.mask_ratio,
+            num_inference_steps=report.num_inference_steps,
+        )
+        return self._make_output(picture, composed, report=report)
+
+    async def _compose(self, pixels: ArrayRef) -> ComposedImage:
+        edit, prepared = self._edit, self._prepared
+        assert prepared is not None
+        width, height = edit.output_size or (prepared.upload_width, prepared.upload_height)
+        return await self._engine.images.compose(
+            ComposeImage(
+                job_id=0,
+                pixels=pixels,
+                image=self._image,
+                mask=self._mask,
+                mask_kind=edit.mask_kind,
+                canvas_size=self._canvas_size,
+                output_size=edit.output_size,
+                output_format=edit.output_format,
+                compression=edit.compression,
+                base64=edit.base64,
+                max_pixels=self._engine.config.image.max_pixels,
+                out=self._alloc(image_ops.encoded_bytes(width, height, 4, edit.base64)),
+            )
+        )
+
+    def _make_output(
+        self,
+        picture: Picture,
+        composed: ComposedImage,
+        partial_index: int | None = None,
+        report: EditReport | None = None,
+    ) -> ImageOutput:
+        return ImageOutput(
+            image_index=picture.index,
+            partial_index=partial_index,
+            data=memoryview(self._engine.view(composed.encoded)).toreadonly(),
+            width=composed.width,
+            height=composed.height,
+            seed=picture.seed,
+            report=report,
+        )
+
+    def _make_report(self, output: Finished, postprocess: float) -> EditReport:
+        prepared = self._prepared
+        assert prepared is not None
+        ms = output.ms
+        num_active = prepared.active.size
+        return EditReport(
+            mask_ratio=num_active / self._num_tokens,
+            active_tokens=num_active,
+            image_tokens=self._num_tokens,
+            text_tokens=output.text_tokens,
+            prompt_truncated=output.prompt_truncated,
+            unmasked=prepared.unmasked,
+            num_inference_steps=self._sampling.num_inference_steps or 0,
+            guidance_scale=self._sampling.guidance_scale if self._model.has_guidance else None,
+            full_blocks=output.full_blocks,
+            ms={
+                "queue": ms["queue"],
+                "preprocess": (self._timing.prepared - self._timing.arrival) * 1e3,
+                "encode": ms["text_encode"] + ms["image_encode"],
+                "prime": 0.0,
+                "denoise": ms["denoise"],
+                "decode": ms["decode"],
+                "postprocess": postprocess * 1e3,
+            },
+        )
+
+    # ---------------------------------------------------------------------------------- the end
+
+    def give_up(self) -> None:
+        """Nobody listens any more: abort what still runs."""
+        running = tuple(request_id for request_id, picture in self._pictures.items() if not picture.is_done)
+        for _ in running:
+            self._engine.metrics.observe_aborted(self._model.name)
+        if running:
+            self._engine.client.abort(running)
+
+    async def close(self) -> None:
+        """Wait for the last terminal output, then free the memory."""
+        await self._all_done.wait()
+        for region in self._regions:
+            self._engine.allocator.free(region)
+        self._regions.clear()
+
+
+def resolve(sampling: SamplingParams, model: ModelInfo) -> SamplingParams:
+    """Fill in the model's defaults and draw a seed. Raises InvalidRequestError for what the model cannot take."""
+    length = sampling.max_sequence_length
+    if length is not None and length > model.max_text_tokens:
+        raise InvalidRequestError(
+            f"Invalid 'max_sequence_length': integer above maximum value. Expected a value <= {model.max_text_tokens}, "
+            f"but got {length} instead.",
+            param="max_sequence_length",
+            code="integer_above_max_value",
+        )
+    return msgspec.structs.replace(
+        sampling,
+        num_inference_steps=sampling.num_inference_steps or model.default_num_inference_steps,
+        guidance_scale=model.default_guidance_scale if sampling.guidance_scale is None else sampling.guidance_scale,
+        seed=secrets.randbelow(MAX_SEED + 1) if sampling.seed is None else sampling.seed,
+        max_sequence_length=length or model.max_text_tokens,
+    )
+
+
+@asynccontextmanager
+async def _deadline(when: float | None) -> AsyncIterator[None]:
+    """Raises DeadlineExceededError at `when`, on the event loop's clock, which is CLOCK_MONOTONIC; None = never."""
+    try:
+        async with asyncio.timeout_at(when):
+            yield
+    except TimeoutError as error:
+        raise DeadlineExceededError("The request's timeout passed before it finished.") from error

@@ -1,0 +1,171 @@
+"""EngineClient: one engine process as the API server sees it. Spawns it, carries messages, routes outputs to who waits.
+
+Owns the map request id -> waiter. A death of the engine, or of anything below it, reaches every waiter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from core.config import EngineConfig
+from core.errors import EngineDeadError, StencilError
+from core.ipc.process import ChildProcess, spawn
+from core.ipc.shared_array import Arena
+from core.messages import (
+    Abort,
+    Aborted,
+    Drain,
+    EditRequest,
+    EngineFailed,
+    EngineOutputs,
+    EngineReady,
+    Failed,
+    Failure,
+    Finished,
+    FromEngine,
+    LoadReport,
+    ModelInfo,
+    PartialImage,
+    ToEngine,
+)
+from engine.engine_process import EngineProcessConfig
+
+STOP_SECONDS = 5.0
+"""How long an engine with nothing left to do may take to leave before it is killed."""
+
+RequestOutput = PartialImage | Finished | Failed | Aborted
+Waiter = Callable[[RequestOutput], None]
+"""Called in the event loop with every output of one request; must not block or raise."""
+
+
+class EngineClient:
+    """start, ready, submit and abort, stop. One task (`run`) of the owner's group drives it."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        arena: Arena,
+        runtime_dir: Path,
+        log_level: str,
+        on_load: Callable[[LoadReport], None],
+    ) -> None:
+        self._config = config
+        self._arena = arena
+        self._log_level = log_level
+        self._on_load = on_load
+        self._address = f"ipc://{runtime_dir}/engine"
+        self._name = "stencil-engine"
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._process: ChildProcess | None = None
+        self._waiters: dict[str, Waiter] = {}  # request id -> who hears of it
+        self._encoder = msgspec.msgpack.Encoder()
+        self._ready: asyncio.Future[dict[str, ModelInfo]] = asyncio.get_running_loop().create_future()
+        self._gone = asyncio.Event()
+        self.load: LoadReport | None = None
+        self.error: StencilError | None = None  # why it is gone, once it is
+
+    def start(self) -> None:
+        """Spawn the process; the model loads while this process goes on."""
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.set_hwm(0)
+        self._socket.bind(self._address)
+        settings = EngineProcessConfig(self._config, self._address, self._arena.id, self._log_level)
+        encoded = msgspec.msgpack.encode(settings)
+        self._process = spawn("engine.engine_process:main", encoded, [self._arena.fd], name=self._name)
+
+    async def run(self) -> None:
+        """Receive until the process is gone; then fail whoever still waits."""
+        assert self._process is not None
+        async with asyncio.TaskGroup() as tasks:
+            receiver = tasks.create_task(self._receive())
+            await self._process.wait()
+            # Its last words may still be in the socket: they say more than its exit code.
+            await asyncio.sleep(0.1)
+            receiver.cancel()
+        self._die(EngineDeadError(f"the engine process died ({self._process.describe_exit()})"))
+
+    async def ready(self) -> dict[str, ModelInfo]:
+        """Wait until the models are loaded; name -> info. Raises what kept the engine from starting."""
+        return await asyncio.shield(self._ready)
+
+    async def failed(self) -> StencilError:
+        """Wait for the engine's end and return why it came; never returns while all is well."""
+        await self._gone.wait()
+        assert self.error is not None
+        return self.error
+
+    @property
+    def is_ready(self) -> bool:
+        return self._ready.done() and self.error is None
+
+    def submit(self, edit: EditRequest, waiter: Waiter) -> None:
+        """Hand a request over; `waiter` hears every output, the last one terminal. Raises what killed a dead engine."""
+        if self.error is not None:
+            raise self.error
+        self._waiters[edit.request_id] = waiter
+        self._send(edit)
+
+    def abort(self, request_ids: tuple[str, ...]) -> None:
+        """Ask for an early end; the terminal output still comes."""
+        if self.error is None:
+            self._send(Abort(request_ids=request_ids))
+
+    async def stop(self) -> None:
+        """Abort what still runs and leave no process behind."""
+        assert self._process is not None
+        if self.is_ready:
+            self.abort(tuple(self._waiters))
+            self._send(Drain())
+        await self._process.stop(STOP_SECONDS if self.is_ready else 0.0)
+
+    def close(self) -> None:
+        """Free the socket; after `run` has ended."""
+        self._socket.close()
+        self._context.term()
+
+    def _send(self, message: ToEngine) -> None:
+        self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+
+    async def _receive(self) -> None:
+        decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+        while True:
+            self._handle(decoder.decode(await self._socket.recv()))
+
+    def _handle(self, message: FromEngine) -> None:
+        match message:
+            case EngineOutputs():
+                self.load = message.load
+                self._on_load(message.load)
+                for output in message.outputs:
+                    self._deliver(output)
+            case EngineReady():
+                self._ready.set_result({info.name: info for info in message.models})
+            case EngineFailed():
+                self._die(message.failure.to_error())
+
+    def _deliver(self, output: RequestOutput) -> None:
+        """A terminal output ends its waiter's entry; an unknown id is a bug and raises KeyError."""
+        waiter = self._waiters[output.request_id]
+        if not isinstance(output, PartialImage):
+            del self._waiters[output.request_id]
+        waiter(output)
+
+    def _die(self, error: StencilError) -> None:
+        """Tell everyone once; the first reason is the one that counts."""
+        if self.error is not None:
+            return
+        self.error = error
+        self._gone.set()
+        if not self._ready.done():
+            self._ready.set_exception(error)
+            self._ready.exception()  # not everyone waits for readiness: mark it as seen
+        failure = Failure.of(error)
+        for request_id in list(self._waiters):
+            self._deliver(Failed(request_id=request_id, failure=failure))

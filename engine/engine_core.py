@@ -1,0 +1,95 @@
+"""EngineCore: the loop that every edit goes through. Drain the mailbox, schedule, execute; apply, emit.
+
+One actor owns the scheduler; requests, aborts and results reach it only through its mailbox. It knows no sockets,
+signals or processes (engine_process.py does) and never touches a pixel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from core.errors import EngineDeadError
+from core.messages import (
+    Abort,
+    BatchResult,
+    Drain,
+    EditRequest,
+    EngineFailed,
+    EngineOutputs,
+    FromEngine,
+    FromWorker,
+    StepPlan,
+    ToEngine,
+    TransferDone,
+    WorkerFailed,
+    WorkerReady,
+)
+from core.scheduler import StepScheduler
+
+
+class PlanSink(Protocol):
+    """Where plans go; `model_executor.executor.Executor` is the real one."""
+
+    def submit(self, plan: StepPlan) -> None: ...
+
+
+class EngineCore:
+    """Runs until it has drained or its workers are gone. `emit` must not block."""
+
+    def __init__(self, scheduler: StepScheduler, executor: PlanSink, emit: Callable[[FromEngine], None]) -> None:
+        self.mailbox: asyncio.Queue[ToEngine | FromWorker] = asyncio.Queue()
+        self._scheduler = scheduler
+        self._executor = executor
+        self._emit = emit
+        self._is_draining = False
+
+    async def run(self) -> None:
+        """Serve until told to drain and all is done. Raises EngineDeadError, after every request got its answer, when a
+        worker dies."""
+        while not (self._is_draining and self._scheduler.num_requests == 0):
+            await self._drain_mailbox()
+            self._step()
+            self._report()
+
+    def _step(self) -> None:
+        plan = self._scheduler.schedule(time.monotonic())
+        if plan is not None:
+            self._executor.submit(plan)
+
+    def _report(self) -> None:
+        outputs = self._scheduler.take_outputs()
+        self._emit(EngineOutputs(outputs=outputs, load=self._scheduler.load_report()))
+        if self._scheduler.num_requests == 0:
+            self._scheduler.check_integrity()
+
+    async def _drain_mailbox(self) -> None:
+        """Wait for a message, then take all that are there: one scheduling pass serves them all."""
+        self._receive(await self.mailbox.get())
+        while not self.mailbox.empty():
+            self._receive(self.mailbox.get_nowait())
+
+    def _receive(self, message: ToEngine | FromWorker) -> None:
+        match message:
+            case EditRequest():
+                self._scheduler.add(message)
+            case Abort():
+                self._scheduler.abort(message.request_ids)
+            case Drain():
+                self._is_draining = True
+            case BatchResult():
+                self._scheduler.apply(message)
+            case TransferDone():
+                self._scheduler.apply_transfer(message)
+            case WorkerFailed():
+                self._fail(message)
+            case WorkerReady():
+                raise AssertionError(f"worker {message.rank} said twice that it is ready")
+
+    def _fail(self, message: WorkerFailed) -> None:
+        self._scheduler.fail_all(message.failure)
+        self._report()
+        self._emit(EngineFailed(failure=message.failure))
+        raise EngineDeadError(message.failure.message)

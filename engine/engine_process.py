@@ -1,0 +1,104 @@
+"""The process an EngineCore lives in: its socket, its workers, its signals; nothing of what it decides.
+
+Started by engine_client.py through core.ipc.process; leaves when drained, when a worker dies, or with its parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import traceback
+
+import msgspec
+import uvloop
+import zmq
+import zmq.asyncio
+
+from core.config import EngineConfig
+from core.errors import StencilError
+from core.messages import EngineFailed, EngineReady, Failure, FromEngine, ToEngine
+from core.scheduler import StepScheduler
+from engine.engine_core import EngineCore
+from model_executor.executor import Executor
+
+logger = logging.getLogger("stencil.engine")
+
+LINGER_MS = 2000
+"""How long last words may take to reach the parent at exit."""
+
+
+class EngineProcessConfig(msgspec.Struct, frozen=True):
+    """What an engine process is started with; its one file descriptor is the arena's."""
+
+    engine: EngineConfig
+    address: str  # the ZeroMQ endpoint to connect to
+    arena_id: int
+    log_level: str
+
+
+def main(config: bytes, fds: list[int]) -> None:
+    """Entry point of the process."""
+    # A terminal or supervisor signals the whole group; draining is led by the parent, which says Drain.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    settings = msgspec.msgpack.decode(config, type=EngineProcessConfig)
+    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    uvloop.run(_serve(settings, arena_fd=fds[0]))
+
+
+async def _serve(settings: EngineProcessConfig, arena_fd: int) -> None:
+    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, LINGER_MS)
+        socket.set_hwm(0)
+        socket.connect(settings.address)
+        link = _Link(socket)
+        try:
+            async with Executor(settings.engine, settings.arena_id, arena_fd) as executor:
+                await _run_engine(settings.engine, executor, link)
+        except StencilError as error:
+            link.emit(EngineFailed(failure=Failure.of(error)))
+        except BaseExceptionGroup as group:
+            # The actor's edge: whatever broke the engine reaches every waiter as a message.
+            logger.error("engine failed\n%s", traceback.format_exc())
+            link.emit(EngineFailed(failure=Failure.of(_first(group))))
+
+
+async def _run_engine(config: EngineConfig, executor: Executor, link: _Link) -> None:
+    models = await executor.ready()
+    core = EngineCore(StepScheduler(config.scheduler, models, config.workers_per_engine), executor, link.emit)
+    link.emit(EngineReady(models=tuple(models.values())))
+    async with asyncio.TaskGroup() as tasks:
+        feeders = [tasks.create_task(link.feed(core)), tasks.create_task(_feed_results(executor, core))]
+        await core.run()
+        for feeder in feeders:
+            feeder.cancel()
+
+
+async def _feed_results(executor: Executor, core: EngineCore) -> None:
+    async for message in executor.results():
+        core.mailbox.put_nowait(message)
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first plain exception in a group, for one line of explanation."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+class _Link:
+    """The engine's end of the socket to its client."""
+
+    def __init__(self, socket: zmq.asyncio.Socket) -> None:
+        self._socket = socket
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+
+    def emit(self, message: FromEngine) -> None:
+        """Queue a message; never blocks, since the socket has no high-water mark."""
+        self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+
+    async def feed(self, core: EngineCore) -> None:
+        while True:
+            core.mailbox.put_nowait(self._decoder.decode(await self._socket.recv()))

@@ -1,0 +1,50 @@
+"""One edit from the command line: `python -m entrypoints.edit in.png --mask m.png --prompt "a red shirt" -o out.png`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from core.config import EMBEDDED_MODEL
+from core.errors import StencilError
+from core.request import SamplingParams
+from entrypoints.image_engine import Edit, ImageEngine
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; the exit status is 0, or 1 with one line on stderr."""
+    args = _parse(argv)
+    edit = Edit(prompt=args.prompt, image=args.image, mask=args.mask, mask_image=args.mask_image)
+    try:
+        sampling = SamplingParams(num_inference_steps=args.num_inference_steps, seed=args.seed)
+        with ImageEngine(args.model, dtype=args.dtype, device=args.device) as engine:
+            (result,) = engine.generate([edit], sampling, use_tqdm=False)
+        if result.error is not None:
+            raise result.error
+        result.images[0].save(args.output)
+    except (StencilError, OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"{args.output}  seed {result.seeds[0]}  mask ratio {result.reports[0].mask_ratio:.2f}")
+    return 0
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m entrypoints.edit", description="Edit one picture.")
+    parser.add_argument("image", type=Path, help="the picture: PNG, WebP or JPEG")
+    masks = parser.add_mutually_exclusive_group()
+    masks.add_argument("--mask", type=Path, help="mask of the picture's size: transparent = edit")
+    masks.add_argument("--mask-image", type=Path, help="mask of the picture's size: white = edit")
+    parser.add_argument("--prompt", required=True, help="what to paint under the mask")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="where to write; the suffix names the format")
+    parser.add_argument("--num-inference-steps", type=int, help="denoising steps (default: the model's own)")
+    parser.add_argument("--seed", type=int, help="seed of the noise (default: random)")
+    parser.add_argument("--model", default=EMBEDDED_MODEL, help="diffusers directory or hub id (default: embedded)")
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,227 @@
+"""ImageEngine: offline edits, LLM-style: `ImageEngine().generate([Edit(...), ...], SamplingParams(...))`, no server.
+
+A blocking face over the AsyncEngine that the server uses, which runs in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import threading
+import uuid
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import uvloop
+from PIL import Image
+from tqdm import tqdm
+
+from core.config import EMBEDDED_MODEL, EngineConfig, ImageConfig, ModelConfig, SchedulerConfig, StencilConfig
+from core.errors import InvalidRequestError, StencilError
+from core.request import SamplingParams
+from engine.async_engine import AsyncEngine
+from engine.edit import EditInput, EditReport
+from engine.upload import BytesUpload
+
+T = TypeVar("T")
+ImageLike = Image.Image | str | Path | bytes | npt.NDArray[np.uint8]
+"""A PIL image, a path, an encoded file, or an array uint8 [height, width(, 1..4)]."""
+
+MAX_IN_FLIGHT = 64
+"""Edits handed to the engine at once: enough to keep any batch full, little enough to bound their memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edit:
+    """One edit. mask: transparent = edit (as OpenAI's); mask_image: white = edit (as diffusers'); at most one of them.
+
+    Without either, the image's own transparent area is edited, or all of it. Without an image, one is generated on an empty
+    canvas of `size` (width, height; default: the model's native square); with one, the result is resized to `size`.
+    """
+
+    prompt: str
+    image: ImageLike | None = None
+    mask: ImageLike | None = None
+    mask_image: ImageLike | None = None
+    size: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EditResult:
+    """What came of one Edit: `images` (one per `n`), or `error`. seeds and reports belong to the images, in order."""
+
+    images: list[Image.Image] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
+    reports: list[EditReport] = field(default_factory=list)
+    error: StencilError | None = None
+
+
+class ImageEngine:
+    """A loaded model, ready to edit. Use as a context manager, or call `close`.
+
+    model: diffusers directory or hub id, default the embedded model. dtype, device, threads: see ModelConfig. Raises
+    ConfigError when the model cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        model: str = EMBEDDED_MODEL,
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        threads: int = 0,
+        max_num_seqs: int = SchedulerConfig().max_num_seqs,
+        image_workers: int = ImageConfig().image_workers,
+    ) -> None:
+        config = StencilConfig(
+            engine=EngineConfig(
+                models=(ModelConfig(model=model, dtype=dtype, device=device, threads=threads),),
+                scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
+            ),
+            image=ImageConfig(image_workers=image_workers),
+            max_queue=MAX_IN_FLIGHT * 10,
+        )
+        self._loop = uvloop.new_event_loop()
+        # A daemon: a program that forgets `close` still exits, and the engine's processes leave with it.
+        self._thread = threading.Thread(target=self._loop.run_forever, name="stencil", daemon=True)
+        self._thread.start()
+        self._is_closed = False
+        try:
+            self._engine = self._run(_start(config))
+        except BaseException:
+            self._stop_loop()
+            raise
+
+    def generate(
+        self,
+        edits: Sequence[Edit],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[EditResult]:
+        """Run all edits, batched; results are in the order of `edits`, and an edit that fails has its error in its result.
+
+        sampling_params: one for all, or one per edit. Raises ValueError when their numbers differ.
+        """
+        params = _per_edit(sampling_params, len(edits))
+        with tqdm(total=len(edits), desc="Edits", unit="edit", disable=not use_tqdm) as progress:
+            return self._run(self._generate(edits, params, progress))
+
+    def close(self) -> None:
+        """Stop the engine's processes. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._run(self._engine.shutdown(drain_seconds=0.0))
+            self._stop_loop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    async def _generate(
+        self, edits: Sequence[Edit], params: Sequence[SamplingParams], progress: Any
+    ) -> list[EditResult]:
+        places = asyncio.Semaphore(MAX_IN_FLIGHT)
+
+        async def one(edit: Edit, sampling: SamplingParams) -> EditResult:
+            async with places:
+                result = await _edit(self._engine, edit, sampling)
+            progress.update()
+            return result
+
+        return await asyncio.gather(*map(one, edits, params))
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def _stop_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _start(config: StencilConfig) -> AsyncEngine:
+    engine = AsyncEngine(config, log_level="warning")
+    await engine.start()
+    try:
+        await engine.ready()
+    except StencilError:
+        await engine.shutdown(drain_seconds=0.0)
+        raise
+    return engine
+
+
+async def _edit(engine: AsyncEngine, edit: Edit, sampling: SamplingParams) -> EditResult:
+    """Run one edit; its failure is its result."""
+    try:
+        request = await asyncio.to_thread(_to_input, edit, sampling)
+        async with engine.edit(f"offline-{uuid.uuid4().hex}", request) as outputs:
+            finals = {output.image_index: (output, bytes(output.data)) async for output in outputs}
+    except StencilError as error:
+        return EditResult(error=error)
+    ordered = [finals[index] for index in sorted(finals)]
+    return EditResult(
+        images=[await asyncio.to_thread(_decode, data) for _, data in ordered],
+        seeds=[output.seed for output, _ in ordered],
+        reports=[output.report for output, _ in ordered if output.report is not None],
+    )
+
+
+def _to_input(edit: Edit, sampling: SamplingParams) -> EditInput:
+    if edit.mask is not None and edit.mask_image is not None:
+        raise InvalidRequestError("Give either 'mask' or 'mask_image', not both.", param="mask")
+    mask = edit.mask if edit.mask is not None else edit.mask_image
+    return EditInput(
+        prompt=edit.prompt,
+        sampling=sampling,
+        image=None if edit.image is None else BytesUpload(_encode(edit.image, "image")),
+        mask=None if mask is None else BytesUpload(_encode(mask, "mask")),
+        mask_kind="alpha" if edit.mask is not None else "luminance",
+        canvas_size=edit.size if edit.image is None else None,
+        output_size=edit.size if edit.image is not None else None,
+    )
+
+
+def _encode(image: ImageLike, name: str) -> bytes:
+    """The encoded file: as it is where there is one, else a lightly compressed PNG."""
+    match image:
+        case bytes():
+            return image
+        case str() | Path():
+            return _read(Path(image), name)
+        case np.ndarray():
+            picture = Image.fromarray(image)
+        case _:
+            picture = image
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG", compress_level=1)
+    return buffer.getvalue()
+
+
+def _read(path: Path, name: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidRequestError(f"Cannot read {path}: {error.strerror}.", param=name) from error
+
+
+def _decode(data: bytes) -> Image.Image:
+    image = Image.open(io.BytesIO(data))
+    image.load()
+    return image
+
+
+def _per_edit(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise ValueError(f"{len(params)} sampling_params for {count} edits")
+    return list(params)

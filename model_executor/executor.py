@@ -1,0 +1,137 @@
+"""Executor: the engine's side of its workers. Spawns them, sends plans, merges their results, says who died.
+
+Imports no torch: it runs in the EngineCore's process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, suppress
+from typing import Self
+
+import msgspec
+
+from core.config import EngineConfig
+from core.errors import EngineDeadError
+from core.ipc.process import ChildProcess, spawn
+from core.ipc.ring import Channel, PeerClosedError
+from core.messages import (
+    Failure,
+    FromWorker,
+    ModelInfo,
+    Shutdown,
+    StepPlan,
+    ToWorker,
+    WorkerConfig,
+    WorkerFailed,
+    WorkerReady,
+)
+
+STOP_SECONDS = 5.0
+"""How long a worker may take to finish its step and leave before it is killed."""
+
+
+class Executor:
+    """The workers of one engine, by rank. Use as an async context manager: leaving it leaves no worker behind."""
+
+    def __init__(self, config: EngineConfig, arena_id: int, arena_fd: int) -> None:
+        self._config = config
+        self._arena_id = arena_id
+        self._arena_fd = arena_fd
+        self._workers: list[_Worker] = []
+        self._mailbox: asyncio.Queue[FromWorker] = asyncio.Queue()
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        """Spawn the workers; they load their models in the background, see `ready`."""
+        async with AsyncExitStack() as stack:
+            tasks = await stack.enter_async_context(asyncio.TaskGroup())
+            for rank in range(self._config.workers_per_engine):
+                worker = _Worker(WorkerConfig(rank, self._config.models, self._arena_id), self._arena_fd)
+                self._workers.append(worker)
+                stack.push_async_callback(worker.stop)
+                tasks.create_task(worker.receive(self._mailbox), name=f"worker-{rank}")
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._stack.aclose()
+
+    async def ready(self) -> dict[str, ModelInfo]:
+        """Wait until every worker has loaded its models; name -> info. A worker that cannot raises its own error."""
+        models: dict[str, ModelInfo] = {}
+        for _ in self._workers:
+            message = await self._mailbox.get()
+            match message:
+                case WorkerReady():
+                    models |= {info.name: info for info in message.models}
+                case WorkerFailed():
+                    raise message.failure.to_error()
+                case _:
+                    raise AssertionError(f"a worker without a plan sent {type(message).__name__}")
+        return models
+
+    def submit(self, plan: StepPlan) -> None:
+        """Send each rank its part of the plan; never waits. A rank that died is reported by `results`, not here."""
+        for worker in self._workers:
+            part = _part_of(plan, worker.rank)
+            if part is not None:
+                worker.send(part)
+
+    async def results(self) -> AsyncIterator[FromWorker]:
+        """What the workers say, as it comes; the death of a rank is a WorkerFailed."""
+        while True:
+            yield await self._mailbox.get()
+
+
+def _part_of(plan: StepPlan, rank: int) -> StepPlan | None:
+    """What `rank` has to do of a plan; None when nothing. Frees, loads and unloads concern every rank."""
+    part = StepPlan(
+        seq=plan.seq,
+        batches=tuple(batch for batch in plan.batches if rank in batch.ranks),
+        transfers=tuple(transfer for transfer in plan.transfers if transfer.source == rank),
+        free=plan.free,
+        load=plan.load,
+        unload=plan.unload,
+    )
+    has_work = part.batches or part.transfers or part.free or part.load or part.unload
+    return part if has_work else None
+
+
+class _Worker:
+    """One worker process and the channel to it."""
+
+    def __init__(self, config: WorkerConfig, arena_fd: int) -> None:
+        self.rank = config.rank
+        self._channel, child_fds = Channel.create()
+        self._process: ChildProcess = spawn(
+            "model_executor.worker:main",
+            msgspec.msgpack.encode(config),
+            [*child_fds, arena_fd],
+            name=f"stencil-worker-{config.rank}",
+        )
+        self._channel.close_child_fds()
+
+    def send(self, message: ToWorker) -> None:
+        # `receive` says that a worker died, once; a message on its way to it then has no reader.
+        with suppress(PeerClosedError):
+            self._channel.send(msgspec.msgpack.encode(message))
+
+    async def receive(self, mailbox: asyncio.Queue[FromWorker]) -> None:
+        """Forward what the worker says; its end is said as a WorkerFailed, after all it sent before."""
+        decoder = msgspec.msgpack.Decoder(FromWorker)
+        failed = False
+        async for payload in self._channel.messages():
+            message: FromWorker = decoder.decode(payload)
+            failed = failed or isinstance(message, WorkerFailed)
+            mailbox.put_nowait(message)
+        if not failed:
+            await self._process.wait()
+            error = EngineDeadError(f"worker {self.rank} died ({self._process.describe_exit()})")
+            mailbox.put_nowait(WorkerFailed(rank=self.rank, failure=Failure.of(error)))
+
+    async def stop(self) -> None:
+        self.send(Shutdown())
+        await self._process.stop(STOP_SECONDS)
+        self._channel.close()
