@@ -1,0 +1,309 @@
+"""StepScheduler: batches form and re-form at every step, limits hold, and every request ends exactly once."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from fakes import MODEL, FakeWorkers, make_edit
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from core.config import SchedulerConfig
+from core.messages import Aborted, BatchResult, Decode, Denoise, Failed, Failure, Finished, PartialImage, StepPlan
+from core.scheduler import StepScheduler
+
+TERMINAL = (Finished, Failed, Aborted)
+
+
+def make_scheduler(num_workers: int = 1, **limits: float) -> StepScheduler:
+    return StepScheduler(SchedulerConfig(**limits), {"m": MODEL}, num_workers)  # type: ignore[arg-type]
+
+
+def apply_all(scheduler: StepScheduler, results: list) -> None:  # type: ignore[type-arg]
+    for result in results:
+        if isinstance(result, BatchResult):
+            scheduler.apply(result)
+        else:
+            scheduler.apply_transfer(result)
+
+
+def run(scheduler: StepScheduler, workers: FakeWorkers, iterations: int = 10_000) -> list:  # type: ignore[type-arg]
+    """Iterate until nothing is left; returns all outputs."""
+    outputs = []
+    for _ in range(iterations):
+        plan = scheduler.schedule(now=0.0)
+        if plan is not None:
+            workers.submit(plan)
+        for rank in range(workers.num_ranks):
+            apply_all(scheduler, workers.run_one(rank))
+        scheduler.check_integrity()
+        outputs += scheduler.take_outputs()
+        if not scheduler.num_requests:
+            return outputs
+    raise AssertionError("requests never ended")
+
+
+def denoise_batch(plan: StepPlan | None) -> list[str]:
+    """Ids of the requests that denoise a step in this plan."""
+    batches = plan.batches if plan else ()
+    return [item.request_id for batch in batches if batch.stage == "denoise" for item in batch.items]
+
+
+def step(scheduler: StepScheduler, workers: FakeWorkers) -> list[str]:
+    """One iteration; who denoised in it."""
+    plan = scheduler.schedule(now=0.0)
+    if plan is not None:
+        workers.submit(plan)
+    apply_all(scheduler, workers.run_one(0))
+    return denoise_batch(plan)
+
+
+def test_one_request_goes_through_all_stages() -> None:
+    scheduler, workers = make_scheduler(), FakeWorkers()
+    scheduler.add(make_edit("a", steps=3))
+    (finished,) = run(scheduler, workers)
+    assert isinstance(finished, Finished)
+    assert finished.text_tokens == 3
+    assert set(finished.ms) == {"queue", "text_encode", "image_encode", "denoise", "decode"}
+    assert workers.next_step["a"] == 3
+    assert scheduler.schedule(now=0.0) is not None, "its tensors are freed even when nothing else is to be done"
+
+
+def test_a_newcomer_joins_at_the_next_step_and_leaves_after_its_last() -> None:
+    scheduler, workers = make_scheduler(), FakeWorkers()
+    scheduler.add(make_edit("long", steps=10))
+    assert [step(scheduler, workers) for _ in range(3)] == [[], ["long"], ["long"]]
+    scheduler.add(make_edit("short", steps=2, arrival=1.0))
+    assert step(scheduler, workers) == ["long"], "the newcomer is encoded beside the running step"
+    assert step(scheduler, workers) == ["long", "short"]
+    assert step(scheduler, workers) == ["long", "short"]
+    assert step(scheduler, workers) == ["long"]
+
+
+def test_batches_respect_both_limits() -> None:
+    scheduler, workers = make_scheduler(max_num_seqs=4, max_num_batched_tokens=600), FakeWorkers()
+    for i in range(9):
+        scheduler.add(make_edit(f"r{i}", arrival=float(i)))
+    while scheduler.num_requests:
+        assert len(step(scheduler, workers)) <= 2, "two requests of 280 tokens fit 600"
+
+
+def test_a_request_above_the_token_budget_runs_alone() -> None:
+    scheduler, workers = make_scheduler(max_num_batched_tokens=300), FakeWorkers()
+    scheduler.add(make_edit("big", num_tokens=4096))
+    scheduler.add(make_edit("small", arrival=1.0))
+    assert len(run(scheduler, workers)) == 2
+
+
+def test_priority_before_deadline_before_arrival() -> None:
+    scheduler, workers = make_scheduler(max_num_seqs=1), FakeWorkers()
+    scheduler.add(make_edit("late", arrival=2.0))
+    scheduler.add(make_edit("early", arrival=1.0))
+    scheduler.add(make_edit("due", arrival=3.0, deadline=100.0))
+    scheduler.add(make_edit("urgent", arrival=4.0, priority=-1))
+    ended = [output.request_id for output in run(scheduler, workers)]
+    assert ended == ["urgent", "due", "early", "late"]
+
+
+def test_an_abort_in_flight_is_answered_when_no_worker_holds_the_request() -> None:
+    scheduler, workers = make_scheduler(), FakeWorkers()
+    scheduler.add(make_edit("a", steps=100))
+    step(scheduler, workers)
+    plan = scheduler.schedule(now=0.0)
+    assert plan is not None
+    scheduler.abort(["a"])
+    assert scheduler.take_outputs() == (), "a worker may still write its pixels"
+    workers.submit(plan)
+    apply_all(scheduler, workers.run_one(0))
+    assert scheduler.take_outputs() == (Aborted(request_id="a"),)
+    assert scheduler.num_requests == 0
+    assert denoise_batch(scheduler.schedule(now=0.0)) == []
+
+
+def test_aborting_twice_or_after_the_end_says_nothing_more() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_edit("a"))
+    scheduler.abort(["a", "a", "never seen"])
+    scheduler.abort(["a"])
+    assert scheduler.take_outputs() == (Aborted(request_id="a"),)
+
+
+def test_a_passed_deadline_fails_the_request() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_edit("a", deadline=5.0))
+    scheduler.schedule(now=5.0)
+    (output,) = scheduler.take_outputs()
+    assert isinstance(output, Failed)
+    assert output.failure.kind == "deadline_exceeded"
+
+
+def test_a_failed_item_fails_its_request_alone() -> None:
+    scheduler, workers = make_scheduler(), FakeWorkers(fail={"bad"})
+    for name in ("good", "bad", "fine"):
+        scheduler.add(make_edit(name))
+    by_id = {output.request_id: output for output in run(scheduler, workers)}
+    assert isinstance(by_id["bad"], Failed)
+    assert isinstance(by_id["good"], Finished)
+    assert isinstance(by_id["fine"], Finished)
+
+
+def test_partial_images_come_in_order_before_the_end() -> None:
+    scheduler, workers = make_scheduler(), FakeWorkers()
+    scheduler.add(make_edit("a", steps=8, partial_images=3))
+    outputs = run(scheduler, workers)
+    assert [o.index for o in outputs[:-1] if isinstance(o, PartialImage)] == [0, 1, 2]
+    assert [o.step for o in outputs[:-1] if isinstance(o, PartialImage)] == [2, 4, 6]
+    assert isinstance(outputs[-1], Finished)
+
+
+def test_a_preview_is_skipped_while_the_one_before_has_not_left() -> None:
+    scheduler, workers = make_scheduler(max_plans_in_flight=8), FakeWorkers()
+    scheduler.add(make_edit("a", steps=8, partial_images=3))
+    for _ in range(2):
+        step(scheduler, workers)
+    plans = [scheduler.schedule(now=0.0) for _ in range(7)]
+    kept = [
+        item.work.step
+        for plan in plans
+        if plan
+        for batch in plan.batches
+        for item in batch.items
+        if isinstance(item.work, Denoise) and item.work.keep_clean
+    ]
+    assert kept == [1], "steps 2..8 were planned before the first preview could be decoded"
+
+
+def test_stage_work_beyond_the_time_budget_waits() -> None:
+    scheduler, workers = make_scheduler(max_stage_ms=15.0, max_num_seqs=16), FakeWorkers()
+    scheduler.add(make_edit("first"))
+    run(scheduler, workers)  # 10 ms per encode are learnt from it
+    for i in range(6):
+        scheduler.add(make_edit(f"r{i}", arrival=float(i)))
+    plan = scheduler.schedule(now=0.0)
+    assert plan is not None
+    encoded = [item.request_id for batch in plan.batches if batch.stage == "image_encode" for item in batch.items]
+    assert encoded == ["r0"], "one item always goes, a second would exceed 15 ms"
+
+
+def test_decoding_on_another_rank_waits_for_the_transfer() -> None:
+    scheduler, workers = make_scheduler(num_workers=2), FakeWorkers(num_ranks=2)
+    scheduler.add(make_edit("a", steps=2))
+    scheduler.add(make_edit("b", steps=30, arrival=1.0))
+    outputs = run(scheduler, workers)
+    assert [o.request_id for o in outputs] == ["a", "b"]
+
+
+def test_two_ranks_work_at_once() -> None:
+    scheduler, workers = make_scheduler(num_workers=2), FakeWorkers(num_ranks=2)
+    scheduler.add(make_edit("a", steps=1))
+    scheduler.add(make_edit("b", steps=9, arrival=1.0))
+    overlapped = False
+    while scheduler.num_requests:
+        plan = scheduler.schedule(now=0.0)
+        if plan:
+            workers.submit(plan)
+        apply_all(scheduler, workers.run_one(0))
+        decodes = [b for p in workers.queues[1] for b in p.batches if isinstance(b.items[0].work, Decode)]
+        overlapped |= bool(decodes) and bool(denoise_batch(plan))
+        apply_all(scheduler, workers.run_one(1))
+    assert overlapped
+
+
+def test_dead_workers_end_every_request_once() -> None:
+    scheduler, workers = make_scheduler(), FakeWorkers()
+    for name in "abc":
+        scheduler.add(make_edit(name))
+    step(scheduler, workers)
+    scheduler.schedule(now=0.0)
+    scheduler.abort(["b"])
+    scheduler.fail_all(Failure("engine_dead", "gone"))
+    outputs = scheduler.take_outputs()
+    assert sorted(o.request_id for o in outputs) == ["a", "b", "c"]
+    scheduler.check_integrity()
+
+
+def test_the_load_report_counts_and_predicts() -> None:
+    scheduler, workers = make_scheduler(), FakeWorkers()
+    scheduler.add(make_edit("a", steps=4))
+    run(scheduler, workers)
+    scheduler.add(make_edit("b", steps=4))
+    report = scheduler.load_report()
+    assert (report.num_running, report.num_waiting, report.steps) == (0, 1, 4)
+    assert report.stage_seconds["denoise"] == pytest.approx(0.04, rel=0.05)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    edits=st.lists(st.tuples(st.integers(1, 12), st.integers(0, 3), st.integers(-1, 1)), min_size=1, max_size=12),
+    seqs=st.integers(1, 5),
+    tokens=st.integers(100, 2000),
+    ranks=st.integers(1, 2),
+    plans=st.integers(1, 3),
+)
+def test_every_request_ends_exactly_once(
+    edits: list[tuple[int, int, int]], seqs: int, tokens: int, ranks: int, plans: int
+) -> None:
+    limits = {"max_num_seqs": seqs, "max_num_batched_tokens": tokens, "max_plans_in_flight": plans}
+    scheduler, workers = make_scheduler(num_workers=ranks, **limits), FakeWorkers(num_ranks=ranks)
+    for i, (steps, partials, priority) in enumerate(edits):
+        scheduler.add(make_edit(f"r{i}", steps=steps, partial_images=partials, priority=priority, arrival=float(i)))
+    outputs = run(scheduler, workers)
+    ends = Counter(o.request_id for o in outputs if isinstance(o, TERMINAL))
+    assert ends == Counter(f"r{i}" for i in range(len(edits)))
+    assert all(workers.next_step[f"r{i}"] == steps for i, (steps, _, _) in enumerate(edits))
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Requests, aborts, failures, plans and results in any order: the books always balance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scheduler = make_scheduler(num_workers=2, max_num_seqs=3, max_plans_in_flight=2)
+        self.workers = FakeWorkers(num_ranks=2)
+        self.added: list[str] = []
+        self.ended: Counter[str] = Counter()
+
+    @rule(steps=st.integers(1, 6), partials=st.integers(0, 2), deadline=st.none() | st.floats(1, 50))
+    def add(self, steps: int, partials: int, deadline: float | None) -> None:
+        name = f"r{len(self.added)}"
+        self.added.append(name)
+        self.scheduler.add(make_edit(name, steps=steps, partial_images=partials, deadline=deadline))
+
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        if self.added:
+            self.scheduler.abort([data.draw(st.sampled_from(self.added))])
+
+    @rule(data=st.data())
+    def poison(self, data: st.DataObject) -> None:
+        if self.added:
+            self.workers.fail.add(data.draw(st.sampled_from(self.added)))
+
+    @rule(now=st.floats(0, 60))
+    def schedule(self, now: float) -> None:
+        plan = self.scheduler.schedule(now)
+        if plan is not None:
+            self.workers.submit(plan)
+
+    @rule(rank=st.integers(0, 1))
+    def work(self, rank: int) -> None:
+        apply_all(self.scheduler, self.workers.run_one(rank))
+
+    @invariant()
+    def books_balance(self) -> None:
+        self.scheduler.check_integrity()
+        for output in self.scheduler.take_outputs():
+            assert output.request_id not in self.ended, "nothing is said after the terminal output"
+            if isinstance(output, TERMINAL):
+                self.ended[output.request_id] += 1
+
+    def teardown(self) -> None:
+        for output in run(self.scheduler, self.workers) if self.scheduler.num_requests else []:
+            self.ended[output.request_id] += isinstance(output, TERMINAL)
+        assert self.ended == Counter(self.added)
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)

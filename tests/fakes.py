@@ -1,0 +1,113 @@
+"""Stand-ins for what a scheduler talks to: requests with made-up handles, and workers that keep books instead of computing."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from core.messages import (
+    ArrayRef,
+    Batch,
+    BatchResult,
+    Denoise,
+    EditRequest,
+    Failure,
+    ItemResult,
+    ModelInfo,
+    StepPlan,
+    TensorKey,
+    TransferDone,
+)
+from core.request import SamplingParams
+
+MODEL = ModelInfo(
+    name="m",
+    family="flux",
+    native_size=256,
+    token_size=16,
+    latent_width=64,
+    max_text_tokens=24,
+    default_num_inference_steps=8,
+    default_guidance_scale=30.0,
+    has_guidance=False,
+    has_true_cfg=False,
+    device="cpu",
+    dtype="float32",
+)
+
+PIXELS = ArrayRef(0, 0, (256, 256, 3), "uint8")
+
+
+def make_edit(
+    request_id: str,
+    *,
+    steps: int = 4,
+    partial_images: int = 0,
+    priority: int = 0,
+    arrival: float = 0.0,
+    deadline: float | None = None,
+    num_tokens: int = 256,
+) -> EditRequest:
+    """A request as an AsyncEngine would send it; its handles point nowhere."""
+    return EditRequest(
+        request_id=request_id,
+        model="m",
+        prompt="a red shirt",
+        sampling=SamplingParams(num_inference_steps=steps, guidance_scale=30.0, seed=0, priority=priority),
+        width=256,
+        height=256,
+        template=PIXELS,
+        mask=ArrayRef(0, 0, (256, 256), "uint8"),
+        active=ArrayRef(0, 0, (num_tokens,), "int32"),
+        content_id="0",
+        num_tokens=num_tokens,
+        max_text_tokens=24,
+        pixels=(PIXELS,) * (partial_images + 1),
+        latents=ArrayRef(0, 0, (num_tokens, 64), "float32"),
+        arrival=arrival,
+        deadline=deadline,
+    )
+
+
+@dataclass
+class FakeWorkers:
+    """Workers of one engine: run plans in order per rank and check what a real worker would stumble over."""
+
+    num_ranks: int = 1
+    fail: set[str] = field(default_factory=set)  # request ids whose next item fails
+    queues: list[deque[StepPlan]] = field(default_factory=list)
+    tensors: set[TensorKey] = field(default_factory=set)
+    next_step: dict[str, int] = field(default_factory=dict)  # request id -> step it must do next
+    freed: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.queues = [deque() for _ in range(self.num_ranks)]
+
+    def submit(self, plan: StepPlan) -> None:
+        for rank in range(self.num_ranks):
+            self.queues[rank].append(plan)
+
+    def run_one(self, rank: int) -> list[BatchResult | TransferDone]:
+        """Run the oldest plan of a rank; nothing when it has none."""
+        if not self.queues[rank]:
+            return []
+        plan = self.queues[rank].popleft()
+        results: list[BatchResult | TransferDone] = [
+            self._run_batch(batch, rank) for batch in plan.batches if rank in batch.ranks
+        ]
+        results += [TransferDone(rank=rank, ref=t.ref) for t in plan.transfers if t.source == rank]
+        for key in plan.free:
+            self.freed.add(key.request_id)
+        return results
+
+    def _run_batch(self, batch: Batch, rank: int) -> BatchResult:
+        items = []
+        for item in batch.items:
+            assert item.request_id not in self.freed, "work for a request whose tensors are gone"
+            assert all(ref.rank == rank or ref.handle is not None for ref in item.inputs), "a tensor of another rank"
+            if isinstance(item.work, Denoise):
+                assert item.work.step == self.next_step.get(item.request_id, 0), "steps out of order"
+                self.next_step[item.request_id] = item.work.step + 1
+            failure = Failure("engine", "told to") if item.request_id in self.fail else None
+            items.append(ItemResult(item.request_id, item.node, text_tokens=3, failure=failure))
+        return BatchResult(batch_id=batch.id, rank=rank, started=1.0, seconds=0.01 * len(items), items=tuple(items))
