@@ -200,7 +200,7 @@ class EditSession:
     # ---------------------------------------------------------------------------------- from the engine
 
     async def outputs(self) -> AsyncIterator[ImageOutput]:
-        """Every partial and final image, encoded, as they come; ends after the last final one. Raises the first failure."""
+        """Every partial and final image, encoded, as it comes; ends after the last final one. Raises the first failure."""
         num_left = self.num_images
         while num_left:
             async with _deadline(self._deadline):

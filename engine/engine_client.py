@@ -123,7 +123,9 @@ class EngineClient:
         if self.is_ready:
             self.abort(tuple(self._waiters))
             self._send(Drain())
-        await self._process.stop(STOP_SECONDS if self.is_ready else 0.0)
+        else:
+            self._process.kill()  # it is loading and reads no messages; its workers leave with it
+        await self._process.stop(STOP_SECONDS)
 
     def close(self) -> None:
         """Free the socket; after `run` has ended."""

@@ -1,4 +1,4 @@
-"""One edit from the command line: `python -m entrypoints.edit in.png --mask m.png --prompt "a red shirt" -o out.png`."""
+"""One edit from the command line: `python -m entrypoints.edit in.png --mask m.png --prompt "a red shirt" -o out.png`"""
 
 from __future__ import annotations
 

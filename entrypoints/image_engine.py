@@ -39,8 +39,8 @@ MAX_IN_FLIGHT = 64
 class Edit:
     """One edit. mask: transparent = edit (as OpenAI's); mask_image: white = edit (as diffusers'); at most one of them.
 
-    Without either, the image's own transparent area is edited, or all of it. Without an image, one is generated on an empty
-    canvas of `size` (width, height; default: the model's native square); with one, the result is resized to `size`.
+    Without either, the image's own transparent area is edited, or all of it. Without an image, one is generated on an
+    empty canvas of `size` (width, height; default: the model's native square); with one, the result is resized to it.
     """
 
     prompt: str

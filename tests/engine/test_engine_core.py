@@ -1,0 +1,95 @@
+"""EngineCore: the loop answers every request, drains, and says it when its workers are gone."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from fakes import MODEL, FakeWorkers, make_edit
+
+from core.config import SchedulerConfig
+from core.errors import EngineDeadError
+from core.messages import (
+    Abort,
+    Aborted,
+    Drain,
+    EngineFailed,
+    EngineOutputs,
+    Failed,
+    Failure,
+    Finished,
+    FromEngine,
+    StepPlan,
+    WorkerFailed,
+)
+from core.scheduler import StepScheduler
+from engine.engine_core import EngineCore
+
+
+class Loopback:
+    """An executor whose worker runs every plan at the loop's next turn."""
+
+    def __init__(self) -> None:
+        self.core: EngineCore | None = None
+        self.workers = FakeWorkers()
+
+    def submit(self, plan: StepPlan) -> None:
+        self.workers.submit(plan)
+        asyncio.get_running_loop().call_soon(self._run)
+
+    def _run(self) -> None:
+        assert self.core is not None
+        for result in self.workers.run_one(0):
+            self.core.mailbox.put_nowait(result)
+
+
+@pytest.fixture
+def said() -> list[FromEngine]:
+    return []
+
+
+@pytest.fixture
+def core(said: list[FromEngine]) -> EngineCore:
+    executor = Loopback()
+    executor.core = EngineCore(StepScheduler(SchedulerConfig(), {"m": MODEL}), executor, said.append)
+    return executor.core
+
+
+def outputs(said: list[FromEngine]) -> list[object]:
+    return [output for message in said if isinstance(message, EngineOutputs) for output in message.outputs]
+
+
+async def test_it_serves_then_drains(core: EngineCore, said: list[FromEngine]) -> None:
+    for i in range(5):
+        core.mailbox.put_nowait(make_edit(f"r{i}", steps=i + 1))
+    core.mailbox.put_nowait(Drain())
+    await asyncio.wait_for(core.run(), 5)
+    ended = outputs(said)
+    assert all(isinstance(output, Finished) for output in ended)
+    assert len(ended) == 5
+    last = said[-1]
+    assert isinstance(last, EngineOutputs)
+    assert (last.load.num_running, last.load.num_waiting, last.load.steps) == (0, 0, 5)
+
+
+async def test_an_abort_ends_a_running_request(core: EngineCore, said: list[FromEngine]) -> None:
+    core.mailbox.put_nowait(make_edit("a", steps=200))
+    running = asyncio.create_task(core.run())
+    while not any(isinstance(m, EngineOutputs) and m.load.steps > 3 for m in said):
+        await asyncio.sleep(0)
+    core.mailbox.put_nowait(Abort(request_ids=("a",)))
+    core.mailbox.put_nowait(Drain())
+    await asyncio.wait_for(running, 5)
+    assert outputs(said) == [Aborted(request_id="a")]
+
+
+async def test_a_dead_worker_reaches_every_request(core: EngineCore, said: list[FromEngine]) -> None:
+    for name in "ab":
+        core.mailbox.put_nowait(make_edit(name, steps=200))
+    running = asyncio.create_task(core.run())
+    await asyncio.sleep(0.01)
+    core.mailbox.put_nowait(WorkerFailed(rank=0, failure=Failure("engine_dead", "worker 0 died")))
+    with pytest.raises(EngineDeadError, match="worker 0 died"):
+        await asyncio.wait_for(running, 5)
+    assert {output.request_id for output in outputs(said) if isinstance(output, Failed)} == {"a", "b"}
+    assert isinstance(said[-1], EngineFailed)
