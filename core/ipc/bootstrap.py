@@ -1,4 +1,4 @@
-"""First code of a child process, run by path: `python -P bootstrap.py NAME FD`. Only `core.ipc.process.spawn` does that.
+"""First code of a child process, run by path as `python -P bootstrap.py NAME FD` by `core.ipc.process.spawn`.
 
 FD holds one line of JSON (`path`, `target`, `fds`, `lifeline`) and then the config's bytes. Nothing of the project can
 be imported before the parent's `sys.path` is in place.

@@ -167,8 +167,10 @@ class Channel:
     @classmethod
     def attach(cls, memfd: int, sock_fd: int) -> Channel:
         """The other end, made from the descriptors that `create` returned; it owns both from now on."""
-        channel = cls(memfd, socket.socket(fileno=sock_fd), creator=False)
+        # Under a new number: the creator may be in this same process and closes the old one.
+        channel = cls(memfd, socket.socket(fileno=os.dup(sock_fd)), creator=False)
         os.close(memfd)  # the mapping keeps the memory
+        os.close(sock_fd)
         return channel
 
     def close_child_fds(self) -> None:
@@ -196,7 +198,7 @@ class Channel:
             raise PeerClosedError("the peer is gone") from error
 
     def recv(self) -> bytes:
-        """The next frame; blocks until there is one. PeerClosedError when the peer is gone and all it sent was taken."""
+        """The next frame; blocks until there is one. PeerClosedError when the peer is gone and its frames were taken."""
         while (payload := self._incoming.pop()) is None:
             self._take_wakes(0)
             if self._peer_gone:
