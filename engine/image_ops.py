@@ -1,0 +1,273 @@
+"""What is made of an upload before the engine sees it, and of the engine's pixels after: pure numpy and Pillow.
+
+Sizes are (width, height) in pixels; arrays are [height, width(, channels)]. `keep` is a mask as the paste-back uses
+it: uint8 [height, width] at upload size, 255 = leave the pixel exactly as it came, 0 = take the generated one, between
+= blend.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from core.errors import InvalidImageError, InvalidRequestError
+from core.messages import ComposeImage, MaskKind, PrepareEdit
+from engine.image_codec import Bytes, Field, Picture, check_output_size, check_pixels, decode, encode, encoded_bytes
+
+__all__ = [
+    "PreparedArrays",
+    "check_output_size",
+    "compose",
+    "encoded_bytes",
+    "generation_size",
+    "prepare",
+    "scratch_bytes",
+]
+
+CONTENT_FORMAT = 1  # part of every content id: raise it when the same upload would make another template
+ALIGNMENT = 64  # bytes, of each array carved from a scratch region
+_GREY = (128, 128, 128)  # an empty canvas: what the model sees of a fully masked picture is mid-grey in any case
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedArrays:
+    """What the engine needs of an upload; the fields are those of PreparedEdit."""
+
+    upload_size: tuple[int, int]
+    template: Bytes  # [height, width, 3] RGB at generation size
+    mask: Bytes  # [height, width], 1 = edit
+    active: npt.NDArray[np.int32]  # [active tokens], row-major, ascending
+    content_id: str
+    unmasked: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Upload:
+    picture: Picture
+    keep: Bytes
+    own_mask: bool  # the mask is the picture's own transparency, or there is none at all
+    unmasked: bool
+
+
+# ---------------------------------------------------------------------------------------------------------- both ways
+
+
+def prepare(job: PrepareEdit, image: Bytes | None, mask: Bytes | None) -> PreparedArrays:
+    """Decode and check the files of `job` (encoded bytes, uint8 [bytes]) and make what the engine needs of them.
+
+    The template is resized as diffusers' VaeImageProcessor does it (Pillow, Lanczos, in uint8). Raises
+    InvalidImageError and InvalidRequestError, with param the field at fault (a mask that selects nothing: the field it
+    came in).
+    """
+    upload = _read(image, mask, job.mask_kind, job.canvas_size, job.max_pixels)
+    size = generation_size(*upload.picture.image.size, job.native_size, job.token_size)
+    template = np.asarray(upload.picture.image.convert("RGB").resize(size, Image.Resampling.LANCZOS))
+    return PreparedArrays(
+        upload_size=upload.picture.image.size,
+        template=template,
+        mask=model_mask(upload.keep, size),
+        active=active_tokens(upload.keep, size, job.token_size, job.mask_margin),
+        content_id=content_id(template),
+        unmasked=upload.unmasked,
+    )
+
+
+def compose(
+    job: ComposeImage, pixels: Bytes, image: Bytes | None, mask: Bytes | None, out: Bytes
+) -> tuple[int, tuple[int, int]]:
+    """Paste `pixels` (uint8 [height, width, 3], generation size) into the original upload; encode that into `out`.
+
+    Every channel of a pixel is ``round(source * a / 255 + generated * (1 - a / 255))`` with a its `keep`, so a = 255
+    leaves it bit for bit. With an explicit mask the upload's alpha channel stays, and generated pixels are opaque in
+    this formula: an edit is visible where the upload was transparent. Where the upload's own transparency was the mask,
+    or nothing was masked, the result is opaque RGB. Palettes and 16-bit files leave as 8-bit RGB(A). `job.output_size`
+    resizes after all that. Returns (bytes written, size); raises as `prepare` and `encode` do.
+    """
+    upload = _read(image, mask, job.mask_kind, job.canvas_size, job.max_pixels)
+    canvas = upload.picture.image.convert("RGB") if upload.own_mask else upload.picture.image
+    paste_generated(canvas, pixels, upload.keep)
+    if job.output_size is not None and job.output_size != canvas.size:
+        canvas = canvas.resize(job.output_size, Image.Resampling.LANCZOS)
+    written = encode(canvas, job.output_format, job.compression, upload.picture.icc_profile, job.base64, out)
+    return written, canvas.size
+
+
+def scratch_bytes(native_size: int, token_size: int) -> int:
+    """Bytes that the arrays of any PreparedEdit take at most, alignment included."""
+    tokens = (native_size // token_size) ** 2
+    # Template and mask take 4 bytes a pixel, a token's index 4 bytes.
+    return tokens * (4 * token_size**2 + 4) + 3 * ALIGNMENT
+
+
+def _read(
+    image: Bytes | None, mask: Bytes | None, mask_kind: MaskKind, canvas_size: tuple[int, int] | None, max_pixels: int
+) -> _Upload:
+    picture = _empty_canvas(canvas_size, max_pixels) if image is None else decode(image, "image", max_pixels)
+    if mask is not None:
+        keep = _read_mask(mask, mask_kind, picture.image.size, max_pixels)
+        return _Upload(picture, keep, own_mask=False, unmasked=False)
+    if picture.image.mode == "RGBA":
+        alpha = np.asarray(picture.image.getchannel("A"))
+        if alpha.min() < 255:
+            return _Upload(picture, alpha, own_mask=True, unmasked=False)
+    everything = np.zeros((picture.image.height, picture.image.width), np.uint8)
+    return _Upload(picture, everything, own_mask=True, unmasked=True)
+
+
+def _empty_canvas(size: tuple[int, int] | None, max_pixels: int) -> Picture:
+    if size is None:
+        raise InvalidImageError(
+            "Missing required parameter: 'image'.", param="image", code="missing_required_parameter"
+        )
+    check_pixels(size, "size", max_pixels)
+    return Picture(Image.new("RGB", size, _GREY))
+
+
+# -------------------------------------------------------------------------------------------------------------- masks
+
+
+def _read_mask(data: Bytes, kind: MaskKind, image_size: tuple[int, int], max_pixels: int) -> Bytes:
+    field: Field = "mask" if kind == "alpha" else "mask_image"
+    mask = decode(data, field, max_pixels).image
+    if kind == "alpha" and mask.mode != "RGBA":
+        raise _bad_mask("mask image missing alpha channel; a black-and-white mask goes into 'mask_image'", field)
+    if mask.size != image_size:
+        sizes = f"{mask.width}x{mask.height} and {image_size[0]}x{image_size[1]}"
+        raise _bad_mask(f"mask size does not match image size ({sizes})", field)
+    keep = np.asarray(mask.getchannel("A")) if kind == "alpha" else _keep_of_luminance(mask)
+    if keep.min() == 255:
+        selecting = "transparent (alpha 0)" if kind == "alpha" else "white"
+        raise InvalidRequestError(f"Invalid '{field}': it selects nothing; make what to edit {selecting}.", param=field)
+    return keep
+
+
+def _keep_of_luminance(mask: Image.Image) -> Bytes:
+    # By way of RGB: transparency in a mask_image means nothing.
+    return np.where(np.asarray(mask.convert("RGB").convert("L")) >= 128, 0, 255).astype(np.uint8)
+
+
+def _bad_mask(reason: str, field: Field) -> InvalidImageError:
+    return InvalidImageError(f"Invalid mask image format - {reason}", param=field, code="invalid_mask_image_format")
+
+
+def model_mask(keep: Bytes, size: tuple[int, int]) -> Bytes:
+    """The mask as the model sees it: uint8 [height, width] at generation size, 1 = edit.
+
+    As FluxFillPipeline's mask processor makes it: 255 - keep resized (Pillow, Lanczos), then 1 from one half on. A mask
+    too small or too faint to leave a pixel by that rule selects every pixel it touches instead: an edit of nothing is
+    never meant.
+    """
+    grey = Image.fromarray(255 - keep).resize(size, Image.Resampling.LANCZOS)
+    mask = (np.asarray(grey) >= 128).astype(np.uint8)
+    if not mask.any():
+        mask = touched_cells(keep, size, cell=1, margin=0).astype(np.uint8)
+    return mask
+
+
+def active_tokens(keep: Bytes, size: tuple[int, int], token_size: int, margin: int) -> npt.NDArray[np.int32]:
+    """Indices of the tokens to compute, int32 [active tokens], row-major, ascending.
+
+    A token is active if a pixel of the upload with keep < 255, grown by `margin` pixels of generation size on each side
+    (a square), covers any part of it.
+    """
+    return np.flatnonzero(touched_cells(keep, size, token_size, margin)).astype(np.int32)
+
+
+def touched_cells(keep: Bytes, size: tuple[int, int], cell: int, margin: int) -> npt.NDArray[np.bool_]:
+    """Which cells of `cell` px the mask touches once scaled to `size` and grown by `margin`: bool [rows, columns]."""
+    rows = _any_in_windows(keep < 255, *_windows(keep.shape[0], size[1], cell, margin))
+    columns = _any_in_windows(np.ascontiguousarray(rows.T), *_windows(keep.shape[1], size[0], cell, margin))
+    return columns.T
+
+
+def _windows(source: int, size: int, cell: int, margin: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """For every cell along a side: the first source pixel that touches it, and the one after the last.
+
+    Exact, in integers. Source pixel x covers [x, x + 1) * size / source at generation size, and `margin` more on both
+    ends.
+    """
+    left = np.arange(size // cell, dtype=np.int64) * cell - margin
+    right = left + cell + 2 * margin
+    starts = left * source // size
+    ends = -(-right * source // size)
+    return starts.clip(0, source), ends.clip(0, source)
+
+
+def _any_in_windows(
+    touched: npt.NDArray[np.bool_], starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]
+) -> npt.NDArray[np.bool_]:
+    """OR over rows [start, end) of each window: bool [windows, columns]. Windows overlap; each row is read once."""
+    edges = np.unique(np.concatenate((starts, ends)))
+    segments = np.stack([touched[start:end].any(axis=0) for start, end in itertools.pairwise(edges)])
+    counts = np.concatenate((np.zeros((1, touched.shape[1]), np.int32), segments.cumsum(axis=0, dtype=np.int32)))
+    hit: npt.NDArray[np.bool_] = counts[np.searchsorted(edges, ends)] > counts[np.searchsorted(edges, starts)]
+    return hit
+
+
+# ----------------------------------------------------------------------------------------------------------- geometry
+
+
+def generation_size(width: int, height: int, native_size: int, token_size: int) -> tuple[int, int]:
+    """The size at which a picture is edited: multiples of token_size, area at most native_size squared.
+
+    Both sides rounded to the nearest multiple (at least one) where that fits. Else, of all sizes that fit, the one
+    nearest to the picture scaled to the full area; near in the logarithm of both sides, so aspect and area count alike.
+    """
+    limit = (native_size // token_size) ** 2  # tokens
+    columns, rows = (max(1, (side + token_size // 2) // token_size) for side in (width, height))
+    if columns * rows > limit:
+        columns, rows = _nearest_grid(width / height, limit)
+    return columns * token_size, rows * token_size
+
+
+def _nearest_grid(aspect: float, limit: int) -> tuple[int, int]:
+    """(columns, rows) with columns * rows <= limit, nearest to an exact grid of `limit` tokens and this aspect."""
+    columns = np.arange(1, limit + 1)
+    best_columns, best_rows = (limit * aspect) ** 0.5, (limit / aspect) ** 0.5
+    rows = np.stack([np.minimum(max(1, side), limit // columns) for side in (int(best_rows), int(best_rows) + 1)])
+    distance = np.log(columns / best_columns) ** 2 + np.log(rows / best_rows) ** 2
+    row, column = np.unravel_index(distance.argmin(), distance.shape)
+    return int(columns[column]), int(rows[row, column])
+
+
+# ------------------------------------------------------------------------------------------------------------- pixels
+
+
+def content_id(template: Bytes) -> str:
+    """Hex SHA-256 of (format version, width, height, RGB bytes) of a template, uint8 [height, width, 3]."""
+    height, width, _ = template.shape
+    digest = hashlib.sha256(struct.pack("<III", CONTENT_FORMAT, width, height))
+    digest.update(np.ascontiguousarray(template).data)
+    return digest.hexdigest()
+
+
+def paste_generated(canvas: Image.Image, pixels: Bytes, keep: Bytes) -> None:
+    """Blend `pixels` (uint8 [height, width, 3]), scaled to the canvas (RGB or RGBA), into it.
+
+    Only the box around the mask is resized and touched, so a small edit of a large photo costs little.
+    """
+    box = left, top, right, bottom = mask_box(keep)
+    height, width, _ = pixels.shape
+    source = (
+        left * width / canvas.width,
+        top * height / canvas.height,
+        right * width / canvas.width,
+        bottom * height / canvas.height,
+    )
+    size = (right - left, bottom - top)
+    generated = Image.fromarray(pixels).resize(size, Image.Resampling.LANCZOS, box=source)
+    # Pillow's paste rounds (source * a + generated * (255 - a)) / 255 to the nearest, in every band.
+    canvas.paste(generated.convert(canvas.mode), box, Image.fromarray(255 - keep[top:bottom, left:right]))
+
+
+def mask_box(keep: Bytes) -> tuple[int, int, int, int]:
+    """The smallest (left, top, right, bottom) around all pixels with keep < 255; there is at least one."""
+    rows = np.flatnonzero(keep.min(axis=1) < 255)
+    columns = np.flatnonzero(keep[rows[0] : rows[-1] + 1].min(axis=0) < 255)
+    return int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1
