@@ -19,7 +19,7 @@ def main() -> None:
         header = json.loads(file.readline())
         config = file.read()
     sys.path[:] = header["path"]
-    from core.ipc import process  # noqa: PLC0415
+    from core.ipc import process
 
     process.run_child(sys.argv[1], header["target"], config, header["fds"], header["lifeline"])
 

@@ -13,7 +13,7 @@ import mmap
 import os
 import socket
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 from core.errors import EngineError
 
@@ -198,7 +198,7 @@ class Channel:
             raise PeerClosedError("the peer is gone") from error
 
     def recv(self) -> bytes:
-        """The next frame; blocks until there is one. PeerClosedError when the peer is gone and its frames were taken."""
+        """The next frame; waits for it. PeerClosedError when the peer is gone and all it sent was taken."""
         while (payload := self._incoming.pop()) is None:
             self._take_wakes(0)
             if self._peer_gone:
@@ -212,10 +212,11 @@ class Channel:
         self._take_wakes(socket.MSG_DONTWAIT)
         return self._last_frames() if self._peer_gone else self._incoming.pop()
 
-    async def messages(self) -> AsyncIterator[bytes]:
+    async def messages(self) -> AsyncGenerator[bytes, None]:
         """Every frame as it comes; ends when the peer is gone and all it sent was taken, or when the channel is closed.
 
-        Watches the socket with the running loop's `add_reader` (asyncio or uvloop). One iteration at a time.
+        Watches the socket with the running loop's `add_reader` (asyncio or uvloop). One iteration at a time. Does not
+        yield to the loop between frames that are already there.
         """
         self._watch(asyncio.get_running_loop())
         try:

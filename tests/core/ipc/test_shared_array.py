@@ -129,7 +129,11 @@ def test_alignment(arena: Arena) -> None:
 def test_free_takes_only_what_alloc_gave(arena: Arena) -> None:
     allocator = ArenaAllocator(arena)
     ref = allocator.alloc(256)
-    for wrong in (carve(ref, 0, (16,), "uint8"), ArrayRef(8, ref.offset, (256,), "uint8"), carve(ref, 64, (8,), "uint8")):
+    for wrong in (
+        carve(ref, 0, (16,), "uint8"),
+        ArrayRef(8, ref.offset, (256,), "uint8"),
+        carve(ref, 64, (8,), "uint8"),
+    ):
         with pytest.raises(ValueError, match="not allocated"):
             allocator.free(wrong)
     allocator.free(ref)
