@@ -14,7 +14,7 @@ def check_integer(name: str, value: int, low: int | None = None, high: int | Non
 
 
 def check_decimal(name: str, value: float, low: float | None = None, high: float | None = None) -> None:
-    """Finite and `low` <= value <= `high`, or ``invalid_value`` / ``decimal_below_min_value`` / ``decimal_above_...``."""
+    """Finite and `low` <= value <= `high`, or ``invalid_value`` / ``decimal_(below_min|above_max)_value``."""
     if not math.isfinite(value):
         raise InvalidRequestError(f"Invalid '{name}': expected a finite number, but got {value} instead.", param=name)
     _check_bounds("decimal", name, value, low, high)

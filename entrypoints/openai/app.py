@@ -1,0 +1,143 @@
+"""The HTTP application: routes, and nothing else."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from core.errors import InvalidRequestError, ModelNotFoundError, OverloadedError, StencilError
+from core.messages import ModelInfo
+from engine.async_engine import AsyncEngine
+from engine.metrics import CONTENT_TYPE
+from entrypoints.openai.edit_request import LOADING_RETRY_SECONDS, Operation, build_call
+from entrypoints.openai.edit_response import EditResponse
+from entrypoints.openai.errors import describe, describe_http
+from entrypoints.openai.fields import GENERATION_FIELDS
+from entrypoints.openai.middleware import REQUEST_ID, ApiKeyGuard, RequestContext
+from entrypoints.openai.schema import EDIT_BODY, GENERATION_BODY, IMAGE_ANSWERS
+from entrypoints.openai.submission import Submission, read_edit, read_generation
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """What the HTTP side needs beyond the engine. max_upload_bytes: per file."""
+
+    api_key: str | None
+    max_upload_bytes: int
+
+
+def create_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
+    """The application on a started engine, which may still be loading."""
+    app = FastAPI(title="Stencil", summary="Masked image editing behind the OpenAI images API.", redirect_slashes=False)
+    _add_image_routes(app, engine, settings)
+    _add_model_routes(app, engine)
+    _add_operator_routes(app, engine)
+    app.add_exception_handler(StencilError, _on_stencil_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    if settings.api_key:
+        app.add_middleware(ApiKeyGuard, api_key=settings.api_key)
+    app.add_middleware(RequestContext)  # the last one added is the outermost
+    return app
+
+
+def _add_image_routes(app: FastAPI, engine: AsyncEngine, settings: ServerSettings) -> None:
+    @app.post("/v1/images/edits", response_model=None, openapi_extra=EDIT_BODY, responses=IMAGE_ANSWERS)
+    async def edit_image(request: Request) -> Response:
+        """Repaint the masked part of an image. With `stream` the answer is a stream of server-sent events."""
+        _require_ready(engine)
+        submission = await read_edit(request, settings.max_upload_bytes)
+        return _answer(engine, request, "image_edit", submission)
+
+    @app.post("/v1/images/generations", response_model=None, openapi_extra=GENERATION_BODY, responses=IMAGE_ANSWERS)
+    async def generate_image(request: Request) -> Response:
+        """Paint a whole image: an edit of an empty canvas."""
+        _require_ready(engine)
+        submission = await read_generation(request, GENERATION_FIELDS)
+        return _answer(engine, request, "image_generation", submission)
+
+    @app.post("/v1/images/variations", response_model=None, include_in_schema=False)
+    async def vary_image() -> Response:
+        raise HTTPException(404)
+
+
+def _answer(engine: AsyncEngine, request: Request, operation: Operation, submission: Submission) -> EditResponse:
+    try:
+        call = build_call(operation, submission, engine.models)
+    except StencilError:
+        submission.close()
+        raise
+    return EditResponse(engine, request.scope[REQUEST_ID], call, submission)
+
+
+def _add_model_routes(app: FastAPI, engine: AsyncEngine) -> None:
+    started = int(time.time())
+
+    @app.get("/v1/models", response_model=None)
+    async def list_models() -> Response:
+        """The loaded models."""
+        _require_ready(engine)
+        return _json({"object": "list", "data": [_model_object(model, started) for model in engine.models.values()]})
+
+    @app.get("/v1/models/{model_id:path}", response_model=None)
+    async def retrieve_model(model_id: str) -> Response:
+        """One loaded model; the id may hold slashes."""
+        _require_ready(engine)
+        if model_id not in engine.models:
+            raise ModelNotFoundError(model_id)
+        return _json(_model_object(engine.models[model_id], started))
+
+
+def _add_operator_routes(app: FastAPI, engine: AsyncEngine) -> None:
+    @app.get("/health", response_model=None)
+    async def health() -> Response:
+        """200 while the server process is alive."""
+        return _json({"status": "ok"})
+
+    @app.get("/ready", response_model=None)
+    async def ready() -> Response:
+        """200 when edits are served; 503 while the model loads and during shutdown."""
+        _require_ready(engine)
+        return _json({"status": "ready"})
+
+    @app.get("/metrics", response_model=None)
+    async def metrics() -> Response:
+        """Prometheus metrics."""
+        return Response(engine.metrics.exposition(), headers={"content-type": CONTENT_TYPE})
+
+
+def _require_ready(engine: AsyncEngine) -> None:
+    """Checked before a body is read, so that nobody uploads in vain."""
+    if not engine.is_ready:
+        raise OverloadedError(
+            "The server is not ready: the model is loading, or the server is shutting down.",
+            retry_after=LOADING_RETRY_SECONDS,
+        )
+
+
+def _model_object(model: ModelInfo, created: int) -> dict[str, Any]:
+    return {"id": model.name, "object": "model", "created": created, "owned_by": "stencil"}
+
+
+def _json(content: dict[str, Any]) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")
+
+
+async def _on_stencil_error(request: Request, error: Exception) -> Response:
+    return describe(error).response()
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return describe_http(error, request.method, request.url.path).response()
+
+
+async def _on_validation_error(request: Request, error: Exception) -> Response:
+    return describe(InvalidRequestError(str(error))).response()

@@ -1,0 +1,194 @@
+"""From a parsed form to what the engine takes: cross-field rules, quality to steps, what the model cannot use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from core.errors import InvalidRequestError, ModelNotFoundError, OverloadedError
+from core.messages import MaskKind, ModelInfo, OutputFormat
+from core.request import MAX_INFERENCE_STEPS, SamplingParams
+from engine.edit import EditInput
+from entrypoints.openai.fields import EDIT_FIELDS, GENERATION_FIELDS, QUALITY_FACTORS, Field, Value, parse_size
+from entrypoints.openai.submission import Submission
+
+Operation = Literal["image_edit", "image_generation"]
+
+LOADING_RETRY_SECONDS = 2.0
+_MAX_ASPECT = 3.0  # of a generation; upstream's own limit
+_SAMPLING_FIELDS = (
+    "guidance_scale",
+    "true_cfg_scale",
+    "negative_prompt",
+    "n",
+    "strength",
+    "max_sequence_length",
+    "mask_aware",
+    "mask_margin",
+    "full_steps",
+    "priority",
+    "timeout",
+)
+
+
+@dataclass(frozen=True)
+class ImagesCall:
+    """One accepted call: the engine's input, and what the answer needs to know of the request."""
+
+    operation: Operation
+    edit: EditInput
+    stream: bool
+    quality: str | None  # None: not asked for
+    background: str | None
+    safety_identifier: str | None
+    ignored: tuple[str, ...]
+
+
+def build_call(operation: Operation, submission: Submission, models: Mapping[str, ModelInfo]) -> ImagesCall:
+    """Raises InvalidRequestError, ModelNotFoundError, or OverloadedError while no model is loaded."""
+    values = submission.values
+    model = _choose_model(str(values.get("model", "")), models)
+    _refuse_unsupported(values)
+    prompt = _require_prompt(values)
+    if operation == "image_edit":
+        _require_image(submission)
+    size = parse_size(str(values.get("size", "auto")))
+    is_edit = operation == "image_edit"
+    if size and not is_edit:
+        _check_aspect(size)
+    stream = bool(values.get("stream", False))
+    edit = EditInput(
+        prompt=prompt,
+        sampling=_sampling(values, model),
+        model=model.name,
+        image=submission.uploads.get("image"),
+        mask=submission.uploads.get("mask") or submission.uploads.get("mask_image"),
+        mask_kind=_mask_kind(submission),
+        canvas_size=None if is_edit else size,
+        output_size=size if is_edit else None,
+        output_format=cast(OutputFormat, values.get("output_format", "png")),
+        compression=cast(int, values.get("output_compression", 100)),
+        partial_images=cast(int, values.get("partial_images", 0)) if stream else 0,
+        base64=True,
+    )
+    return ImagesCall(
+        operation=operation,
+        edit=edit,
+        stream=stream,
+        quality=_shown_quality(values),
+        background="opaque" if values.get("background") == "opaque" else None,
+        safety_identifier=_safety_identifier(values),
+        ignored=(*_ignored(operation, values, model), *submission.ignored),
+    )
+
+
+def _choose_model(name: str, models: Mapping[str, ModelInfo]) -> ModelInfo:
+    if not models:
+        raise OverloadedError("The model is still loading.", retry_after=LOADING_RETRY_SECONDS)
+    if name and name not in models:
+        raise ModelNotFoundError(name)
+    return models[name] if name else next(iter(models.values()))
+
+
+def _refuse_unsupported(values: Mapping[str, Value]) -> None:
+    for name, value in (("response_format", "url"), ("background", "transparent")):
+        if values.get(name) == value:
+            message = f"Unsupported value: '{name}' does not support '{value}' with this server."
+            raise InvalidRequestError(message, param=name, code="unsupported_value")
+
+
+def _require_prompt(values: Mapping[str, Value]) -> str:
+    if "prompt" not in values:
+        raise _missing("prompt")
+    if not values["prompt"]:
+        message = "Invalid 'prompt': empty string. Expected a string with minimum length 1."
+        raise InvalidRequestError(message, param="prompt", code="empty_string")
+    return str(values["prompt"])
+
+
+def _require_image(submission: Submission) -> None:
+    if "image" not in submission.uploads:
+        raise _missing("image")
+
+
+def _mask_kind(submission: Submission) -> MaskKind:
+    if "mask" in submission.uploads and "mask_image" in submission.uploads:
+        message = (
+            "Use either 'mask' (transparent = edit) or 'mask_image' (white = edit), not both: "
+            "they select the area to edit in opposite ways."
+        )
+        raise InvalidRequestError(message, param="mask_image")
+    return "luminance" if "mask_image" in submission.uploads else "alpha"
+
+
+def _check_aspect(size: tuple[int, int]) -> None:
+    if max(size) > _MAX_ASPECT * min(size):
+        message = f"Invalid value: '{size[0]}x{size[1]}'. The aspect ratio must be between 1:3 and 3:1."
+        raise InvalidRequestError(message, param="size")
+
+
+def _sampling(values: Mapping[str, Value], model: ModelInfo) -> SamplingParams:
+    given: dict[str, Any] = {name: values[name] for name in _SAMPLING_FIELDS if name in values}
+    if values.get("seed", -1) != -1:
+        given["seed"] = values["seed"]
+    return SamplingParams(num_inference_steps=_steps(values, model), **given)
+
+
+def _steps(values: Mapping[str, Value], model: ModelInfo) -> int | None:
+    """The step count asked for, in whichever way; None: the model's default."""
+    if "steps" in values and "num_inference_steps" in values:
+        raise InvalidRequestError("'steps' is an alias of 'num_inference_steps': give one of them.", param="steps")
+    for name in ("num_inference_steps", "steps"):
+        if name in values:
+            return cast(int, values[name])
+    factor = QUALITY_FACTORS.get(str(values.get("quality")))
+    if factor is None:
+        return None
+    return min(MAX_INFERENCE_STEPS, max(1, round(model.default_num_inference_steps * factor)))
+
+
+def _shown_quality(values: Mapping[str, Value]) -> str | None:
+    """`quality` as the answer repeats it; upstream's answers know no `hd`, `standard` or `auto`."""
+    quality = {"hd": "high"}.get(str(values.get("quality")), values.get("quality"))
+    overruled = "num_inference_steps" in values or "steps" in values
+    return str(quality) if quality in QUALITY_FACTORS and not overruled else None
+
+
+def _safety_identifier(values: Mapping[str, Value]) -> str | None:
+    return str(values.get("safety_identifier") or values.get("user") or "") or None
+
+
+def _ignored(operation: Operation, values: Mapping[str, Value], model: ModelInfo) -> list[str]:
+    """The known fields that were valid, but changed nothing for this model and request, in the order of arrival."""
+    fields = EDIT_FIELDS if operation == "image_edit" else GENERATION_FIELDS
+    return [name for name in values if not _has_effect(fields[name], values, model, operation)]
+
+
+def _has_effect(field: Field, values: Mapping[str, Value], model: ModelInfo, operation: Operation) -> bool:
+    match field.name:
+        case "guidance_scale":
+            return model.has_guidance
+        case "true_cfg_scale":
+            return model.has_true_cfg
+        case "negative_prompt":
+            return model.has_true_cfg and cast(float, values.get("true_cfg_scale", 1.0)) > 1.0
+        case "quality":
+            return not {"num_inference_steps", "steps"} & values.keys() or values["quality"] in ("auto", "standard")
+        case "output_compression":
+            return values.get("output_format", "png") != "png"
+        case "partial_images":
+            return bool(values.get("stream")) or not values["partial_images"]
+        case "background":
+            # An edit keeps the upload's own transparency outside the mask, unless the format has none.
+            is_opaque = operation == "image_generation" or values.get("output_format") == "jpeg"
+            return values["background"] == "auto" or is_opaque
+        case "mask_aware":
+            return not values["mask_aware"]
+        case _:
+            return field.has_effect
+
+
+def _missing(name: str) -> InvalidRequestError:
+    message = f"Missing required parameter: '{name}'."
+    return InvalidRequestError(message, param=name, code="missing_required_parameter")

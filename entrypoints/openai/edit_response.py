@@ -1,0 +1,116 @@
+"""The answer to an edit or a generation: runs it on the engine and sends what comes, as one JSON body or as events.
+
+It is an ASGI response because outputs live in shared memory only while the engine's `edit` context is open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from engine.async_engine import AsyncEngine
+from engine.edit import ImageOutput
+from entrypoints.openai.edit_request import ImagesCall
+from entrypoints.openai.errors import describe
+from entrypoints.openai.middleware import CLIENT_GONE
+from entrypoints.openai.responses import Parts, error_event, image_event, images_response, send_pieces
+from entrypoints.openai.submission import Submission
+from entrypoints.racing import run_until
+
+KEEP_ALIVE_SECONDS = 15.0
+_KEEP_ALIVE = b": keep-alive\n\n"
+_STREAM_HEADERS = {
+    "content-type": "text/event-stream",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # or nginx would hold partial images back
+}
+_log = logging.getLogger("stencil.api")
+
+
+class EditResponse(Response):
+    """Everything that can be refused is refused (raised) before the first byte is sent."""
+
+    def __init__(self, engine: AsyncEngine, request_id: str, call: ImagesCall, submission: Submission) -> None:
+        self._engine = engine
+        self._request_id = request_id
+        self._call = call
+        self._submission = submission
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            if not await run_until(_disconnect(receive), self._run(send)):
+                scope[CLIENT_GONE] = True
+        finally:
+            self._submission.close()
+
+    async def _run(self, send: Send) -> None:
+        async with self._engine.edit(self._request_id, self._call.edit) as outputs:
+            self._submission.close()  # the engine has its own copy by now
+            if self._call.stream:
+                await self._send_events(outputs, send)
+            else:
+                await self._send_json(outputs, send)
+
+    async def _send_json(self, outputs: AsyncIterator[ImageOutput], send: Send) -> None:
+        images = [output async for output in outputs if output.partial_index is None]
+        parts = images_response(self._call, sorted(images, key=lambda image: image.image_index))
+        length = sum(len(part) for part in parts)
+        await _start(send, {"content-type": "application/json", "content-length": str(length)})
+        await _send_parts(send, parts)
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _send_events(self, outputs: AsyncIterator[ImageOutput], send: Send) -> None:
+        await _start(send, _STREAM_HEADERS)
+        try:
+            async with aclosing(_with_silences(outputs)) as events:
+                async for output in events:
+                    await _send_parts(send, [_KEEP_ALIVE] if output is None else image_event(self._call, output))
+        except Exception as error:  # the edge: a stream that just ends would look like a success without an image
+            _log.error("%s failed in its stream", self._request_id, exc_info=error)
+            await _send_parts(send, [error_event(describe(error).envelope)])
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def _with_silences(outputs: AsyncIterator[ImageOutput]) -> AsyncGenerator[ImageOutput | None]:
+    """The outputs, and None whenever KEEP_ALIVE_SECONDS pass without one."""
+    upcoming = asyncio.create_task(_next(outputs))
+    try:
+        while True:
+            await asyncio.wait({upcoming}, timeout=KEEP_ALIVE_SECONDS)
+            if not upcoming.done():
+                yield None
+            elif (output := upcoming.result()) is None:
+                return
+            else:
+                yield output
+                upcoming = asyncio.create_task(_next(outputs))
+    finally:
+        upcoming.cancel()
+        await asyncio.wait({upcoming})
+
+
+async def _disconnect(receive: Receive) -> None:
+    """Returns when the client has closed the connection; the request's body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _next(outputs: AsyncIterator[ImageOutput]) -> ImageOutput | None:
+    return await anext(outputs, None)
+
+
+async def _start(send: Send, headers: dict[str, str]) -> None:
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": 200, "headers": raw})
+
+
+async def _send_parts(send: Send, parts: Parts) -> None:
+    for piece in send_pieces(parts):
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await asyncio.sleep(0)  # a fast client never makes `send` wait

@@ -1,0 +1,136 @@
+"""Exceptions to HTTP: one table from the exception tree to status, type and code of OpenAI's error envelope."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from core.errors import (
+    AbortedError,
+    DeadlineExceededError,
+    InvalidImageError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    OutOfMemoryError,
+    OverloadedError,
+    StencilError,
+)
+
+INVALID_REQUEST = "invalid_request_error"
+SERVER_ERROR = "server_error"
+INTERNAL_MESSAGE = "The server had an error while processing your request. Sorry about that!"
+OUT_OF_MEMORY_MESSAGE = "The server had not enough memory for this request. Try a smaller image or fewer images."
+
+
+class RequestTooLargeError(InvalidRequestError):
+    """The body, or one part of it, has more bytes than the server accepts."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message, param=param, code="request_too_large")
+
+
+class UnsupportedContentTypeError(InvalidRequestError):
+    """The body is neither of the media types that the endpoint reads."""
+
+    def __init__(self, content_type: str, expected: str) -> None:
+        message = f"Unsupported content type '{content_type}'. Expected {expected}."
+        super().__init__(message, code="unsupported_content_type")
+
+
+class InvalidApiKeyError(StencilError):
+    """The authorization header is missing or holds another key."""
+
+
+@dataclass(frozen=True)
+class ErrorReply:
+    """An error as it leaves the server."""
+
+    status: int
+    type: str
+    code: str | None
+    message: str
+    param: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def envelope(self) -> dict[str, Any]:
+        """The inner object of OpenAI's envelope."""
+        return {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+
+    def response(self) -> Response:
+        """The whole HTTP answer."""
+        body = msgspec.json.encode({"error": self.envelope})
+        return Response(body, self.status, self.headers, media_type="application/json")
+
+
+# The first row whose class matches wins. A None type or code is taken from the exception.
+_TABLE: tuple[tuple[type[BaseException], int, str | None, str | None], ...] = (
+    (InvalidApiKeyError, 401, INVALID_REQUEST, "invalid_api_key"),
+    (RequestTooLargeError, 413, INVALID_REQUEST, None),
+    (UnsupportedContentTypeError, 415, INVALID_REQUEST, None),
+    (ModelNotFoundError, 404, INVALID_REQUEST, None),
+    (InvalidImageError, 400, None, None),
+    (InvalidRequestError, 400, INVALID_REQUEST, None),
+    (OverloadedError, 503, "service_unavailable_error", "server_is_overloaded"),
+    (DeadlineExceededError, 504, SERVER_ERROR, "deadline_exceeded"),
+    (AbortedError, 499, INVALID_REQUEST, "request_cancelled"),
+    (Exception, 500, SERVER_ERROR, "internal_error"),
+)
+
+_USER_IMAGE_CODES = ("invalid_image_file", "invalid_mask_image_format")
+_HTTP_CODES = {404: "unknown_url", 405: "method_not_allowed"}
+
+
+def describe(error: BaseException) -> ErrorReply:
+    """The answer that `error` is to a client."""
+    _, status, kind, code = next(row for row in _TABLE if isinstance(error, row[0]))
+    return ErrorReply(
+        status=status,
+        type=kind or _image_error_type(error),
+        code=code or getattr(error, "code", None),
+        message=_message(error, status),
+        param=getattr(error, "param", None),
+        headers=_headers(error),
+    )
+
+
+def describe_http(error: HTTPException, method: str, path: str) -> ErrorReply:
+    """The answer to what the router itself refuses: an unknown path, a wrong method."""
+    messages = {404: f"Unknown request URL: {method} {path}.", 405: f"Method {method} is not allowed for {path}."}
+    return ErrorReply(
+        status=error.status_code,
+        type=INVALID_REQUEST,
+        code=_HTTP_CODES.get(error.status_code),
+        message=messages.get(error.status_code, str(error.detail)),
+        headers=dict(error.headers or {}),
+    )
+
+
+def _image_error_type(error: BaseException) -> str:
+    is_users = isinstance(error, InvalidImageError) and error.code in _USER_IMAGE_CODES
+    return "image_generation_user_error" if is_users else INVALID_REQUEST
+
+
+def _message(error: BaseException, status: int) -> str:
+    """Internal failures are told in the log only: their texts name files, devices and other requests."""
+    if status != 500:
+        return str(error)
+    return OUT_OF_MEMORY_MESSAGE if isinstance(error, OutOfMemoryError) else INTERNAL_MESSAGE
+
+
+def _headers(error: BaseException) -> dict[str, str]:
+    match error:
+        case OverloadedError():
+            # A client library ignores 0 and gives up above 120 s.
+            return {"retry-after": str(min(120, max(1, math.ceil(error.retry_after))))}
+        case DeadlineExceededError():
+            return {"x-should-retry": "false"}
+        case InvalidApiKeyError():
+            return {"www-authenticate": "Bearer"}
+        case _:
+            return {}

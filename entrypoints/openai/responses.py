@@ -1,0 +1,114 @@
+"""The two bodies of a successful answer, as lists of parts: small bytes, and base64 text left in shared memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from engine.edit import EditReport, ImageOutput
+from entrypoints.openai.edit_request import ImagesCall
+from entrypoints.openai.uploads import pieces_of
+
+UNMASKED_NOTE = "No mask was given and the image has no transparent area: the whole image was regenerated."
+
+Parts = list[bytes | memoryview]
+
+
+def images_response(call: ImagesCall, images: Sequence[ImageOutput]) -> Parts:
+    """The JSON body of a call's final images, in the order of their index."""
+    head = {"created": int(time.time())} | _echo(call, images[0])
+    if call.quality:
+        head["quality"] = call.quality
+    if call.background:
+        head["background"] = call.background
+    tail = {"usage": usage(call, [_report(image) for image in images]), "stencil": stencil(call, images)}
+    parts: Parts = [_open_object(head) + b',"data":[']
+    for index, image in enumerate(images):
+        parts += [b'{"b64_json":"' if index == 0 else b',{"b64_json":"', image.data, b'","seed":%d}' % image.seed]
+    parts.append(b"]," + msgspec.json.encode(tail)[1:])
+    return parts
+
+
+def usage(call: ImagesCall, reports: Sequence[EditReport]) -> dict[str, Any]:
+    """Token counts: text and template in, once; every image out."""
+    text = reports[0].text_tokens
+    image = reports[0].image_tokens if call.operation == "image_edit" else 0
+    out = sum(report.image_tokens for report in reports)
+    return {
+        "total_tokens": text + image + out,
+        "input_tokens": text + image,
+        "output_tokens": out,
+        "input_tokens_details": {"text_tokens": text, "image_tokens": image},
+        "output_tokens_details": {"text_tokens": 0, "image_tokens": out},
+    }
+
+
+def stencil(call: ImagesCall, images: Sequence[ImageOutput]) -> dict[str, Any]:
+    """The `stencil` object: one per answer. Of several images the seed is the first one's, each part of `ms` the
+    slowest one's; everything else is the same for all."""
+    reports = [_report(image) for image in images]
+    first = reports[0]
+    return {
+        "ignored": call.ignored,
+        "notes": [UNMASKED_NOTE] if first.unmasked and call.operation == "image_edit" else [],
+        "prompt_truncated": first.prompt_truncated,
+        "seed": images[0].seed,
+        "num_inference_steps": first.num_inference_steps,
+        "guidance_scale": first.guidance_scale,
+        "mask_ratio": first.mask_ratio,
+        "active_tokens": first.active_tokens,
+        "image_tokens": first.image_tokens,
+        "cache": first.cache,
+        "tier": first.tier,
+        "primed": any(report.primed for report in reports),
+        "full_blocks": max(report.full_blocks for report in reports),
+        "ms": {part: round(max(report.ms[part] for report in reports), 3) for part in first.ms},
+    }
+
+
+def image_event(call: ImagesCall, image: ImageOutput) -> Parts:
+    """One server-sent event: a partial image, or a final one."""
+    is_partial = image.partial_index is not None
+    name = f"{call.operation}.{'partial_image' if is_partial else 'completed'}"
+    fields = {"created_at": int(time.time()), "size": f"{image.width}x{image.height}"}
+    fields |= {"quality": call.quality or "auto", "background": call.background or "auto"}
+    fields["output_format"] = call.edit.output_format
+    if is_partial:
+        fields["partial_image_index"] = image.partial_index
+    else:
+        fields |= {"usage": usage(call, [_report(image)]), "stencil": stencil(call, [image])}
+    if call.safety_identifier:
+        fields["safety_identifier"] = call.safety_identifier
+    head = f'event: {name}\ndata: {{"type":"{name}","b64_json":"'.encode()
+    return [head, image.data, b'",' + msgspec.json.encode(fields)[1:] + b"\n\n"]
+
+
+def error_event(envelope: dict[str, Any]) -> bytes:
+    """The last event of a stream that failed after its 200."""
+    return b"event: error\ndata: " + msgspec.json.encode({"type": "error", "error": envelope}) + b"\n\n"
+
+
+def send_pieces(parts: Iterable[bytes | memoryview]) -> Iterator[bytes]:
+    """The parts in pieces of at most 256 KiB, copied: a transport may hold one longer than shared memory lives."""
+    for part in parts:
+        yield from pieces_of(part)
+
+
+def _echo(call: ImagesCall, image: ImageOutput) -> dict[str, Any]:
+    echo = {"output_format": call.edit.output_format, "size": f"{image.width}x{image.height}"}
+    if call.safety_identifier:
+        echo["safety_identifier"] = call.safety_identifier
+    return echo
+
+
+def _open_object(fields: dict[str, Any]) -> bytes:
+    return msgspec.json.encode(fields)[:-1]
+
+
+def _report(image: ImageOutput) -> EditReport:
+    if image.report is None:
+        raise ValueError("a final image has no report")
+    return image.report

@@ -1,0 +1,58 @@
+"""The OpenAPI description of the image endpoints, made from the table of fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from entrypoints.openai.fields import EDIT_FIELDS, GENERATION_FIELDS, Field
+
+_FILE = {"type": "string", "format": "binary"}
+_TEXT = {"type": "string"}
+_IMAGE_URL = {"type": "object", "properties": {"image_url": _TEXT | {"description": "A data: URL."}}}
+_ERROR_FIELDS = {"message": _TEXT, "type": _TEXT, "param": _TEXT, "code": _TEXT}
+_ERROR = {"type": "object", "properties": {"error": {"type": "object", "properties": _ERROR_FIELDS}}}
+
+
+def _properties(fields: Mapping[str, Field]) -> dict[str, Any]:
+    return {field.name: field.schema() for field in fields.values()}
+
+
+def _object(properties: dict[str, Any], *required: str) -> dict[str, Any]:
+    return {"schema": {"type": "object", "properties": properties, "required": list(required)}}
+
+
+def _body(content: dict[str, Any]) -> dict[str, Any]:
+    return {"requestBody": {"required": True, "content": content}}
+
+
+EDIT_BODY = _body(
+    {
+        "multipart/form-data": _object(
+            {
+                "image": _FILE | {"description": "PNG, WebP or JPEG; the first one is edited."},
+                "mask": _FILE | {"description": "With an alpha channel; transparent = edit."},
+                "mask_image": _FILE | {"description": "White = edit; a file, or base64 text."},
+            }
+            | _properties(EDIT_FIELDS),
+            "image",
+            "prompt",
+        ),
+        "application/json": _object(
+            {"images": {"type": "array", "items": _IMAGE_URL}, "mask": _IMAGE_URL, "mask_image": _TEXT}
+            | _properties(EDIT_FIELDS),
+            "images",
+            "prompt",
+        ),
+    }
+)
+GENERATION_BODY = _body({"application/json": _object(_properties(GENERATION_FIELDS), "prompt")})
+
+IMAGE_ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The images, or with `stream` a stream of events.",
+        "content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {"schema": _TEXT}},
+    },
+    "4XX": {"description": "The request is wrong.", "content": {"application/json": {"schema": _ERROR}}},
+    "5XX": {"description": "The server failed or is busy.", "content": {"application/json": {"schema": _ERROR}}},
+}

@@ -1,0 +1,302 @@
+"""A request body of either kind as one form: parsed scalars, uploads by field, and the names nobody knows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from core.errors import AbortedError, InvalidRequestError
+from entrypoints.openai.errors import RequestTooLargeError, UnsupportedContentTypeError
+from entrypoints.openai.fields import EDIT_FIELDS, Field, Value
+from entrypoints.openai.multipart import Part, read_multipart
+from entrypoints.openai.uploads import SpooledUpload, decode_base64, pieces_of
+
+MAX_IMAGES = 16
+MAX_TEXT_BYTES = 1024 * 1024  # one text field, and a JSON body without its images
+MULTIPART = "multipart/form-data"
+JSON = "application/json"
+T = TypeVar("T")
+_ESCAPE = re.compile(rb"\\")
+_FILE_FIELDS = ("image", "mask", "mask_image", "markup")
+
+
+@dataclass
+class Submission:
+    """What one request body holds. `close` frees the uploads."""
+
+    values: dict[str, Value] = field(default_factory=dict)
+    uploads: dict[str, SpooledUpload] = field(default_factory=dict)  # image, mask, mask_image
+    ignored: list[str] = field(default_factory=list)  # in the order of arrival
+
+    def close(self) -> None:
+        for upload in self.uploads.values():
+            upload.close()
+
+
+async def read_edit(request: Request, max_upload_bytes: int) -> Submission:
+    """The body of POST /v1/images/edits: multipart, or JSON with data: URLs."""
+    content_type = request.headers.get("content-type", "")
+    match _media_type(content_type):
+        case "multipart/form-data":
+            return await _read_multipart_edit(request, content_type, max_upload_bytes)
+        case "application/json":
+            return await _read_json_edit(request, max_upload_bytes)
+        case other:
+            raise UnsupportedContentTypeError(other, f"{MULTIPART} or {JSON}")
+
+
+async def read_generation(request: Request, fields: Mapping[str, Field]) -> Submission:
+    """The body of POST /v1/images/generations: JSON."""
+    media_type = _media_type(request.headers.get("content-type", ""))
+    if media_type != JSON:
+        raise UnsupportedContentTypeError(media_type, JSON)
+    members = await _read_json(request, MAX_TEXT_BYTES)
+    submission = Submission()
+    _take_json_scalars(submission, members, fields)
+    return submission
+
+
+def _media_type(content_type: str) -> str:
+    return content_type.partition(";")[0].strip().lower()
+
+
+# ----------------------------------------------------------------------------------------------------------- multipart
+
+
+async def _read_multipart_edit(request: Request, content_type: str, max_upload_bytes: int) -> Submission:
+    def rule(name: str, is_file: bool, same: int) -> tuple[int, bool]:
+        """Of several images only the first is used: the others are counted and dropped."""
+        base = _base_name(name)
+        if is_file:
+            return max_upload_bytes, base in _FILE_FIELDS and same == 0
+        return (_base64_bytes(max_upload_bytes) if base == "mask_image" else MAX_TEXT_BYTES), True
+
+    _check_content_length(request, (MAX_IMAGES + 2) * max_upload_bytes + _base64_bytes(max_upload_bytes))
+    parts = await read_multipart(_body(request), content_type, rule)
+    submission = Submission()
+    with ExitStack() as on_error:
+        on_error.callback(submission.close)
+        with ExitStack() as unused:
+            for part in parts:
+                unused.callback(_close_unless_used, part, submission)
+            await _take_parts(submission, parts)
+        on_error.pop_all()
+    return submission
+
+
+def _close_unless_used(part: Part, submission: Submission) -> None:
+    if all(part.content is not upload for upload in submission.uploads.values()):
+        part.content.close()
+
+
+async def _take_parts(submission: Submission, parts: list[Part]) -> None:
+    num_images = 0
+    for part in parts:
+        if part.is_empty_file_input:
+            continue
+        base = _base_name(part.name)
+        if base == "image":
+            _take_image(submission, part, num_images)
+            num_images += 1
+        elif base in _FILE_FIELDS:
+            await _take_file(submission, part, base)
+        elif part.name in EDIT_FIELDS:
+            await _take_text(submission, part)
+        else:
+            _ignore(submission, part.name)
+
+
+def _take_image(submission: Submission, part: Part, index: int) -> None:
+    if not part.is_file:
+        raise _expected_file("image", f"image[{index}]")
+    if index >= MAX_IMAGES:
+        raise _too_many_images(index + 1)
+    if index == 0:
+        submission.uploads["image"] = part.content
+    else:
+        _ignore(submission, f"image[{index}]")
+
+
+async def _take_file(submission: Submission, part: Part, base: str) -> None:
+    _refuse_markup(base)
+    if part.name != base:
+        raise _invalid_type(base, "a file", "an array")
+    if base in submission.uploads:
+        raise _duplicate(base)
+    if part.is_file:
+        submission.uploads[base] = part.content
+    elif base == "mask_image":
+        submission.uploads[base] = await decode_base64(part.content.chunks(), base)
+    else:
+        raise _expected_file(base, base)
+
+
+async def _take_text(submission: Submission, part: Part) -> None:
+    if part.is_file:
+        raise _invalid_type(part.name, f"a {EDIT_FIELDS[part.name].kind}", "a file")
+    if part.name in submission.values:
+        raise _duplicate(part.name)
+    submission.values[part.name] = EDIT_FIELDS[part.name].from_text(await part.text())
+
+
+def _base_name(name: str) -> str:
+    """``image[]`` and ``image[0]`` -> ``image``; only file fields have such forms, others keep their name."""
+    base = name.partition("[")[0]
+    return base if base in _FILE_FIELDS and name.endswith(("]", base)) else name
+
+
+# ---------------------------------------------------------------------------------------------------------------- JSON
+
+
+async def _read_json_edit(request: Request, max_upload_bytes: int) -> Submission:
+    members = await _read_json(request, 2 * _base64_bytes(max_upload_bytes) + MAX_TEXT_BYTES)
+    submission = Submission()
+    with ExitStack() as on_error:
+        on_error.callback(submission.close)
+        sources = _pop_images(submission, members)
+        _take_json_scalars(submission, members, EDIT_FIELDS)
+        for name, (text, needs_data_url) in sources.items():
+            upload = await decode_base64(_text_pieces(text), name, needs_data_url=needs_data_url)
+            submission.uploads[name] = upload
+            if upload.size > max_upload_bytes:
+                raise RequestTooLargeError(
+                    f"Invalid '{name}': larger than the maximum of {max_upload_bytes} bytes.", param=name
+                )
+        on_error.pop_all()
+    return submission
+
+
+async def _read_json(request: Request, limit: int) -> dict[str, msgspec.Raw]:
+    """The members of the body's object, unparsed: a picture's base64 text is never copied into a Python string."""
+    _check_content_length(request, limit)
+    body = bytearray()
+    async for chunk in _body(request):
+        body += chunk
+        if len(body) > limit:
+            raise _body_too_large(limit)
+    try:
+        return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(f"Could not parse the JSON body: {error}.", code="invalid_json") from error
+
+
+def _pop_images(submission: Submission, members: dict[str, msgspec.Raw]) -> dict[str, tuple[memoryview, bool]]:
+    """Field -> (base64 text, whether only a data: URL will do)."""
+    sources = {}
+    images = _member(members.pop("images", None), list[dict[str, msgspec.Raw]], "image", "an array of objects")
+    if images:
+        if len(images) > MAX_IMAGES:
+            raise _too_many_images(len(images))
+        sources["image"] = (_image_url(images[0], "image"), True)
+        for index in range(1, len(images)):
+            _ignore(submission, f"image[{index}]")
+    if (mask := _member(members.pop("mask", None), dict[str, msgspec.Raw], "mask", "an object")) is not None:
+        sources["mask"] = (_image_url(mask, "mask"), True)
+    if (text := _string(members.pop("mask_image", None), "mask_image")) is not None:
+        sources["mask_image"] = (text, False)
+    if _member(members.pop("markup", None), object, "markup", "an object") is not None:
+        _refuse_markup("markup")
+    return sources
+
+
+def _take_json_scalars(submission: Submission, members: dict[str, msgspec.Raw], fields: Mapping[str, Field]) -> None:
+    for name, raw in members.items():
+        if name not in fields:
+            _ignore(submission, name)
+        elif (value := fields[name].from_json(raw)) is not None:
+            submission.values[name] = value
+
+
+def _image_url(source: dict[str, msgspec.Raw], param: str) -> memoryview:
+    text = _string(source.get("image_url"), param)
+    if text is None:
+        message = f"Invalid '{param}': only 'image_url' with a data: URL is supported."
+        raise InvalidRequestError(message, param=param, code="unsupported_value")
+    return text
+
+
+def _member(raw: msgspec.Raw | None, type_: type[T], param: str, expected: str) -> T | None:
+    if raw is None:
+        return None
+    try:
+        return msgspec.json.decode(raw, type=type_ | None)
+    except msgspec.ValidationError as error:
+        raise _invalid_type(param, expected, "something else") from error
+
+
+def _string(raw: msgspec.Raw | None, param: str) -> memoryview | None:
+    """The characters of a JSON string; without escapes (base64 has none but perhaps ``\\/``) a view, not a copy."""
+    if raw is None or bytes(memoryview(raw)[:4]) == b"null":
+        return None
+    text = memoryview(raw)
+    if bytes(text[:1]) != b'"':
+        raise _invalid_type(param, "a string", "something else")
+    if _ESCAPE.search(text) is None:
+        return text[1:-1]
+    return memoryview(msgspec.json.decode(raw, type=str).encode())
+
+
+async def _text_pieces(text: memoryview) -> AsyncIterator[bytes]:
+    for piece in pieces_of(text):
+        yield piece
+
+
+# -------------------------------------------------------------------------------------------------------------- common
+
+
+async def _body(request: Request) -> AsyncIterator[bytes]:
+    try:
+        async for chunk in request.stream():
+            yield chunk
+    except ClientDisconnect as error:
+        raise AbortedError("the client went away while sending") from error
+
+
+def _check_content_length(request: Request, limit: int) -> None:
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > limit:
+        raise _body_too_large(limit)
+
+
+def _base64_bytes(size: int) -> int:
+    """Bytes of base64 text that `size` bytes become, with line breaks and a data: URL's head."""
+    return size * 3 // 2 + 1024
+
+
+def _ignore(submission: Submission, name: str) -> None:
+    if name not in submission.ignored:
+        submission.ignored.append(name[:64])
+
+
+def _refuse_markup(name: str) -> None:
+    if name == "markup":
+        raise InvalidRequestError("Unsupported parameter: 'markup'.", param="markup", code="unsupported_parameter")
+
+
+def _body_too_large(limit: int) -> RequestTooLargeError:
+    return RequestTooLargeError(f"The request body is larger than the maximum of {limit} bytes.")
+
+
+def _too_many_images(count: int) -> InvalidRequestError:
+    message = f"Invalid 'image': array too long. Expected at most {MAX_IMAGES} images, but got {count} instead."
+    return InvalidRequestError(message, param="image", code="array_above_max_length")
+
+
+def _expected_file(param: str, shown: str) -> InvalidRequestError:
+    message = f"Invalid type for '{shown}': expected a file, but got a string instead."
+    return InvalidRequestError(message, param=param, code="invalid_type")
+
+
+def _invalid_type(param: str, expected: str, got: str) -> InvalidRequestError:
+    message = f"Invalid type for '{param}': expected {expected}, but got {got} instead."
+    return InvalidRequestError(message, param=param, code="invalid_type")
+
+
+def _duplicate(name: str) -> InvalidRequestError:
+    return InvalidRequestError(f"Invalid '{name}': given more than once.", param=name)

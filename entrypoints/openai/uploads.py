@@ -1,0 +1,122 @@
+"""Encoded files on their way in: held in memory up to 1 MiB, in an unlinked temporary file beyond."""
+
+from __future__ import annotations
+
+import asyncio
+import binascii
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+
+from core.errors import InvalidRequestError
+
+PIECE_BYTES = 256 * 1024
+MEMORY_BYTES = 1024 * 1024
+_DATA_URL_HEAD_BYTES = 256
+_WHITESPACE = b" \t\r\n"
+
+
+class SpooledUpload:
+    """A file that was received. Disk is touched in threads only, so the event loop never waits for it."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.SpooledTemporaryFile(max_size=MEMORY_BYTES)  # noqa: SIM115 - closed by close()
+        self._on_disk = False
+        self.size = 0  # bytes
+
+    async def write(self, data: bytes) -> None:
+        """Append `data`."""
+        self.size += len(data)
+        self._on_disk = self._on_disk or self.size > MEMORY_BYTES
+        if self._on_disk:
+            await asyncio.to_thread(self._file.write, data)
+        else:
+            self._file.write(data)
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The content in pieces of at most 256 KiB; may be read several times."""
+        for offset in range(0, self.size, PIECE_BYTES):
+            yield await asyncio.to_thread(self._read, offset) if self._on_disk else self._read(offset)
+
+    async def read(self) -> bytes:
+        """The whole content; for small fields."""
+        return b"".join([chunk async for chunk in self.chunks()])
+
+    def close(self) -> None:
+        """Free memory and disk."""
+        self._file.close()
+
+    def _read(self, offset: int) -> bytes:
+        self._file.seek(offset)
+        return self._file.read(PIECE_BYTES)
+
+
+def pieces_of(data: bytes | memoryview) -> Iterator[bytes]:
+    """`data` in pieces of at most 256 KiB."""
+    for offset in range(0, len(data), PIECE_BYTES):
+        yield bytes(data[offset : offset + PIECE_BYTES])
+
+
+async def decode_base64(pieces: AsyncIterator[bytes], param: str, *, needs_data_url: bool = False) -> SpooledUpload:
+    """Decode base64 text, plain or as a ``data:`` URL, piece by piece; line breaks are allowed.
+
+    Raises InvalidRequestError for text that is not base64, and for a plain one if `needs_data_url`.
+    """
+    upload = SpooledUpload()
+    decoder = _Base64Decoder(param, needs_data_url)
+    try:
+        async for piece in pieces:
+            await upload.write(decoder.feed(piece))
+        await upload.write(decoder.finish())
+    except BaseException:
+        upload.close()
+        raise
+    return upload
+
+
+class _Base64Decoder:
+    """Incremental: keeps what is not yet a multiple of four characters."""
+
+    def __init__(self, param: str, needs_data_url: bool) -> None:
+        self._param = param
+        self._needs_data_url = needs_data_url
+        self._rest = b""
+        self._started = False
+        self._padded = False
+
+    def feed(self, text: bytes) -> bytes:
+        text = self._rest + text.translate(None, _WHITESPACE)
+        if not self._started:
+            if len(text) < _DATA_URL_HEAD_BYTES:
+                self._rest = text
+                return b""
+            text = self._without_head(text)
+        usable = len(text) - len(text) % 4
+        self._rest = text[usable:]
+        return self._decode(text[:usable])
+
+    def finish(self) -> bytes:
+        text = self._rest if self._started else self._without_head(self._rest)
+        return self._decode(text)
+
+    def _without_head(self, text: bytes) -> bytes:
+        self._started = True
+        if text[:5].lower() != b"data:":
+            if self._needs_data_url:
+                raise self._error("expected a data: URL; other URLs are not fetched", "unsupported_value")
+            return text
+        head, comma, body = text.partition(b",")
+        if not comma or not head.lower().endswith(b";base64"):
+            raise self._error("expected a data: URL of the form 'data:image/png;base64,...'")
+        return body
+
+    def _decode(self, text: bytes) -> bytes:
+        if text and self._padded:
+            raise self._error("not valid base64")
+        self._padded = text.endswith(b"=")
+        try:
+            return binascii.a2b_base64(text, strict_mode=True)
+        except binascii.Error as error:
+            raise self._error("not valid base64") from error
+
+    def _error(self, what: str, code: str = "invalid_value") -> InvalidRequestError:
+        return InvalidRequestError(f"Invalid '{self._param}': {what}.", param=self._param, code=code)

@@ -1,0 +1,156 @@
+"""``python -m entrypoints.serve``: the HTTP server and, below it, every process of the engine.
+
+The port is bound before anything is spawned, /health answers while the model loads, and the process leaves with its
+children: on SIGTERM or Ctrl-C running edits finish within ``--drain-seconds``, a second signal ends them at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import uvicorn
+import uvloop
+
+from core.errors import ConfigError, StencilError
+from engine.async_engine import AsyncEngine
+from entrypoints.openai.app import ServerSettings, create_app
+from entrypoints.racing import run_until
+from entrypoints.serve_args import ServeOptions, check_model, parse_options
+
+FLUSH_SECONDS = 5  # for answers that are still being sent when the engine has stopped
+KEEP_ALIVE_SECONDS = 75  # longer than clients' connection pools keep an idle connection
+_STARTED = time.monotonic()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit status: 0 after a signal, 1 for a failure told in one line on stderr, 2 for a bad flag."""
+    options = parse_options(argv)
+    _configure_logging(options.log_level)
+    try:
+        check_model(options.model.model)
+        with (
+            _bind(options.host, options.port) as listener,
+            asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+        ):
+            return runner.run(_serve(options, listener))
+    except StencilError as error:
+        print(f"stencil: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:  # before the handlers stand
+        return 130
+
+
+@dataclass(frozen=True)
+class _Signals:
+    """What SIGTERM and Ctrl-C mean: the first one asks, the second one forces."""
+
+    asked: asyncio.Event
+    forced: asyncio.Event
+
+    def on_signal(self) -> None:
+        (self.forced if self.asked.is_set() else self.asked).set()
+
+
+async def _serve(options: ServeOptions, listener: socket.socket) -> int:
+    engine = AsyncEngine(options.config, log_level=options.log_level)
+    settings = ServerSettings(options.api_key, options.config.image.max_upload_bytes)
+    server = _HttpServer(
+        uvicorn.Config(
+            create_app(engine, settings),
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=FLUSH_SECONDS,
+        )
+    )
+    signals = _Signals(asyncio.Event(), asyncio.Event())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, signals.on_signal)
+    http = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        await _run_engine(engine, options, signals, _url(listener))
+    finally:
+        server.should_exit = True
+        await http
+    return 0
+
+
+async def _run_engine(engine: AsyncEngine, options: ServeOptions, signals: _Signals, url: str) -> None:
+    """From start to the end of the last process; raises StencilError when the engine could not start or died."""
+    await engine.start()
+    try:
+        await run_until(signals.asked.wait(), _watch(engine, url))
+    finally:
+        await _shut_down(engine, options.config.engine.drain_seconds, signals)
+
+
+async def _watch(engine: AsyncEngine, url: str) -> None:
+    await engine.ready()
+    names = ", ".join(engine.models)
+    print(f"Stencil ready on {url} model {names} in {time.monotonic() - _STARTED:.1f} s", flush=True)
+    raise await engine.failed()
+
+
+async def _shut_down(engine: AsyncEngine, drain_seconds: float, signals: _Signals) -> None:
+    drain = asyncio.create_task(engine.shutdown(drain_seconds))
+    forced = asyncio.create_task(signals.forced.wait())
+    await asyncio.wait({drain, forced}, return_when=asyncio.FIRST_COMPLETED)
+    forced.cancel()
+    if not drain.done():
+        await engine.shutdown(0.0)
+    await drain
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn with the signals left to us: it would close at once, while edits still run."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises ConfigError."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(2048)  # two sockets may both be bound to a port; only one can listen
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another --host or --port"
+        ) from error
+    return listener
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _configure_logging(level: str) -> None:
+    logging.basicConfig(
+        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+    logging.getLogger("uvicorn").setLevel(logging.DEBUG if level == "debug" else logging.WARNING)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

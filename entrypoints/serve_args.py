@@ -1,0 +1,243 @@
+"""The command line of the server: flags to StencilConfig. A bad flag is one line on stderr and exit status 2."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from core.config import EMBEDDED_MODEL, EngineConfig, ImageConfig, ModelConfig, SchedulerConfig, StencilConfig
+from core.errors import ConfigError
+
+API_KEY_VARIABLE = "STENCIL_API_KEY"
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Everything the command line says."""
+
+    host: str
+    port: int
+    api_key: str | None
+    log_level: str
+    config: StencilConfig
+
+    @property
+    def model(self) -> ModelConfig:
+        return self.config.engine.models[0]
+
+
+def parse_options(argv: Sequence[str] | None) -> ServeOptions:
+    """Exits with status 2 for a bad flag, 0 after --help."""
+    args = _parser().parse_args(argv)
+    model = ModelConfig(
+        model=args.model,
+        served_model_name=args.served_model_name,
+        dtype=args.dtype,
+        device=args.device,
+        threads=args.threads,
+    )
+    scheduler = SchedulerConfig(
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_stage_ms=args.max_stage_ms,
+    )
+    engine = EngineConfig(
+        models=(model,),
+        scheduler=scheduler,
+        workers_per_engine=args.workers_per_engine,
+        drain_seconds=args.drain_seconds,
+    )
+    image = ImageConfig(
+        image_workers=args.image_workers, max_upload_bytes=args.max_upload_bytes, max_pixels=args.max_pixels
+    )
+    config = StencilConfig(engine=engine, image=image, max_queue=args.max_queue)
+    return ServeOptions(
+        args.host, args.port, args.api_key or os.environ.get(API_KEY_VARIABLE) or None, args.log_level, config
+    )
+
+
+def check_model(model: str) -> None:
+    """Raises ConfigError for what can be neither a diffusers directory nor a hub id; the worker checks the rest."""
+    path = Path(model)
+    if path.is_dir():
+        if not (path / "model_index.json").is_file():
+            raise ConfigError(f"'{model}' is not a diffusers checkpoint: it has no model_index.json")
+    elif path.exists():
+        raise ConfigError(f"'{model}' is a file; --model takes a diffusers directory or a Hugging Face hub id")
+    elif not _HUB_ID.fullmatch(model) or model.startswith("."):
+        raise ConfigError(f"there is no directory '{model}', and it is no Hugging Face hub id of the form owner/name")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        print(f"stencil: error: {message} (--help lists all flags)", file=sys.stderr)
+        raise SystemExit(2)
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, but not that there is none."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return super()._get_help_string(action) if action.default not in ("", None) else action.help
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m entrypoints.serve",
+        description="Serve masked image editing behind the OpenAI images API.",
+        formatter_class=_HelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_model_flags(parser)
+    _add_server_flags(parser)
+    _add_engine_flags(parser)
+    _add_image_flags(parser)
+    return parser
+
+
+def _add_model_flags(parser: argparse.ArgumentParser) -> None:
+    group, default = parser.add_argument_group("model"), ModelConfig()
+    group.add_argument("--model", default=EMBEDDED_MODEL, metavar="DIR_OR_HUB_ID", help="diffusers checkpoint to serve")
+    group.add_argument(
+        "--served-model-name",
+        default="",
+        metavar="NAME",
+        help="model id that clients see; empty: the value of --model, or stencil-embedded",
+    )
+    group.add_argument(
+        "--dtype",
+        default=default.dtype,
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="compute type of the weights; auto: the fastest that is safe on the device",
+    )
+    group.add_argument(
+        "--device", default=default.device, type=_device, metavar="DEVICE", help="auto, cpu, cuda or cuda:N"
+    )
+    group.add_argument(
+        "--threads",
+        default=default.threads,
+        type=_integer(0, 1024),
+        metavar="N",
+        help="CPU threads per worker; 0: a measured default",
+    )
+
+
+def _add_server_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("server")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for every interface")
+    group.add_argument("--port", default=8000, type=_integer(0, 65535), help="TCP port; 0: any free one")
+    group.add_argument(
+        "--api-key",
+        default="",
+        metavar="KEY",
+        help=f"key that /v1/* asks for; also from {API_KEY_VARIABLE}, where other users cannot see it; empty: none",
+    )
+    group.add_argument(
+        "--log-level", default="info", choices=("debug", "info", "warning", "error"), help="what is logged to stderr"
+    )
+    group.add_argument(
+        "--drain-seconds",
+        default=EngineConfig().drain_seconds,
+        type=_decimal(0, 86400),
+        metavar="S",
+        help="how long running edits may take to finish after SIGTERM or Ctrl-C",
+    )
+
+
+def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    group, default = parser.add_argument_group("engine"), SchedulerConfig()
+    group.add_argument(
+        "--max-num-seqs",
+        default=default.max_num_seqs,
+        type=_integer(1, 4096),
+        metavar="N",
+        help="most images that share one denoising step",
+    )
+    group.add_argument(
+        "--max-num-batched-tokens",
+        default=default.max_num_batched_tokens,
+        type=_integer(1, 2**31),
+        metavar="N",
+        help="most tokens, image and text, that share one denoising step; a larger image runs alone",
+    )
+    group.add_argument(
+        "--max-stage-ms",
+        default=default.max_stage_ms,
+        type=_decimal(0, 60000),
+        metavar="MS",
+        help="encoding and decoding time that may be added to one denoising step",
+    )
+    group.add_argument(
+        "--max-queue",
+        default=StencilConfig().max_queue,
+        type=_integer(1, 1_000_000),
+        metavar="N",
+        help="images waiting or running before new ones are refused with 503",
+    )
+    group.add_argument(
+        "--workers-per-engine",
+        default=EngineConfig().workers_per_engine,
+        type=_integer(1, 64),
+        metavar="N",
+        help="worker processes of the engine",
+    )
+
+
+def _add_image_flags(parser: argparse.ArgumentParser) -> None:
+    group, default = parser.add_argument_group("images"), ImageConfig()
+    group.add_argument(
+        "--image-workers",
+        default=default.image_workers,
+        type=_integer(1, 256),
+        metavar="N",
+        help="processes that decode and encode images",
+    )
+    group.add_argument(
+        "--max-upload-bytes",
+        default=default.max_upload_bytes,
+        type=_integer(1, 2**32),
+        metavar="BYTES",
+        help="largest file of an upload",
+    )
+    group.add_argument(
+        "--max-pixels",
+        default=default.max_pixels,
+        type=_integer(256, 2**31),
+        metavar="N",
+        help="most pixels of an uploaded image",
+    )
+
+
+def _integer(low: int, high: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"[+-]?[0-9]{1,18}", text) or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from {low} to {high}")
+        return int(text)
+
+    return parse
+
+
+def _decimal(low: float, high: float) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"'{text}' is not a number from {low:g} to {high:g}")
+        return value
+
+    return parse
+
+
+def _device(text: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", text):
+        raise argparse.ArgumentTypeError(f"'{text}' is none of auto, cpu, cuda, cuda:N")
+    return text
