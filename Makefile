@@ -1,0 +1,66 @@
+# Stencil from a clean clone: `make serve` starts the server, `make test` runs the tests. Everything is installed into .venv.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+RUNTIME := $(VENV)/.installed
+DEV := $(VENV)/.installed-dev
+TYPED := core engine model_executor entrypoints benchmarks tools
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test lint types format wheel train-embedded bench-throughput bench-startup bench-responsiveness clean
+
+help:  ## Show this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 24
+
+serve: $(RUNTIME)  ## Start the server on 127.0.0.1:8000; flags by ARGS="--port 9000"
+	$(BIN)/python -m entrypoints.serve $(ARGS)
+
+test: $(DEV)  ## Run the tests; pytest options by ARGS="-k scheduler"
+	$(BIN)/python -m pytest -q $(ARGS)
+
+lint: $(DEV)  ## Check style and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(DEV)  ## Check types
+	$(BIN)/mypy $(TYPED)
+
+format: $(DEV)  ## Rewrite files in the project's format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+wheel: $(RUNTIME)  ## Build the wheel, embedded model included, into dist/
+	rm -rf build
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+
+train-embedded: $(DEV)  ## Train the embedded model anew
+	$(BIN)/python -m tools.train_embedded $(ARGS)
+
+bench-throughput: $(DEV)  ## Edits per second against a loop over diffusers' FluxFillPipeline
+	$(BIN)/python -m benchmarks.throughput_vs_diffusers $(ARGS)
+
+bench-startup: $(DEV)  ## Time to alive and ready, memory, latency of a lone edit, idle CPU
+	$(BIN)/python -m benchmarks.startup $(ARGS)
+
+bench-responsiveness: $(DEV)  ## Latency of /health while 12-megapixel edits pass through
+	$(BIN)/python -m benchmarks.responsiveness $(ARGS)
+
+clean:  ## Remove .venv and all build products
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+# Stamps: nothing is installed again until pyproject.toml changes.
+$(RUNTIME): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --disable-pip-version-check --editable .
+	@touch $@
+
+$(DEV): $(RUNTIME)
+	$(BIN)/python -m pip install --disable-pip-version-check --editable ".[dev]"
+	@touch $@
+
+# A half-made .venv (Debian without python3-venv) must not be taken for a whole one by the next run.
+$(BIN)/python:
+	@command -v $(PYTHON) > /dev/null || { echo "stencil: '$(PYTHON)' not found; install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "stencil: Python 3.11 or newer is needed, '$(PYTHON)' is $$($(PYTHON) -V 2>&1); name another: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
