@@ -36,8 +36,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of one iteration. max_num_batched_tokens counts active image tokens plus text tokens of a step's batch.
     max_stage_ms: predicted milliseconds of encoding and decoding that may delay a step, if more than one item.
-    max_plans_in_flight: plans a worker may hold, the running one included; 2 hides the round trip behind compute, and lets
-    a newcomer wait one step longer."""
+    max_plans_in_flight: plans a worker may hold, the running one included; 2 hides the round trip behind compute, and
+    lets a newcomer wait one step longer.
+    """
 
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 65536
@@ -63,8 +64,9 @@ class ImageConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StencilConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything an AsyncEngine needs. max_queue: images waiting or running before new ones are refused; arena_bytes: address
-    space of the shared arena, whose memory is only taken while in use."""
+    """Everything an AsyncEngine needs. max_queue: images waiting or running before new ones are refused; arena_bytes:
+    address space of the shared arena, whose memory is only taken while in use.
+    """
 
     engine: EngineConfig = EngineConfig()
     image: ImageConfig = ImageConfig()

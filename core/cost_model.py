@@ -1,7 +1,7 @@
 """What work costs: a linear model per kind of work, refined by every result.
 
-Seconds are predicted from a few features of the work (tokens, requests, a constant). The key names everything that changes
-the line: which component of which model, which stage, on which device, on how many ranks at once.
+Seconds are predicted from a few features of the work (tokens, requests, a constant). The key names everything that
+changes the line: which component of which model, which stage, on which device, on how many ranks at once.
 """
 
 from __future__ import annotations
@@ -18,10 +18,14 @@ from core.messages import ModelKey
 Vector = npt.NDArray[np.floating[Any]]
 
 FEATURES = ("constant", "requests", "kilotokens", "attention")
-"""attention: sum over requests of (queries / 1000) * (keys / 1000); kilotokens: tokens / 1000, of encoders and decoders image tokens."""
+"""attention: sum over requests of (queries / 1000) * (keys / 1000); kilotokens: tokens / 1000, of encoders and
+decoders image tokens.
+"""
 
 FORGET = 0.995
-"""Weight kept by what was seen before, per observation: drifts of the machine are followed within some hundreds of steps."""
+"""Weight kept by what was seen before, per observation: drifts of the machine are followed within some hundreds of
+steps.
+"""
 
 RIDGE = 1e-6
 
@@ -36,7 +40,9 @@ class CostKey(msgspec.Struct, frozen=True):
 
 
 class Work(msgspec.Struct, frozen=True):
-    """The size of a batch: one entry per request of its computed tokens (queries) and of the tokens these attend to (keys)."""
+    """The size of a batch: one entry per request of its computed tokens (queries) and of the tokens these attend to
+    (keys).
+    """
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
@@ -64,6 +70,7 @@ class Line:
         self._sum = 0.0
         self._sum_squares = 0.0
         self._residual = 0.0
+        self._coefficients: Vector | None = None  # solved when first asked for after an observation
 
     def observe(self, features: Vector, seconds: float) -> None:
         """Take one measurement in."""
@@ -76,12 +83,14 @@ class Line:
         self._sum = FORGET * self._sum + seconds
         self._sum_squares = FORGET * self._sum_squares + seconds**2
         self._residual = FORGET * self._residual + error**2
+        self._coefficients = None
 
     def coefficients(self) -> Vector:
         """Seconds per feature, shape [4]."""
-        ridge = RIDGE * np.eye(len(FEATURES)) * max(1.0, self._weight)
-        solution: Vector = np.linalg.solve(self._normal + ridge, self._moment)
-        return solution
+        if self._coefficients is None:
+            ridge = RIDGE * np.eye(len(FEATURES)) * max(1.0, self._weight)
+            self._coefficients = np.linalg.solve(self._normal + ridge, self._moment)
+        return self._coefficients
 
     def predict(self, features: Vector) -> float:
         """Seconds; 0 before the first observation."""

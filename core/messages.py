@@ -55,7 +55,9 @@ class TensorKey(msgspec.Struct, frozen=True):
 
 
 class TensorRef(msgspec.Struct, frozen=True):
-    """A tensor by name: on which rank it lies and, once exported, where in shared memory. Shapes are filled by the worker that made it."""
+    """A tensor by name: on which rank it lies and, once exported, where in shared memory. Shapes are filled by the
+    worker that made it.
+    """
 
     key: TensorKey
     rank: int
@@ -157,8 +159,8 @@ OutputFormat = Literal["png", "webp", "jpeg"]
 class PrepareEdit(Message, frozen=True):
     """Decode and check an upload, make what the engine needs of it.
 
-    image: encoded file bytes, uint8 [bytes]; None makes an empty canvas of `canvas_size`. mask: likewise; None takes the
-    image's own transparency, or everything. scratch: uint8 [bytes] to carve the results from; at least
+    image: encoded file bytes, uint8 [bytes]; None makes an empty canvas of `canvas_size`. mask: likewise; None takes
+    the image's own transparency, or everything. scratch: uint8 [bytes] to carve the results from; at least
     `engine.image_ops.scratch_bytes(native_size, token_size)`.
     """
 
@@ -239,10 +241,10 @@ FromImageProcessor = PreparedEdit | ComposedImage | JobFailed
 class EditRequest(Message, frozen=True):
     """One image to make. Every array lies in the sender's arena and stays valid until the terminal message.
 
-    template, mask, active: as in PreparedEdit. pixels: uint8 [height, width, 3], one per partial image asked for and the
-    final one last; the worker writes them. latents: float32 [image tokens, latent_width], scratch for moving the sampler's
-    state between ranks. num_tokens: image tokens computed per step. sampling: resolved, nothing in it is None that
-    the model needs. deadline: absolute, or None.
+    template, mask, active: as in PreparedEdit. pixels: uint8 [height, width, 3], one per partial image asked for and
+    the final one last; the worker writes them. latents: float32 [image tokens, latent_width], scratch for moving the
+    sampler's state between ranks. num_tokens: image tokens computed per step. sampling: resolved, nothing in it is
+    None that the model needs. deadline: absolute, or None.
     """
 
     request_id: str
@@ -293,7 +295,9 @@ class PartialImage(Message, frozen=True):
 
 
 class Finished(Message, frozen=True):
-    """Terminal. The last of the request's `pixels` holds the image. ms: milliseconds by part, as in the API's `stencil.ms`."""
+    """Terminal. The last of the request's `pixels` holds the image. ms: milliseconds by part, as in the API's
+    `stencil.ms`.
+    """
 
     request_id: str
     ms: dict[str, float]
@@ -316,10 +320,11 @@ class Aborted(Message, frozen=True):
 
 
 class LoadReport(Message, frozen=True):
-    """How busy an engine is. drain_seconds: predicted time until all it holds now is done. Counters are totals since start.
+    """How busy an engine is. drain_seconds: predicted time until all it holds now is done. Counters are totals since
+    start.
 
-    stage_seconds: predicted work left per stage. resident_models: loaded components. page_digest: which templates are warm
-    (empty without a cache).
+    stage_seconds: predicted work left per stage. resident_models: loaded components. page_digest: which templates are
+    warm (empty without a cache).
     """
 
     num_running: int
@@ -361,7 +366,8 @@ class TextEncode(Message, frozen=True):
 
 
 class ImageEncode(Message, frozen=True):
-    """template and mask -> `latents` (initial noise), `condition` (what the denoiser sees of template and mask) and `sigmas`.
+    """template and mask -> `latents` (initial noise), `condition` (what the denoiser sees of template and mask) and
+    `sigmas`.
 
     Random draws are the family's pipeline's own, in its own order, from ``torch.Generator("cpu").manual_seed(seed)``.
     """
@@ -376,7 +382,8 @@ class ImageEncode(Message, frozen=True):
 
 
 class Denoise(Message, frozen=True):
-    """One step: reads `latents`, `condition`, `sigmas` of `image_encode` and the text encoder's outputs; replaces `latents`.
+    """One step: reads `latents`, `condition`, `sigmas` of `image_encode` and the text encoder's outputs; replaces
+    `latents`.
 
     active: int32 token indices to compute, None for all. keep_clean: also store `clean`, the predicted clean latents
     (z - sigma * v), for a partial image.
@@ -453,6 +460,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     rank: int
     models: tuple[ModelConfig, ...]
     arena_id: int
+    num_workers: int = 1  # worker processes that share this machine's cores
 
 
 class WorkerReady(Message, frozen=True):
@@ -472,7 +480,9 @@ class ItemResult(msgspec.Struct, frozen=True):
 
 
 class BatchResult(Message, frozen=True):
-    """One batch is done (or failed as a whole: then every item carries the failure). seconds: worker time, first to last kernel."""
+    """One batch is done (or failed as a whole: then every item carries the failure). seconds: worker time, first to
+    last kernel.
+    """
 
     batch_id: int
     rank: int

@@ -1,7 +1,8 @@
 """StepScheduler: which requests denoise one step together, and which other stage work goes along.
 
-Step-level continuous batching: every iteration re-forms the batch, a request joins at the next step and leaves right after
-its last. Pure: time is an argument, effects are the returned plan. It knows nothing of tensors, processes or HTTP.
+Step-level continuous batching: every iteration re-forms the batch, a request joins at the next step and leaves right
+after its last. Pure: time is an argument, effects are the returned plan. It knows nothing of tensors, processes or
+HTTP.
 
 One iteration is schedule -> (a worker runs the plan) -> apply; `take_outputs` says what clients are to be told.
 """
@@ -110,7 +111,9 @@ class StepScheduler:
         insort(self._order, request, key=urgency)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Give requests up. One that has ended already is no error: its terminal output crossed the abort on its way."""
+        """Give requests up. One that has ended already is no error: its terminal output crossed the abort on its
+        way.
+        """
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None and request.is_live:
@@ -332,7 +335,9 @@ class StepScheduler:
 
 
 def work_tokens(request: Request, node: Node) -> int:
-    """Tokens that running `node` once costs: those of a step for the denoiser, image tokens for the VAE, text tokens else."""
+    """Tokens that running `node` once costs: those of a step for the denoiser, image tokens for the VAE, text tokens
+    else.
+    """
     match node.stage:
         case "denoise":
             return request.num_step_tokens
@@ -435,7 +440,9 @@ class _Pass:
     # Between ranks -----------------------------------------------------------------------------------------------
 
     def _choose_transfers(self) -> None:
-        """Export what a ready node on another rank reads. A request has one place in shared memory for it: one at a time."""
+        """Export what a ready node on another rank reads. A request has one place in shared memory for it: one at a
+        time.
+        """
         for request in self.scheduler.in_order():
             for node in self._ready(request):
                 missing = exports_needed(request, node, self.scheduler.placement)
@@ -443,8 +450,9 @@ class _Pass:
                     self._export(request, missing[0])
 
     def _is_handle_free(self, request: Request) -> bool:
-        """Whether nothing writes or reads the request's place in shared memory. What lies there unread (a preview that the
-        last step overtook) may be overwritten."""
+        """Whether nothing writes or reads the request's place in shared memory. What lies there unread (a preview that
+        the last step overtook) may be overwritten.
+        """
         readers = (node for node in self.scheduler.workflow.nodes if node.stage == "decode")
         return request.exporting is None and not any(node.name in request.progress.in_flight for node in readers)
 

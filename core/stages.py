@@ -1,7 +1,8 @@
 """The stage graph of a workflow: who feeds whom, what repeats, and how far one request has come through it.
 
 A workflow is data: nodes with inputs, one of which may be a loop region. A request's progress is its set of finished
-nodes and a loop counter that catches up with its step count; there is no phase enum, so new graphs need no new scheduler.
+nodes and a loop counter that catches up with its step count; there is no phase enum, so new graphs need no new
+scheduler.
 
     text_encode  --prompt embeddings-----------+
                                                v
@@ -22,8 +23,9 @@ NodeKind = Literal["once", "loop", "side"]
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """An input: the tensor `name` that node `source` made. A node may start when its sources are done; a deferred edge is
-    read late in the node's work, so its source only has to be under way on the same rank."""
+    """An input: the tensor `name` that node `source` made. A node may start when its sources are done; a deferred edge
+    is read late in the node's work, so its source only has to be under way on the same rank.
+    """
 
     source: str
     name: str
@@ -32,8 +34,9 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One vertex. kind: `once` runs a single time, `loop` runs once per denoising step, `side` hangs on a loop iteration
-    and may be skipped. component: the model part it needs (see ModelKey)."""
+    """One vertex. kind: `once` runs a single time, `loop` runs once per denoising step, `side` hangs on a loop
+    iteration and may be skipped. component: the model part it needs (see ModelKey).
+    """
 
     name: str
     stage: StageName
@@ -109,7 +112,9 @@ def preview_steps(num_steps: int, num_previews: int) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class Progress:
-    """How far one request has come. Only the StepScheduler writes it; `*_scheduled` runs ahead of `*_done` while in flight."""
+    """How far one request has come. Only the StepScheduler writes it; `*_scheduled` runs ahead of `*_done` while in
+    flight.
+    """
 
     num_steps: int
     previews: tuple[int, ...] = ()  # step counts after which a preview is due

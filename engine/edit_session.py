@@ -200,7 +200,9 @@ class EditSession:
     # ---------------------------------------------------------------------------------- from the engine
 
     async def outputs(self) -> AsyncIterator[ImageOutput]:
-        """Every partial and final image, encoded, as it comes; ends after the last final one. Raises the first failure."""
+        """Every partial and final image, encoded, as it comes; ends after the last final one. Raises the first
+        failure.
+        """
         num_left = self.num_images
         while num_left:
             async with _deadline(self._deadline):
@@ -271,7 +273,7 @@ class EditSession:
         return ImageOutput(
             image_index=picture.index,
             partial_index=partial_index,
-            data=memoryview(self._engine.view(composed.encoded)).toreadonly(),
+            data=self._engine.view(composed.encoded).data.toreadonly(),
             width=composed.width,
             height=composed.height,
             seed=picture.seed,

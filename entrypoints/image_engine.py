@@ -103,7 +103,7 @@ class ImageEngine:
         *,
         use_tqdm: bool = True,
     ) -> list[EditResult]:
-        """Run all edits, batched; results are in the order of `edits`, and an edit that fails has its error in its result.
+        """Run all edits, batched; results are in the order of `edits`. One that fails has its error in its result.
 
         sampling_params: one for all, or one per edit. Raises ValueError when their numbers differ.
         """
@@ -125,7 +125,7 @@ class ImageEngine:
         self.close()
 
     async def _generate(
-        self, edits: Sequence[Edit], params: Sequence[SamplingParams], progress: Any
+        self, edits: Sequence[Edit], params: Sequence[SamplingParams], progress: tqdm[Any]
     ) -> list[EditResult]:
         places = asyncio.Semaphore(MAX_IN_FLIGHT)
 

@@ -1,4 +1,4 @@
-"""Stand-ins for what a scheduler talks to: requests with made-up handles, and workers that keep books instead of computing."""
+"""Stand-ins for what a scheduler talks to: made-up requests, and workers that keep books instead of computing."""
 
 from __future__ import annotations
 

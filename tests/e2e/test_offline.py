@@ -1,0 +1,283 @@
+"""Edits through every real process: what is painted equals diffusers' own pipeline, alone or in company."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+import pytest
+import torch
+from checkpoints import make_flux_fill
+from diffusers import FluxFillPipeline
+from PIL import Image
+
+from core.config import EngineConfig, ModelConfig, StencilConfig
+from core.errors import ConfigError, EngineError, InvalidImageError, InvalidRequestError
+from core.request import SamplingParams
+from engine.async_engine import AsyncEngine
+from engine.edit import EditInput, ImageOutput
+from engine.upload import BytesUpload
+from entrypoints import Edit, EditResult, ImageEngine
+from entrypoints.image_engine import _encode
+
+Pixels = npt.NDArray[np.uint8]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_flux_fill(tmp_path_factory.mktemp("model") / "flux", generation_config={"num_inference_steps": 4})
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint: Path) -> Iterator[ImageEngine]:
+    with ImageEngine(str(checkpoint), dtype="float32", threads=1) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def pipeline(checkpoint: Path) -> FluxFillPipeline:
+    pipeline = FluxFillPipeline.from_pretrained(checkpoint)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def picture(width: int, height: int, seed: int = 0) -> Pixels:
+    """A smooth random picture, uint8 [height, width, 3]."""
+    small = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), np.uint8)
+    return np.asarray(Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC))
+
+
+def box_mask(width: int, height: int) -> Pixels:
+    """White = edit: a box off the token grid, uint8 [height, width]."""
+    mask = np.zeros((height, width), np.uint8)
+    mask[height // 4 + 3 : height * 3 // 4, width // 3 : width * 2 // 3 + 5] = 255
+    return mask
+
+
+def make_edit(width: int, height: int, seed: int = 0, prompt: str = "a red shirt") -> Edit:
+    return Edit(prompt=prompt, image=picture(width, height, seed), mask_image=box_mask(width, height))
+
+
+def pixels_of(result: EditResult) -> Pixels:
+    if result.error is not None:
+        raise result.error
+    return np.asarray(result.images[0])
+
+
+def reference(pipeline: FluxFillPipeline, edit: Edit, steps: int, seed: int) -> Pixels:
+    assert isinstance(edit.image, np.ndarray)
+    assert isinstance(edit.mask_image, np.ndarray)
+    height, width = edit.mask_image.shape
+    image = pipeline(
+        prompt=edit.prompt,
+        image=Image.fromarray(edit.image),
+        mask_image=Image.fromarray(edit.mask_image),
+        width=width,
+        height=height,
+        num_inference_steps=steps,
+        max_sequence_length=pipeline.tokenizer_2.model_max_length,
+        generator=torch.Generator("cpu").manual_seed(seed),
+    ).images[0]
+    return np.asarray(image)
+
+
+def worst_difference(ours: Pixels, theirs: Pixels, edit: Edit) -> int:
+    """Largest difference inside the mask, in 1/255."""
+    assert isinstance(edit.mask_image, np.ndarray)
+    return int(np.abs(ours.astype(int) - theirs.astype(int))[edit.mask_image > 0].max())
+
+
+MIX = [(128, 128, 4, 1), (64, 96, 7, 2), (112, 80, 2, 3), (128, 128, 5, 2**63 - 1), (48, 48, 1, 5)]
+
+
+def test_what_we_paint_is_what_the_pipeline_paints_alone_and_in_company(
+    engine: ImageEngine, pipeline: FluxFillPipeline
+) -> None:
+    edits = [make_edit(width, height, seed % 97) for width, height, _, seed in MIX]
+    params = [SamplingParams(num_inference_steps=steps, seed=seed) for _, _, steps, seed in MIX]
+    together = engine.generate(edits, params, use_tqdm=False)
+    for edit, sampling, result in zip(edits, params, together, strict=True):
+        assert sampling.num_inference_steps is not None
+        assert sampling.seed is not None
+        expected = reference(pipeline, edit, sampling.num_inference_steps, sampling.seed)
+        (alone,) = engine.generate([edit], sampling, use_tqdm=False)
+        assert worst_difference(pixels_of(alone), expected, edit) <= 2
+        assert worst_difference(pixels_of(result), expected, edit) <= 2
+
+
+def test_the_same_request_gives_the_same_bytes_alone_and_nearly_so_in_company(engine: ImageEngine) -> None:
+    edit, sampling = make_edit(128, 128), SamplingParams(num_inference_steps=6, seed=11)
+    first, second = (pixels_of(engine.generate([edit], sampling, use_tqdm=False)[0]) for _ in range(2))
+    assert np.array_equal(first, second)
+    others = [make_edit(128, 96, i) for i in range(6)]
+    params = [sampling, *(SamplingParams(num_inference_steps=3 + i, seed=i) for i in range(6))]
+    shared = pixels_of(engine.generate([edit, *others], params, use_tqdm=False)[0])
+    difference = np.abs(shared.astype(int) - first.astype(int)).max(axis=-1)
+    assert difference.max() <= 1
+    assert (difference > 0).mean() <= 0.001
+
+
+def test_pixels_outside_the_mask_leave_as_they_came(engine: ImageEngine) -> None:
+    edit = make_edit(101, 67)
+    assert isinstance(edit.image, np.ndarray)
+    assert isinstance(edit.mask_image, np.ndarray)
+    out = pixels_of(engine.generate([edit], SamplingParams(seed=1), use_tqdm=False)[0])
+    outside = edit.mask_image == 0
+    assert np.array_equal(out[outside], edit.image[outside])
+    assert not np.array_equal(out[~outside], edit.image[~outside])
+
+
+def test_n_images_use_successive_seeds(engine: ImageEngine) -> None:
+    edit = make_edit(64, 64)
+    (several,) = engine.generate([edit], SamplingParams(seed=7, n=3), use_tqdm=False)
+    assert several.seeds == [7, 8, 9]
+    (one,) = engine.generate([edit], SamplingParams(seed=8), use_tqdm=False)
+    assert np.array_equal(np.asarray(several.images[1]), pixels_of(one))
+
+
+def test_errors_stay_with_their_item(engine: ImageEngine) -> None:
+    good = make_edit(64, 64)
+    bad = [
+        Edit(prompt="x", image=b"not an image"),
+        Edit(prompt="x", image="/does/not/exist.png"),
+        Edit(prompt="x", image=picture(64, 64), mask_image=np.zeros((64, 64), np.uint8)),
+    ]
+    results = engine.generate([bad[0], good, bad[1], bad[2]], SamplingParams(seed=0), use_tqdm=False)
+    assert isinstance(results[0].error, InvalidImageError)
+    assert results[1].error is None
+    assert isinstance(results[2].error, InvalidRequestError)
+    assert isinstance(results[3].error, InvalidRequestError)
+
+
+def test_generation_without_an_image(engine: ImageEngine) -> None:
+    (result,) = engine.generate([Edit(prompt="a room", size=(96, 64))], SamplingParams(seed=0), use_tqdm=False)
+    assert result.error is None
+    assert result.images[0].size == (96, 64)
+    assert result.reports[0].mask_ratio == 1.0
+
+
+def test_a_long_prompt_is_cut_and_said_so(engine: ImageEngine) -> None:
+    edits = [make_edit(64, 64), make_edit(64, 64, prompt="a red shirt " * 30)]
+    short, long = engine.generate(edits, SamplingParams(seed=0), use_tqdm=False)
+    assert not short.reports[0].prompt_truncated
+    assert long.reports[0].prompt_truncated
+
+
+def test_a_model_that_cannot_be_loaded_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text('{"_class_name": "NoSuchPipeline"}')
+    with pytest.raises(ConfigError, match="NoSuchPipeline"):
+        ImageEngine(str(tmp_path))
+    assert not [child for child in psutil.Process().children(recursive=True) if "stencil" in " ".join(child.cmdline())]
+
+
+# ------------------------------------------------------------------------------------------------ the async engine
+
+
+@pytest.fixture
+async def two_workers(checkpoint: Path) -> AsyncIterator[AsyncEngine]:
+    async for engine in start(checkpoint, workers=2):
+        yield engine
+
+
+@pytest.fixture
+async def one_worker(checkpoint: Path) -> AsyncIterator[AsyncEngine]:
+    async for engine in start(checkpoint, workers=1):
+        yield engine
+
+
+async def start(checkpoint: Path, workers: int) -> AsyncIterator[AsyncEngine]:
+    model = ModelConfig(model=str(checkpoint), dtype="float32", threads=1)
+    engine = AsyncEngine(StencilConfig(engine=EngineConfig(models=(model,), workers_per_engine=workers)))
+    await engine.start()
+    try:
+        await engine.ready()
+        yield engine
+    finally:
+        await engine.shutdown(drain_seconds=5)
+
+
+def to_input(edit: Edit, sampling: SamplingParams, partial_images: int = 0) -> EditInput:
+    assert edit.image is not None
+    assert edit.mask_image is not None
+    return EditInput(
+        prompt=edit.prompt,
+        sampling=sampling,
+        image=BytesUpload(_encode(edit.image, "image")),
+        mask=BytesUpload(_encode(edit.mask_image, "mask")),
+        mask_kind="luminance",
+        partial_images=partial_images,
+    )
+
+
+async def run(engine: AsyncEngine, name: str, edit: EditInput) -> list[tuple[ImageOutput, bytes]]:
+    async with engine.edit(name, edit) as outputs:
+        return [(output, bytes(output.data)) async for output in outputs]
+
+
+async def test_decoding_on_a_second_worker_gives_the_same_bytes(
+    one_worker: AsyncEngine, two_workers: AsyncEngine
+) -> None:
+    edits = [
+        to_input(make_edit(128, 128, i), SamplingParams(num_inference_steps=3 + i, seed=i), partial_images=1)
+        for i in range(4)
+    ]
+    # One at a time: batch composition, which may change the last bit, is the same on both engines.
+    for i, edit in enumerate(edits):
+        one = await run(one_worker, f"one-{i}", edit)
+        two = await run(two_workers, f"two-{i}", edit)
+        assert [data for _, data in two] == [data for _, data in one]
+    crowd = await asyncio.gather(*(run(two_workers, f"crowd-{i}", edit) for i, edit in enumerate(edits)))
+    assert all(outputs[-1][0].report is not None for outputs in crowd)
+
+
+async def test_partial_images_come_nearer_to_the_final_one(one_worker: AsyncEngine) -> None:
+    edit = to_input(make_edit(128, 128), SamplingParams(num_inference_steps=12, seed=3), partial_images=3)
+    outputs = await run(one_worker, "a", edit)
+    assert [output.partial_index for output, _ in outputs] == [0, 1, 2, None]
+    *partials, final = (np.asarray(Image.open(io.BytesIO(data)), np.float64) for _, data in outputs)
+    errors = [((partial - final) ** 2).mean() for partial in partials]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[0] > errors[-1]
+
+
+async def test_leaving_early_frees_the_place_within_two_steps(one_worker: AsyncEngine) -> None:
+    edit = to_input(make_edit(128, 128), SamplingParams(num_inference_steps=200, seed=3), partial_images=1)
+    async with one_worker.edit("a", edit):
+        while not (one_worker.load and one_worker.load.num_running):
+            await asyncio.sleep(0.01)
+        steps = one_worker.load.steps
+    while one_worker.allocator.used_bytes:
+        await asyncio.sleep(0.001)
+    assert one_worker.load is not None
+    assert one_worker.load.num_running == 0
+    assert one_worker.load.steps - steps <= 3, "the one that ran, the one it was left in, and the time to say so"
+    one_worker.allocator.check_integrity()
+
+
+async def test_nothing_stays_allocated_after_failures(one_worker: AsyncEngine) -> None:
+    with pytest.raises(InvalidImageError):
+        await run(one_worker, "bad", EditInput(prompt="x", image=BytesUpload(b"nonsense")))
+    task = asyncio.create_task(run(one_worker, "gone", to_input(make_edit(128, 128), SamplingParams(seed=1))))
+    await asyncio.sleep(0.02)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    async with asyncio.timeout(5):
+        while one_worker.allocator.used_bytes:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_killed_worker_fails_the_edit_and_says_why(checkpoint: Path) -> None:
+    async for engine in start(checkpoint, workers=1):
+        edit = to_input(make_edit(128, 128), SamplingParams(num_inference_steps=200, seed=3))
+        async with engine.edit("a", edit) as outputs:
+            children = psutil.Process().children(recursive=True)
+            next(child for child in children if "stencil-worker-0" in child.cmdline()).kill()
+            with pytest.raises(EngineError, match=r"worker 0 died.*SIGKILL"):
+                await anext(outputs)
+        assert "died" in str(await asyncio.wait_for(engine.failed(), 5))
