@@ -1,0 +1,187 @@
+"""Diffusers checkpoints, read part by part.
+
+A checkpoint is a directory or a Hugging Face hub id; only safetensors weights are read. Whatever is wrong with it is a
+ConfigError of one line. Parts are loaded with the classes of diffusers and transformers, imported by submodule since
+their packages as a whole take seconds to import.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+
+from core.config import ModelConfig
+from core.errors import ConfigError
+
+INDEX = "model_index.json"
+DEFAULTS = "generation_config.json"
+
+HUB_PATTERNS = [INDEX, DEFAULTS, "*/*.json", "*/*.txt", "*/*.model", "*/*.safetensors"]
+"""What is fetched from the hub: no pickles, and no single-file weights from a repository's root."""
+
+MODULES = {
+    "FluxTransformer2DModel": "diffusers.models.transformers.transformer_flux",
+    "AutoencoderKL": "diffusers.models.autoencoders.autoencoder_kl",
+    "FlowMatchEulerDiscreteScheduler": "diffusers.schedulers.scheduling_flow_match_euler_discrete",
+    "CLIPTextModel": "transformers.models.clip.modeling_clip",
+    "T5EncoderModel": "transformers.models.t5.modeling_t5",
+    "CLIPTokenizer": "transformers",
+    "T5Tokenizer": "transformers",
+    "T5TokenizerFast": "transformers",
+}
+"""Class named by model_index.json -> the module that defines it."""
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, SafetensorError)
+"""What diffusers, transformers and safetensors raise for files that are missing, torn or of another shape."""
+
+
+class Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The model's own defaults, from an optional generation_config.json; else those of FluxFillPipeline.
+
+    native_size: side in pixels of the square it was trained on, None for the VAE's sample_size.
+    """
+
+    num_inference_steps: int = 50
+    guidance_scale: float = 30.0
+    native_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint that can be loaded from: where it lies, what it says it is, and how its weights are to be used."""
+
+    path: Path
+    index: dict[str, Any]  # model_index.json
+    defaults: Defaults
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def open(cls, model: ModelConfig) -> Checkpoint:
+        """Find the checkpoint and read its index; a hub id is downloaded first. Raises ConfigError."""
+        path = _locate(model.model)
+        index = _read_json(path / INDEX)
+        if "_class_name" not in index:
+            raise ConfigError(f"{path / INDEX} names no _class_name; is this a diffusers checkpoint?")
+        device = resolve_device(model.device)
+        return cls(path, index, _read_defaults(path), resolve_dtype(model.dtype, device), device)
+
+    @property
+    def class_name(self) -> str:
+        """The diffusers pipeline this checkpoint is for."""
+        return str(self.index["_class_name"])
+
+    def config(self, part: str) -> dict[str, Any]:
+        """A part's config.json."""
+        return _read_json(self.path / part / "config.json")
+
+    def load(self, part: str) -> Any:
+        """A part by its name in model_index.json: weights on the device in the chosen dtype, tokenizers and schedulers
+        as they are. Raises ConfigError."""
+        cls = self._class_of(part)
+        try:
+            if issubclass(cls, torch.nn.Module):
+                return self._load_module(cls, part)
+            return cls.from_pretrained(self.path, subfolder=part, local_files_only=True)
+        except LOAD_ERRORS as error:
+            raise ConfigError(f"cannot load {part} of {self.path}: {_first_line(error)}") from error
+
+    def _load_module(self, cls: Any, part: str) -> torch.nn.Module:
+        module, report = cls.from_pretrained(
+            self.path,
+            subfolder=part,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+            dtype=self.dtype,
+        )
+        if report["missing_keys"]:
+            raise ValueError(f"the weights lack {sorted(report['missing_keys'])[0]}")
+        return module.to(self.device).eval().requires_grad_(False)  # type: ignore[no-any-return]
+
+    def _class_of(self, part: str) -> Any:
+        _, name = self.index.get(part) or (None, None)
+        if name not in MODULES:
+            raise ConfigError(f"{self.path}: {part} is of class {name}; supported: {', '.join(sorted(MODULES))}")
+        return getattr(importlib.import_module(MODULES[name]), name)
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` takes a GPU when there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"unknown device {name!r}; use auto, cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {name} was asked for, but PyTorch sees no GPU; use --device cpu")
+    return device
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 on a GPU and on CPUs that multiply it natively, else float32."""
+    if name == "auto":
+        return torch.bfloat16 if device.type != "cpu" or _cpu_has_bfloat16() else torch.float32
+    if name not in DTYPES:
+        raise ConfigError(f"unknown dtype {name!r}; use auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _cpu_has_bfloat16() -> bool:
+    return torch.cpu._is_avx512_bf16_supported()
+
+
+def _locate(model: str) -> Path:
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / INDEX).is_file():
+            raise ConfigError(f"{path} has no {INDEX}; --model takes a diffusers directory or a hub id")
+        return path
+    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
+        raise ConfigError(f"no model directory {path}")
+    return _download(model)
+
+
+def _download(hub_id: str) -> Path:
+    # Imported here: it takes 0.2 s and a model on disk does not need it.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=HUB_PATTERNS))
+    except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        raise ConfigError(f"cannot get {hub_id} from the Hugging Face hub: {_first_line(error)}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {_first_line(error)}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"cannot read {path}: it holds no JSON object")
+    return content
+
+
+def _read_defaults(path: Path) -> Defaults:
+    file = path / DEFAULTS
+    if not file.is_file():
+        return Defaults()
+    try:
+        return msgspec.convert(_read_json(file), Defaults)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{file}: {error}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

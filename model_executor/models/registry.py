@@ -1,0 +1,20 @@
+"""Which checkpoints can be served: model_index.json's `_class_name` -> the family that runs it."""
+
+from __future__ import annotations
+
+from core.errors import ConfigError
+from model_executor.loader import Checkpoint
+from model_executor.models.base import Family
+from model_executor.models.flux import FluxFill
+
+FAMILIES: dict[str, type[FluxFill]] = {"FluxFillPipeline": FluxFill}
+
+
+def make_family(checkpoint: Checkpoint) -> Family:
+    """The family of a checkpoint, with its light parts loaded and no weights. Raises ConfigError for unknown
+    classes."""
+    name = checkpoint.class_name
+    if name not in FAMILIES:
+        supported = ", ".join(sorted(FAMILIES))
+        raise ConfigError(f"{checkpoint.path}: pipeline class {name} is not supported; supported: {supported}")
+    return FAMILIES[name](checkpoint)

@@ -1,0 +1,100 @@
+"""The models a worker holds: which are open, which of their components are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import diffusers.utils.logging
+import torch
+import transformers.utils.logging
+
+from core.config import ModelConfig
+from core.messages import ModelKey, WorkerReady
+from model_executor.loader import Checkpoint
+from model_executor.models.base import Family, Row
+from model_executor.models.registry import make_family
+from model_executor.sampling import advance
+
+WARM_UP_SIDE = 256
+"""Largest side in pixels of the picture that is edited before a worker reports ready."""
+
+
+class ResidentModels:
+    """Served models by name; loads and drops their components. Made by `open`, which reads no weights."""
+
+    def __init__(self, checkpoints: Mapping[str, Checkpoint], families: Mapping[str, Family]) -> None:
+        self._checkpoints = checkpoints
+        self.families = families
+
+    @classmethod
+    def open(cls, configs: Sequence[ModelConfig]) -> ResidentModels:
+        """Raises ConfigError for a checkpoint that cannot be served."""
+        checkpoints = {config.name: Checkpoint.open(config) for config in configs}
+        return cls(checkpoints, {name: make_family(checkpoint) for name, checkpoint in checkpoints.items()})
+
+    @property
+    def device(self) -> torch.device:
+        """Where all of them run."""
+        return next(iter(self._checkpoints.values())).device
+
+    def load_all(self) -> None:
+        """Every component of every model. Raises ConfigError."""
+        for name, family in self.families.items():
+            for component in family.components:
+                self.load(ModelKey(name, component))
+
+    def load(self, key: ModelKey) -> None:
+        """Read a component's weights. Raises ConfigError."""
+        family = self.families[key.model]
+        for part in family.components[key.component]:
+            family.put(part, self._checkpoints[key.model].load(part))
+
+    def unload(self, key: ModelKey) -> None:
+        """Let go of a component's weights."""
+        family = self.families[key.model]
+        for part in family.components[key.component]:
+            family.drop(part)
+
+    def ready(self, rank: int) -> WorkerReady:
+        """What this worker can do."""
+        return WorkerReady(rank=rank, models=tuple(family.info(name) for name, family in self.families.items()))
+
+    def warm_up(self) -> None:
+        """Edit one small picture with every model, so that the first request does not pay for first calls."""
+        for name, family in self.families.items():
+            info = family.info(name)
+            side = min(info.native_size, WARM_UP_SIDE) // info.token_size * info.token_size
+            edit_once(family, side, info.max_text_tokens)
+
+
+@torch.inference_mode()
+def edit_once(family: Family, side: int, text_tokens: int) -> torch.Tensor:
+    """A one-step edit of an empty square; uint8 [side, side, 3]."""
+    text = family.encode_text("", text_tokens)
+    empty = torch.zeros(side, side, 3, dtype=torch.uint8)
+    image = family.encode_image(empty, torch.ones_like(empty[..., 0]), seed=0, num_inference_steps=1, strength=1.0)
+    row = Row(
+        latents=image.latents,
+        condition=image.condition,
+        prompt_embeds=text.prompt_embeds,
+        pooled_prompt_embeds=text.pooled_prompt_embeds,
+        sigma=image.sigmas[0],
+        guidance_scale=1.0,
+        grid=family.grid(side, side),
+    )
+    velocity = family.combine_guidance(family.predict([row]))
+    return family.decode(advance(image.latents, velocity, *image.sigmas), side, side)
+
+
+def set_threads(num_threads: int) -> None:
+    """Threads of one operator; operators never run beside each other."""
+    torch.set_num_threads(num_threads)
+    torch.set_num_interop_threads(1)
+
+
+def quiet_libraries() -> None:
+    """Progress bars and advice of the libraries do not belong in a server's log; their errors reach us as
+    exceptions."""
+    for logging in (diffusers.utils.logging, transformers.utils.logging):
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()

@@ -1,0 +1,89 @@
+"""Tensors between stages, by name. What a request holds on a worker is here and nowhere else.
+
+The engine counts references and says what to free; the store only keeps, gives and moves. It is filled and read by one
+thread.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from core.messages import ArrayRef, TensorKey, TensorRef
+
+
+class SharedMemory(Protocol):
+    """What the store needs of `core.ipc.shared_array.Arena`."""
+
+    def view(self, ref: ArrayRef) -> npt.NDArray[np.generic]:
+        """The array a handle names, writable, without a copy."""
+
+
+class TensorStore:
+    """(request, node, name) -> tensor, on one rank. `arena` is where tensors are moved through between ranks."""
+
+    def __init__(self, rank: int, device: torch.device, arena: SharedMemory) -> None:
+        self._rank = rank
+        self._device = device
+        self._arena = arena
+        self._tensors: dict[str, dict[tuple[str, str], Tensor]] = {}  # request_id -> (node, name) -> tensor
+
+    def put(self, key: TensorKey, tensor: Tensor) -> TensorRef:
+        """Keep `tensor` under `key`, in place of what was there; returns a reference with its shape and dtype."""
+        self._tensors.setdefault(key.request_id, {})[key.node, key.name] = tensor
+        return TensorRef(key, self._rank, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+    def get(self, key: TensorKey) -> Tensor:
+        """The tensor under `key`; KeyError when there is none, which is a bug of whoever planned it."""
+        try:
+            return self._tensors[key.request_id][key.node, key.name]
+        except KeyError:
+            raise KeyError(f"rank {self._rank} holds no tensor {key.node}.{key.name} of {key.request_id}") from None
+
+    def resolve(self, ref: TensorRef) -> Tensor:
+        """An input of this rank's work: its own tensor, or another rank's read from shared memory."""
+        if ref.rank == self._rank:
+            return self.get(ref.key)
+        if ref.handle is None:
+            raise KeyError(
+                f"{ref.key.node}.{ref.key.name} of {ref.key.request_id} lies on rank {ref.rank}, not exported"
+            )
+        return torch.from_numpy(self._arena.view(ref.handle).copy()).to(self._device)
+
+    def export(self, ref: TensorRef) -> TensorRef:
+        """Write a tensor of this rank to `ref.handle`, in the handle's dtype; returns the reference, shape filled in.
+
+        Handles are float32: bfloat16 and float16 widen to it and narrow back without loss, so a moved tensor computes
+        the same bytes. Raises ValueError when shapes differ.
+        """
+        if ref.handle is None:
+            raise ValueError(f"{ref.key.node}.{ref.key.name} of {ref.key.request_id}: nowhere to export to")
+        tensor = self.get(ref.key)
+        view = torch.from_numpy(self._arena.view(ref.handle))
+        if view.shape != tensor.shape:
+            raise ValueError(f"a tensor {tuple(tensor.shape)} does not fit a handle {tuple(view.shape)}")
+        view.copy_(tensor)
+        return TensorRef(ref.key, self._rank, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), ref.handle)
+
+    def free(self, key: TensorKey) -> None:
+        """Forget a tensor, or all of a request's when `node` and `name` are empty. What another rank holds is no
+        matter: every rank is told."""
+        if not key.node and not key.name:
+            self._tensors.pop(key.request_id, None)
+            return
+        tensors = self._tensors.get(key.request_id, {})
+        tensors.pop((key.node, key.name), None)
+        if not tensors:
+            self._tensors.pop(key.request_id, None)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors held."""
+        return sum(t.nbytes for tensors in self._tensors.values() for t in tensors.values())
+
+    def __len__(self) -> int:
+        return sum(len(tensors) for tensors in self._tensors.values())

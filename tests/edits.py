@@ -1,0 +1,142 @@
+"""One edit as a worker sees it: arrays in an arena, and the plans that take it through every stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+
+import numpy as np
+import numpy.typing as npt
+
+from core.ipc.shared_array import Arena, ArenaAllocator, carve
+from core.messages import (
+    ArrayRef,
+    Batch,
+    Decode,
+    Denoise,
+    ImageEncode,
+    Item,
+    ModelKey,
+    StageWork,
+    StepPlan,
+    TensorKey,
+    TensorRef,
+    TextEncode,
+)
+
+SIZE = (96, 64)
+"""width, height in pixels."""
+
+TOKEN = 16
+LATENT_WIDTH = 64
+
+_numbers = count()
+
+
+def picture(seed: int, size: tuple[int, int] = SIZE) -> npt.NDArray[np.uint8]:
+    """Random RGB, uint8 [height, width, 3]."""
+    return np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+
+
+def box_mask(size: tuple[int, int] = SIZE) -> npt.NDArray[np.uint8]:
+    """A box in the middle, uint8 [height, width], 1 = edit."""
+    mask = np.zeros((size[1], size[0]), dtype=np.uint8)
+    mask[size[1] // 4 : -size[1] // 4, size[0] // 5 : -size[0] // 5] = 1
+    return mask
+
+
+class Edit:
+    """An edit of `picture(seed)` under `box_mask()` by the model "tiny"."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        space: ArenaAllocator,
+        request_id: str,
+        *,
+        seed: int,
+        steps: int = 3,
+        prompt: str = "a red striped shirt",
+        size: tuple[int, int] = SIZE,
+    ) -> None:
+        self.request_id, self.seed, self.steps, self.prompt, self.size = request_id, seed, steps, prompt, size
+        self._arena, self._space = arena, space
+        width, height = size
+        self.template = self._share(picture(seed, size))
+        self.mask = self._share(box_mask(size))
+        self.pixels = self._share(np.zeros((height, width, 3), dtype=np.uint8))
+        tokens = width // TOKEN * (height // TOKEN)
+        self.latents = self._share(np.zeros((tokens, LATENT_WIDTH), dtype=np.float32))
+
+    def result(self) -> npt.NDArray[np.uint8]:
+        """The decoded picture."""
+        return self._arena.view(self.pixels).copy()
+
+    def encode_plan(self) -> StepPlan:
+        text = TextEncode(prompt=self.prompt, max_sequence_length=16)
+        image = ImageEncode(
+            template=self.template,
+            mask=self.mask,
+            width=self.size[0],
+            height=self.size[1],
+            seed=self.seed,
+            num_inference_steps=self.steps,
+            strength=1.0,
+        )
+        return _plan(
+            _batch("text_encode", "text_encoder", [self._item("text_encode", text)]),
+            _batch("image_encode", "vae", [self._item("image_encode", image)]),
+        )
+
+    def denoise_plan(self, step: int) -> StepPlan:
+        return _plan(self.denoise_batch([self], step))
+
+    def decode_plan(self, rank: int = 0, latents: TensorRef | None = None) -> StepPlan:
+        """Decode and free. latents: where they lie, when not in the store of `rank`."""
+        work = Decode(width=self.size[0], height=self.size[1], partial=False, pixels=self.pixels)
+        item = Item(self.request_id, "decode", work, (latents or self._ref("image_encode", "latents"),))
+        batch = _batch("decode", "vae", [item], rank)
+        return StepPlan(seq=next(_numbers), batches=(batch,), free=(TensorKey(self.request_id, "", ""),))
+
+    @staticmethod
+    def denoise_batch(edits: Sequence[Edit], step: int) -> Batch:
+        """One step of all of them together."""
+        return _batch("denoise", "transformer", [edit.denoise_item(step) for edit in edits])
+
+    def denoise_item(self, step: int, active: ArrayRef | None = None, keep_clean: bool = False) -> Item:
+        work = Denoise(
+            step=step,
+            num_inference_steps=self.steps,
+            width=self.size[0],
+            height=self.size[1],
+            active=active,
+            guidance_scale=30.0,
+            keep_clean=keep_clean,
+        )
+        inputs = (
+            self._ref("text_encode", "prompt_embeds"),
+            self._ref("text_encode", "pooled_prompt_embeds"),
+            self._ref("image_encode", "latents"),
+            self._ref("image_encode", "condition"),
+            self._ref("image_encode", "sigmas"),
+        )
+        return Item(self.request_id, "denoise", work, inputs)
+
+    def _item(self, node: str, work: StageWork) -> Item:
+        return Item(self.request_id, node, work, ())
+
+    def _ref(self, node: str, name: str) -> TensorRef:
+        return TensorRef(TensorKey(self.request_id, node, name), 0)
+
+    def _share(self, array: npt.NDArray[np.generic]) -> ArrayRef:
+        ref = carve(self._space.alloc(array.nbytes), 0, array.shape, array.dtype.name)
+        self._arena.view(ref)[...] = array
+        return ref
+
+
+def _plan(*batches: Batch) -> StepPlan:
+    return StepPlan(seq=next(_numbers), batches=batches)
+
+
+def _batch(stage: str, component: str, items: Sequence[Item], rank: int = 0) -> Batch:
+    return Batch(next(_numbers), stage, ModelKey("tiny", component), (rank,), tuple(items))
