@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,10 +115,8 @@ def draw_body(rng: random.Random, hatted: bool) -> Body:
     zoom = rng.choice((1.0, 1.0, rng.uniform(1.1, 1.6)))
     height = rng.uniform(0.84, 0.94) * SAMPLES * zoom
     x = SAMPLES * rng.uniform(0.42, 0.58)
-    if zoom == 1.0:
-        y = max(SAMPLES * 0.97 - height, SAMPLES * 0.05)
-    else:
-        y = rng.uniform(0.05, 0.12) * SAMPLES
+    standing = max(SAMPLES * 0.97 - height, SAMPLES * 0.05)
+    y = standing if zoom == 1.0 else rng.uniform(0.05, 0.12) * SAMPLES
     build = rng.uniform(0.85, 1.15)
     head_radius = 0.082 * height
     head = (x + rng.uniform(-0.012, 0.012) * height, y + head_radius * 1.15)
@@ -151,7 +150,7 @@ def draw_body(rng: random.Random, hatted: bool) -> Body:
 
 def limb(draw: ImageDraw.ImageDraw, points: tuple[Point, ...], width: float, fill: Colour | int) -> None:
     """A tube along the points with round joints."""
-    for a, b in zip(points[:-1], points[1:], strict=True):
+    for a, b in pairwise(points):
         draw.line((a, b), fill=fill, width=int(width))
     for x, y in points:
         draw.ellipse((x - width / 2, y - width / 2, x + width / 2, y + width / 2), fill=fill)

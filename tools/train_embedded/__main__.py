@@ -1,0 +1,63 @@
+"""Train the embedded model: `python -m tools.train_embedded` runs every stage, each resumable, in order."""
+
+import argparse
+from pathlib import Path
+
+STAGES = ("vae", "denoiser", "distil", "export", "evaluate")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tools.train_embedded", description=__doc__)
+    parser.add_argument("stages", nargs="*", metavar="stage", help=f"any of {', '.join(STAGES)}; all by default")
+    parser.add_argument("--work", type=Path, default=Path(".train"), help="checkpoints and logs (default: .train)")
+    parser.add_argument("--out", type=Path, default=Path("model_executor/embedded"), help="the exported checkpoint")
+    parser.add_argument("--ranks", type=int, default=2, help="training processes, one thread each")
+    parser.add_argument("--vae-minutes", type=float, default=18.0)
+    parser.add_argument("--denoiser-minutes", type=float, default=70.0)
+    parser.add_argument("--distil-minutes", type=float, default=9.0)
+    parser.add_argument("--tuning", action="store_true", help="evaluate on the tuning scenes, write nothing")
+    options = parser.parse_args()
+    unknown = [stage for stage in options.stages if stage not in STAGES]
+    if unknown:
+        parser.error(f"unknown stage {unknown[0]!r}; choose from {', '.join(STAGES)}")
+    return options
+
+
+def run(stage: str, options: argparse.Namespace) -> None:
+    """Each stage's module is imported only when it runs: they differ in what they need."""
+    match stage:
+        case "vae":
+            from tools.train_embedded.vae import train_vae
+
+            train_vae(options.work, options.vae_minutes * 60, options.ranks)
+        case "denoiser":
+            from tools.train_embedded.denoiser import train_denoiser
+
+            train_denoiser(options.work, options.denoiser_minutes * 60, options.ranks)
+        case "distil":
+            from tools.train_embedded.denoiser import distil_guidance
+
+            distil_guidance(options.work, options.distil_minutes * 60, options.ranks)
+        case "export":
+            from tools.train_embedded.export import export
+
+            export(options.work, options.out, "distil")
+        case "evaluate":
+            from tools.train_embedded.evaluate import evaluate, summary, write
+
+            numbers = evaluate(options.out, final=not options.tuning)
+            print(summary(numbers), flush=True)
+            if not options.tuning:
+                write(numbers, options.out / "evaluation.json")
+        case _:
+            raise ValueError(stage)
+
+
+def main() -> None:
+    options = parse()
+    for stage in options.stages or STAGES:
+        run(stage, options)
+
+
+if __name__ == "__main__":
+    main()

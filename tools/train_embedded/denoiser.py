@@ -1,0 +1,258 @@
+"""Stages `denoiser` and `distil`: the transformer and its text encoders, then guidance folded into the transformer.
+
+FluxFillPipeline has no classifier-free guidance at run time, and a model trained this briefly needs it. So the second
+stage teaches the model to give at once what guidance of GUIDANCE would have given: its own average is the teacher.
+"""
+
+import copy
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import FluxTransformer2DModel
+from torch import Tensor, nn
+from transformers import CLIPTextModel, T5EncoderModel
+
+from tools.train_embedded import seeds
+from tools.train_embedded.flow import (
+    UNCONDITIONAL,
+    Noised,
+    Text,
+    noise_batch,
+    read_captions,
+    velocity,
+    weighted_error,
+)
+from tools.train_embedded.layout import IMAGE_TOKENS
+from tools.train_embedded.models import build_text_encoders, build_transformer, is_modulation
+from tools.train_embedded.muon import Muon
+from tools.train_embedded.pool import Batch, Pool
+from tools.train_embedded.ranks import average_gradients, launch
+from tools.train_embedded.sparse import Positions, make_sparse
+from tools.train_embedded.tokenizing import Tokenizers, build_tokenizers
+from tools.train_embedded.training import Average, Clock, load, load_state, save, set_rate, state_of
+from tools.train_embedded.vae import load_vae
+from tools.train_embedded.wording import teach_wording
+
+SEED_STRIDE = 1_000_000  # between the ranks' scenes
+WARM_POOL = 240  # examples a rank draws before the first step
+SAVE_EVERY = 120.0  # seconds
+REPORT_EVERY = 50  # steps
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a stage trains. Shares are of the stage's time budget."""
+
+    name: str
+    rate: float
+    batch: int  # a rank
+    warmup: int  # steps
+    decay_from: float  # share after which the rate falls linearly
+    full_from: float  # share after which every image token is trained on
+    tokens: int  # image tokens before that
+    reuse: float  # times an example is shown, on average
+    average: float  # decay of the weights' average, applied every 4th step
+    guidance: float | None  # distil this scale from the starting weights; None learns from pictures
+
+
+DENOISER = Recipe("denoiser", 1.5e-3, 16, 60, 0.5, 0.88, 96, 4.0, 0.995, None)
+DISTIL = Recipe("distil", 4e-4, 16, 15, 0.4, 0.6, 112, 8.0, 0.95, 3.0)
+
+
+@dataclass(frozen=True)
+class Models:
+    transformer: FluxTransformer2DModel
+    clip: CLIPTextModel
+    t5: T5EncoderModel
+
+    def named(self) -> dict[str, nn.Module]:
+        return {"transformer": self.transformer, "text_encoder": self.clip, "text_encoder_2": self.t5}
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [p for module in self.named().values() for p in module.parameters() if p.requires_grad]
+
+
+def build_models(tokenizers: Tokenizers) -> Models:
+    torch.manual_seed(0)
+    clip, t5 = build_text_encoders(tokenizers.clip, tokenizers.t5)
+    return Models(build_transformer(), clip, t5)
+
+
+def load_models(weights: dict[str, dict[str, Tensor]], tokenizers: Tokenizers) -> Models:
+    """Stock modules holding the given weights, as a checkpoint's `average` keeps them."""
+    models = build_models(tokenizers)
+    for name, module in models.named().items():
+        load_state(module, weights[name])
+    return models
+
+
+def optimisers_of(models: Models, rate: float) -> list[torch.optim.Optimizer]:
+    """Muon for the blocks' matrices, AdamW for the rest."""
+    inner, outer = [], []
+    for name, module in models.named().items():
+        for key, param in module.named_parameters():
+            matrix = param.ndim == 2 and "transformer_blocks" in key and not is_modulation(key)
+            if param.requires_grad:
+                (inner if name == "transformer" and matrix else outer).append(param)
+    return [
+        Muon(inner, lr=rate, weight_decay=0.01),
+        torch.optim.AdamW(outer, lr=rate, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
+
+
+class Teacher:
+    """The starting weights with classifier-free guidance: two passes whose velocities are extrapolated."""
+
+    def __init__(self, models: Models, tokenizers: Tokenizers, scale: float) -> None:
+        self._transformer = copy.deepcopy(models.transformer).bfloat16().requires_grad_(False).eval()
+        self._positions = make_sparse(self._transformer)
+        self._transformer.compile_repeated_blocks(dynamic=False)
+        self._scale = scale
+        self._empty = read_captions(models.clip, models.t5, *tokenizers([""]))
+
+    @torch.no_grad()
+    def velocity(self, noised: Noised, text: Text, dropped: Tensor) -> Tensor:
+        """[batch, tokens, 64]; guided, except for samples whose caption was dropped."""
+        size = len(noised.hidden)
+        both = Noised(
+            *(torch.cat([x, x]) for x in (noised.hidden, noised.velocity, noised.time, noised.inside, noised.chosen))
+        )
+        hidden, moment = both.hidden.bfloat16(), both.time.bfloat16()
+        pooled = torch.cat([text.pooled, self._empty.pooled.expand(size, -1)]).bfloat16()
+        words = torch.cat([text.words, self._empty.words.expand(size, -1, -1)]).bfloat16()
+        self._positions.select(both.chosen)
+        out = velocity(
+            self._transformer, Noised(hidden, both.velocity, moment, both.inside, both.chosen), Text(pooled, words)
+        )
+        asked, free = out.chunk(2)
+        return torch.where(dropped[:, None, None], free, free + self._scale * (asked - free))
+
+
+class Trainer:
+    """One rank's training loop, its state on disk, and its share of the examples."""
+
+    def __init__(self, recipe: Recipe, work: Path, budget: float, start: dict[str, Any] | None, rank: int) -> None:
+        self.recipe, self.rank, self._path = recipe, rank, work / f"{recipe.name}.pt"
+        self.clock, self.step, self.shown = Clock(budget), 0, 0
+        self.tokenizers = build_tokenizers()
+        self.models = build_models(self.tokenizers)
+        state = load(self._path)
+        if start is not None:
+            self._start_from(start["average"])
+        elif state is None:
+            right = teach_wording(self.models.clip, self.models.t5, self.tokenizers)
+            self.report(f"text encoders read {right:.2f} of captions fully right")
+        self.teacher = Teacher(self.models, self.tokenizers, recipe.guidance) if recipe.guidance else None
+        self.positions: Positions = make_sparse(self.models.transformer)
+        self.models.transformer.compile_repeated_blocks(dynamic=False)
+        self.optimisers = optimisers_of(self.models, recipe.rate)
+        self.average = Average(self.models.named())
+        if state is not None:
+            self._resume(state)
+        seed = seeds.DENOISER_TRAIN + SEED_STRIDE * rank
+        self.pool = Pool(work / f"pool{rank}", load_vae(work / "vae"), self.tokenizers, seed)
+        torch.manual_seed(1000 * self.step + rank)
+        self._empty = self.tokenizers([""])
+
+    def _start_from(self, weights: dict[str, dict[str, Tensor]]) -> None:
+        for name, module in self.models.named().items():
+            load_state(module, weights[name])
+        self.models.clip.requires_grad_(False)
+        self.models.t5.requires_grad_(False)
+
+    def _resume(self, state: dict[str, Any]) -> None:
+        for name, module in self.models.named().items():
+            load_state(module, state["models"][name])
+        for optimiser, saved in zip(self.optimisers, state["optimisers"], strict=True):
+            optimiser.load_state_dict(saved)
+        self.average.weights = state["average"]
+        self.step, self.shown, self.clock.spent = state["step"], state["shown"], state["spent"]
+
+    def keep(self) -> None:
+        if self.rank:
+            return
+        models = {name: state_of(module) for name, module in self.models.named().items()}
+        optimisers = [optimiser.state_dict() for optimiser in self.optimisers]
+        progress = {"step": self.step, "shown": self.shown, "spent": self.clock.spent}
+        state = {"models": models, "average": self.average.weights, "optimisers": optimisers}
+        save(self._path, {**state, **progress})
+
+    def report(self, line: str) -> None:
+        if not self.rank:
+            print(f"{self.recipe.name} {self.clock.spent:.0f}s {line}", flush=True)
+
+    def fill(self, ranks: int) -> None:
+        """Draw as many examples as keep each one's expected showings at `reuse`."""
+        wanted = max(WARM_POOL, self.shown / ranks / self.recipe.reuse)
+        while self.pool.drawn < wanted:
+            self.pool.grow()
+
+    def rate(self, share: float) -> float:
+        recipe = self.recipe
+        fall = min(1.0, max(0.02, (1 - share) / (1 - recipe.decay_from)))
+        return recipe.rate * min(1.0, (self.step + 1) / recipe.warmup) * fall
+
+    def loss(self, batch: Batch, tokens: int) -> tuple[Tensor, Tensor]:
+        dropped = torch.rand(len(batch.clip)) < UNCONDITIONAL
+        clip_ids = torch.where(dropped[:, None], self._empty[0], batch.clip)
+        t5_ids = torch.where(dropped[:, None], self._empty[1], batch.t5)
+        noised = noise_batch(batch, tokens)
+        self.positions.select(noised.chosen)
+        with torch.autocast("cpu", torch.bfloat16):
+            text = read_captions(self.models.clip, self.models.t5, clip_ids, t5_ids)
+            predicted = velocity(self.models.transformer, noised, text)
+        wanted = noised.velocity if self.teacher is None else self.teacher.velocity(noised, text, dropped)
+        return weighted_error(predicted, wanted, noised.inside)
+
+    def train(self, ranks: int) -> None:
+        params, share = self.models.parameters(), self.clock.spent / self.clock.budget
+        self.fill(ranks)
+        self.report(f"pool {self.pool.drawn}, resuming at step {self.step}")
+        self.clock.tick()
+        saved_at = reported_at = time.monotonic()
+        errors: list[float] = []
+        while share < 1:
+            own_share = self.clock.tick()
+            set_rate(self.optimisers, self.rate(share))
+            self.fill(ranks)
+            tokens = self.recipe.tokens if share < self.recipe.full_from else IMAGE_TOKENS
+            loss, masked = self.loss(self.pool.batch(self.recipe.batch), tokens)
+            for param in params:
+                param.grad = None
+            loss.backward()
+            share = average_gradients(params, own_share)
+            norm = nn.utils.clip_grad_norm_(params, 1.0)
+            for optimiser in self.optimisers:
+                optimiser.step()
+            self.step += 1
+            self.shown += self.recipe.batch * ranks
+            if self.step % 4 == 0:
+                turn = self.step / 4
+                self.average.update(min(self.recipe.average, (1 + turn) / (10 + turn)))
+            errors.append(float(masked))
+            if self.step % REPORT_EVERY == 0:
+                now = time.monotonic()
+                speed = REPORT_EVERY * self.recipe.batch * ranks / (now - reported_at)
+                mean = sum(errors) / len(errors)
+                self.report(
+                    f"step {self.step} shown {self.shown} of {self.pool.drawn * ranks} examples, {tokens} tokens, "
+                    f"masked error {mean:.4f}, norm {float(norm):.2f}, rate {self.rate(share):.5f}, {speed:.1f}/s"
+                )
+                errors, reported_at = [], now
+            if time.monotonic() - saved_at > SAVE_EVERY:
+                self.keep()
+                saved_at = time.monotonic()
+        self.keep()
+
+
+def train_denoiser(work: Path, budget: float, ranks: int) -> None:
+    launch(ranks, lambda rank, number: Trainer(DENOISER, work, budget, None, rank).train(number))
+
+
+def distil_guidance(work: Path, budget: float, ranks: int) -> None:
+    start = load(work / "denoiser.pt")
+    assert start is not None, "the denoiser comes before its distillation"
+    launch(ranks, lambda rank, number: Trainer(DISTIL, work, budget, start, rank).train(number))

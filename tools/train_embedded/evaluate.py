@@ -1,0 +1,113 @@
+"""Stage `evaluate`: the checkpoint's scores beside the ground truth's, as JSON next to the weights."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tools.train_embedded import seeds
+from tools.train_embedded.cases import Case, cases
+from tools.train_embedded.editing import EditBatch, with_pipeline
+from tools.train_embedded.export import load_pipeline, weight_bytes
+from tools.train_embedded.metrics import Scores, score, shuffled
+from tools.train_embedded.vae import held_out_images, load_vae, round_trip_psnr
+
+STEPS = 8
+SHUFFLES = 5
+PSNR_IMAGES = 64
+
+
+@dataclass(frozen=True)
+class Report:
+    """Scores on one set of cases. `share` is the model's part of what the truth scores."""
+
+    model: Scores
+    truth: Scores
+    shuffled_colour: float  # the model's edits against prompts dealt out anew
+    shuffled_pattern: float
+    truth_shuffled_colour: float
+    truth_shuffled_pattern: float
+
+    @property
+    def share(self) -> dict[str, float]:
+        return {
+            "colour": self.model.colour / self.truth.colour,
+            "pattern": self.model.pattern / self.truth.pattern,
+            "shape": self.model.shape / self.truth.shape,
+        }
+
+
+def run_cases(edit: EditBatch, asked: Sequence[Case]) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
+    return edit(
+        [case.template for case in asked],
+        [case.mask for case in asked],
+        [case.prompt for case in asked],
+        list(range(len(asked))),
+    )
+
+
+def judge(edit: EditBatch, asked: list[Case]) -> Report:
+    edits, truths = run_cases(edit, asked), [case.truth for case in asked]
+    dealt = [shuffled(asked, seed) for seed in range(SHUFFLES)]
+    deaf = [score(edits, wrong) for wrong in dealt]
+    deaf_truth = [score(truths, wrong) for wrong in dealt]
+    return Report(
+        model=score(edits, asked),
+        truth=score(truths, asked),
+        shuffled_colour=float(np.mean([scores.colour for scores in deaf])),
+        shuffled_pattern=float(np.mean([scores.pattern for scores in deaf])),
+        truth_shuffled_colour=float(np.mean([scores.colour for scores in deaf_truth])),
+        truth_shuffled_pattern=float(np.mean([scores.pattern for scores in deaf_truth])),
+    )
+
+
+def evaluate(folder: Path, final: bool, edit: EditBatch | None = None) -> dict[str, Any]:
+    """Scores of the checkpoint in `folder`: on the test scenes if `final`, else on the tuning scenes.
+
+    `edit` replaces diffusers' pipeline, for example by a serving engine that holds the same checkpoint.
+    """
+    run = edit or with_pipeline(load_pipeline(folder), STEPS)
+    silhouettes = cases(seeds.TEST if final else seeds.TUNING, seeds.TEST_CASES)
+    boxes = cases(seeds.TEST_BOXES if final else seeds.TUNING + 50_000, seeds.TEST_CASES // 2, "box")
+    vae = load_vae(folder / "vae")
+    held_out = held_out_images(PSNR_IMAGES)
+    reports = {"silhouette": judge(run, silhouettes), "box": judge(run, boxes)}
+    return {
+        "scenes": "test" if final else "tuning",
+        "steps": STEPS,
+        "guidance": "none at run time",
+        **{name: {**asdict(report), "share": report.share} for name, report in reports.items()},
+        "vae_psnr_float32": round_trip_psnr(vae, held_out),
+        "vae_psnr_bfloat16": round_trip_psnr(vae.to(torch.bfloat16), held_out),
+        "weight_bytes": weight_bytes(folder),
+    }
+
+
+def summary(numbers: dict[str, Any]) -> str:
+    lines = [f"{numbers['scenes']} scenes, {numbers['steps']} steps, VAE {numbers['vae_psnr_bfloat16']:.2f} dB"]
+    for name in ("silhouette", "box"):
+        report = numbers[name]
+        lines += [
+            f"{name:>10} {what:>7}: model {report['model'][what]:.3f}, truth {report['truth'][what]:.3f}, "
+            f"share {report['share'][what]:.3f}"
+            for what in ("colour", "pattern", "shape")
+        ]
+        lines.append(f"{'':>10} shuffled: {report['shuffled_colour']:.3f} / {report['shuffled_pattern']:.3f}")
+    return "\n".join(lines)
+
+
+def write(numbers: dict[str, Any], path: Path) -> None:
+    def rounded(value: Any) -> Any:
+        match value:
+            case dict():
+                return {key: rounded(item) for key, item in value.items()}
+            case float():
+                return round(value, 4)
+            case _:
+                return value
+
+    path.write_text(json.dumps(rounded(numbers), indent=1) + "\n")

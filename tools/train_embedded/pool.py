@@ -1,0 +1,105 @@
+"""The pool of training examples: latents, masks and captions in memory-mapped files that outlive the process."""
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from diffusers import AutoencoderKL
+from torch import Tensor
+
+from tools.train_embedded.layout import IMAGE_TOKENS, LATENTS, MASK, TEXT_TOKENS, pack, pack_mask
+from tools.train_embedded.masks import MaskedEdit, draw_edit
+from tools.train_embedded.scenes import Render, draw_scene, render
+from tools.train_embedded.tokenizing import Tokenizers
+
+CAPACITY = 40_000  # examples a rank; the files are sparse until filled, 73 kB an example
+EDITS_PER_SCENE = 3
+SCENES_PER_CALL = 2
+FIELDS: dict[str, tuple[tuple[int, ...], type[np.generic]]] = {
+    "target": ((IMAGE_TOKENS, LATENTS), np.float16),
+    "masked": ((IMAGE_TOKENS, LATENTS), np.float16),
+    "mask": ((IMAGE_TOKENS, MASK // 8), np.uint8),  # one bit a pixel
+    "clip": ((TEXT_TOKENS,), np.int16),
+    "t5": ((TEXT_TOKENS,), np.int16),
+}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Training examples. Each tensor's first axis is the batch."""
+
+    target: Tensor  # [batch, 256, 64] latents of the picture, shifted and scaled
+    masked: Tensor  # [batch, 256, 64] latents of the picture with its masked pixels zero
+    mask: Tensor  # [batch, 256, 256] 0 or 1
+    clip: Tensor  # [batch, 24] ids
+    t5: Tensor  # [batch, 24] ids
+
+
+class Pool:
+    """Examples of one rank, drawn and encoded on demand; the oldest are overwritten once it is full."""
+
+    def __init__(self, folder: Path, vae: AutoencoderKL, tokenizers: Tokenizers, first_seed: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._vae, self._tokenizers, self._first_seed = vae, tokenizers, first_seed
+        self._scenes_file = folder / "scenes.txt"
+        self._scenes = int(self._scenes_file.read_text()) if self._scenes_file.exists() else 0
+        mode = "r+" if self._scenes else "w+"
+        self._fields = {
+            name: np.memmap(folder / f"{name}.bin", dtype, mode, shape=(CAPACITY, *shape))  # type: ignore[call-overload]
+            for name, (shape, dtype) in FIELDS.items()
+        }
+
+    @property
+    def drawn(self) -> int:
+        """Examples drawn so far, those overwritten included."""
+        return self._scenes * EDITS_PER_SCENE
+
+    def grow(self) -> None:
+        """Draw, mask and encode SCENES_PER_CALL scenes."""
+        renders, edits = [], []
+        for i in range(SCENES_PER_CALL):
+            seed = self._first_seed + self._scenes + i
+            rng, scene = random.Random(seed), draw_scene(seed)
+            drawn = render(scene)
+            renders.append(drawn)
+            edits += [(i, draw_edit(rng, scene, drawn)) for _ in range(EDITS_PER_SCENE)]
+        self._write(renders, edits)
+        self._scenes += SCENES_PER_CALL
+        self._scenes_file.write_text(str(self._scenes))
+
+    def _write(self, renders: list[Render], edits: list[tuple[int, MaskedEdit]]) -> None:
+        pictures = torch.stack([torch.from_numpy(r.image) for r in renders]).permute(0, 3, 1, 2).float() / 127.5 - 1
+        masks = torch.stack([torch.from_numpy(edit.mask) for _, edit in edits]).float()
+        owners = [owner for owner, _ in edits]
+        targets, masked = self._encode(pictures, pictures[owners] * (1 - masks[:, None]))
+        clip, t5 = self._tokenizers([edit.caption for _, edit in edits])
+        rows = [(self.drawn + k) % CAPACITY for k in range(len(edits))]
+        self._fields["target"][rows] = targets[owners].numpy()
+        self._fields["masked"][rows] = masked.numpy()
+        self._fields["mask"][rows] = np.packbits(pack_mask(masks).numpy() > 0.5, axis=-1)
+        self._fields["clip"][rows] = clip.numpy()
+        self._fields["t5"][rows] = t5.numpy()
+
+    @torch.no_grad()
+    def _encode(self, pictures: Tensor, holed: Tensor) -> tuple[Tensor, Tensor]:
+        """The pictures' mean latents, and a sample for the masked pictures as the pipeline draws one."""
+        with torch.autocast("cpu", torch.bfloat16):
+            posterior = self._vae.encode(torch.cat([pictures, holed])).latent_dist
+        number = len(pictures)
+        latents = torch.cat([posterior.mode()[:number].float(), posterior.sample()[number:].float()])
+        tokens = pack((latents - self._vae.config.shift_factor) * self._vae.config.scaling_factor).half()
+        return tokens[:number], tokens[number:]
+
+    def batch(self, size: int) -> Batch:
+        rows = np.random.default_rng(int(torch.randint(1 << 40, ()))).integers(0, min(self.drawn, CAPACITY), size)
+        field = {name: torch.from_numpy(values[rows]) for name, values in self._fields.items() if name != "mask"}
+        bits = np.unpackbits(self._fields["mask"][rows], axis=-1)
+        return Batch(
+            target=field["target"].float(),
+            masked=field["masked"].float(),
+            mask=torch.from_numpy(bits).float(),
+            clip=field["clip"].long(),
+            t5=field["t5"].long(),
+        )

@@ -1,0 +1,96 @@
+"""Training on a subset of the image tokens: each sample brings its own positions.
+
+The masked tokens come first and the rest is a random context, so a step costs a fraction of the full grid's.
+"""
+
+import torch
+import torch.nn.functional as F
+from diffusers import FluxTransformer2DModel
+from torch import Tensor, nn
+
+from tools.train_embedded.layout import GRID, IMAGE_TOKENS, TEXT_TOKENS, image_ids
+
+
+class Positions(nn.Module):
+    """Stands in for `FluxPosEmbed`: rotary tables of the tokens last selected, [batch, text + chosen, head width]."""
+
+    def __init__(self, embed: nn.Module) -> None:
+        super().__init__()
+        ids = torch.cat([torch.zeros(TEXT_TOKENS, 3), image_ids()])
+        self._tables: tuple[Tensor, Tensor] = tuple(table.bfloat16() for table in embed(ids))  # type: ignore[assignment]
+        self._selected: tuple[Tensor, Tensor] | None = None
+
+    def select(self, chosen: Tensor) -> None:
+        """`chosen` [batch, tokens]: indices into the 256 image tokens."""
+        text = torch.arange(TEXT_TOKENS).expand(len(chosen), -1)
+        rows = torch.cat([text, chosen + TEXT_TOKENS], 1)
+        self._selected = (self._tables[0][rows], self._tables[1][rows])
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        assert self._selected is not None, "select() comes before the forward pass"
+        return self._selected
+
+
+def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """`x` [batch, tokens, heads, width], tables [batch, tokens, width]; pairs are interleaved as in diffusers."""
+    cos, sin = (table[:, :, None].to(x.dtype) for table in tables)
+    real, imaginary = x.unflatten(-1, (-1, 2)).unbind(-1)
+    return x * cos + torch.stack([-imaginary, real], -1).flatten(3) * sin
+
+
+class SampleRotaryProcessor:
+    """`FluxAttnProcessor` with rotary tables that differ between samples."""
+
+    def __call__(
+        self,
+        attn: nn.Module,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        heads = (-1, attn.head_dim)
+        query = attn.norm_q(attn.to_q(hidden_states).unflatten(-1, heads))
+        key = attn.norm_k(attn.to_k(hidden_states).unflatten(-1, heads))
+        value = attn.to_v(hidden_states).unflatten(-1, heads)
+        if encoder_hidden_states is not None:
+            text_query = attn.norm_added_q(attn.add_q_proj(encoder_hidden_states).unflatten(-1, heads))
+            text_key = attn.norm_added_k(attn.add_k_proj(encoder_hidden_states).unflatten(-1, heads))
+            text_value = attn.add_v_proj(encoder_hidden_states).unflatten(-1, heads)
+            query = torch.cat([text_query, query], 1)
+            key = torch.cat([text_key, key], 1)
+            value = torch.cat([text_value, value], 1)
+        assert image_rotary_emb is not None
+        query, key = rotate(query, image_rotary_emb), rotate(key, image_rotary_emb)
+        mixed = F.scaled_dot_product_attention(
+            query.transpose(1, 2).to(value.dtype), key.transpose(1, 2).to(value.dtype), value.transpose(1, 2)
+        )
+        flat = mixed.transpose(1, 2).flatten(2)
+        if encoder_hidden_states is None:
+            return flat
+        text, image = flat.split([encoder_hidden_states.shape[1], hidden_states.shape[1]], 1)
+        return attn.to_out[1](attn.to_out[0](image)), attn.to_add_out(text)
+
+
+def make_sparse(transformer: FluxTransformer2DModel) -> Positions:
+    """Let the transformer train on token subsets; its weights and their names stay stock."""
+    positions = Positions(transformer.pos_embed)
+    transformer.pos_embed = positions
+    transformer.set_attn_processor(SampleRotaryProcessor())
+    return positions
+
+
+def choose_tokens(masked: Tensor, number: int) -> Tensor:
+    """[batch, number] token indices: masked ones first, then neighbours and others at random.
+
+    `masked` [batch, 256] is 1 where a token holds a masked pixel.
+    """
+    if number == IMAGE_TOKENS:
+        return torch.arange(IMAGE_TOKENS).expand(len(masked), -1)
+    near = F.max_pool2d(masked.view(-1, 1, GRID, GRID), 3, 1, 1).flatten(1)
+    return (masked * 1.5 + near * 0.5 + torch.rand_like(masked) * 1.5).topk(number, 1).indices
+
+
+def take(tokens: Tensor, chosen: Tensor) -> Tensor:
+    """`tokens` [batch, 256, channels] at `chosen` [batch, number]."""
+    return tokens.gather(1, chosen[..., None].expand(-1, -1, tokens.shape[-1]))

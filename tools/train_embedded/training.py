@@ -1,0 +1,85 @@
+"""What every stage's loop needs: an atomic checkpoint, a running average of the weights, and a clock that can stop.
+
+A loop measures its progress by the time it has spent training, summed over runs, so a run that is killed, or stopped
+and continued by a signal, resumes where it was. A pause longer than LONGEST_STEP between two steps is not counted.
+"""
+
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+LONGEST_STEP = 20.0  # seconds
+
+
+class Clock:
+    """Seconds spent training, of a budget that may be changed between runs."""
+
+    def __init__(self, budget: float, spent: float = 0.0) -> None:
+        self.budget, self.spent = budget, spent
+        self._last = time.monotonic()
+
+    def tick(self) -> float:
+        """Counts the time since the last tick; returns the share of the budget that is spent."""
+        now = time.monotonic()
+        self.spent += min(now - self._last, LONGEST_STEP)
+        self._last = now
+        return self.spent / self.budget
+
+
+class Average:
+    """Exponential moving average of some modules' weights, kept in float32."""
+
+    def __init__(self, modules: dict[str, nn.Module]) -> None:
+        self._modules = modules
+        self.weights = {
+            name: {key: value.detach().clone() for key, value in state_of(module).items()}
+            for name, module in modules.items()
+        }
+
+    @torch.no_grad()
+    def update(self, decay: float) -> None:
+        for name, module in self._modules.items():
+            kept = self.weights[name]
+            for key, value in state_of(module).items():
+                if value.is_floating_point():
+                    kept[key].lerp_(value, 1 - decay)
+
+    def copy_to(self, modules: dict[str, nn.Module]) -> None:
+        for name, module in modules.items():
+            load_state(module, self.weights[name])
+
+
+def state_of(module: nn.Module) -> dict[str, Tensor]:
+    """The module's state under its stock names, without what torch.compile puts in front."""
+    return {key.replace("_orig_mod.", ""): value for key, value in module.state_dict().items()}
+
+
+def load_state(module: nn.Module, state: dict[str, Tensor]) -> None:
+    own = module.state_dict()
+    module.load_state_dict({key: state[key.replace("_orig_mod.", "")] for key in own})
+
+
+def save(path: Path, state: dict[str, Any]) -> None:
+    """Write to a neighbour and rename, so that a kill leaves the old checkpoint or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    torch.save(state, partial)
+    os.replace(partial, path)
+
+
+def load(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False)
+    return state
+
+
+def set_rate(optimisers: Iterable[torch.optim.Optimizer], rate: float) -> None:
+    for optimiser in optimisers:
+        for group in optimiser.param_groups:
+            group["lr"] = rate
