@@ -1,0 +1,103 @@
+"""The process that handles pixels for the API server: a blocking loop over jobs, one at a time, numpy and Pillow only.
+
+It owns nothing: uploads and results lie in the arena by handle, and decoded pixels live no longer than their job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import traceback
+
+import msgspec
+import numpy as np
+
+from core.errors import InvalidRequestError
+from core.ipc.ring import Channel, PeerClosedError
+from core.ipc.shared_array import Arena, carve
+from core.messages import (
+    ArrayRef,
+    ComposedImage,
+    ComposeImage,
+    Failure,
+    FromImageProcessor,
+    JobFailed,
+    PreparedEdit,
+    PrepareEdit,
+    ToImageProcessor,
+)
+from engine import image_ops
+from engine.image_codec import Bytes
+
+
+class ImageProcessorConfig(msgspec.Struct, frozen=True):
+    """What a processor is started with; its descriptors are the arena's and its channel's two."""
+
+    arena_id: int
+
+
+def main(config: bytes, fds: list[int]) -> None:
+    """Entry point of the process: answer jobs until the pool closes the channel or is gone."""
+    # A supervisor signals the whole group: while the server drains, its last images are still to be encoded.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    settings = msgspec.msgpack.decode(config, type=ImageProcessorConfig)
+    arena = Arena.attach(settings.arena_id, fds[0])
+    serve(arena, Channel.attach(fds[1], fds[2]))
+
+
+def serve(arena: Arena, channel: Channel) -> None:
+    """Answer every job on the channel with exactly one message, until its other end closes."""
+    decoder: msgspec.msgpack.Decoder[ToImageProcessor] = msgspec.msgpack.Decoder(ToImageProcessor)
+    with contextlib.suppress(PeerClosedError):
+        while True:
+            job = decoder.decode(channel.recv())
+            channel.send(msgspec.msgpack.encode(perform(arena, job)))
+
+
+def perform(arena: Arena, job: ToImageProcessor) -> FromImageProcessor:
+    """Do one job; whatever goes wrong becomes a JobFailed."""
+    try:
+        match job:
+            case PrepareEdit():
+                return _prepare(arena, job)
+            case ComposeImage():
+                return _compose(arena, job)
+    except InvalidRequestError as error:
+        return JobFailed(job_id=job.job_id, failure=Failure.of(error))
+    except Exception as error:  # the actor's edge
+        return JobFailed(job_id=job.job_id, failure=Failure.of(error, traceback.format_exc()))
+
+
+def _prepare(arena: Arena, job: PrepareEdit) -> PreparedEdit:
+    arrays = image_ops.prepare(job, _bytes(arena, job.image), _bytes(arena, job.mask))
+    refs = []
+    offset = 0
+    for array in (arrays.template, arrays.mask, arrays.active):
+        ref = carve(job.scratch, offset, array.shape, array.dtype.name)
+        np.copyto(arena.view(ref), array)
+        refs.append(ref)
+        offset += -(-array.nbytes // image_ops.ALIGNMENT) * image_ops.ALIGNMENT
+    template, mask, active = refs
+    return PreparedEdit(
+        job_id=job.job_id,
+        upload_width=arrays.upload_size[0],
+        upload_height=arrays.upload_size[1],
+        width=template.shape[1],
+        height=template.shape[0],
+        template=template,
+        mask=mask,
+        active=active,
+        content_id=arrays.content_id,
+        unmasked=arrays.unmasked,
+    )
+
+
+def _compose(arena: Arena, job: ComposeImage) -> ComposedImage:
+    pixels, out = arena.view(job.pixels), arena.view(job.out)
+    written, size = image_ops.compose(job, pixels, _bytes(arena, job.image), _bytes(arena, job.mask), out)
+    encoded = carve(job.out, 0, (written,), "uint8")
+    return ComposedImage(job_id=job.job_id, encoded=encoded, width=size[0], height=size[1])
+
+
+def _bytes(arena: Arena, ref: ArrayRef | None) -> Bytes | None:
+    return None if ref is None else arena.view(ref)

@@ -1,0 +1,349 @@
+"""The image pool with its real processes: load, deaths, cancellation, shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import io
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+import pytest
+from PIL import Image
+
+from core.config import ImageConfig
+from core.errors import EngineDeadError, EngineError, InvalidImageError
+from core.ipc.shared_array import Arena, ArenaAllocator
+from core.messages import ArrayRef, ComposeImage, PreparedEdit, PrepareEdit
+from engine import image_ops, image_pool
+from engine.image_pool import ImagePool
+
+NATIVE, TOKEN = 256, 16
+Bytes = npt.NDArray[np.uint8]
+
+
+class Desk:
+    """A pool and the memory its jobs lie in; whatever is handed out is freed and checked at the end."""
+
+    def __init__(self, pool: ImagePool, arena: Arena) -> None:
+        self.pool = pool
+        self.arena = arena
+        self.allocator = ArenaAllocator(arena)
+
+    def put(self, data: Bytes) -> ArrayRef:
+        ref = self.allocator.alloc(data.size)
+        self.arena.view(ref)[:] = data.reshape(-1)
+        return ArrayRef(ref.arena, ref.offset, data.shape, "uint8")
+
+    def prepare_job(self, image: Bytes, mask: Bytes | None = None) -> PrepareEdit:
+        return PrepareEdit(
+            job_id=0,
+            image=self.put(image),
+            mask=None if mask is None else self.put(mask),
+            mask_kind="alpha",
+            canvas_size=None,
+            mask_margin=0,
+            native_size=NATIVE,
+            token_size=TOKEN,
+            max_pixels=64_000_000,
+            scratch=self.allocator.alloc(image_ops.scratch_bytes(NATIVE, TOKEN)),
+        )
+
+    def compose_job(self, image: Bytes, mask: Bytes | None, pixels: Bytes, room: int) -> ComposeImage:
+        return ComposeImage(
+            job_id=0,
+            pixels=self.put(pixels),
+            image=self.put(image),
+            mask=None if mask is None else self.put(mask),
+            mask_kind="alpha",
+            canvas_size=None,
+            output_size=None,
+            output_format="png",
+            compression=100,
+            base64=True,
+            max_pixels=64_000_000,
+            out=self.allocator.alloc(room),
+        )
+
+    def slow_job(self) -> ComposeImage:
+        """A job of about a second."""
+        image = png(np.random.default_rng(0).integers(0, 256, (3000, 4000, 3), np.uint8))
+        return self.compose_job(image, None, noise(16, 16, 3), image_ops.encoded_bytes(4000, 3000, 3, True))
+
+
+def noise(*shape: int, seed: int = 0) -> Bytes:
+    return np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
+
+
+def png(pixels: Bytes) -> Bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG", compress_level=0)
+    return np.frombuffer(buffer.getvalue(), np.uint8)
+
+
+def processors(pool: ImagePool) -> list[psutil.Process]:
+    return [psutil.Process(processor.child.pid) for processor in pool._processors]
+
+
+def children() -> set[int]:
+    return {child.pid for child in psutil.Process().children()}
+
+
+async def until_running(pool: ImagePool, count: int) -> None:
+    async with asyncio.timeout(10):
+        while pool.num_running != count:
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena.create(7, 1024**3)
+    yield arena
+    arena.close()
+
+
+@pytest.fixture
+async def desk(arena: Arena) -> AsyncIterator[Desk]:
+    others = children()
+    pool = ImagePool(ImageConfig(image_workers=2), arena)
+    await pool.start()
+    yield Desk(pool, arena)
+    await pool.stop()
+    assert children() <= others
+    assert (pool.num_waiting, pool.num_running) == (0, 0)
+
+
+async def test_an_edit_goes_there_and_back(desk: Desk) -> None:
+    image = noise(131, 213, 3)
+    keep = np.full((131, 213), 255, np.uint8)
+    keep[40:80, 50:120] = 0
+    mask = png(np.dstack([image, keep]))
+    prepared = await desk.pool.prepare(desk.prepare_job(png(image), mask))
+    assert (prepared.upload_width, prepared.upload_height) == (213, 131)
+    assert (prepared.width, prepared.height) == (208, 128)
+    template = desk.arena.view(prepared.template)
+    expected = Image.fromarray(image).resize((208, 128), Image.Resampling.LANCZOS)
+    assert np.array_equal(template, np.asarray(expected))
+    assert prepared.content_id == image_ops.content_id(template)
+    assert np.array_equal(desk.arena.view(prepared.mask), image_ops.model_mask(keep, (208, 128)))
+    assert np.array_equal(desk.arena.view(prepared.active), image_ops.active_tokens(keep, (208, 128), TOKEN, 0))
+    pixels = noise(128, 208, 3, seed=1)
+    job = desk.compose_job(png(image), mask, pixels, image_ops.encoded_bytes(213, 131, 3, True))
+    composed = await desk.pool.compose(job)
+    assert composed.encoded.offset == job.out.offset
+    result = np.asarray(Image.open(io.BytesIO(base64.b64decode(desk.arena.view(composed.encoded).tobytes()))))
+    assert np.array_equal(result[keep == 255], image[keep == 255])
+    assert not np.array_equal(result[keep == 0], image[keep == 0])
+
+
+async def test_a_bad_upload_is_the_users_error_and_harms_nobody(desk: Desk) -> None:
+    with pytest.raises(InvalidImageError) as caught:
+        await desk.pool.prepare(desk.prepare_job(noise(1000)))
+    assert (caught.value.param, caught.value.code) == ("image", "invalid_image_file")
+    await desk.pool.prepare(desk.prepare_job(png(noise(16, 16, 3))))
+    assert desk.pool.num_deaths == 0
+
+
+async def test_a_region_too_small_is_an_engine_error_with_a_trace(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    job = desk.compose_job(png(noise(64, 64, 3)), None, noise(64, 64, 3), 1000)
+    with caplog.at_level(logging.ERROR), pytest.raises(EngineError, match="does not fit"):
+        await desk.pool.compose(job)
+    assert "Traceback" in caplog.text
+
+
+async def test_fifty_jobs_at_once_each_get_their_own_answer(desk: Desk) -> None:
+    images = [noise(32 + i, 48, 3, seed=i) for i in range(50)]
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(desk.pool.prepare(desk.prepare_job(png(image)))) for image in images]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert desk.pool.num_running == 2
+        assert desk.pool.num_waiting == 48
+    for image, task in zip(images, tasks, strict=True):
+        prepared = task.result()
+        assert (prepared.upload_width, prepared.upload_height) == (48, image.shape[0])
+        size = (prepared.width, prepared.height)
+        expected = np.asarray(Image.fromarray(image).resize(size, Image.Resampling.LANCZOS))
+        assert np.array_equal(desk.arena.view(prepared.template), expected)
+
+
+async def test_the_job_of_a_killed_processor_is_done_by_another(desk: Desk) -> None:
+    before = processors(desk.pool)
+    task = asyncio.create_task(desk.pool.compose(desk.slow_job()))
+    await until_running(desk.pool, 1)
+    await asyncio.sleep(0.3)
+    os.kill(desk.pool._processors[0].child.pid, signal.SIGKILL)
+    composed = await task
+    assert (composed.width, composed.height) == (4000, 3000)
+    assert desk.pool.num_deaths == 1
+    await asyncio.gather(*(desk.pool.prepare(desk.prepare_job(png(noise(16, 16, 3)))) for _ in range(4)))
+    after = processors(desk.pool)
+    assert len(after) == 2
+    assert len(set(before) & set(after)) == 1
+
+
+async def test_a_job_that_takes_two_processors_with_it_is_given_up_and_others_go_on(desk: Desk) -> None:
+    poison = asyncio.create_task(desk.pool.compose(desk.slow_job()))
+    victims: set[int] = set()
+    while len(victims) < 2:
+        await asyncio.sleep(0.05)
+        for processor in desk.pool._processors:
+            if processor.job is not None and processor.child.pid not in victims:
+                victims.add(processor.child.pid)
+                processor.child.kill()
+    with pytest.raises(EngineDeadError, match="died"):
+        await poison
+    assert desk.pool.num_deaths == 2
+    prepared = await asyncio.gather(*(desk.pool.prepare(desk.prepare_job(png(noise(16, 16, 3)))) for _ in range(4)))
+    assert all(isinstance(answer, PreparedEdit) for answer in prepared)
+
+
+async def test_a_processor_killed_while_idle_costs_no_job(desk: Desk) -> None:
+    await desk.pool.prepare(desk.prepare_job(png(noise(16, 16, 3))))
+    for child in processors(desk.pool):
+        child.kill()
+    # Not one pass of the event loop lies between the deaths and the next job.
+    await asyncio.gather(*(desk.pool.prepare(desk.prepare_job(png(noise(16, 16, 3)))) for _ in range(4)))
+    assert len(processors(desk.pool)) == 2
+
+
+async def test_a_processor_that_hangs_is_replaced(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    await asyncio.gather(*(desk.pool.prepare(desk.prepare_job(png(noise(16, 16, 3)))) for _ in range(4)))
+    monkeypatch.setattr(image_pool, "JOB_SECONDS", 0.2)
+    for child in processors(desk.pool):
+        child.suspend()
+    job = desk.prepare_job(png(noise(16, 16, 3)))
+    task = asyncio.create_task(desk.pool.prepare(job))
+    await until_running(desk.pool, 1)
+    monkeypatch.undo()
+    os.kill(next(p.child.pid for p in desk.pool._processors if p.job is None), signal.SIGCONT)
+    await task
+    assert desk.pool.num_deaths == 1
+
+
+async def test_a_cancelled_caller_returns_when_nobody_writes_to_its_memory(desk: Desk) -> None:
+    job = desk.slow_job()
+    task = asyncio.create_task(desk.pool.compose(job))
+    await until_running(desk.pool, 1)
+    for _ in range(3):  # however often
+        task.cancel()
+        await asyncio.sleep(0.05)
+        assert not task.done()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert desk.pool.num_running == 0
+    out = desk.arena.view(job.out)
+    assert out[:1000].any()  # it was done to its end
+    out[:1000] = 0
+    await asyncio.sleep(0.2)
+    assert not out[:1000].any()
+
+
+async def test_a_cancelled_caller_in_the_queue_leaves_at_once(desk: Desk) -> None:
+    running = [asyncio.create_task(desk.pool.compose(desk.slow_job())) for _ in range(2)]
+    await until_running(desk.pool, 2)
+    queued = asyncio.create_task(desk.pool.prepare(desk.prepare_job(png(noise(16, 16, 3)))))
+    await asyncio.sleep(0)
+    assert desk.pool.num_waiting == 1
+    queued.cancel()
+    started = time.perf_counter()
+    with pytest.raises(asyncio.CancelledError):
+        await queued
+    assert time.perf_counter() - started < 0.1
+    assert desk.pool.num_waiting == 0
+    await asyncio.gather(*running)
+
+
+async def test_an_abandoned_job_is_not_tried_again(desk: Desk) -> None:
+    task = asyncio.create_task(desk.pool.compose(desk.slow_job()))
+    await until_running(desk.pool, 1)
+    task.cancel()
+    await asyncio.sleep(0.05)
+    os.kill(desk.pool._processors[0].child.pid, signal.SIGKILL)
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert len(desk.pool._processors) == 1
+
+
+async def test_stop_ends_jobs_and_processes(arena: Arena) -> None:
+    pool = ImagePool(ImageConfig(image_workers=2), arena)
+    await pool.start()
+    desk = Desk(pool, arena)
+    jobs = [asyncio.create_task(pool.compose(desk.slow_job())) for _ in range(3)]
+    await until_running(pool, 2)
+    processes = processors(pool)
+    started = time.perf_counter()
+    await pool.stop()
+    assert time.perf_counter() - started < image_pool.STOP_SECONDS + 2
+    assert not any(process.is_running() for process in processes)
+    answers = await asyncio.gather(*jobs, return_exceptions=True)
+    assert all(isinstance(answer, EngineDeadError) for answer in answers)
+    with pytest.raises(EngineDeadError):
+        await pool.prepare(desk.prepare_job(png(noise(16, 16, 3))))
+    await pool.stop()
+
+
+async def test_processors_ignore_the_signals_of_their_group(desk: Desk) -> None:
+    await asyncio.gather(*(desk.pool.prepare(desk.prepare_job(png(noise(16, 16, 3)))) for _ in range(8)))
+    for child in processors(desk.pool):
+        child.send_signal(signal.SIGTERM)
+        child.send_signal(signal.SIGINT)
+    await asyncio.gather(*(desk.pool.prepare(desk.prepare_job(png(noise(16, 16, 3)))) for _ in range(4)))
+    assert desk.pool.num_deaths == 0
+
+
+async def test_the_event_loop_goes_on_while_processors_work(desk: Desk) -> None:
+    jobs = [asyncio.create_task(desk.pool.compose(desk.slow_job())) for _ in range(2)]
+    await until_running(desk.pool, 2)
+    worst = 0.0
+    cpu = time.thread_time()
+    while not all(job.done() for job in jobs):
+        before = time.thread_time()
+        await asyncio.sleep(0.005)
+        worst = max(worst, time.thread_time() - before)
+    assert worst < 0.01  # of this thread's own time: the machine may be busy
+    assert time.thread_time() - cpu < 0.5
+
+
+async def test_processors_stay_light_and_idle(desk: Desk) -> None:
+    await asyncio.gather(*(desk.pool.compose(desk.slow_job()) for _ in range(2)))
+    before = [sum(child.cpu_times()[:2]) for child in processors(desk.pool)]
+    await asyncio.sleep(0.5)
+    assert [sum(child.cpu_times()[:2]) for child in processors(desk.pool)] == before
+    for child in processors(desk.pool):
+        assert child.num_threads() <= 3
+        private = child.memory_full_info().uss
+        assert private < 120 * 1024**2, "decoded pixels are still held"
+
+
+async def test_a_processor_leaves_with_its_parent() -> None:
+    code = (
+        "import asyncio, os\n"
+        "from core.config import ImageConfig\nfrom core.ipc.shared_array import Arena\n"
+        "from engine.image_pool import ImagePool\n"
+        "async def main():\n"
+        "    pool = ImagePool(ImageConfig(image_workers=2), Arena.create(1, 4096))\n"
+        "    await pool.start()\n"
+        "    print(*(p.child.pid for p in pool._processors), flush=True)\n"
+        "    await asyncio.sleep(60)\n"
+        "asyncio.run(main())\n"
+    )
+    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE)
+    assert parent.stdout is not None
+    pids = [int(pid) for pid in (await parent.stdout.readline()).split()]
+    assert len(pids) == 2
+    parent.kill()
+    await parent.wait()
+    async with asyncio.timeout(5):
+        for pid in pids:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                    await asyncio.sleep(0.02)
