@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -17,11 +17,22 @@ from core.validation import check_choice, check_decimal, check_integer, check_le
 Kind = Literal["string", "integer", "number", "boolean"]
 Value = str | int | float | bool
 
+T = TypeVar("T")
 MAX_PROMPT_CHARACTERS = 32000
 _INTEGER = re.compile(r"[+-]?[0-9]{1,30}")
 _DECIMAL = re.compile(r"[+-]?([0-9]{1,30}(\.[0-9]{0,40})?|\.[0-9]{1,40})([eE][+-]?[0-9]{1,4})?")
 _NOT_FINITE = re.compile(r"[+-]?(nan|inf|infinity)", re.IGNORECASE)
 _KIND_OF_JSON = {str: "string", int: "integer", float: "number", bool: "boolean", dict: "object", list: "array"}
+
+
+def decode_json(data: bytes | bytearray | msgspec.Raw, type_: type[T]) -> T:
+    """`data` as `type_`. Raises InvalidRequestError (``invalid_json``); msgspec.ValidationError passes."""
+    try:
+        return msgspec.json.decode(data, type=type_)
+    except msgspec.ValidationError:
+        raise
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequestError(f"Could not parse the JSON body: {error}.", code="invalid_json") from error
 
 
 @dataclass(frozen=True)
@@ -52,7 +63,7 @@ class Field:
 
     def from_json(self, raw: msgspec.Raw) -> Value | None:
         """The value of a JSON member, None for null; raises InvalidRequestError."""
-        value = msgspec.json.decode(raw)
+        value: Any = decode_json(raw, object)
         match self.kind, value:
             case _, None:
                 return None

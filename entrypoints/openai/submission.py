@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from core.errors import AbortedError, InvalidRequestError
 from entrypoints.openai.errors import RequestTooLargeError, UnsupportedContentTypeError
-from entrypoints.openai.fields import EDIT_FIELDS, Field, Value
+from entrypoints.openai.fields import EDIT_FIELDS, Field, Value, decode_json
 from entrypoints.openai.multipart import Part, read_multipart
 from entrypoints.openai.uploads import SpooledUpload, decode_base64, pieces_of
 
@@ -181,9 +181,9 @@ async def _read_json(request: Request, limit: int) -> dict[str, msgspec.Raw]:
         if len(body) > limit:
             raise _body_too_large(limit)
     try:
-        return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequestError(f"Could not parse the JSON body: {error}.", code="invalid_json") from error
+        return decode_json(body, dict[str, msgspec.Raw])
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError("The JSON body must be an object.", code="invalid_json") from error
 
 
 def _pop_images(submission: Submission, members: dict[str, msgspec.Raw]) -> dict[str, tuple[memoryview, bool]]:
@@ -225,7 +225,7 @@ def _member(raw: msgspec.Raw | None, type_: type[T], param: str, expected: str) 
     if raw is None:
         return None
     try:
-        return msgspec.json.decode(raw, type=type_ | None)
+        return decode_json(raw, type_) if bytes(memoryview(raw)[:4]) != b"null" else None
     except msgspec.ValidationError as error:
         raise _invalid_type(param, expected, "something else") from error
 
@@ -239,7 +239,7 @@ def _string(raw: msgspec.Raw | None, param: str) -> memoryview | None:
         raise _invalid_type(param, "a string", "something else")
     if _ESCAPE.search(text) is None:
         return text[1:-1]
-    return memoryview(msgspec.json.decode(raw, type=str).encode())
+    return memoryview(decode_json(raw, str).encode())
 
 
 async def _text_pieces(text: memoryview) -> AsyncIterator[bytes]:

@@ -1,0 +1,103 @@
+"""An engine that only records what it is asked: for tests of the HTTP side alone."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from core.messages import ModelInfo
+from engine.edit import EditInput, EditReport, ImageOutput
+from engine.metrics import Metrics
+
+MODEL = ModelInfo(
+    name="tiny/fill",
+    family="flux-fill",
+    native_size=64,
+    token_size=16,
+    latent_width=64,
+    max_text_tokens=32,
+    default_num_inference_steps=8,
+    default_guidance_scale=30.0,
+    has_guidance=False,
+    has_true_cfg=False,
+    device="cpu",
+    dtype="float32",
+)
+REPORT = EditReport(
+    mask_ratio=0.25,
+    active_tokens=4,
+    image_tokens=16,
+    text_tokens=7,
+    prompt_truncated=False,
+    unmasked=False,
+    num_inference_steps=8,
+    guidance_scale=None,
+    ms={
+        "queue": 1.0,
+        "preprocess": 2.0,
+        "encode": 3.0,
+        "prime": 0.0,
+        "denoise": 4.0,
+        "decode": 5.0,
+        "postprocess": 6.0,
+    },
+)
+
+
+class FakeEngine:
+    """Answers every edit with `payload`; raises `entering` at admission, `failing` after the partial images."""
+
+    def __init__(self, model: ModelInfo = MODEL, payload: bytes = b"\x89PNG not really") -> None:
+        self.metrics = Metrics()
+        self.models = {model.name: model}
+        self.is_ready = True
+        self.payload = payload
+        self.report = REPORT
+        self.entering: Exception | None = None
+        self.failing: Exception | None = None
+        self.gate = asyncio.Event()  # outputs wait for it
+        self.gate.set()
+        self.edits: list[EditInput] = []
+        self.files: dict[str, bytes] = {}  # content of the last edit's uploads
+        self.num_open = 0
+
+    @property
+    def last(self) -> EditInput:
+        return self.edits[-1]
+
+    @asynccontextmanager
+    async def edit(self, request_id: str, edit: EditInput) -> AsyncIterator[AsyncIterator[ImageOutput]]:
+        if self.entering is not None:
+            raise self.entering
+        self.edits.append(edit)
+        for name, upload in (("image", edit.image), ("mask", edit.mask)):
+            if upload is not None:
+                self.files[name] = b"".join([chunk async for chunk in upload.chunks()])
+                assert len(self.files[name]) == upload.size
+        self.num_open += 1
+        try:
+            yield self._outputs(edit)
+        finally:
+            self.num_open -= 1
+
+    async def _outputs(self, edit: EditInput) -> AsyncIterator[ImageOutput]:
+        for index in range(edit.partial_images):
+            yield self._image(edit, 0, index)
+        await self.gate.wait()
+        if self.failing is not None:
+            raise self.failing
+        for index in reversed(range(edit.sampling.n)):  # in no particular order
+            yield self._image(edit, index, None)
+
+    def _image(self, edit: EditInput, index: int, partial: int | None) -> ImageOutput:
+        return ImageOutput(
+            image_index=index,
+            partial_index=partial,
+            data=memoryview(base64.b64encode(self.payload)),
+            width=48,
+            height=32,
+            seed=(edit.sampling.seed or 0) + index,
+            report=self.report if partial is None else None,
+        )

@@ -1,0 +1,348 @@
+"""What holds for every request: headers, envelope, limits, streaming, keys, disconnects."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from fake_engine import FakeEngine
+from test_edit_fields import IMAGE, assert_refused, post_edit, post_json
+
+from core.errors import (
+    DeadlineExceededError,
+    EngineDeadError,
+    InvalidImageError,
+    OutOfMemoryError,
+    OverloadedError,
+)
+from entrypoints.openai import edit_response
+from entrypoints.openai.app import ServerSettings, create_app
+
+MAX_UPLOAD_BYTES = 2 * 1024 * 1024  # as in conftest
+MULTIPART = {"content-type": "multipart/form-data; boundary=b"}
+
+
+# --------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "code"),
+    [
+        (InvalidImageError("bad", param="image", code="invalid_image_file"), 400, "image_generation_user_error", None),
+        (InvalidImageError("big", param="image", code="image_too_large"), 400, "invalid_request_error", None),
+        (OverloadedError("full", retry_after=3.2), 503, "service_unavailable_error", "server_is_overloaded"),
+        (DeadlineExceededError("late"), 504, "server_error", "deadline_exceeded"),
+        (EngineDeadError("/secret/path"), 500, "server_error", "internal_error"),
+        (OutOfMemoryError("/secret/path"), 500, "server_error", "internal_error"),
+        (RuntimeError("/secret/path"), 500, "server_error", "internal_error"),
+    ],
+)
+@pytest.mark.parametrize("moment", ["entering", "failing"])
+async def test_engine_errors(
+    client: httpx.AsyncClient,
+    engine: FakeEngine,
+    error: Exception,
+    status: int,
+    kind: str,
+    code: str | None,
+    moment: str,
+) -> None:
+    """Both at admission and while running, as long as no byte was sent."""
+    setattr(engine, moment, error)
+    response = await post_edit(client)
+    body = response.json()["error"]
+    assert (response.status_code, body["type"]) == (status, kind)
+    assert body["code"] == (code or error.code)
+    assert "/secret/path" not in response.text
+    assert response.headers["x-request-id"].startswith("req_")
+    assert int(response.headers["openai-processing-ms"]) >= 0
+    assert response.headers.get("retry-after") == ("4" if status == 503 else None)
+    assert response.headers.get("x-should-retry") == ("false" if status == 504 else None)
+    assert engine.num_open == 0
+
+
+async def test_unknown_path_and_method(client: httpx.AsyncClient) -> None:
+    assert_refused(await client.get("/v1/nothing"), 404, "unknown_url", None)
+    assert_refused(await client.post("/v1/images/variations", files=[IMAGE]), 404, "unknown_url", None)
+    assert_refused(await client.post("/v1/images/edits/"), 404, "unknown_url", None)
+    response = await client.get("/v1/images/edits")
+    assert_refused(response, 405, "method_not_allowed", None)
+    assert response.headers["allow"] == "POST"
+
+
+async def test_not_ready(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.is_ready = False
+    assert (await client.get("/health")).status_code == 200
+    assert (await client.get("/metrics")).status_code == 200
+    for response in (await client.get("/ready"), await client.get("/v1/models"), await post_edit(client)):
+        assert_refused(response, 503, "server_is_overloaded", None)
+        assert response.headers["retry-after"] == "2"
+
+
+async def test_ready_models_and_metrics(client: httpx.AsyncClient) -> None:
+    assert (await client.get("/ready")).json() == {"status": "ready"}
+    listed = (await client.get("/v1/models")).json()
+    assert [model["id"] for model in listed["data"]] == ["tiny/fill"]
+    for path in ("tiny/fill", "tiny%2Ffill"):
+        assert (await client.get(f"/v1/models/{path}")).json() == listed["data"][0]
+    assert_refused(await client.get("/v1/models/tiny"), 404, "model_not_found", "model")
+    assert "stencil:request_success_total" in (await client.get("/metrics")).text
+
+
+async def test_openapi_document(client: httpx.AsyncClient) -> None:
+    document = (await client.get("/openapi.json")).json()
+    assert document["info"]["title"] == "Stencil"
+    content = document["paths"]["/v1/images/edits"]["post"]["requestBody"]["content"]
+    properties = content["multipart/form-data"]["schema"]["properties"]
+    assert properties["n"] == {"type": "integer", "description": "Images to make.", "minimum": 1, "maximum": 10}
+    assert {"image", "mask", "mask_image", "prompt", "seed"} <= set(properties)
+    assert (await client.get("/docs")).status_code == 200
+
+
+# --------------------------------------------------------------------------------------------------------- API key
+
+
+@pytest.fixture
+async def guarded(engine: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
+    app = create_app(engine, ServerSettings(api_key="sésame", max_upload_bytes=MAX_UPLOAD_BYTES))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        yield client
+
+
+@pytest.mark.parametrize("header", [None, "", "Bearer ", "Bearer wrong", "Basic sésame", "sésame", "Bearer sésame2"])
+async def test_wrong_key(guarded: httpx.AsyncClient, engine: FakeEngine, header: str | None) -> None:
+    headers = {} if header is None else {"authorization": header.encode()}
+    response = await guarded.post("/v1/images/edits", headers=headers, files=[IMAGE])
+    assert_refused(response, 401, "invalid_api_key", None)
+    assert response.headers["www-authenticate"] == "Bearer"
+    assert "sésame" not in response.text
+    assert engine.edits == []
+
+
+async def test_right_key_and_open_paths(guarded: httpx.AsyncClient) -> None:
+    headers = {"authorization": "bearer sésame".encode()}
+    assert (await guarded.get("/v1/models", headers=headers)).status_code == 200
+    assert (await guarded.get("/v1/nothing", headers=headers)).status_code == 404
+    for path in ("/health", "/ready", "/metrics"):
+        assert (await guarded.get(path)).status_code == 200
+
+
+# --------------------------------------------------------------------------------------------------------- limits
+
+
+def part(name: bytes, filename: bytes = b"") -> bytes:
+    file = b'; filename="%s"' % filename if filename else b""
+    return b'--b\r\nContent-Disposition: form-data; name="%s"%s\r\n\r\n' % (name, file)
+
+
+async def endless(head: bytes, sent: list[int]) -> AsyncIterator[bytes]:
+    """A body that would never end: whoever reads on hangs. `sent` counts chunks of 64 KiB."""
+    yield head
+    while True:
+        sent.append(1)
+        yield b"x" * 65536
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(
+    ("name", "filename", "limit", "param"),
+    [
+        (b"image", b"a.png", MAX_UPLOAD_BYTES, "image"),
+        (b"image[]", b"a.png", MAX_UPLOAD_BYTES, "image"),
+        (b"mask", b"a.png", MAX_UPLOAD_BYTES, "mask"),
+        (b"unknown", b"a.png", MAX_UPLOAD_BYTES, "unknown"),
+        (b"mask_image", b"", MAX_UPLOAD_BYTES * 3 // 2, "mask_image"),
+        (b"prompt", b"", 1024 * 1024, "prompt"),
+    ],
+)
+async def test_too_large_part_is_refused_while_it_streams(
+    client: httpx.AsyncClient, name: bytes, filename: bytes, limit: int, param: str
+) -> None:
+    sent: list[int] = []
+    body = endless(part(name, filename), sent)
+    async with asyncio.timeout(10):
+        response = await client.post("/v1/images/edits", content=body, headers=MULTIPART)
+    assert_refused(response, 413, "request_too_large", param)
+    assert limit <= len(sent) * 65536 <= limit + 2 * 65536
+
+
+async def test_too_large_json_is_refused_while_it_streams(client: httpx.AsyncClient) -> None:
+    for path, limit in (("edits", MAX_UPLOAD_BYTES * 3), ("generations", 1024 * 1024)):
+        sent: list[int] = []
+        async with asyncio.timeout(10):
+            response = await client.post(
+                f"/v1/images/{path}", content=endless(b'{"p":"', sent), headers={"content-type": "application/json"}
+            )
+        assert_refused(response, 413, "request_too_large", None)
+        assert len(sent) * 65536 <= limit + 1024 * 1024 + 2 * 65536
+
+
+async def test_declared_length_is_refused_unread(client: httpx.AsyncClient) -> None:
+    sent: list[int] = []
+    headers = MULTIPART | {"content-length": str(10**12)}
+    response = await client.post("/v1/images/edits", content=endless(b"", sent), headers=headers)
+    assert_refused(response, 413, "request_too_large", None)
+    assert sent == []
+
+
+async def test_images_beyond_the_first_are_not_stored(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    big = b"y" * (MAX_UPLOAD_BYTES - 1)
+    images = [("image[]", ("a.png", big))] * 16
+    assert (await post_edit(client, images)).status_code == 200
+    assert engine.files["image"] == big
+
+
+async def test_json_image_over_the_limit(client: httpx.AsyncClient) -> None:
+    url = "data:image/png;base64," + "AAAA" * (MAX_UPLOAD_BYTES // 3 + 2)
+    response = await post_json(client, {"prompt": "p", "images": [{"image_url": url}]})
+    assert_refused(response, 413, "request_too_large", "image")
+
+
+# --------------------------------------------------------------------------------------------------------- streams
+
+
+async def test_events_byte_for_byte(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    response = await post_edit(client, stream="true", partial_images="1", quality="low")
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "text/event-stream"
+    assert response.headers["cache-control"] == "no-cache"
+    assert response.headers["x-accel-buffering"] == "no"
+    assert response.headers["x-request-id"].startswith("req_")
+    first, last, rest = response.content.split(b"\n\n")
+    assert rest == b""
+    created = json.loads(first.split(b"data: ")[1])["created_at"]
+    b64 = b"iVBORyBub3QgcmVhbGx5"
+    assert first == (
+        b'event: image_edit.partial_image\ndata: {"type":"image_edit.partial_image","b64_json":"%s","created_at":%d,'
+        b'"size":"48x32","quality":"low","background":"auto","output_format":"png","partial_image_index":0}'
+    ) % (b64, created)
+    assert last.startswith(
+        b'event: image_edit.completed\ndata: {"type":"image_edit.completed","b64_json":"%s","created_at":' % b64
+    )
+    data = json.loads(last.split(b"data: ")[1])
+    assert data["usage"]["total_tokens"] == data["usage"]["input_tokens"] + data["usage"]["output_tokens"]
+    assert data["stencil"]["ignored"] == []
+
+
+async def test_stream_of_several_generations(client: httpx.AsyncClient) -> None:
+    response = await post_json(client, {"prompt": "p", "n": 3, "stream": True, "seed": 5}, "generations")
+    events = [json.loads(event.split("data: ")[1]) for event in response.text.split("\n\n")[:-1]]
+    assert {event["type"] for event in events} == {"image_generation.completed"}
+    assert sorted(event["stencil"]["seed"] for event in events) == [5, 6, 7]
+
+
+@pytest.mark.parametrize("error", [DeadlineExceededError("late"), RuntimeError("/secret/path")])
+async def test_failure_after_the_headers_is_the_last_event(
+    client: httpx.AsyncClient, engine: FakeEngine, error: Exception
+) -> None:
+    engine.failing = error
+    response = await post_edit(client, stream="true", partial_images="1")
+    assert response.status_code == 200
+    partial, failure, rest = response.text.split("\n\n")
+    assert partial.startswith("event: image_edit.partial_image\n")
+    assert rest == ""
+    head, data = failure.split("\n")
+    assert head == "event: error"
+    body = json.loads(data.removeprefix("data: "))
+    assert body["type"] == "error"
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["type"] == "server_error"
+    assert "/secret/path" not in response.text
+
+
+async def test_errors_before_the_stream_are_plain_answers(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    assert_refused(await post_edit(client, stream="true", n="11"), 400, "integer_above_max_value", "n")
+    engine.entering = OverloadedError("full", retry_after=1)
+    assert_refused(await post_edit(client, stream="true"), 503, "server_is_overloaded", None)
+
+
+async def test_keep_alive_comments(
+    client: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(edit_response, "KEEP_ALIVE_SECONDS", 0.02)
+    engine.gate.clear()
+    asyncio.get_running_loop().call_later(0.1, engine.gate.set)
+    response = await post_edit(client, stream="true")
+    *comments, last = response.text.split("\n\n")[:-1]
+    assert len(comments) >= 2
+    assert set(comments) == {": keep-alive"}
+    assert last.startswith("event: image_edit.completed\n")
+
+
+# --------------------------------------------------------------------------------------------------------- raw ASGI
+
+
+class Exchange:
+    """One request to an app by hand: what it sends, and a client that can go away."""
+
+    def __init__(self, app: Any, body: bytes, headers: dict[str, str]) -> None:
+        self.sent: list[dict[str, Any]] = []
+        self.gone = asyncio.Event()
+        self.started = asyncio.Event()
+        self._app, self._body, self._headers = app, body, headers
+        self._is_body_sent = False
+
+    async def run(self) -> None:
+        raw = [(name.encode(), value.encode()) for name, value in self._headers.items()]
+        scope = {"type": "http", "method": "POST", "path": "/v1/images/edits", "headers": raw, "query_string": b""}
+        await self._app(scope, self._receive, self._send)
+
+    async def _receive(self) -> dict[str, Any]:
+        if not self._is_body_sent:
+            self._is_body_sent = True
+            return {"type": "http.request", "body": self._body, "more_body": False}
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        self.sent.append(message)
+        self.started.set()
+
+
+def form(**fields: str) -> bytes:
+    parts = [part(name.encode()) + value.encode() + b"\r\n" for name, value in ({"prompt": "p"} | fields).items()]
+    return b"".join([*parts, part(b"image", b"a.png"), b"bytes\r\n--b--\r\n"])
+
+
+@pytest.mark.parametrize("stream", ["true", "false"])
+async def test_disconnect_leaves_the_edit(engine: FakeEngine, stream: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "stencil.access")
+    engine.gate.clear()
+    app = create_app(engine, ServerSettings(api_key=None, max_upload_bytes=MAX_UPLOAD_BYTES))
+    exchange = Exchange(app, form(stream=stream, partial_images="1"), MULTIPART)
+    task = asyncio.create_task(exchange.run())
+    async with asyncio.timeout(5):
+        while not engine.num_open:
+            await asyncio.sleep(0.01)
+        exchange.gone.set()
+        await task
+    assert engine.num_open == 0
+    assert " 499 " in caplog.text
+
+
+async def test_big_answers_leave_in_pieces(engine: FakeEngine) -> None:
+    engine.payload = bytes(range(256)) * 8192  # 2 MiB, 2.7 MB of base64
+    app = create_app(engine, ServerSettings(api_key=None, max_upload_bytes=MAX_UPLOAD_BYTES))
+    for stream in ("true", "false"):
+        exchange = Exchange(app, form(stream=stream), MULTIPART)
+        await exchange.run()
+        pieces = [message["body"] for message in exchange.sent[1:]]
+        assert max(map(len, pieces)) <= 256 * 1024
+        assert all(isinstance(piece, bytes) for piece in pieces)
+        assert sum(map(len, pieces)) > 2_700_000
+
+
+async def test_access_log_holds_no_content(client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    response = await post_edit(client, prompt="a secret wish", user="somebody")
+    lines = [record.getMessage() for record in caplog.records if record.name == "stencil.access"]
+    assert len(lines) == 1
+    assert response.headers["x-request-id"] in lines[0]
+    assert "POST /v1/images/edits 200" in lines[0]
+    assert "secret" not in caplog.text
+    assert "somebody" not in caplog.text

@@ -1,0 +1,82 @@
+"""The command line: defaults, one-line errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from core.config import StencilConfig
+from core.errors import ConfigError
+from entrypoints.serve_args import check_model, parse_options
+
+
+def test_defaults_are_the_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("STENCIL_API_KEY", raising=False)
+    options = parse_options([])
+    assert options.config == StencilConfig()
+    assert (options.host, options.port, options.api_key) == ("127.0.0.1", 8000, None)
+
+
+def test_every_flag_lands() -> None:
+    flags = "--model m/n --served-model-name x --dtype bfloat16 --device cuda:1 --threads 3 --max-num-seqs 2"
+    flags += " --max-num-batched-tokens 99 --max-queue 5 --image-workers 4 --workers-per-engine 2 --max-stage-ms 7.5"
+    flags += " --max-upload-bytes 1000 --max-pixels 4096 --drain-seconds 1.5 --api-key k --port 0 --log-level debug"
+    options = parse_options(flags.split())
+    model, scheduler, image = options.model, options.config.engine.scheduler, options.config.image
+    assert (model.model, model.name, model.dtype, model.device, model.threads) == ("m/n", "x", "bfloat16", "cuda:1", 3)
+    assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens, scheduler.max_stage_ms) == (2, 99, 7.5)
+    assert (image.image_workers, image.max_upload_bytes, image.max_pixels) == (4, 1000, 4096)
+    assert (options.config.max_queue, options.config.engine.workers_per_engine) == (5, 2)
+    assert (options.config.engine.drain_seconds, options.api_key, options.port) == (1.5, "k", 0)
+
+
+def test_key_from_the_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("STENCIL_API_KEY", "from-env")
+    assert parse_options([]).api_key == "from-env"
+    assert parse_options(["--api-key", "flag"]).api_key == "flag"
+    with pytest.raises(SystemExit, match="0"):
+        parse_options(["--help"])
+    assert "from-env" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--port 70000",
+        "--port x",
+        "--dtype int8",
+        "--device tpu",
+        "--threads -1",
+        "--max-num-seqs 0",
+        "--drain-seconds nan",
+        "--max-queue",
+        "--nonsense",
+        "--max-q 3",
+        "stray",
+    ],
+)
+def test_bad_flag_is_one_line(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse_options(flags.split())
+    error = capsys.readouterr().err
+    assert error.startswith("stencil: error: ")
+    assert error.count("\n") == 1
+
+
+def test_help_tells_every_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        parse_options(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for default in ("(default: 8000)", "(default: 256)", "(default: 60.0)", "(default: auto)", "(default: 52428800)"):
+        assert default in text
+
+
+def test_check_model(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for bad in (tmp_path, tmp_path / "file", tmp_path / "missing", "./missing", "missing", "a/b/c"):
+        with pytest.raises(ConfigError):
+            check_model(str(bad))
+    (tmp_path / "model_index.json").touch()
+    check_model(str(tmp_path))
+    check_model("black-forest-labs/FLUX.1-Fill-dev")
