@@ -1,0 +1,151 @@
+"""The reference: a loop over diffusers' own FluxFillPipeline, in a process of its own, told by its parent when to run.
+
+Protocol, one JSON object a line. First the child says what an edit costs and what the machine can do (`Limits`); then
+each `Job` on standard input is answered by the seconds it took. The pipeline gets decoded pictures and its results are
+not encoded, so file formats cost it nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from benchmarks.server import ROOT
+from benchmarks.workload import IMAGE, MASK, EditSpec, edit_specs
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Job:
+    """So many edits, one after the other."""
+
+    first: int
+    number: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class Limits:
+    """flop_per_edit: a multiply-add counts two. peak_flops: per second, of a large matrix product in the same dtype."""
+
+    flop_per_edit: float
+    peak_flops: float
+
+    @property
+    def edits_per_second(self) -> float:
+        """What a machine that did nothing but matrix products could do."""
+        return self.peak_flops / self.flop_per_edit
+
+
+class PipelineLoop:
+    """The parent's side."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self.limits = Limits(**self._read())
+
+    def run(self, job: Job) -> float:
+        """Seconds that the job took. Raises RuntimeError if the child is gone."""
+        assert self._process.stdin is not None
+        print(json.dumps(asdict(job)), file=self._process.stdin, flush=True)
+        seconds: float = self._read()["seconds"]
+        return seconds
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the diffusers loop left with status {self._process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+@contextmanager
+def start_pipeline_loop(model: str, dtype: str, threads: int, steps: int) -> Iterator[PipelineLoop]:
+    """A loaded and warmed pipeline; its process ends on leaving."""
+    command = [sys.executable, "-m", "benchmarks.pipeline_loop", model, dtype, str(threads), str(steps)]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield PipelineLoop(process)
+        finally:
+            process.terminate()
+
+
+def main(model: str, dtype: str, threads: int, steps: int) -> None:
+    import torch  # only the child needs it
+    from diffusers import FluxFillPipeline
+
+    torch.set_num_threads(threads)
+    pipeline = FluxFillPipeline.from_pretrained(model, torch_dtype=getattr(torch, dtype))
+    pipeline.set_progress_bar_config(disable=True)
+    edit = _Edit(pipeline)
+    warm_up = edit_specs(0, 1, steps)[0]
+    edit(warm_up)
+    _say(asdict(Limits(_count_flop(edit, warm_up), _peak_flops(getattr(torch, dtype)))))
+    for line in sys.stdin:
+        job = Job(**json.loads(line))
+        start = time.perf_counter()
+        for spec in edit_specs(job.first, job.number, job.steps):
+            edit(spec)
+        _say({"seconds": time.perf_counter() - start})
+
+
+class _Edit:
+    """One edit of the example, as diffusers' documentation shows it."""
+
+    def __init__(self, pipeline: Any) -> None:
+        from PIL import Image, ImageOps
+
+        self._pipeline = pipeline
+        self._image = Image.open(IMAGE).convert("RGB")
+        self._mask = ImageOps.invert(Image.open(MASK).getchannel("A"))  # diffusers: white = edit
+        self._text_length = min(512, pipeline.tokenizer_2.model_max_length)
+
+    def __call__(self, spec: EditSpec) -> None:
+        import torch
+
+        self._pipeline(
+            prompt=spec.prompt,
+            image=self._image,
+            mask_image=self._mask,
+            width=self._image.width,
+            height=self._image.height,
+            num_inference_steps=spec.num_inference_steps,
+            max_sequence_length=self._text_length,
+            generator=torch.Generator("cpu").manual_seed(spec.seed),
+        )
+
+
+def _count_flop(edit: _Edit, spec: EditSpec) -> float:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        edit(spec)
+    return float(counter.get_total_flops())
+
+
+def _peak_flops(dtype: Any, side: int = 2048, seconds: float = 2.0) -> float:
+    import torch
+
+    a, b = (torch.randn(side, side).to(dtype) for _ in range(2))
+    torch.mm(a, b)
+    start, products = time.perf_counter(), 0
+    while time.perf_counter() - start < seconds:
+        torch.mm(a, b)
+        products += 1
+    return 2.0 * side**3 * products / (time.perf_counter() - start)
+
+
+def _say(answer: dict[str, Any]) -> None:
+    print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

@@ -1,0 +1,27 @@
+"""How results are shown: a table for people, then one line of JSON for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+Value = float | int | str
+
+
+def print_report(title: str, rows: Sequence[tuple[str, str]], result: Mapping[str, Value]) -> None:
+    """rows: (what, measured) as people read it. result: plain numbers under names with units."""
+    width = max(len(name) for name, _ in rows)
+    print(title)
+    for name, value in rows:
+        print(f"  {name:<{width}}  {value}")
+    print(json.dumps({name: _rounded(value) for name, value in result.items()}), flush=True)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least `share` (0..1) of the values do not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def _rounded(value: Value) -> Value:
+    return round(value, 5) if isinstance(value, float) else value

@@ -1,0 +1,86 @@
+"""A server started as a user starts it, on a free port, and stopped as an operator stops it."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+ROOT = Path(__file__).resolve().parent.parent
+READY_SECONDS = 300.0
+STOP_SECONDS = 90.0
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server. started: when its process was spawned, in seconds of CLOCK_MONOTONIC."""
+
+    process: subprocess.Popen[bytes]
+    host: str
+    port: int
+    started: float
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    def wait_for(self, path: str) -> float:
+        """Ask `path` until it answers 200; seconds since the start. Raises RuntimeError if the process ends before."""
+        while time.monotonic() - self.started < READY_SECONDS:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the server left with status {self.process.returncode}")
+            if self._answers(path):
+                return time.monotonic() - self.started
+            time.sleep(0.02)
+        raise TimeoutError(f"{path} did not answer within {READY_SECONDS:g} s")
+
+    def _answers(self, path: str) -> bool:
+        try:
+            return httpx.get(self.url + path, timeout=5.0).status_code == 200
+        except httpx.TransportError:
+            return False
+
+
+@contextmanager
+def start_server(flags: Sequence[str] = ()) -> Iterator[Server]:
+    """Spawn ``python -m entrypoints.serve`` with these flags; it has not answered yet. Terminated on leaving."""
+    host, port = "127.0.0.1", free_port()
+    command = [sys.executable, "-m", "entrypoints.serve", "--host", host, "--port", str(port), *flags]
+    started = time.monotonic()
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+        try:
+            yield Server(process, host, port, started)
+        finally:
+            _stop(process)
+
+
+@contextmanager
+def ready_server(flags: Sequence[str] = ()) -> Iterator[Server]:
+    """A server whose model is loaded."""
+    with start_server(flags) as server:
+        server.wait_for("/ready")
+        yield server
+
+
+def free_port() -> int:
+    """A TCP port nobody listens on now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise

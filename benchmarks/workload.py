@@ -1,0 +1,77 @@
+"""The edits that benchmarks send: the example picture and mask, prompts in turn, seeds counted up."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from openai import AsyncOpenAI
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+IMAGE = EXAMPLES / "person.png"
+MASK = EXAMPLES / "person_mask.png"
+PROMPTS = (
+    "a red striped shirt",
+    "a blue plain sweater",
+    "a green checked coat",
+    "a yellow dotted shirt",
+    "a purple plain shirt",
+    "an orange striped sweater",
+)
+
+
+@dataclass(frozen=True)
+class EditSpec:
+    """One edit, in the words of both the server and diffusers. num_inference_steps: 1..200."""
+
+    prompt: str
+    seed: int
+    num_inference_steps: int
+
+
+def edit_specs(first: int, number: int, steps: int) -> list[EditSpec]:
+    """`number` different edits; `first` is the first seed."""
+    return [EditSpec(PROMPTS[seed % len(PROMPTS)], seed, steps) for seed in range(first, first + number)]
+
+
+def openai_client(url: str) -> AsyncOpenAI:
+    """The official client, which here never tries again: a failed edit must show."""
+    return AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+async def send_edit(client: AsyncOpenAI, spec: EditSpec, image: bytes, mask: bytes) -> float:
+    """Send one edit and wait for its picture; seconds it took. Raises openai.APIError."""
+    start = time.perf_counter()
+    result = await client.images.edit(
+        image=("image.png", image, "image/png"),
+        mask=("mask.png", mask, "image/png"),
+        prompt=spec.prompt,
+        extra_body={"seed": spec.seed, "num_inference_steps": spec.num_inference_steps},
+    )
+    if not (result.data and result.data[0].b64_json):
+        raise ValueError("the answer holds no picture")
+    return time.perf_counter() - start
+
+
+async def run_clients(client: AsyncOpenAI, specs: Iterable[EditSpec], concurrency: int) -> list[float]:
+    """So many clients, each sending its next edit when the last one is back; seconds of every edit."""
+    image, mask = IMAGE.read_bytes(), MASK.read_bytes()
+    queue, seconds = iter(specs), list[float]()
+
+    async def one_client(queue: Iterator[EditSpec]) -> None:
+        for spec in queue:
+            seconds.append(await send_edit(client, spec, image, mask))
+
+    async with asyncio.TaskGroup() as clients:
+        for _ in range(concurrency):
+            clients.create_task(one_client(queue))
+    return seconds
+
+
+def available_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0))
