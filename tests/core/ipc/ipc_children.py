@@ -58,12 +58,14 @@ def fill_array(config: bytes, fds: list[int]) -> None:
 
 def report(config: bytes, fds: list[int]) -> None:
     """Write what the child sees of itself to the pipe fds[0]."""
+    fds_open = sorted(int(fd) for fd in os.listdir("/proc/self/fd") if Path(f"/proc/self/fd/{fd}").exists())
     seen = {
         "config": config.decode(),
         "argv": Path("/proc/self/cmdline").read_bytes().decode().split("\0"),
         "comm": Path("/proc/self/comm").read_text().strip(),
         "path": sys.path,
-        "open": sorted(int(fd) for fd in os.listdir("/proc/self/fd") if Path(f"/proc/self/fd/{fd}").exists()),
+        "open": fds_open,
+        "inheritable": [fd for fd in fds_open if os.get_inheritable(fd)],
         "fds": fds,
         "lifeline": lifeline(),
         "group": os.getpgrp(),

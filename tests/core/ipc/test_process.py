@@ -59,6 +59,7 @@ def test_a_child_gets_config_path_and_descriptors(report: dict[str, Any]) -> Non
     assert report["config"] == "the prompt\nin two lines"
     assert report["path"] == sys.path
     assert report["open"] == sorted([0, 1, 2, *report["fds"], report["lifeline"]])
+    assert report["inheritable"] == [0, 1, 2]
 
 
 def test_argv_shows_the_name_and_no_config(report: dict[str, Any]) -> None:
@@ -71,6 +72,7 @@ def test_a_child_leaves_ctrl_c_to_its_parent(report: dict[str, Any]) -> None:
     assert report["sigint"]
     assert report["sigterm"]
     assert report["blocked"] == []
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
     assert report["group"] == os.getpgrp()
 
 
@@ -153,7 +155,7 @@ def test_nothing_is_left_open(runner: asyncio.Runner) -> None:
             assert await anext(channel.messages()) == b"x"
             channel.close()
             assert await child.stop(grace=20) == 0
-        with pytest.raises(OSError):
+        with pytest.raises(OSError, match="Bad file descriptor"):
             spawn("a:b", b"", [99999], "bad descriptor")
 
     runner.run(asyncio.sleep(0))  # the loop opens its own

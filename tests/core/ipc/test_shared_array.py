@@ -77,7 +77,7 @@ async def test_a_child_computes_in_place(arena: Arena) -> None:
     ],
 )
 def test_a_wrong_handle_is_refused(arena: Arena, ref: ArrayRef) -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=r"arena|shape|aligned|dtype"):
         arena.view(ref)
 
 
@@ -151,7 +151,7 @@ def test_full_says_so_and_recovers() -> None:
     allocator.free(ref)
     assert allocator.alloc(16 * PAGE) == ref
     for wrong in (0, -1):
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match="cannot allocate"):
             allocator.alloc(wrong)
     arena.close()
 
@@ -217,5 +217,5 @@ def test_carve_cuts_inside_a_region(arena: Arena) -> None:
     [(0, (26,), "float32"), (4, (25,), "float32"), (2, (1,), "float32"), (-4, (1,), "float32"), (0, (1,), "object")],
 )
 def test_carve_refuses(offset: int, shape: tuple[int, ...], dtype: str) -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=r"does not fit|aligned|dtype"):
         carve(ArrayRef(7, 640, (100,), "uint8"), offset, shape, dtype)
