@@ -10,7 +10,7 @@ import asyncio
 import shutil
 import tempfile
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,9 @@ from engine.engine_client import EngineClient
 from engine.image_pool import ImagePool
 from engine.metrics import Metrics
 
+SETTLE_SECONDS = 3.0
+"""How long callers may hold on to their last outputs once the engine has stopped."""
+
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
 """Bounds of what a refused client is told to wait; clients of the OpenAI SDK ignore more than 120 s."""
 
@@ -39,7 +42,8 @@ class AsyncEngine:
         self.models: dict[str, ModelInfo] = {}  # name -> info; empty until ready
         self._log_level = log_level
         self._num_images = 0  # admitted and not yet cleaned up, n per edit
-        self._is_closing = False
+        self._is_closing = False  # refuses new edits
+        self._is_closed = False  # its processes and its memory are gone
         self._actor: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
         self._idle = asyncio.Event()
@@ -68,11 +72,9 @@ class AsyncEngine:
     async def shutdown(self, drain_seconds: float) -> None:
         """Refuse new edits, let running ones finish within `drain_seconds`, leave no process and no memory behind."""
         self._is_closing = True
-        try:
+        with suppress(TimeoutError):  # what is left then is aborted by the engine's end
             async with asyncio.timeout(drain_seconds):
                 await self._idle.wait()
-        except TimeoutError:
-            pass  # what is left is failed by the engine's end, below
         self._stopping.set()
         if self._actor is not None:
             await self._actor
@@ -89,11 +91,19 @@ class AsyncEngine:
                 await self._stopping.wait()
                 await self.client.stop()
                 await engine
+                await self._settle()
             await self.images.stop()
         finally:
+            self._is_closed = True
             self.client.close()
             shutil.rmtree(self._runtime_dir, ignore_errors=True)
             self._arena.close()
+
+    async def _settle(self) -> None:
+        """Every request has its terminal output by now: give callers a moment to take it and leave their contexts."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SETTLE_SECONDS):
+                await self._idle.wait()
 
     # ---------------------------------------------------------------------------------- edits
 
@@ -113,7 +123,8 @@ class AsyncEngine:
             yield session.outputs()
         finally:
             session.give_up()
-            self._tasks.create_task(self._clean_up(session))
+            if not self._is_closed:  # afterwards there is nothing left to free
+                self._tasks.create_task(self._clean_up(session))
 
     async def _clean_up(self, session: EditSession) -> None:
         await session.close()
