@@ -15,6 +15,7 @@ from entrypoints.openai.errors import InvalidApiKeyError, describe
 REQUEST_ID = "stencil.request_id"  # keys of the ASGI scope
 CLIENT_GONE = "stencil.client_gone"
 CLIENT_GONE_STATUS = 499  # only ever in the log
+_PROBES = ("/health", "/ready", "/metrics")  # asked every few seconds by machines
 
 _access_log = logging.getLogger("stencil.access")
 _log = logging.getLogger("stencil.api")
@@ -59,7 +60,8 @@ class RequestContext:
 def _log_access(scope: Scope, request_id: str, status: int, seconds: float) -> None:
     client = (scope.get("client") or ("-",))[0]
     path = scope["path"].encode("unicode_escape").decode()
-    _access_log.info("%s %s %s %s %d %.0f ms", client, request_id, scope["method"], path, status, seconds * 1e3)
+    level = logging.DEBUG if path in _PROBES else logging.INFO
+    _access_log.log(level, "%s %s %s %s %d %.0f ms", client, request_id, scope["method"], path, status, seconds * 1e3)
 
 
 class ApiKeyGuard:

@@ -1,0 +1,33 @@
+"""One real server on a small random checkpoint, shared by the tests of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from checkpoints import make_flux_fill
+from server_process import ServerProcess, start
+
+API_KEY = "sk-local"
+NUM_STEPS = 4  # the checkpoint's default
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "flux"
+    return make_flux_fill(path, generation_config={"num_inference_steps": NUM_STEPS})
+
+
+@pytest.fixture(scope="session")
+def server_flags(tiny_checkpoint: Path) -> tuple[str, ...]:
+    return ("--model", str(tiny_checkpoint), "--served-model-name", "tiny/fill", "--threads", "1", "--dtype", "float32")
+
+
+@pytest.fixture(scope="session")
+def server(server_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """Ready, with an API key and small limits; at the end it must leave cleanly, with all its children."""
+    flags = ("--api-key", API_KEY, "--max-queue", "16", "--max-upload-bytes", "4000000", "--max-pixels", "4000000")
+    server = start(tmp_path_factory.mktemp("server") / "scratch", *server_flags, *flags)
+    yield server
+    assert server.stop() == 0, server.log.read_text()

@@ -1,0 +1,81 @@
+"""The real server as a child process: start, wait until it is ready, end it, and see that nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+READY_SECONDS = 120.0
+EXIT_SECONDS = 30.0
+
+
+@dataclass
+class ServerProcess:
+    """A started server; `log` and `scratch` are its stderr and its temporary directory."""
+
+    process: subprocess.Popen[str]
+    url: str
+    log: Path
+    scratch: Path
+
+    @property
+    def base_url(self) -> str:
+        """What an OpenAI client is given."""
+        return f"{self.url}/v1"
+
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Signal it, wait for its end, and assert that no child and no file is left. The exit status."""
+        children = self.children()
+        self.process.send_signal(number)
+        return self.wait(children)
+
+    def wait(self, children: Sequence[psutil.Process]) -> int:
+        status = self.process.wait(EXIT_SECONDS)
+        _, alive = psutil.wait_procs(children, timeout=5)
+        assert not alive, f"left behind: {alive}"
+        left = list(self.scratch.iterdir())
+        assert not left, f"left behind: {left}"
+        return status
+
+
+def spawn(scratch: Path, *flags: str) -> subprocess.Popen[str]:
+    """``python -m entrypoints.serve`` on a free port; stdout is a pipe, stderr goes to ``<scratch>.log``."""
+    scratch.mkdir()
+    command = [sys.executable, "-m", "entrypoints.serve", "--port", "0", *flags]
+    environment = {**os.environ, "TMPDIR": str(scratch), "PYTHONUNBUFFERED": "1"}
+    with scratch.with_suffix(".log").open("w") as log:
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=log, text=True)
+
+
+def start(scratch: Path, *flags: str) -> ServerProcess:
+    """Started and ready; the address is the one its ready line tells."""
+    process = spawn(scratch, *flags)
+    log = scratch.with_suffix(".log")
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line.startswith("Stencil ready on http://"):
+        process.kill()
+        raise AssertionError(f"not ready: {line!r}\n{log.read_text()}")
+    server = ServerProcess(process, line.split()[3], log, scratch)
+    wait_until_ready(server.url)
+    return server
+
+
+def wait_until_ready(url: str) -> None:
+    deadline = time.monotonic() + READY_SECONDS
+    while httpx.get(f"{url}/ready").status_code != 200:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
