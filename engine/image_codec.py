@@ -280,7 +280,8 @@ class _Sink(io.RawIOBase):
 # A PNG writer of our own. For 12 MP of photo-like pixels with sensor noise, on one core, Pillow takes 0.99 s and 19.9
 # MB at level 1, 4.3 s and 16.9 MB at level 6. Here every row is filtered by "up" and deflated with run lengths and
 # Huffman codes only, in 0.36 s and 17.1 MB (without run lengths 0.31 s, but flat areas cannot fall below one bit a
-# byte). Strips bound the memory and suit the cache.
+# byte). The price is drawings: one of flat shapes and text takes 245 kB instead of 189. Strips bound the memory and
+# suit the cache.
 _STRIP_BYTES = 1024 * 1024
 _UP_FILTER = 2
 

@@ -127,8 +127,7 @@ class ImagePool:
                 for processor in self._processors:
                     processor.channel.close()
         finally:
-            while self._queue:
-                _fail(self._queue.popleft(), "the image processors have stopped")
+            self._fail_queue("the image processors have stopped")
 
     # ------------------------------------------------------------------------------------------------- jobs
 
@@ -174,6 +173,10 @@ class ImagePool:
                 loop = asyncio.get_running_loop()
                 processor.limit = loop.call_later(JOB_SECONDS, processor.child.kill)
 
+    def _fail_queue(self, reason: str) -> None:
+        while self._queue:
+            _fail(self._queue.popleft(), reason)
+
     def _idle_processor(self) -> _Processor | None:
         for processor in self._processors:
             if processor.job is None:
@@ -184,8 +187,8 @@ class ImagePool:
             return self._start_processor()
         except OSError as error:
             logger.error("cannot replace an image processor: %s", error)
-            if not self._processors:
-                _fail(self._queue.popleft(), f"cannot start an image processor: {error}")
+            if not self._processors:  # else one of them comes back for the queue
+                self._fail_queue("no image processor can be started")
             return None
 
     def _take_answer(self, processor: _Processor, answer: FromImageProcessor) -> None:

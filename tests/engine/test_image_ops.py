@@ -531,6 +531,16 @@ def test_soft_masks_blend_by_the_formula() -> None:
     assert np.array_equal(result, blend(image, opaque, keep))
 
 
+def test_every_blend_of_two_values_is_rounded_to_the_nearest() -> None:
+    source = np.arange(256, dtype=np.uint8)[:, None, None].repeat(256, axis=1).repeat(3, axis=2)
+    generated = source.transpose(1, 0, 2).copy()
+    for alpha in range(255):
+        canvas = Image.fromarray(source)
+        image_ops.paste_generated(canvas, generated, np.full((256, 256), alpha, np.uint8))
+        exact = (source[..., :1].astype(int) * alpha + generated[..., :1].astype(int) * (255 - alpha)) * 2
+        assert (np.abs(np.asarray(canvas)[..., :1].astype(int) * 510 - exact) < 255).all()
+
+
 def test_the_generated_part_is_the_lanczos_resize_of_all_of_it() -> None:
     # Smooth, as Pillow picks the order of its two passes by size, and on noise they clip differently in between.
     generated = np.asarray(Image.fromarray(noise(13, 18, 3)).resize((288, 208), Image.Resampling.BICUBIC))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import functools
 import io
 import logging
 import os
@@ -12,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -74,9 +76,9 @@ class Desk:
         )
 
     def slow_job(self) -> ComposeImage:
-        """A job of about a second."""
-        image = png(np.random.default_rng(0).integers(0, 256, (3000, 4000, 3), np.uint8))
-        return self.compose_job(image, None, noise(16, 16, 3), image_ops.encoded_bytes(4000, 3000, 3, True))
+        """A job of half a second or more."""
+        room = image_ops.encoded_bytes(3000, 2000, 3, True)
+        return self.compose_job(slow_image(), None, noise(16, 16, 3), room)
 
 
 def noise(*shape: int, seed: int = 0) -> Bytes:
@@ -89,12 +91,21 @@ def png(pixels: Bytes) -> Bytes:
     return np.frombuffer(buffer.getvalue(), np.uint8)
 
 
+@functools.cache
+def slow_image() -> Bytes:
+    return png(noise(2000, 3000, 3))
+
+
 def processors(pool: ImagePool) -> list[psutil.Process]:
     return [psutil.Process(processor.child.pid) for processor in pool._processors]
 
 
 def children() -> set[int]:
     return {child.pid for child in psutil.Process().children()}
+
+
+def anonymous_kilobytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/smaps_rollup").read_text().split("Anonymous:")[1].split()[0])
 
 
 async def until_running(pool: ImagePool, count: int) -> None:
@@ -182,7 +193,7 @@ async def test_the_job_of_a_killed_processor_is_done_by_another(desk: Desk) -> N
     await asyncio.sleep(0.3)
     os.kill(desk.pool._processors[0].child.pid, signal.SIGKILL)
     composed = await task
-    assert (composed.width, composed.height) == (4000, 3000)
+    assert (composed.width, composed.height) == (3000, 2000)
     assert desk.pool.num_deaths == 1
     await asyncio.gather(*(desk.pool.prepare(desk.prepare_job(png(noise(16, 16, 3)))) for _ in range(4)))
     after = processors(desk.pool)
@@ -213,6 +224,20 @@ async def test_a_processor_killed_while_idle_costs_no_job(desk: Desk) -> None:
     # Not one pass of the event loop lies between the deaths and the next job.
     await asyncio.gather(*(desk.pool.prepare(desk.prepare_job(png(noise(16, 16, 3)))) for _ in range(4)))
     assert len(processors(desk.pool)) == 2
+
+
+async def test_when_no_processor_can_be_started_nobody_hangs(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*_: object) -> None:
+        raise OSError("no process left")
+
+    monkeypatch.setattr(image_pool, "spawn", no_room)
+    for processor in desk.pool._processors:
+        processor.child.kill()
+    jobs = [desk.pool.prepare(desk.prepare_job(png(noise(16, 16, 3)))) for _ in range(3)]
+    answers = await asyncio.gather(*jobs, return_exceptions=True)
+    assert all(isinstance(answer, EngineDeadError) for answer in answers)
+    monkeypatch.undo()
+    await desk.pool.prepare(desk.prepare_job(png(noise(16, 16, 3))))
 
 
 async def test_a_processor_that_hangs_is_replaced(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,14 +339,13 @@ async def test_the_event_loop_goes_on_while_processors_work(desk: Desk) -> None:
 
 
 async def test_processors_stay_light_and_idle(desk: Desk) -> None:
-    await asyncio.gather(*(desk.pool.compose(desk.slow_job()) for _ in range(2)))
+    await asyncio.gather(*(desk.pool.compose(desk.slow_job()) for _ in range(4)))
     before = [sum(child.cpu_times()[:2]) for child in processors(desk.pool)]
     await asyncio.sleep(0.5)
     assert [sum(child.cpu_times()[:2]) for child in processors(desk.pool)] == before
     for child in processors(desk.pool):
         assert child.num_threads() <= 3
-        private = child.memory_full_info().uss
-        assert private < 120 * 1024**2, "decoded pixels are still held"
+        assert anonymous_kilobytes(child.pid) < 80 * 1024, "decoded pixels are still held"
 
 
 async def test_a_processor_leaves_with_its_parent() -> None:
