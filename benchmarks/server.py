@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import socket
 import subprocess
 import sys
@@ -10,8 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-
-import httpx
 
 ROOT = Path(__file__).resolve().parent.parent
 READY_SECONDS = 300.0
@@ -42,17 +41,22 @@ class Server:
         raise TimeoutError(f"{path} did not answer within {READY_SECONDS:g} s")
 
     def _answers(self, path: str) -> bool:
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=5.0)
         try:
-            return httpx.get(self.url + path, timeout=5.0).status_code == 200
-        except httpx.TransportError:
+            connection.request("GET", path)
+            return connection.getresponse().status == 200
+        except OSError:
             return False
+        finally:
+            connection.close()
 
 
 @contextmanager
 def start_server(flags: Sequence[str] = ()) -> Iterator[Server]:
     """Spawn ``python -m entrypoints.serve`` with these flags; it has not answered yet. Terminated on leaving."""
     host, port = "127.0.0.1", free_port()
-    command = [sys.executable, "-m", "entrypoints.serve", "--host", host, "--port", str(port), *flags]
+    address = ["--host", host, "--port", str(port), "--log-level", "warning"]
+    command = [sys.executable, "-m", "entrypoints.serve", *address, *flags]
     started = time.monotonic()
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
         try:
