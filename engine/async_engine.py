@@ -115,8 +115,8 @@ class AsyncEngine:
         Raises on entering: InvalidRequestError and below, OverloadedError (full, loading or shutting down),
         DeadlineExceededError. While iterating: DeadlineExceededError, EngineError.
         """
-        model = self._admit(edit)
-        session = EditSession(self, request_id, edit, model)
+        session = EditSession(self, request_id, edit, self._choose_model(edit.model))
+        self._admit(edit)
         try:
             await session.prepare()
             session.submit()
@@ -132,9 +132,8 @@ class AsyncEngine:
         if not self._num_images:
             self._idle.set()
 
-    def _admit(self, edit: EditInput) -> ModelInfo:
+    def _admit(self, edit: EditInput) -> None:
         """Take n places in the queue, all or none."""
-        model = self._choose_model(edit.model)
         if self.client.error is not None:
             raise EngineDeadError(str(self.client.error))
         if self._num_images + edit.sampling.n > self.config.max_queue:
@@ -142,7 +141,6 @@ class AsyncEngine:
             raise OverloadedError("The queue is full.", retry_after=self.retry_after())
         self._num_images += edit.sampling.n
         self._idle.clear()
-        return model
 
     def _choose_model(self, name: str) -> ModelInfo:
         if self._is_closing:
