@@ -44,6 +44,8 @@ class ServerProcess:
 
     def wait(self, children: Sequence[psutil.Process]) -> int:
         status = self.process.wait(EXIT_SECONDS)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
         _, alive = psutil.wait_procs(children, timeout=5)
         assert not alive, f"left behind: {alive}"
         left = list(self.scratch.iterdir())

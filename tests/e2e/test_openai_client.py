@@ -44,6 +44,28 @@ def raw(server: ServerProcess) -> Iterator[httpx.Client]:
         yield client
 
 
+@pytest.fixture(autouse=True)
+def all_places_are_given_back(server: ServerProcess) -> Iterator[None]:
+    """After each test nothing runs and nothing waits, whatever became of its requests."""
+    yield
+    wait_until_idle(server)
+
+
+def wait_until_idle(server: ServerProcess) -> None:
+    deadline = time.monotonic() + 5
+    while any(queue_gauges(server).values()):
+        assert time.monotonic() < deadline, queue_gauges(server)
+        time.sleep(0.02)
+
+
+def queue_gauges(server: ServerProcess) -> dict[str, float]:
+    """num_requests_running and _waiting, by name."""
+    lines = [line.split() for line in httpx.get(f"{server.url}/metrics").text.splitlines()]
+    gauges = {line[0]: float(line[1]) for line in lines if line[0].startswith("stencil:num_requests_")}
+    assert len(gauges) == 2
+    return gauges
+
+
 def pixels_of(item: Any) -> Any:
     return decode(base64.b64decode(item.b64_json, validate=True))
 
@@ -318,7 +340,7 @@ def test_wrong_key(server: ServerProcess) -> None:
 
 
 def test_retired_and_unknown_paths(client: openai.OpenAI, raw: httpx.Client) -> None:
-    with pytest.raises(openai.NotFoundError) as caught:
+    with pytest.warns(DeprecationWarning), pytest.raises(openai.NotFoundError) as caught:
         client.images.create_variation(image=PHOTO)
     assert caught.value.code == "unknown_url"
     assert raw.get("/v1/images/edits").json()["error"]["code"] == "method_not_allowed"
@@ -335,6 +357,11 @@ def test_timeout_is_a_504_that_is_not_retried(server: ServerProcess) -> None:
     assert time.monotonic() - started < 5
 
 
+def assert_overloaded(error: openai.InternalServerError) -> None:
+    assert (error.status_code, error.code) == (503, "server_is_overloaded")
+    assert 1 <= float(error.response.headers["retry-after"]) <= 120
+
+
 async def test_full_queue_is_refused_and_a_retry_succeeds(server: ServerProcess) -> None:
     """Sixteen places: of forty edits at once each finishes or is told to come back; retries finish all."""
 
@@ -342,8 +369,7 @@ async def test_full_queue_is_refused_and_a_retry_succeeds(server: ServerProcess)
         try:
             await client.images.edit(image=PHOTO, mask=ALPHA, **extra(num_inference_steps=20))
         except openai.InternalServerError as error:
-            assert (error.status_code, error.code) == (503, "server_is_overloaded")
-            assert 1 <= float(error.response.headers["retry-after"]) <= 120
+            assert_overloaded(error)
             return "refused"
         return "done"
 
@@ -357,26 +383,24 @@ async def test_full_queue_is_refused_and_a_retry_succeeds(server: ServerProcess)
         assert set(await asyncio.gather(*(edit(patient) for _ in range(20)))) == {"done"}
 
 
-def test_n_counts_towards_the_queue(server: ServerProcess) -> None:
-    with httpx.Client(base_url=server.url) as raw:
-        text = raw.get("/metrics").text
-    assert "stencil:num_requests_running" in text
-    assert "vllm:num_requests_waiting" in text
+def test_n_counts_towards_the_queue(client: openai.OpenAI) -> None:
+    """Two times ten images do not fit into sixteen places: all or none."""
+    with (
+        client.images.edit(image=PHOTO, mask=ALPHA, n=10, stream=True, **extra(num_inference_steps=100)) as running,
+        pytest.raises(openai.InternalServerError) as caught,
+    ):
+        client.images.edit(image=PHOTO, mask=ALPHA, n=10, **extra())
+    assert_overloaded(caught.value)
+    running.close()
 
 
-# --------------------------------------------------------------------------------------------------------- clients that leave
+def test_queue_gauges_under_gateway_names(raw: httpx.Client) -> None:
+    text = raw.get("/metrics").text
+    assert "\nvllm:num_requests_running 0.0\n" in text
+    assert "\nvllm:num_requests_waiting 0.0\n" in text
 
 
-async def wait_until_idle(server: ServerProcess) -> None:
-    """Until the gauges say that nothing runs and nothing waits."""
-    async with httpx.AsyncClient(base_url=server.url) as raw, asyncio.timeout(5):
-        while True:
-            lines = (await raw.get("/metrics")).text.splitlines()
-            gauges = [line.split()[1] for line in lines if line.startswith("stencil:num_requests_")]
-            assert len(gauges) == 2
-            if gauges == ["0.0", "0.0"]:
-                return
-            await asyncio.sleep(0.02)
+# -------------------------------------------------------------------------------------------------------- clients, gone
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -396,7 +420,7 @@ async def test_client_that_leaves_frees_its_place(server: ServerProcess, stream:
             if stream and edit.done() and not edit.cancelled():
                 await edit.result().close()
         await asyncio.gather(*edits, return_exceptions=True)
-    await wait_until_idle(server)
+    wait_until_idle(server)
     async with openai.AsyncOpenAI(base_url=server.base_url, api_key=API_KEY, max_retries=0) as client:
         await client.images.edit(image=PHOTO, mask=ALPHA, **extra())
 
