@@ -105,7 +105,15 @@ class EditSession:
                     scratch=self._alloc(image_ops.scratch_bytes(model.native_size, model.token_size)),
                 )
             )
+            image_ops.check_output_size(*self._output_size, edit.output_format)
         self._timing.prepared = time.monotonic()
+
+    @property
+    def _output_size(self) -> tuple[int, int]:
+        """(width, height) of the encoded results."""
+        prepared = self._prepared
+        assert prepared is not None
+        return self._edit.output_size or (prepared.upload_width, prepared.upload_height)
 
     @property
     def _canvas_size(self) -> tuple[int, int] | None:
@@ -243,9 +251,7 @@ class EditSession:
         return self._make_output(picture, composed, report=report)
 
     async def _compose(self, pixels: ArrayRef) -> ComposedImage:
-        edit, prepared = self._edit, self._prepared
-        assert prepared is not None
-        width, height = edit.output_size or (prepared.upload_width, prepared.upload_height)
+        edit, (width, height) = self._edit, self._output_size
         return await self._engine.images.compose(
             ComposeImage(
                 job_id=0,
@@ -259,7 +265,7 @@ class EditSession:
                 compression=edit.compression,
                 base64=edit.base64,
                 max_pixels=self._engine.config.image.max_pixels,
-                out=self._alloc(image_ops.encoded_bytes(width, height, 4, edit.base64)),
+                out=self._alloc(image_ops.encoded_bytes(width, height, 4, edit.base64, edit.output_format)),
             )
         )
 
