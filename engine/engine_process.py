@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import signal
 import traceback
+from pathlib import Path
 
 import msgspec
 import uvloop
@@ -17,6 +19,7 @@ import zmq.asyncio
 
 from core.config import EngineConfig
 from core.errors import StencilError
+from core.ipc.process import on_parent_gone
 from core.messages import EngineFailed, EngineReady, Failure, FromEngine, ToEngine
 from core.scheduler import StepScheduler
 from engine.engine_core import EngineCore
@@ -42,6 +45,8 @@ def main(config: bytes, fds: list[int]) -> None:
     # A terminal or supervisor signals the whole group; draining is led by the parent, which says Drain.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     settings = msgspec.msgpack.decode(config, type=EngineProcessConfig)
+    socket_path = Path(settings.address.removeprefix("ipc://"))
+    on_parent_gone(lambda: shutil.rmtree(socket_path.parent, ignore_errors=True))
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
     uvloop.run(_serve(settings, arena_fd=fds[0]))
 
