@@ -91,7 +91,8 @@ def load_models(weights: dict[str, dict[str, Tensor]], tokenizers: Tokenizers) -
 
 def optimisers_of(models: Models, rate: float) -> list[torch.optim.Optimizer]:
     """Muon for the blocks' matrices, AdamW for the rest."""
-    inner, outer = [], []
+    inner: list[nn.Parameter] = []
+    outer: list[nn.Parameter] = []
     for name, module in models.named().items():
         for key, param in module.named_parameters():
             matrix = param.ndim == 2 and "transformer_blocks" in key and not is_modulation(key)

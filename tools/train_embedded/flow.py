@@ -58,7 +58,7 @@ def read_captions(clip: CLIPTextModel, t5: T5EncoderModel, clip_ids: Tensor, t5_
 
 def velocity(transformer: FluxTransformer2DModel | nn.Module, noised: Noised, text: Text) -> Tensor:
     """[batch, tokens, 64] float32; `Positions.select(noised.chosen)` comes first."""
-    out = transformer(
+    out: Tensor = transformer(
         hidden_states=noised.hidden,
         encoder_hidden_states=text.words,
         pooled_projections=text.pooled,

@@ -15,6 +15,7 @@ from tools.train_embedded.scenes import SIZE, Box, Pixels, Render, Scene, limb
 Mask = NDArray[np.bool_]  # [256, 256], true = redraw
 
 SMALLEST, LARGEST = 0.012, 0.7  # share of the picture
+AIMS: tuple[Slot, ...] = ("top", "top", "bottom", "bottom", "hat")  # a hat half as often as the others
 
 
 @dataclass(frozen=True)
@@ -77,23 +78,23 @@ def draw_edit(rng: random.Random, scene: Scene, render: Render) -> MaskedEdit:
     worn = scene.garments()
     while True:
         kind = rng.random()
-        slot: Slot | None = rng.choice([name for name in ("top", "top", "bottom", "bottom", "hat") if name in worn])
-        assert slot is not None
-        second: Slot | None = None
+        aimed: Slot = rng.choice([name for name in AIMS if name in worn])
+        asked: tuple[Slot, ...] = (aimed,)
         if kind < 0.67:
-            mask = silhouette_mask(render.silhouettes[slot], rng.choice((2, 3, 3, 4, 6)))
-            others = [name for name in worn if name != slot]
+            mask = silhouette_mask(render.silhouettes[aimed], rng.choice((2, 3, 3, 4, 6)))
+            others = [name for name in worn if name != aimed]
             if others and rng.random() < 0.15:
-                second = rng.choice(others)
-                mask = mask | silhouette_mask(render.silhouettes[second], 3)
+                other = rng.choice(others)
+                asked = (aimed, other)
+                mask = mask | silhouette_mask(render.silhouettes[other], 3)
         elif kind < 0.87:
-            mask = box_mask(render.boxes[slot], rng.uniform(-4, 12), rng.choice((0.0, 0.0, 24.0)))
+            mask = box_mask(render.boxes[aimed], rng.uniform(-4, 12), rng.choice((0.0, 0.0, 24.0)))
         else:
             mask = free_mask(rng)
-            slot = covered_slot(mask, render)
+            covered = covered_slot(mask, render)
+            asked = () if covered is None else (covered,)
         if SMALLEST <= mask.mean() <= LARGEST:
             break
-    if slot is None:
+    if not asked:
         return MaskedEdit(mask, rng.choice(EMPTY_SCENE))
-    garments = (worn[slot],) if second is None else (worn[slot], worn[second])
-    return MaskedEdit(mask, caption(garments, rng))
+    return MaskedEdit(mask, caption(tuple(worn[slot] for slot in asked), rng))

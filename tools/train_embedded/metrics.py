@@ -74,7 +74,8 @@ def _local_mean(values: Floats, weight: Floats, radius: int) -> Floats:
         total = np.pad(np.pad(x, radius).cumsum(0).cumsum(1), ((1, 0), (1, 0)))
         w = 2 * radius
         n, m = x.shape
-        return total[w : w + n, w : w + m] - total[:n, w : w + m] - total[w : w + n, :m] + total[:n, :m]
+        summed: Floats = total[w : w + n, w : w + m] - total[:n, w : w + m] - total[w : w + n, :m] + total[:n, :m]
+        return summed
 
     return window_sum(values * weight) / np.maximum(1.0, window_sum(weight))
 

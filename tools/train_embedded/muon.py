@@ -17,7 +17,8 @@ def orthogonalise(update: Tensor, iterations: int = 5) -> Tensor:
     for _ in range(iterations):
         gram = x @ x.mT
         x = 3.4445 * x + (-4.7750 * gram + 2.0315 * (gram @ gram)) @ x
-    return (x.mT if tall else x).float()
+    orthogonal: Tensor = (x.mT if tall else x).float()
+    return orthogonal
 
 
 class Muon(torch.optim.Optimizer):

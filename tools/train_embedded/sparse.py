@@ -6,6 +6,7 @@ The masked tokens come first and the rest is a random context, so a step costs a
 import torch
 import torch.nn.functional as F
 from diffusers import FluxTransformer2DModel
+from diffusers.models.transformers.transformer_flux import FluxAttention
 from torch import Tensor, nn
 
 from tools.train_embedded.layout import GRID, IMAGE_TOKENS, TEXT_TOKENS, image_ids
@@ -17,7 +18,7 @@ class Positions(nn.Module):
     def __init__(self, embed: nn.Module) -> None:
         super().__init__()
         ids = torch.cat([torch.zeros(TEXT_TOKENS, 3), image_ids()])
-        self._tables: tuple[Tensor, Tensor] = tuple(table.bfloat16() for table in embed(ids))  # type: ignore[assignment]
+        self._tables: tuple[Tensor, Tensor] = tuple(table.bfloat16() for table in embed(ids))
         self._selected: tuple[Tensor, Tensor] | None = None
 
     def select(self, chosen: Tensor) -> None:
@@ -43,7 +44,7 @@ class SampleRotaryProcessor:
 
     def __call__(
         self,
-        attn: nn.Module,
+        attn: FluxAttention,
         hidden_states: Tensor,
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,

@@ -11,12 +11,12 @@ from torch import nn
 from transformers import CLIPTextModel, T5EncoderModel
 
 from tools.train_embedded.captions import caption
-from tools.train_embedded.garments import COLOURS, KINDS, PATTERNS, draw_garment
+from tools.train_embedded.garments import COLOURS, KINDS, PATTERNS, Slot, draw_garment
 from tools.train_embedded.models import TEXT_WIDTH
 from tools.train_embedded.tokenizing import Tokenizers
 
 STEPS, BATCH = 300, 96
-SLOTS = ("top", "bottom", "hat")
+SLOTS: tuple[Slot, ...] = ("top", "bottom", "hat")
 ALL_KINDS = tuple(kind for slot in SLOTS for kind in KINDS[slot])
 
 
@@ -49,9 +49,9 @@ def _lesson(rng: random.Random) -> tuple[list[str], torch.Tensor]:
     """Captions of one or two garments, and for each of the two its colour, pattern and kind; 0 is none."""
     captions, labels = [], []
     for _ in range(BATCH):
-        garments = [draw_garment(rng, rng.choice(SLOTS))]  # type: ignore[arg-type]
+        garments = [draw_garment(rng, rng.choice(SLOTS))]
         if rng.random() < 0.3:
-            garments.append(draw_garment(rng, rng.choice(SLOTS)))  # type: ignore[arg-type]
+            garments.append(draw_garment(rng, rng.choice(SLOTS)))
         captions.append(caption(tuple(garments), rng))
         row = [
             n + 1
