@@ -81,9 +81,13 @@ def start_pipeline_loop(model: str, dtype: str, threads: int, steps: int) -> Ite
 def main(model: str, dtype: str, threads: int, steps: int) -> None:
     import torch  # only the child needs it
     from diffusers import FluxFillPipeline
+    from diffusers.utils.logging import disable_progress_bar
+    from transformers.utils.logging import disable_progress_bar as disable_weights_progress_bar
 
+    disable_progress_bar()
+    disable_weights_progress_bar()
     torch.set_num_threads(threads)
-    pipeline = FluxFillPipeline.from_pretrained(model, torch_dtype=getattr(torch, dtype))
+    pipeline = FluxFillPipeline.from_pretrained(model, dtype=getattr(torch, dtype))
     pipeline.set_progress_bar_config(disable=True)
     edit = _Edit(pipeline)
     warm_up = edit_specs(0, 1, steps)[0]
