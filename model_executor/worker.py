@@ -57,8 +57,12 @@ def _start(settings: WorkerConfig, channel: Channel, arena: Arena) -> Worker:
 
 
 def default_threads(num_workers: int) -> int:
-    """An equal share of the cores this process may use: several workers together never use more than all of them."""
-    return max(1, len(os.sched_getaffinity(0)) // num_workers)
+    """An equal share of the cores this process may use, but one: that is left to the server's other processes.
+
+    Threads of one operator wait for each other at its end, so a core that is shared with anything busy stalls them all:
+    beside another process on 2 cores, a step took 2 to 10 times as long with 2 threads as with 1.
+    """
+    return max(1, (len(os.sched_getaffinity(0)) - 1) // num_workers)
 
 
 class Worker:

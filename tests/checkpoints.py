@@ -69,7 +69,7 @@ def make_flux_fill(
             tokenizer=tokenizer,
             text_encoder_2=_t5(tokenizer_2, width).to(dtype),
             tokenizer_2=tokenizer_2,
-            transformer=_transformer(width, guidance_embeds).to(dtype),
+            transformer=flux_transformer(width, guidance_embeds).to(dtype),
         )
     pipeline.save_pretrained(path)
     if generation_config is not None:
@@ -140,7 +140,7 @@ def _t5(tokenizer: T5TokenizerFast, width: int) -> T5EncoderModel:
     return T5EncoderModel(config)
 
 
-def _transformer(width: int, guidance_embeds: bool) -> FluxTransformer2DModel:
+def flux_transformer(width: int, guidance_embeds: bool) -> FluxTransformer2DModel:
     return FluxTransformer2DModel(
         in_channels=384,
         out_channels=64,

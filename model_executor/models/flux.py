@@ -54,6 +54,9 @@ class FluxFill:
 
     def put(self, part: str, module: nn.Module) -> None:
         self._parts[part] = module
+        if part == "vae":
+            # Convolutions of few channels on large maps: channels last took 0.6 of the time on one core in float32.
+            module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # PyTorch's stub lacks it
         if part == "transformer":
             self._transformer = FluxTransformer(module, self._scheduler.config.num_train_timesteps)
 

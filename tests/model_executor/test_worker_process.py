@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -59,7 +59,7 @@ async def run(executor: Executor, edit: Edit) -> np.ndarray:
 
 
 @pytest.fixture
-def arena() -> AsyncIterator[Arena]:
+def arena() -> Iterator[Arena]:
     arena = Arena.create(1, 1 << 24)
     yield arena
     arena.close()
