@@ -340,7 +340,7 @@ def test_wrong_key(server: ServerProcess) -> None:
 
 
 def test_retired_and_unknown_paths(client: openai.OpenAI, raw: httpx.Client) -> None:
-    with pytest.warns(DeprecationWarning), pytest.raises(openai.NotFoundError) as caught:
+    with pytest.warns(DeprecationWarning, match="deprecated"), pytest.raises(openai.NotFoundError) as caught:
         client.images.create_variation(image=PHOTO)
     assert caught.value.code == "unknown_url"
     assert raw.get("/v1/images/edits").json()["error"]["code"] == "method_not_allowed"

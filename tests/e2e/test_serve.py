@@ -1,0 +1,228 @@
+"""The server as a process: how it starts, refuses to start, drains and ends; nothing is ever left behind."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from pictures import alpha_mask, encode, photo
+from server_process import ROOT, ServerProcess, spawn, start
+
+LONG_EDIT = {"prompt": "p", "num_inference_steps": "200"}
+FILES = {"image": encode(photo()), "mask": alpha_mask()}
+
+
+def post(server: ServerProcess, fields: dict[str, str] = LONG_EDIT) -> httpx.Response:
+    return httpx.post(f"{server.base_url}/images/edits", data=fields, files=FILES, timeout=60)
+
+
+def in_background(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    """Run `work` in a thread; its result, or its exception, ends up in the list."""
+    results: list[Any] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except httpx.HTTPError as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, results
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def is_running(server: ServerProcess) -> bool:
+    return "stencil:num_requests_running 1.0" in httpx.get(f"{server.url}/metrics").text
+
+
+def run_to_its_end(tmp_path: Path, *flags: str) -> tuple[int, str]:
+    """Exit status and stderr of a server that should not stay."""
+    process = spawn(tmp_path / "scratch", *flags)
+    out, _ = process.communicate(timeout=60)
+    assert out == ""
+    assert not list((tmp_path / "scratch").iterdir())
+    return process.returncode, (tmp_path / "scratch.log").read_text()
+
+
+# --------------------------------------------------------------------------------------------------------- endings
+
+
+def test_sigterm_lets_running_edits_finish(server_flags: tuple[str, ...], tmp_path: Path) -> None:
+    server = start(tmp_path / "scratch", *server_flags)
+    thread, results = in_background(lambda: post(server))
+    wait_for(lambda: is_running(server))
+    children = server.children()
+    server.process.terminate()
+    wait_for(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
+    refused = post(server)  # new ones are sent away, to another replica
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_is_overloaded")
+    assert "retry-after" in refused.headers
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    thread.join()
+    finished = time.monotonic()
+    assert results[0].status_code == 200
+    assert server.wait(children) == 0
+    assert time.monotonic() - finished < 10
+
+
+def test_drain_limit_then_an_answer(server_flags: tuple[str, ...], tmp_path: Path) -> None:
+    """What is not done by --drain-seconds is failed, with an answer."""
+    server = start(tmp_path / "scratch", *server_flags, "--drain-seconds", "0.1", "--max-num-seqs", "1")
+    background = [in_background(lambda: post(server, LONG_EDIT | {"n": "10"})) for _ in range(2)]
+    wait_for(lambda: is_running(server))
+    started = time.monotonic()
+    assert server.stop() == 0
+    assert time.monotonic() - started < 10
+    for thread, results in background:
+        thread.join()
+        assert (results[0].status_code, results[0].json()["error"]["code"]) == (503, "server_is_overloaded")
+        assert "retry-after" in results[0].headers
+
+
+def test_second_ctrl_c_does_not_wait(server_flags: tuple[str, ...], tmp_path: Path) -> None:
+    server = start(tmp_path / "scratch", *server_flags, "--max-num-seqs", "1")
+    thread, _ = in_background(lambda: post(server, LONG_EDIT | {"n": "10"}))
+    wait_for(lambda: is_running(server))
+    children = server.children()
+    server.process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert server.process.poll() is None
+    started = time.monotonic()
+    server.process.send_signal(signal.SIGINT)
+    assert server.wait(children) == 0
+    assert time.monotonic() - started < 8
+    thread.join()
+
+
+def test_killed_server_takes_its_children_along(server_flags: tuple[str, ...], tmp_path: Path) -> None:
+    server = start(tmp_path / "scratch", *server_flags)
+    children = server.children()
+    assert len(children) >= 4  # engine, worker, two image processors
+    server.process.kill()
+    server.process.wait()
+    assert server.process.stdout is not None
+    server.process.stdout.close()
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive
+
+
+def test_dead_engine_ends_the_server(server_flags: tuple[str, ...], tmp_path: Path) -> None:
+    """Nothing can be served any more: the supervisor is told by an exit status, the operator by one line."""
+    server = start(tmp_path / "scratch", *server_flags)
+    children = server.children()
+    worker = next(child for child in children if "stencil-engine" in child.cmdline())
+    worker.kill()
+    assert server.wait(children) == 1
+    assert "stencil: error: " in server.log.read_text()
+
+
+# --------------------------------------------------------------------------------------------------------- starts
+
+
+def test_alive_before_the_model_is_loaded_and_stops_while_it_loads(
+    server_flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    process = spawn(tmp_path / "scratch", *server_flags, "--port", str(port))
+    url = f"http://127.0.0.1:{port}"
+
+    def is_alive() -> bool:
+        try:
+            return httpx.get(f"{url}/health").status_code == 200
+        except httpx.ConnectError:
+            return False
+
+    wait_for(is_alive)
+    ready = httpx.get(f"{url}/ready")
+    assert (ready.status_code, ready.json()["error"]["type"]) == (503, "service_unavailable_error")
+    assert httpx.get(f"{url}/v1/models").headers["retry-after"]
+    children = psutil.Process(process.pid).children(recursive=True)
+    server = ServerProcess(process, url, tmp_path / "scratch.log", tmp_path / "scratch")
+    process.terminate()
+    assert server.wait(children) == 0
+
+
+def assert_one_line(result: tuple[int, str], status: int, *words: str) -> None:
+    assert result[0] == status, result[1]
+    assert result[1].startswith("stencil: error: "), result[1]
+    assert result[1].count("\n") == 1, result[1]
+    for word in words:
+        assert word in result[1]
+
+
+def test_port_in_use(server_flags: tuple[str, ...], tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        result = run_to_its_end(tmp_path, *server_flags, "--port", port)
+    assert_one_line(result, 1, port, "Address already in use")
+
+
+def test_unknown_host(server_flags: tuple[str, ...], tmp_path: Path) -> None:
+    assert_one_line(
+        run_to_its_end(tmp_path, *server_flags, "--host", "no.such.host.invalid"), 1, "no.such.host.invalid"
+    )
+
+
+def test_models_that_cannot_be_served(tmp_path: Path) -> None:
+    assert_one_line(run_to_its_end(tmp_path, "--model", "/no/such/dir"), 1, "/no/such/dir")
+
+
+def test_directory_that_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert_one_line(run_to_its_end(tmp_path, "--model", str(tmp_path / "empty")), 1, "model_index.json")
+
+
+def test_broken_checkpoint_fails_while_loading(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """Only the worker finds out; its reason reaches stderr through the engine, and everybody leaves."""
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "model_index.json").write_text((tiny_checkpoint / "model_index.json").read_text())
+    assert_one_line(run_to_its_end(tmp_path, "--model", str(broken)), 1, "vae")
+
+
+def test_unsupported_pipeline(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
+    result = run_to_its_end(tmp_path, "--model", str(tmp_path / "other"))
+    assert_one_line(result, 1, "StableDiffusionPipeline", "FluxFillPipeline")
+
+
+def test_bad_flag_and_help(tmp_path: Path) -> None:
+    assert_one_line(run_to_its_end(tmp_path, "--dtype", "int8"), 2, "--dtype")
+    command = [sys.executable, "-m", "entrypoints.serve", "--help"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    for flag in ("--model", "--api-key", "--max-queue", "--drain-seconds", "--workers-per-engine"):
+        assert flag in result.stdout
+
+
+# --------------------------------------------------------------------------------------------------------- idle
+
+
+def test_idle_costs_nothing(server: ServerProcess) -> None:
+    """All processes together take at most 1 % of a core while nothing is asked of them."""
+    processes = [psutil.Process(server.process.pid), *server.children()]
+    time.sleep(1.0)  # what the last test left behind
+
+    def cpu_seconds() -> float:
+        return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+    before, started = cpu_seconds(), time.monotonic()
+    time.sleep(5.0)
+    assert (cpu_seconds() - before) / (time.monotonic() - started) <= 0.01
