@@ -54,6 +54,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     timeout: float | None = None
 
+    @property
+    def num_denoising_steps(self) -> int:
+        """Steps really run: `strength` < 1 starts from a less noisy picture and leaves the first ones out (diffusers'
+        `get_timesteps`). num_inference_steps must be set."""
+        steps = self.num_inference_steps
+        assert steps is not None
+        return steps - int(max(steps - min(steps * self.strength, steps), 0))
+
     def __post_init__(self) -> None:
         self._check_sampling()
         self._check_mask_aware()

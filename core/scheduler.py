@@ -103,8 +103,7 @@ class StepScheduler:
         """Take a request in. An id that is already here raises ValueError."""
         if edit.request_id in self._requests:
             raise ValueError(f"request {edit.request_id} is here already")
-        num_steps = edit.sampling.num_inference_steps
-        assert num_steps is not None
+        num_steps = edit.sampling.num_denoising_steps
         progress = Progress(num_steps, preview_steps(num_steps, edit.num_partial_images))
         request = Request(edit, progress)
         self._requests[request.id] = request

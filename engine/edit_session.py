@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from core.errors import AbortedError, DeadlineExceededError, InvalidRequestError, OutOfMemoryError, OverloadedError
+from core.errors import DeadlineExceededError, InvalidRequestError, OutOfMemoryError, OverloadedError
 from core.ipc.shared_array import carve
 from core.messages import (
     Aborted,
@@ -33,6 +33,7 @@ from core.messages import (
     PrepareEdit,
 )
 from core.request import MAX_SEED, SamplingParams
+from core.validation import check_integer
 from engine import image_ops
 from engine.edit import EditInput, EditReport, ImageOutput
 from engine.upload import Upload
@@ -160,8 +161,9 @@ class EditSession:
 
     def _make_picture(self, index: int) -> Picture:
         assert self._sampling.seed is not None
-        seed = (self._sampling.seed + index) % (MAX_SEED + 1)
-        return Picture(index, seed, self._make_request(index, msgspec.structs.replace(self._sampling, seed=seed)))
+        seed = self._sampling.seed + index
+        sampling = msgspec.structs.replace(self._sampling, seed=seed, n=1)
+        return Picture(index, seed, self._make_request(index, sampling))
 
     def _make_request(self, index: int, sampling: SamplingParams) -> EditRequest:
         prepared, model = self._prepared, self._model
@@ -230,7 +232,7 @@ class EditSession:
                 self._engine.metrics.observe_failed(self._model.name)
                 raise output.failure.to_error()
             case Aborted():
-                raise AbortedError("The engine shut down before the request finished.")
+                raise OverloadedError("The server shut down before the request finished.", retry_after=1.0)
 
     async def _take_partial(self, picture: Picture, output: PartialImage) -> ImageOutput:
         composed = await self._compose(picture.request.pixels[output.index])
@@ -298,7 +300,7 @@ class EditSession:
             text_tokens=output.text_tokens,
             prompt_truncated=output.prompt_truncated,
             unmasked=prepared.unmasked,
-            num_inference_steps=self._sampling.num_inference_steps or 0,
+            num_inference_steps=self._sampling.num_denoising_steps,
             guidance_scale=self._sampling.guidance_scale if self._model.has_guidance else None,
             full_blocks=output.full_blocks,
             ms={
@@ -333,21 +335,19 @@ class EditSession:
 
 def resolve(sampling: SamplingParams, model: ModelInfo) -> SamplingParams:
     """Fill in the model's defaults and draw a seed. Raises InvalidRequestError for what the model cannot take."""
-    length = sampling.max_sequence_length
-    if length is not None and length > model.max_text_tokens:
-        raise InvalidRequestError(
-            f"Invalid 'max_sequence_length': integer above maximum value. Expected a value <= {model.max_text_tokens}, "
-            f"but got {length} instead.",
-            param="max_sequence_length",
-            code="integer_above_max_value",
-        )
-    return msgspec.structs.replace(
+    length = sampling.max_sequence_length or model.max_text_tokens
+    check_integer("max_sequence_length", length, high=model.max_text_tokens)
+    resolved = msgspec.structs.replace(
         sampling,
         num_inference_steps=sampling.num_inference_steps or model.default_num_inference_steps,
         guidance_scale=model.default_guidance_scale if sampling.guidance_scale is None else sampling.guidance_scale,
-        seed=secrets.randbelow(MAX_SEED + 1) if sampling.seed is None else sampling.seed,
-        max_sequence_length=length or model.max_text_tokens,
+        seed=secrets.randbelow(MAX_SEED + 2 - sampling.n) if sampling.seed is None else sampling.seed,
+        max_sequence_length=length,
     )
+    if resolved.num_denoising_steps < 1:
+        message = f"Invalid 'strength': {sampling.strength} leaves no step to do; give more than 0."
+        raise InvalidRequestError(message, param="strength")
+    return resolved
 
 
 @asynccontextmanager

@@ -69,7 +69,7 @@ def pixels_of(result: EditResult) -> Pixels:
     return np.asarray(result.images[0])
 
 
-def reference(pipeline: FluxFillPipeline, edit: Edit, steps: int, seed: int) -> Pixels:
+def reference(pipeline: FluxFillPipeline, edit: Edit, steps: int, seed: int, strength: float = 1.0) -> Pixels:
     assert isinstance(edit.image, np.ndarray)
     assert isinstance(edit.mask_image, np.ndarray)
     height, width = edit.mask_image.shape
@@ -80,6 +80,7 @@ def reference(pipeline: FluxFillPipeline, edit: Edit, steps: int, seed: int) -> 
         width=width,
         height=height,
         num_inference_steps=steps,
+        strength=strength,
         max_sequence_length=pipeline.tokenizer_2.model_max_length,
         generator=torch.Generator("cpu").manual_seed(seed),
     ).images[0]
@@ -108,6 +109,19 @@ def test_what_we_paint_is_what_the_pipeline_paints_alone_and_in_company(
         (alone,) = engine.generate([edit], sampling, use_tqdm=False)
         assert worst_difference(pixels_of(alone), expected, edit) <= 2
         assert worst_difference(pixels_of(result), expected, edit) <= 2
+
+
+def test_less_strength_starts_from_the_picture_and_runs_fewer_steps(
+    engine: ImageEngine, pipeline: FluxFillPipeline
+) -> None:
+    edit, sampling = make_edit(128, 96), SamplingParams(num_inference_steps=5, seed=3, strength=0.5)
+    (result,) = engine.generate([edit], sampling, use_tqdm=False)
+    expected = reference(pipeline, edit, steps=5, seed=3, strength=0.5)
+    assert worst_difference(pixels_of(result), expected, edit) <= 2
+    assert result.reports[0].num_inference_steps == 3
+    (nothing,) = engine.generate([edit], SamplingParams(strength=0.0), use_tqdm=False)
+    assert isinstance(nothing.error, InvalidRequestError)
+    assert nothing.error.param == "strength"
 
 
 def test_the_same_request_gives_the_same_bytes_alone_and_nearly_so_in_company(engine: ImageEngine) -> None:
