@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 
 import numpy as np
@@ -23,6 +23,7 @@ from core.messages import (
     TensorRef,
     TextEncode,
 )
+from model_executor.sampling import skipped_steps
 
 SIZE = (96, 64)
 """width, height in pixels."""
@@ -60,6 +61,7 @@ class Edit:
         size: tuple[int, int] = SIZE,
     ) -> None:
         self.request_id, self.seed, self.steps, self.prompt, self.size = request_id, seed, steps, prompt, size
+        self.strength = 1.0
         self._arena, self._space = arena, space
         width, height = size
         self.template = self._share(picture(seed, size))
@@ -72,8 +74,16 @@ class Edit:
         """The decoded picture."""
         return self._arena.view(self.pixels).copy()
 
-    def encode_plan(self) -> StepPlan:
-        text = TextEncode(prompt=self.prompt, max_sequence_length=16)
+    @property
+    def num_steps(self) -> int:
+        """Steps that are run: strength below 1 leaves the first ones out."""
+        return self.steps - skipped_steps(self.steps, self.strength)
+
+    def key(self, node: str, name: str) -> TensorKey:
+        return TensorKey(self.request_id, node, name)
+
+    def encode_plan(self, max_sequence_length: int = 16) -> StepPlan:
+        text = TextEncode(prompt=self.prompt, max_sequence_length=max_sequence_length)
         image = ImageEncode(
             template=self.template,
             mask=self.mask,
@@ -81,15 +91,15 @@ class Edit:
             height=self.size[1],
             seed=self.seed,
             num_inference_steps=self.steps,
-            strength=1.0,
+            strength=self.strength,
         )
         return _plan(
             _batch("text_encode", "text_encoder", [self._item("text_encode", text)]),
             _batch("image_encode", "vae", [self._item("image_encode", image)]),
         )
 
-    def denoise_plan(self, step: int) -> StepPlan:
-        return _plan(self.denoise_batch([self], step))
+    def denoise_plan(self, step: int, *, keep_clean: bool = False) -> StepPlan:
+        return _plan(_batch("denoise", "transformer", [self._denoise_item(step, keep_clean)]))
 
     def decode_plan(self, rank: int = 0, latents: TensorRef | None = None) -> StepPlan:
         """Decode and free. latents: where they lie, when not in the store of `rank`."""
@@ -99,17 +109,17 @@ class Edit:
         return StepPlan(seq=next(_numbers), batches=(batch,), free=(TensorKey(self.request_id, "", ""),))
 
     @staticmethod
-    def denoise_batch(edits: Sequence[Edit], step: int) -> Batch:
-        """One step of all of them together."""
-        return _batch("denoise", "transformer", [edit.denoise_item(step) for edit in edits])
+    def denoise_batch(edits: Sequence[Edit], steps: Mapping[Edit, int]) -> Batch:
+        """One step of all of them together, each at its own step number."""
+        return _batch("denoise", "transformer", [edit._denoise_item(steps[edit], False) for edit in edits])
 
-    def denoise_item(self, step: int, active: ArrayRef | None = None, keep_clean: bool = False) -> Item:
+    def _denoise_item(self, step: int, keep_clean: bool) -> Item:
         work = Denoise(
             step=step,
             num_inference_steps=self.steps,
             width=self.size[0],
             height=self.size[1],
-            active=active,
+            active=None,
             guidance_scale=30.0,
             keep_clean=keep_clean,
         )
@@ -126,7 +136,7 @@ class Edit:
         return Item(self.request_id, node, work, ())
 
     def _ref(self, node: str, name: str) -> TensorRef:
-        return TensorRef(TensorKey(self.request_id, node, name), 0)
+        return TensorRef(self.key(node, name), 0)
 
     def _share(self, array: npt.NDArray[np.generic]) -> ArrayRef:
         ref = carve(self._space.alloc(array.nbytes), 0, array.shape, array.dtype.name)

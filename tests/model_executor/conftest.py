@@ -3,7 +3,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from checkpoints import make_flux_fill
+
+torch.set_num_threads(1)  # tiny tensors: two threads wait for each other longer than they compute
 
 
 @pytest.fixture(scope="session")

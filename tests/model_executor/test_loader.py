@@ -1,0 +1,151 @@
+"""What a user sees of a checkpoint that cannot be served: one ConfigError of one line that names the cause."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import make_flux_fill
+from safetensors.torch import load_file, save_file
+
+from core.config import ModelConfig
+from core.errors import ConfigError
+from core.messages import ModelKey
+from model_executor.loader import Checkpoint, resolve_device, resolve_dtype
+from model_executor.models.registry import make_family
+from model_executor.resident import ResidentModels
+
+WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
+
+
+@pytest.fixture
+def copy(tiny_checkpoint: Path, tmp_path: Path) -> Path:
+    """A checkpoint to break."""
+    return Path(shutil.copytree(tiny_checkpoint, tmp_path / "copy"))
+
+
+def load(path: Path | str, **settings: str) -> ResidentModels:
+    models = ResidentModels.open([ModelConfig(model=str(path), served_model_name="tiny", **settings)])  # type: ignore[arg-type]
+    models.load_all()
+    return models
+
+
+def assert_refused(path: Path | str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        load(path)
+    assert "\n" not in str(caught.value)
+
+
+def edit_json(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_info_is_read_from_the_checkpoint(tmp_path: Path) -> None:
+    path = make_flux_fill(
+        tmp_path / "model",
+        text_tokens=9,
+        native_size=96,
+        guidance_embeds=True,
+        generation_config={"num_inference_steps": 8, "guidance_scale": 2.5},
+    )
+    (info,) = load(path, dtype="bfloat16", device="cpu").ready(0).models
+    assert (info.name, info.family, info.device, info.dtype) == ("tiny", "flux-fill", "cpu", "bfloat16")
+    assert (info.native_size, info.token_size, info.latent_width, info.max_text_tokens) == (96, 16, 64, 9)
+    assert (info.default_num_inference_steps, info.default_guidance_scale) == (8, 2.5)
+    assert (info.has_guidance, info.has_true_cfg) == (True, False)
+
+
+def test_defaults_are_the_pipelines(tiny_checkpoint: Path) -> None:
+    info = make_family(Checkpoint.open(ModelConfig(model=str(tiny_checkpoint)))).info("tiny")
+    assert (info.default_num_inference_steps, info.default_guidance_scale) == (50, 30.0)
+
+
+def test_missing_directory(tmp_path: Path) -> None:
+    assert_refused(tmp_path / "missing", "no model directory")
+
+
+def test_directory_without_index(tmp_path: Path) -> None:
+    assert_refused(tmp_path, r"has no model_index\.json")
+
+
+def test_unsupported_pipeline_names_the_supported(copy: Path) -> None:
+    edit_json(copy / "model_index.json", _class_name="StableDiffusionPipeline")
+    assert_refused(copy, "StableDiffusionPipeline is not supported; supported: FluxFillPipeline")
+
+
+def test_unsupported_part(copy: Path) -> None:
+    edit_json(copy / "model_index.json", scheduler=["diffusers", "DDIMScheduler"])
+    assert_refused(copy, "scheduler is of class DDIMScheduler")
+
+
+def test_stochastic_sampling(copy: Path) -> None:
+    edit_json(copy / "scheduler/scheduler_config.json", stochastic_sampling=True)
+    assert_refused(copy, "stochastic sampling is not supported")
+
+
+def test_torn_index(copy: Path) -> None:
+    (copy / "model_index.json").write_text('{"_class_name": "FluxFill')
+    assert_refused(copy, "cannot read .*model_index.json")
+
+
+def test_unknown_default(copy: Path) -> None:
+    (copy / "generation_config.json").write_text('{"steps": 8}')
+    assert_refused(copy, "generation_config.json: .*steps")
+
+
+def test_torn_weights(copy: Path) -> None:
+    weights = copy / WEIGHTS
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    assert_refused(copy, "cannot load transformer")
+
+
+def test_missing_weight(copy: Path) -> None:
+    """diffusers only warns, and goes on with whatever lies in memory."""
+    tensors = load_file(copy / WEIGHTS)
+    del tensors["proj_out.bias"]
+    save_file(tensors, copy / WEIGHTS, metadata={"format": "pt"})
+    assert_refused(copy, r"cannot load transformer of .*: the weights lack proj_out\.bias")
+
+
+def test_weights_of_another_shape(copy: Path) -> None:
+    edit_json(copy / "transformer/config.json", joint_attention_dim=48)
+    assert_refused(copy, "cannot load transformer")
+
+
+@pytest.mark.parametrize(("part", "weights"), [("vae", "diffusion_pytorch_model"), ("text_encoder", "model")])
+def test_pickled_weights_are_refused(copy: Path, part: str, weights: str) -> None:
+    file = copy / part / f"{weights}.safetensors"
+    pickled = {"model": "pytorch_model"}.get(weights, weights)
+    torch.save(load_file(file), copy / part / f"{pickled}.bin")
+    file.unlink()
+    assert_refused(copy, f"cannot load {part} of")
+
+
+def test_hub_id_without_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert_refused("nobody/nothing", "cannot get nobody/nothing from the Hugging Face hub")
+
+
+def test_unknown_device_and_dtype() -> None:
+    with pytest.raises(ConfigError, match="unknown device 'gpu'"):
+        resolve_device("gpu")
+    with pytest.raises(ConfigError, match="unknown dtype 'int4'"):
+        resolve_dtype("int4", torch.device("cpu"))
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="PyTorch sees no GPU"):
+            resolve_device("cuda:0")
+
+
+def test_components_come_and_go(tiny_checkpoint: Path) -> None:
+    """What was unloaded cannot be used, and works again once loaded."""
+    models = load(tiny_checkpoint, dtype="float32")
+    key = ModelKey("tiny", "transformer")
+    models.unload(key)
+    with pytest.raises(KeyError, match="the transformer is not loaded"):
+        models.warm_up()
+    models.load(key)
+    models.warm_up()
