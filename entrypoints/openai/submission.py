@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import AsyncIterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -14,6 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from core.errors import AbortedError, InvalidRequestError
 from entrypoints.openai.errors import RequestTooLargeError, UnsupportedContentTypeError
 from entrypoints.openai.fields import EDIT_FIELDS, Field, Value, decode_json
+from entrypoints.openai.json_body import JsonBody
 from entrypoints.openai.multipart import Part, read_multipart
 from entrypoints.openai.uploads import SpooledUpload, decode_base64, pieces_of
 
@@ -22,7 +22,6 @@ MAX_TEXT_BYTES = 1024 * 1024  # one text field, and a JSON body without its imag
 MULTIPART = "multipart/form-data"
 JSON = "application/json"
 T = TypeVar("T")
-_ESCAPE = re.compile(rb"\\")
 _FILE_FIELDS = ("image", "mask", "mask_image", "markup")
 
 
@@ -56,9 +55,9 @@ async def read_generation(request: Request, fields: Mapping[str, Field]) -> Subm
     media_type = _media_type(request.headers.get("content-type", ""))
     if media_type != JSON:
         raise UnsupportedContentTypeError(media_type, JSON)
-    members = await _read_json(request, MAX_TEXT_BYTES)
     submission = Submission()
-    _take_json_scalars(submission, members, fields)
+    with closing(await _read_json(request, MAX_TEXT_BYTES)) as body:
+        _take_json_scalars(submission, _members(body), fields, body)
     return submission
 
 
@@ -155,39 +154,50 @@ def _base_name(name: str) -> str:
 
 
 async def _read_json_edit(request: Request, max_upload_bytes: int) -> Submission:
-    members = await _read_json(request, 2 * _base64_bytes(max_upload_bytes) + MAX_TEXT_BYTES)
+    limit = 2 * _base64_bytes(max_upload_bytes) + MAX_TEXT_BYTES
     submission = Submission()
-    with ExitStack() as on_error:
+    with ExitStack() as on_error, closing(await _read_json(request, limit)) as body:
         on_error.callback(submission.close)
+        members = _members(body)
         sources = _pop_images(submission, members)
-        _take_json_scalars(submission, members, EDIT_FIELDS)
+        _take_json_scalars(submission, members, EDIT_FIELDS, body)
         for name, (text, needs_data_url) in sources.items():
-            upload = await decode_base64(_text_pieces(text), name, needs_data_url=needs_data_url)
+            pieces = body.long_strings[text].chunks() if text in body.long_strings else _text_pieces(text)
+            upload = await decode_base64(pieces, name, needs_data_url=needs_data_url)
             submission.uploads[name] = upload
             if upload.size > max_upload_bytes:
-                raise RequestTooLargeError(
-                    f"Invalid '{name}': larger than the maximum of {max_upload_bytes} bytes.", param=name
-                )
+                message = f"Invalid '{name}': larger than the maximum of {max_upload_bytes} bytes."
+                raise RequestTooLargeError(message, param=name)
         on_error.pop_all()
     return submission
 
 
-async def _read_json(request: Request, limit: int) -> dict[str, msgspec.Raw]:
-    """The members of the body's object, unparsed: a picture's base64 text is never copied into a Python string."""
+async def _read_json(request: Request, limit: int) -> JsonBody:
+    """At most `limit` bytes, and MAX_TEXT_BYTES without long strings."""
     _check_content_length(request, limit)
-    body = bytearray()
-    async for chunk in _body(request):
-        body += chunk
-        if len(body) > limit:
-            raise _body_too_large(limit)
+    body, received = JsonBody(), 0
+    with ExitStack() as on_error:
+        on_error.callback(body.close)
+        async for chunk in _body(request):
+            received += len(chunk)
+            if received > limit:
+                raise _body_too_large(limit)
+            await body.feed(chunk)
+            if len(body.text) > MAX_TEXT_BYTES:
+                raise _body_too_large(MAX_TEXT_BYTES)
+        on_error.pop_all()
+    return body
+
+
+def _members(body: JsonBody) -> dict[str, msgspec.Raw]:
     try:
-        return decode_json(body, dict[str, msgspec.Raw])
+        return decode_json(body.text, dict[str, msgspec.Raw])
     except msgspec.ValidationError as error:
         raise InvalidRequestError("The JSON body must be an object.", code="invalid_json") from error
 
 
-def _pop_images(submission: Submission, members: dict[str, msgspec.Raw]) -> dict[str, tuple[memoryview, bool]]:
-    """Field -> (base64 text, whether only a data: URL will do)."""
+def _pop_images(submission: Submission, members: dict[str, msgspec.Raw]) -> dict[str, tuple[str, bool]]:
+    """Field -> (base64 text or its marker, whether only a data: URL will do)."""
     sources = {}
     images = _member(members.pop("images", None), list[dict[str, msgspec.Raw]], "image", "an array of objects")
     if images:
@@ -198,23 +208,27 @@ def _pop_images(submission: Submission, members: dict[str, msgspec.Raw]) -> dict
             _ignore(submission, f"image[{index}]")
     if (mask := _member(members.pop("mask", None), dict[str, msgspec.Raw], "mask", "an object")) is not None:
         sources["mask"] = (_image_url(mask, "mask"), True)
-    if (text := _string(members.pop("mask_image", None), "mask_image")) is not None:
+    if (text := _member(members.pop("mask_image", None), str, "mask_image", "a string")) is not None:
         sources["mask_image"] = (text, False)
     if _member(members.pop("markup", None), object, "markup", "an object") is not None:
         _refuse_markup("markup")
     return sources
 
 
-def _take_json_scalars(submission: Submission, members: dict[str, msgspec.Raw], fields: Mapping[str, Field]) -> None:
+def _take_json_scalars(
+    submission: Submission, members: dict[str, msgspec.Raw], fields: Mapping[str, Field], body: JsonBody
+) -> None:
     for name, raw in members.items():
         if name not in fields:
             _ignore(submission, name)
         elif (value := fields[name].from_json(raw)) is not None:
+            if value in body.long_strings:
+                raise _too_long(name, body.long_strings[str(value)].size)
             submission.values[name] = value
 
 
-def _image_url(source: dict[str, msgspec.Raw], param: str) -> memoryview:
-    text = _string(source.get("image_url"), param)
+def _image_url(source: dict[str, msgspec.Raw], param: str) -> str:
+    text = _member(source.get("image_url"), str, param, "a string")
     if text is None:
         message = f"Invalid '{param}': only 'image_url' with a data: URL is supported."
         raise InvalidRequestError(message, param=param, code="unsupported_value")
@@ -222,28 +236,16 @@ def _image_url(source: dict[str, msgspec.Raw], param: str) -> memoryview:
 
 
 def _member(raw: msgspec.Raw | None, type_: type[T], param: str, expected: str) -> T | None:
-    if raw is None:
+    if raw is None or bytes(memoryview(raw)[:4]) == b"null":
         return None
     try:
-        return decode_json(raw, type_) if bytes(memoryview(raw)[:4]) != b"null" else None
+        return decode_json(raw, type_)
     except msgspec.ValidationError as error:
         raise _invalid_type(param, expected, "something else") from error
 
 
-def _string(raw: msgspec.Raw | None, param: str) -> memoryview | None:
-    """The characters of a JSON string; without escapes (base64 has none but perhaps ``\\/``) a view, not a copy."""
-    if raw is None or bytes(memoryview(raw)[:4]) == b"null":
-        return None
-    text = memoryview(raw)
-    if bytes(text[:1]) != b'"':
-        raise _invalid_type(param, "a string", "something else")
-    if _ESCAPE.search(text) is None:
-        return text[1:-1]
-    return memoryview(decode_json(raw, str).encode())
-
-
-async def _text_pieces(text: memoryview) -> AsyncIterator[bytes]:
-    for piece in pieces_of(text):
+async def _text_pieces(text: str) -> AsyncIterator[bytes]:
+    for piece in pieces_of(text.encode("utf-8", "replace")):
         yield piece
 
 
@@ -286,6 +288,11 @@ def _body_too_large(limit: int) -> RequestTooLargeError:
 def _too_many_images(count: int) -> InvalidRequestError:
     message = f"Invalid 'image': array too long. Expected at most {MAX_IMAGES} images, but got {count} instead."
     return InvalidRequestError(message, param="image", code="array_above_max_length")
+
+
+def _too_long(name: str, size: int) -> InvalidRequestError:
+    message = f"Invalid '{name}': string too long; it has {size} bytes."
+    return InvalidRequestError(message, param=name, code="string_above_max_length")
 
 
 def _expected_file(param: str, shown: str) -> InvalidRequestError:

@@ -20,22 +20,21 @@ class SpooledUpload:
 
     def __init__(self) -> None:
         self._file = tempfile.SpooledTemporaryFile(max_size=MEMORY_BYTES)  # noqa: SIM115 - closed by close()
-        self._on_disk = False
+        self._unwritten = bytearray()  # saves a thread's turn for each of a socket's small chunks
         self.size = 0  # bytes
 
     async def write(self, data: bytes) -> None:
         """Append `data`."""
         self.size += len(data)
-        self._on_disk = self._on_disk or self.size > MEMORY_BYTES
-        if self._on_disk:
-            await asyncio.to_thread(self._file.write, data)
-        else:
-            self._file.write(data)
+        self._unwritten += data
+        if len(self._unwritten) >= PIECE_BYTES:
+            await self._flush()
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The content in pieces of at most 256 KiB; may be read several times."""
+        await self._flush()
         for offset in range(0, self.size, PIECE_BYTES):
-            yield await asyncio.to_thread(self._read, offset) if self._on_disk else self._read(offset)
+            yield await asyncio.to_thread(self._read, offset) if self._is_on_disk else self._read(offset)
 
     async def read(self) -> bytes:
         """The whole content; for small fields."""
@@ -44,6 +43,17 @@ class SpooledUpload:
     def close(self) -> None:
         """Free memory and disk."""
         self._file.close()
+
+    @property
+    def _is_on_disk(self) -> bool:
+        return self.size > MEMORY_BYTES
+
+    async def _flush(self) -> None:
+        data, self._unwritten = self._unwritten, bytearray()
+        if self._is_on_disk:
+            await asyncio.to_thread(self._file.write, data)
+        else:
+            self._file.write(data)
 
     def _read(self, offset: int) -> bytes:
         self._file.seek(offset)

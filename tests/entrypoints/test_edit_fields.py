@@ -345,6 +345,24 @@ async def test_json_edit(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     assert response.json()["stencil"]["ignored"] == ["image[1]", "nonsense"]
 
 
+async def test_json_with_long_strings(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    """Beyond what is parsed in memory: pictures are taken out, text fields are refused, unknown fields ignored."""
+    image, mask = bytes(range(256)) * 4000, bytes(range(255, -1, -1)) * 3000
+    body = {
+        "unknown": "x" * 600_000,
+        "images": [{"image_url": data_url(image)}],
+        "mask_image": base64.b64encode(mask).decode(),
+        "prompt": "p",
+    }
+    response = await post_json(client, body)
+    assert response.status_code == 200, response.text
+    assert engine.files == {"image": image, "mask": mask}
+    assert response.json()["stencil"]["ignored"] == ["unknown"]
+    for name in ("prompt", "user", "size"):
+        response = await post_json(client, body | {name: "x" * 600_000})
+        assert_refused(response, 400, "string_above_max_length", name)
+
+
 async def test_json_escaped_slashes_and_unicode(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     data = bytes(255 for _ in range(99))  # all '/' in base64
     text = data_url(data).replace("/", "\\/")

@@ -1,0 +1,79 @@
+"""Long strings are taken out of a JSON body, whatever the chunks and the escapes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from entrypoints.openai import json_body
+from entrypoints.openai.json_body import JsonBody
+
+LIMIT = 40
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_strings_are_long() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_body, "LONG_STRING_BYTES", LIMIT)
+        yield
+
+
+async def split(data: bytes, size: int) -> tuple[bytes, dict[str, bytes]]:
+    body = JsonBody()
+    for start in range(0, len(data), size):
+        await body.feed(data[start : start + size])
+    strings = {marker: await upload.read() for marker, upload in body.long_strings.items()}
+    body.close()
+    return bytes(body.text), strings
+
+
+def restore(value: Any, strings: dict[str, bytes]) -> Any:
+    """`value` with the long strings back in place of their markers."""
+    match value:
+        case str():
+            return strings[value].decode() if value in strings else value
+        case list():
+            return [restore(item, strings) for item in value]
+        case dict():
+            return {restore(key, strings): restore(item, strings) for key, item in value.items()}
+        case _:
+            return value
+
+
+SHORT = st.text(st.sampled_from('aZ0/\n"\\é😀{}[],:'), max_size=3)  # at most 36 bytes, escaped
+BASE64 = st.text(st.sampled_from("aZ09+/=\n\r\t"), max_size=100)
+DOCUMENT = st.recursive(
+    SHORT | BASE64 | st.integers() | st.none(), lambda x: st.lists(x) | st.dictionaries(SHORT | BASE64, x), max_leaves=8
+)
+
+
+@given(DOCUMENT, st.integers(1, 150), st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_what_is_taken_out_can_be_put_back(document: Any, size: int, ascii_only: bool) -> None:
+    data = json.dumps(document, ensure_ascii=ascii_only).replace("/", "\\/").encode()
+    text, strings = asyncio.run(split(data, size))
+    assert restore(json.loads(text), strings) == document
+
+
+@pytest.mark.parametrize("size", range(1, 12))
+async def test_every_way_to_escape_base64(size: int) -> None:
+    data = rb'{"a": "\u002b' + b"abcd" * 10 + rb'\/\u002F==\n", "b": "short"}'
+    text, strings = await split(data, size)
+    (marker,) = strings
+    assert strings[marker] == b"+" + b"abcd" * 10 + b"//==\n"
+    assert json.loads(text) == {"a": marker, "b": "short"}
+
+
+@pytest.mark.parametrize(
+    "data", [rb'{"a": "\u00zz"}', b'{"a": "' + b"abcd" * 20 + rb'\u00zz and more"}', rb'{"a": "abc', b'"\\']
+)
+@pytest.mark.parametrize("size", [1, 3, 100])
+async def test_malformed_stays_malformed(data: bytes, size: int) -> None:
+    text, _ = await split(data, size)
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(text)
