@@ -41,8 +41,11 @@ class SpooledUpload:
         return b"".join([chunk async for chunk in self.chunks()])
 
     def close(self) -> None:
-        """Free memory and disk."""
-        self._file.close()
+        """Free memory and disk; the latter in a thread, as dropping 50 MB of pages takes 10 ms."""
+        if self._is_on_disk:
+            asyncio.get_running_loop().run_in_executor(None, self._file.close)
+        else:
+            self._file.close()
 
     @property
     def _is_on_disk(self) -> bool:
