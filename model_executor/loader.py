@@ -131,8 +131,8 @@ def resolve_device(name: str) -> torch.device:
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     """`auto` is bfloat16 on a GPU and on CPUs that multiply it natively, else float32.
 
-    Processor time of an edit with the embedded architecture on one Zen 5 core: 390 ms in float32, 320 ms in bfloat16; of
-    eight together 3.04 s and 2.11 s. In both, an edit's bits do not depend on what shares its batches.
+    Processor time of an edit with the embedded architecture on one Zen 5 core: 390 ms in float32, 320 ms in bfloat16;
+    of eight together 3.04 s and 2.11 s. In both, an edit's bits do not depend on what shares its batches.
     """
     if name == "auto":
         return torch.bfloat16 if device.type != "cpu" or _cpu_has_bfloat16() else torch.float32

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import traceback
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -29,12 +30,13 @@ def main(config: bytes, fds: list[int]) -> None:
     """
     settings = msgspec.msgpack.decode(config, type=WorkerConfig)
     channel = Channel.attach(fds[0], fds[1])
-    try:
-        worker = _start(settings, channel, Arena.attach(settings.arena_id, fds[2]))
-    except Exception as error:  # the actor's edge: the engine is told why there is no worker
-        _send(channel, WorkerFailed(rank=settings.rank, failure=Failure.of(error, traceback.format_exc())))
-        return
-    worker.run()
+    with suppress(PeerClosedError):
+        try:
+            _start(settings, channel, Arena.attach(settings.arena_id, fds[2])).run()
+        except PeerClosedError:
+            raise  # nobody is left to tell
+        except Exception as error:  # the actor's edge: the engine is told why there is no worker any more
+            _send(channel, WorkerFailed(rank=settings.rank, failure=Failure.of(error, traceback.format_exc())))
 
 
 def _start(settings: WorkerConfig, channel: Channel, arena: Arena) -> Worker:
@@ -77,13 +79,11 @@ class Worker:
         self._decoder = msgspec.msgpack.Decoder(ToWorker)
 
     def run(self) -> None:
-        """Until Shutdown, or until the engine is gone."""
-        try:
-            while isinstance(plan := self._decoder.decode(self._channel.recv()), StepPlan):
-                self._execute(plan)
-            assert isinstance(plan, Shutdown)
-        except PeerClosedError:
-            return
+        """Until Shutdown. Raises PeerClosedError when the engine is gone, and whatever a plan cannot do that is not
+        one request's: a component that does not load, a tensor to move that is not here."""
+        while isinstance(plan := self._decoder.decode(self._channel.recv()), StepPlan):
+            self._execute(plan)
+        assert isinstance(plan, Shutdown)
 
     def send(self, message: FromWorker) -> None:
         """Raises PeerClosedError when the engine is gone."""

@@ -10,6 +10,7 @@ import torch
 from diffusers.pipelines.flux.pipeline_flux_fill import calculate_shift
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
+from core.request import SamplingParams
 from model_executor.sampling import advance, make_sigmas, predict_clean, skipped_steps
 
 SCHEDULERS: list[dict[str, Any]] = [
@@ -51,6 +52,8 @@ def test_trajectory_is_the_schedulers(config: dict[str, Any], steps: int, dtype:
 @pytest.mark.parametrize(("steps", "strength", "skipped"), [(8, 1.0, 0), (8, 0.5, 4), (10, 0.35, 6), (3, 0.99, 0)])
 def test_strength_leaves_out_leading_steps(steps: int, strength: float, skipped: int) -> None:
     assert skipped_steps(steps, strength) == skipped
+    sampling = SamplingParams(num_inference_steps=steps, strength=strength)
+    assert sampling.num_denoising_steps == steps - skipped  # what the scheduler plans is what the worker can do
     scheduler = FlowMatchEulerDiscreteScheduler()
     assert torch.equal(make_sigmas(scheduler, steps, strength, 16), make_sigmas(scheduler, steps, 1.0, 16)[skipped:])
 

@@ -146,3 +146,12 @@ async def test_killed_worker_is_reported(tiny_checkpoint: Path, arena: Arena) ->
         message = await asyncio.wait_for(anext(executor.results()), PATIENCE)
         assert isinstance(message, WorkerFailed)
         assert message.failure.kind == "engine_dead"
+
+
+async def test_plan_that_cannot_be_done_ends_the_worker_with_its_cause(tiny_checkpoint: Path, arena: Arena) -> None:
+    """Components that no longer load are no request's fault: the worker says so and leaves."""
+    async with workers(tiny_checkpoint, arena, 1) as executor:
+        executor.submit(StepPlan(seq=0, load=(ModelKey("tiny", "unheard of"),)))
+        message = await asyncio.wait_for(anext(executor.results()), PATIENCE)
+        assert isinstance(message, WorkerFailed)
+        assert "unheard of" in message.failure.message
