@@ -10,35 +10,13 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from api_calls import IMAGE, MASK, assert_refused, post_edit, post_json
 from fake_engine import MODEL, FakeEngine
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from core.errors import InvalidRequestError
 from entrypoints.openai.fields import EDIT_FIELDS
-
-IMAGE = ("image", ("a.png", b"image bytes", "image/png"))
-MASK = ("mask", ("m.png", b"mask bytes", "image/png"))
-
-
-async def post_edit(client: httpx.AsyncClient, files: list[Any] | None = None, **fields: str) -> httpx.Response:
-    parts = [(name, (None, value)) for name, value in ({"prompt": "a red hat"} | fields).items()]
-    return await client.post("/v1/images/edits", files=parts + ([IMAGE] if files is None else files))
-
-
-def error_of(response: httpx.Response) -> dict[str, Any]:
-    assert response.headers["content-type"] == "application/json"
-    assert response.headers["x-request-id"].startswith("req_")
-    error = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["message"]
-    return error
-
-
-def assert_refused(response: httpx.Response, status: int, code: str, param: str | None) -> str:
-    error = error_of(response)
-    assert (response.status_code, error["code"], error["param"]) == (status, code, param), error["message"]
-    return error["message"]
 
 
 async def test_plain_edit(client: httpx.AsyncClient, engine: FakeEngine) -> None:
@@ -322,10 +300,6 @@ async def test_any_order_and_spooled_file(client: httpx.AsyncClient, engine: Fak
 
 def data_url(data: bytes) -> str:
     return "data:image/png;base64," + base64.b64encode(data).decode()
-
-
-async def post_json(client: httpx.AsyncClient, body: Any, path: str = "edits") -> httpx.Response:
-    return await client.post(f"/v1/images/{path}", json=body)
 
 
 async def test_json_edit(client: httpx.AsyncClient, engine: FakeEngine) -> None:

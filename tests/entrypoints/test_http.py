@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
+from api_calls import IMAGE, assert_refused, post_edit, post_json
 from fake_engine import FakeEngine
-from test_edit_fields import IMAGE, assert_refused, post_edit, post_json
 
 from core.errors import (
     DeadlineExceededError,
