@@ -378,7 +378,7 @@ class ImageEncode(Message, frozen=True):
     height: int
     seed: int
     num_inference_steps: int
-    strength: float
+    num_denoising_steps: int  # the last so many of them are run
 
 
 class Denoise(Message, frozen=True):

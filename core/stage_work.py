@@ -54,7 +54,7 @@ def _image_encode(request: Request) -> ImageEncode:
         height=edit.height,
         seed=sampling.seed,
         num_inference_steps=sampling.num_inference_steps,
-        strength=sampling.strength,
+        num_denoising_steps=sampling.num_denoising_steps,
     )
 
 

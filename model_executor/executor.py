@@ -48,7 +48,10 @@ class Executor:
         async with AsyncExitStack() as stack:
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
             for rank in range(self._config.workers_per_engine):
-                worker = _Worker(WorkerConfig(rank, self._config.models, self._arena_id), self._arena_fd)
+                worker = _Worker(
+                    WorkerConfig(rank, self._config.models, self._arena_id, self._config.workers_per_engine),
+                    self._arena_fd,
+                )
                 self._workers.append(worker)
                 stack.push_async_callback(worker.stop)
                 tasks.create_task(worker.receive(self._mailbox), name=f"worker-{rank}")

@@ -72,7 +72,8 @@ def edit_once(family: Family, side: int, text_tokens: int) -> torch.Tensor:
     """A one-step edit of an empty square; uint8 [side, side, 3]."""
     text = family.encode_text("", text_tokens)
     empty = torch.zeros(side, side, 3, dtype=torch.uint8)
-    image = family.encode_image(empty, torch.ones_like(empty[..., 0]), seed=0, num_inference_steps=1, strength=1.0)
+    mask = torch.ones_like(empty[..., 0])
+    image = family.encode_image(empty, mask, seed=0, num_inference_steps=1, num_denoising_steps=1)
     row = Row(
         latents=image.latents,
         condition=image.condition,

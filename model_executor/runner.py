@@ -89,7 +89,7 @@ class Runner:
             self._shared(work.mask),
             seed=work.seed,
             num_inference_steps=work.num_inference_steps,
-            strength=work.strength,
+            num_denoising_steps=work.num_denoising_steps,
         )
         return self._put(item, {"latents": image.latents, "condition": image.condition, "sigmas": image.sigmas})
 

@@ -13,20 +13,15 @@ import numpy as np
 from torch import Tensor
 
 
-def make_sigmas(scheduler: Any, num_inference_steps: int, strength: float, image_tokens: int) -> Tensor:
-    """Noise levels of a run, as FluxFillPipeline asks its scheduler for them: float32 [steps + 1], falling to 0.
+def make_sigmas(scheduler: Any, num_inference_steps: int, num_denoising_steps: int, image_tokens: int) -> Tensor:
+    """Noise levels of a run, as FluxFillPipeline asks its scheduler for them, falling to 0.
 
-    With strength < 1 the first steps are left out: `steps` is then num_inference_steps - skipped_steps(...).
+    float32 [num_denoising_steps + 1]: with strength < 1 the first steps are left out.
     """
     sigmas = np.linspace(1.0, 1 / num_inference_steps, num_inference_steps)
     scheduler.set_timesteps(sigmas=sigmas, mu=_shift(scheduler.config, image_tokens))
-    result: Tensor = scheduler.sigmas[skipped_steps(num_inference_steps, strength) :]
+    result: Tensor = scheduler.sigmas[-(num_denoising_steps + 1) :]
     return result.clone()
-
-
-def skipped_steps(num_inference_steps: int, strength: float) -> int:
-    """How many leading steps `strength` leaves out; FluxFillPipeline.get_timesteps."""
-    return int(max(num_inference_steps - min(num_inference_steps * strength, num_inference_steps), 0))
 
 
 def _shift(config: Any, image_tokens: int) -> float:

@@ -23,7 +23,7 @@ from core.messages import (
     TensorRef,
     TextEncode,
 )
-from model_executor.sampling import skipped_steps
+from core.request import SamplingParams
 
 SIZE = (96, 64)
 """width, height in pixels."""
@@ -77,7 +77,7 @@ class Edit:
     @property
     def num_steps(self) -> int:
         """Steps that are run: strength below 1 leaves the first ones out."""
-        return self.steps - skipped_steps(self.steps, self.strength)
+        return SamplingParams(num_inference_steps=self.steps, strength=self.strength).num_denoising_steps
 
     def key(self, node: str, name: str) -> TensorKey:
         return TensorKey(self.request_id, node, name)
@@ -91,7 +91,7 @@ class Edit:
             height=self.size[1],
             seed=self.seed,
             num_inference_steps=self.steps,
-            strength=self.strength,
+            num_denoising_steps=self.num_steps,
         )
         return _plan(
             _batch("text_encode", "text_encoder", [self._item("text_encode", text)]),

@@ -73,7 +73,7 @@ class Family(Protocol):
         """Embed a prompt, padded or cut to `max_sequence_length` tokens."""
 
     def encode_image(
-        self, template: Tensor, mask: Tensor, *, seed: int, num_inference_steps: int, strength: float
+        self, template: Tensor, mask: Tensor, *, seed: int, num_inference_steps: int, num_denoising_steps: int
     ) -> EncodedImage:
         """Where sampling starts, and what it is conditioned on. template: uint8 [height, width, 3]; mask: uint8
         [height, width], 1 = edit; sides are multiples of the token size."""

@@ -104,14 +104,14 @@ class FluxFill:
     # -------------------------------------------------------------------------------------------------------- image
 
     def encode_image(
-        self, template: Tensor, mask: Tensor, *, seed: int, num_inference_steps: int, strength: float
+        self, template: Tensor, mask: Tensor, *, seed: int, num_inference_steps: int, num_denoising_steps: int
     ) -> EncodedImage:
         """FluxFillPipeline.prepare_latents and prepare_mask_latents."""
         generator = torch.Generator("cpu").manual_seed(seed)
         image = (template.permute(2, 0, 1)[None].float() / 255.0) * 2.0 - 1.0
         mask = mask[None, None].float()
         rows, columns = self.grid(image.shape[3], image.shape[2])
-        sigmas = make_sigmas(self._scheduler, num_inference_steps, strength, rows * columns)
+        sigmas = make_sigmas(self._scheduler, num_inference_steps, num_denoising_steps, rows * columns)
         latents = self._initial_latents(image, sigmas[0], generator)
         masked = self._posterior_sample(image * (1 - mask), generator)
         condition = torch.cat([_pack(masked), self._pack_mask(mask).to(self._device, masked.dtype)], dim=1)
@@ -150,6 +150,7 @@ class FluxFill:
     def decode(self, latents: Tensor, width: int, height: int) -> Tensor:
         """FluxFillPipeline's step 8 and VaeImageProcessor.postprocess, up to 8-bit pixels."""
         vae = self._parts["vae"]
+        latents = latents.to(vae.dtype)  # what another rank exported has widened to float32
         unpacked = _unpack(latents, *self.grid(width, height)) / vae.config.scaling_factor + vae.config.shift_factor
         image = vae.decode(unpacked, return_dict=False)[0]
         image = (image * 0.5 + 0.5).clamp(0, 1)

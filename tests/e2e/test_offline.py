@@ -206,7 +206,7 @@ async def one_worker(checkpoint: Path) -> AsyncIterator[AsyncEngine]:
 
 
 async def start(checkpoint: Path, workers: int) -> AsyncIterator[AsyncEngine]:
-    model = ModelConfig(model=str(checkpoint), dtype="float32", threads=1)
+    model = ModelConfig(model=str(checkpoint), threads=1)
     engine = AsyncEngine(StencilConfig(engine=EngineConfig(models=(model,), workers_per_engine=workers)))
     await engine.start()
     try:

@@ -11,7 +11,7 @@ from diffusers.pipelines.flux.pipeline_flux_fill import calculate_shift
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
 from core.request import SamplingParams
-from model_executor.sampling import advance, make_sigmas, predict_clean, skipped_steps
+from model_executor.sampling import advance, make_sigmas, predict_clean
 
 SCHEDULERS: list[dict[str, Any]] = [
     {},
@@ -37,7 +37,7 @@ def diffusers_scheduler(config: dict[str, Any], steps: int, tokens: int) -> Flow
 def test_trajectory_is_the_schedulers(config: dict[str, Any], steps: int, dtype: torch.dtype) -> None:
     tokens = 60
     theirs = diffusers_scheduler(config, steps, tokens)
-    sigmas = make_sigmas(FlowMatchEulerDiscreteScheduler(**config), steps, 1.0, tokens)
+    sigmas = make_sigmas(FlowMatchEulerDiscreteScheduler(**config), steps, steps, tokens)
     assert sigmas.shape == (steps + 1,)
     assert torch.equal(sigmas, theirs.sigmas)
     latents = expected = torch.randn(tokens, 64).to(dtype)
@@ -51,11 +51,11 @@ def test_trajectory_is_the_schedulers(config: dict[str, Any], steps: int, dtype:
 
 @pytest.mark.parametrize(("steps", "strength", "skipped"), [(8, 1.0, 0), (8, 0.5, 4), (10, 0.35, 6), (3, 0.99, 0)])
 def test_strength_leaves_out_leading_steps(steps: int, strength: float, skipped: int) -> None:
-    assert skipped_steps(steps, strength) == skipped
     sampling = SamplingParams(num_inference_steps=steps, strength=strength)
-    assert sampling.num_denoising_steps == steps - skipped  # what the scheduler plans is what the worker can do
+    assert sampling.num_denoising_steps == steps - skipped
     scheduler = FlowMatchEulerDiscreteScheduler()
-    assert torch.equal(make_sigmas(scheduler, steps, strength, 16), make_sigmas(scheduler, steps, 1.0, 16)[skipped:])
+    whole = make_sigmas(scheduler, steps, steps, 16)
+    assert torch.equal(make_sigmas(scheduler, steps, sampling.num_denoising_steps, 16), whole[skipped:])
 
 
 def test_sigmas_do_not_share_the_schedulers_state() -> None:
