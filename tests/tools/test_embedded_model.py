@@ -48,7 +48,7 @@ def test_the_pipeline_loads_and_edits() -> None:
     from diffusers import FluxFillPipeline
     from PIL import Image
 
-    pipeline = FluxFillPipeline.from_pretrained(ROOT, torch_dtype=torch.bfloat16)
+    pipeline = FluxFillPipeline.from_pretrained(ROOT, dtype=torch.bfloat16)
     pipeline.set_progress_bar_config(disable=True)
     mask = np.zeros((256, 256), np.uint8)
     mask[64:192, 64:192] = 255

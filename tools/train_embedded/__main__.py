@@ -3,7 +3,10 @@
 import argparse
 from pathlib import Path
 
-STAGES = ("vae", "denoiser", "distil", "export", "evaluate")
+from tools.train_embedded.seeds import TEST_CASES
+
+STAGES = ("vae", "denoiser", "distil", "export", "evaluate", "examples")
+SHEET_CASES = 16  # the first ones, none picked
 
 
 def parse() -> argparse.Namespace:
@@ -15,7 +18,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--vae-minutes", type=float, default=18.0)
     parser.add_argument("--denoiser-minutes", type=float, default=70.0)
     parser.add_argument("--distil-minutes", type=float, default=9.0)
-    parser.add_argument("--tuning", action="store_true", help="evaluate on the tuning scenes, write nothing")
+    parser.add_argument("--sheet", type=Path, default=Path("docs/embedded_model_sheet.png"))
+    parser.add_argument("--examples", type=Path, default=Path("examples"))
+    parser.add_argument("--cases", type=int, default=TEST_CASES, help="held-out edits to evaluate on")
+    parser.add_argument("--tuning", action="store_true", help="evaluate on the tuning scenes, write no JSON")
     options = parser.parse_args()
     unknown = [stage for stage in options.stages if stage not in STAGES]
     if unknown:
@@ -44,11 +50,17 @@ def run(stage: str, options: argparse.Namespace) -> None:
             export(options.work, options.out, "distil")
         case "evaluate":
             from tools.train_embedded.evaluate import evaluate, summary, write
+            from tools.train_embedded.sheet import contact_sheet
 
-            numbers = evaluate(options.out, final=not options.tuning)
-            print(summary(numbers), flush=True)
+            outcome = evaluate(options.out, final=not options.tuning, number=options.cases)
+            print(summary(outcome.numbers), flush=True)
             if not options.tuning:
-                write(numbers, options.out / "evaluation.json")
+                write(outcome.numbers, options.out / "evaluation.json")
+            contact_sheet(outcome.asked[:SHEET_CASES], outcome.edits[:SHEET_CASES], options.sheet)
+        case "examples":
+            from tools.train_embedded.examples import write_examples
+
+            write_examples(options.examples)
         case _:
             raise ValueError(stage)
 

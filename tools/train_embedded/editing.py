@@ -59,7 +59,8 @@ class Guided(nn.Module):
     def __init__(self, pipeline: FluxFillPipeline, scale: float) -> None:
         super().__init__()
         self.inner = pipeline.transformer
-        self.config, self.dtype, self._scale = self.inner.config, self.inner.dtype, scale
+        self.config, self.dtype, self.device = self.inner.config, self.inner.dtype, self.inner.device
+        self._scale = scale
         words, pooled, _ = pipeline.encode_prompt([""], None, max_sequence_length=TEXT_TOKENS)
         self._words, self._pooled = words, pooled
 

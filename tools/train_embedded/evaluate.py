@@ -14,6 +14,7 @@ from tools.train_embedded.cases import Case, cases
 from tools.train_embedded.editing import EditBatch, with_pipeline
 from tools.train_embedded.export import load_pipeline, weight_bytes
 from tools.train_embedded.metrics import Scores, score, shuffled
+from tools.train_embedded.scenes import Pixels
 from tools.train_embedded.vae import held_out_images, load_vae, round_trip_psnr
 
 STEPS = 8
@@ -41,7 +42,7 @@ class Report:
         }
 
 
-def run_cases(edit: EditBatch, asked: Sequence[Case]) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
+def run_cases(edit: EditBatch, asked: Sequence[Case]) -> list[Pixels]:
     return edit(
         [case.template for case in asked],
         [case.mask for case in asked],
@@ -50,8 +51,8 @@ def run_cases(edit: EditBatch, asked: Sequence[Case]) -> list[np.ndarray[Any, np
     )
 
 
-def judge(edit: EditBatch, asked: list[Case]) -> Report:
-    edits, truths = run_cases(edit, asked), [case.truth for case in asked]
+def judge(edits: Sequence[Pixels], asked: Sequence[Case]) -> Report:
+    truths = [case.truth for case in asked]
     dealt = [shuffled(asked, seed) for seed in range(SHUFFLES)]
     deaf = [score(edits, wrong) for wrong in dealt]
     deaf_truth = [score(truths, wrong) for wrong in dealt]
@@ -65,18 +66,27 @@ def judge(edit: EditBatch, asked: list[Case]) -> Report:
     )
 
 
-def evaluate(folder: Path, final: bool, edit: EditBatch | None = None) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Outcome:
+    """What an evaluation gives: the numbers to publish, and the silhouette cases with their edits, in order."""
+
+    numbers: dict[str, Any]
+    asked: list[Case]
+    edits: list[Pixels]
+
+
+def evaluate(folder: Path, final: bool, edit: EditBatch | None = None, number: int = seeds.TEST_CASES) -> Outcome:
     """Scores of the checkpoint in `folder`: on the test scenes if `final`, else on the tuning scenes.
 
     `edit` replaces diffusers' pipeline, for example by a serving engine that holds the same checkpoint.
     """
     run = edit or with_pipeline(load_pipeline(folder), STEPS)
-    silhouettes = cases(seeds.TEST if final else seeds.TUNING, seeds.TEST_CASES)
-    boxes = cases(seeds.TEST_BOXES if final else seeds.TUNING + 50_000, seeds.TEST_CASES // 2, "box")
-    vae = load_vae(folder / "vae")
-    held_out = held_out_images(PSNR_IMAGES)
-    reports = {"silhouette": judge(run, silhouettes), "box": judge(run, boxes)}
-    return {
+    asked = cases(seeds.TEST if final else seeds.TUNING, number)
+    boxes = cases(seeds.TEST_BOXES if final else seeds.TUNING + 50_000, number // 2, "box")
+    vae, held_out = load_vae(folder / "vae"), held_out_images(PSNR_IMAGES)
+    edits = run_cases(run, asked)
+    reports = {"silhouette": judge(edits, asked), "box": judge(run_cases(run, boxes), boxes)}
+    numbers = {
         "scenes": "test" if final else "tuning",
         "steps": STEPS,
         "guidance": "none at run time",
@@ -85,6 +95,7 @@ def evaluate(folder: Path, final: bool, edit: EditBatch | None = None) -> dict[s
         "vae_psnr_bfloat16": round_trip_psnr(vae.to(torch.bfloat16), held_out),
         "weight_bytes": weight_bytes(folder),
     }
+    return Outcome(numbers, asked, edits)
 
 
 def summary(numbers: dict[str, Any]) -> str:

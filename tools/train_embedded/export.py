@@ -34,7 +34,7 @@ def assemble(work: Path, stage: str) -> FluxFillPipeline:
 
 
 def load_pipeline(folder: Path) -> FluxFillPipeline:
-    pipeline = FluxFillPipeline.from_pretrained(folder, torch_dtype=torch.bfloat16)
+    pipeline = FluxFillPipeline.from_pretrained(folder, dtype=torch.bfloat16)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 

@@ -3,28 +3,30 @@
 from collections.abc import Callable, Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
 @torch.no_grad()
 def orthogonalise(update: Tensor, iterations: int = 5) -> Tensor:
-    """Newton-Schulz iteration in bf16 towards the nearest semi-orthogonal matrices; [..., rows, columns]."""
-    x = update.bfloat16()
-    tall = x.shape[-2] > x.shape[-1]
-    if tall:
-        x = x.mT
+    """Newton-Schulz iteration in bf16 towards the nearest semi-orthogonal matrices; [batch, rows, columns]."""
+    tall = update.shape[-2] > update.shape[-1]
+    x = (update.mT if tall else update).bfloat16().contiguous()
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(iterations):
         gram = x @ x.mT
-        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * (gram @ gram)) @ x
-    orthogonal: Tensor = (x.mT if tall else x).float()
+        polynomial = torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
+        x = torch.baddbmm(x, polynomial, x, beta=3.4445)
+    orthogonal: Tensor = x.mT if tall else x
     return orthogonal
 
 
 class Muon(torch.optim.Optimizer):
     """For weights of two or more axes; convolutions count as [out, in * height * width].
 
-    Weights of equal shape are orthogonalised in one batched call.
+    Weights of equal shape are orthogonalised in one batched call. Under torch.distributed, where every rank holds the
+    same gradients, each rank orthogonalises its share of the weights and the updates are summed: they are zero
+    wherever another rank did the work.
     """
 
     def __init__(
@@ -35,18 +37,39 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            by_shape: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                if "momentum" not in state:
-                    state["momentum"] = torch.zeros_like(param)
-                buffer = state["momentum"].lerp_(param.grad, 1 - group["momentum"])
-                update = param.grad.lerp(buffer, group["momentum"]).reshape(param.shape[0], -1)
-                by_shape.setdefault((update.shape[0], update.shape[1]), []).append((param, update))
-            for shape, members in by_shape.items():
-                updates = orthogonalise(torch.stack([update for _, update in members])) * (0.2 * max(shape) ** 0.5)
-                for (param, _), update in zip(members, updates, strict=True):
-                    param.mul_(1 - group["lr"] * group["weight_decay"])
-                    param.add_(update.view_as(param), alpha=-group["lr"])
+            params = [param for param in group["params"] if param.grad is not None]
+            by_shape: dict[tuple[int, int], list[int]] = {}  # matrix shape -> indices into params
+            for i, param in enumerate(params):
+                by_shape.setdefault((len(param), param.numel() // len(param)), []).append(i)
+            updates = self._orthogonal_updates(params, by_shape, group["momentum"])
+            for i, param in enumerate(params):
+                step_size = group["lr"] * 0.2 * max(len(param), param.numel() // len(param)) ** 0.5
+                param.mul_(1 - group["lr"] * group["weight_decay"])
+                param.add_(updates[i].view_as(param), alpha=-step_size)
+
+    def _orthogonal_updates(
+        self, params: list[Tensor], by_shape: dict[tuple[int, int], list[int]], momentum: float
+    ) -> list[Tensor]:
+        """One flat bf16 update a weight, the same on every rank."""
+        ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+        smoothed = [self._smooth(param, momentum) for param in params]
+        flat = torch.zeros(sum(param.numel() for param in params), dtype=torch.bfloat16)
+        updates = list(flat.split([param.numel() for param in params]))
+        for shape, members in by_shape.items():
+            own = members[rank::ranks]
+            if own:
+                done = orthogonalise(torch.stack([smoothed[i].reshape(shape) for i in own]))
+                for i, update in zip(own, done, strict=True):
+                    updates[i].copy_(update.flatten())
+        if ranks > 1:
+            dist.all_reduce(flat)
+        return updates
+
+    def _smooth(self, param: Tensor, momentum: float) -> Tensor:
+        """Nesterov momentum."""
+        state = self.state[param]
+        if "momentum" not in state:
+            state["momentum"] = torch.zeros_like(param)
+        assert param.grad is not None
+        buffer = state["momentum"].lerp_(param.grad, 1 - momentum)
+        return param.grad.lerp(buffer, momentum)
