@@ -29,6 +29,9 @@ from engine.metrics import Metrics
 SETTLE_SECONDS = 3.0
 """How long callers may hold on to their last outputs once the engine has stopped."""
 
+RELEASE_BYTES = 2 * 1024 * 1024
+"""Shared memory given back between two turns of the event loop, about 0.7 ms of work; whole pages."""
+
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
 """Bounds of what a refused client is told to wait; clients of the OpenAI SDK ignore more than 120 s."""
 
@@ -158,6 +161,13 @@ class AsyncEngine:
         """Seconds after which a refused client is likely to find room: the predicted time to drain what is here."""
         drain = self.load.drain_seconds if self.load else 0.0
         return min(MAX_RETRY_SECONDS, max(MIN_RETRY_SECONDS, drain))
+
+    async def release(self, region: ArrayRef) -> None:
+        """Free a region of the arena, giving its memory back to the kernel piece by piece: 36 MB at once take 12 ms."""
+        for start in range(region.offset, region.offset + region.size - RELEASE_BYTES, RELEASE_BYTES):
+            self._arena.release_pages(start, start + RELEASE_BYTES)
+            await asyncio.sleep(0)
+        self.allocator.free(region)
 
     # ---------------------------------------------------------------------------------- what it knows
 

@@ -32,7 +32,7 @@ from core.messages import (
     PreparedEdit,
     PrepareEdit,
 )
-from core.request import MAX_SEED, SamplingParams
+from core.request import MAX_IMAGES, SamplingParams
 from core.validation import check_integer
 from engine import image_ops
 from engine.edit import EditInput, EditReport, ImageOutput
@@ -41,6 +41,10 @@ from engine.upload import Upload
 if TYPE_CHECKING:
     from engine.async_engine import AsyncEngine
     from engine.engine_client import RequestOutput
+
+
+MAX_RANDOM_SEED = 2**53 - MAX_IMAGES
+"""Below what a JSON number holds exactly in every language, for each of an edit's seeds."""
 
 
 @dataclass(slots=True)
@@ -328,8 +332,7 @@ class EditSession:
         """Wait for the last terminal output, then free the memory."""
         await self._all_done.wait()
         for region in self._regions:
-            self._engine.allocator.free(region)
-            await asyncio.sleep(0)  # giving 36 MB back to the kernel takes 12 ms
+            await self._engine.release(region)
         self._regions.clear()
 
 
@@ -341,7 +344,7 @@ def resolve(sampling: SamplingParams, model: ModelInfo) -> SamplingParams:
         sampling,
         num_inference_steps=sampling.num_inference_steps or model.default_num_inference_steps,
         guidance_scale=model.default_guidance_scale if sampling.guidance_scale is None else sampling.guidance_scale,
-        seed=secrets.randbelow(MAX_SEED + 2 - sampling.n) if sampling.seed is None else sampling.seed,
+        seed=secrets.randbelow(MAX_RANDOM_SEED) if sampling.seed is None else sampling.seed,
         max_sequence_length=length,
     )
     if resolved.num_denoising_steps < 1:
