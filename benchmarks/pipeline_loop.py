@@ -1,8 +1,8 @@
 """The reference: a loop over diffusers' own FluxFillPipeline, in a process of its own, told by its parent when to run.
 
-Protocol, one JSON object a line. First the child says what an edit costs and what the machine can do (`Limits`); then
-each `Job` on standard input is answered by the seconds it took. The pipeline gets decoded pictures and its results are
-not encoded, so file formats cost it nothing.
+Protocol, one JSON object a line. First the child says how many floating-point operations an edit takes; then each `Job`
+on standard input is answered by a `Turn`. The pipeline gets decoded pictures and its results are not encoded, so file
+formats cost it nothing.
 """
 
 from __future__ import annotations
@@ -32,31 +32,25 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """flop_per_edit: a multiply-add counts two. peak_flops: per second, of a large matrix product in the same dtype."""
+class Turn:
+    """seconds: the job took. peak_flops: per second, of a large matrix product of the same dtype right after it."""
 
-    flop_per_edit: float
+    seconds: float
     peak_flops: float
-
-    @property
-    def edits_per_second(self) -> float:
-        """What a machine that did nothing but matrix products could do."""
-        return self.peak_flops / self.flop_per_edit
 
 
 class PipelineLoop:
-    """The parent's side."""
+    """The parent's side. flop_per_edit: of an edit that computes every token; a multiply-add counts two."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
-        self.limits = Limits(**self._read())
+        self.flop_per_edit: float = self._read()["flop_per_edit"]
 
-    def run(self, job: Job) -> float:
-        """Seconds that the job took. Raises RuntimeError if the child is gone."""
+    def run(self, job: Job) -> Turn:
+        """Do the job and wait for it. Raises RuntimeError if the child is gone."""
         assert self._process.stdin is not None
         print(json.dumps(asdict(job)), file=self._process.stdin, flush=True)
-        seconds: float = self._read()["seconds"]
-        return seconds
+        return Turn(**self._read())
 
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -92,13 +86,14 @@ def main(model: str, dtype: str, threads: int, steps: int) -> None:
     edit = _Edit(pipeline)
     warm_up = edit_specs(0, 1, steps)[0]
     edit(warm_up)
-    _say(asdict(Limits(_count_flop(edit, warm_up), _peak_flops(getattr(torch, dtype)))))
+    _say({"flop_per_edit": _count_flop(edit, warm_up)})
     for line in sys.stdin:
         job = Job(**json.loads(line))
         start = time.perf_counter()
         for spec in edit_specs(job.first, job.number, job.steps):
             edit(spec)
-        _say({"seconds": time.perf_counter() - start})
+        seconds = time.perf_counter() - start
+        _say(asdict(Turn(seconds, _peak_flops(getattr(torch, dtype)))))
 
 
 class _Edit:
@@ -135,7 +130,7 @@ def _count_flop(edit: _Edit, spec: EditSpec) -> float:
     return float(counter.get_total_flops())
 
 
-def _peak_flops(dtype: Any, side: int = 2048, seconds: float = 2.0) -> float:
+def _peak_flops(dtype: Any, side: int = 2048, seconds: float = 1.0) -> float:
     import torch
 
     a, b = (torch.randn(side, side).to(dtype) for _ in range(2))

@@ -26,6 +26,7 @@ class Measured:
 
     server: list[float] = field(default_factory=list)
     diffusers: list[float] = field(default_factory=list)
+    peak_flops: list[float] = field(default_factory=list)
     latency: list[float] = field(default_factory=list)
 
 
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         start_pipeline_loop(args.model, args.dtype, args.threads, args.steps) as loop,
     ):
         measured = asyncio.run(_measure(args, server.url, loop))
-        _report(args, measured, loop.limits.edits_per_second, loop.limits.flop_per_edit)
+        _report(args, measured, loop.flop_per_edit)
 
 
 async def _measure(args: argparse.Namespace, url: str, loop: PipelineLoop) -> Measured:
@@ -51,12 +52,14 @@ async def _measure(args: argparse.Namespace, url: str, loop: PipelineLoop) -> Me
                 client, edit_specs(first, args.num_edits, args.steps), args.concurrency
             )
             measured.server.append(time.perf_counter() - start)
-            measured.diffusers.append(loop.run(Job(first, args.num_edits, args.steps)))
+            turn = loop.run(Job(first, args.num_edits, args.steps))
+            measured.diffusers.append(turn.seconds)
+            measured.peak_flops.append(turn.peak_flops)
     return measured
 
 
-def _report(args: argparse.Namespace, measured: Measured, limit: float, flop: float) -> None:
-    edits = args.num_edits * args.rounds
+def _report(args: argparse.Namespace, measured: Measured, flop: float) -> None:
+    edits, limit = args.num_edits * args.rounds, max(measured.peak_flops) / flop
     ours, theirs = edits / sum(measured.server), edits / sum(measured.diffusers)
     ratios = [b / a for a, b in zip(measured.server, measured.diffusers, strict=True)]
     p50, p99 = statistics.median(measured.latency), percentile(measured.latency, 0.99)
