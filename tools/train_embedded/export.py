@@ -1,5 +1,6 @@
 """Stage `export`: the trained parts as one FluxFillPipeline checkpoint in bf16."""
 
+import json
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from tools.train_embedded.tokenizing import build_tokenizers
 from tools.train_embedded.training import load
 from tools.train_embedded.vae import load_vae
 
+SERVING_DEFAULTS = {"num_inference_steps": 8}  # what a request that names none gets
 LARGEST_CHECKPOINT = 25_000_000  # bytes, all weights together
 
 
@@ -45,6 +47,7 @@ def weight_bytes(folder: Path) -> int:
 
 def export(work: Path, folder: Path, stage: str) -> None:
     assemble(work, stage).save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps(SERVING_DEFAULTS) + "\n")
     size = weight_bytes(folder)
     if size > LARGEST_CHECKPOINT:
         raise ValueError(f"the checkpoint has {size} bytes of weights, more than {LARGEST_CHECKPOINT}")
