@@ -190,8 +190,8 @@ async def test_the_job_of_a_killed_processor_is_done_by_another(desk: Desk) -> N
     before = processors(desk.pool)
     task = asyncio.create_task(desk.pool.compose(desk.slow_job()))
     await until_running(desk.pool, 1)
-    await asyncio.sleep(0.3)
-    os.kill(desk.pool._processors[0].child.pid, signal.SIGKILL)
+    await asyncio.sleep(0.05)  # into its work, far from its end
+    next(processor for processor in desk.pool._processors if processor.job is not None).child.kill()
     composed = await task
     assert (composed.width, composed.height) == (3000, 2000)
     assert desk.pool.num_deaths == 1
