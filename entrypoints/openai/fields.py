@@ -63,7 +63,10 @@ class Field:
 
     def from_json(self, raw: msgspec.Raw) -> Value | None:
         """The value of a JSON member, None for null; raises InvalidRequestError."""
-        value: Any = decode_json(raw, object)
+        try:
+            value: Any = decode_json(raw, object)
+        except msgspec.ValidationError as error:  # well-formed, but no number that a float or an int could hold
+            raise self._out_of_range() from error
         match self.kind, value:
             case _, None:
                 return None
@@ -74,7 +77,7 @@ class Field:
             case "integer", int():
                 return self._checked(value)
             case "number", int() | float():
-                return self._checked(float(value))
+                return self._checked(self._as_float(value))
         raise self._invalid_type(_KIND_OF_JSON[type(value)])
 
     def schema(self) -> dict[str, Any]:
@@ -94,6 +97,15 @@ class Field:
         elif not isinstance(value, bool):
             check_integer(self.name, value, _as_int(self.low), _as_int(self.high))
         return value
+
+    def _as_float(self, value: float) -> float:
+        try:
+            return float(value)
+        except OverflowError as error:  # an integer of more than 308 digits
+            raise self._out_of_range() from error
+
+    def _out_of_range(self) -> InvalidRequestError:
+        return InvalidRequestError(f"Invalid '{self.name}': number out of range.", param=self.name)
 
     def _invalid_type(self, got: str) -> InvalidRequestError:
         article = "an" if self.kind == "integer" else "a"

@@ -376,6 +376,20 @@ async def test_bad_json_field(client: httpx.AsyncClient, change: dict[str, Any],
     assert_refused(await post_json(client, body), 400, code, param)
 
 
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "1" * 400, "-" + "1" * 400, "1" * 5000])
+@pytest.mark.parametrize("field", ["strength", "timeout", "seed"])
+@pytest.mark.parametrize("path", ["edits", "generations"])
+async def test_json_numbers_beyond_what_a_float_holds(
+    client: httpx.AsyncClient, number: str, field: str, path: str
+) -> None:
+    body = '{"prompt":"p","' + field + '":' + number + "}"
+    response = await client.post(f"/v1/images/{path}", content=body, headers={"content-type": "application/json"})
+    code = "invalid_value"
+    if field == "seed" and len(number) < 1000 and "e" not in number:  # read, and compared with the field's range
+        code = "integer_below_min_value" if number[0] == "-" else "integer_above_max_value"
+    assert_refused(response, 400, code, field)
+
+
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"prompt": NaN}', b'{"prompt": "\xff"}', b"null", b'{"a":1}x'])
 async def test_malformed_json(client: httpx.AsyncClient, body: bytes) -> None:
     for path in ("edits", "generations"):
