@@ -22,7 +22,7 @@ MAX_PROMPT_CHARACTERS = 32000
 _INTEGER = re.compile(r"[+-]?[0-9]{1,30}")
 _DECIMAL = re.compile(r"[+-]?([0-9]{1,30}(\.[0-9]{0,40})?|\.[0-9]{1,40})([eE][+-]?[0-9]{1,4})?")
 _NOT_FINITE = re.compile(r"[+-]?(nan|inf|infinity)", re.IGNORECASE)
-_KIND_OF_JSON = {str: "string", int: "integer", float: "number", bool: "boolean", dict: "object", list: "array"}
+_KIND_OF_JSON = {str: "string", int: "integer", float: "number", bool: "boolean"}
 
 
 def decode_json(data: bytes | bytearray | msgspec.Raw, type_: type[T]) -> T:
@@ -63,6 +63,8 @@ class Field:
 
     def from_json(self, raw: msgspec.Raw) -> Value | None:
         """The value of a JSON member, None for null; raises InvalidRequestError."""
+        if kind := {b"{": "object", b"[": "array"}.get(bytes(memoryview(raw)[:1])):
+            raise self._invalid_type(kind)  # not worth decoding: it may hold a million values
         try:
             value: Any = decode_json(raw, object)
         except msgspec.ValidationError as error:  # well-formed, but no number that a float or an int could hold

@@ -19,6 +19,7 @@ from entrypoints.openai.uploads import SpooledUpload, decode_base64, pieces_of
 
 MAX_IMAGES = 16
 MAX_TEXT_BYTES = 1024 * 1024  # one text field, and a JSON body without its images
+MAX_MEMBERS = 256  # of a JSON body, as many as a form may have parts
 MULTIPART = "multipart/form-data"
 JSON = "application/json"
 T = TypeVar("T")
@@ -191,9 +192,12 @@ async def _read_json(request: Request, limit: int) -> JsonBody:
 
 def _members(body: JsonBody) -> dict[str, msgspec.Raw]:
     try:
-        return decode_json(body.text, dict[str, msgspec.Raw])
+        members = decode_json(body.text, dict[str, msgspec.Raw])
     except msgspec.ValidationError as error:
         raise InvalidRequestError("The JSON body must be an object.", code="invalid_json") from error
+    if len(members) > MAX_MEMBERS:
+        raise InvalidRequestError(f"The JSON body has more than {MAX_MEMBERS} members.", code="invalid_json")
+    return members
 
 
 def _pop_images(submission: Submission, members: dict[str, msgspec.Raw]) -> dict[str, tuple[str, bool]]:
@@ -210,7 +214,7 @@ def _pop_images(submission: Submission, members: dict[str, msgspec.Raw]) -> dict
         sources["mask"] = (_image_url(mask, "mask"), True)
     if (text := _member(members.pop("mask_image", None), str, "mask_image", "a string")) is not None:
         sources["mask_image"] = (text, False)
-    if _member(members.pop("markup", None), object, "markup", "an object") is not None:
+    if _member(members.pop("markup", None), msgspec.Raw, "markup", "an object") is not None:
         _refuse_markup("markup")
     return sources
 

@@ -23,7 +23,7 @@ class SpooledUpload:
         self._unwritten = bytearray()  # saves a thread's turn for each of a socket's small chunks
         self.size = 0  # bytes
 
-    async def write(self, data: bytes) -> None:
+    async def write(self, data: bytes | bytearray) -> None:
         """Append `data`."""
         self.size += len(data)
         self._unwritten += data

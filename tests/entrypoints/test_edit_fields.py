@@ -399,6 +399,12 @@ async def test_malformed_json(client: httpx.AsyncClient, body: bytes) -> None:
         assert_refused(response, 400, "invalid_json", None)
 
 
+async def test_too_many_json_members(client: httpx.AsyncClient) -> None:
+    """A body of 1 MB has room for 100000: comparing their names would take minutes."""
+    body = {"prompt": "p", "images": [{"image_url": data_url(b"one")}]} | {f"a{i}": 1 for i in range(90_000)}
+    assert_refused(await post_json(client, body), 400, "invalid_json", None)
+
+
 async def test_generation(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     body = {"prompt": "p", "n": None, "size": "64x128", "background": "opaque", "style": "vivid", "quality": "hd"}
     response = await post_json(client, body, "generations")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ LIMIT = 40
 def short_strings_are_long() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_body, "LONG_STRING_BYTES", LIMIT)
+        patch.setattr(json_body, "PIECE_BYTES", LIMIT)
         yield
 
 
@@ -77,3 +79,34 @@ async def test_malformed_stays_malformed(data: bytes, size: int) -> None:
     text, _ = await split(data, size)
     with pytest.raises(json.JSONDecodeError):
         json.loads(text)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"z":[' + b'"",' * 349_000,
+        b'{"z":"' + rb"\/" * 524_000,
+        b'{"z":"' + rb"\u002f" * 174_000,
+        b'{"z":[' + rb'"\\",' * 209_000,
+    ],
+    ids=["short strings", "escaped slashes", "escaped code points", "escaped backslashes"],
+)
+async def test_the_event_loop_goes_on(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 MB takes milliseconds, and others have their turn in between, however large the chunks are."""
+    monkeypatch.setattr(json_body, "LONG_STRING_BYTES", 512 * 1024)
+    monkeypatch.setattr(json_body, "PIECE_BYTES", 64 * 1024)
+    turns = 0
+
+    async def tick() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    ticker = asyncio.create_task(tick())
+    started = time.thread_time()
+    await split(data, 1024 * 1024)
+    seconds = time.thread_time() - started
+    ticker.cancel()
+    assert turns >= len(data) // 65536
+    assert seconds < 0.1
