@@ -12,8 +12,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from core.errors import InvalidRequestError
-from entrypoints.openai.errors import RequestTooLargeError
-from entrypoints.openai.uploads import SpooledUpload
+from entrypoints.openai.uploads import SpooledUpload, file_too_large
 
 MAX_PARTS = 256
 
@@ -132,8 +131,7 @@ class _Reader:
         part = self.parts[-1]
         part.received += end - start
         if part.received > part.limit:
-            message = f"Invalid '{part.name}': larger than the maximum of {part.limit} bytes."
-            raise RequestTooLargeError(message, param=part.name.partition("[")[0])
+            raise file_too_large(part.name.partition("[")[0], part.limit)
         if part.keep:
             self._arrived.append((part, data[start:end]))
 

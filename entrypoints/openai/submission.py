@@ -85,7 +85,7 @@ async def _read_multipart_edit(request: Request, content_type: str, max_upload_b
         with ExitStack() as unused:
             for part in parts:
                 unused.callback(_close_unless_used, part, submission)
-            await _take_parts(submission, parts)
+            await _take_parts(submission, parts, max_upload_bytes)
         on_error.pop_all()
     return submission
 
@@ -95,7 +95,7 @@ def _close_unless_used(part: Part, submission: Submission) -> None:
         part.content.close()
 
 
-async def _take_parts(submission: Submission, parts: list[Part]) -> None:
+async def _take_parts(submission: Submission, parts: list[Part], max_upload_bytes: int) -> None:
     num_images = 0
     for part in parts:
         if part.is_empty_file_input:
@@ -105,7 +105,7 @@ async def _take_parts(submission: Submission, parts: list[Part]) -> None:
             _take_image(submission, part, num_images)
             num_images += 1
         elif base in _FILE_FIELDS:
-            await _take_file(submission, part, base)
+            await _take_file(submission, part, base, max_upload_bytes)
         elif part.name in EDIT_FIELDS:
             await _take_text(submission, part)
         else:
@@ -123,7 +123,7 @@ def _take_image(submission: Submission, part: Part, index: int) -> None:
         _ignore(submission, f"image[{index}]")
 
 
-async def _take_file(submission: Submission, part: Part, base: str) -> None:
+async def _take_file(submission: Submission, part: Part, base: str, max_upload_bytes: int) -> None:
     _refuse_markup(base)
     if part.name != base:
         raise _invalid_type(base, "a file", "an array")
@@ -132,7 +132,7 @@ async def _take_file(submission: Submission, part: Part, base: str) -> None:
     if part.is_file:
         submission.uploads[base] = part.content
     elif base == "mask_image":
-        submission.uploads[base] = await decode_base64(part.content.chunks(), base)
+        submission.uploads[base] = await decode_base64(part.content.chunks(), base, max_upload_bytes)
     else:
         raise _expected_file(base, base)
 
@@ -164,11 +164,9 @@ async def _read_json_edit(request: Request, max_upload_bytes: int) -> Submission
         _take_json_scalars(submission, members, EDIT_FIELDS, body)
         for name, (text, needs_data_url) in sources.items():
             pieces = body.long_strings[text].chunks() if text in body.long_strings else _text_pieces(text)
-            upload = await decode_base64(pieces, name, needs_data_url=needs_data_url)
-            submission.uploads[name] = upload
-            if upload.size > max_upload_bytes:
-                message = f"Invalid '{name}': larger than the maximum of {max_upload_bytes} bytes."
-                raise RequestTooLargeError(message, param=name)
+            submission.uploads[name] = await decode_base64(
+                pieces, name, max_upload_bytes, needs_data_url=needs_data_url
+            )
         on_error.pop_all()
     return submission
 

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator
 
 from core.errors import InvalidRequestError
+from entrypoints.openai.errors import RequestTooLargeError
 
 PIECE_BYTES = 256 * 1024
 MEMORY_BYTES = 1024 * 1024
@@ -69,21 +70,34 @@ def pieces_of(data: bytes | memoryview) -> Iterator[bytes]:
         yield bytes(data[offset : offset + PIECE_BYTES])
 
 
-async def decode_base64(pieces: AsyncIterator[bytes], param: str, *, needs_data_url: bool = False) -> SpooledUpload:
+async def decode_base64(
+    pieces: AsyncIterator[bytes], param: str, max_bytes: int, *, needs_data_url: bool = False
+) -> SpooledUpload:
     """Decode base64 text, plain or as a ``data:`` URL, piece by piece; line breaks are allowed.
 
-    Raises InvalidRequestError for text that is not base64, and for a plain one if `needs_data_url`.
+    Raises InvalidRequestError for text that is not base64, and for a plain one if `needs_data_url`;
+    RequestTooLargeError as soon as more than `max_bytes` come out.
     """
     upload = SpooledUpload()
     decoder = _Base64Decoder(param, needs_data_url)
     try:
         async for piece in pieces:
             await upload.write(decoder.feed(piece))
-        await upload.write(decoder.finish())
+            if upload.size > max_bytes:
+                break
+        else:
+            await upload.write(decoder.finish())
+        if upload.size > max_bytes:
+            raise file_too_large(param, max_bytes)
     except BaseException:
         upload.close()
         raise
     return upload
+
+
+def file_too_large(param: str, max_bytes: int) -> RequestTooLargeError:
+    """The refusal of one file or field of a body."""
+    return RequestTooLargeError(f"Invalid '{param}': larger than the maximum of {max_bytes} bytes.", param=param)
 
 
 class _Base64Decoder:

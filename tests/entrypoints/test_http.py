@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import logging
 from collections.abc import AsyncIterator
@@ -195,6 +196,16 @@ async def test_images_beyond_the_first_are_not_stored(client: httpx.AsyncClient,
     images = [("image[]", ("a.png", big))] * 16
     assert (await post_edit(client, images)).status_code == 200
     assert engine.files["image"] == big
+
+
+async def test_mask_image_over_the_limit_as_text(client: httpx.AsyncClient) -> None:
+    """Small enough as text, as line breaks are allowed in it, but not once decoded: on the last piece, or before."""
+    for size in (MAX_UPLOAD_BYTES + 1, MAX_UPLOAD_BYTES * 9 // 8):
+        text = base64.b64encode(bytes(size)).decode()
+        refused = await post_edit(client, mask_image=text)
+        assert_refused(refused, 413, "request_too_large", "mask_image")
+        refused = await post_json(client, {"prompt": "p", "mask_image": text})
+        assert_refused(refused, 413, "request_too_large", "mask_image")
 
 
 async def test_json_image_over_the_limit(client: httpx.AsyncClient) -> None:
