@@ -12,7 +12,7 @@ from benchmarks.pipeline_loop import DTYPES
 from benchmarks.process_tree import cpu_share, processes, pss_bytes
 from benchmarks.report import print_report
 from benchmarks.server import Server, start_server
-from benchmarks.workload import edit_specs, openai_client, run_clients
+from benchmarks.workload import Done, edit_specs, openai_client, run_clients
 from core.config import EMBEDDED_MODEL
 
 SETTLE_SECONDS = 2.0
@@ -25,7 +25,7 @@ class Measured:
 
     alive: float
     ready: float
-    edits: list[float]
+    edits: list[Done]
     pss: int
     idle_cpu: float
     processes: int
@@ -46,8 +46,8 @@ def _measure(args: argparse.Namespace, server: Server) -> Measured:
     return Measured(alive, ready, edits, pss, cpu_share(pid, args.idle_seconds), number)
 
 
-async def _edit(url: str, steps: int, number: int) -> list[float]:
-    """Seconds of edits sent one after the other, after a warm-up; then eight at once, for the memory they take."""
+async def _edit(url: str, steps: int, number: int) -> list[Done]:
+    """Edits sent one after the other, after a warm-up; then eight at once, for the memory they take."""
     async with openai_client(url) as client:
         await run_clients(client, edit_specs(0, 3, steps), concurrency=1)
         alone = await run_clients(client, edit_specs(100, number, steps), concurrency=1)
@@ -56,7 +56,9 @@ async def _edit(url: str, steps: int, number: int) -> list[float]:
 
 
 def _report(args: argparse.Namespace, measured: Measured) -> None:
-    latency = statistics.median(measured.edits)
+    seconds = [edit.seconds for edit in measured.edits]
+    latency = statistics.median(seconds)
+    queue_ms = statistics.quantiles([edit.queue_ms for edit in measured.edits], n=100)[98]
     print_report(
         f"one server, {args.dtype}, {args.steps} steps",
         [
@@ -64,8 +66,9 @@ def _report(args: argparse.Namespace, measured: Measured) -> None:
             ("/ready after", f"{measured.ready:.2f} s"),
             (
                 "warm edit alone, median (min to max)",
-                f"{latency:.3f} s ({min(measured.edits):.3f} to {max(measured.edits):.3f})",
+                f"{latency:.3f} s ({min(seconds):.3f} to {max(seconds):.3f})",
             ),
+            ("prepared images to the worker's first computation, p99", f"{queue_ms:.2f} ms"),
             (f"memory of {measured.processes} processes (PSS)", f"{measured.pss / 1e9:.2f} GB"),
             (f"CPU while idle, over {args.idle_seconds:g} s", f"{measured.idle_cpu:.2%} of a core"),
         ],
@@ -76,6 +79,7 @@ def _report(args: argparse.Namespace, measured: Measured) -> None:
             "health_s": measured.alive,
             "ready_s": measured.ready,
             "edit_s": latency,
+            "queue_p99_ms": queue_ms,
             "pss_gb": measured.pss / 1e9,
             "processes": measured.processes,
             "idle_cpu_share": measured.idle_cpu,
@@ -88,7 +92,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default=EMBEDDED_MODEL, help="diffusers checkpoint")
     parser.add_argument("--dtype", choices=("auto", *DTYPES), default="float32", help="compute type")
     parser.add_argument("--steps", type=int, default=8, help="denoising steps of an edit")
-    parser.add_argument("--num-edits", type=int, default=20, help="edits sent one after the other")
+    parser.add_argument("--num-edits", type=int, default=100, help="edits sent one after the other")
     parser.add_argument("--idle-seconds", type=float, default=30.0, help="how long the idle server is watched")
     return parser.parse_args(argv)
 

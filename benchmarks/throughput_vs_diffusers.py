@@ -48,9 +48,8 @@ async def _measure(args: argparse.Namespace, url: str, loop: PipelineLoop) -> Me
         for round_ in range(args.rounds):
             first = (round_ + 1) * 1000
             start = time.perf_counter()
-            measured.latency += await run_clients(
-                client, edit_specs(first, args.num_edits, args.steps), args.concurrency
-            )
+            done = await run_clients(client, edit_specs(first, args.num_edits, args.steps), args.concurrency)
+            measured.latency += [edit.seconds for edit in done]
             measured.server.append(time.perf_counter() - start)
             turn = loop.run(Job(first, args.num_edits, args.steps))
             measured.diffusers.append(turn.seconds)

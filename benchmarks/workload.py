@@ -43,8 +43,17 @@ def openai_client(url: str) -> AsyncOpenAI:
     return AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
 
-async def send_edit(client: AsyncOpenAI, spec: EditSpec, image: bytes, mask: bytes) -> float:
-    """Send one edit and wait for its picture; seconds it took. Raises openai.APIError."""
+@dataclass(frozen=True)
+class Done:
+    """One edit that came back: seconds at its client, and ms from its prepared images to the worker's first computation
+    (the response's own figure)."""
+
+    seconds: float
+    queue_ms: float
+
+
+async def send_edit(client: AsyncOpenAI, spec: EditSpec, image: bytes, mask: bytes) -> Done:
+    """Send one edit and wait for its picture. Raises openai.APIError."""
     start = time.perf_counter()
     result = await client.images.edit(
         image=("image.png", image, "image/png"),
@@ -54,22 +63,23 @@ async def send_edit(client: AsyncOpenAI, spec: EditSpec, image: bytes, mask: byt
     )
     if not (result.data and result.data[0].b64_json):
         raise ValueError("the answer holds no picture")
-    return time.perf_counter() - start
+    seconds = time.perf_counter() - start
+    return Done(seconds, result.to_dict()["stencil"]["ms"]["queue"])  # type: ignore[index]  # an extra key
 
 
-async def run_clients(client: AsyncOpenAI, specs: Iterable[EditSpec], concurrency: int) -> list[float]:
-    """So many clients, each sending its next edit when the last one is back; seconds of every edit."""
+async def run_clients(client: AsyncOpenAI, specs: Iterable[EditSpec], concurrency: int) -> list[Done]:
+    """So many clients, each sending its next edit when the last one is back."""
     image, mask = IMAGE.read_bytes(), MASK.read_bytes()
-    queue, seconds = iter(specs), list[float]()
+    queue, done = iter(specs), list[Done]()
 
     async def one_client(queue: Iterator[EditSpec]) -> None:
         for spec in queue:
-            seconds.append(await send_edit(client, spec, image, mask))
+            done.append(await send_edit(client, spec, image, mask))
 
     async with asyncio.TaskGroup() as clients:
         for _ in range(concurrency):
             clients.create_task(one_client(queue))
-    return seconds
+    return done
 
 
 def available_cores() -> int:

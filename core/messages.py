@@ -324,7 +324,7 @@ class LoadReport(Message, frozen=True):
     start.
 
     stage_seconds: predicted work left per stage. resident_models: loaded components. page_digest: which templates are
-    warm (empty without a cache).
+    warm (empty without a cache). r_squared: how well each stage's cost is predicted, 1 = exactly.
     """
 
     num_running: int
@@ -333,6 +333,7 @@ class LoadReport(Message, frozen=True):
     stage_seconds: dict[str, float]
     resident_models: tuple[ModelKey, ...]
     page_digest: str
+    r_squared: dict[str, float]
     steps: int
     batch_tokens: int  # sum over steps of tokens computed
     batch_requests: int  # sum over steps of requests in the batch

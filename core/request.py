@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from core.messages import ArrayRef, EditRequest, TensorKey
     from core.stages import Progress
 
+MAX_PROMPT_CHARACTERS = 32000  # the images API's own limit
 MAX_SEED = 2**63 - 1
 MAX_INFERENCE_STEPS = 200
 MAX_IMAGES = 10

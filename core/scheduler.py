@@ -10,8 +10,10 @@ One iteration is schedule -> (a worker runs the plan) -> apply; `take_outputs` s
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import count
 
 from core.config import SchedulerConfig
 from core.cost_model import CostKey, CostModel, Work
@@ -24,7 +26,6 @@ from core.messages import (
     Failed,
     Failure,
     Finished,
-    Item,
     ItemResult,
     LoadReport,
     ModelInfo,
@@ -32,15 +33,17 @@ from core.messages import (
     PartialImage,
     StepPlan,
     TensorKey,
-    TensorRef,
-    Transfer,
     TransferDone,
 )
 from core.request import Request, Status
-from core.stage_work import exports_needed, make_item
+from core.scheduling_pass import SchedulingPass
+from core.stage_work import work_tokens
 from core.stages import INPAINT, Node, Placement, Progress, Workflow, place, preview_steps
 
 Output = PartialImage | Finished | Failed | Aborted
+
+PATIENCE_SECONDS = 60.0
+"""How much younger a request with a deadline may be and still go first."""
 
 
 @dataclass(slots=True)
@@ -62,9 +65,15 @@ class Counters:
 
 
 def urgency(request: Request) -> tuple[int, float, float, str]:
-    """Sort key: priority, then the nearer deadline, then arrival; the id makes it total."""
+    """Sort key: priority, then when it should be done, then arrival; the id makes it total.
+
+    A request without a deadline, or with a far one, counts as due PATIENCE_SECONDS after its arrival: nearer deadlines
+    overtake it, but only so long.
+    """
     edit = request.edit
-    return edit.sampling.priority, edit.deadline or float("inf"), edit.arrival, edit.request_id
+    patience_ends = edit.arrival + PATIENCE_SECONDS
+    due = patience_ends if edit.deadline is None else min(edit.deadline, patience_ends)
+    return edit.sampling.priority, due, edit.arrival, edit.request_id
 
 
 class StepScheduler:
@@ -94,8 +103,8 @@ class StepScheduler:
         self._free: list[TensorKey] = []
         self._outputs: list[Output] = []
         self._counters = Counters()
-        self._next_seq = 0
-        self._next_batch_id = 0
+        self._plan_seqs = count()
+        self._batch_ids = count()
 
     # ------------------------------------------------------------------------------------------------- requests
 
@@ -137,12 +146,15 @@ class StepScheduler:
     def schedule(self, now: float) -> StepPlan | None:
         """The next plan, or None when nothing can start before a result or a request comes in."""
         self._expire(now)
-        planner = _Pass(self, self._open_ranks())
-        planner.run()
-        free, self._free = tuple(self._free), []
-        if not (planner.batches or planner.transfers or free):
+        chosen = SchedulingPass(
+            self.config, self.workflow, self.placement, self._open_ranks(), self._predict, self._batch_ids
+        )
+        chosen.run(self.in_order())
+        has_work = bool(chosen.batches or chosen.transfers)
+        # Freeing alone can wait for the next plan with work, unless none is to be expected.
+        if not has_work and (not self._free or any(self._plans_out)):
             return None
-        return self._send(planner, free)
+        return self._send(chosen)
 
     def apply(self, result: BatchResult) -> None:
         """Take in what came of one batch. An unknown batch raises KeyError: results are never guessed at."""
@@ -184,6 +196,7 @@ class StepScheduler:
             drain_seconds=sum(stage_seconds.values()),
             stage_seconds=stage_seconds,
             resident_models=self._resident_models(),
+            r_squared={key.stage: value for key, value in self.cost.r_squared().items()},
             page_digest="",
             steps=self._counters.steps,
             batch_tokens=self._counters.batch_tokens,
@@ -209,14 +222,19 @@ class StepScheduler:
         limit = self.config.max_plans_in_flight
         return {rank for rank, plans in enumerate(self._plans_out) if len(plans) < limit}
 
-    def _send(self, planner: _Pass, free: tuple[TensorKey, ...]) -> StepPlan:
-        seq, self._next_seq = self._next_seq, self._next_seq + 1
-        for batch in planner.batches:
-            self._flights[batch.id] = planner.flights[batch.id]
+    def _send(self, chosen: SchedulingPass) -> StepPlan:
+        seq = next(self._plan_seqs)
+        for batch in chosen.batches:
+            self._flights[batch.id] = Flight(batch, chosen.works[batch.id])
             self._await(seq, batch.ranks[0], batch.id)
-        for transfer in planner.transfers:
+        for transfer in chosen.transfers:
             self._await(seq, transfer.source, transfer.ref.key)
-        return StepPlan(seq=seq, batches=tuple(planner.batches), transfers=tuple(planner.transfers), free=free)
+        free, self._free = tuple(self._free), []
+        return StepPlan(seq=seq, batches=tuple(chosen.batches), transfers=tuple(chosen.transfers), free=free)
+
+    def _predict(self, request: Request, node: Node) -> float:
+        key = self.cost_key(ModelKey(request.edit.model, node.component), node.stage)
+        return self.cost.predict(key, Work.of([work_tokens(request, node)]))
 
     def _await(self, seq: int, rank: int, what: int | TensorKey) -> None:
         plans = self._plans_out[rank]
@@ -228,10 +246,6 @@ class StepScheduler:
         plans[seq] -= 1
         if not plans[seq]:
             del plans[seq]
-
-    def next_batch_id(self) -> int:
-        self._next_batch_id += 1
-        return self._next_batch_id
 
     def _apply_item(self, request: Request, item: ItemResult, result: BatchResult) -> None:
         node = self.workflow.node(item.node)
@@ -295,7 +309,8 @@ class StepScheduler:
     def _remove(self, request: Request) -> None:
         del self._requests[request.id]
         self._order.remove(request)
-        self._free.append(TensorKey(request.id, "", ""))
+        if request.progress.has_started:
+            self._free.append(TensorKey(request.id, "", ""))
 
     def _expire(self, now: float) -> None:
         for request in [r for r in self._order if r.is_live and r.edit.deadline is not None and r.edit.deadline <= now]:
@@ -316,179 +331,20 @@ class StepScheduler:
         return tuple(ModelKey(name, component) for name in self.models for component in components)
 
     def _stage_seconds_left(self) -> dict[str, float]:
-        left: dict[str, float] = {}
+        """Predicted worker time left per stage, if batches are as full as the queue lets them be."""
+        times: Counter[tuple[Node, ModelKey, int]] = Counter()
         for request in self.in_order():
             for node in self.workflow.nodes:
-                times = request.progress.times_left(node)
-                if times:
-                    seconds = times * self._share(request, node)
-                    left[node.stage] = left.get(node.stage, 0.0) + seconds
+                model = ModelKey(request.edit.model, node.component)
+                times[node, model, work_tokens(request, node)] += request.progress.times_left(node)
+        left: dict[str, float] = {}
+        for (node, model, tokens), number in times.items():
+            seconds = number * self._share(node, model, tokens)
+            if seconds:
+                left[node.stage] = left.get(node.stage, 0.0) + seconds
         return left
 
-    def _share(self, request: Request, node: Node) -> float:
-        """Predicted seconds that one run of `node` adds for this request, in a batch as full as it is allowed to be."""
-        key = self.cost_key(ModelKey(request.edit.model, node.component), node.stage)
+    def _share(self, node: Node, model: ModelKey, tokens: int) -> float:
+        """Predicted seconds that one run of `node` over so many tokens adds to a batch."""
         size = min(self.config.max_num_seqs, max(1, len(self._order))) if node.kind == "loop" else 1
-        work = Work.of([work_tokens(request, node)] * size)
-        return self.cost.predict(key, work) / size
-
-
-def work_tokens(request: Request, node: Node) -> int:
-    """Tokens that running `node` once costs: those of a step for the denoiser, image tokens for the VAE, text tokens
-    else.
-    """
-    match node.stage:
-        case "denoise":
-            return request.num_step_tokens
-        case "text_encode":
-            return request.edit.max_text_tokens
-        case "image_encode" | "decode":
-            return request.edit.num_tokens
-
-
-@dataclass(slots=True)
-class _Pass:
-    """One scheduling pass: the budgets that are left, and what was chosen so far. It dies with the pass."""
-
-    scheduler: StepScheduler
-    open_ranks: set[int]  # ranks that may be given work
-    batches: list[Batch] = field(default_factory=list)
-    flights: dict[int, Flight] = field(default_factory=dict)
-    transfers: list[Transfer] = field(default_factory=list)
-    stage_ms: dict[int, float] = field(default_factory=dict)  # rank -> predicted milliseconds of stage work chosen
-
-    def run(self) -> None:
-        """Finishing work first (it frees places), then the step, then previews nobody waits for."""
-        self._choose_transfers()
-        self._choose_stage_work()
-        self._choose_step()
-
-    # Stage work: encoders, decoders ------------------------------------------------------------------------------
-
-    def _choose_stage_work(self) -> None:
-        for is_wanted in (self._is_output, self._is_source, self._is_side):
-            for request in self.scheduler.in_order():
-                nodes = [node for node in self._ready(request) if is_wanted(node)]
-                if nodes and self._admits(request):
-                    self._choose_nodes(request, nodes)
-
-    def _is_output(self, node: Node) -> bool:
-        return node.name == self.scheduler.workflow.output
-
-    def _is_source(self, node: Node) -> bool:
-        return node.kind == "once" and not self._is_output(node)
-
-    def _is_side(self, node: Node) -> bool:
-        return node.kind == "side"
-
-    def _admits(self, request: Request) -> bool:
-        """Running requests go on; a waiting one needs a place among those that have steps to do."""
-        if request.status is Status.RUNNING:
-            return True
-        stepping = sum(
-            other.status is Status.RUNNING and other.progress.steps_left > 0 for other in self.scheduler.in_order()
-        )
-        return stepping < self.scheduler.config.max_num_seqs
-
-    def _choose_nodes(self, request: Request, nodes: list[Node]) -> None:
-        """All of the request's nodes or, where the time budget of a rank is spent, none."""
-        nodes = [node for node in nodes if self._is_open(node) and self._are_inputs_here(request, node)]
-        ms = sum(self._predict_ms(request, node) for node in nodes)
-        ranks = {self.scheduler.placement[node.name] for node in nodes}
-        if any(self._is_over_budget(rank, ms) for rank in ranks):
-            return
-        for node in nodes:
-            rank = self.scheduler.placement[node.name]
-            self.stage_ms[rank] = self.stage_ms.get(rank, 0.0) + self._predict_ms(request, node)
-            self._add(node, [request])
-        if nodes and request.status is Status.WAITING:
-            request.move_to(Status.RUNNING)
-
-    def _is_over_budget(self, rank: int, ms: float) -> bool:
-        """The first item of an iteration always goes; more only while they fit the budget."""
-        spent = self.stage_ms.get(rank)
-        return spent is not None and spent + ms > self.scheduler.config.max_stage_ms
-
-    def _predict_ms(self, request: Request, node: Node) -> float:
-        key = self.scheduler.cost_key(ModelKey(request.edit.model, node.component), node.stage)
-        return self.scheduler.cost.predict(key, Work.of([work_tokens(request, node)])) * 1e3
-
-    # The step ----------------------------------------------------------------------------------------------------
-
-    def _choose_step(self) -> None:
-        """One batch per model of the most urgent requests that fit; one above the token budget runs alone."""
-        loop = self.scheduler.workflow.loop
-        if not self._is_open(loop):
-            return
-        config = self.scheduler.config
-        chosen: dict[str, list[Request]] = {}  # model -> requests
-        tokens = 0
-        for request in self.scheduler.in_order():
-            if loop not in self._ready(request):
-                continue
-            seqs = sum(map(len, chosen.values()))
-            if seqs == config.max_num_seqs or (
-                seqs and tokens + request.num_step_tokens > config.max_num_batched_tokens
-            ):
-                break
-            chosen.setdefault(request.edit.model, []).append(request)
-            tokens += request.num_step_tokens
-        for requests in chosen.values():
-            self._add(loop, requests)
-
-    # Between ranks -----------------------------------------------------------------------------------------------
-
-    def _choose_transfers(self) -> None:
-        """Export what a ready node on another rank reads. A request has one place in shared memory for it: one at a
-        time.
-        """
-        for request in self.scheduler.in_order():
-            for node in self._ready(request):
-                missing = exports_needed(request, node, self.scheduler.placement)
-                if missing and self._is_handle_free(request):
-                    self._export(request, missing[0])
-
-    def _is_handle_free(self, request: Request) -> bool:
-        """Whether nothing writes or reads the request's place in shared memory. What lies there unread (a preview that
-        the last step overtook) may be overwritten.
-        """
-        readers = (node for node in self.scheduler.workflow.nodes if node.stage == "decode")
-        return request.exporting is None and not any(node.name in request.progress.in_flight for node in readers)
-
-    def _export(self, request: Request, key: TensorKey) -> None:
-        rank = self.scheduler.placement[key.node]
-        if rank in self.open_ranks:
-            request.exported.clear()
-            request.exporting = key
-            self.transfers.append(Transfer(TensorRef(key, rank, handle=request.edit.latents), rank))
-
-    def _are_inputs_here(self, request: Request, node: Node) -> bool:
-        return not exports_needed(request, node, self.scheduler.placement)
-
-    # Common ------------------------------------------------------------------------------------------------------
-
-    def _ready(self, request: Request) -> list[Node]:
-        return request.progress.ready(self.scheduler.workflow)
-
-    def _is_open(self, node: Node) -> bool:
-        return self.scheduler.placement[node.name] in self.open_ranks
-
-    def _add(self, node: Node, requests: list[Request]) -> None:
-        """Add the requests' items, as a batch of their own or to one of the same stage and model."""
-        items = tuple(make_item(request, node, self.scheduler.placement) for request in requests)
-        for request in requests:
-            request.progress.start(node)
-        model = ModelKey(requests[0].edit.model, node.component)
-        tokens = [work_tokens(request, node) for request in requests]
-        batch = self._batch_for(node, model, items)
-        before = self.flights[batch.id].work.queries if batch.id in self.flights else ()
-        self.flights[batch.id] = Flight(batch, Work.of([*before, *tokens]))
-
-    def _batch_for(self, node: Node, model: ModelKey, items: tuple[Item, ...]) -> Batch:
-        rank = self.scheduler.placement[node.name]
-        for i, batch in enumerate(self.batches):
-            if batch.stage == node.stage and batch.model == model and batch.ranks == (rank,):
-                self.batches[i] = Batch(batch.id, node.stage, model, (rank,), batch.items + items)
-                return self.batches[i]
-        self.batches.append(Batch(self.scheduler.next_batch_id(), node.stage, model, (rank,), items))
-        return self.batches[-1]
+        return self.cost.predict(self.cost_key(model, node.stage), Work.of([tokens] * size)) / size

@@ -22,6 +22,19 @@ def exports_needed(request: Request, node: Node, placement: Placement) -> list[T
     return [key for key in keys if key not in request.exported]
 
 
+def work_tokens(request: Request, node: Node) -> int:
+    """Tokens that running `node` once costs: those of a step for the denoiser, image tokens for the VAE, text tokens
+    else.
+    """
+    match node.stage:
+        case "denoise":
+            return request.num_step_tokens
+        case "text_encode":
+            return request.edit.max_text_tokens
+        case "image_encode" | "decode":
+            return request.edit.num_tokens
+
+
 def _inputs(request: Request, node: Node, placement: Placement) -> tuple[TensorRef, ...]:
     keys = (TensorKey(request.id, edge.source, edge.name) for edge in node.inputs)
     return tuple(TensorRef(key, placement[key.node], handle=request.exported.get(key)) for key in keys)

@@ -129,6 +129,11 @@ class Progress:
         return sum(self.in_flight.values())
 
     @property
+    def has_started(self) -> bool:
+        """Whether a worker may hold tensors of it."""
+        return bool(self.done or self.in_flight)
+
+    @property
     def steps_left(self) -> int:
         """Loop iterations not yet scheduled."""
         return self.num_steps - self.steps_scheduled

@@ -7,17 +7,15 @@ The same object serves HTTP (entrypoints/openai) and offline use (entrypoints/im
 from __future__ import annotations
 
 import asyncio
-import shutil
-import tempfile
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
 
 from core.config import StencilConfig
-from core.errors import EngineDeadError, ModelNotFoundError, OverloadedError, StencilError
+from core.errors import EngineDeadError, EngineError, ModelNotFoundError, OverloadedError, StencilError
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages import ArrayRef, LoadReport, ModelInfo
 from engine.edit import EditInput, ImageOutput
@@ -26,7 +24,9 @@ from engine.engine_client import EngineClient
 from engine.image_pool import ImagePool
 from engine.metrics import Metrics
 
-SETTLE_SECONDS = 3.0
+logger = logging.getLogger("stencil.engine")
+
+SETTLE_SECONDS = 4.0
 """How long callers may hold on to their last outputs once the engine has stopped."""
 
 RELEASE_BYTES = 2 * 1024 * 1024
@@ -44,9 +44,8 @@ class AsyncEngine:
         self.metrics = metrics or Metrics()
         self.models: dict[str, ModelInfo] = {}  # name -> info; empty until ready
         self._log_level = log_level
-        self._num_images = 0  # admitted and not yet cleaned up, n per edit
+        self._sessions: set[EditSession] = set()  # admitted and not yet cleaned up
         self._is_closing = False  # refuses new edits
-        self._is_closed = False  # its processes and its memory are gone
         self._actor: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
         self._idle = asyncio.Event()
@@ -55,17 +54,21 @@ class AsyncEngine:
     # ---------------------------------------------------------------------------------- life
 
     async def start(self) -> None:
-        """Spawn every process and return; the model loads in the background, see `ready`."""
+        """Spawn every process and return; the model loads in the background, see `ready`.
+
+        Raises ConfigError or EngineError, and then leaves nothing behind.
+        """
         self._arena = Arena.create(0, self.config.arena_bytes)
         self.allocator = ArenaAllocator(self._arena)
-        self._runtime_dir = Path(tempfile.mkdtemp(prefix="stencil-"))
         self.images = ImagePool(self.config.image, self._arena)
-        self.client = EngineClient(
-            self.config.engine, self._arena, self._runtime_dir, self._log_level, self.metrics.observe_load
-        )
+        self.client = EngineClient(self.config.engine, self._arena, self._log_level, self.metrics.observe_load)
         self.metrics.watch_queue(lambda: self.num_requests_running, lambda: self.num_requests_waiting)
-        self.client.start()
-        await self.images.start()
+        try:
+            self.client.start()
+            await self.images.start()
+        except BaseException:
+            await self._dismantle()
+            raise
         self._actor = asyncio.create_task(self._run(), name="async-engine")
 
     async def ready(self) -> None:
@@ -77,7 +80,8 @@ class AsyncEngine:
         self._is_closing = True
         with suppress(TimeoutError):  # what is left then is aborted by the engine's end
             async with asyncio.timeout(drain_seconds):
-                await self._idle.wait()
+                for session in tuple(self._sessions):
+                    await session.done.wait()
         self._stopping.set()
         if self._actor is not None:
             await self._actor
@@ -87,26 +91,32 @@ class AsyncEngine:
         return await self.client.failed()
 
     async def _run(self) -> None:
-        """The actor: every background task of the engine lives in this group."""
+        """The actor: every background task of the engine lives in this group, and whatever ends it ends the engine."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                engine = self._tasks.create_task(self.client.run())
+                self._tasks.create_task(self.client.run())
+                self._tasks.create_task(self.images.closed())
                 await self._stopping.wait()
-                await self.client.stop()
-                await engine
-                await self._settle()
-            await self.images.stop()
+                await asyncio.gather(self.client.stop(), self._settle())
+                await self.images.stop()
+        except Exception as error:  # the actor's edge: unheard, a bug here would leave every caller waiting
+            logger.exception("the engine's client failed")
+            self.client.fail(EngineError(f"internal error: {error}"))
         finally:
-            self._is_closed = True
-            self.client.close()
-            shutil.rmtree(self._runtime_dir, ignore_errors=True)
-            self._arena.close()
+            await self._dismantle()
 
     async def _settle(self) -> None:
         """Every request has its terminal output by now: give callers a moment to take it and leave their contexts."""
         with suppress(TimeoutError):
             async with asyncio.timeout(SETTLE_SECONDS):
                 await self._idle.wait()
+
+    async def _dismantle(self) -> None:
+        """End what still runs and free what is held; after an orderly end there is little left to do."""
+        await self.client.close()
+        with suppress(Exception):  # its failure, if it failed, is what brought us here
+            await self.images.stop()
+        self._arena.close()
 
     # ---------------------------------------------------------------------------------- edits
 
@@ -119,30 +129,42 @@ class AsyncEngine:
         DeadlineExceededError. While iterating: DeadlineExceededError, EngineError.
         """
         session = EditSession(self, request_id, edit, self._choose_model(edit.model))
-        self._admit(edit)
+        self._admit(session)
         try:
             await session.prepare()
             session.submit()
             yield session.outputs()
+        except StencilError:
+            session.has_failed = True
+            raise
         finally:
-            session.give_up()
-            if not self._is_closed:  # afterwards there is nothing left to free
-                self._tasks.create_task(self._clean_up(session))
+            self._leave(session)
+
+    def _leave(self, session: EditSession) -> None:
+        """The caller has gone: end what still runs, and free the edit's memory when nothing can touch it any more."""
+        session.give_up()
+        clean_up = self._clean_up(session)
+        try:
+            self._tasks.create_task(clean_up)
+        except RuntimeError:  # the group has ended, and the arena with it
+            clean_up.close()
 
     async def _clean_up(self, session: EditSession) -> None:
-        await session.close()
-        self._num_images -= session.num_images
-        if not self._num_images:
-            self._idle.set()
+        try:
+            await session.close()
+        finally:
+            self._sessions.remove(session)
+            if not self._sessions:
+                self._idle.set()
 
-    def _admit(self, edit: EditInput) -> None:
+    def _admit(self, session: EditSession) -> None:
         """Take n places in the queue, all or none."""
         if self.client.error is not None:
             raise EngineDeadError(str(self.client.error))
-        if self._num_images + edit.sampling.n > self.config.max_queue:
+        if self.num_admitted + session.num_images > self.config.max_queue:
             self.metrics.observe_rejected("queue_full")
             raise OverloadedError("The queue is full.", retry_after=self.retry_after())
-        self._num_images += edit.sampling.n
+        self._sessions.add(session)
         self._idle.clear()
 
     def _choose_model(self, name: str) -> ModelInfo:
@@ -184,10 +206,18 @@ class AsyncEngine:
         return self.client.load
 
     @property
+    def num_admitted(self) -> int:
+        """Images that take a place in the queue: from admission until their caller has left and their memory is
+        free.
+        """
+        return sum(session.num_images for session in self._sessions)
+
+    @property
     def num_requests_running(self) -> int:
         return self.load.num_running if self.load else 0
 
     @property
     def num_requests_waiting(self) -> int:
-        """Images admitted that no worker has begun, those in preparation included."""
-        return self._num_images - self.num_requests_running
+        """Images that no worker has begun: queued in the engine, or still in preparation."""
+        in_preparation = sum(session.num_images for session in self._sessions if not session.is_submitted)
+        return in_preparation + (self.load.num_waiting if self.load else 0)

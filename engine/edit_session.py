@@ -7,9 +7,10 @@ image job. `close` waits for that, so it runs in the background, after the calle
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -32,8 +33,8 @@ from core.messages import (
     PreparedEdit,
     PrepareEdit,
 )
-from core.request import MAX_IMAGES, SamplingParams
-from core.validation import check_integer
+from core.request import MAX_IMAGES, MAX_PROMPT_CHARACTERS, SamplingParams
+from core.validation import check_integer, check_length
 from engine import image_ops
 from engine.edit import EditInput, EditReport, ImageOutput
 from engine.upload import Upload
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from engine.async_engine import AsyncEngine
     from engine.engine_client import RequestOutput
 
+
+logger = logging.getLogger("stencil.engine")
 
 MAX_RANDOM_SEED = 2**53 - MAX_IMAGES
 """Below what a JSON number holds exactly in every language, for each of an edit's seeds."""
@@ -76,6 +79,7 @@ class EditSession:
         self._edit = edit
         self._model = model
         self._sampling = resolve(edit.sampling, model)
+        check_length("prompt", edit.prompt, MAX_PROMPT_CHARACTERS)
         self._timing = Timing()
         timeout = edit.sampling.timeout
         self._deadline = None if timeout is None else self._timing.arrival + timeout
@@ -85,8 +89,8 @@ class EditSession:
         self._prepared: PreparedEdit | None = None
         self._pictures: dict[str, Picture] = {}  # request id of one image -> Picture
         self._outputs: asyncio.Queue[RequestOutput] = asyncio.Queue()
-        self._all_done = asyncio.Event()
-        self._all_done.set()
+        self.done = asyncio.Event()  # nothing of it is left to compute
+        self.has_failed = False  # set by the engine when an error, not the caller, ends it
 
     # ---------------------------------------------------------------------------------- before the engine
 
@@ -155,13 +159,16 @@ class EditSession:
 
     # ---------------------------------------------------------------------------------- to the engine
 
+    @property
+    def is_submitted(self) -> bool:
+        return bool(self._pictures)
+
     def submit(self) -> None:
         """Hand one request per image to the engine."""
         for index in range(self.num_images):
             picture = self._make_picture(index)
             self._engine.client.submit(picture.request, self._hear)
             self._pictures[picture.request.request_id] = picture
-            self._all_done.clear()
 
     def _make_picture(self, index: int) -> Picture:
         assert self._sampling.seed is not None
@@ -208,7 +215,7 @@ class EditSession:
         if not isinstance(output, PartialImage):
             self._pictures[output.request_id].is_done = True
             if all(picture.is_done for picture in self._pictures.values()):
-                self._all_done.set()
+                self.done.set()
         self._outputs.put_nowait(output)
 
     # ---------------------------------------------------------------------------------- from the engine
@@ -234,6 +241,8 @@ class EditSession:
                 return await self._take_finished(picture, output)
             case Failed():
                 self._engine.metrics.observe_failed(self._model.name)
+                if output.failure.detail:
+                    logger.error("%s: %s\n%s", output.request_id, output.failure.message, output.failure.detail)
                 raise output.failure.to_error()
             case Aborted():
                 raise OverloadedError("The server shut down before the request finished.", retry_after=1.0)
@@ -258,7 +267,8 @@ class EditSession:
 
     async def _compose(self, pixels: ArrayRef) -> ComposedImage:
         edit, (width, height) = self._edit, self._output_size
-        return await self._engine.images.compose(
+        out = self._alloc(image_ops.encoded_bytes(width, height, 4, edit.base64, edit.output_format))
+        composed = await self._engine.images.compose(
             ComposeImage(
                 job_id=0,
                 pixels=pixels,
@@ -271,9 +281,13 @@ class EditSession:
                 compression=edit.compression,
                 base64=edit.base64,
                 max_pixels=self._engine.config.image.max_pixels,
-                out=self._alloc(image_ops.encoded_bytes(width, height, 4, edit.base64, edit.output_format)),
+                out=out,
             )
         )
+        # The room for the worst case is many times what most pictures take, and all outputs stay until the end.
+        self._regions.remove(out)
+        self._regions.append(self._engine.allocator.trim(out, composed.encoded.size))
+        return composed
 
     def _make_output(
         self,
@@ -324,13 +338,20 @@ class EditSession:
         """Nobody listens any more: abort what still runs."""
         running = tuple(request_id for request_id, picture in self._pictures.items() if not picture.is_done)
         for _ in running:
-            self._engine.metrics.observe_aborted(self._model.name)
+            self._count_end(self._model.name)
         if running:
             self._engine.client.abort(running)
+        if not self._pictures:
+            self.done.set()
+
+    @property
+    def _count_end(self) -> Callable[[str], None]:
+        metrics = self._engine.metrics
+        return metrics.observe_failed if self.has_failed else metrics.observe_aborted
 
     async def close(self) -> None:
         """Wait for the last terminal output, then free the memory."""
-        await self._all_done.wait()
+        await self.done.wait()
         for region in self._regions:
             await self._engine.release(region)
         self._regions.clear()

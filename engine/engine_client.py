@@ -6,15 +6,19 @@ Owns the map request id -> waiter. A death of the engine, or of anything below i
 from __future__ import annotations
 
 import asyncio
+import logging
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
 import zmq.asyncio
 
 from core.config import EngineConfig
-from core.errors import EngineDeadError, StencilError
+from core.errors import ConfigError, EngineDeadError, StencilError
 from core.ipc.process import ChildProcess, spawn
 from core.ipc.shared_array import Arena
 from core.messages import (
@@ -36,8 +40,13 @@ from core.messages import (
 )
 from engine.engine_process import EngineProcessConfig
 
+logger = logging.getLogger("stencil.engine")
+
 STOP_SECONDS = 5.0
 """How long an engine with nothing left to do may take to leave before it is killed."""
+
+LAST_WORDS_SECONDS = 0.1
+"""How long after an engine's end its last messages may still come out of the socket."""
 
 RequestOutput = PartialImage | Finished | Failed | Aborted
 Waiter = Callable[[RequestOutput], None]
@@ -45,22 +54,16 @@ Waiter = Callable[[RequestOutput], None]
 
 
 class EngineClient:
-    """start, ready, submit and abort, stop. One task (`run`) of the owner's group drives it."""
+    """start, ready, submit and abort, stop, close. One task (`run`) of the owner's group drives it."""
 
     def __init__(
-        self,
-        config: EngineConfig,
-        arena: Arena,
-        runtime_dir: Path,
-        log_level: str,
-        on_load: Callable[[LoadReport], None],
+        self, config: EngineConfig, arena: Arena, log_level: str, on_load: Callable[[LoadReport], None]
     ) -> None:
         self._config = config
         self._arena = arena
         self._log_level = log_level
         self._on_load = on_load
-        self._address = f"ipc://{runtime_dir}/engine"
-        self._name = "stencil-engine"
+        self._runtime_dir = Path(tempfile.mkdtemp(prefix="stencil-"))  # mode 0700; holds the socket until connected
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._process: ChildProcess | None = None
@@ -71,14 +74,24 @@ class EngineClient:
         self.load: LoadReport | None = None
         self.error: StencilError | None = None  # why it is gone, once it is
 
+    # ---------------------------------------------------------------------------------- life
+
     def start(self) -> None:
-        """Spawn the process; the model loads while this process goes on."""
+        """Spawn the process; the model loads while this process goes on. Raises ConfigError."""
+        address = f"ipc://{self._runtime_dir}/engine"
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.set_hwm(0)
-        self._socket.bind(self._address)
-        settings = EngineProcessConfig(self._config, self._address, self._arena.id, self._log_level)
-        encoded = msgspec.msgpack.encode(settings)
-        self._process = spawn("engine.engine_process:main", encoded, [self._arena.fd], name=self._name)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            raise ConfigError(f"cannot make a socket at {address}: {error}; set TMPDIR to a shorter path") from error
+        self._process = spawn(
+            "engine.engine_process:main",
+            msgspec.msgpack.encode(EngineProcessConfig(self._config, address, self._arena.id, self._log_level)),
+            [self._arena.fd],
+            "stencil-engine",
+            remove=[str(self._runtime_dir)],
+        )
 
     async def run(self) -> None:
         """Receive until the process is gone; then fail whoever still waits."""
@@ -86,10 +99,9 @@ class EngineClient:
         async with asyncio.TaskGroup() as tasks:
             receiver = tasks.create_task(self._receive())
             await self._process.wait()
-            # Its last words may still be in the socket: they say more than its exit code.
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(LAST_WORDS_SECONDS)  # they say more than its exit code
             receiver.cancel()
-        self._die(EngineDeadError(f"the engine process died ({self._process.describe_exit()})"))
+        self.fail(EngineDeadError(f"the engine process died ({self._process.describe_exit()})"))
 
     async def ready(self) -> dict[str, ModelInfo]:
         """Wait until the models are loaded; name -> info. Raises what kept the engine from starting."""
@@ -105,6 +117,44 @@ class EngineClient:
     def is_ready(self) -> bool:
         return self._ready.done() and self.error is None
 
+    async def stop(self) -> None:
+        """Abort what still runs and leave no process behind."""
+        assert self._process is not None
+        if self.is_ready:
+            self.abort(tuple(self._waiters))
+            self._send(Drain())
+        else:
+            self._process.kill()  # it is loading and reads no messages; its workers leave with it
+        await self._process.stop(STOP_SECONDS)
+
+    async def close(self) -> None:
+        """Kill the process if it still runs, and free the socket; nobody waits for anything any more."""
+        if self._process is not None:
+            self._process.kill()
+            await self._process.wait()
+        self.fail(EngineDeadError("the engine has stopped"))
+        self._socket.close()
+        self._context.term()
+        self._remove_runtime_dir()
+
+    def fail(self, error: StencilError) -> None:
+        """Tell everyone who waits that the engine is gone, once: the first reason is the one that counts."""
+        if self.error is not None:
+            return
+        self.error = error
+        self._gone.set()
+        if not self._ready.done():
+            self._ready.set_exception(error)
+            self._ready.exception()  # not everyone waits for readiness: mark it as seen
+        failure = Failure.of(error)
+        for request_id in list(self._waiters):
+            self._deliver(Failed(request_id=request_id, failure=failure))
+
+    def _remove_runtime_dir(self) -> None:
+        shutil.rmtree(self._runtime_dir, ignore_errors=True)
+
+    # ---------------------------------------------------------------------------------- messages
+
     def submit(self, edit: EditRequest, waiter: Waiter) -> None:
         """Hand a request over; `waiter` hears every output, the last one terminal. Raises what killed a dead engine."""
         if self.error is not None:
@@ -117,23 +167,14 @@ class EngineClient:
         if self.error is None:
             self._send(Abort(request_ids=request_ids))
 
-    async def stop(self) -> None:
-        """Abort what still runs and leave no process behind."""
-        assert self._process is not None
-        if self.is_ready:
-            self.abort(tuple(self._waiters))
-            self._send(Drain())
-        else:
-            self._process.kill()  # it is loading and reads no messages; its workers leave with it
-        await self._process.stop(STOP_SECONDS)
-
-    def close(self) -> None:
-        """Free the socket; after `run` has ended."""
-        self._socket.close()
-        self._context.term()
-
     def _send(self, message: ToEngine) -> None:
-        self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+        """Without a high-water mark a send succeeds at once or not at all."""
+        sent = self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+        asyncio.ensure_future(sent).add_done_callback(self._check_sent)
+
+    def _check_sent(self, sent: asyncio.Future[Any]) -> None:
+        if not sent.cancelled() and (error := sent.exception()) is not None:
+            self.fail(EngineDeadError(f"the engine cannot be reached: {error}"))
 
     async def _receive(self) -> None:
         decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
@@ -148,9 +189,12 @@ class EngineClient:
                 for output in message.outputs:
                     self._deliver(output)
             case EngineReady():
+                self._remove_runtime_dir()  # it is connected; a server killed from now on leaves nothing behind
                 self._ready.set_result({info.name: info for info in message.models})
             case EngineFailed():
-                self._die(message.failure.to_error())
+                if message.failure.detail:
+                    logger.error("the engine failed: %s\n%s", message.failure.message, message.failure.detail)
+                self.fail(message.failure.to_error())
 
     def _deliver(self, output: RequestOutput) -> None:
         """A terminal output ends its waiter's entry; an unknown id is a bug and raises KeyError."""
@@ -158,16 +202,3 @@ class EngineClient:
         if not isinstance(output, PartialImage):
             del self._waiters[output.request_id]
         waiter(output)
-
-    def _die(self, error: StencilError) -> None:
-        """Tell everyone once; the first reason is the one that counts."""
-        if self.error is not None:
-            return
-        self.error = error
-        self._gone.set()
-        if not self._ready.done():
-            self._ready.set_exception(error)
-            self._ready.exception()  # not everyone waits for readiness: mark it as seen
-        failure = Failure.of(error)
-        for request_id in list(self._waiters):
-            self._deliver(Failed(request_id=request_id, failure=failure))

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 import signal
 import traceback
-from pathlib import Path
+from typing import Any
 
 import msgspec
 import uvloop
@@ -19,7 +18,6 @@ import zmq.asyncio
 
 from core.config import EngineConfig
 from core.errors import StencilError
-from core.ipc.process import on_parent_gone
 from core.messages import EngineFailed, EngineReady, Failure, FromEngine, ToEngine
 from core.scheduler import StepScheduler
 from engine.engine_core import EngineCore
@@ -45,8 +43,6 @@ def main(config: bytes, fds: list[int]) -> None:
     # A terminal or supervisor signals the whole group; draining is led by the parent, which says Drain.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     settings = msgspec.msgpack.decode(config, type=EngineProcessConfig)
-    socket_path = Path(settings.address.removeprefix("ipc://"))
-    on_parent_gone(lambda: shutil.rmtree(socket_path.parent, ignore_errors=True))
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
     uvloop.run(_serve(settings, arena_fd=fds[0]))
 
@@ -92,6 +88,12 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
     return error
 
 
+def _check_sent(sent: asyncio.Future[Any]) -> None:
+    """A send without a high-water mark fails only when the socket is broken: the loop's handler logs it."""
+    if not sent.cancelled():
+        sent.result()
+
+
 class _Link:
     """The engine's end of the socket to its client."""
 
@@ -102,7 +104,8 @@ class _Link:
 
     def emit(self, message: FromEngine) -> None:
         """Queue a message; never blocks, since the socket has no high-water mark."""
-        self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+        sent = self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+        asyncio.ensure_future(sent).add_done_callback(_check_sent)
 
     async def feed(self, core: EngineCore) -> None:
         while True:

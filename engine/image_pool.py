@@ -107,6 +107,11 @@ class ImagePool:
         if self._main is not None:
             await self._main
 
+    async def closed(self) -> None:
+        """Wait for the pool's end; raises what ended it, if it was not told to."""
+        assert self._main is not None
+        await asyncio.shield(self._main)
+
     async def prepare(self, job: PrepareEdit) -> PreparedEdit:
         """Do `job`, whose job_id is ignored. Raises what the processor says: InvalidRequestError or EngineError."""
         answer = await self._submit(msgspec.structs.replace(job, job_id=self._next_job_id()))

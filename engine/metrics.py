@@ -16,7 +16,7 @@ from core.messages import LoadReport
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-RejectReason = Literal["queue_full", "not_ready", "shutting_down", "invalid_request"]
+RejectReason = Literal["queue_full", "not_ready", "shutting_down"]
 
 _LATENCY_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0, 600.0)
 _STAGE_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0, 300.0)
@@ -30,6 +30,7 @@ _NO_LOAD = LoadReport(
     stage_seconds={},
     resident_models=(),
     page_digest="",
+    r_squared={},
     steps=0,
     batch_tokens=0,
     batch_requests=0,
@@ -74,6 +75,9 @@ class Metrics:
         self._tokens = self._counter("tokens_computed", "Tokens computed in denoising steps.")
         self._busy_seconds = self._counter("worker_busy_seconds", "Time workers spent computing.")
         self._drain_seconds = self._gauge("predicted_drain_seconds", "Predicted time until all held work is done.")
+        self._r_squared = self._gauge(
+            "cost_model_r_squared", "How well a stage's cost is predicted; 1 = exactly.", "stage"
+        )
 
     def watch_queue(self, running: Callable[[], int], waiting: Callable[[], int]) -> None:
         """Read the queue gauges from these at each scrape. Waiting includes images queued inside the scheduler."""
@@ -120,6 +124,8 @@ class Metrics:
         self._steps.inc(steps)
         self._tokens.inc(load.batch_tokens - last.batch_tokens)
         self._busy_seconds.inc(load.busy_seconds - last.busy_seconds)
+        for stage, value in load.r_squared.items():
+            self._r_squared.labels(stage).set(value)
         self._drain_seconds.set(sum(report.drain_seconds for report in self._last_load.values()))
         for _ in range(steps):
             self._batch_size.observe((load.batch_requests - last.batch_requests) / steps)
@@ -134,5 +140,5 @@ class Metrics:
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"stencil:{name}", text, labels, registry=self._registry)
 
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(f"stencil:{name}", text, registry=self._registry)
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(f"stencil:{name}", text, labels, registry=self._registry)

@@ -27,6 +27,12 @@ from core.messages import (
     WorkerFailed,
     WorkerReady,
 )
+from core.request import MAX_PROMPT_CHARACTERS
+
+RING_BYTES = 1024 * 1024
+"""Room in a worker's ring for everything but the prompts."""
+PROMPT_BYTES = 4 * MAX_PROMPT_CHARACTERS
+"""The longest prompt in UTF-8; a plan may encode as many as there may be requests."""
 
 STOP_SECONDS = 5.0
 """How long a worker may take to finish its step and leave before it is killed."""
@@ -48,10 +54,9 @@ class Executor:
         async with AsyncExitStack() as stack:
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
             for rank in range(self._config.workers_per_engine):
-                worker = _Worker(
-                    WorkerConfig(rank, self._config.models, self._arena_id, self._config.workers_per_engine),
-                    self._arena_fd,
-                )
+                config = WorkerConfig(rank, self._config.models, self._arena_id, self._config.workers_per_engine)
+                ring_bytes = RING_BYTES + PROMPT_BYTES * self._config.scheduler.max_num_seqs
+                worker = _Worker(config, self._arena_fd, ring_bytes)
                 self._workers.append(worker)
                 stack.push_async_callback(worker.stop)
                 tasks.create_task(worker.receive(self._mailbox), name=f"worker-{rank}")
@@ -105,9 +110,9 @@ def _part_of(plan: StepPlan, rank: int) -> StepPlan | None:
 class _Worker:
     """One worker process and the channel to it."""
 
-    def __init__(self, config: WorkerConfig, arena_fd: int) -> None:
+    def __init__(self, config: WorkerConfig, arena_fd: int, ring_bytes: int) -> None:
         self.rank = config.rank
-        self._channel, child_fds = Channel.create()
+        self._channel, child_fds = Channel.create(ring_bytes)
         self._process: ChildProcess = spawn(
             "model_executor.worker:main",
             msgspec.msgpack.encode(config),

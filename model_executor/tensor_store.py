@@ -80,10 +80,5 @@ class TensorStore:
         if not tensors:
             self._tensors.pop(key.request_id, None)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors held."""
-        return sum(t.nbytes for tensors in self._tensors.values() for t in tensors.values())
-
     def __len__(self) -> int:
         return sum(len(tensors) for tensors in self._tensors.values())

@@ -21,7 +21,7 @@ def main() -> None:
     sys.path[:] = header["path"]
     from core.ipc import process
 
-    process.run_child(sys.argv[1], header["target"], config, header["fds"], header["lifeline"])
+    process.run_child(sys.argv[1], header["target"], config, header["fds"], header["lifeline"], header["remove"])
 
 
 if __name__ == "__main__":

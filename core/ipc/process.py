@@ -11,9 +11,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import functools
 import importlib
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -32,7 +34,6 @@ _TERM_SECONDS = 3.0  # from SIGTERM to SIGKILL
 _KILL_SECONDS = 5.0  # how long the kernel may take to end a killed process that frees much memory
 _PR_SET_NAME = 15
 
-_lifeline: list[int] = []  # this process's own, when it is a child
 _when_parent_gone = contextlib.ExitStack()
 
 
@@ -100,17 +101,18 @@ class ChildProcess:
             os.close(self._open_fds.pop())
 
 
-def spawn(target: str, config: bytes, fds: Sequence[int], name: str) -> ChildProcess:
+def spawn(target: str, config: bytes, fds: Sequence[int], name: str, *, remove: Sequence[str] = ()) -> ChildProcess:
     """Start a new interpreter that calls `target` ("package.module:function") with (config, list of fds).
 
     config travels in a memfd, never in argv. The child sees `fds` under the same numbers. **Sockets among them change
     hands**: the parent's copies are closed, so that EOF works; memfds and pipes stay the caller's as well. `name` is
-    what `ps` and `top` show. The child ignores SIGINT and keeps SIGTERM's default; it ends with EX_PARENT_GONE when
-    this process ends. Takes a few milliseconds and does not wait for the child to start.
+    what `ps` and `top` show. The child ignores SIGINT, and SIGTERM if this process does; it ends with EX_PARENT_GONE
+    when this process ends, and then deletes the folders `remove` first. Takes a few milliseconds and does not wait for
+    the child to start.
     """
     theirs, ours = os.pipe2(os.O_CLOEXEC)
     try:
-        header = {"path": sys.path, "target": target, "fds": list(fds), "lifeline": theirs}
+        header = {"path": sys.path, "target": target, "fds": list(fds), "lifeline": theirs, "remove": list(remove)}
         popen = _popen(name, json.dumps(header).encode() + b"\n" + config, [*fds, theirs])
     except BaseException:
         os.close(ours)
@@ -123,16 +125,6 @@ def spawn(target: str, config: bytes, fds: Sequence[int], name: str) -> ChildPro
     return ChildProcess(name, popen, ours)
 
 
-def lifeline() -> int:
-    """In a child: the descriptor that becomes readable (EOF) when the parent is gone. LookupError in a first process.
-
-    The child is ended anyway; this is for a select or an `add_reader` that wants to notice.
-    """
-    if not _lifeline:
-        raise LookupError("this process was not started by core.ipc.process.spawn")
-    return _lifeline[0]
-
-
 def on_parent_gone(cleanup: Callable[[], object]) -> None:
     """In a child: call `cleanup` before it ends because its parent is gone; last registered first.
 
@@ -141,9 +133,10 @@ def on_parent_gone(cleanup: Callable[[], object]) -> None:
     _when_parent_gone.callback(cleanup)
 
 
-def run_child(name: str, target: str, config: bytes, fds: list[int], lifeline_fd: int) -> None:
+def run_child(name: str, target: str, config: bytes, fds: list[int], lifeline_fd: int, remove: list[str]) -> None:
     """The child's side of `spawn`, called by the bootstrap."""
-    _lifeline.append(lifeline_fd)
+    for folder in remove:
+        on_parent_gone(functools.partial(shutil.rmtree, folder, ignore_errors=True))
     threading.Thread(target=_leave_with_parent, args=(lifeline_fd,), name="lifeline", daemon=True).start()
     for fd in (*fds, lifeline_fd):
         os.set_inheritable(fd, False)  # grandchildren get what they are given, nothing else

@@ -205,13 +205,6 @@ class Channel:
                 return self._last_frames()
         return payload
 
-    def recv_nowait(self) -> bytes | None:
-        """The next frame, or None when there is none now. PeerClosedError as for `recv`."""
-        if (payload := self._incoming.pop()) is not None:
-            return payload
-        self._take_wakes(socket.MSG_DONTWAIT)
-        return self._last_frames() if self._peer_gone else self._incoming.pop()
-
     async def messages(self) -> AsyncGenerator[bytes, None]:
         """Every frame as it comes; ends when the peer is gone and all it sent was taken, or when the channel is closed.
 

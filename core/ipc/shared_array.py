@@ -138,6 +138,19 @@ class ArenaAllocator:
         self.used_bytes -= end - ref.offset
         self._release(ref.offset, end, *self._insert_free(ref.offset, end))
 
+    def trim(self, ref: ArrayRef, nbytes: int) -> ArrayRef:
+        """Shorten a chunk to its first `nbytes` > 0; the handle returned replaces `ref`. ValueError as for `free`."""
+        end, given = self._used.get(ref.offset, (0, None))
+        if ref != given or not 0 < nbytes <= ref.size:
+            raise ValueError(f"{ref} is not allocated, or cannot be trimmed to {nbytes} bytes")
+        kept = ref.offset + _round_up(nbytes, mmap.PAGESIZE if ref.size >= _LARGE else _ALIGNMENT)
+        shorter = ArrayRef(ref.arena, ref.offset, (nbytes,), ref.dtype)
+        self._used[ref.offset] = (kept, shorter)
+        if kept < end:
+            self.used_bytes -= end - kept
+            self._release(kept, end, *self._insert_free(kept, end))
+        return shorter
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless chunks and free ranges tile the arena, with no two free neighbours."""
         used = [(start, end, "used") for start, (end, _) in self._used.items()]

@@ -101,10 +101,19 @@ def test_priority_before_deadline_before_arrival() -> None:
     scheduler, workers = make_scheduler(max_num_seqs=1), FakeWorkers()
     scheduler.add(make_edit("late", arrival=2.0))
     scheduler.add(make_edit("early", arrival=1.0))
-    scheduler.add(make_edit("due", arrival=3.0, deadline=100.0))
+    scheduler.add(make_edit("due", arrival=3.0, deadline=10.0))
     scheduler.add(make_edit("urgent", arrival=4.0, priority=-1))
     ended = [output.request_id for output in run(scheduler, workers)]
     assert ended == ["urgent", "due", "early", "late"]
+
+
+def test_deadlines_of_newcomers_do_not_starve_a_request_without_one() -> None:
+    scheduler, workers = make_scheduler(max_num_seqs=1), FakeWorkers()
+    scheduler.add(make_edit("patient", arrival=0.0))
+    for second in range(70):
+        scheduler.add(make_edit(f"hasty-{second}", steps=1, arrival=float(second), deadline=second + 30.0))
+    ended = [output.request_id for output in run(scheduler, workers)]
+    assert ended.index("patient") < ended.index("hasty-31"), "due 60 s after its arrival, like hasty-30"
 
 
 def test_an_abort_in_flight_is_answered_when_no_worker_holds_the_request() -> None:
@@ -120,6 +129,22 @@ def test_an_abort_in_flight_is_answered_when_no_worker_holds_the_request() -> No
     assert scheduler.take_outputs() == (Aborted(request_id="a"),)
     assert scheduler.num_requests == 0
     assert denoise_batch(scheduler.schedule(now=0.0)) == []
+
+
+def test_tensors_are_freed_with_the_next_work_or_when_there_is_none() -> None:
+    scheduler, workers = make_scheduler(), FakeWorkers()
+    scheduler.add(make_edit("a", steps=1))
+    scheduler.add(make_edit("b", steps=50, arrival=1.0))
+    while "a" not in workers.freed:
+        step(scheduler, workers)
+    assert workers.next_step["b"] < 50, "b was still running"
+    scheduler.abort(["b"])
+    scheduler.add(make_edit("never started", arrival=2.0))
+    scheduler.abort(["never started"])
+    plan = scheduler.schedule(now=0.0)
+    assert plan is not None
+    assert [key.request_id for key in plan.free] == ["b"]
+    assert scheduler.schedule(now=0.0) is None
 
 
 def test_aborting_twice_or_after_the_end_says_nothing_more() -> None:

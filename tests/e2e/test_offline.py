@@ -303,3 +303,44 @@ async def test_a_killed_worker_fails_the_edit_and_says_why(checkpoint: Path) -> 
             with pytest.raises(EngineError, match=r"worker 0 died.*SIGKILL"):
                 await anext(outputs)
         assert "died" in str(await asyncio.wait_for(engine.failed(), 5))
+
+
+async def test_the_longest_prompts_of_a_full_batch_reach_the_worker(one_worker: AsyncEngine) -> None:
+    edit = to_input(make_edit(48, 48, prompt="\N{SNOWMAN}" * 32000), SamplingParams(num_inference_steps=1, n=10))
+    results = await asyncio.gather(*(run(one_worker, f"long-{i}", edit) for i in range(3)))
+    assert [len(outputs) for outputs in results] == [10, 10, 10]
+    with pytest.raises(InvalidRequestError, match="too long"):
+        await run(one_worker, "longer", to_input(make_edit(48, 48, prompt="x" * 32001), SamplingParams()))
+
+
+async def test_a_bug_in_the_client_side_ends_the_engine_instead_of_hanging_it(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(self: AsyncEngine, region: object) -> None:
+        raise RuntimeError("a bug")
+
+    async for engine in start(checkpoint, workers=1):
+        monkeypatch.setattr(AsyncEngine, "release", broken)
+        edit = to_input(make_edit(64, 64), SamplingParams(num_inference_steps=1))
+        await run(engine, "first", edit)
+        assert isinstance(await asyncio.wait_for(engine.failed(), 10), EngineError)
+        assert not engine.is_ready
+        with pytest.raises(EngineError):
+            await asyncio.wait_for(run(engine, "second", edit), 10)
+
+
+async def test_the_sockets_folder_is_gone_once_connected(one_worker: AsyncEngine) -> None:
+    assert one_worker.is_ready
+    assert not one_worker.client._runtime_dir.exists()
+
+
+async def test_a_socket_that_cannot_be_made_is_a_config_error(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("d" * 120)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    engine = AsyncEngine(StencilConfig(engine=EngineConfig(models=(ModelConfig(model=str(checkpoint)),))))
+    with pytest.raises(ConfigError, match="TMPDIR"):
+        await engine.start()
+    assert list(deep.iterdir()) == []

@@ -26,6 +26,7 @@ def load(steps: int, requests: int, tokens: int, busy: float = 0.0) -> LoadRepor
         stage_seconds={},
         resident_models=(),
         page_digest="",
+        r_squared={"denoise": 0.97},
         steps=steps,
         batch_tokens=tokens,
         batch_requests=requests,

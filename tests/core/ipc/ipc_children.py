@@ -13,7 +13,7 @@ from pathlib import Path
 
 import uvloop
 
-from core.ipc.process import lifeline, on_parent_gone, spawn
+from core.ipc.process import on_parent_gone, spawn
 from core.ipc.ring import Channel, PeerClosedError
 from core.ipc.shared_array import Arena
 from core.messages import ArrayRef
@@ -67,7 +67,6 @@ def report(config: bytes, fds: list[int]) -> None:
         "open": fds_open,
         "inheritable": [fd for fd in fds_open if os.get_inheritable(fd)],
         "fds": fds,
-        "lifeline": lifeline(),
         "group": os.getpgrp(),
         "sigint": signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
         "sigterm": signal.getsignal(signal.SIGTERM) is signal.SIG_DFL,

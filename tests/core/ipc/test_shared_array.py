@@ -219,3 +219,23 @@ def test_carve_cuts_inside_a_region(arena: Arena) -> None:
 def test_carve_refuses(offset: int, shape: tuple[int, ...], dtype: str) -> None:
     with pytest.raises(ValueError, match=r"does not fit|aligned|dtype"):
         carve(ArrayRef(7, 640, (100,), "uint8"), offset, shape, dtype)
+
+
+@pytest.mark.parametrize(("size", "kept"), [(100, 1), (100, 100), (40 * PAGE, 1), (40 * PAGE, 3 * PAGE + 1)])
+def test_a_trimmed_chunk_keeps_its_head_and_gives_the_rest_back(size: int, kept: int) -> None:
+    arena = Arena.create(7, 64 * PAGE)
+    allocator = ArenaAllocator(arena)
+    ref = allocator.alloc(size)
+    arena.view(ref)[:] = 5
+    before = allocator.used_bytes
+    shorter = allocator.trim(ref, kept)
+    assert (shorter.offset, shorter.shape) == (ref.offset, (kept,))
+    assert (arena.view(shorter) == 5).all()
+    assert allocator.used_bytes <= before
+    allocator.check_integrity()
+    with pytest.raises(ValueError, match="not allocated"):
+        allocator.free(ref) if shorter != ref else allocator.trim(ref, size + 1)
+    allocator.free(shorter)
+    allocator.check_integrity()
+    assert allocator.used_bytes == 0
+    arena.close()
