@@ -18,9 +18,10 @@ from engine.async_engine import AsyncEngine
 from engine.metrics import CONTENT_TYPE
 from entrypoints.openai.edit_request import LOADING_RETRY_SECONDS, Operation, build_call
 from entrypoints.openai.edit_response import EditResponse
-from entrypoints.openai.errors import describe, describe_http
+from entrypoints.openai.errors import describe, describe_http, log_internal
 from entrypoints.openai.fields import GENERATION_FIELDS
 from entrypoints.openai.middleware import REQUEST_ID, ApiKeyGuard, RequestContext
+from entrypoints.openai.reading_places import ReadingPlaces
 from entrypoints.openai.schema import EDIT_BODY, GENERATION_BODY, IMAGE_ANSWERS
 from entrypoints.openai.submission import Submission, read_edit, read_generation
 
@@ -49,18 +50,22 @@ def create_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
 
 
 def _add_image_routes(app: FastAPI, engine: AsyncEngine, settings: ServerSettings) -> None:
+    places = ReadingPlaces(engine)
+
     @app.post("/v1/images/edits", response_model=None, openapi_extra=EDIT_BODY, responses=IMAGE_ANSWERS)
     async def edit_image(request: Request) -> Response:
         """Repaint the masked part of an image. With `stream` the answer is a stream of server-sent events."""
         _require_ready(engine)
-        submission = await read_edit(request, settings.max_upload_bytes)
+        with places.take():
+            submission = await read_edit(request, settings.max_upload_bytes)
         return _answer(engine, request, "image_edit", submission)
 
     @app.post("/v1/images/generations", response_model=None, openapi_extra=GENERATION_BODY, responses=IMAGE_ANSWERS)
     async def generate_image(request: Request) -> Response:
         """Paint a whole image: an edit of an empty canvas."""
         _require_ready(engine)
-        submission = await read_generation(request, GENERATION_FIELDS)
+        with places.take():
+            submission = await read_generation(request, GENERATION_FIELDS)
         return _answer(engine, request, "image_generation", submission)
 
     @app.post("/v1/images/variations", response_model=None, include_in_schema=False)
@@ -131,6 +136,7 @@ def _json(content: dict[str, Any]) -> Response:
 
 
 async def _on_stencil_error(request: Request, error: Exception) -> Response:
+    log_internal(request.scope[REQUEST_ID], error)
     return describe(error).response()
 
 

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from engine.async_engine import AsyncEngine
 from engine.edit import ImageOutput
 from entrypoints.openai.edit_request import ImagesCall
-from entrypoints.openai.errors import describe
+from entrypoints.openai.errors import describe, log_internal
 from entrypoints.openai.middleware import CLIENT_GONE
 from entrypoints.openai.responses import Parts, error_event, image_event, images_response, send_pieces
 from entrypoints.openai.submission import Submission
@@ -72,8 +72,10 @@ class EditResponse(Response):
                 async for output in events:
                     await _send_parts(send, [_KEEP_ALIVE] if output is None else image_event(self._call, output))
         except Exception as error:  # the edge: a stream that just ends would look like a success without an image
-            _log.error("%s failed in its stream", self._request_id, exc_info=error)
-            await _send_parts(send, [error_event(describe(error).envelope)])
+            log_internal(self._request_id, error)
+            reply = describe(error)
+            _log.warning("%s ended its stream with %s", self._request_id, reply.code)
+            await _send_parts(send, [error_event(reply.envelope)])
         await send({"type": "http.response.body", "body": b""})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +43,10 @@ class UnsupportedContentTypeError(InvalidRequestError):
         super().__init__(message, code="unsupported_content_type")
 
 
+class BodyTimeoutError(StencilError):
+    """The client stopped sending in the middle of its body."""
+
+
 class InvalidApiKeyError(StencilError):
     """The authorization header is missing or holds another key."""
 
@@ -76,12 +81,14 @@ _TABLE: tuple[tuple[type[BaseException], int, str | None, str | None], ...] = (
     (ModelNotFoundError, 404, INVALID_REQUEST, None),
     (InvalidImageError, 400, None, None),
     (InvalidRequestError, 400, INVALID_REQUEST, None),
+    (BodyTimeoutError, 408, INVALID_REQUEST, "request_timeout"),
     (OverloadedError, 503, "service_unavailable_error", "server_is_overloaded"),
     (DeadlineExceededError, 504, SERVER_ERROR, "deadline_exceeded"),
     (AbortedError, 499, INVALID_REQUEST, "request_cancelled"),
     (Exception, 500, SERVER_ERROR, "internal_error"),
 )
 
+_log = logging.getLogger("stencil.api")
 _USER_IMAGE_CODES = ("invalid_image_file", "invalid_mask_image_format")
 _HTTP_CODES = {404: "unknown_url", 405: "method_not_allowed"}
 
@@ -97,6 +104,12 @@ def describe(error: BaseException) -> ErrorReply:
         param=getattr(error, "param", None),
         headers=_headers(error),
     )
+
+
+def log_internal(request_id: str, error: BaseException) -> None:
+    """Logs what the client is not told: everything that is answered with 500."""
+    if describe(error).status == 500:
+        _log.error("%s failed: %s", request_id, error, exc_info=error)
 
 
 def describe_http(error: HTTPException, method: str, path: str) -> ErrorReply:
@@ -130,6 +143,8 @@ def _headers(error: BaseException) -> dict[str, str]:
             return {"retry-after": str(min(120, max(1, math.ceil(error.retry_after))))}
         case DeadlineExceededError():
             return {"x-should-retry": "false"}
+        case BodyTimeoutError():
+            return {"connection": "close"}
         case InvalidApiKeyError():
             return {"www-authenticate": "Bearer"}
         case _:

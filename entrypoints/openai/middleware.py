@@ -10,7 +10,7 @@ import uuid
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from entrypoints.openai.errors import InvalidApiKeyError, describe
+from entrypoints.openai.errors import InvalidApiKeyError, describe, log_internal
 
 REQUEST_ID = "stencil.request_id"  # keys of the ASGI scope
 CLIENT_GONE = "stencil.client_gone"
@@ -18,7 +18,6 @@ CLIENT_GONE_STATUS = 499  # only ever in the log
 _PROBES = ("/health", "/ready", "/metrics")  # asked every few seconds by machines
 
 _access_log = logging.getLogger("stencil.access")
-_log = logging.getLogger("stencil.api")
 
 
 class RequestContext:
@@ -48,7 +47,7 @@ class RequestContext:
         try:
             await self._app(scope, receive, send_with_headers)
         except Exception as error:  # the edge: a bug must reach its client as an answer and the log as a traceback
-            _log.exception("%s failed", request_id)
+            log_internal(request_id, error)
             if status:
                 raise
             await describe(error).response()(scope, receive, send_with_headers)

@@ -5,7 +5,7 @@ Starlette's own form parser knows no limit for files, and a small fixed one for 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from python_multipart.exceptions import FormParserError
@@ -23,8 +23,8 @@ class Part:
 
     name: str
     filename: str | None
-    limit: int  # bytes
-    keep: bool  # False: counted and checked, but not stored
+    limit: int = 0  # bytes
+    keep: bool = False  # False: counted and checked, but not stored
     received: int = 0  # bytes
     content: SpooledUpload = field(default_factory=SpooledUpload)
 
@@ -45,8 +45,8 @@ class Part:
             raise InvalidRequestError(f"Invalid '{self.name}': not valid UTF-8.", param=self.name) from error
 
 
-PartRule = Callable[[str, bool, int], tuple[int, bool]]
-"""(field name, whether it is a file, parts of that name so far) -> (limit in bytes, whether to keep the content)."""
+PartRule = Callable[[Part, Sequence[Part]], tuple[int, bool]]
+"""(a part that is not empty, the parts before it) -> (limit in bytes, whether to keep the content)."""
 
 
 async def read_multipart(stream: AsyncIterator[bytes], content_type: str, rule: PartRule) -> list[Part]:
@@ -123,12 +123,12 @@ class _Reader:
             raise _malformed("a part has no name")
         name = options[b"name"].decode(errors="replace")
         filename = options[b"filename"].decode(errors="replace") if b"filename" in options else None
-        same = sum(part.name == name for part in self.parts)
-        limit, keep = self._rule(name, filename is not None, same)
-        self.parts.append(Part(name, filename, limit, keep))
+        self.parts.append(Part(name, filename))
 
     def _on_part_data(self, data: bytes, start: int, end: int) -> None:
         part = self.parts[-1]
+        if part.received == 0:
+            part.limit, part.keep = self._rule(part, self.parts[:-1])
         part.received += end - start
         if part.received > part.limit:
             raise file_too_large(part.name.partition("[")[0], part.limit)

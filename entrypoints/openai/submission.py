@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -11,7 +12,7 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from core.errors import AbortedError, InvalidRequestError
-from entrypoints.openai.errors import RequestTooLargeError, UnsupportedContentTypeError
+from entrypoints.openai.errors import BodyTimeoutError, RequestTooLargeError, UnsupportedContentTypeError
 from entrypoints.openai.fields import EDIT_FIELDS, Field, Value, decode_json
 from entrypoints.openai.json_body import JsonBody
 from entrypoints.openai.multipart import Part, read_multipart
@@ -20,10 +21,12 @@ from entrypoints.openai.uploads import SpooledUpload, decode_base64, pieces_of
 MAX_IMAGES = 16
 MAX_TEXT_BYTES = 1024 * 1024  # one text field, and a JSON body without its images
 MAX_MEMBERS = 256  # of a JSON body, as many as a form may have parts
+STALL_SECONDS = 60.0  # of silence, in the middle of a body
 MULTIPART = "multipart/form-data"
 JSON = "application/json"
 T = TypeVar("T")
-_FILE_FIELDS = ("image", "mask", "mask_image", "markup")
+_UPLOAD_FIELDS = ("image", "mask", "mask_image")
+_FILE_FIELDS = (*_UPLOAD_FIELDS, "markup")
 
 
 @dataclass
@@ -70,15 +73,19 @@ def _media_type(content_type: str) -> str:
 
 
 async def _read_multipart_edit(request: Request, content_type: str, max_upload_bytes: int) -> Submission:
-    def rule(name: str, is_file: bool, same: int) -> tuple[int, bool]:
-        """Of several images only the first is used: the others are counted and dropped."""
-        base = _base_name(name)
-        if is_file:
-            return max_upload_bytes, base in _FILE_FIELDS and same == 0
-        return (_base64_bytes(max_upload_bytes) if base == "mask_image" else MAX_TEXT_BYTES), True
+    def rule(part: Part, earlier: Sequence[Part]) -> tuple[int, bool]:
+        """Only what is used is kept: the first part of each known field. All text together has MAX_TEXT_BYTES."""
+        base = _base_name(part.name)
+        is_first = all(_base_name(other.name) != base for other in earlier if other.received)
+        if part.is_file:
+            return max_upload_bytes, base in _UPLOAD_FIELDS and is_first
+        if base == "mask_image":
+            return _base64_bytes(max_upload_bytes), is_first
+        left = MAX_TEXT_BYTES - sum(other.received for other in earlier if _is_plain_text(other))
+        return left, base in EDIT_FIELDS and is_first
 
-    _check_content_length(request, (MAX_IMAGES + 2) * max_upload_bytes + _base64_bytes(max_upload_bytes))
-    parts = await read_multipart(_body(request), content_type, rule)
+    limit = (MAX_IMAGES + 2) * max_upload_bytes + _base64_bytes(max_upload_bytes)
+    parts = await read_multipart(_body(request, limit), content_type, rule)
     submission = Submission()
     with ExitStack() as on_error:
         on_error.callback(submission.close)
@@ -88,6 +95,10 @@ async def _read_multipart_edit(request: Request, content_type: str, max_upload_b
             await _take_parts(submission, parts, max_upload_bytes)
         on_error.pop_all()
     return submission
+
+
+def _is_plain_text(part: Part) -> bool:
+    return not part.is_file and _base_name(part.name) != "mask_image"
 
 
 def _close_unless_used(part: Part, submission: Submission) -> None:
@@ -173,14 +184,10 @@ async def _read_json_edit(request: Request, max_upload_bytes: int) -> Submission
 
 async def _read_json(request: Request, limit: int) -> JsonBody:
     """At most `limit` bytes, and MAX_TEXT_BYTES without long strings."""
-    _check_content_length(request, limit)
-    body, received = JsonBody(), 0
+    body = JsonBody()
     with ExitStack() as on_error:
         on_error.callback(body.close)
-        async for chunk in _body(request):
-            received += len(chunk)
-            if received > limit:
-                raise _body_too_large(limit)
+        async for chunk in _body(request, limit):
             await body.feed(chunk)
             if len(body.text) > MAX_TEXT_BYTES:
                 raise _body_too_large(MAX_TEXT_BYTES)
@@ -254,10 +261,23 @@ async def _text_pieces(text: str) -> AsyncIterator[bytes]:
 # -------------------------------------------------------------------------------------------------------------- common
 
 
-async def _body(request: Request) -> AsyncIterator[bytes]:
+async def _body(request: Request, limit: int) -> AsyncIterator[bytes]:
+    """The body as it comes, at most `limit` bytes; a client that sends nothing for STALL_SECONDS is given up."""
+    _check_content_length(request, limit)
+    stream, received = request.stream(), 0
+    while (chunk := await _next_chunk(stream)) is not None:
+        received += len(chunk)
+        if received > limit:
+            raise _body_too_large(limit)
+        yield chunk
+
+
+async def _next_chunk(stream: AsyncGenerator[bytes]) -> bytes | None:
     try:
-        async for chunk in request.stream():
-            yield chunk
+        async with asyncio.timeout(STALL_SECONDS):
+            return await anext(stream, None)
+    except TimeoutError as error:
+        raise BodyTimeoutError(f"No part of the body came for {STALL_SECONDS:g} seconds.") from error
     except ClientDisconnect as error:
         raise AbortedError("the client went away while sending") from error
 

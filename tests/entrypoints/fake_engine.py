@@ -7,6 +7,7 @@ import base64
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from core.config import StencilConfig
 from core.messages import ModelInfo
 from engine.edit import EditInput, EditReport, ImageOutput
 from engine.metrics import Metrics
@@ -51,6 +52,7 @@ class FakeEngine:
 
     def __init__(self, model: ModelInfo = MODEL, payload: bytes = b"\x89PNG not really") -> None:
         self.metrics = Metrics()
+        self.config = StencilConfig(max_queue=4)
         self.models = {model.name: model}
         self.is_ready = True
         self.payload = payload
@@ -66,6 +68,13 @@ class FakeEngine:
     @property
     def last(self) -> EditInput:
         return self.edits[-1]
+
+    @property
+    def num_admitted(self) -> int:
+        return self.num_open
+
+    def retry_after(self) -> float:
+        return 3.0
 
     @asynccontextmanager
     async def edit(self, request_id: str, edit: EditInput) -> AsyncIterator[AsyncIterator[ImageOutput]]:

@@ -21,8 +21,9 @@ from core.errors import (
     OutOfMemoryError,
     OverloadedError,
 )
-from entrypoints.openai import edit_response
+from entrypoints.openai import edit_response, submission
 from entrypoints.openai.app import ServerSettings, create_app
+from entrypoints.openai.uploads import SpooledUpload
 
 MAX_UPLOAD_BYTES = 2 * 1024 * 1024  # as in conftest
 MULTIPART = {"content-type": "multipart/form-data; boundary=b"}
@@ -65,6 +66,25 @@ async def test_engine_errors(
     assert response.headers.get("retry-after") == ("4" if status == 503 else None)
     assert response.headers.get("x-should-retry") == ("false" if status == 504 else None)
     assert engine.num_open == 0
+
+
+async def test_internal_errors_are_told_in_the_log(
+    client: httpx.AsyncClient, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The client has the request id, the log its reason; what is no fault of the server is not logged as one."""
+    for error, is_internal in (
+        (EngineDeadError("/secret/path"), True),
+        (OverloadedError("full", retry_after=1), False),
+    ):
+        caplog.clear()
+        engine.entering = error
+        response = await post_edit(client)
+        logged = [record for record in caplog.records if record.levelno >= logging.ERROR]
+        assert len(logged) == is_internal
+        for record in logged:
+            assert response.headers["x-request-id"] in record.getMessage()
+            assert "/secret/path" in record.getMessage()
+            assert record.exc_info is not None
 
 
 async def test_unknown_path_and_method(client: httpx.AsyncClient) -> None:
@@ -196,6 +216,82 @@ async def test_images_beyond_the_first_are_not_stored(client: httpx.AsyncClient,
     images = [("image[]", ("a.png", big))] * 16
     assert (await post_edit(client, images)).status_code == 200
     assert engine.files["image"] == big
+
+
+@pytest.fixture
+def spooled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of every write to an upload."""
+    written: list[int] = []
+    write = SpooledUpload.write
+
+    async def count(upload: SpooledUpload, data: bytes) -> None:
+        written.append(len(data))
+        await write(upload, data)
+
+    monkeypatch.setattr(SpooledUpload, "write", count)
+    return written
+
+
+async def test_what_is_not_used_is_not_stored(client: httpx.AsyncClient, spooled: list[int]) -> None:
+    big = b"y" * 100_000
+    files = [(f"image[{i}]", ("a.png", big)) for i in range(16)]
+    files += [("unknown", ("a.png", big)), ("markup[]", ("a.png", big)), ("image[]", ("", b""))]
+    texts = [(f"unknown{i}", (None, big)) for i in range(10)]
+    response = await post_edit(client, [*files, *texts])
+    assert response.status_code == 400  # markup
+    assert sum(spooled) == len(big) + len("a red hat")
+
+
+async def test_all_text_parts_together_have_a_limit(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    texts = [(f"unknown{i}", (None, b"y" * 100_000)) for i in range(11)]
+    assert (await post_edit(client, [IMAGE, *texts[:10]])).status_code == 200
+    assert_refused(await post_edit(client, [IMAGE, *texts]), 413, "request_too_large", "unknown10")
+
+
+async def test_file_input_left_empty_before_one_that_is_not(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    body = part(b"image").replace(b'"image"', b'"image"; filename=""') + b"\r\n" + form()
+    assert (await client.post("/v1/images/edits", content=body, headers=MULTIPART)).status_code == 200
+    assert engine.files["image"] == b"bytes"
+
+
+async def test_no_more_bodies_are_read_than_may_wait(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    """Each may fill the disk with 200 MB; who comes too late is told so before a byte of it is read."""
+    go_on, sent = asyncio.Event(), []
+
+    async def slow() -> AsyncIterator[bytes]:
+        sent.append(1)
+        await go_on.wait()
+        yield form()
+
+    def post() -> asyncio.Task[httpx.Response]:
+        return asyncio.create_task(client.post("/v1/images/edits", content=slow(), headers=MULTIPART))
+
+    async with asyncio.timeout(10):
+        readers = [post() for _ in range(engine.config.max_queue)]
+        while len(sent) < engine.config.max_queue:
+            await asyncio.sleep(0)
+        for path in ("edits", "generations"):
+            refused = await client.post(f"/v1/images/{path}", content=slow(), headers=MULTIPART)
+            assert_refused(refused, 503, "server_is_overloaded", None)
+            assert refused.headers["retry-after"] == "3"
+        assert len(sent) == engine.config.max_queue
+        go_on.set()
+        assert [(await reader).status_code for reader in readers] == [200] * len(readers)
+        assert (await post()).status_code == 200
+
+
+async def test_a_body_that_stops_coming_is_given_up(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submission, "STALL_SECONDS", 0.05)
+
+    async def stalled() -> AsyncIterator[bytes]:
+        yield form()[:20]
+        await asyncio.Event().wait()
+
+    for content_type in (MULTIPART, {"content-type": "application/json"}):
+        async with asyncio.timeout(10):
+            response = await client.post("/v1/images/edits", content=stalled(), headers=content_type)
+        assert_refused(response, 408, "request_timeout", None)
+        assert response.headers["connection"] == "close"
 
 
 async def test_mask_image_over_the_limit_as_text(client: httpx.AsyncClient) -> None:
