@@ -19,10 +19,12 @@ from dataclasses import dataclass
 
 import uvicorn
 import uvloop
+from fastapi import FastAPI
 
 from core.errors import ConfigError, StencilError
 from engine.async_engine import AsyncEngine
 from entrypoints.openai.app import ServerSettings, create_app
+from entrypoints.openai.submission import STALL_SECONDS
 from entrypoints.racing import run_until
 from entrypoints.serve_args import ServeOptions, check_model, parse_options
 
@@ -38,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         check_model(options.model.model)
         with (
-            _bind(options.host, options.port) as listener,
+            bind(options.host, options.port) as listener,
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
         ):
             return runner.run(_serve(options, listener))
@@ -63,19 +65,7 @@ class _Signals:
 async def _serve(options: ServeOptions, listener: socket.socket) -> int:
     engine = AsyncEngine(options.config, log_level=options.log_level)
     settings = ServerSettings(options.api_key, options.config.image.max_upload_bytes)
-    server = _HttpServer(
-        uvicorn.Config(
-            create_app(engine, settings),
-            http="httptools",
-            ws="none",
-            lifespan="off",
-            access_log=False,
-            log_config=None,
-            server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=FLUSH_SECONDS,
-        )
-    )
+    server = http_server(create_app(engine, settings))
     signals = _Signals(asyncio.Event(), asyncio.Event())
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, signals.on_signal)
@@ -124,22 +114,40 @@ class _HttpServer(uvicorn.Server):
         yield
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def http_server(app: FastAPI) -> uvicorn.Server:
+    """The server of `app`, to be given a socket of `bind`."""
+    return _HttpServer(
+        uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=FLUSH_SECONDS,
+        )
+    )
+
+
+def bind(host: str, port: int) -> socket.socket:
     """A listening socket. Raises ConfigError."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # Its connections inherit this. Closing one whose peer reads nothing would wait for that peer for ever.
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STALL_SECONDS * 1000))
             listener.bind(address)
             listener.listen(2048)  # two sockets may both be bound to a port; only one can listen
         except OSError:
             listener.close()
             raise
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}; choose another --host or --port"
-        ) from error
+    except (OSError, UnicodeError) as error:  # a host name that is no host name is a UnicodeError
+        reason = getattr(error, "strerror", None) or "no such host"
+        raise ConfigError(f"cannot listen on {host}:{port}: {reason}; choose another --host or --port") from error
     return listener
 
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from engine.async_engine import AsyncEngine
 from engine.edit import ImageOutput
@@ -19,7 +19,7 @@ from entrypoints.openai.edit_request import ImagesCall
 from entrypoints.openai.errors import describe, log_internal
 from entrypoints.openai.middleware import CLIENT_GONE
 from entrypoints.openai.responses import Parts, error_event, image_event, images_response, send_pieces
-from entrypoints.openai.submission import Submission
+from entrypoints.openai.submission import STALL_SECONDS, Submission
 from entrypoints.racing import run_until
 
 KEEP_ALIVE_SECONDS = 15.0
@@ -30,6 +30,10 @@ _STREAM_HEADERS = {
     "x-accel-buffering": "no",  # or nginx would hold partial images back
 }
 _log = logging.getLogger("stencil.api")
+
+
+class _ClientStalledError(Exception):
+    """The client has read nothing for STALL_SECONDS."""
 
 
 class EditResponse(Response):
@@ -44,8 +48,11 @@ class EditResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            if not await run_until(_disconnect(receive), self._run(send)):
+            if not await run_until(_disconnect(receive), self._run(_impatient(send))):
                 scope[CLIENT_GONE] = True
+        except _ClientStalledError:
+            _log.warning("%s given up: its client reads nothing", self._request_id)
+            scope[CLIENT_GONE] = True  # the server closes the connection of an answer that is not complete
         finally:
             self._submission.close()
 
@@ -71,6 +78,8 @@ class EditResponse(Response):
             async with aclosing(_with_silences(outputs)) as events:
                 async for output in events:
                     await _send_parts(send, [_KEEP_ALIVE] if output is None else image_event(self._call, output))
+        except _ClientStalledError:
+            raise  # it would not read of an error either
         except Exception as error:  # the edge: a stream that just ends would look like a success without an image
             log_internal(self._request_id, error)
             reply = describe(error)
@@ -105,6 +114,19 @@ async def _disconnect(receive: Receive) -> None:
 
 async def _next(outputs: AsyncIterator[ImageOutput]) -> ImageOutput | None:
     return await anext(outputs, None)
+
+
+def _impatient(send: Send) -> Send:
+    """`send`, raising _ClientStalledError after STALL_SECONDS: a client that reads nothing must not keep its place."""
+
+    async def send_or_give_up(message: Message) -> None:
+        try:
+            async with asyncio.timeout(STALL_SECONDS):
+                await send(message)
+        except TimeoutError as error:
+            raise _ClientStalledError from error
+
+    return send_or_give_up
 
 
 async def _start(send: Send, headers: dict[str, str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import time
@@ -10,6 +11,7 @@ import uuid
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from core.errors import OverloadedError
 from entrypoints.openai.errors import InvalidApiKeyError, describe, log_internal
 
 REQUEST_ID = "stencil.request_id"  # keys of the ASGI scope
@@ -46,6 +48,12 @@ class RequestContext:
 
         try:
             await self._app(scope, receive, send_with_headers)
+        except asyncio.CancelledError:  # the server leaves and waits no longer, which is no error to log
+            if status:
+                scope[CLIENT_GONE] = True
+            else:
+                leaving = OverloadedError("The server is shutting down.", retry_after=1.0)
+                await describe(leaving).response()(scope, receive, send_with_headers)
         except Exception as error:  # the edge: a bug must reach its client as an answer and the log as a traceback
             log_internal(request_id, error)
             if status:
