@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from core.messages import ModelKey
+from core.handles import ModelKey
 
 Vector = npt.NDArray[np.floating[Any]]
 

@@ -12,7 +12,7 @@
         |-- OutOfMemoryError   the device or an arena had no room
         `-- EngineDeadError    a process that held the request died
 
-A failure crosses a process as `core.messages.Failure` and becomes one of these again at whoever waits.
+A failure crosses a process as `core.failure.Failure` and becomes one of these again at whoever waits.
 """
 
 from __future__ import annotations

@@ -10,123 +10,14 @@ from typing import Literal
 
 import msgspec
 
-from core import errors
 from core.config import ModelConfig
+from core.failure import Failure
+from core.handles import ArrayRef, ModelKey, TensorKey, TensorRef
 from core.request import SamplingParams
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
     """Base of every tagged message."""
-
-
-# ---------------------------------------------------------------------------------------------------------- handles
-
-
-class ArrayRef(msgspec.Struct, frozen=True):
-    """A handle on an array in a shared arena: `dtype` is numpy's name, `offset` is in bytes from the arena's start."""
-
-    arena: int
-    offset: int
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        n = 1
-        for side in self.shape:
-            n *= side
-        return n
-
-
-class ModelKey(msgspec.Struct, frozen=True):
-    """One loadable component of a served model, such as ("stencil-dressing-room", "transformer")."""
-
-    model: str
-    component: str
-
-
-class TensorKey(msgspec.Struct, frozen=True):
-    """A tensor's name in a worker's tensor store: whose, made by which node of the stage graph, called what."""
-
-    request_id: str
-    node: str
-    name: str
-
-
-class TensorRef(msgspec.Struct, frozen=True):
-    """A tensor by name: on which rank it lies and, once exported, where in shared memory. Shapes are filled by the
-    worker that made it.
-    """
-
-    key: TensorKey
-    rank: int
-    shape: tuple[int, ...] = ()
-    dtype: str = ""
-    handle: ArrayRef | None = None
-
-
-FailureKind = Literal[
-    "invalid_request",
-    "invalid_image",
-    "out_of_memory",
-    "deadline_exceeded",
-    "aborted",
-    "engine",
-    "engine_dead",
-    "config",
-]
-
-
-class Failure(msgspec.Struct, frozen=True):
-    """An error on its way between processes. `detail` (a traceback) is for logs, never for clients."""
-
-    kind: FailureKind
-    message: str
-    param: str | None = None
-    code: str | None = None
-    detail: str = ""
-
-    @classmethod
-    def of(cls, error: BaseException, detail: str = "") -> Failure:
-        """The failure that `error` is to others; an error outside our tree is the engine's fault."""
-        match error:
-            case errors.InvalidImageError():
-                return cls("invalid_image", error.message, error.param, error.code, detail)
-            case errors.InvalidRequestError():
-                return cls("invalid_request", error.message, error.param, error.code, detail)
-            case errors.OutOfMemoryError() | MemoryError():
-                return cls("out_of_memory", str(error) or "out of memory", detail=detail)
-            case errors.DeadlineExceededError():
-                return cls("deadline_exceeded", str(error), detail=detail)
-            case errors.AbortedError():
-                return cls("aborted", str(error), detail=detail)
-            case errors.EngineDeadError():
-                return cls("engine_dead", str(error), detail=detail)
-            case errors.ConfigError():
-                return cls("config", str(error), detail=detail)
-            case _:
-                return cls("engine", f"{type(error).__name__}: {error}", detail=detail)
-
-    def to_error(self) -> errors.StencilError:
-        """The exception to raise at the one who waits."""
-        match self.kind:
-            case "invalid_image":
-                return errors.InvalidImageError(self.message, param=self.param, code=self.code or "invalid_image_file")
-            case "invalid_request":
-                return errors.InvalidRequestError(self.message, param=self.param, code=self.code or "invalid_value")
-            case "out_of_memory":
-                return errors.OutOfMemoryError(self.message)
-            case "deadline_exceeded":
-                return errors.DeadlineExceededError(self.message)
-            case "aborted":
-                return errors.AbortedError(self.message)
-            case "engine_dead":
-                return errors.EngineDeadError(self.message)
-            case "config":
-                return errors.ConfigError(self.message)
-            case "engine":
-                return errors.EngineError(self.message)
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,8 @@ import msgspec
 from core.validation import check_decimal, check_integer
 
 if TYPE_CHECKING:
-    from core.messages import ArrayRef, EditRequest, TensorKey
+    from core.handles import ArrayRef, TensorKey
+    from core.messages import EditRequest
     from core.stages import Progress
 
 MAX_PROMPT_CHARACTERS = 32000  # the images API's own limit

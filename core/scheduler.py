@@ -18,21 +18,20 @@ from itertools import count
 from core.config import SchedulerConfig
 from core.cost_model import CostKey, CostModel, Work
 from core.errors import DeadlineExceededError
+from core.failure import Failure
+from core.handles import ModelKey, TensorKey
 from core.messages import (
     Aborted,
     Batch,
     BatchResult,
     EditRequest,
     Failed,
-    Failure,
     Finished,
     ItemResult,
     LoadReport,
     ModelInfo,
-    ModelKey,
     PartialImage,
     StepPlan,
-    TensorKey,
     TransferDone,
 )
 from core.request import Request, Status

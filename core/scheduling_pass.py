@@ -11,7 +11,11 @@ from dataclasses import dataclass, field
 
 from core.config import SchedulerConfig
 from core.cost_model import Work
-from core.messages import Batch, ModelKey, TensorKey, TensorRef, Transfer
+from core.handles import ModelKey, TensorKey, TensorRef
+from core.messages import (
+    Batch,
+    Transfer,
+)
 from core.request import Request, Status
 from core.stage_work import exports_needed, make_item, work_tokens
 from core.stages import Node, Placement, Workflow

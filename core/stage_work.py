@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from core.messages import Decode, Denoise, ImageEncode, Item, StageWork, TensorKey, TensorRef, TextEncode
+from core.handles import TensorKey, TensorRef
+from core.messages import (
+    Decode,
+    Denoise,
+    ImageEncode,
+    Item,
+    StageWork,
+    TextEncode,
+)
 from core.request import Request
 from core.stages import Node, Placement
 

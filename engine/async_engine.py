@@ -16,8 +16,12 @@ import numpy.typing as npt
 
 from core.config import StencilConfig
 from core.errors import EngineDeadError, EngineError, ModelNotFoundError, OverloadedError, StencilError
+from core.handles import ArrayRef
 from core.ipc.shared_array import Arena, ArenaAllocator
-from core.messages import ArrayRef, LoadReport, ModelInfo
+from core.messages import (
+    LoadReport,
+    ModelInfo,
+)
 from engine.edit import EditInput, ImageOutput
 from engine.edit_session import EditSession
 from engine.engine_client import EngineClient

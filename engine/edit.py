@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from core.messages import MaskKind, OutputFormat
+from core.messages import (
+    MaskKind,
+    OutputFormat,
+)
 from core.request import SamplingParams
 from engine.upload import Upload
 

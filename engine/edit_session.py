@@ -19,10 +19,10 @@ import msgspec
 import numpy as np
 
 from core.errors import DeadlineExceededError, InvalidRequestError, OutOfMemoryError, OverloadedError
+from core.handles import ArrayRef
 from core.ipc.shared_array import carve
 from core.messages import (
     Aborted,
-    ArrayRef,
     ComposedImage,
     ComposeImage,
     EditRequest,

@@ -19,6 +19,7 @@ import zmq.asyncio
 
 from core.config import EngineConfig
 from core.errors import ConfigError, EngineDeadError, StencilError
+from core.failure import Failure
 from core.ipc.process import ChildProcess, spawn
 from core.ipc.shared_array import Arena
 from core.messages import (
@@ -30,7 +31,6 @@ from core.messages import (
     EngineOutputs,
     EngineReady,
     Failed,
-    Failure,
     Finished,
     FromEngine,
     LoadReport,

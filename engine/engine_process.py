@@ -18,7 +18,13 @@ import zmq.asyncio
 
 from core.config import EngineConfig
 from core.errors import StencilError
-from core.messages import EngineFailed, EngineReady, Failure, FromEngine, ToEngine
+from core.failure import Failure
+from core.messages import (
+    EngineFailed,
+    EngineReady,
+    FromEngine,
+    ToEngine,
+)
 from core.scheduler import StepScheduler
 from engine.engine_core import EngineCore
 from model_executor.executor import Executor

@@ -17,7 +17,11 @@ import numpy.typing as npt
 from PIL import Image
 
 from core.errors import InvalidImageError, InvalidRequestError
-from core.messages import ComposeImage, MaskKind, PrepareEdit
+from core.messages import (
+    ComposeImage,
+    MaskKind,
+    PrepareEdit,
+)
 from engine.image_codec import Bytes, Field, Picture, check_output_size, check_pixels, decode, encode, encoded_bytes
 
 __all__ = [

@@ -14,13 +14,13 @@ import msgspec
 import numpy as np
 
 from core.errors import InvalidRequestError
+from core.failure import Failure
+from core.handles import ArrayRef
 from core.ipc.ring import Channel, PeerClosedError
 from core.ipc.shared_array import Arena, carve
 from core.messages import (
-    ArrayRef,
     ComposedImage,
     ComposeImage,
-    Failure,
     FromImageProcessor,
     JobFailed,
     PreparedEdit,

@@ -14,10 +14,10 @@ import msgspec
 
 from core.config import EngineConfig
 from core.errors import EngineDeadError
+from core.failure import Failure
 from core.ipc.process import ChildProcess, spawn
 from core.ipc.ring import Channel, PeerClosedError
 from core.messages import (
-    Failure,
     FromWorker,
     ModelInfo,
     Shutdown,

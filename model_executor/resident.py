@@ -9,7 +9,8 @@ import torch
 import transformers.utils.logging
 
 from core.config import ModelConfig
-from core.messages import ModelKey, WorkerReady
+from core.handles import ModelKey
+from core.messages import WorkerReady
 from model_executor.loader import Checkpoint
 from model_executor.models.base import Family, Row
 from model_executor.models.registry import make_family

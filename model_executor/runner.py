@@ -16,17 +16,16 @@ import torch
 from torch import Tensor
 
 from core.errors import OutOfMemoryError
+from core.failure import Failure
+from core.handles import ArrayRef, TensorKey
 from core.messages import (
-    ArrayRef,
     Batch,
     BatchResult,
     Decode,
     Denoise,
-    Failure,
     ImageEncode,
     Item,
     ItemResult,
-    TensorKey,
     TextEncode,
 )
 from model_executor.models.base import Family, Row

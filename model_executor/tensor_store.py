@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from core.messages import ArrayRef, TensorKey, TensorRef
+from core.handles import ArrayRef, TensorKey, TensorRef
 
 
 class SharedMemory(Protocol):

@@ -13,9 +13,18 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from core.failure import Failure
 from core.ipc.ring import Channel, PeerClosedError
 from core.ipc.shared_array import Arena
-from core.messages import Failure, FromWorker, Shutdown, StepPlan, ToWorker, TransferDone, WorkerConfig, WorkerFailed
+from core.messages import (
+    FromWorker,
+    Shutdown,
+    StepPlan,
+    ToWorker,
+    TransferDone,
+    WorkerConfig,
+    WorkerFailed,
+)
 
 if TYPE_CHECKING:
     from model_executor.resident import ResidentModels

@@ -8,19 +8,16 @@ from itertools import count
 import numpy as np
 import numpy.typing as npt
 
+from core.handles import ArrayRef, ModelKey, TensorKey, TensorRef
 from core.ipc.shared_array import Arena, ArenaAllocator, carve
 from core.messages import (
-    ArrayRef,
     Batch,
     Decode,
     Denoise,
     ImageEncode,
     Item,
-    ModelKey,
     StageWork,
     StepPlan,
-    TensorKey,
-    TensorRef,
     TextEncode,
 )
 from core.request import SamplingParams

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from core.failure import Failure
+from core.handles import ArrayRef, TensorKey
 from core.messages import (
-    ArrayRef,
     Batch,
     BatchResult,
     Denoise,
     EditRequest,
-    Failure,
     ItemResult,
     ModelInfo,
     StepPlan,
-    TensorKey,
     TransferDone,
 )
 from core.request import SamplingParams

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from core.errors import OutOfMemoryError
-from core.messages import ArrayRef
+from core.handles import ArrayRef
 
 _ALIGNMENT = 64  # bytes: a cache line, and the widest vector load
 _LARGE = 16 * mmap.PAGESIZE  # chunks from here on start on a page and fill whole pages (waste below 1/16)

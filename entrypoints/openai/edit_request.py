@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from core.errors import InvalidRequestError, ModelNotFoundError, OverloadedError
-from core.messages import MaskKind, ModelInfo, OutputFormat
+from core.messages import (
+    MaskKind,
+    ModelInfo,
+    OutputFormat,
+)
 from core.request import MAX_INFERENCE_STEPS, SamplingParams
 from engine.edit import EditInput
 from entrypoints.openai.fields import EDIT_FIELDS, GENERATION_FIELDS, QUALITY_FACTORS, Field, Value, parse_size

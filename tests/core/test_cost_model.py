@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.cost_model import CostKey, CostModel, Work
-from core.messages import ModelKey
+from core.handles import ModelKey
 
 KEY = CostKey(ModelKey("m", "transformer"), "denoise", "cpu", 1)
 

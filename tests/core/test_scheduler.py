@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from core.config import SchedulerConfig
-from core.messages import Aborted, BatchResult, Decode, Denoise, Failed, Failure, Finished, PartialImage, StepPlan
+from core.failure import Failure
+from core.messages import (
+    Aborted,
+    BatchResult,
+    Decode,
+    Denoise,
+    Failed,
+    Finished,
+    PartialImage,
+    StepPlan,
+)
 from core.scheduler import StepScheduler
 
 TERMINAL = (Finished, Failed, Aborted)

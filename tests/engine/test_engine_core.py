@@ -9,6 +9,7 @@ from fakes import MODEL, FakeWorkers, make_edit
 
 from core.config import SchedulerConfig
 from core.errors import EngineDeadError
+from core.failure import Failure
 from core.messages import (
     Abort,
     Aborted,
@@ -16,7 +17,6 @@ from core.messages import (
     EngineFailed,
     EngineOutputs,
     Failed,
-    Failure,
     Finished,
     FromEngine,
     StepPlan,

@@ -19,7 +19,13 @@ from hypothesis import strategies as st
 from PIL import Image, ImageCms
 
 from core.errors import EngineError, InvalidImageError, InvalidRequestError
-from core.messages import ArrayRef, ComposeImage, MaskKind, OutputFormat, PrepareEdit
+from core.handles import ArrayRef
+from core.messages import (
+    ComposeImage,
+    MaskKind,
+    OutputFormat,
+    PrepareEdit,
+)
 from engine import image_codec, image_ops
 
 NOWHERE = ArrayRef(0, 0, (0,), "uint8")

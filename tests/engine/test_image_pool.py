@@ -23,8 +23,13 @@ from PIL import Image
 
 from core.config import ImageConfig
 from core.errors import EngineDeadError, EngineError, InvalidImageError
+from core.handles import ArrayRef
 from core.ipc.shared_array import Arena, ArenaAllocator
-from core.messages import ArrayRef, ComposeImage, PreparedEdit, PrepareEdit
+from core.messages import (
+    ComposeImage,
+    PreparedEdit,
+    PrepareEdit,
+)
 from engine import image_ops, image_pool
 from engine.image_pool import ImagePool
 

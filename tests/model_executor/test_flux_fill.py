@@ -16,7 +16,10 @@ from PIL import Image
 
 from core.config import ModelConfig
 from core.ipc.shared_array import Arena, ArenaAllocator
-from core.messages import BatchResult, StepPlan
+from core.messages import (
+    BatchResult,
+    StepPlan,
+)
 from model_executor.resident import ResidentModels
 from model_executor.runner import Runner
 from model_executor.tensor_store import TensorStore

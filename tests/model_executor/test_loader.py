@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from core.config import ModelConfig
 from core.errors import ConfigError
-from core.messages import ModelKey
+from core.handles import ModelKey
 from model_executor.loader import Checkpoint, resolve_device, resolve_dtype
 from model_executor.models.registry import make_family
 from model_executor.resident import ResidentModels

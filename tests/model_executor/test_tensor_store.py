@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from core.handles import ArrayRef, TensorKey, TensorRef
 from core.ipc.shared_array import Arena, ArenaAllocator, carve
-from core.messages import ArrayRef, TensorKey, TensorRef
 from model_executor.tensor_store import TensorStore
 
 KEY = TensorKey("r1", "image_encode", "latents")

@@ -14,8 +14,15 @@ from edits import Edit
 
 from core.config import EngineConfig, ModelConfig
 from core.errors import ConfigError
+from core.handles import ModelKey, TensorRef
 from core.ipc.shared_array import Arena, ArenaAllocator
-from core.messages import BatchResult, ModelKey, StepPlan, TensorRef, Transfer, TransferDone, WorkerFailed
+from core.messages import (
+    BatchResult,
+    StepPlan,
+    Transfer,
+    TransferDone,
+    WorkerFailed,
+)
 from model_executor.executor import Executor
 
 PATIENCE = 60.0

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import uvloop
 
+from core.handles import ArrayRef
 from core.ipc.process import on_parent_gone, spawn
 from core.ipc.ring import Channel, PeerClosedError
 from core.ipc.shared_array import Arena
-from core.messages import ArrayRef
 
 
 def echo(_config: bytes, fds: list[int]) -> None:

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.errors import OutOfMemoryError
+from core.handles import ArrayRef
 from core.ipc.process import spawn
 from core.ipc.shared_array import Arena, ArenaAllocator, carve
-from core.messages import ArrayRef
 
 PAGE = mmap.PAGESIZE
 

@@ -1,0 +1,71 @@
+"""Failure: an error on its way between processes, and the way back to an exception."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from core import errors
+
+FailureKind = Literal[
+    "invalid_request",
+    "invalid_image",
+    "out_of_memory",
+    "deadline_exceeded",
+    "aborted",
+    "engine",
+    "engine_dead",
+    "config",
+]
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """An error on its way between processes. `detail` (a traceback) is for logs, never for clients."""
+
+    kind: FailureKind
+    message: str
+    param: str | None = None
+    code: str | None = None
+    detail: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException, detail: str = "") -> Failure:
+        """The failure that `error` is to others; an error outside our tree is the engine's fault."""
+        match error:
+            case errors.InvalidImageError():
+                return cls("invalid_image", error.message, error.param, error.code, detail)
+            case errors.InvalidRequestError():
+                return cls("invalid_request", error.message, error.param, error.code, detail)
+            case errors.OutOfMemoryError() | MemoryError():
+                return cls("out_of_memory", str(error) or "out of memory", detail=detail)
+            case errors.DeadlineExceededError():
+                return cls("deadline_exceeded", str(error), detail=detail)
+            case errors.AbortedError():
+                return cls("aborted", str(error), detail=detail)
+            case errors.EngineDeadError():
+                return cls("engine_dead", str(error), detail=detail)
+            case errors.ConfigError():
+                return cls("config", str(error), detail=detail)
+            case _:
+                return cls("engine", f"{type(error).__name__}: {error}", detail=detail)
+
+    def to_error(self) -> errors.StencilError:
+        """The exception to raise at the one who waits."""
+        match self.kind:
+            case "invalid_image":
+                return errors.InvalidImageError(self.message, param=self.param, code=self.code or "invalid_image_file")
+            case "invalid_request":
+                return errors.InvalidRequestError(self.message, param=self.param, code=self.code or "invalid_value")
+            case "out_of_memory":
+                return errors.OutOfMemoryError(self.message)
+            case "deadline_exceeded":
+                return errors.DeadlineExceededError(self.message)
+            case "aborted":
+                return errors.AbortedError(self.message)
+            case "engine_dead":
+                return errors.EngineDeadError(self.message)
+            case "config":
+                return errors.ConfigError(self.message)
+            case "engine":
+                return errors.EngineError(self.message)
