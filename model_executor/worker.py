@@ -7,6 +7,8 @@ after the settings that PyTorch reads once at import, so that a failing import i
 from __future__ import annotations
 
 import os
+import signal
+import tempfile
 import traceback
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -37,6 +39,8 @@ def main(config: bytes, fds: list[int]) -> None:
 
     Returns when told to shut down or when the engine is gone.
     """
+    # A supervisor signals the whole group: the parent leads the shutdown, and running edits are still to be finished.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     settings = msgspec.msgpack.decode(config, type=WorkerConfig)
     channel = Channel.attach(fds[0], fds[1])
     with suppress(PeerClosedError):
@@ -52,6 +56,8 @@ def _start(settings: WorkerConfig, channel: Channel, arena: Arena) -> Worker:
     """Load everything, run every stage once, report ready."""
     num_threads = settings.models[0].threads or default_threads(settings.num_workers)
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(num_threads)
+    # diffusers' import makes the folder that this names, and by default one that stays behind; nothing is compiled.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
     from model_executor.resident import ResidentModels, quiet_libraries, set_threads
     from model_executor.runner import Runner
     from model_executor.tensor_store import TensorStore

@@ -51,13 +51,13 @@ def is_running(server: ServerProcess) -> bool:
     return "stencil:num_requests_running 1.0" in httpx.get(f"{server.url}/metrics").text
 
 
-def run_to_its_end(tmp_path: Path, *flags: str) -> tuple[int, str]:
+def run_to_its_end(tmp_path: Path, *flags: str, scratch: str = "scratch") -> tuple[int, str]:
     """Exit status and stderr of a server that should not stay."""
-    process = spawn(tmp_path / "scratch", *flags)
+    process = spawn(tmp_path / scratch, *flags)
     out, _ = process.communicate(timeout=60)
     assert out == ""
-    assert not list((tmp_path / "scratch").iterdir())
-    return process.returncode, (tmp_path / "scratch.log").read_text()
+    assert not list((tmp_path / scratch).iterdir())
+    return process.returncode, (tmp_path / scratch).with_suffix(".log").read_text()
 
 
 # --------------------------------------------------------------------------------------------------------- endings
@@ -178,6 +178,14 @@ def test_unknown_host(server_flags: tuple[str, ...], tmp_path: Path) -> None:
     assert_one_line(
         run_to_its_end(tmp_path, *server_flags, "--host", "no.such.host.invalid"), 1, "no.such.host.invalid"
     )
+
+
+def test_host_that_no_name_can_be(server_flags: tuple[str, ...], tmp_path: Path) -> None:
+    assert_one_line(run_to_its_end(tmp_path, *server_flags, "--host", "a" * 64), 1, "a" * 64, "--host")
+
+
+def test_temporary_folder_too_deep_for_a_socket(server_flags: tuple[str, ...], tmp_path: Path) -> None:
+    assert_one_line(run_to_its_end(tmp_path, *server_flags, scratch="x" * 110), 1, "TMPDIR")
 
 
 def test_models_that_cannot_be_served(tmp_path: Path) -> None:

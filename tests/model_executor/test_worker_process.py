@@ -147,6 +147,13 @@ async def test_worker_that_cannot_start_says_why(tmp_path: Path, arena: Arena) -
             pass
 
 
+async def test_sigterm_is_left_to_the_parent(tiny_checkpoint: Path, arena: Arena, space: ArenaAllocator) -> None:
+    """A supervisor signals the whole group, while running edits are to finish."""
+    async with workers(tiny_checkpoint, arena, 1) as executor:
+        executor._workers[0]._process.terminate()
+        await run(executor, Edit(arena, space, "draining", seed=1))
+
+
 async def test_killed_worker_is_reported(tiny_checkpoint: Path, arena: Arena) -> None:
     async with workers(tiny_checkpoint, arena, 1) as executor:
         executor._workers[0]._process.kill()
