@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
+
+from PIL import Image
 
 from core.config import EMBEDDED_MODEL
 from core.errors import StencilError
 from core.request import SamplingParams
 from entrypoints.image_engine import Edit, ImageEngine
+
+_WITH_ALPHA, _WITHOUT_ALPHA = (".png", ".webp"), (".jpg", ".jpeg")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -17,17 +22,35 @@ def main(argv: list[str] | None = None) -> int:
     args = _parse(argv)
     edit = Edit(prompt=args.prompt, image=args.image, mask=args.mask, mask_image=args.mask_image)
     try:
+        _check_output(args.output)
         sampling = SamplingParams(num_inference_steps=args.num_inference_steps, seed=args.seed)
         with ImageEngine(args.model, dtype=args.dtype, device=args.device) as engine:
             (result,) = engine.generate([edit], sampling, use_tqdm=False)
         if result.error is not None:
             raise result.error
-        result.images[0].save(args.output)
+        _flattened(result.images[0], args.output).save(args.output)
     except (StencilError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"{args.output}  seed {result.seeds[0]}  mask ratio {result.reports[0].mask_ratio:.2f}")
     return 0
+
+
+def _check_output(path: Path) -> None:
+    """Before minutes of work: raises ValueError or OSError for what cannot be written."""
+    if path.suffix.lower() not in (*_WITH_ALPHA, *_WITHOUT_ALPHA):
+        raise ValueError(f"cannot write '{path}': its name must end in .png, .webp, .jpg or .jpeg")
+    if path.is_dir() or not path.parent.is_dir():
+        raise ValueError(f"cannot write '{path}': {'it is a folder' if path.is_dir() else 'its folder does not exist'}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise PermissionError(f"cannot write '{path}': permission denied")
+
+
+def _flattened(image: Image.Image, path: Path) -> Image.Image:
+    """On white where the format knows no transparency, as the server does it."""
+    if path.suffix.lower() in _WITH_ALPHA or image.mode != "RGBA":
+        return image
+    return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

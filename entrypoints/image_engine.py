@@ -21,7 +21,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from core.config import EMBEDDED_MODEL, EngineConfig, ImageConfig, ModelConfig, SchedulerConfig, StencilConfig
-from core.errors import InvalidRequestError, StencilError
+from core.errors import InvalidImageError, InvalidRequestError, StencilError
 from core.request import SamplingParams
 from engine.async_engine import AsyncEngine
 from engine.edit import EditInput, EditReport
@@ -115,8 +115,10 @@ class ImageEngine:
         """Stop the engine's processes. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
-            self._run(self._engine.shutdown(drain_seconds=0.0))
-            self._stop_loop()
+            try:
+                self._run(self._engine.shutdown(drain_seconds=0.0))
+            finally:
+                self._stop_loop()
 
     def __enter__(self) -> Self:
         return self
@@ -138,6 +140,16 @@ class ImageEngine:
         return await asyncio.gather(*map(one, edits, params))
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """The coroutine's outcome. Ctrl-C ends it, and is raised when it has cleaned up; a second one does not wait."""
+        task = self._on_loop(_begin(coroutine))
+        try:
+            return self._on_loop(_outcome(task))
+        except BaseException:
+            self._loop.call_soon_threadsafe(task.cancel)
+            self._on_loop(asyncio.wait({task}))
+            raise
+
+    def _on_loop(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def _stop_loop(self) -> None:
@@ -146,12 +158,20 @@ class ImageEngine:
         self._loop.close()
 
 
+async def _begin(coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    return asyncio.create_task(coroutine)
+
+
+async def _outcome(task: asyncio.Task[T]) -> T:
+    return await task
+
+
 async def _start(config: StencilConfig) -> AsyncEngine:
     engine = AsyncEngine(config, log_level="warning")
     await engine.start()
     try:
         await engine.ready()
-    except StencilError:
+    except BaseException:  # Ctrl-C arrives as a cancellation
         await engine.shutdown(drain_seconds=0.0)
         raise
     return engine
@@ -176,32 +196,62 @@ async def _edit(engine: AsyncEngine, edit: Edit, sampling: SamplingParams) -> Ed
 def _to_input(edit: Edit, sampling: SamplingParams) -> EditInput:
     if edit.mask is not None and edit.mask_image is not None:
         raise InvalidRequestError("Give either 'mask' or 'mask_image', not both.", param="mask")
+    _check_prompt(edit.prompt)
     mask = edit.mask if edit.mask is not None else edit.mask_image
+    mask_name = "mask" if edit.mask is not None else "mask_image"
     return EditInput(
         prompt=edit.prompt,
         sampling=sampling,
         image=None if edit.image is None else BytesUpload(_encode(edit.image, "image")),
-        mask=None if mask is None else BytesUpload(_encode(mask, "mask")),
+        mask=None if mask is None else BytesUpload(_encode(mask, mask_name)),
         mask_kind="alpha" if edit.mask is not None else "luminance",
         canvas_size=edit.size if edit.image is None else None,
         output_size=edit.size if edit.image is not None else None,
     )
 
 
+def _check_prompt(prompt: object) -> None:
+    """Refuses what is no text, which nothing behind this expects."""
+    if not isinstance(prompt, str):
+        message = f"Invalid 'prompt': expected a string, but got a {type(prompt).__name__} instead."
+        raise InvalidRequestError(message, param="prompt")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:  # half of a surrogate pair
+        raise InvalidRequestError(f"Invalid 'prompt': {error.reason}.", param="prompt") from error
+
+
 def _encode(image: ImageLike, name: str) -> bytes:
-    """The encoded file: as it is where there is one, else a lightly compressed PNG."""
+    """The encoded file: as it is where there is one, else a lightly compressed PNG. Raises InvalidImageError."""
     match image:
         case bytes():
             return image
         case str() | Path():
             return _read(Path(image), name)
-        case np.ndarray():
-            picture = Image.fromarray(image)
-        case _:
-            picture = image
+        case np.ndarray() | Image.Image():
+            return _to_png(image, name)
+    raise _unusable(name, f"a {type(image).__name__} is no image")
+
+
+def _to_png(image: Image.Image | npt.NDArray[np.uint8], name: str) -> bytes:
     buffer = io.BytesIO()
-    picture.save(buffer, "PNG", compress_level=1)
+    try:
+        picture = image if isinstance(image, Image.Image) else _from_array(image)
+        picture.save(buffer, "PNG", compress_level=1)
+    except (OSError, SyntaxError, TypeError, ValueError) as error:  # Pillow's, for modes and files it cannot use
+        raise _unusable(name, str(error)) from error
     return buffer.getvalue()
+
+
+def _from_array(array: npt.NDArray[np.uint8]) -> Image.Image:
+    if array.dtype != np.uint8:
+        raise TypeError(f"the array is {array.dtype}, expected uint8")
+    return Image.fromarray(array[..., 0] if array.ndim == 3 and array.shape[2] == 1 else array)
+
+
+def _unusable(name: str, why: str) -> InvalidImageError:
+    message = f"Invalid '{name}': {why}. Give an RGB, RGBA or L image, or a uint8 array of [height, width(, 1..4)]."
+    return InvalidImageError(message, param=name)
 
 
 def _read(path: Path, name: str) -> bytes:

@@ -12,13 +12,13 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from core.errors import InvalidRequestError
+from core.request import MAX_PROMPT_CHARACTERS
 from core.validation import check_choice, check_decimal, check_integer, check_length, shorten
 
 Kind = Literal["string", "integer", "number", "boolean"]
 Value = str | int | float | bool
 
 T = TypeVar("T")
-MAX_PROMPT_CHARACTERS = 32000
 _INTEGER = re.compile(r"[+-]?[0-9]{1,30}")
 _DECIMAL = re.compile(r"[+-]?([0-9]{1,30}(\.[0-9]{0,40})?|\.[0-9]{1,40})([eE][+-]?[0-9]{1,4})?")
 _NOT_FINITE = re.compile(r"[+-]?(nan|inf|infinity)", re.IGNORECASE)

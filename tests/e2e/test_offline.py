@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import io
+import signal
+import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -166,6 +170,70 @@ def test_errors_stay_with_their_item(engine: ImageEngine) -> None:
     assert results[1].error is None
     assert isinstance(results[2].error, InvalidRequestError)
     assert isinstance(results[3].error, InvalidRequestError)
+
+
+UNUSABLE = [
+    picture(32, 32).astype(np.float32),
+    picture(32, 32).astype(np.int64),
+    np.zeros((2, 32, 32, 3), np.uint8),
+    np.zeros((32, 32, 5), np.uint8),
+    Image.new("CMYK", (32, 32)),
+    Image.new("F", (32, 32)),
+    3,
+]
+
+
+def test_pictures_that_are_none_fail_alone(engine: ImageEngine) -> None:
+    edits = [Edit(prompt="x", image=image) for image in UNUSABLE]
+    masks = [Edit(prompt="x", image=picture(32, 32), mask_image=mask) for mask in UNUSABLE]
+    prompts = [replace(make_edit(32, 32), prompt=prompt) for prompt in (None, 3, "half \ud83d", "x" * 32001)]
+    *results, good = engine.generate([*edits, *masks, *prompts, make_edit(32, 32)], use_tqdm=False)
+    assert good.error is None
+    for result, name in zip(results, ["image"] * 7 + ["mask_image"] * 7 + ["prompt"] * 4, strict=True):
+        assert isinstance(result.error, InvalidRequestError)
+        assert isinstance(result.error, InvalidImageError) == (name != "prompt")
+        assert result.error.param == name
+
+
+def test_an_array_of_one_channel_is_grey(engine: ImageEngine) -> None:
+    edit, sampling = make_edit(64, 64), SamplingParams(seed=1)
+    assert isinstance(edit.mask_image, np.ndarray)
+    flat, deep = engine.generate([edit, replace(edit, mask_image=edit.mask_image[..., None])], sampling, use_tqdm=False)
+    assert np.array_equal(pixels_of(flat) == edit.image, pixels_of(deep) == edit.image)
+
+
+@contextmanager
+def interrupted_after(seconds: float) -> Iterator[None]:
+    """Ctrl-C, in the midst of what the block waits for."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_ctrl_c_while_the_model_loads_leaves_no_process(checkpoint: Path) -> None:
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    with pytest.raises(KeyboardInterrupt), interrupted_after(0.5):
+        ImageEngine(str(checkpoint))
+    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+
+
+def test_ctrl_c_gives_the_edits_up(engine: ImageEngine) -> None:
+    edits, sampling = [make_edit(128, 128)] * 30, SamplingParams(num_inference_steps=200, n=10, seed=1)
+    with pytest.raises(KeyboardInterrupt), interrupted_after(1.0):
+        engine.generate(edits, sampling, use_tqdm=False)
+    deadline = time.monotonic() + 3
+    while engine._engine.num_admitted:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert engine.generate([make_edit(64, 64)], use_tqdm=False)[0].error is None
 
 
 def test_generation_without_an_image(engine: ImageEngine) -> None:

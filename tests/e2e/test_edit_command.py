@@ -1,0 +1,61 @@
+"""`python -m entrypoints.edit`: one picture, one line; what cannot be written is told before anything is computed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from server_process import ROOT
+
+from entrypoints.edit import main
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A red square, its middle transparent: without a mask, that is what is edited; with one, it stays."""
+    pixels = np.full((64, 64, 4), (200, 0, 0, 255), np.uint8)
+    pixels[16:48, 16:48, 3] = 0
+    path = tmp_path / "in.png"
+    Image.fromarray(pixels).save(path)
+    return path
+
+
+@pytest.fixture
+def mask(tmp_path: Path) -> Path:
+    """The upper left corner."""
+    pixels = np.zeros((64, 64), np.uint8)
+    pixels[:8, :8] = 255
+    path = tmp_path / "mask.png"
+    Image.fromarray(pixels).save(path)
+    return path
+
+
+def test_jpeg_of_a_picture_with_transparency(tiny_checkpoint: Path, source: Path, mask: Path) -> None:
+    out = source.with_name("out.JPG")
+    command = [sys.executable, "-m", "entrypoints.edit", str(source), "--mask-image", str(mask), "--prompt", "p"]
+    command += ["-o", str(out), "--model", str(tiny_checkpoint), "--seed", "1"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith(f"{out}  seed 1  mask ratio ")
+    pixels = np.asarray(Image.open(out))
+    assert pixels.shape == (64, 64, 3)
+    assert pixels[32, 32].min() > 240, "on white"
+    assert pixels[60, 60, 0] > 180
+
+
+@pytest.mark.parametrize("name", ["out", "out.gif", "out.pdf", "nowhere/out.png", "folder.png", "locked/out.png"])
+def test_what_cannot_be_written_is_told_at_once(source: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    source.with_name("folder.png").mkdir()
+    source.with_name("locked").mkdir(mode=0o500)
+    if name.startswith("locked") and os.geteuid() == 0:
+        pytest.skip("root may write everywhere")
+    out = source.parent / name
+    assert main([str(source), "--prompt", "p", "-o", str(out), "--model", "/no/such/model"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: cannot write '{out}'")
+    assert error.count("\n") == 1
