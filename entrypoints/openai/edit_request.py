@@ -76,14 +76,15 @@ def build_call(operation: Operation, submission: Submission, models: Mapping[str
         partial_images=cast(int, values.get("partial_images", 0)) if stream else 0,
         base64=True,
     )
+    ignored = _ignored(operation, values, model)
     return ImagesCall(
         operation=operation,
         edit=edit,
         stream=stream,
         quality=_shown_quality(values),
-        background="opaque" if values.get("background") == "opaque" else None,
+        background="opaque" if values.get("background") == "opaque" and "background" not in ignored else None,
         safety_identifier=_safety_identifier(values),
-        ignored=(*_ignored(operation, values, model), *submission.ignored),
+        ignored=(*ignored, *submission.ignored),
     )
 
 
@@ -187,6 +188,8 @@ def _has_effect(field: Field, values: Mapping[str, Value], model: ModelInfo, ope
             # An edit keeps the upload's own transparency outside the mask, unless the format has none.
             is_opaque = operation == "image_generation" or values.get("output_format") == "jpeg"
             return values["background"] == "auto" or is_opaque
+        case "user":
+            return not values.get("safety_identifier")  # both are returned under this one name
         case "mask_aware":
             return not values["mask_aware"]
         case _:

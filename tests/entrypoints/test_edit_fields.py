@@ -139,6 +139,21 @@ async def test_defaults_are_not_named_as_ignored(client: httpx.AsyncClient) -> N
     assert response.json()["safety_identifier"] == "me"
 
 
+@pytest.mark.parametrize(("output_format", "is_opaque"), [("png", False), ("webp", False), ("jpeg", True)])
+async def test_background_is_echoed_where_it_has_an_effect(
+    client: httpx.AsyncClient, output_format: str, is_opaque: bool
+) -> None:
+    """An edit keeps the upload's transparency, which only jpeg has none of."""
+    body = (await post_edit(client, background="opaque", output_format=output_format)).json()
+    assert body.get("background") == ("opaque" if is_opaque else None)
+    assert body["stencil"]["ignored"] == ([] if is_opaque else ["background"])
+
+
+async def test_a_user_that_is_overruled_is_named(client: httpx.AsyncClient) -> None:
+    body = (await post_edit(client, user="me", safety_identifier="you")).json()
+    assert (body["safety_identifier"], body["stencil"]["ignored"]) == ("you", ["user"])
+
+
 async def test_unmasked_note(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     engine.report = replace(engine.report, unmasked=True)
     assert "whole image" in (await post_edit(client)).json()["stencil"]["notes"][0]
