@@ -76,6 +76,7 @@ async def test_a_client_that_does_not_read_is_given_up(
             await until(lambda: engine.num_open == 1)
             await until(lambda: engine.num_open == 0)
             await until(lambda: not server.server_state.connections)
+    assert "its client reads nothing" in caplog.text
     assert " 499 " in caplog.text
     assert not [record for record in caplog.records if record.exc_info]
 
