@@ -49,10 +49,14 @@ def run(stage: str, options: argparse.Namespace) -> None:
 
             export(options.work, options.out, "distil")
         case "evaluate":
-            from tools.train_embedded.evaluate import evaluate, summary, write
+            from entrypoints import ImageEngine
+            from tools.train_embedded.editing import with_engine
+            from tools.train_embedded.evaluate import STEPS, evaluate, summary, write
             from tools.train_embedded.sheet import contact_sheet
 
-            outcome = evaluate(options.out, final=not options.tuning, number=options.cases)
+            with ImageEngine(str(options.out)) as engine:
+                edit = with_engine(engine, STEPS)
+                outcome = evaluate(options.out, final=not options.tuning, edit=edit, number=options.cases)
             print(summary(outcome.numbers), flush=True)
             if not options.tuning:
                 write(outcome.numbers, options.out / "evaluation.json")

@@ -59,7 +59,7 @@ class Recipe:
 
 
 DENOISER = Recipe("denoiser", 1.5e-3, 16, 60, 0.5, 0.88, 96, 4.0, 0.995, None)
-DISTIL = Recipe("distil", 4e-4, 16, 15, 0.4, 0.6, 112, 8.0, 0.95, 3.0)
+DISTIL = Recipe("distil", 4e-4, 16, 15, 0.3, 0.7, 96, 8.0, 0.95, 2.0)
 
 
 @dataclass(frozen=True)

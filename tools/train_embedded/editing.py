@@ -1,29 +1,18 @@
-"""Edit functions the evaluation can score: any callable (image, mask, prompt, seed) -> image, or a batch of them."""
+"""Edit functions the evaluation can score."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from diffusers import FluxFillPipeline
 from PIL import Image
-from torch import Tensor, nn
 
+from entrypoints import Edit, ImageEngine, SamplingParams
 from tools.train_embedded.layout import TEXT_TOKENS
 from tools.train_embedded.masks import Mask
 from tools.train_embedded.scenes import SIZE, Pixels
 
-Edit = Callable[[Pixels, Mask, str, int], Pixels]
 EditBatch = Callable[[Sequence[Pixels], Sequence[Mask], Sequence[str], Sequence[int]], list[Pixels]]
-
-
-def one_by_one(edit: Edit) -> EditBatch:
-    def run(
-        images: Sequence[Pixels], masks: Sequence[Mask], prompts: Sequence[str], seeds: Sequence[int]
-    ) -> list[Pixels]:
-        return [edit(*each) for each in zip(images, masks, prompts, seeds, strict=True)]
-
-    return run
 
 
 def with_pipeline(pipeline: FluxFillPipeline, steps: int, batch: int = 10) -> EditBatch:
@@ -53,23 +42,20 @@ def with_pipeline(pipeline: FluxFillPipeline, steps: int, batch: int = 10) -> Ed
     return run
 
 
-class Guided(nn.Module):
-    """A transformer with true classifier-free guidance at run time, to compare with the distilled one."""
+def with_engine(engine: ImageEngine, steps: int) -> EditBatch:
+    """Edits as a user of the serving engine gets them: batched as the engine sees fit, pasted back by it."""
 
-    def __init__(self, pipeline: FluxFillPipeline, scale: float) -> None:
-        super().__init__()
-        self.inner = pipeline.transformer
-        self.config, self.dtype, self.device = self.inner.config, self.inner.dtype, self.inner.device
-        self._scale = scale
-        words, pooled, _ = pipeline.encode_prompt([""], None, max_sequence_length=TEXT_TOKENS)
-        self._words, self._pooled = words, pooled
+    def run(
+        images: Sequence[Pixels], masks: Sequence[Mask], prompts: Sequence[str], seeds: Sequence[int]
+    ) -> list[Pixels]:
+        edits = [
+            Edit(prompt=prompt, image=image, mask_image=mask.astype(np.uint8) * 255)
+            for image, mask, prompt in zip(images, masks, prompts, strict=True)
+        ]
+        results = engine.generate(edits, [SamplingParams(num_inference_steps=steps, seed=seed) for seed in seeds])
+        for result in results:
+            if result.error is not None:
+                raise result.error
+        return [np.asarray(result.images[0]) for result in results]
 
-    def forward(self, **kwargs: Any) -> tuple[Tensor]:
-        size = len(kwargs["hidden_states"])
-        asked = self.inner(**kwargs)[0]
-        empty = {
-            "encoder_hidden_states": self._words.expand(size, -1, -1),
-            "pooled_projections": self._pooled.expand(size, -1),
-        }
-        free = self.inner(**{**kwargs, **empty})[0]
-        return (free + self._scale * (asked - free),)
+    return run
