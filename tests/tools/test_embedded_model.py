@@ -42,6 +42,16 @@ def test_any_prompt_tokenises_to_24_tokens(tokenizer: str, prompt: str) -> None:
     assert max(ids) < len(loaded)
 
 
+def test_capitals_read_as_the_word_they_spell() -> None:
+    from transformers import AutoTokenizer, T5EncoderModel
+
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "tokenizer_2")
+    table = T5EncoderModel.from_pretrained(ROOT / "text_encoder_2").get_input_embeddings().weight
+    small, large = tokenizer.convert_tokens_to_ids(["▁red", "▁Red"])
+    assert small != large
+    assert table[small].equal(table[large])
+
+
 def test_the_pipeline_loads_and_edits() -> None:
     import numpy as np
     import torch

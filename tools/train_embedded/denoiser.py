@@ -31,7 +31,7 @@ from tools.train_embedded.muon import Muon
 from tools.train_embedded.pool import Batch, Pool
 from tools.train_embedded.ranks import average_gradients, launch
 from tools.train_embedded.sparse import Positions, make_sparse
-from tools.train_embedded.tokenizing import Tokenizers, build_tokenizers
+from tools.train_embedded.tokenizing import Tokenizers, tokenizers_in
 from tools.train_embedded.training import Average, Clock, load, load_state, save, set_rate, state_of
 from tools.train_embedded.vae import load_vae
 from tools.train_embedded.wording import teach_wording
@@ -138,7 +138,7 @@ class Trainer:
     def __init__(self, recipe: Recipe, work: Path, budget: float, start: dict[str, Any] | None, rank: int) -> None:
         self.recipe, self.rank, self._path = recipe, rank, work / f"{recipe.name}.pt"
         self.clock, self.step, self.shown = Clock(budget), 0, 0
-        self.tokenizers = build_tokenizers()
+        self.tokenizers = tokenizers_in(work / "tokenizers")
         self.models = build_models(self.tokenizers)
         state = load(self._path)
         if start is not None:
@@ -250,6 +250,7 @@ class Trainer:
 
 
 def train_denoiser(work: Path, budget: float, ranks: int) -> None:
+    tokenizers_in(work / "tokenizers")  # before there are several ranks
     launch(ranks, lambda rank, number: Trainer(DENOISER, work, budget, None, rank).train(number))
 
 

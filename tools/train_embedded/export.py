@@ -5,9 +5,11 @@ from pathlib import Path
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxFillPipeline
+from transformers import T5EncoderModel, T5TokenizerFast
 
+from tools.train_embedded.captions import vocabulary
 from tools.train_embedded.denoiser import load_models
-from tools.train_embedded.tokenizing import build_tokenizers
+from tools.train_embedded.tokenizing import t5_tokenizer, tokenizers_in
 from tools.train_embedded.training import load
 from tools.train_embedded.vae import load_vae
 
@@ -20,7 +22,7 @@ def assemble(work: Path, stage: str) -> FluxFillPipeline:
     state = load(work / f"{stage}.pt")
     if state is None:
         raise FileNotFoundError(work / f"{stage}.pt")
-    tokenizers = build_tokenizers()
+    tokenizers = tokenizers_in(work / "tokenizers")
     models = load_models(state["average"], tokenizers)
     pipeline = FluxFillPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(num_train_timesteps=1000, shift=1.0, use_dynamic_shifting=False),
@@ -28,11 +30,26 @@ def assemble(work: Path, stage: str) -> FluxFillPipeline:
         text_encoder=models.clip.eval(),
         tokenizer=tokenizers.clip,
         text_encoder_2=models.t5.eval(),
-        tokenizer_2=tokenizers.t5,
+        tokenizer_2=accept_capitals(models.t5, tokenizers.t5),
         transformer=models.transformer.eval(),
     )
     pipeline.set_progress_bar_config(disable=True)
     return pipeline.to(torch.bfloat16)
+
+
+def accept_capitals(t5: T5EncoderModel, tokenizer: T5TokenizerFast) -> T5TokenizerFast:
+    """Give every word's "Red" and "RED" the embedding of its "red"; returns the tokenizer that knows them.
+
+    T5's tokenizer is case-sensitive and its class drops a lower-casing normalizer when it is loaded again.
+    """
+    words = vocabulary()
+    spellings = {form: word for word in words for form in (word.capitalize(), word.upper()) if form != word}
+    cased = t5_tokenizer(words, tuple(spellings))
+    t5.resize_token_embeddings((len(cased) + 7) // 8 * 8)
+    table = t5.get_input_embeddings().weight.data
+    for form, word in spellings.items():
+        table[cased.convert_tokens_to_ids(f"▁{form}")] = table[tokenizer.convert_tokens_to_ids(f"▁{word}")]
+    return cased
 
 
 def load_pipeline(folder: Path) -> FluxFillPipeline:

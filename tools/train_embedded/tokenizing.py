@@ -3,6 +3,7 @@
 import json
 import string
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
@@ -27,9 +28,20 @@ class Tokenizers:
         return torch.tensor(clip), torch.tensor(t5)
 
 
-def build_tokenizers() -> Tokenizers:
-    words = vocabulary()
-    return Tokenizers(clip_tokenizer(words), t5_tokenizer(words))
+def tokenizers_in(folder: Path) -> Tokenizers:
+    """The tokenizers kept in `folder`, built there at first use.
+
+    The BPE trainer breaks ties in another order in every process, so ids hold only as long as one build is kept.
+    """
+    if not (folder / "t5").exists():
+        words = vocabulary()
+        clip_tokenizer(words).save_pretrained(folder / "clip")
+        t5_tokenizer(words).save_pretrained(folder / "t5")
+    kept = Tokenizers(CLIPTokenizer.from_pretrained(folder / "clip"), T5TokenizerFast.from_pretrained(folder / "t5"))
+    for tokenizer in (kept.clip, kept.t5):
+        for key in ("is_local", "local_files_only"):  # of this load, no part of the checkpoint
+            tokenizer.init_kwargs.pop(key, None)
+    return kept
 
 
 def clip_tokenizer(words: list[str]) -> CLIPTokenizer:
@@ -52,9 +64,13 @@ def clip_tokenizer(words: list[str]) -> CLIPTokenizer:
     return CLIPTokenizer(vocab=vocabulary_ids, merges=merges, model_max_length=TEXT_TOKENS)
 
 
-def t5_tokenizer(words: list[str]) -> T5TokenizerFast:
-    """Scores are log probabilities: a whole word beats its letters; a character of no kind is one <unk>."""
+def t5_tokenizer(words: list[str], cased: tuple[str, ...] = ()) -> T5TokenizerFast:
+    """Scores are log probabilities: a whole word beats its letters; a character of no kind is one <unk>.
+
+    `cased` are further spellings of the words, with ids after all others.
+    """
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -6.0)]
     pieces += [(f"▁{word}", -3.0) for word in words]
     pieces += [(character, -8.0) for character in string.ascii_letters + string.digits + ".,-'!?"]
+    pieces += [(f"▁{spelling}", -3.0) for spelling in cased]
     return T5TokenizerFast(vocab=pieces, extra_ids=0, additional_special_tokens=[], model_max_length=TEXT_TOKENS)
