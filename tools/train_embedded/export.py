@@ -45,7 +45,7 @@ def accept_capitals(t5: T5EncoderModel, tokenizer: T5TokenizerFast) -> T5Tokeniz
     words = vocabulary()
     spellings = {form: word for word in words for form in (word.capitalize(), word.upper()) if form != word}
     cased = t5_tokenizer(words, tuple(spellings))
-    t5.resize_token_embeddings((len(cased) + 7) // 8 * 8)
+    t5.resize_token_embeddings((len(cased) + 7) // 8 * 8, mean_resizing=False)
     table = t5.get_input_embeddings().weight.data
     for form, word in spellings.items():
         table[cased.convert_tokens_to_ids(f"▁{form}")] = table[tokenizer.convert_tokens_to_ids(f"▁{word}")]
