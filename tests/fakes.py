@@ -21,7 +21,7 @@ from core.request import SamplingParams
 
 MODEL = ModelInfo(
     name="m",
-    family="flux",
+    family="flux-fill",
     native_size=256,
     token_size=16,
     latent_width=64,

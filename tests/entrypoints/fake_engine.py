@@ -7,25 +7,15 @@ import base64
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import fakes
+import msgspec
+
 from core.config import StencilConfig
 from core.messages import ModelInfo
 from engine.edit import EditInput, EditReport, ImageOutput
 from engine.metrics import Metrics
 
-MODEL = ModelInfo(
-    name="tiny/fill",
-    family="flux-fill",
-    native_size=64,
-    token_size=16,
-    latent_width=64,
-    max_text_tokens=32,
-    default_num_inference_steps=8,
-    default_guidance_scale=30.0,
-    has_guidance=False,
-    has_true_cfg=False,
-    device="cpu",
-    dtype="float32",
-)
+MODEL = msgspec.structs.replace(fakes.MODEL, name="tiny/fill", native_size=64, max_text_tokens=32)
 REPORT = EditReport(
     mask_ratio=0.25,
     active_tokens=4,
