@@ -6,6 +6,7 @@ All are msgspec Structs, since child processes get theirs as msgpack.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -16,7 +17,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Which checkpoint a worker loads and how. `model` is a diffusers directory or a Hugging Face hub id.
 
     dtype: auto, float32, bfloat16 or float16. device: auto, cpu, cuda or cuda:N. threads: CPU threads per worker, 0 = a
-    measured default.
+    measured default. mask_aware: whether edits may skip untouched tokens. cache_keyframes: auto (the checkpoint's
+    calibration, else 5), per-step, or a number from 2 on, spread evenly over noise levels 0..1. cache_dtype: how pages
+    are kept: auto (likewise, else int8), int8, bfloat16 or float32.
     """
 
     model: str = EMBEDDED_MODEL
@@ -24,6 +27,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "auto"
     device: str = "auto"
     threads: int = 0
+    mask_aware: bool = True
+    cache_keyframes: str = "auto"
+    cache_dtype: str = "auto"
 
     @property
     def name(self) -> str:
@@ -46,11 +52,29 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_plans_in_flight: int = 1
 
 
+class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The activation cache's limits, in bytes per engine, and what it keeps.
+
+    device_bytes: device memory for pages; 0 on a CPU uses host pages in place. host_bytes: shared memory for pages.
+    disk_bytes: files in `directory` ("" = stencil/pages in the user's cache folder), 0 = none; shared by all engines that
+    name the same folder. admission: always keeps an edit's pages while there is room, manual only those of templates
+    that were registered. block_plan: auto may compute leading blocks in full while pages come from a slower tier.
+    """
+
+    device_bytes: int = 0
+    host_bytes: int = 4 * 1024**3
+    disk_bytes: int = 0
+    directory: str = ""
+    admission: Literal["always", "manual"] = "always"
+    block_plan: Literal["off", "auto"] = "off"
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One engine: its models, its scheduler, its workers."""
 
     models: tuple[ModelConfig, ...] = (ModelConfig(),)
     scheduler: SchedulerConfig = SchedulerConfig()
+    cache: CacheConfig = CacheConfig()
     workers_per_engine: int = 1
     drain_seconds: float = 60.0
 
@@ -65,10 +89,12 @@ class ImageConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 class StencilConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything an AsyncEngine needs. max_queue: images waiting or running before new ones are refused; arena_bytes:
-    address space of the shared arena, whose memory is only taken while in use.
+    address space of the shared arena, whose memory is only taken while in use; template_bytes: encoded uploads kept for
+    registered templates.
     """
 
     engine: EngineConfig = EngineConfig()
     image: ImageConfig = ImageConfig()
     max_queue: int = 256
     arena_bytes: int = 8 * 1024**3
+    template_bytes: int = 256 * 1024**2

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
+
+Tier = Literal["device", "host", "disk"]
+"""Where cached activations lie, fastest first. On a CPU the host's memory is what computes, and there is no device
+tier unless it is asked for.
+"""
 
 
 class ArrayRef(msgspec.Struct, frozen=True):
@@ -47,3 +54,15 @@ class TensorRef(msgspec.Struct, frozen=True):
     shape: tuple[int, ...] = ()
     dtype: str = ""
     handle: ArrayRef | None = None
+
+
+class EntryRef(msgspec.Struct, frozen=True):
+    """An entry of the activation cache that a worker reads or fills: a template's pages at one keyframe, or its clean
+    latents.
+
+    host: uint8 [nbytes] in the page arena; None where it lies in device memory, under `key`.
+    """
+
+    key: str
+    nbytes: int
+    host: ArrayRef | None

@@ -10,9 +10,10 @@ from typing import Literal
 
 import msgspec
 
-from core.config import ModelConfig
+from core.config import CacheConfig, ModelConfig
 from core.failure import Failure
-from core.handles import ArrayRef, ModelKey, TensorKey, TensorRef
+from core.handles import ArrayRef, EntryRef, ModelKey, TensorKey, TensorRef, Tier
+from core.page_scheme import PageScheme
 from core.request import SamplingParams
 
 
@@ -24,7 +25,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a loaded model can do; learnt by the worker at load time and sent up in the Ready messages.
 
     native_size: side in pixels of the square whose area caps the generation size. token_size: pixels per token side.
-    latent_width: floats per token of the packed latents. max_text_tokens: the text encoder's length.
+    latent_width: floats per token of the packed latents. max_text_tokens: the text encoder's length. page_scheme: how
+    templates are cached, None where the model is served without mask-aware execution.
     """
 
     name: str
@@ -39,6 +41,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     has_true_cfg: bool
     device: str
     dtype: str
+    page_scheme: PageScheme | None = None
 
 
 # --------------------------------------------------------------------------------- to an image processor, and back
@@ -134,8 +137,9 @@ class EditRequest(Message, frozen=True):
 
     template, mask, active: as in PreparedEdit. pixels: uint8 [height, width, 3], one per partial image asked for and
     the final one last; the worker writes them. latents: float32 [image tokens, latent_width], scratch for moving the
-    sampler's state between ranks. num_tokens: image tokens computed per step. sampling: resolved, nothing in it is
-    None that the model needs. deadline: absolute, or None.
+    sampler's state between ranks. num_tokens: the picture's image tokens. sampling: resolved, nothing in it is None
+    that the model needs. is_mask_aware: steps after the first `sampling.full_steps` compute only the active tokens,
+    over the template's pages; decided from the request and the server's flags alone. deadline: absolute, or None.
     """
 
     request_id: str
@@ -154,10 +158,37 @@ class EditRequest(Message, frozen=True):
     latents: ArrayRef
     arrival: float
     deadline: float | None = None
+    is_mask_aware: bool = False
 
     @property
     def num_partial_images(self) -> int:
         return len(self.pixels) - 1
+
+
+class PrimeTemplate(Message, frozen=True):
+    """Make a template's pages and keep them. The array lies in the sender's arena and stays valid until the terminal
+    message.
+
+    template, content_id, width, height: as in PreparedEdit. num_tokens: its image tokens. is_idle_work: compute only
+    when no edit wants to.
+    """
+
+    request_id: str
+    model: str
+    template: ArrayRef
+    width: int
+    height: int
+    content_id: str
+    num_tokens: int
+    arrival: float
+    is_idle_work: bool = False
+
+
+class DropTemplate(Message, frozen=True):
+    """Forget a template's pages on every tier, disk included, once no edit uses them. It has no answer."""
+
+    model: str
+    content_id: str
 
 
 class Abort(Message, frozen=True):
@@ -170,7 +201,7 @@ class Drain(Message, frozen=True):
     """Finish what was accepted, refuse nothing here (the door is shut upstream), then exit."""
 
 
-ToEngine = EditRequest | Abort | Drain
+ToEngine = EditRequest | PrimeTemplate | DropTemplate | Abort | Drain
 
 
 class EngineReady(Message, frozen=True):
@@ -188,13 +219,28 @@ class PartialImage(Message, frozen=True):
 class Finished(Message, frozen=True):
     """Terminal. The last of the request's `pixels` holds the image. ms: milliseconds by part, as in the API's
     `stencil.ms`.
+
+    cache: whether all the pages it needed were there when it came; off for an exact run. tier: the slowest tier that
+    they came from. is_primed: pages were computed for it, by itself or an edit of the same template before it.
+    full_blocks: leading blocks computed in full at the step where these were most.
     """
 
     request_id: str
     ms: dict[str, float]
     text_tokens: int
     prompt_truncated: bool
+    cache: Literal["hit", "miss", "off"]
+    tier: Tier | None
+    is_primed: bool
     full_blocks: int
+
+
+class TemplatePrimed(Message, frozen=True):
+    """Terminal, for PrimeTemplate. nbytes: bytes of its pages. ms: worker time spent on it."""
+
+    request_id: str
+    nbytes: int
+    ms: float
 
 
 class Failed(Message, frozen=True):
@@ -208,6 +254,26 @@ class Aborted(Message, frozen=True):
     """Terminal."""
 
     request_id: str
+
+
+class CacheStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What the activation cache did since start, counted in entries (one template at one noise level), and what it
+    holds. Dictionaries are by tier.
+
+    hits, misses: entries asked for that were on any tier, or on none. loads: copies into a faster tier, and how many of
+    them found a file that was missing, torn or foreign. used_bytes <= budget_bytes always.
+    """
+
+    hits: dict[str, int]
+    misses: int
+    primed: int
+    evictions: dict[str, int]
+    loads: dict[str, int]
+    failed_loads: int
+    entries: dict[str, int]
+    used_bytes: dict[str, int]
+    budget_bytes: dict[str, int]
+    load_seconds: float
 
 
 class LoadReport(Message, frozen=True):
@@ -228,7 +294,10 @@ class LoadReport(Message, frozen=True):
     steps: int
     batch_tokens: int  # sum over steps of tokens computed
     batch_requests: int  # sum over steps of requests in the batch
+    tokens_skipped: int  # sum over steps of image tokens that mask-aware execution left out
+    prime_chunks: int
     busy_seconds: float  # worker time, all ranks
+    cache: CacheStats | None = None  # None without mask-aware execution
 
 
 class EngineFailed(Message, frozen=True):
@@ -240,7 +309,7 @@ class EngineFailed(Message, frozen=True):
 class EngineOutputs(Message, frozen=True):
     """What one iteration of the engine has to say."""
 
-    outputs: tuple[PartialImage | Finished | Failed | Aborted, ...]
+    outputs: tuple[PartialImage | Finished | TemplatePrimed | Failed | Aborted, ...]
     load: LoadReport
 
 
@@ -262,6 +331,7 @@ class ImageEncode(Message, frozen=True):
     `sigmas`.
 
     Random draws are the family's pipeline's own, in its own order, from ``torch.Generator("cpu").manual_seed(seed)``.
+    active: int32 token indices whose condition alone will be read, None for all.
     """
 
     template: ArrayRef
@@ -271,14 +341,57 @@ class ImageEncode(Message, frozen=True):
     seed: int
     num_inference_steps: int
     num_denoising_steps: int  # the last so many of them are run
+    active: ArrayRef | None
+
+
+class EncodeTemplate(Message, frozen=True):
+    """template -> its clean latents (the posterior's mode), [image tokens, latent width] in the compute dtype, written
+    to `out`.
+    """
+
+    template: ArrayRef
+    width: int
+    height: int
+    out: EntryRef
+
+
+class Prime(Message, frozen=True):
+    """One chunk of a keyframe's pass: all image tokens of a template at noise level `sigma`, through the blocks
+    [start, stop); their keys and values go to the pages of `out`. The hidden state waits in the tensor store.
+
+    latents: the template's clean latents. content_id: seeds the noise. prompt, guidance_scale: the conditioning.
+    """
+
+    latents: EntryRef
+    content_id: str
+    sigma: float
+    width: int
+    height: int
+    prompt: str
+    max_sequence_length: int
+    guidance_scale: float
+    blocks: tuple[int, int]
+    out: EntryRef
+
+
+class PageSpan(msgspec.Struct, frozen=True):
+    """A template's pages at a noise level between two keyframes: (1 - weight) * near + weight * far; far is None
+    exactly at a keyframe.
+    """
+
+    near: EntryRef
+    far: EntryRef | None
+    weight: float
 
 
 class Denoise(Message, frozen=True):
     """One step: reads `latents`, `condition`, `sigmas` of `image_encode` and the text encoder's outputs; replaces
     `latents`.
 
-    active: int32 token indices to compute, None for all. keep_clean: also store `clean`, the predicted clean latents
-    (z - sigma * v), for a partial image.
+    active: int32 token indices to compute, over `pages`; None computes all and needs no pages. full_blocks: leading
+    blocks that compute all tokens all the same; inactive tokens then enter as in priming, from `template` (its clean
+    latents) and `content_id`. keep_clean: also store `clean`, the predicted clean latents (z - sigma * v), for a
+    partial image.
     """
 
     step: int
@@ -288,18 +401,29 @@ class Denoise(Message, frozen=True):
     active: ArrayRef | None
     guidance_scale: float
     keep_clean: bool
+    pages: PageSpan | None = None
+    full_blocks: int = 0
+    template: EntryRef | None = None
+    content_id: str = ""
 
 
 class Decode(Message, frozen=True):
-    """Latents (`clean` for a partial image, else `latents`) -> `pixels`, uint8 [height, width, 3] in shared memory."""
+    """Latents (`clean` for a partial image, else `latents`) -> `pixels`, uint8 [height, width, 3] in shared memory.
+
+    active: int32 token indices that were computed, None for all; the others are the template's: their latents are
+    `template_latents`, and pixels far from every active token are `template` itself.
+    """
 
     width: int
     height: int
     partial: bool
     pixels: ArrayRef
+    active: ArrayRef | None = None
+    template_latents: EntryRef | None = None
+    template: ArrayRef | None = None
 
 
-StageWork = TextEncode | ImageEncode | Denoise | Decode
+StageWork = TextEncode | ImageEncode | EncodeTemplate | Prime | Denoise | Decode
 
 
 class Item(msgspec.Struct, frozen=True):
@@ -328,10 +452,31 @@ class Transfer(msgspec.Struct, frozen=True):
     source: int
 
 
+class PageCopy(msgspec.Struct, frozen=True):
+    """Copy an entry's pages from one tier to the next, beside whatever is computed, block after block.
+
+    host: its place in the page arena, where one of the tiers is the host. block_bytes: bytes of one block's page.
+    """
+
+    key: str
+    nbytes: int
+    block_bytes: int
+    source: Tier
+    target: Tier
+    host: ArrayRef | None
+
+
 class StepPlan(Message, frozen=True):
-    """What one rank does next, in this order: load, batches, transfers, free, unload."""
+    """What one rank does next, in this order: load, forget, delete, copies (started, not awaited), batches, transfers,
+    free, unload.
+
+    forget: entries whose device memory is given up. delete: entries whose files are removed.
+    """
 
     seq: int
+    forget: tuple[str, ...] = ()
+    delete: tuple[str, ...] = ()
+    copies: tuple[PageCopy, ...] = ()
     batches: tuple[Batch, ...] = ()
     transfers: tuple[Transfer, ...] = ()
     free: tuple[TensorKey, ...] = ()
@@ -347,11 +492,15 @@ ToWorker = StepPlan | Shutdown
 
 
 class WorkerConfig(msgspec.Struct, frozen=True):
-    """What a worker process is started with; its file descriptors are (channel memory, channel socket, arena)."""
+    """What a worker process is started with; its file descriptors are (channel memory, channel socket, arena, page
+    arena).
+    """
 
     rank: int
     models: tuple[ModelConfig, ...]
     arena_id: int
+    page_arena_id: int
+    cache: CacheConfig
     num_workers: int = 1  # worker processes that share this machine's cores
 
 
@@ -361,13 +510,16 @@ class WorkerReady(Message, frozen=True):
 
 
 class ItemResult(msgspec.Struct, frozen=True):
-    """What came of one item. text_tokens and prompt_truncated are set by text encoding only."""
+    """What came of one item. text_tokens and prompt_truncated are set by text encoding only; sigmas, the noise levels
+    of the run from its first step to 0, by image encoding.
+    """
 
     request_id: str
     node: str
     tensors: tuple[TensorRef, ...] = ()
     text_tokens: int = 0
     prompt_truncated: bool = False
+    sigmas: tuple[float, ...] = ()
     failure: Failure | None = None
 
 
@@ -390,6 +542,20 @@ class TransferDone(Message, frozen=True):
     ref: TensorRef
 
 
+class PageCopied(Message, frozen=True):
+    """A PageCopy is over. ok: the pages are on the target tier; not ok: there was no such file, or not a whole one, or
+    no room for it. seconds: time the copy took.
+    """
+
+    rank: int
+    key: str
+    nbytes: int
+    source: Tier
+    target: Tier
+    ok: bool
+    seconds: float
+
+
 class WorkerFailed(Message, frozen=True):
     """The worker could not start or cannot go on; it exits after this."""
 
@@ -397,4 +563,4 @@ class WorkerFailed(Message, frozen=True):
     failure: Failure
 
 
-FromWorker = WorkerReady | BatchResult | TransferDone | WorkerFailed
+FromWorker = WorkerReady | BatchResult | TransferDone | PageCopied | WorkerFailed

@@ -13,6 +13,8 @@ from typing import ClassVar, Protocol
 from torch import Tensor, nn
 
 from core.messages import ModelInfo
+from core.page_scheme import PageDtype, PageLayout
+from model_executor.pages import Pages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +42,10 @@ class EncodedImage:
 class Row:
     """One request's part of a forward pass.
 
-    latents, condition: all image tokens of the request. sigma: float32 scalar, the noise level. grid: image tokens as
-    (rows, columns). active: int64 [active tokens], the token indices to compute, ascending; None for all.
+    latents, condition: all image tokens of the request; rows of tokens that are computed in no block are not read.
+    sigma: float32 scalar, the noise level. grid: image tokens as (rows, columns). active: int64 [active tokens], the
+    token indices to compute, ascending; None for all. pages: the template's at this noise level; needed with `active`.
+    full_blocks: leading blocks that compute all tokens all the same, 0..number of blocks.
     """
 
     latents: Tensor
@@ -52,6 +56,27 @@ class Row:
     guidance_scale: float
     grid: tuple[int, int]
     active: Tensor | None = None
+    pages: Pages | None = None
+    full_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrimeRow:
+    """One chunk of one keyframe's pass: all image tokens of a template through some blocks.
+
+    latents, condition: what `Family.prime_inputs` made. hidden: what the previous chunk of this pass returned, None for
+    the first one. entry: uint8 [entry bytes], the pages to write, laid out as `core.page_scheme` says.
+    """
+
+    latents: Tensor
+    condition: Tensor
+    prompt_embeds: Tensor
+    pooled_prompt_embeds: Tensor
+    sigma: Tensor
+    guidance_scale: float
+    grid: tuple[int, int]
+    hidden: tuple[Tensor, ...] | None
+    entry: Tensor
 
 
 class Family(Protocol):
@@ -73,10 +98,33 @@ class Family(Protocol):
         """Embed a prompt, padded or cut to `max_sequence_length` tokens."""
 
     def encode_image(
-        self, template: Tensor, mask: Tensor, *, seed: int, num_inference_steps: int, num_denoising_steps: int
+        self,
+        template: Tensor,
+        mask: Tensor,
+        *,
+        seed: int,
+        num_inference_steps: int,
+        num_denoising_steps: int,
+        active: Tensor | None = None,
     ) -> EncodedImage:
         """Where sampling starts, and what it is conditioned on. template: uint8 [height, width, 3]; mask: uint8
-        [height, width], 1 = edit; sides are multiples of the token size."""
+        [height, width], 1 = edit; sides are multiples of the token size. active: int64 indices of the tokens whose
+        condition will be read, None for all; the others' may be anything."""
+
+    def encode_template(self, template: Tensor) -> Tensor:
+        """Clean latents of a template, uint8 [height, width, 3]: the posterior's mode, [image tokens, latent width]."""
+
+    def page_layout(self, dtype: PageDtype) -> PageLayout:
+        """The shape of this model's pages."""
+
+    def prime_inputs(self, clean: Tensor, content_id: str, sigma: Tensor) -> tuple[Tensor, Tensor]:
+        """(latents, condition) of a template at noise level `sigma`: (1 - sigma) * clean + sigma * noise, the noise
+        seeded by the content id alone, and the condition of an image with nothing masked. clean: [image tokens, latent
+        width]."""
+
+    def prime(self, rows: Sequence[PrimeRow], blocks: tuple[int, int]) -> list[tuple[Tensor, ...]]:
+        """Run all tokens of each row through the blocks [start, stop), write these blocks' pages, and return each row's
+        hidden state (empty after the last block, which computes keys and values only)."""
 
     def predict(self, rows: Sequence[Row]) -> list[Tensor]:
         """Velocity of each row's active tokens, [active tokens, latent width]: one forward pass for all rows."""
@@ -86,6 +134,12 @@ class Family(Protocol):
 
     def decode(self, latents: Tensor, width: int, height: int) -> Tensor:
         """Pixels of packed latents [image tokens, latent width]: uint8 [height, width, 3]."""
+
+    def decode_region(
+        self, latents: Tensor, template: Tensor, active: Tensor, width: int, height: int
+    ) -> tuple[Tensor, tuple[int, int, int, int]]:
+        """Pixels around the active tokens: (uint8 [bottom - top, right - left, 3], (left, top, right, bottom) in
+        pixels). latents: all tokens', the template's where not active; template: uint8 [height, width, 3]."""
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
         """Image tokens of a picture as (rows, columns)."""

@@ -1,0 +1,91 @@
+"""How a model's activations are cached: the form of a page, the noise levels it is kept at, and all byte counts.
+
+A page is the K (after norm and rotary) and V of all image tokens of a template, for one block at one keyframe. An entry
+is a template's pages at one keyframe, block after block; each block's page is one contiguous run of bytes:
+
+    entry   | block 0 | block 1 | ...                             each padded to 64 bytes
+    block   | values [2 (K, V), heads, tokens, head dim] | scales [2, heads, tokens] float32, int8 pages only |
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal
+
+import msgspec
+
+PageDtype = Literal["int8", "bfloat16", "float32"]
+"""int8: symmetric, one scale per token and head; bfloat16 and float32 as they are."""
+
+SCHEME_VERSION = 1
+"""Part of every key: raise it when the same template would get other pages."""
+
+_ITEM_BYTES: dict[PageDtype, int] = {"int8": 1, "bfloat16": 2, "float32": 4}
+_SCALE_BYTES = 4
+_ALIGNMENT = 64
+
+
+class PageLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """The shape of a model's pages. num_blocks counts transformer blocks, in the order they run."""
+
+    num_blocks: int
+    num_heads: int
+    head_dim: int
+    dtype: PageDtype
+
+    def value_bytes(self, num_tokens: int) -> int:
+        """Bytes of a block's values."""
+        return 2 * self.num_heads * num_tokens * self.head_dim * _ITEM_BYTES[self.dtype]
+
+    def scale_bytes(self, num_tokens: int) -> int:
+        """Bytes of a block's scales; 0 where pages have none."""
+        return 2 * self.num_heads * num_tokens * _SCALE_BYTES if self.dtype == "int8" else 0
+
+    def block_bytes(self, num_tokens: int) -> int:
+        """Bytes from one block's page to the next."""
+        size = self.value_bytes(num_tokens) + self.scale_bytes(num_tokens)
+        return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+    def entry_bytes(self, num_tokens: int) -> int:
+        return self.num_blocks * self.block_bytes(num_tokens)
+
+
+class PageScheme(msgspec.Struct, frozen=True, kw_only=True):
+    """How templates of one model are cached.
+
+    keyframes: noise levels 1..0, falling, at least two; () keeps pages at every step's own noise level. latent_bytes:
+    bytes per token of a template's clean latents. fingerprint: hash over all weights and the compute dtype. prompt and
+    guidance_scale: the conditioning of priming. mask_margin (px) and full_steps: what an edit that names none gets.
+    """
+
+    layout: PageLayout
+    keyframes: tuple[float, ...]
+    latent_bytes: int
+    fingerprint: str
+    guidance_scale: float
+    mask_margin: int
+    full_steps: int
+    prompt: str = ""
+
+    def template_key(self, content_id: str) -> str:
+        """Hex digest of all that a template's pages depend on, but the noise level."""
+        parts = [SCHEME_VERSION, content_id, self.fingerprint, self.layout.dtype, self.prompt, self.guidance_scale]
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    def latent_entry_bytes(self, num_tokens: int) -> int:
+        """Bytes of the entry with a template's clean latents."""
+        return num_tokens * self.latent_bytes
+
+    def template_bytes(self, num_tokens: int, num_keyframes: int) -> int:
+        """Bytes of all entries of a template."""
+        return self.latent_entry_bytes(num_tokens) + num_keyframes * self.layout.entry_bytes(num_tokens)
+
+
+def page_key(template_key: str, sigma: float) -> str:
+    """The entry with a template's pages at noise level `sigma`."""
+    return f"{template_key}-{sigma.hex()}"
+
+
+def latents_key(template_key: str) -> str:
+    """The entry with a template's clean latents."""
+    return f"{template_key}-latents"
