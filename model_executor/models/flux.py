@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from core.errors import ConfigError
 from core.messages import ModelInfo
+from core.page_scheme import PageDtype, PageLayout
 from model_executor.loader import Checkpoint
-from model_executor.models.base import EncodedImage, EncodedText, Row
+from model_executor.models.base import EncodedImage, EncodedText, PrimeRow, Row
 from model_executor.models.flux_transformer import FluxTransformer
 from model_executor.sampling import make_sigmas
 
@@ -104,11 +105,18 @@ class FluxFill:
     # -------------------------------------------------------------------------------------------------------- image
 
     def encode_image(
-        self, template: Tensor, mask: Tensor, *, seed: int, num_inference_steps: int, num_denoising_steps: int
+        self,
+        template: Tensor,
+        mask: Tensor,
+        *,
+        seed: int,
+        num_inference_steps: int,
+        num_denoising_steps: int,
+        active: Tensor | None = None,
     ) -> EncodedImage:
         """FluxFillPipeline.prepare_latents and prepare_mask_latents."""
         generator = torch.Generator("cpu").manual_seed(seed)
-        image = (template.permute(2, 0, 1)[None].float() / 255.0) * 2.0 - 1.0
+        image = _image(template)
         mask = mask[None, None].float()
         rows, columns = self.grid(image.shape[3], image.shape[2])
         sigmas = make_sigmas(self._scheduler, num_inference_steps, num_denoising_steps, rows * columns)
@@ -116,6 +124,10 @@ class FluxFill:
         masked = self._posterior_sample(image * (1 - mask), generator)
         condition = torch.cat([_pack(masked), self._pack_mask(mask).to(self._device, masked.dtype)], dim=1)
         return EncodedImage(latents=_pack(latents), condition=condition, sigmas=sigmas.to(self._device))
+
+    def encode_template(self, template: Tensor) -> Tensor:
+        vae = self._parts["vae"]
+        return _pack(self._scaled(vae.encode(_image(template).to(self._device, vae.dtype)).latent_dist.mode()))
 
     def _initial_latents(self, image: Tensor, sigma: Tensor, generator: torch.Generator) -> Tensor:
         """Noise, mixed with the image's latents when sampling does not start at full noise."""
@@ -137,8 +149,12 @@ class FluxFill:
     def _posterior_sample(self, image: Tensor, generator: torch.Generator) -> Tensor:
         """Scaled latents of an image in -1..1: [1, channels, height / 8, width / 8]."""
         vae = self._parts["vae"]
-        latents = vae.encode(image.to(self._device, vae.dtype)).latent_dist.sample(generator)
-        return (latents - vae.config.shift_factor) * vae.config.scaling_factor  # type: ignore[no-any-return]
+        return self._scaled(vae.encode(image.to(self._device, vae.dtype)).latent_dist.sample(generator))
+
+    def _scaled(self, latents: Tensor) -> Tensor:
+        """From the VAE's own range to the denoiser's."""
+        config = self._parts["vae"].config
+        return (latents - config.shift_factor) * config.scaling_factor  # type: ignore[no-any-return]
 
     def _pack_mask(self, mask: Tensor) -> Tensor:
         """[1, 1, height, width] -> [image tokens, pixels per token]: the mask at full resolution, as channels."""
@@ -157,12 +173,36 @@ class FluxFill:
         pixels: Tensor = (image[0].cpu().permute(1, 2, 0).float() * 255).round().to(torch.uint8)
         return pixels.contiguous()
 
+    def decode_region(
+        self, latents: Tensor, template: Tensor, active: Tensor, width: int, height: int
+    ) -> tuple[Tensor, tuple[int, int, int, int]]:
+        return self.decode(latents, width, height), (0, 0, width, height)
+
+    # ------------------------------------------------------------------------------------------------------ priming
+
+    def page_layout(self, dtype: PageDtype) -> PageLayout:
+        return self._denoiser.page_layout(dtype)
+
+    def prime_inputs(self, clean: Tensor, content_id: str, sigma: Tensor) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator("cpu").manual_seed(int(content_id[:16], 16) >> 1)
+        noise = self._draw(tuple(clean.shape), generator).to(clean.device, clean.dtype)
+        sigma = sigma.to(clean.device, clean.dtype)
+        nothing_masked = clean.new_zeros(clean.shape[0], (self._vae_scale * PATCH) ** 2)
+        return (1.0 - sigma) * clean + sigma * noise, torch.cat([clean, nothing_masked], dim=1)
+
+    def prime(self, rows: Sequence[PrimeRow], blocks: tuple[int, int]) -> list[tuple[Tensor, ...]]:
+        return self._denoiser.prime(rows, blocks)
+
     # ---------------------------------------------------------------------------------------------------- denoising
 
     def predict(self, rows: Sequence[Row]) -> list[Tensor]:
+        return self._denoiser.forward(rows)
+
+    @property
+    def _denoiser(self) -> FluxTransformer:
         if self._transformer is None:
             raise KeyError("the transformer is not loaded")
-        return self._transformer.forward(rows)
+        return self._transformer
 
     def combine_guidance(self, predictions: Sequence[Tensor]) -> Tensor:
         """Guidance is distilled into FLUX.1 Fill: a request has one row."""
@@ -175,6 +215,11 @@ def _tokenize(tokenizer: Any, prompt: str, length: int) -> tuple[Tensor, int, bo
     ids = tokenizer([prompt], padding="max_length", max_length=length, truncation=True, return_tensors="pt").input_ids
     full = len(tokenizer(prompt).input_ids)
     return ids, min(full, length), full > length
+
+
+def _image(template: Tensor) -> Tensor:
+    """uint8 [height, width, 3] -> float32 [1, 3, height, width] in -1..1; VaeImageProcessor.preprocess."""
+    return (template.permute(2, 0, 1)[None].float() / 255.0) * 2.0 - 1.0
 
 
 def _pack(x: Tensor) -> Tensor:
