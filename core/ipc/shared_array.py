@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import mmap
 import os
-from bisect import bisect_left, insort
 from math import prod
 from typing import Any
 
@@ -24,10 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from core.errors import OutOfMemoryError
+from core.free_list import FreeList, round_up
 from core.handles import ArrayRef
 
-_ALIGNMENT = 64  # bytes: a cache line, and the widest vector load
-_LARGE = 16 * mmap.PAGESIZE  # chunks from here on start on a page and fill whole pages (waste below 1/16)
 _MAP_NORESERVE = 0x4000  # Linux on x86-64 and arm64; the mmap module of Python 3.11 has no name for it
 
 
@@ -77,7 +75,7 @@ class Arena:
 
     def release_pages(self, start: int, end: int) -> None:
         """Give the memory of the whole pages in bytes [start, end) back to the kernel; they then read as zeros."""
-        first = _round_up(start, mmap.PAGESIZE)
+        first = round_up(start, mmap.PAGESIZE)
         last = end // mmap.PAGESIZE * mmap.PAGESIZE
         if first < last:
             # On a memfd MADV_REMOVE is fallocate(PUNCH_HOLE): gone for all processes, size unchanged.
@@ -100,17 +98,18 @@ class Arena:
 class ArenaAllocator:
     """Who lies where in an arena. Lives in the one process that owns it; not thread-safe.
 
-    First fit in address order: live chunks gather at the low end, and free neighbours are always merged. Small chunks
-    are multiples of 64 bytes; large ones (16 pages and more) are whole pages. The free list is a sorted list, so an
-    operation costs its length: tens of entries for the hundreds of chunks of a busy server.
+    Places come from a `FreeList`: first fit in address order, aligned to 64 bytes, large chunks to memory pages.
     """
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
-        self._free_starts: list[int] = [0]  # sorted
-        self._free_ends: dict[int, int] = {0: arena.size}  # start of a free range -> its end
+        self._free = FreeList(arena.size, mmap.PAGESIZE)
         self._used: dict[int, tuple[int, ArrayRef]] = {}  # start of a chunk -> (its end, the handle given out)
-        self.used_bytes = 0  # bytes of all chunks, rounding included
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all chunks, rounding included."""
+        return self._free.used_bytes
 
     def alloc(self, nbytes: int) -> ArrayRef:
         """A chunk of at least `nbytes` > 0, as uint8 [nbytes]; its content is undefined.
@@ -119,11 +118,12 @@ class ArenaAllocator:
         """
         if nbytes <= 0:
             raise ValueError(f"cannot allocate {nbytes} bytes")
-        alignment = mmap.PAGESIZE if nbytes >= _LARGE else _ALIGNMENT
-        start = self._take(_round_up(nbytes, alignment), alignment)
+        start = self._free.alloc(nbytes)
+        if start is None:
+            state = f"{self.used_bytes} of {self._arena.size} bytes used"
+            raise OutOfMemoryError(f"shared arena {self._arena.id} has no room for {nbytes} bytes ({state})")
         ref = ArrayRef(self._arena.id, start, (nbytes,), "uint8")
-        self._used[start] = (start + _round_up(nbytes, alignment), ref)
-        self.used_bytes += _round_up(nbytes, alignment)
+        self._used[start] = (start + self._free.extent(nbytes), ref)
         return ref
 
     def free(self, ref: ArrayRef) -> None:
@@ -135,64 +135,28 @@ class ArenaAllocator:
         if ref != given:
             raise ValueError(f"{ref} is not allocated")
         del self._used[ref.offset]
-        self.used_bytes -= end - ref.offset
-        self._release(ref.offset, end, *self._insert_free(ref.offset, end))
+        self._release(ref.offset, end, *self._free.free(ref.offset, end))
 
     def trim(self, ref: ArrayRef, nbytes: int) -> ArrayRef:
         """Shorten a chunk to its first `nbytes` > 0; the handle returned replaces `ref`. ValueError as for `free`."""
         end, given = self._used.get(ref.offset, (0, None))
         if ref != given or not 0 < nbytes <= ref.size:
             raise ValueError(f"{ref} is not allocated, or cannot be trimmed to {nbytes} bytes")
-        kept = ref.offset + _round_up(nbytes, mmap.PAGESIZE if ref.size >= _LARGE else _ALIGNMENT)
+        kept = ref.offset + round_up(nbytes, self._free.alignment(ref.size))
         shorter = ArrayRef(ref.arena, ref.offset, (nbytes,), ref.dtype)
         self._used[ref.offset] = (kept, shorter)
         if kept < end:
-            self.used_bytes -= end - kept
-            self._release(kept, end, *self._insert_free(kept, end))
+            self._release(kept, end, *self._free.free(kept, end))
         return shorter
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless chunks and free ranges tile the arena, with no two free neighbours."""
-        used = [(start, end, "used") for start, (end, _) in self._used.items()]
-        free = [(start, self._free_ends[start], "free") for start in self._free_starts]
-        position, before = 0, "used"
-        for start, end, kind in sorted(used + free):
-            assert start == position < end, f"gap or overlap at {position}: next range is {start}..{end}"
-            assert (kind, before) != ("free", "free"), f"unmerged free ranges at {start}"
-            position, before = end, kind
-        assert position == self._arena.size, f"ranges end at {position} of {self._arena.size}"
-        assert len(free) == len(self._free_ends), "free list and free ranges differ"
-        assert self.used_bytes == sum(end - start for start, end, _ in used), "used_bytes is wrong"
-
-    def _take(self, nbytes: int, alignment: int) -> int:
-        """Cut `nbytes` from the first free range they fit in; the rests in front and behind stay free."""
-        for index, free_start in enumerate(self._free_starts):
-            free_end = self._free_ends[free_start]
-            start = _round_up(free_start, alignment)
-            if start + nbytes <= free_end:
-                rests = [(s, e) for s, e in ((free_start, start), (start + nbytes, free_end)) if s < e]
-                del self._free_ends[free_start]
-                self._free_ends.update(rests)
-                self._free_starts[index : index + 1] = [s for s, _ in rests]
-                return start
-        state = f"{self.used_bytes} of {self._arena.size} bytes used"
-        raise OutOfMemoryError(f"shared arena {self._arena.id} has no room for {nbytes} bytes ({state})")
-
-    def _insert_free(self, start: int, end: int) -> tuple[int, int]:
-        """Add a free range, merged with its neighbours; returns the merged range."""
-        index = bisect_left(self._free_starts, start)
-        if index < len(self._free_starts) and self._free_starts[index] == end:
-            end = self._free_ends.pop(self._free_starts.pop(index))
-        if index > 0 and self._free_ends[self._free_starts[index - 1]] == start:
-            start = self._free_starts.pop(index - 1)
-        self._free_ends[start] = end
-        insort(self._free_starts, start)
-        return start, end
+        self._free.check_integrity((start, end) for start, (end, _) in self._used.items())
 
     def _release(self, start: int, end: int, free_start: int, free_end: int) -> None:
         """Release the pages that [start, end) touched, except those shared with a chunk beyond the free range."""
         first_page = start // mmap.PAGESIZE * mmap.PAGESIZE
-        last_page = _round_up(end, mmap.PAGESIZE)
+        last_page = round_up(end, mmap.PAGESIZE)
         self._arena.release_pages(max(first_page, free_start), min(last_page, free_end))
 
 
@@ -225,7 +189,3 @@ def _itemsize(name: str) -> int:
     if dtype.kind not in "biufc" or dtype.name != name:  # no objects, strings, records, foreign byte orders
         raise ValueError(f"dtype {name!r} cannot be shared: use a plain numeric numpy name")
     return dtype.itemsize
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

@@ -1,0 +1,97 @@
+"""Who lies where in a range of bytes: offsets handed out first fit, and taken back with neighbours merged.
+
+Pure bookkeeping of numbers; what the bytes are is known to the owner (`core.ipc.shared_array` for an arena of pictures,
+`core.memory_tier` for cached activations).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+
+_ALIGNMENT = 64  # bytes: a cache line, and the widest vector load
+_LARGE_PAGES = 16  # chunks from so many memory pages on start on one and fill whole ones (waste below 1/16)
+
+
+class FreeList:
+    """The free ranges of bytes [0, size).
+
+    First fit in address order: live chunks gather at the low end, and free neighbours are always merged. Small chunks
+    are multiples of 64 bytes; large ones (16 memory pages and more) are whole memory pages. The ranges are a sorted
+    list, so an operation costs its length: tens of entries for hundreds of chunks.
+    """
+
+    def __init__(self, size: int, memory_page: int = 4096) -> None:
+        """size: bytes, from 0 on. memory_page: bytes of the kernel's pages."""
+        self.size = size
+        self.used_bytes = 0  # of all chunks, rounding included
+        self._memory_page = memory_page
+        self._starts: list[int] = [0] if size else []  # sorted
+        self._ends: dict[int, int] = {0: size} if size else {}  # start of a free range -> its end
+
+    def copy(self) -> FreeList:
+        """The same ranges, to try something out on."""
+        other = FreeList(0, self._memory_page)
+        other.size, other.used_bytes = self.size, self.used_bytes
+        other._starts, other._ends = self._starts.copy(), self._ends.copy()
+        return other
+
+    def alignment(self, nbytes: int) -> int:
+        """What the start and the length of a chunk of `nbytes` are multiples of."""
+        return self._memory_page if nbytes >= _LARGE_PAGES * self._memory_page else _ALIGNMENT
+
+    def extent(self, nbytes: int) -> int:
+        """Bytes that a chunk of `nbytes` takes."""
+        return round_up(nbytes, self.alignment(nbytes))
+
+    def alloc(self, nbytes: int) -> int | None:
+        """Offset of a chunk of `extent(nbytes)` bytes, nbytes > 0; None when no free range is long enough."""
+        alignment = self.alignment(nbytes)
+        extent = round_up(nbytes, alignment)
+        for index, free_start in enumerate(self._starts):
+            start = round_up(free_start, alignment)
+            if start + extent <= self._ends[free_start]:
+                self._cut(index, start, start + extent)
+                return start
+        return None
+
+    def free(self, start: int, end: int) -> tuple[int, int]:
+        """Take [start, end) back, which must lie within chunks given out; returns the free range it is now part of."""
+        self.used_bytes -= end - start
+        index = bisect_left(self._starts, start)
+        if index < len(self._starts) and self._starts[index] == end:
+            end = self._ends.pop(self._starts.pop(index))
+        if index > 0 and self._ends[self._starts[index - 1]] == start:
+            start = self._starts.pop(index - 1)
+        self._ends[start] = end
+        insort(self._starts, start)
+        return start, end
+
+    def check_integrity(self, chunks: Iterable[tuple[int, int]]) -> None:
+        """Raise AssertionError unless these chunks, (start, end), and the free ranges tile the whole, with no two free
+        neighbours.
+        """
+        used = [(start, end, "used") for start, end in chunks]
+        free = [(start, self._ends[start], "free") for start in self._starts]
+        position, before = 0, "used"
+        for start, end, kind in sorted(used + free):
+            assert start == position < end, f"gap or overlap at {position}: next range is {start}..{end}"
+            assert (kind, before) != ("free", "free"), f"unmerged free ranges at {start}"
+            position, before = end, kind
+        assert position == self.size, f"ranges end at {position} of {self.size}"
+        assert len(free) == len(self._ends), "free list and free ranges differ"
+        assert self.used_bytes == sum(end - start for start, end, _ in used), "used_bytes is wrong"
+
+    def _cut(self, index: int, start: int, end: int) -> None:
+        """Take [start, end) out of a free range; the rests in front and behind stay free."""
+        free_start = self._starts[index]
+        free_end = self._ends.pop(free_start)
+        rests = [(s, e) for s, e in ((free_start, start), (end, free_end)) if s < e]
+        self._ends.update(rests)
+        self._starts[index : index + 1] = [s for s, _ in rests]
+        self.used_bytes += end - start
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple that is not below `value`."""
+    return -(-value // multiple) * multiple
