@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
+from core.handles import Tier
 from core.messages import (
     MaskKind,
     OutputFormat,
 )
 from core.request import SamplingParams
+from engine.mask_aware import ExactReason
 from engine.upload import Upload
 
 
@@ -37,7 +40,10 @@ class EditInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EditReport:
-    """How one image came about. mask_ratio: active / image tokens. ms: milliseconds by part."""
+    """How one image came about. mask_ratio: tokens under the mask and its margin / image tokens. active_tokens: those
+    computed per step, which are all in an exact run. exact_reason: why it was one; None: it ran mask-aware. cache,
+    tier, primed, full_blocks: see `core.messages.Finished`. ms: milliseconds by part.
+    """
 
     mask_ratio: float
     active_tokens: int
@@ -48,8 +54,9 @@ class EditReport:
     num_inference_steps: int
     guidance_scale: float | None
     ms: dict[str, float]
-    cache: str = "off"
-    tier: str | None = None
+    exact_reason: ExactReason | None = None
+    cache: Literal["hit", "miss", "off"] = "off"
+    tier: Tier | None = None
     primed: bool = False
     full_blocks: int = 0
 

@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
 
-from core.errors import DeadlineExceededError, InvalidRequestError, OutOfMemoryError, OverloadedError
+from core.errors import DeadlineExceededError, InvalidRequestError, OverloadedError
 from core.handles import ArrayRef
 from core.ipc.shared_array import carve
 from core.messages import (
@@ -32,12 +31,14 @@ from core.messages import (
     PartialImage,
     PreparedEdit,
     PrepareEdit,
+    TemplatePrimed,
 )
 from core.request import MAX_IMAGES, MAX_PROMPT_CHARACTERS, SamplingParams
 from core.validation import check_integer, check_length
 from engine import image_ops
 from engine.edit import EditInput, EditReport, ImageOutput
-from engine.upload import Upload
+from engine.mask_aware import ExactReason, resolve_full_steps, resolve_margin, why_exact
+from engine.session_memory import SessionMemory
 
 if TYPE_CHECKING:
     from engine.async_engine import AsyncEngine
@@ -83,7 +84,7 @@ class EditSession:
         self._timing = Timing()
         timeout = edit.sampling.timeout
         self._deadline = None if timeout is None else self._timing.arrival + timeout
-        self._regions: list[ArrayRef] = []  # everything to free at the end
+        self._memory = SessionMemory(engine)
         self._image: ArrayRef | None = None
         self._mask: ArrayRef | None = None
         self._prepared: PreparedEdit | None = None
@@ -98,8 +99,8 @@ class EditSession:
         """Copy the uploads to shared memory and have them checked and turned into template, mask and tokens."""
         edit, model = self._edit, self._model
         async with _deadline(self._deadline):
-            self._image = await self._store(edit.image)
-            self._mask = await self._store(edit.mask)
+            self._image = await self._memory.store(edit.image)
+            self._mask = await self._memory.store(edit.mask)
             self._prepared = await self._engine.images.prepare(
                 PrepareEdit(
                     job_id=0,
@@ -107,11 +108,11 @@ class EditSession:
                     mask=self._mask,
                     mask_kind=edit.mask_kind,
                     canvas_size=self._canvas_size,
-                    mask_margin=edit.sampling.mask_margin or 0,
+                    mask_margin=resolve_margin(edit.sampling, model),
                     native_size=model.native_size,
                     token_size=model.token_size,
                     max_pixels=self._engine.config.image.max_pixels,
-                    scratch=self._alloc(image_ops.scratch_bytes(model.native_size, model.token_size)),
+                    scratch=self._memory.alloc(image_ops.scratch_bytes(model.native_size, model.token_size)),
                 )
             )
             image_ops.check_output_size(*self._output_size, edit.output_format)
@@ -129,33 +130,6 @@ class EditSession:
         if self._edit.image is not None:
             return None
         return self._edit.canvas_size or (self._model.native_size, self._model.native_size)
-
-    async def _store(self, upload: Upload | None) -> ArrayRef | None:
-        """Copy an upload into the arena, giving way to others between pieces."""
-        if upload is None:
-            return None
-        limit = self._engine.config.image.max_upload_bytes
-        if upload.size > limit:
-            raise InvalidRequestError(
-                f"The file has {upload.size} bytes; at most {limit} are accepted.", code="request_too_large"
-            )
-        region = self._alloc(max(1, upload.size))
-        ref = carve(region, 0, (upload.size,), "uint8")
-        view, start = self._engine.view(ref), 0
-        async for chunk in upload.chunks():
-            view[start : start + len(chunk)] = np.frombuffer(chunk, np.uint8)
-            start += len(chunk)
-            await asyncio.sleep(0)
-        return ref
-
-    def _alloc(self, nbytes: int) -> ArrayRef:
-        try:
-            region = self._engine.allocator.alloc(nbytes)
-        except OutOfMemoryError as error:
-            retry_after = self._engine.retry_after()
-            raise OverloadedError("No shared memory is left for this edit.", retry_after=retry_after) from error
-        self._regions.append(region)
-        return region
 
     # ---------------------------------------------------------------------------------- to the engine
 
@@ -181,8 +155,8 @@ class EditSession:
         assert prepared is not None
         width, height = prepared.width, prepared.height
         num_tokens = self._num_tokens
-        pixels = self._alloc((self._edit.partial_images + 1) * height * width * 3)
-        latents = self._alloc(num_tokens * model.latent_width * 4)
+        pixels = self._memory.alloc((self._edit.partial_images + 1) * height * width * 3)
+        latents = self._memory.alloc(num_tokens * model.latent_width * 4)
         return EditRequest(
             request_id=f"{self._id}-{index}",
             model=model.name,
@@ -203,6 +177,7 @@ class EditSession:
             latents=carve(latents, 0, (num_tokens, model.latent_width), "float32"),
             arrival=self._timing.prepared,
             deadline=self._deadline,
+            is_mask_aware=self._exact_reason is None,
         )
 
     @property
@@ -210,6 +185,13 @@ class EditSession:
         prepared, side = self._prepared, self._model.token_size
         assert prepared is not None
         return (prepared.width // side) * (prepared.height // side)
+
+    @property
+    def _exact_reason(self) -> ExactReason | None:
+        prepared = self._prepared
+        assert prepared is not None
+        engine = self._engine.config.engine
+        return why_exact(self._sampling, self._model, engine, prepared.active.size, self._num_tokens)
 
     def _hear(self, output: RequestOutput) -> None:
         if not isinstance(output, PartialImage):
@@ -246,6 +228,8 @@ class EditSession:
                 raise output.failure.to_error()
             case Aborted():
                 raise OverloadedError("The server shut down before the request finished.", retry_after=1.0)
+            case TemplatePrimed():
+                raise AssertionError(f"{output.request_id} is an edit, and was answered as a template")
 
     async def _take_partial(self, picture: Picture, output: PartialImage) -> ImageOutput:
         composed = await self._compose(picture.request.pixels[output.index])
@@ -261,13 +245,14 @@ class EditSession:
             seconds=time.monotonic() - self._timing.arrival,
             ms=report.ms,
             mask_ratio=report.mask_ratio,
+            cache=report.cache,
             num_inference_steps=report.num_inference_steps,
         )
         return self._make_output(picture, composed, report=report)
 
     async def _compose(self, pixels: ArrayRef) -> ComposedImage:
         edit, (width, height) = self._edit, self._output_size
-        out = self._alloc(image_ops.encoded_bytes(width, height, 4, edit.base64, edit.output_format))
+        out = self._memory.alloc(image_ops.encoded_bytes(width, height, 4, edit.base64, edit.output_format))
         composed = await self._engine.images.compose(
             ComposeImage(
                 job_id=0,
@@ -285,8 +270,7 @@ class EditSession:
             )
         )
         # The room for the worst case is many times what most pictures take, and all outputs stay until the end.
-        self._regions.remove(out)
-        self._regions.append(self._engine.allocator.trim(out, composed.encoded.size))
+        self._memory.trim(out, composed.encoded.size)
         return composed
 
     def _make_output(
@@ -310,22 +294,25 @@ class EditSession:
         prepared = self._prepared
         assert prepared is not None
         ms = output.ms
-        num_active = prepared.active.size
         return EditReport(
-            mask_ratio=num_active / self._num_tokens,
-            active_tokens=num_active,
+            mask_ratio=prepared.active.size / self._num_tokens,
+            active_tokens=self._num_tokens if self._exact_reason else prepared.active.size,
             image_tokens=self._num_tokens,
             text_tokens=output.text_tokens,
             prompt_truncated=output.prompt_truncated,
             unmasked=prepared.unmasked,
             num_inference_steps=self._sampling.num_denoising_steps,
             guidance_scale=self._sampling.guidance_scale if self._model.has_guidance else None,
+            exact_reason=self._exact_reason,
+            cache=output.cache,
+            tier=output.tier,
+            primed=output.is_primed,
             full_blocks=output.full_blocks,
             ms={
                 "queue": ms["queue"],
                 "preprocess": (self._timing.prepared - self._timing.arrival) * 1e3,
                 "encode": ms["text_encode"] + ms["image_encode"],
-                "prime": 0.0,
+                "prime": ms["prime"],
                 "denoise": ms["denoise"],
                 "decode": ms["decode"],
                 "postprocess": postprocess * 1e3,
@@ -352,9 +339,7 @@ class EditSession:
     async def close(self) -> None:
         """Wait for the last terminal output, then free the memory."""
         await self.done.wait()
-        for region in self._regions:
-            await self._engine.release(region)
-        self._regions.clear()
+        await self._memory.release()
 
 
 def resolve(sampling: SamplingParams, model: ModelInfo) -> SamplingParams:
@@ -367,6 +352,7 @@ def resolve(sampling: SamplingParams, model: ModelInfo) -> SamplingParams:
         guidance_scale=model.default_guidance_scale if sampling.guidance_scale is None else sampling.guidance_scale,
         seed=secrets.randbelow(MAX_RANDOM_SEED) if sampling.seed is None else sampling.seed,
         max_sequence_length=length,
+        full_steps=resolve_full_steps(sampling, model),
     )
     if resolved.num_denoising_steps < 1:
         message = f"Invalid 'strength': {sampling.strength} leaves no step to do; give more than 0."

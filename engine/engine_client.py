@@ -26,6 +26,7 @@ from core.messages import (
     Abort,
     Aborted,
     Drain,
+    DropTemplate,
     EditRequest,
     EngineFailed,
     EngineOutputs,
@@ -36,6 +37,8 @@ from core.messages import (
     LoadReport,
     ModelInfo,
     PartialImage,
+    PrimeTemplate,
+    TemplatePrimed,
     ToEngine,
 )
 from engine.engine_process import EngineProcessConfig
@@ -48,7 +51,7 @@ STOP_SECONDS = 5.0
 LAST_WORDS_SECONDS = 0.1
 """How long after an engine's end its last messages may still come out of the socket."""
 
-RequestOutput = PartialImage | Finished | Failed | Aborted
+RequestOutput = PartialImage | Finished | TemplatePrimed | Failed | Aborted
 Waiter = Callable[[RequestOutput], None]
 """Called in the event loop with every output of one request; must not block or raise."""
 
@@ -155,12 +158,17 @@ class EngineClient:
 
     # ---------------------------------------------------------------------------------- messages
 
-    def submit(self, edit: EditRequest, waiter: Waiter) -> None:
+    def submit(self, request: EditRequest | PrimeTemplate, waiter: Waiter) -> None:
         """Hand a request over; `waiter` hears every output, the last one terminal. Raises what killed a dead engine."""
         if self.error is not None:
             raise self.error
-        self._waiters[edit.request_id] = waiter
-        self._send(edit)
+        self._waiters[request.request_id] = waiter
+        self._send(request)
+
+    def drop(self, model: str, content_id: str) -> None:
+        """Have a template's pages forgotten on every tier."""
+        if self.error is None:
+            self._send(DropTemplate(model=model, content_id=content_id))
 
     def abort(self, request_ids: tuple[str, ...]) -> None:
         """Ask for an early end; the terminal output still comes."""

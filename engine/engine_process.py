@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import mmap
 import signal
 import traceback
+from contextlib import closing
 from typing import Any
 
 import msgspec
@@ -19,6 +21,7 @@ import zmq.asyncio
 from core.config import EngineConfig
 from core.errors import StencilError
 from core.failure import Failure
+from core.ipc.shared_array import Arena
 from core.messages import (
     EngineFailed,
     EngineReady,
@@ -30,6 +33,9 @@ from engine.engine_core import EngineCore
 from model_executor.executor import Executor
 
 logger = logging.getLogger("stencil.engine")
+
+PAGE_ARENA_ID = 1
+"""The page arena's number in handles; the AsyncEngine's own arena is 0."""
 
 LINGER_MS = 2000
 """How long last words may take to reach the parent at exit."""
@@ -60,8 +66,9 @@ async def _serve(settings: EngineProcessConfig, arena_fd: int) -> None:
         socket.connect(settings.address)
         link = _Link(socket)
         try:
-            async with Executor(settings.engine, settings.arena_id, arena_fd) as executor:
-                await _run_engine(settings.engine, executor, link)
+            with closing(_page_arena(settings.engine)) as pages:
+                async with Executor(settings.engine, settings.arena_id, arena_fd, pages.id, pages.fd) as executor:
+                    await _run_engine(settings.engine, executor, link)
         except StencilError as error:
             link.emit(EngineFailed(failure=Failure.of(error)))
         except BaseExceptionGroup as group:
@@ -70,9 +77,15 @@ async def _serve(settings: EngineProcessConfig, arena_fd: int) -> None:
             link.emit(EngineFailed(failure=Failure.of(_first(group))))
 
 
+def _page_arena(config: EngineConfig) -> Arena:
+    """The host tier's memory: address space only, until pages are written."""
+    return Arena.create(PAGE_ARENA_ID, max(1, -(-config.cache.host_bytes // mmap.PAGESIZE)) * mmap.PAGESIZE)
+
+
 async def _run_engine(config: EngineConfig, executor: Executor, link: _Link) -> None:
     models = await executor.ready()
-    core = EngineCore(StepScheduler(config.scheduler, models, config.workers_per_engine), executor, link.emit)
+    scheduler = StepScheduler(config.scheduler, models, config.workers_per_engine, cache=config.cache)
+    core = EngineCore(scheduler, executor, link.emit)
     link.emit(EngineReady(models=tuple(models.values())))
     async with asyncio.TaskGroup() as tasks:
         feeders = [tasks.create_task(link.feed(core)), tasks.create_task(_feed_results(executor, core))]

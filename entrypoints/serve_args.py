@@ -11,11 +11,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from core.config import EMBEDDED_MODEL, EngineConfig, ImageConfig, ModelConfig, SchedulerConfig, StencilConfig
+from core.config import (
+    EMBEDDED_MODEL,
+    CacheConfig,
+    EngineConfig,
+    ImageConfig,
+    ModelConfig,
+    SchedulerConfig,
+    StencilConfig,
+)
 from core.errors import ConfigError
 
 API_KEY_VARIABLE = "STENCIL_API_KEY"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_PAGE_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # other spellings
+_UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
+_MAX_CACHE_BYTES = 2**46  # address space that a process can have
 
 
 @dataclass(frozen=True)
@@ -42,6 +53,17 @@ def parse_options(argv: Sequence[str] | None) -> ServeOptions:
         dtype=args.dtype,
         device=args.device,
         threads=args.threads,
+        mask_aware=args.mask_aware,
+        cache_keyframes=args.cache_keyframes,
+        cache_dtype=args.cache_dtype,
+    )
+    cache = CacheConfig(
+        device_bytes=args.cache_device_bytes,
+        host_bytes=args.cache_host_bytes,
+        disk_bytes=args.cache_disk_bytes,
+        directory=args.cache_dir,
+        admission=args.cache_admission,
+        block_plan=args.block_plan,
     )
     scheduler = SchedulerConfig(
         max_num_seqs=args.max_num_seqs,
@@ -51,13 +73,14 @@ def parse_options(argv: Sequence[str] | None) -> ServeOptions:
     engine = EngineConfig(
         models=(model,),
         scheduler=scheduler,
+        cache=cache,
         workers_per_engine=args.workers_per_engine,
         drain_seconds=args.drain_seconds,
     )
     image = ImageConfig(
         image_workers=args.image_workers, max_upload_bytes=args.max_upload_bytes, max_pixels=args.max_pixels
     )
-    config = StencilConfig(engine=engine, image=image, max_queue=args.max_queue)
+    config = StencilConfig(engine=engine, image=image, max_queue=args.max_queue, template_bytes=args.template_bytes)
     return ServeOptions(
         args.host, args.port, args.api_key or os.environ.get(API_KEY_VARIABLE) or None, args.log_level, config
     )
@@ -98,6 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_model_flags(parser)
     _add_server_flags(parser)
     _add_engine_flags(parser)
+    _add_cache_flags(parser)
     _add_image_flags(parser)
     return parser
 
@@ -190,6 +214,63 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
+    group, model = parser.add_argument_group("mask-aware execution and its cache"), ModelConfig()
+    group.add_argument(
+        "--no-mask-aware",
+        dest="mask_aware",
+        action="store_false",
+        default=True,
+        help="compute every token of every edit, and cache nothing",
+    )
+    group.add_argument(
+        "--cache-keyframes",
+        default=model.cache_keyframes,
+        type=_keyframes,
+        metavar="N",
+        help="noise levels that a template's activations are kept at: auto (the checkpoint's calibration, else 5), "
+        "per-step, or 2 to 64",
+    )
+    group.add_argument(
+        "--cache-dtype",
+        default=model.cache_dtype,
+        type=_page_dtype,
+        choices=("auto", "int8", "bfloat16", "float32"),
+        help="how activations are kept; auto: the checkpoint's calibration, else int8",
+    )
+    _add_tier_flags(group)
+
+
+def _add_tier_flags(group: argparse._ArgumentGroup) -> None:
+    cache = CacheConfig()
+    for flag, default, what in (
+        ("--cache-device-bytes", cache.device_bytes, "device memory for cached activations; 0: a CPU reads the host's"),
+        ("--cache-host-bytes", cache.host_bytes, "shared memory for cached activations"),
+        ("--cache-disk-bytes", cache.disk_bytes, "files of cached activations, made of users' images; 0: none"),
+        ("--template-bytes", StencilConfig().template_bytes, "encoded uploads kept for registered templates"),
+    ):
+        text = f"{what}; a number of bytes, or with K, M or G"
+        group.add_argument(flag, default=default, type=_bytes, metavar="BYTES", help=text)
+    group.add_argument(
+        "--cache-dir",
+        default=cache.directory,
+        metavar="DIR",
+        help="where these files lie; engines may share it; empty: stencil/pages in the user's cache folder",
+    )
+    group.add_argument(
+        "--cache-admission",
+        default=cache.admission,
+        choices=("always", "manual"),
+        help="always: keep the activations of every edit while there is room; manual: of registered templates only",
+    )
+    group.add_argument(
+        "--block-plan",
+        default=cache.block_plan,
+        choices=("off", "auto"),
+        help="auto: may compute leading blocks in full while activations load, which changes pixels slightly",
+    )
+
+
 def _add_image_flags(parser: argparse.ArgumentParser) -> None:
     group, default = parser.add_argument_group("images"), ImageConfig()
     group.add_argument(
@@ -222,6 +303,24 @@ def _integer(low: int, high: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"([0-9]{1,18})([KMG]?)(?:i?B)?", text, re.IGNORECASE)
+    size = int(match[1]) * _UNITS[match[2].upper()] if match else -1
+    if not 0 <= size <= _MAX_CACHE_BYTES:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of bytes, such as 1000000, 512M or 4G")
+    return size
+
+
+def _keyframes(text: str) -> str:
+    if text not in ("auto", "per-step") and not (re.fullmatch(r"[0-9]{1,2}", text) and 2 <= int(text) <= 64):
+        raise argparse.ArgumentTypeError(f"'{text}' is none of auto, per-step, 2 to 64")
+    return text
+
+
+def _page_dtype(text: str) -> str:
+    return _PAGE_DTYPES.get(text, text)
 
 
 def _decimal(low: float, high: float) -> Callable[[str], float]:

@@ -34,6 +34,7 @@ _SAMPLING_FIELDS = (
     "priority",
     "timeout",
 )
+_MASK_AWARE_FIELDS = ("mask_margin", "full_steps")
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class ImagesCall:
     background: str | None
     safety_identifier: str | None
     ignored: tuple[str, ...]
+    ignored_if_exact: tuple[str, ...]  # and these where every token is computed
 
 
 def build_call(operation: Operation, submission: Submission, models: Mapping[str, ModelInfo]) -> ImagesCall:
@@ -85,6 +87,7 @@ def build_call(operation: Operation, submission: Submission, models: Mapping[str
         background="opaque" if values.get("background") == "opaque" and "background" not in ignored else None,
         safety_identifier=_safety_identifier(values),
         ignored=(*ignored, *submission.ignored),
+        ignored_if_exact=tuple(name for name in values if name in _MASK_AWARE_FIELDS),
     )
 
 
@@ -190,8 +193,6 @@ def _has_effect(field: Field, values: Mapping[str, Value], model: ModelInfo, ope
             return values["background"] == "auto" or is_opaque
         case "user":
             return not values.get("safety_identifier")  # both are returned under this one name
-        case "mask_aware":
-            return not values["mask_aware"]
         case _:
             return field.has_effect
 

@@ -9,10 +9,20 @@ from typing import Any
 import msgspec
 
 from engine.edit import EditReport, ImageOutput
+from engine.mask_aware import ExactReason
 from entrypoints.openai.edit_request import ImagesCall
 from entrypoints.openai.uploads import pieces_of
 
 UNMASKED_NOTE = "No mask was given and the image has no transparent area: the whole image was regenerated."
+EXACT_NOTES: dict[ExactReason, str] = {
+    "disabled": "Every token was computed: the server runs with --no-mask-aware.",
+    "unsafe": "Every token was computed: this checkpoint's calibration found mask-aware execution unsafe for it.",
+    "mask_covers_all": "Every token was computed: the mask, grown by mask_margin, covers the whole image.",
+    "too_large": "Every token was computed: the picture is too large for the activation cache (--cache-host-bytes, or "
+    "--cache-device-bytes where it is given).",
+    "full_steps": "Every token was computed: full_steps covers all denoising steps.",
+}
+"""Why an edit that did not ask for it ran exact."""
 
 Parts = list[bytes | memoryview]
 
@@ -52,8 +62,8 @@ def stencil(call: ImagesCall, images: Sequence[ImageOutput]) -> dict[str, Any]:
     reports = [_report(image) for image in images]
     first = reports[0]
     return {
-        "ignored": call.ignored,
-        "notes": [UNMASKED_NOTE] if first.unmasked and call.operation == "image_edit" else [],
+        "ignored": [*call.ignored, *(call.ignored_if_exact if first.exact_reason else ())],
+        "notes": _notes(call, first),
         "prompt_truncated": first.prompt_truncated,
         "seed": images[0].seed,
         "num_inference_steps": first.num_inference_steps,
@@ -67,6 +77,14 @@ def stencil(call: ImagesCall, images: Sequence[ImageOutput]) -> dict[str, Any]:
         "full_blocks": max(report.full_blocks for report in reports),
         "ms": {part: round(max(report.ms[part] for report in reports), 3) for part in first.ms},
     }
+
+
+def _notes(call: ImagesCall, report: EditReport) -> list[str]:
+    if call.operation == "image_generation":  # nobody expects one to leave anything out
+        return []
+    if report.unmasked:
+        return [UNMASKED_NOTE]
+    return [EXACT_NOTES[report.exact_reason]] if report.exact_reason in EXACT_NOTES else []
 
 
 def image_event(call: ImagesCall, image: ImageOutput) -> Parts:

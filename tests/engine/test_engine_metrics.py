@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from core.messages import LoadReport
+from core.messages import CacheStats, LoadReport
 from engine.metrics import Metrics
 
 
@@ -18,7 +18,7 @@ def values(metrics: Metrics) -> dict[str, float]:
     }
 
 
-def load(steps: int, requests: int, tokens: int, busy: float = 0.0) -> LoadReport:
+def load(steps: int, requests: int, tokens: int, busy: float = 0.0, cache: CacheStats | None = None) -> LoadReport:
     return LoadReport(
         num_running=0,
         num_waiting=0,
@@ -30,7 +30,25 @@ def load(steps: int, requests: int, tokens: int, busy: float = 0.0) -> LoadRepor
         steps=steps,
         batch_tokens=tokens,
         batch_requests=requests,
+        tokens_skipped=10 * tokens,
+        prime_chunks=steps,
         busy_seconds=busy,
+        cache=cache,
+    )
+
+
+def cache_stats(hits: int = 0, primed: int = 0, used: int = 0) -> CacheStats:
+    return CacheStats(
+        hits={"host": hits, "disk": 2 * hits},
+        misses=hits + 1,
+        primed=primed,
+        evictions={"host": hits},
+        loads={"disk": 3},
+        failed_loads=1,
+        entries={"host": primed},
+        used_bytes={"host": used},
+        budget_bytes={"host": 1000},
+        load_seconds=0.5,
     )
 
 
@@ -47,7 +65,12 @@ def test_queue_gauges_are_read_at_each_scrape_under_both_names() -> None:
 def test_finished_aborted_failed_rejected() -> None:
     metrics = Metrics()
     metrics.observe_finished(
-        "m", seconds=2.0, ms={"queue": 500, "denoise": 1000}, mask_ratio=0.3, num_inference_steps=8
+        "m",
+        seconds=2.0,
+        ms={"queue": 500, "denoise": 1000, "prime": 0.0},
+        mask_ratio=0.3,
+        cache="hit",
+        num_inference_steps=8,
     )
     metrics.observe_aborted("m")
     metrics.observe_failed("m")
@@ -56,7 +79,9 @@ def test_finished_aborted_failed_rejected() -> None:
     assert seen["stencil:e2e_request_latency_seconds_sum,m"] == 2.0
     assert seen["stencil:request_queue_time_seconds_sum,m"] == 0.5
     assert seen["stencil:request_stage_time_seconds_sum,m,denoise"] == 1.0
+    assert "stencil:request_stage_time_seconds_sum,m,prime" not in seen
     assert seen["stencil:request_mask_ratio_sum,m"] == 0.3
+    assert seen["stencil:request_cache_result_total,m,hit"] == 1
     assert [seen[f"stencil:request_success_total,{reason},m"] for reason in ("stop", "abort", "error")] == [1, 1, 1]
     assert seen["stencil:request_aborts_total,m"] == 1
     assert seen["stencil:request_rejects_total,queue_full"] == 1
@@ -75,6 +100,25 @@ def test_load_totals_become_counters_across_restarts_and_engines() -> None:
     assert seen["stencil:step_batch_size_count"] == 8
     assert seen["stencil:step_batch_size_sum"] == 19
     assert seen["stencil:predicted_drain_seconds"] == 3.0
+    assert seen["stencil:tokens_skipped_total"] == 7500
+    assert seen["stencil:prime_chunks_total"] == 8
+
+
+def test_cache_totals_and_levels_by_tier() -> None:
+    metrics = Metrics()
+    metrics.observe_load(load(0, 0, 0, 1.0, cache_stats(hits=4, primed=5, used=300)))
+    metrics.observe_load(load(0, 0, 0, 2.0, cache_stats(hits=6, primed=7, used=500)))
+    metrics.observe_load(load(0, 0, 0, 0.5, cache_stats(hits=1, primed=2, used=100)))  # restarted
+    metrics.observe_load(load(0, 0, 0, 0.5, cache_stats(used=10)), engine=1)
+    metrics.observe_load(load(0, 0, 0, 0.5), engine=2)  # serves without
+    seen = values(metrics)
+    assert (seen["stencil:cache_hits_total,host"], seen["stencil:cache_hits_total,disk"]) == (7, 14)
+    assert (seen["stencil:cache_misses_total"], seen["stencil:cache_primed_total"]) == (7 + 2 + 1, 9)
+    assert seen["stencil:cache_evictions_total,host"] == 7
+    assert seen["stencil:cache_loads_total,disk"] == 9
+    assert (seen["stencil:cache_failed_loads_total"], seen["stencil:cache_load_seconds_total"]) == (3, 1.5)
+    assert (seen["stencil:cache_entries,host"], seen["stencil:cache_used_bytes,host"]) == (2, 110)
+    assert seen["stencil:cache_budget_bytes,host"] == 2000
 
 
 def test_two_objects_share_nothing() -> None:

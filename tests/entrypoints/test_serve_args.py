@@ -31,6 +31,29 @@ def test_every_flag_lands() -> None:
     assert (options.config.engine.drain_seconds, options.api_key, options.port) == (1.5, "k", 0)
 
 
+def test_cache_flags_land() -> None:
+    flags = (
+        "--no-mask-aware --cache-keyframes per-step --cache-dtype bf16 --cache-device-bytes 1G --cache-host-bytes 512M"
+    )
+    flags += (
+        " --cache-disk-bytes 3k --cache-dir /pages --cache-admission manual --block-plan auto --template-bytes 1000"
+    )
+    options = parse_options(flags.split())
+    model, cache = options.model, options.config.engine.cache
+    assert (model.mask_aware, model.cache_keyframes, model.cache_dtype) == (False, "per-step", "bfloat16")
+    assert (cache.device_bytes, cache.host_bytes, cache.disk_bytes) == (1024**3, 512 * 1024**2, 3072)
+    assert (cache.directory, cache.admission, cache.block_plan) == ("/pages", "manual", "auto")
+    assert options.config.template_bytes == 1000
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "kept"),
+    [("keyframes", "2", "2"), ("keyframes", "64", "64"), ("dtype", "fp32", "float32"), ("dtype", "float32", "float32")],
+)
+def test_spellings_of_cache_flags(flag: str, value: str, kept: str) -> None:
+    assert getattr(parse_options([f"--cache-{flag}", value]).model, f"cache_{flag}") == kept
+
+
 def test_key_from_the_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("STENCIL_API_KEY", "from-env")
     assert parse_options([]).api_key == "from-env"
@@ -51,6 +74,15 @@ def test_key_from_the_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         "--max-num-seqs 0",
         "--drain-seconds nan",
         "--max-queue",
+        "--cache-keyframes 1",
+        "--cache-keyframes 65",
+        "--cache-keyframes per-stepp",
+        "--cache-dtype int4",
+        "--cache-host-bytes -1",
+        "--cache-host-bytes 1T",
+        "--cache-disk-bytes 1.5G",
+        "--cache-admission never",
+        "--block-plan on",
         "--nonsense",
         "--max-q 3",
         "stray",
