@@ -56,9 +56,10 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The activation cache's limits, in bytes per engine, and what it keeps.
 
     device_bytes: device memory for pages; 0 on a CPU uses host pages in place. host_bytes: shared memory for pages.
-    disk_bytes: files in `directory` ("" = stencil/pages in the user's cache folder), 0 = none; shared by all engines that
-    name the same folder. admission: always keeps an edit's pages while there is room, manual only those of templates
-    that were registered. block_plan: auto may compute leading blocks in full while pages come from a slower tier.
+    disk_bytes: files in `directory` ("" = stencil/pages in the user's cache folder), 0 = none; shared by all engines
+    that name the same folder. admission: always keeps an edit's pages while there is room, manual only those of
+    templates that were registered. block_plan: auto may compute leading blocks in full while pages come from a slower
+    tier.
     """
 
     device_bytes: int = 0

@@ -53,6 +53,16 @@ class Work(msgspec.Struct, frozen=True):
         queries = tuple(tokens)
         return cls(queries, queries)
 
+    @classmethod
+    def of_pairs(cls, pairs: Iterable[tuple[int, int]]) -> Work:
+        """Work of requests given as (queries, keys)."""
+        pairs = tuple(pairs)
+        return cls(tuple(q for q, _ in pairs), tuple(k for _, k in pairs))
+
+    def __add__(self, other: Work) -> Work:
+        """Both in one batch."""
+        return Work(self.queries + other.queries, self.keys + other.keys)
+
     def features(self) -> Vector:
         """Shape [4], in the order of FEATURES."""
         attention = sum(q * k for q, k in zip(self.queries, self.keys, strict=True)) / 1e6

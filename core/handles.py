@@ -12,6 +12,10 @@ tier unless it is asked for.
 """
 
 
+PAGE_ARENA = 1
+"""Id of the arena that holds an engine's cached pages; 0 is its client's."""
+
+
 class ArrayRef(msgspec.Struct, frozen=True):
     """A handle on an array in a shared arena: `dtype` is numpy's name, `offset` is in bytes from the arena's start."""
 

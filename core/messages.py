@@ -13,7 +13,7 @@ import msgspec
 from core.config import CacheConfig, ModelConfig
 from core.failure import Failure
 from core.handles import ArrayRef, EntryRef, ModelKey, TensorKey, TensorRef, Tier
-from core.page_scheme import PageScheme
+from core.page_scheme import PageDtype, PageScheme
 from core.request import SamplingParams
 
 
@@ -371,6 +371,7 @@ class Prime(Message, frozen=True):
     max_sequence_length: int
     guidance_scale: float
     blocks: tuple[int, int]
+    dtype: PageDtype
     out: EntryRef
 
 
@@ -379,6 +380,7 @@ class PageSpan(msgspec.Struct, frozen=True):
     exactly at a keyframe.
     """
 
+    dtype: PageDtype
     near: EntryRef
     far: EntryRef | None
     weight: float

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from core.handles import ArrayRef, TensorKey
     from core.messages import EditRequest
     from core.stages import Progress
+    from core.template_pages import PageHold
 
 MAX_PROMPT_CHARACTERS = 32000  # the images API's own limit
 MAX_SEED = 2**63 - 1
@@ -128,6 +129,9 @@ class Request:
         default_factory=dict
     )  # tensors that lie in shared memory for another rank
     exporting: TensorKey | None = None  # the transfer under way, if any
+    sigmas: tuple[float, ...] = ()  # noise levels from the first step to 0; set by the image encoder's result
+    hold: PageHold | None = None  # what it needs of the activation cache, once its noise levels are known
+    full_blocks: int = 0  # most leading blocks that a mask-aware step of it computed in full
     text_tokens: int = 0  # set by the text encoder's result
     prompt_truncated: bool = False  # likewise
 
@@ -136,14 +140,30 @@ class Request:
         return self.edit.request_id
 
     @property
-    def num_step_tokens(self) -> int:
-        """Tokens that one of its denoising steps computes: image tokens plus text tokens."""
+    def num_all_tokens(self) -> int:
+        """All its tokens, image and text: what a step's tokens attend to, and what a full step computes."""
         return self.edit.num_tokens + self.edit.max_text_tokens
+
+    @property
+    def num_active_tokens(self) -> int:
+        """Tokens that a mask-aware step computes: active image tokens plus text tokens."""
+        return self.edit.active.size + self.edit.max_text_tokens
+
+    def is_masked_step(self, step: int) -> bool:
+        """Whether `step` computes only the active tokens."""
+        return self.edit.is_mask_aware and step >= (self.edit.sampling.full_steps or 0)
+
+    @property
+    def num_step_tokens(self) -> int:
+        """Tokens that its next denoising step computes: image tokens plus text tokens."""
+        is_masked = self.is_masked_step(self.progress.steps_scheduled)
+        return self.num_active_tokens if is_masked else self.num_all_tokens
 
     @property
     def is_in_flight(self) -> bool:
         """Whether a worker may still read or write its arrays."""
-        return self.progress.num_in_flight > 0 or self.exporting is not None
+        is_lent = self.hold is not None and self.hold.is_read
+        return self.progress.num_in_flight > 0 or self.exporting is not None or is_lent
 
     @property
     def is_live(self) -> bool:

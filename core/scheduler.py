@@ -15,31 +15,38 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 
-from core.config import SchedulerConfig
+from core.activation_cache import ActivationCacheManager, CacheOrders, TierBudget
+from core.config import CacheConfig, SchedulerConfig
 from core.cost_model import CostKey, CostModel, Work
 from core.errors import DeadlineExceededError
 from core.failure import Failure
-from core.handles import ModelKey, TensorKey
+from core.handles import PAGE_ARENA, ModelKey, TensorKey, Tier
 from core.messages import (
     Aborted,
     Batch,
     BatchResult,
+    DropTemplate,
     EditRequest,
     Failed,
     Finished,
     ItemResult,
     LoadReport,
     ModelInfo,
+    PageCopied,
     PartialImage,
+    PrimeTemplate,
     StepPlan,
+    TemplatePrimed,
     TransferDone,
 )
+from core.priming import Chunk, PrimingJob, TemplateInfo
 from core.request import Request, Status
 from core.scheduling_pass import SchedulingPass
-from core.stage_work import work_tokens
+from core.stage_work import node_work
 from core.stages import INPAINT, Node, Placement, Progress, Workflow, place, preview_steps
+from core.template_pages import PageHold, TemplatePages, keyframes_needed
 
-Output = PartialImage | Finished | Failed | Aborted
+Output = PartialImage | Finished | TemplatePrimed | Failed | Aborted
 
 PATIENCE_SECONDS = 60.0
 """How much younger a request with a deadline may be and still go first."""
@@ -47,10 +54,11 @@ PATIENCE_SECONDS = 60.0
 
 @dataclass(slots=True)
 class Flight:
-    """A batch that is out."""
+    """A batch that is out. job: what it primes, with the chunk; a job without one encodes its template."""
 
     batch: Batch
     work: Work
+    job: tuple[PrimingJob, Chunk | None] | None = None
 
 
 @dataclass(slots=True)
@@ -60,6 +68,7 @@ class Counters:
     steps: int = 0
     batch_tokens: int = 0
     batch_requests: int = 0
+    tokens_skipped: int = 0
     busy_seconds: float = 0.0
 
 
@@ -84,12 +93,15 @@ class StepScheduler:
         models: Mapping[str, ModelInfo],
         num_workers: int = 1,
         workflow: Workflow = INPAINT,
+        cache: CacheConfig | None = None,
     ) -> None:
         self.config = config
         self.models = dict(models)
         self.workflow = workflow
         self.placement: Placement = place(workflow, num_workers)
         self.cost = CostModel()
+        self.pages = TemplatePages(_cache_manager(cache or CacheConfig()), self._load_wins)
+        self._registrations: dict[str, PageHold] = {}  # request id -> a template to be primed, until it is
         self._num_workers = num_workers
         self._requests: dict[str, Request] = {}  # request id -> Request, until its terminal output
         self._order: list[Request] = []  # the same requests, most urgent first
@@ -117,6 +129,21 @@ class StepScheduler:
         self._requests[request.id] = request
         insort(self._order, request, key=urgency)
 
+    def add_template(self, prime: PrimeTemplate) -> None:
+        """Take a template to be primed and kept. An id that is already here raises ValueError."""
+        if prime.request_id in self._requests or prime.request_id in self._registrations:
+            raise ValueError(f"request {prime.request_id} is here already")
+        template = self._template(prime.model, prime.content_id, prime.width, prime.height, prime.num_tokens)
+        hold = PageHold(prime.request_id, template, prime.template, template.scheme.keyframes)
+        hold.is_idle_work = prime.is_idle_work
+        self._registrations[prime.request_id] = hold
+
+    def drop_template(self, drop: DropTemplate) -> None:
+        """Forget a template's pages, once no edit uses them."""
+        scheme = self.models[drop.model].page_scheme
+        if scheme is not None:
+            self.pages.cache.drop(scheme.template_key(drop.content_id))
+
     def abort(self, request_ids: Iterable[str]) -> None:
         """Give requests up. One that has ended already is no error: its terminal output crossed the abort on its
         way.
@@ -125,41 +152,54 @@ class StepScheduler:
             request = self._requests.get(request_id)
             if request is not None and request.is_live:
                 self._end(request, Status.ABORTED, Aborted(request_id=request_id))
+            elif request_id in self._registrations:
+                self._registrations[request_id].is_given_up = True
+        self._settle_registrations()
 
     def fail_all(self, failure: Failure) -> None:
         """The workers are gone: end every request now, whatever was in flight."""
+        self.pages.abandon()
         for request in list(self._requests.values()):
             ending = self._endings.pop(request.id, Failed(request_id=request.id, failure=failure))
             self._remove(request)
             self._outputs.append(ending)
+        for request_id in self._registrations:
+            self._outputs.append(Failed(request_id=request_id, failure=failure))
+        self._registrations.clear()
         self._flights.clear()
         self._plan_of.clear()
         self._plans_out = [{} for _ in range(self._num_workers)]
 
     @property
     def num_requests(self) -> int:
-        return len(self._requests)
+        return len(self._requests) + len(self._registrations)
 
     # ------------------------------------------------------------------------------------------------- one iteration
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next plan, or None when nothing can start before a result or a request comes in."""
         self._expire(now)
+        self._reserve_pages()
         chosen = SchedulingPass(
-            self.config, self.workflow, self.placement, self._open_ranks(), self._predict, self._batch_ids
+            self.config, self.workflow, self.placement, self.pages, self._open_ranks(), self._predict, self._batch_ids
         )
         chosen.run(self.in_order())
-        has_work = bool(chosen.batches or chosen.transfers)
+        self._free += [TensorKey(job_id, "", "") for job_id in self.pages.take_freed()]
+        orders = self.pages.cache.take_orders()
+        has_work = bool(chosen.batches or chosen.transfers or orders.copies or orders.forget or orders.delete)
         # Freeing alone can wait for the next plan with work, unless none is to be expected.
         if not has_work and (not self._free or any(self._plans_out)):
             return None
-        return self._send(chosen)
+        return self._send(chosen, orders)
 
     def apply(self, result: BatchResult) -> None:
         """Take in what came of one batch. An unknown batch raises KeyError: results are never guessed at."""
         flight = self._flights.pop(result.batch_id)
         self._settle(result.batch_id, result.rank)
         self._count(flight, result)
+        if flight.job is not None:
+            self._apply_job(*flight.job, result)
+            return
         for item in result.items:
             self._apply_item(self._requests[item.request_id], item, result)
 
@@ -171,6 +211,11 @@ class StepScheduler:
         request.exporting = None
         request.exported[done.ref.key] = done.ref.handle
         self._finish_ending(request)
+
+    def apply_copy(self, done: PageCopied) -> None:
+        """An entry of the cache has come up, or gone down, a tier; or it could not."""
+        self.pages.finish_copy(done)
+        self._settle_registrations()
 
     def take_outputs(self) -> tuple[Output, ...]:
         """What clients are to be told, in order; each is handed out once."""
@@ -200,6 +245,9 @@ class StepScheduler:
             steps=self._counters.steps,
             batch_tokens=self._counters.batch_tokens,
             batch_requests=self._counters.batch_requests,
+            tokens_skipped=self._counters.tokens_skipped,
+            prime_chunks=self.pages.num_chunks,
+            cache=self.pages.cache.stats(),
             busy_seconds=self._counters.busy_seconds,
         )
 
@@ -207,7 +255,8 @@ class StepScheduler:
         """Every count agrees with every other; raises AssertionError otherwise. Cheap enough to run when idle."""
         assert {request.id for request in self._order} == set(self._requests)
         assert set(self._endings) <= set(self._requests)
-        out = [item for flight in self._flights.values() for item in flight.batch.items]
+        self.pages.check_integrity()
+        out = [item for flight in self._flights.values() if flight.job is None for item in flight.batch.items]
         assert len(out) == sum(request.progress.num_in_flight for request in self._order)
         awaited = sum(sum(plans.values()) for plans in self._plans_out)
         assert awaited == len(self._plan_of)
@@ -221,19 +270,26 @@ class StepScheduler:
         limit = self.config.max_plans_in_flight
         return {rank for rank, plans in enumerate(self._plans_out) if len(plans) < limit}
 
-    def _send(self, chosen: SchedulingPass) -> StepPlan:
+    def _send(self, chosen: SchedulingPass, orders: CacheOrders) -> StepPlan:
         seq = next(self._plan_seqs)
         for batch in chosen.batches:
-            self._flights[batch.id] = Flight(batch, chosen.works[batch.id])
+            self._flights[batch.id] = Flight(batch, chosen.works[batch.id], chosen.jobs.get(batch.id))
             self._await(seq, batch.ranks[0], batch.id)
         for transfer in chosen.transfers:
             self._await(seq, transfer.source, transfer.ref.key)
         free, self._free = tuple(self._free), []
-        return StepPlan(seq=seq, batches=tuple(chosen.batches), transfers=tuple(chosen.transfers), free=free)
+        return StepPlan(
+            seq=seq,
+            forget=orders.forget,
+            delete=orders.delete,
+            copies=orders.copies,
+            batches=tuple(chosen.batches),
+            transfers=tuple(chosen.transfers),
+            free=free,
+        )
 
-    def _predict(self, request: Request, node: Node) -> float:
-        key = self.cost_key(ModelKey(request.edit.model, node.component), node.stage)
-        return self.cost.predict(key, Work.of([work_tokens(request, node)]))
+    def _predict(self, model: str, node: Node, work: Work) -> float:
+        return self.cost.predict(self.cost_key(ModelKey(model, node.component), node.stage), work)
 
     def _await(self, seq: int, rank: int, what: int | TensorKey) -> None:
         plans = self._plans_out[rank]
@@ -264,12 +320,18 @@ class StepScheduler:
         request.progress.finish(node)
         if node.stage == "text_encode":
             request.text_tokens, request.prompt_truncated = item.text_tokens, item.prompt_truncated
+        if node.stage == "image_encode":
+            request.sigmas = item.sigmas
         if not request.is_live:
             return
         if node.kind == "side":
             self._finish_preview(request, node, preview)
         elif node.name == self.workflow.output:
             self._finish(request)
+        elif node.stage == "image_encode" and request.edit.is_mask_aware:
+            request.hold = self._make_hold(request)
+        elif node.kind == "loop" and request.hold is not None:
+            self.pages.trim(request.hold, _masked_sigmas(request, request.progress.steps_done))
 
     def _finish_preview(self, request: Request, node: Node, index: int | None) -> None:
         assert index is not None
@@ -283,6 +345,8 @@ class StepScheduler:
         assert request.started is not None
         ms = {"queue": (request.started - request.edit.arrival) * 1e3}
         ms |= {stage: seconds * 1e3 for stage, seconds in request.stage_seconds.items()}
+        hold = request.hold
+        ms["prime"] = hold.prime_seconds * 1e3 if hold else 0.0
         self._remove(request)
         self._outputs.append(
             Finished(
@@ -290,7 +354,10 @@ class StepScheduler:
                 ms=ms,
                 text_tokens=request.text_tokens,
                 prompt_truncated=request.prompt_truncated,
-                full_blocks=0,
+                cache=hold.result if hold else "off",
+                tier=hold.tier if hold else None,
+                is_primed=hold is not None and hold.is_primed,
+                full_blocks=request.full_blocks,
             )
         )
 
@@ -308,6 +375,8 @@ class StepScheduler:
     def _remove(self, request: Request) -> None:
         del self._requests[request.id]
         self._order.remove(request)
+        if request.hold is not None:
+            self.pages.release(request.hold)
         if request.progress.has_started:
             self._free.append(TensorKey(request.id, "", ""))
 
@@ -321,6 +390,7 @@ class StepScheduler:
         if flight.batch.stage == "denoise":
             self._counters.steps += 1
             self._counters.batch_tokens += sum(flight.work.queries)
+            self._counters.tokens_skipped += sum(flight.work.keys) - sum(flight.work.queries)
             self._counters.batch_requests += len(flight.batch.items)
         if not any(item.failure for item in result.items):
             self.cost.observe(self.cost_key(flight.batch.model, flight.batch.stage), flight.work, result.seconds)
@@ -329,21 +399,117 @@ class StepScheduler:
         components = sorted({node.component for node in self.workflow.nodes})
         return tuple(ModelKey(name, component) for name in self.models for component in components)
 
+    # ------------------------------------------------------------------------------------------------- cached pages
+
+    def _template(self, model: str, content_id: str, width: int, height: int, num_tokens: int) -> TemplateInfo:
+        info = self.models[model]
+        assert info.page_scheme is not None
+        key = info.page_scheme.template_key(content_id)
+        return TemplateInfo(key, model, info.page_scheme, content_id, width, height, num_tokens, info.max_text_tokens)
+
+    def _make_hold(self, request: Request) -> PageHold:
+        """What a mask-aware edit needs of the cache, now that its noise levels are known."""
+        edit = request.edit
+        template = self._template(edit.model, edit.content_id, edit.width, edit.height, edit.num_tokens)
+        needed = keyframes_needed(template.scheme.keyframes, _masked_sigmas(request, 0))
+        return PageHold(request.id, template, edit.template, needed)
+
+    def _reserve_pages(self) -> None:
+        """Pin what edits need, most urgent first and without overtaking, so that none waits for room forever."""
+        holds = [request.hold for request in self.in_order() if request.hold is not None]
+        for hold in [*holds, *self._registrations.values()]:
+            if not hold.is_reserved and not self.pages.reserve(hold):
+                return
+        self._settle_registrations()
+
+    def _load_wins(self, template: TemplateInfo, tier: Tier, nbytes: int) -> bool:
+        """Whether copying an entry up from `tier` is predicted to be faster than priming it. What was never measured is
+        tried.
+        """
+        key = self.cost_key(ModelKey(template.model, self.workflow.loop.component), "prime")
+        prime = self.cost.predict(key, Work.of([template.pass_tokens]))
+        return not prime or self.cost.predict_copy(tier, nbytes) <= prime
+
+    def _apply_job(self, job: PrimingJob, chunk: Chunk | None, result: BatchResult) -> None:
+        failure = next((item.failure for item in result.items if item.failure is not None), None)
+        if failure is not None:
+            self._fail_waiters(self.pages.fail(job), failure)
+        elif chunk is None:
+            self.pages.finish_latents(job, result.seconds)
+        else:
+            self.pages.finish_chunk(job, chunk, result.seconds)
+        self._settle_registrations()
+        for request_id in list(self._endings):
+            self._finish_ending(self._requests[request_id])
+
+    def _fail_waiters(self, holds: Iterable[PageHold], failure: Failure) -> None:
+        for hold in holds:
+            request = self._requests.get(hold.owner_id)
+            if request is None:
+                hold.failure = failure
+            elif request.is_live:
+                self._end(request, Status.FAILED, Failed(request_id=request.id, failure=failure))
+
+    def _settle_registrations(self) -> None:
+        """Answer those that are primed, failed or given up, unless a worker still reads their pixels."""
+        for request_id, hold in list(self._registrations.items()):
+            ending = self._registration_ending(request_id, hold)
+            if ending is not None and not hold.is_read:
+                del self._registrations[request_id]
+                if isinstance(ending, TemplatePrimed):
+                    self.pages.cache.register(hold.entry_keys())
+                self.pages.release(hold)
+                self._outputs.append(ending)
+
+    def _registration_ending(self, request_id: str, hold: PageHold) -> TemplatePrimed | Failed | Aborted | None:
+        if hold.failure is not None:
+            return Failed(request_id=request_id, failure=hold.failure)
+        if hold.is_given_up:
+            return Aborted(request_id=request_id)
+        if hold.is_complete:
+            nbytes = sum(want.nbytes for want in hold.wants())
+            return TemplatePrimed(request_id=request_id, nbytes=nbytes, ms=hold.prime_seconds * 1e3)
+        return None
+
+    # ------------------------------------------------------------------------------------------------- predictions
+
     def _stage_seconds_left(self) -> dict[str, float]:
         """Predicted worker time left per stage, if batches are as full as the queue lets them be."""
-        times: Counter[tuple[Node, ModelKey, int]] = Counter()
-        for request in self.in_order():
-            for node in self.workflow.nodes:
-                model = ModelKey(request.edit.model, node.component)
-                times[node, model, work_tokens(request, node)] += request.progress.times_left(node)
         left: dict[str, float] = {}
-        for (node, model, tokens), number in times.items():
-            seconds = number * self._share(node, model, tokens)
+        for (node, model, size), number in self._runs_left().items():
+            seconds = number * self._share(node, model, size)
             if seconds:
                 left[node.stage] = left.get(node.stage, 0.0) + seconds
         return left
 
-    def _share(self, node: Node, model: ModelKey, tokens: int) -> float:
-        """Predicted seconds that one run of `node` over so many tokens adds to a batch."""
-        size = min(self.config.max_num_seqs, max(1, len(self._order))) if node.kind == "loop" else 1
-        return self.cost.predict(self.cost_key(model, node.stage), Work.of([tokens] * size)) / size
+    def _runs_left(self) -> Counter[tuple[Node, ModelKey, tuple[int, int]]]:
+        """How often a node of this model has still to run over so many (queries, keys)."""
+        runs: Counter[tuple[Node, ModelKey, tuple[int, int]]] = Counter()
+        for request in self.in_order():
+            for node in self.workflow.nodes:
+                model = ModelKey(request.edit.model, node.component)
+                runs[node, model, node_work(request, node)] += request.progress.times_left(node)
+        return runs
+
+    def _share(self, node: Node, model: ModelKey, size: tuple[int, int]) -> float:
+        """Predicted seconds that one run of `node` over such a request adds to a batch."""
+        together = min(self.config.max_num_seqs, max(1, len(self._order))) if node.kind == "loop" else 1
+        work = Work.of_pairs([size] * together)
+        return self.cost.predict(self.cost_key(model, node.stage), work) / together
+
+
+def _masked_sigmas(request: Request, first: int) -> tuple[float, ...]:
+    """Noise levels of the mask-aware steps from `first` on."""
+    return request.sigmas[max(first, request.edit.sampling.full_steps or 0) : -1]
+
+
+def _cache_manager(cache: CacheConfig) -> ActivationCacheManager:
+    budgets = [TierBudget("host", cache.host_bytes)]
+    if cache.device_bytes:
+        budgets.insert(0, TierBudget("device", cache.device_bytes))
+    return ActivationCacheManager(
+        budgets,
+        has_disk=cache.disk_bytes > 0,
+        page_arena_id=PAGE_ARENA,
+        keep_all=cache.admission == "always",
+    )

@@ -14,14 +14,20 @@ from core.cost_model import Work
 from core.handles import ModelKey, TensorKey, TensorRef
 from core.messages import (
     Batch,
+    Item,
     Transfer,
 )
+from core.priming import Chunk, PrimingJob
 from core.request import Request, Status
-from core.stage_work import exports_needed, make_item, work_tokens
+from core.stage_work import chunk_items, chunk_work, exports_needed, latents_item, make_item, node_work
 from core.stages import Node, Placement, Workflow
+from core.template_pages import TemplatePages
 
-Predict = Callable[[Request, Node], float]
-"""Seconds that running a node once takes for a request alone."""
+PredictWork = Callable[[str, Node, Work], float]
+"""Seconds that running a node of this model's workflow takes over so much work."""
+
+PRIME_SHARE = 0.2
+"""Tokens primed along with a step, as a share of the step's own: running requests wait at most so much longer."""
 
 
 @dataclass(slots=True)
@@ -31,23 +37,25 @@ class SchedulingPass:
     config: SchedulerConfig
     workflow: Workflow
     placement: Placement
+    pages: TemplatePages
     open_ranks: set[int]  # ranks that may be given work
-    predict: Predict
+    predict: PredictWork
     batch_ids: Iterator[int]
     batches: list[Batch] = field(default_factory=list)
     works: dict[int, Work] = field(default_factory=dict)  # batch id -> its size
+    jobs: dict[int, tuple[PrimingJob, Chunk | None]] = field(default_factory=dict)  # batch id -> what it primes
     transfers: list[Transfer] = field(default_factory=list)
     _candidates: list[tuple[Request, list[Node]]] = field(default_factory=list)  # most urgent first, with ready nodes
     _stage_ms: dict[int, float] = field(default_factory=dict)  # rank -> predicted milliseconds of stage work chosen
 
     def run(self, requests: Iterable[Request]) -> None:
         """Choose among live requests, given most urgent first. Finishing work first (it frees places), then encoding,
-        previews, and the step."""
+        previews, the step, and what may be primed along with it."""
         self._candidates = [(request, request.progress.ready(self.workflow)) for request in self._admit(requests)]
         self._choose_transfers()
         for is_wanted in (self._is_output, self._is_source, _is_side):
             self._choose_stage_work(is_wanted)
-        self._choose_step()
+        self._choose_priming(self._choose_step())
 
     def _admit(self, requests: Iterable[Request]) -> list[Request]:
         """Those that run, and as many waiting ones as there are places among those that have steps to do."""
@@ -79,25 +87,43 @@ class SchedulingPass:
 
     def _can_run(self, request: Request, node: Node) -> bool:
         is_open = self.placement[node.name] in self.open_ranks
-        return is_open and not exports_needed(request, node, self.placement)
+        return is_open and not exports_needed(request, node, self.placement) and self._has_pages(request, node)
+
+    def _has_pages(self, request: Request, node: Node) -> bool:
+        """Whether what the node reads of the activation cache is there."""
+        hold, step = request.hold, request.progress.steps_scheduled
+        if node.stage == "decode":
+            return hold is None or self.pages.has_latents(hold.template)
+        if node.kind != "loop" or not request.is_masked_step(step):
+            return True
+        return hold is not None and hold.is_reserved and self.pages.span(hold, request.sigmas[step]) is not None
 
     def _choose_nodes(self, request: Request, nodes: Sequence[Node]) -> None:
         """All of these nodes or, where the time budget of a rank is spent, none. One item always goes."""
         rank = self.placement[nodes[0].name]
-        ms = sum(self.predict(request, node) for node in nodes) * 1e3
-        spent = self._stage_ms.get(rank)
-        if spent is not None and spent + ms > self.config.max_stage_ms:
+        if not self._spend_stage_ms(rank, sum(self._predict_alone(request, node) for node in nodes) * 1e3):
             return
-        self._stage_ms[rank] = (spent or 0.0) + ms
         for node in nodes:
             self._add(node, [request])
         if request.status is Status.WAITING:
             request.move_to(Status.RUNNING)
 
+    def _predict_alone(self, request: Request, node: Node) -> float:
+        return self.predict(request.edit.model, node, Work.of_pairs([node_work(request, node)]))
+
+    def _spend_stage_ms(self, rank: int, ms: float) -> bool:
+        """Take predicted milliseconds off a rank's time budget, if there is so much left of it."""
+        spent = self._stage_ms.get(rank)
+        if spent is not None and spent + ms > self.config.max_stage_ms:
+            return False
+        self._stage_ms[rank] = (spent or 0.0) + ms
+        return True
+
     # ------------------------------------------------------------------------------------------------ the step
 
-    def _choose_step(self) -> None:
-        """One batch per model of the most urgent requests that fit; one above the token budget runs alone."""
+    def _choose_step(self) -> int:
+        """One batch per model of the most urgent requests that fit; one above the token budget runs alone. Returns the
+        step's tokens."""
         loop = self.workflow.loop
         chosen: dict[str, list[Request]] = {}  # model -> requests
         num_seqs = num_tokens = 0
@@ -111,6 +137,50 @@ class SchedulingPass:
             num_seqs, num_tokens = num_seqs + 1, tokens
         for requests in chosen.values():
             self._add(loop, requests)
+        return num_tokens
+
+    # ------------------------------------------------------------------------------------------------ priming
+
+    def _choose_priming(self, step_tokens: int) -> None:
+        """Chunks of jobs, oldest first, in the tokens that the step leaves; at least one block goes."""
+        budget = self.config.max_num_batched_tokens - step_tokens
+        if step_tokens:
+            budget = min(budget, int(PRIME_SHARE * step_tokens))
+        has_primed = False
+        for job in self.pages.jobs():
+            if not self._can_prime(job):
+                continue
+            if self.pages.needs_latents(job):
+                self._encode_template(job)
+            elif not has_primed or budget > 0:
+                budget -= self._prime(job, budget)
+                has_primed = True
+
+    def _can_prime(self, job: PrimingJob) -> bool:
+        is_open = self.placement[self.workflow.loop.name] in self.open_ranks
+        has_time = not (self.batches and self.pages.is_idle_work(job))
+        return is_open and has_time and self.pages.can_start(job)
+
+    def _encode_template(self, job: PrimingJob) -> None:
+        node = next(node for node in self.workflow.nodes if node.stage == "image_encode")
+        rank = self.placement[node.name]
+        work = Work.of([job.template.num_tokens])
+        if self._spend_stage_ms(rank, self.predict(job.template.model, node, work) * 1e3):
+            self._add_job(job, None, node, (latents_item(job, self.pages),), work)
+
+    def _prime(self, job: PrimingJob, budget: int) -> int:
+        """Returns the tokens of the chunk."""
+        chunk = self.pages.start_chunk(job, budget)
+        self._add_job(job, chunk, self.workflow.loop, chunk_items(job, chunk, self.pages), chunk_work(job, chunk))
+        return chunk.tokens
+
+    def _add_job(self, job: PrimingJob, chunk: Chunk | None, node: Node, items: tuple[Item, ...], work: Work) -> None:
+        """A batch of its own: chunks of different jobs end at different times."""
+        stage = node.stage if chunk is None else "prime"
+        model, ranks = ModelKey(job.template.model, node.component), (self.placement[node.name],)
+        batch = Batch(next(self.batch_ids), stage, model, ranks, items)
+        self.batches.append(batch)
+        self.works[batch.id], self.jobs[batch.id] = work, (job, chunk)
 
     # ------------------------------------------------------------------------------------------------ between ranks
 
@@ -139,19 +209,19 @@ class SchedulingPass:
 
     def _add(self, node: Node, requests: Sequence[Request]) -> None:
         """Add the requests' items to the batch of the same stage, model and rank, or make it."""
-        items = tuple(make_item(request, node, self.placement) for request in requests)
+        items = tuple(make_item(request, node, self.placement, self.pages) for request in requests)
+        sizes = [node_work(request, node) for request in requests]
         for request in requests:
             request.progress.start(node)
         batch = self._take_batch(node, ModelKey(requests[0].edit.model, node.component))
-        before = self.works[batch.id].queries if batch.id in self.works else ()
-        self.works[batch.id] = Work.of([*before, *(work_tokens(request, node) for request in requests)])
+        self.works[batch.id] = self.works.get(batch.id, Work((), ())) + Work.of_pairs(sizes)
         self.batches.append(Batch(batch.id, batch.stage, batch.model, batch.ranks, batch.items + items))
 
     def _take_batch(self, node: Node, model: ModelKey) -> Batch:
         """The batch chosen so far that takes such items, off the list; else an empty one."""
         ranks = (self.placement[node.name],)
         for batch in self.batches:
-            if (batch.stage, batch.model, batch.ranks) == (node.stage, model, ranks):
+            if (batch.stage, batch.model, batch.ranks) == (node.stage, model, ranks) and batch.id not in self.jobs:
                 self.batches.remove(batch)
                 return batch
         return Batch(next(self.batch_ids), node.stage, model, ranks, ())

@@ -1,23 +1,49 @@
-"""What a node of the stage graph means for one request: the work message and the tensors it reads."""
+"""What a node of the stage graph means for one request: the work message, its size, and the tensors it reads."""
 
 from __future__ import annotations
 
+from core.cost_model import Work
 from core.handles import TensorKey, TensorRef
 from core.messages import (
     Decode,
     Denoise,
+    EncodeTemplate,
     ImageEncode,
     Item,
+    Prime,
     StageWork,
     TextEncode,
 )
+from core.priming import Chunk, PrimingJob
 from core.request import Request
 from core.stages import Node, Placement
+from core.template_pages import TemplatePages
 
 
-def make_item(request: Request, node: Node, placement: Placement) -> Item:
+def make_item(request: Request, node: Node, placement: Placement, pages: TemplatePages) -> Item:
     """The request's part of a batch that runs `node` next."""
-    return Item(request.id, node.name, _work(request, node), _inputs(request, node, placement))
+    return Item(request.id, node.name, _work(request, node, pages), _inputs(request, node, placement))
+
+
+def latents_item(job: PrimingJob, pages: TemplatePages) -> Item:
+    """Encode a job's template."""
+    template = job.template
+    pixels = pages.start_latents(job)
+    work = EncodeTemplate(template=pixels, width=template.width, height=template.height, out=pages.latents(template))
+    return Item(job.id, "template_encode", work, ())
+
+
+def chunk_items(job: PrimingJob, chunk: Chunk, pages: TemplatePages) -> tuple[Item, ...]:
+    """A chunk of a job's passes, one item per keyframe."""
+    return tuple(Item(job.id, "prime", _prime(job, chunk, sigma, pages), ()) for sigma in chunk.sigmas)
+
+
+def chunk_work(job: PrimingJob, chunk: Chunk) -> Work:
+    """The size of a chunk: its share of the blocks is counted as a share of the tokens."""
+    tokens = job.template.pass_tokens
+    start, stop = chunk.blocks
+    share = tokens * (stop - start) // job.template.scheme.layout.num_blocks
+    return Work((share,) * len(chunk.sigmas), (tokens,) * len(chunk.sigmas))
 
 
 def exports_needed(request: Request, node: Node, placement: Placement) -> list[TensorKey]:
@@ -30,17 +56,17 @@ def exports_needed(request: Request, node: Node, placement: Placement) -> list[T
     return [key for key in keys if key not in request.exported]
 
 
-def work_tokens(request: Request, node: Node) -> int:
-    """Tokens that running `node` once costs: those of a step for the denoiser, image tokens for the VAE, text tokens
-    else.
+def node_work(request: Request, node: Node) -> tuple[int, int]:
+    """Tokens that running `node` once computes, and those they attend to: of the next step for the denoiser, image
+    tokens for the VAE, text tokens else.
     """
     match node.stage:
         case "denoise":
-            return request.num_step_tokens
+            return request.num_step_tokens, request.num_all_tokens
         case "text_encode":
-            return request.edit.max_text_tokens
+            return request.edit.max_text_tokens, request.edit.max_text_tokens
         case "image_encode" | "decode":
-            return request.edit.num_tokens
+            return request.edit.num_tokens, request.edit.num_tokens
 
 
 def _inputs(request: Request, node: Node, placement: Placement) -> tuple[TensorRef, ...]:
@@ -48,16 +74,33 @@ def _inputs(request: Request, node: Node, placement: Placement) -> tuple[TensorR
     return tuple(TensorRef(key, placement[key.node], handle=request.exported.get(key)) for key in keys)
 
 
-def _work(request: Request, node: Node) -> StageWork:
+def _prime(job: PrimingJob, chunk: Chunk, sigma: float, pages: TemplatePages) -> Prime:
+    template = job.template
+    return Prime(
+        latents=pages.latents(template),
+        content_id=template.content_id,
+        sigma=sigma,
+        width=template.width,
+        height=template.height,
+        prompt=template.scheme.prompt,
+        max_sequence_length=template.max_text_tokens,
+        guidance_scale=template.scheme.guidance_scale,
+        blocks=chunk.blocks,
+        dtype=template.scheme.layout.dtype,
+        out=pages.ref(template, sigma),
+    )
+
+
+def _work(request: Request, node: Node, pages: TemplatePages) -> StageWork:
     match node.stage:
         case "text_encode":
             return _text_encode(request)
         case "image_encode":
             return _image_encode(request)
         case "denoise":
-            return _denoise(request)
+            return _denoise(request, pages)
         case "decode":
-            return _decode(request, node)
+            return _decode(request, node, pages)
 
 
 def _text_encode(request: Request) -> TextEncode:
@@ -76,26 +119,29 @@ def _image_encode(request: Request) -> ImageEncode:
         seed=sampling.seed,
         num_inference_steps=sampling.num_inference_steps,
         num_denoising_steps=sampling.num_denoising_steps,
+        active=edit.active if request.is_masked_step(0) else None,
     )
 
 
-def _denoise(request: Request) -> Denoise:
+def _denoise(request: Request, pages: TemplatePages) -> Denoise:
     edit, progress = request.edit, request.progress
     assert edit.sampling.guidance_scale is not None
     step = progress.steps_scheduled
     preview_due = progress.preview_index(step + 1) is not None
+    is_masked = request.is_masked_step(step)
     return Denoise(
         step=step,
         num_inference_steps=progress.num_steps,
         width=edit.width,
         height=edit.height,
-        active=None,
+        active=edit.active if is_masked else None,
         guidance_scale=edit.sampling.guidance_scale,
         keep_clean=preview_due and not progress.is_preview_out,
+        pages=pages.span(request.hold, request.sigmas[step]) if is_masked and request.hold else None,
     )
 
 
-def _decode(request: Request, node: Node) -> Decode:
+def _decode(request: Request, node: Node, pages: TemplatePages) -> Decode:
     edit, index = request.edit, request.progress.pending_preview
     is_preview = node.kind == "side"
     assert not is_preview or index is not None
@@ -104,4 +150,7 @@ def _decode(request: Request, node: Node) -> Decode:
         height=edit.height,
         partial=is_preview,
         pixels=edit.pixels[index] if is_preview and index is not None else edit.pixels[-1],
+        active=edit.active if request.hold else None,
+        template_latents=pages.latents(request.hold.template) if request.hold else None,
+        template=edit.template if request.hold else None,
     )

@@ -16,11 +16,14 @@ from core.messages import (
     Abort,
     BatchResult,
     Drain,
+    DropTemplate,
     EditRequest,
     EngineFailed,
     EngineOutputs,
     FromEngine,
     FromWorker,
+    PageCopied,
+    PrimeTemplate,
     StepPlan,
     ToEngine,
     TransferDone,
@@ -75,6 +78,10 @@ class EngineCore:
         match message:
             case EditRequest():
                 self._scheduler.add(message)
+            case PrimeTemplate():
+                self._scheduler.add_template(message)
+            case DropTemplate():
+                self._scheduler.drop_template(message)
             case Abort():
                 self._scheduler.abort(message.request_ids)
             case Drain():
@@ -83,6 +90,8 @@ class EngineCore:
                 self._scheduler.apply(message)
             case TransferDone():
                 self._scheduler.apply_transfer(message)
+            case PageCopied():
+                self._scheduler.apply_copy(message)
             case WorkerFailed():
                 self._fail(message)
             case WorkerReady():

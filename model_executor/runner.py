@@ -2,7 +2,7 @@
 
 The runner keeps nothing per request: inputs are named by the plan and lie in the tensor store, and so do outputs. A
 stage that works on one item at a time isolates failures: only the item fails. One denoising step is one forward pass
-for all items, so it fails as a whole and leaves every item's latents as they were.
+for all items, so it fails as a whole and leaves every item's latents as they were; so is one priming chunk.
 """
 
 from __future__ import annotations
@@ -17,20 +17,29 @@ from torch import Tensor
 
 from core.errors import OutOfMemoryError
 from core.failure import Failure
-from core.handles import ArrayRef, TensorKey
+from core.handles import ArrayRef, EntryRef, TensorKey
 from core.messages import (
     Batch,
     BatchResult,
     Decode,
     Denoise,
+    EncodeTemplate,
     ImageEncode,
     Item,
     ItemResult,
+    PageSpan,
+    Prime,
     TextEncode,
 )
-from model_executor.models.base import Family, Row
+from model_executor.models.base import Family, PrimeRow, Row
+from model_executor.page_store import PageStore
+from model_executor.pages import Pages
+from model_executor.prompt_cache import PromptCache
 from model_executor.sampling import advance, predict_clean
 from model_executor.tensor_store import SharedMemory, TensorStore
+
+TOGETHER = ("denoise", "prime")
+"""Stages whose items share one forward pass."""
 
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 """How PyTorch's CPU allocator words it, in a plain RuntimeError."""
@@ -40,45 +49,55 @@ class Runner:
     """Runs batches of one worker. `models` maps a model's name to its family, whose components are loaded by the
     worker."""
 
-    def __init__(self, rank: int, models: Mapping[str, Family], store: TensorStore, arena: SharedMemory) -> None:
+    def __init__(
+        self, rank: int, models: Mapping[str, Family], store: TensorStore, arena: SharedMemory, pages: PageStore
+    ) -> None:
         self._rank = rank
         self._models = models
+        self._prompts = {name: PromptCache(family) for name, family in models.items()}
+        self._dtypes = {name: getattr(torch, family.info(name).dtype) for name, family in models.items()}
         self._store = store
         self._arena = arena
+        self._pages = pages
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> BatchResult:
         """Never raises for what a batch contains: an item that fails carries its Failure."""
         started = time.monotonic()
-        family = self._models[batch.model.model]
-        if batch.stage == "denoise":
-            results = self._attempt(family, batch.items)
+        model = batch.model.model
+        if batch.stage in TOGETHER:
+            results = self._attempt(model, batch.items)
         else:
-            results = [result for item in batch.items for result in self._attempt(family, [item])]
+            results = [result for item in batch.items for result in self._attempt(model, [item])]
         seconds = time.monotonic() - started
         return BatchResult(batch_id=batch.id, rank=self._rank, started=started, seconds=seconds, items=tuple(results))
 
-    def _attempt(self, family: Family, items: Sequence[Item]) -> list[ItemResult]:
+    def _attempt(self, model: str, items: Sequence[Item]) -> list[ItemResult]:
         """The results of items that succeed or fail together."""
         try:
-            return self._compute(family, items)
+            return self._compute(model, items)
         except Exception as error:  # the actor's edge: whatever went wrong becomes a message to those who wait
             failure = Failure.of(_named(error), traceback.format_exc())
             return [ItemResult(item.request_id, item.node, failure=failure) for item in items]
 
-    def _compute(self, family: Family, items: Sequence[Item]) -> list[ItemResult]:
+    def _compute(self, model: str, items: Sequence[Item]) -> list[ItemResult]:
+        family = self._models[model]
         match items[0].work:
             case TextEncode() as work:
-                return [self._encode_text(family, items[0], work)]
+                return [self._encode_text(model, items[0], work)]
             case ImageEncode() as work:
                 return [self._encode_image(family, items[0], work)]
+            case EncodeTemplate() as work:
+                return [self._encode_template(family, items[0], work)]
             case Decode() as work:
-                return [self._decode(family, items[0], work)]
+                return [self._decode(model, items[0], work)]
+            case Prime():
+                return self._prime(model, items)
             case Denoise():
-                return self._denoise(family, items)
+                return self._denoise(model, items)
 
-    def _encode_text(self, family: Family, item: Item, work: TextEncode) -> ItemResult:
-        text = family.encode_text(work.prompt, work.max_sequence_length)
+    def _encode_text(self, model: str, item: Item, work: TextEncode) -> ItemResult:
+        text = self._prompts[model].encode(work.prompt, work.max_sequence_length)
         named = {"prompt_embeds": text.prompt_embeds, "pooled_prompt_embeds": text.pooled_prompt_embeds}
         return self._put(item, named, text_tokens=text.num_tokens, prompt_truncated=text.truncated)
 
@@ -89,24 +108,84 @@ class Runner:
             seed=work.seed,
             num_inference_steps=work.num_inference_steps,
             num_denoising_steps=work.num_denoising_steps,
+            active=self._indices(work.active),
         )
-        return self._put(item, {"latents": image.latents, "condition": image.condition, "sigmas": image.sigmas})
+        named = {"latents": image.latents, "condition": image.condition, "sigmas": image.sigmas}
+        return self._put(item, named, sigmas=tuple(image.sigmas.tolist()))
 
-    def _decode(self, family: Family, item: Item, work: Decode) -> ItemResult:
-        (latents,) = (self._store.resolve(ref) for ref in item.inputs)
-        self._shared(work.pixels).copy_(family.decode(latents, work.width, work.height))
+    def _encode_template(self, family: Family, item: Item, work: EncodeTemplate) -> ItemResult:
+        clean = family.encode_template(self._shared(work.template))
+        self._pages.create(work.out).copy_(clean.contiguous().view(torch.uint8).flatten())
         return ItemResult(item.request_id, item.node)
 
-    def _denoise(self, family: Family, items: Sequence[Item]) -> list[ItemResult]:
+    def _decode(self, model: str, item: Item, work: Decode) -> ItemResult:
+        (latents,) = (self._store.resolve(ref) for ref in item.inputs)
+        family, pixels = self._models[model], self._shared(work.pixels)
+        if work.active is None:
+            pixels.copy_(family.decode(latents, work.width, work.height))
+            return ItemResult(item.request_id, item.node)
+        assert work.template is not None
+        assert work.template_latents is not None
+        active, template = self._shared(work.active).long(), self._shared(work.template)
+        whole = self._clean(model, work.template_latents, latents.shape[0]).clone()
+        whole[active] = latents[active].to(whole.dtype)  # what another rank exported has widened to float32
+        region, (left, top, right, bottom) = family.decode_region(whole, template, active, work.width, work.height)
+        pixels.copy_(template)
+        pixels[top:bottom, left:right] = region
+        return ItemResult(item.request_id, item.node)
+
+    # ------------------------------------------------------------------------------------------------ priming
+
+    def _prime(self, model: str, items: Sequence[Item]) -> list[ItemResult]:
+        """One chunk: all keyframes of the batch through the same blocks; the hidden states wait for the next one."""
+        works = [work for item in items if isinstance(work := item.work, Prime)]
+        rows = [self._prime_row(model, item, work) for item, work in zip(items, works, strict=True)]
+        hidden = self._models[model].prime(rows, works[0].blocks)
+        for item, work, tensors in zip(items, works, hidden, strict=True):
+            self._store.put_series(_hidden_key(item, work), tensors)
+        return [ItemResult(item.request_id, item.node) for item in items]
+
+    def _prime_row(self, model: str, item: Item, work: Prime) -> PrimeRow:
+        family = self._models[model]
+        text, grid = (
+            self._prompts[model].encode(work.prompt, work.max_sequence_length),
+            family.grid(work.width, work.height),
+        )
+        sigma = torch.tensor(work.sigma, dtype=torch.float32, device=text.prompt_embeds.device)
+        clean = self._clean(model, work.latents, grid[0] * grid[1])
+        latents, condition = family.prime_inputs(clean, work.content_id, sigma)
+        is_first = work.blocks[0] == 0
+        return PrimeRow(
+            latents=latents,
+            condition=condition,
+            prompt_embeds=text.prompt_embeds,
+            pooled_prompt_embeds=text.pooled_prompt_embeds,
+            sigma=sigma,
+            guidance_scale=work.guidance_scale,
+            grid=grid,
+            hidden=None if is_first else self._store.get_series(_hidden_key(item, work)),
+            entry=self._pages.create(work.out) if is_first else self._pages.entry(work.out),
+        )
+
+    def _clean(self, model: str, ref: EntryRef, num_tokens: int) -> Tensor:
+        """A template's clean latents, [image tokens, latent width], not to be written."""
+        return self._pages.entry(ref).view(self._dtypes[model]).view(num_tokens, -1)
+
+    # ------------------------------------------------------------------------------------------------ denoising
+
+    def _denoise(self, model: str, items: Sequence[Item]) -> list[ItemResult]:
         """predict, combine guidance, advance; only then is anything stored."""
-        steps = [self._step(family, item) for item in items]
+        family = self._models[model]
+        steps = [self._step(model, item) for item in items]
         velocities = [family.combine_guidance([velocity]) for velocity in family.predict([s.row for s in steps])]
         outputs = [step.outputs(velocity) for step, velocity in zip(steps, velocities, strict=True)]
         return [self._put_step(item, named) for item, named in zip(items, outputs, strict=True)]
 
-    def _step(self, family: Family, item: Item) -> _Step:
+    def _step(self, model: str, item: Item) -> _Step:
         work, inputs = item.work, {ref.key.name: self._store.resolve(ref) for ref in item.inputs}
         assert isinstance(work, Denoise)
+        family = self._models[model]
+        grid = family.grid(work.width, work.height)
         row = Row(
             latents=inputs["latents"],
             condition=inputs["condition"],
@@ -114,10 +193,20 @@ class Runner:
             pooled_prompt_embeds=inputs["pooled_prompt_embeds"],
             sigma=inputs["sigmas"][work.step],
             guidance_scale=work.guidance_scale,
-            grid=family.grid(work.width, work.height),
-            active=None if work.active is None else self._shared(work.active).long().to(inputs["latents"].device),
+            grid=grid,
+            active=self._indices(work.active),
+            pages=None if work.pages is None else self._page_span(family, work.pages, grid[0] * grid[1]),
         )
         return _Step(row, inputs["sigmas"][work.step + 1], work.keep_clean)
+
+    def _page_span(self, family: Family, span: PageSpan, num_tokens: int) -> Pages:
+        near = self._pages.entry(span.near)
+        far = None if span.far is None else self._pages.entry(span.far)
+        return Pages(family.page_layout(span.dtype), num_tokens, near, far, span.weight)
+
+    def _indices(self, ref: ArrayRef | None) -> Tensor | None:
+        """Token indices, int64."""
+        return None if ref is None else self._shared(ref).long()
 
     def _put_step(self, item: Item, named: Mapping[str, Tensor]) -> ItemResult:
         """Replace the latents where they were read from; the clean prediction belongs to this node."""
@@ -127,10 +216,16 @@ class Runner:
         return ItemResult(item.request_id, item.node, refs)
 
     def _put(
-        self, item: Item, named: Mapping[str, Tensor], *, text_tokens: int = 0, prompt_truncated: bool = False
+        self,
+        item: Item,
+        named: Mapping[str, Tensor],
+        *,
+        text_tokens: int = 0,
+        prompt_truncated: bool = False,
+        sigmas: tuple[float, ...] = (),
     ) -> ItemResult:
         refs = [self._store.put(TensorKey(item.request_id, item.node, name), t) for name, t in named.items()]
-        return ItemResult(item.request_id, item.node, tuple(refs), text_tokens, prompt_truncated)
+        return ItemResult(item.request_id, item.node, tuple(refs), text_tokens, prompt_truncated, sigmas)
 
     def _shared(self, ref: ArrayRef) -> Tensor:
         """A tensor over shared memory, without a copy."""
@@ -157,6 +252,11 @@ class _Step:
     def _whole(self, moved: Tensor) -> Tensor:
         row = self.row
         return moved if row.active is None else row.latents.index_copy(0, row.active, moved)
+
+
+def _hidden_key(item: Item, work: Prime) -> TensorKey:
+    """Where the hidden state of a keyframe's pass waits for the next chunk."""
+    return TensorKey(item.request_id, item.node, f"hidden-{work.sigma}")
 
 
 def _named(error: Exception) -> Exception:

@@ -6,6 +6,8 @@ thread.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import count, takewhile
 from typing import Protocol
 
 import numpy as np
@@ -43,6 +45,22 @@ class TensorStore:
             return self._tensors[key.request_id][key.node, key.name]
         except KeyError:
             raise KeyError(f"rank {self._rank} holds no tensor {key.node}.{key.name} of {key.request_id}") from None
+
+    def put_series(self, key: TensorKey, tensors: Sequence[Tensor]) -> None:
+        """Keep tensors that belong together under `key`, in place of those that were there; none forgets them."""
+        kept = self._tensors.setdefault(key.request_id, {})
+        for place in self._series(key):
+            del kept[place]
+        kept.update({(key.node, f"{key.name}/{i}"): tensor for i, tensor in enumerate(tensors)})
+
+    def get_series(self, key: TensorKey) -> tuple[Tensor, ...]:
+        """What `put_series` kept; () when there is nothing."""
+        return tuple(self._tensors[key.request_id][place] for place in self._series(key))
+
+    def _series(self, key: TensorKey) -> list[tuple[str, str]]:
+        """Where the tensors of a series lie, in their order."""
+        kept, places = self._tensors.get(key.request_id, {}), (f"{key.name}/{i}" for i in count())
+        return list(takewhile(kept.__contains__, ((key.node, name) for name in places)))
 
     def resolve(self, ref: TensorRef) -> Tensor:
         """An input of this rank's work: its own tensor, or another rank's read from shared memory."""
