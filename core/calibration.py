@@ -1,0 +1,37 @@
+"""What a calibration found for a checkpoint: how its pages must be kept so that edits stay close to exact ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from core.page_scheme import PageDtype
+
+CALIBRATION = "calibration.json"
+"""The file's name in a checkpoint's own directory."""
+
+
+class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Written by `python -m entrypoints.calibrate`.
+
+    keyframes: noise levels 1..0, falling, or pages at every step. full_steps: leading steps to compute in full.
+    mask_margin: px. safe: whether the error asked for was reached; where not, the rest is the best that was found.
+    ssim_mean, ssim_p10: inside the mask's box, against exact, over `num_edits` edits of `num_inference_steps` steps.
+    """
+
+    keyframes: tuple[float, ...] | Literal["per-step"]
+    dtype: PageDtype
+    full_steps: int
+    mask_margin: int
+    safe: bool
+    ssim_mean: float
+    ssim_p10: float
+    num_edits: int
+    num_inference_steps: int
+
+
+def calibration_file(cache_folder: Path, fingerprint: str) -> Path:
+    """Where a user's own calibration of the checkpoint with this fingerprint is kept."""
+    return cache_folder / "calibration" / f"{fingerprint}.json"

@@ -1,0 +1,302 @@
+"""Cache entries as files: one directory, shared by every process that names it, under one byte budget.
+
+    <sha256 of the key>.page   magic | nbytes | block bytes | key length | key | crc32 per block | crc32 of all before,
+                               and then the entry's bytes
+    <the same>.<random>.tmp    being written; its writer holds a lock on it, so that one of a dead process is known
+    lock                       held while the directory is counted, files come in and files go out
+
+A reader knows key and sizes, so it knows the whole header but the checksums: whatever differs is not its file. Nothing
+is synced to the disk: after a power cut a file may be torn, which its checksums tell.
+
+zlib.crc32 reads 6.9 GB/s on one Zen 5 core; blake2b 1.4, sha256 2.0, adler32 4.1. Sums of 64-bit words reach 31
+(memcpy: 45) but do not see words that changed places. Computed on pieces that are still in the processor's cache.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import re
+import secrets
+import stat
+import struct
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+
+MAGIC = b"STNLPG01"
+"""Format and version."""
+
+PIECE_BYTES = 256 * 1024
+"""Read or written at once: small enough for the second level cache, where the checksum then finds it."""
+
+_FIXED = struct.Struct("<8sQQI")
+_CHECKSUM = np.dtype("<u4")
+_OURS = re.compile(r"[0-9a-f]{64}\.(page|[0-9a-f]{16}\.tmp)")
+
+
+class DamagedFileError(Exception):
+    """A file that is not the whole entry it is named after. Never leaves this module."""
+
+
+class PageFiles:
+    """The disk tier. Every method may be called by any process at any time; none raises for what it finds on the disk.
+    Files of other names in the directory are neither counted nor touched.
+    """
+
+    def __init__(self, directory: Path, budget_bytes: int) -> None:
+        """The directory is made, with mode 0700, when the first entry is written; if it holds more than the budget
+        already, it is cut down now."""
+        self.directory = directory
+        self.budget_bytes = budget_bytes
+        with suppress(OSError), self._locked():
+            self._make_room(0)
+
+    def read(self, key: str, out: Bytes, block_bytes: int, on_block: Callable[[int], None]) -> bool:
+        """Fill `out`, uint8 [nbytes], block after block; `on_block` hears of each one that is there and checked.
+
+        False when there is no such file or not a whole one; blocks that `on_block` heard of are right all the same, and
+        the file is gone. Entries read last are evicted last.
+        """
+        path = self._path(key)
+        try:
+            with _opened(path) as fd:
+                _read_entry(fd, key, out, block_bytes, on_block)
+                os.utime(fd, ns=_now())
+        except FileNotFoundError:
+            return False
+        except (OSError, DamagedFileError):
+            _remove(path)
+            return False
+        return True
+
+    def write(self, key: str, data: Bytes, block_bytes: int) -> bool:
+        """Keep `data`, uint8 [nbytes]; evicts what was used longest ago. False when it cannot be: no room within the
+        budget or on the disk, or a directory that cannot be written. An entry that is there already is not written
+        again.
+        """
+        header_bytes = _header_bytes(key, len(data), block_bytes)
+        path = self._path(key)
+        try:
+            if _touch(path, header_bytes + len(data)):
+                return True
+            with self._temporary(path, header_bytes + len(data)) as (name, fd):
+                _write_entry(fd, key, data, block_bytes)
+                with self._locked():
+                    name.replace(path)
+        except OSError:
+            return False
+        return True
+
+    def delete(self, key: str) -> None:
+        """Remove an entry's file, where there is one."""
+        _remove(self._path(key))
+
+    def used_bytes(self) -> int:
+        """Bytes of all entries, those being written included."""
+        return sum(file.nbytes for file in self._files())
+
+    def _path(self, key: str) -> Path:
+        return self.directory / f"{hashlib.sha256(key.encode()).hexdigest()}.page"
+
+    @contextmanager
+    def _temporary(self, path: Path, nbytes: int) -> Iterator[tuple[Path, int]]:
+        """A file of `nbytes` to write, counted from now on and removed in the end unless it was renamed. Raises OSError
+        when there is no room."""
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        name = path.with_suffix(f".{secrets.token_hex(8)}.tmp")
+        with self._locked():
+            self._make_room(nbytes)
+            fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            # Before the directory is unlocked, so that nobody finds the file without a writer.
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        try:
+            os.ftruncate(fd, nbytes)
+            yield name, fd
+        finally:
+            with suppress(FileNotFoundError):
+                name.unlink()
+            os.close(fd)
+
+    def _make_room(self, nbytes: int) -> None:
+        """Evict until `nbytes` more fit; OSError, and nothing evicted, when they cannot. The directory must be locked.
+
+        Files of dead writers go first; those of living ones stay.
+        """
+        files = list(self._files())
+        writing = [
+            file for file in files if file.is_temporary and not (_is_abandoned(file.path) and _remove(file.path))
+        ]
+        room = self.budget_bytes - nbytes - sum(file.nbytes for file in writing)
+        if room < 0:
+            raise OSError(errno.ENOSPC, f"no room for {nbytes} bytes", str(self.directory))
+        pages = [file for file in files if not file.is_temporary]
+        excess = sum(file.nbytes for file in pages) - room
+        for file in sorted(pages, key=lambda file: file.last_use):
+            if excess > 0 and _remove(file.path):
+                excess -= file.nbytes
+        if excess > 0:
+            raise OSError(errno.EPERM, "files that cannot be removed", str(self.directory))
+
+    def _files(self) -> Iterator[_File]:
+        """All entries and all that are being written. A look at every file per write costs 2 us each, on a thread that
+        is about to write megabytes; an index would have to survive the crashes of everyone who shares it."""
+        try:
+            with os.scandir(self.directory) as found:
+                for entry in found:
+                    if _OURS.fullmatch(entry.name):
+                        with suppress(FileNotFoundError):
+                            yield _File.of(Path(entry.path), entry.stat(follow_symlinks=False))
+        except FileNotFoundError:
+            return
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """The directory for this process alone. The lock goes with the descriptor, so also with its process."""
+        fd = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    path: Path
+    nbytes: int
+    last_use: int  # ns since the epoch
+    is_temporary: bool
+
+    @classmethod
+    def of(cls, path: Path, status: os.stat_result) -> _File:
+        # A directory of this name is nobody's entry: it is not counted, and never removed.
+        nbytes = 0 if stat.S_ISDIR(status.st_mode) else status.st_size
+        return cls(path, nbytes, status.st_mtime_ns, path.suffix == ".tmp")
+
+
+# ------------------------------------------------------------------------------------------------------ one file
+
+
+def _read_entry(fd: int, key: str, out: Bytes, block_bytes: int, on_block: Callable[[int], None]) -> None:
+    header_bytes = _header_bytes(key, len(out), block_bytes)
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_size != header_bytes + len(out):
+        raise DamagedFileError
+    checksums = _checksums(os.pread(fd, header_bytes, 0), _prefix(key, len(out), block_bytes))
+    for index, start in enumerate(range(0, len(out), block_bytes)):
+        block = out[start : start + block_bytes]
+        if _read_block(fd, block, header_bytes + start) != checksums[index]:
+            raise DamagedFileError
+        on_block(index)
+
+
+def _write_entry(fd: int, key: str, data: Bytes, block_bytes: int) -> None:
+    offset = _header_bytes(key, len(data), block_bytes)
+    starts = range(0, len(data), block_bytes)
+    checksums = [_write_block(fd, data[start : start + block_bytes], offset + start) for start in starts]
+    header = _prefix(key, len(data), block_bytes) + np.array(checksums, _CHECKSUM).tobytes()
+    _write_all(fd, memoryview(header + zlib.crc32(header).to_bytes(4, "little")), 0)
+
+
+def _prefix(key: str, nbytes: int, block_bytes: int) -> bytes:
+    """What every file of this entry starts with."""
+    name = key.encode()
+    return _FIXED.pack(MAGIC, nbytes, block_bytes, len(name)) + name
+
+
+def _header_bytes(key: str, nbytes: int, block_bytes: int) -> int:
+    num_blocks = -(-nbytes // block_bytes)
+    return _FIXED.size + len(key.encode()) + (num_blocks + 1) * _CHECKSUM.itemsize
+
+
+def _checksums(header: bytes, prefix: bytes) -> list[int]:
+    """The blocks' checksums; DamagedFileError unless the header is whole and starts with `prefix`."""
+    body, own = header[:-4], header[-4:]
+    if not body.startswith(prefix) or zlib.crc32(body) != int.from_bytes(own, "little"):
+        raise DamagedFileError
+    return np.frombuffer(body, _CHECKSUM, offset=len(prefix)).tolist()  # type: ignore[no-any-return]
+
+
+def _read_block(fd: int, block: Bytes, offset: int) -> int:
+    """Fill `block` from the file's bytes at `offset`; returns their checksum."""
+    checksum = 0
+    for start in range(0, len(block), PIECE_BYTES):
+        piece = block[start : start + PIECE_BYTES].data
+        if os.preadv(fd, [piece], offset + start) != len(piece):
+            raise DamagedFileError
+        checksum = zlib.crc32(piece, checksum)
+    return checksum
+
+
+def _write_block(fd: int, block: Bytes, offset: int) -> int:
+    checksum = 0
+    for start in range(0, len(block), PIECE_BYTES):
+        piece = block[start : start + PIECE_BYTES].data
+        checksum = zlib.crc32(piece, checksum)
+        _write_all(fd, piece, offset + start)
+    return checksum
+
+
+def _write_all(fd: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(fd, data, offset)  # short when the disk is nearly full; the next call then says so
+        data, offset = data[written:], offset + written
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """A descriptor to read; never follows a link, never waits for the other end of a pipe."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _touch(path: Path, nbytes: int) -> bool:
+    """Mark a file as just used; False when there is none of this size."""
+    try:
+        status = os.lstat(path)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
+            return False
+        os.utime(path, ns=_now(), follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _is_abandoned(path: Path) -> bool:
+    """Whether a temporary's writer is dead: a living one holds its lock."""
+    try:
+        with _opened(path) as fd:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True  # not a file that anyone could have made here
+    return True
+
+
+def _remove(path: Path) -> bool:
+    """Unlink a file; False when that is not possible (it is a directory, or the folder cannot be written)."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        return False
+    return True
+
+
+def _now() -> tuple[int, int]:
+    # Explicit, since the kernel's own time stamps move in steps of 4 ms.
+    return time.time_ns(), time.time_ns()

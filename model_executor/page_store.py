@@ -1,0 +1,346 @@
+"""Where a worker's cached pages lie, and the thread that moves them between tiers while something else is computed.
+
+Host pages are read and written in place, in shared memory; device pages are tensors by key; files are `page_files`'.
+What lies where, and for how long, is decided in the engine: the store holds, copies and reports.
+
+One I/O thread does the copies in the order they come. A copy towards a faster tier lets its readers start before its
+end: `wait_block` returns once that block has arrived. On a GPU copies run on a stream of their own and go through two
+pinned buffers: the arena itself is not pinned, since memory that is given back to the kernel while registered with CUDA
+would be read stale by the device.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from core.errors import EngineError
+from core.handles import ArrayRef, EntryRef
+from core.messages import PageCopied, PageCopy
+from model_executor.tensor_store import SharedMemory
+
+logger = logging.getLogger("stencil.worker")
+
+Bytes = npt.NDArray[np.uint8]
+OnBlock = Callable[[int], None]
+
+
+class PagesLostError(EngineError):
+    """Pages that were on their way did not arrive: their file was damaged, or the device had no room. They can be
+    computed again."""
+
+
+class Files(Protocol):
+    """What the store needs of `page_files.PageFiles`."""
+
+    def read(self, key: str, out: Bytes, block_bytes: int, on_block: OnBlock) -> bool: ...
+
+    def write(self, key: str, data: Bytes, block_bytes: int) -> bool: ...
+
+    def delete(self, key: str) -> None: ...
+
+
+@dataclass(slots=True)
+class _Load:
+    """A copy towards a faster tier. Guarded by the store's condition.
+
+    num_blocks: arrived so far; events: of each of these, where a device still has to wait for it.
+    """
+
+    num_blocks: int = 0
+    events: list[torch.cuda.Event] = field(default_factory=list)
+    has_failed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A copy with all that its thread needs. device: the entry in device memory, where that is one of its ends; ready:
+    what the device must have done before."""
+
+    copy: PageCopy
+    load: _Load | None
+    device: Tensor | None
+    ready: torch.cuda.Event | None
+
+
+class PageStore:
+    """Entries by key. All methods but the copies themselves run in the one thread that computes."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        pages: SharedMemory,
+        files: Files | None,
+        on_copied: Callable[[PageCopied], None],
+        rank: int = 0,
+    ) -> None:
+        """pages: the page arena. files: None without a disk tier. on_copied: called once for every copy that was
+        started, in their order, from the I/O thread (not for those still waiting when the store is closed)."""
+        self._device = device
+        self._pages = pages
+        self._files = files
+        self._on_copied = on_copied
+        self._rank = rank
+        self._tensors: dict[str, Tensor] = {}  # key -> uint8 [nbytes] in device memory
+        self._loads: dict[str, list[_Load]] = {}  # key -> under way, or failed
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._jobs: SimpleQueue[_Job | Sequence[str] | None] = SimpleQueue()
+        self._streamer = _Streamer(device) if device.type == "cuda" else None
+        self._thread = threading.Thread(target=self._run, name="page-io", daemon=True)
+        self._thread.start()
+
+    def entry(self, ref: EntryRef) -> Tensor:
+        """An entry to read, uint8 [nbytes]: shared memory itself, or the device's tensor.
+
+        Of an entry that is still loading only the blocks may be read that `wait_block` has returned for. KeyError for
+        a device entry that is not here, which is a bug of whoever planned it.
+        """
+        if ref.host is not None:
+            return torch.from_numpy(self._host(ref.host))
+        try:
+            return self._tensors[ref.key]
+        except KeyError:
+            raise KeyError(f"rank {self._rank} holds no pages {ref.key} in device memory") from None
+
+    def create(self, ref: EntryRef) -> Tensor:
+        """An entry to write, uint8 [nbytes] of undefined content; whoever fills an entry gets it from here.
+
+        On the device an entry of the same key is replaced. The key's failed loads are forgotten: it is there again.
+        """
+        with self._changed:
+            self._loads.pop(ref.key, None)
+        if ref.host is None:
+            self._tensors[ref.key] = torch.empty(ref.nbytes, dtype=torch.uint8, device=self._device)
+        return self.entry(ref)
+
+    def start(self, copy: PageCopy) -> None:
+        """Begin a copy; returns at once. A target in device memory is there, to be waited for, when this returns.
+
+        Never raises for what is lacking: PageCopied then says that it is not ok.
+        """
+        load = self._expect(copy.key) if copy.source != "device" and copy.target != "disk" else None
+        if copy.target == "device":
+            self._make_target(copy)
+        ready = self._streamer.ready() if self._streamer is not None else None
+        device = self._tensors.get(copy.key) if "device" in (copy.source, copy.target) else None
+        self._jobs.put(_Job(copy, load, device, ready))
+
+    def wait_block(self, key: str, block: int) -> None:
+        """Wait until a block of an entry that is being loaded may be read; returns at once where nothing is under way.
+
+        Raises PagesLostError if the load failed before this block.
+        """
+        with self._changed:
+            # Each of them in turn: an entry may be on its way from disk to host and from there to the device.
+            for load in tuple(self._loads.get(key, ())):
+                self._wait_load(load, block)
+                if load.num_blocks <= block:
+                    raise PagesLostError(f"pages {key} did not arrive")
+                if load.events:
+                    torch.cuda.current_stream(self._device).wait_event(load.events[block])
+
+    def forget(self, keys: Iterable[str]) -> None:
+        """Give up entries' device memory, where they have any."""
+        for key in keys:
+            self._tensors.pop(key, None)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Remove entries' files, after the copies that were started before."""
+        if self._files is not None and keys:
+            self._jobs.put(tuple(keys))
+
+    def close(self) -> None:
+        """Finish the copy under way, drop those that wait, end the thread. Whoever waits for a block gets
+        PagesLostError. Harmless when repeated."""
+        self._is_closed = True
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _wait_load(self, load: _Load, block: int) -> None:
+        self._changed.wait_for(lambda: load.num_blocks > block or load.has_failed or self._is_closed)
+
+    def _host(self, ref: ArrayRef) -> Bytes:
+        return self._pages.view(ref)  # type: ignore[return-value]  # an entry's handle says uint8
+
+    def _expect(self, key: str) -> _Load:
+        """Another load of this entry is under way; earlier ones that failed no longer count."""
+        with self._changed:
+            loads = [load for load in self._loads.get(key, ()) if not load.has_failed]
+            self._loads[key] = [*loads, load := _Load()]
+        return load
+
+    def _make_target(self, copy: PageCopy) -> None:
+        try:
+            self._tensors[copy.key] = torch.empty(copy.nbytes, dtype=torch.uint8, device=self._device)
+        except RuntimeError:  # out of memory, under its own name on a GPU and in plain on a CPU: the copy says so
+            self._tensors.pop(copy.key, None)
+
+    # ------------------------------------------------------------------------------------------------ the I/O thread
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closed and (job := self._jobs.get()) is not None:
+                self._do(job)
+        finally:
+            with self._changed:
+                self._is_closed = True
+                self._changed.notify_all()
+
+    def _do(self, job: _Job | Sequence[str]) -> None:
+        if isinstance(job, _Job):
+            self._on_copied(self._copy(job))
+        elif self._files is not None:
+            for key in job:
+                self._files.delete(key)
+
+    def _copy(self, job: _Job) -> PageCopied:
+        copy, started = job.copy, time.monotonic()
+        try:
+            is_ok = not self._follows_failure(job) and self._move(job)
+        except Exception:  # the actor's edge: whatever went wrong, the copy is over and those who wait must hear it
+            logger.warning("pages %s were not copied from %s to %s", copy.key, copy.source, copy.target, exc_info=True)
+            is_ok = False
+        self._end(job, is_ok)
+        seconds = time.monotonic() - started
+        return PageCopied(self._rank, copy.key, copy.nbytes, copy.source, copy.target, is_ok, seconds)
+
+    def _follows_failure(self, job: _Job) -> bool:
+        """Whether what this copy reads did not arrive."""
+        with self._changed:
+            return any(load.has_failed for load in self._loads.get(job.copy.key, ()))
+
+    def _move(self, job: _Job) -> bool:
+        copy = job.copy
+        if copy.host is None:
+            raise ValueError(f"copies go by way of the host, not from {copy.source} to {copy.target}")
+        host = self._host(copy.host)
+        match copy.source, copy.target:
+            case "disk", "host":
+                arrived = self._arrival(job)
+                return self._files is not None and self._files.read(copy.key, host, copy.block_bytes, arrived)
+            case "host", "disk":
+                return self._files is not None and self._files.write(copy.key, host, copy.block_bytes)
+            case "host", "device":
+                return job.device is not None and self._upload(job, host, job.device)
+            case "device", "host":
+                return job.device is not None and self._download(job, job.device, host)
+            case _:
+                raise ValueError(f"no such copy: {copy.source} to {copy.target}")
+
+    def _upload(self, job: _Job, host: Bytes, device: Tensor) -> bool:
+        arrived = self._arrival(job)
+        if self._streamer is not None:
+            assert job.load is not None
+            assert job.ready is not None
+            self._streamer.upload(host, device, job.copy.block_bytes, job.ready, job.load.events, arrived)
+            return True
+        for index, start in enumerate(range(0, len(host), job.copy.block_bytes)):
+            stop = start + job.copy.block_bytes
+            np.copyto(device.numpy()[start:stop], host[start:stop])  # not PyTorch: it would start its threads here too
+            arrived(index)
+        return True
+
+    def _download(self, job: _Job, device: Tensor, host: Bytes) -> bool:
+        if self._streamer is None:
+            np.copyto(host, device.numpy())
+            return True
+        assert job.ready is not None
+        self._streamer.download(device, host, job.copy.block_bytes, job.ready)
+        return True
+
+    def _arrival(self, job: _Job) -> OnBlock:
+        """What to call for each block, in order."""
+
+        def arrived(index: int) -> None:
+            assert job.load is not None
+            with self._changed:
+                job.load.num_blocks = index + 1
+                self._changed.notify_all()
+
+        return arrived
+
+    def _end(self, job: _Job, is_ok: bool) -> None:
+        """Done: forget the load. Failed: remember it for those who come to wait, until the entry is made anew."""
+        if job.load is None:
+            return
+        with self._changed:
+            job.load.has_failed = not is_ok
+            loads = self._loads.get(job.copy.key, [])
+            if is_ok and job.load in loads:
+                loads.remove(job.load)
+            if not loads:
+                self._loads.pop(job.copy.key, None)
+            self._changed.notify_all()
+
+
+class _Streamer:
+    """Copies between host and GPU on a stream of their own, through two pinned buffers in turn."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._buffers: list[Tensor] = []
+        self._idle = [torch.cuda.Event(), torch.cuda.Event()]
+
+    def ready(self) -> torch.cuda.Event:
+        """What the computing thread has queued up to now. Call it there."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def upload(
+        self,
+        host: Bytes,
+        device: Tensor,
+        block_bytes: int,
+        ready: torch.cuda.Event,
+        events: list[torch.cuda.Event],
+        arrived: OnBlock,
+    ) -> None:
+        """Host to device; `arrived` when a block's copy is queued, its event in `events`. Returns when all is done."""
+        with self._queued_after(ready, device):
+            for index, start in enumerate(range(0, len(host), block_bytes)):
+                buffer = self._buffer(index % 2, block_bytes)
+                block = host[start : start + block_bytes]
+                np.copyto(buffer.numpy()[: len(block)], block)
+                device[start : start + block_bytes].copy_(buffer[: len(block)], non_blocking=True)
+                self._idle[index % 2].record(self._stream)
+                event = torch.cuda.Event()
+                event.record(self._stream)
+                events.append(event)
+                arrived(index)
+        self._stream.synchronize()
+
+    def download(self, device: Tensor, host: Bytes, block_bytes: int, ready: torch.cuda.Event) -> None:
+        """Device to host. Returns when all is done."""
+        with self._queued_after(ready, device):
+            for start in range(0, len(host), block_bytes):
+                block = host[start : start + block_bytes]
+                buffer = self._buffer(0, block_bytes)[: len(block)]
+                buffer.copy_(device[start : start + block_bytes], non_blocking=True)
+                self._stream.synchronize()
+                np.copyto(block, buffer.numpy())
+
+    def _queued_after(self, ready: torch.cuda.Event, tensor: Tensor) -> torch.cuda.StreamContext:
+        self._stream.wait_event(ready)
+        tensor.record_stream(self._stream)  # its memory is not given away before these copies are done
+        return torch.cuda.stream(self._stream)
+
+    def _buffer(self, index: int, nbytes: int) -> Tensor:
+        """A pinned buffer that the device has done with."""
+        if not self._buffers or self._buffers[0].numel() < nbytes:
+            self._stream.synchronize()
+            self._buffers = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._idle[index].synchronize()
+        return self._buffers[index]
