@@ -41,10 +41,13 @@ STOP_SECONDS = 5.0
 class Executor:
     """The workers of one engine, by rank. Use as an async context manager: leaving it leaves no worker behind."""
 
-    def __init__(self, config: EngineConfig, arena_id: int, arena_fd: int) -> None:
+    def __init__(
+        self, config: EngineConfig, arena_id: int, arena_fd: int, page_arena_id: int, page_arena_fd: int
+    ) -> None:
+        """arena: pictures and tensors on their way. page arena: the host tier of the activation cache."""
         self._config = config
-        self._arena_id = arena_id
-        self._arena_fd = arena_fd
+        self._arena_ids = arena_id, page_arena_id
+        self._arena_fds = arena_fd, page_arena_fd
         self._workers: list[_Worker] = []
         self._mailbox: asyncio.Queue[FromWorker] = asyncio.Queue()
         self._stack = AsyncExitStack()
@@ -54,9 +57,8 @@ class Executor:
         async with AsyncExitStack() as stack:
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
             for rank in range(self._config.workers_per_engine):
-                config = WorkerConfig(rank, self._config.models, self._arena_id, self._config.workers_per_engine)
                 ring_bytes = RING_BYTES + PROMPT_BYTES * self._config.scheduler.max_num_seqs
-                worker = _Worker(config, self._arena_fd, ring_bytes)
+                worker = _Worker(self._worker_config(rank), self._arena_fds, ring_bytes)
                 self._workers.append(worker)
                 stack.push_async_callback(worker.stop)
                 tasks.create_task(worker.receive(self._mailbox), name=f"worker-{rank}")
@@ -92,31 +94,39 @@ class Executor:
         while True:
             yield await self._mailbox.get()
 
+    def _worker_config(self, rank: int) -> WorkerConfig:
+        config = self._config
+        return WorkerConfig(rank, config.models, *self._arena_ids, config.cache, config.workers_per_engine)
+
 
 def _part_of(plan: StepPlan, rank: int) -> StepPlan | None:
-    """What `rank` has to do of a plan; None when nothing. Frees, loads and unloads concern every rank."""
+    """What `rank` has to do of a plan; None when nothing. Frees, loads and unloads concern every rank, pages the first
+    one alone."""
+    is_first = rank == 0
     part = StepPlan(
         seq=plan.seq,
+        forget=plan.forget if is_first else (),
+        delete=plan.delete if is_first else (),
+        copies=plan.copies if is_first else (),
         batches=tuple(batch for batch in plan.batches if rank in batch.ranks),
         transfers=tuple(transfer for transfer in plan.transfers if transfer.source == rank),
         free=plan.free,
         load=plan.load,
         unload=plan.unload,
     )
-    has_work = part.batches or part.transfers or part.free or part.load or part.unload
-    return part if has_work else None
+    return part if part != StepPlan(seq=plan.seq) else None
 
 
 class _Worker:
     """One worker process and the channel to it."""
 
-    def __init__(self, config: WorkerConfig, arena_fd: int, ring_bytes: int) -> None:
+    def __init__(self, config: WorkerConfig, arena_fds: tuple[int, int], ring_bytes: int) -> None:
         self.rank = config.rank
         self._channel, child_fds = Channel.create(ring_bytes)
         self._process: ChildProcess = spawn(
             "model_executor.worker:main",
             msgspec.msgpack.encode(config),
-            [*child_fds, arena_fd],
+            [*child_fds, *arena_fds],
             name=f"stencil-worker-{config.rank}",
         )
         self._channel.close_child_fds()

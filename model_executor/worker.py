@@ -6,20 +6,26 @@ after the settings that PyTorch reads once at import, so that a failing import i
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import tempfile
+import threading
 import traceback
-from contextlib import suppress
+from contextlib import closing, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from core.cache_folder import user_cache_folder
+from core.config import CacheConfig
 from core.failure import Failure
 from core.ipc.ring import Channel, PeerClosedError
 from core.ipc.shared_array import Arena
 from core.messages import (
     FromWorker,
+    PageCopied,
     Shutdown,
     StepPlan,
     ToWorker,
@@ -29,35 +35,42 @@ from core.messages import (
 )
 
 if TYPE_CHECKING:
+    from model_executor.page_files import PageFiles
+    from model_executor.page_store import PageStore
     from model_executor.resident import ResidentModels
     from model_executor.runner import Runner
     from model_executor.tensor_store import TensorStore
 
 
 def main(config: bytes, fds: list[int]) -> None:
-    """Entry point of `core.ipc.process.spawn`: `config` is a WorkerConfig, `fds` channel memory, channel socket, arena.
+    """Entry point of `core.ipc.process.spawn`: `config` is a WorkerConfig, `fds` channel memory, channel socket, arena,
+    page arena.
 
     Returns when told to shut down or when the engine is gone.
     """
     # A supervisor signals the whole group: the parent leads the shutdown, and running edits are still to be finished.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     settings = msgspec.msgpack.decode(config, type=WorkerConfig)
-    channel = Channel.attach(fds[0], fds[1])
+    link = EngineLink(Channel.attach(fds[0], fds[1]))
     with suppress(PeerClosedError):
         try:
-            _start(settings, channel, Arena.attach(settings.arena_id, fds[2])).run()
+            arenas = Arena.attach(settings.arena_id, fds[2]), Arena.attach(settings.page_arena_id, fds[3])
+            with closing(_start(settings, link, *arenas)) as worker:
+                worker.run()
         except PeerClosedError:
             raise  # nobody is left to tell
         except Exception as error:  # the actor's edge: the engine is told why there is no worker any more
-            _send(channel, WorkerFailed(rank=settings.rank, failure=Failure.of(error, traceback.format_exc())))
+            link.send(WorkerFailed(rank=settings.rank, failure=Failure.of(error, traceback.format_exc())))
 
 
-def _start(settings: WorkerConfig, channel: Channel, arena: Arena) -> Worker:
+def _start(settings: WorkerConfig, link: EngineLink, arena: Arena, page_arena: Arena) -> Worker:
     """Load everything, run every stage once, report ready."""
     num_threads = settings.models[0].threads or default_threads(settings.num_workers)
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(num_threads)
     # diffusers' import makes the folder that this names, and by default one that stays behind; nothing is compiled.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
+    from model_executor.page_store import PageStore
     from model_executor.resident import ResidentModels, quiet_libraries, set_threads
     from model_executor.runner import Runner
     from model_executor.tensor_store import TensorStore
@@ -67,10 +80,22 @@ def _start(settings: WorkerConfig, channel: Channel, arena: Arena) -> Worker:
     models = ResidentModels.open(settings.models)
     models.load_all()
     models.warm_up()
+    ready = models.ready(settings.rank)
     store = TensorStore(settings.rank, models.device, arena)
-    worker = Worker(settings.rank, channel, models, store, Runner(settings.rank, models.families, store, arena))
-    worker.send(models.ready(settings.rank))
-    return worker
+    pages = PageStore(models.device, page_arena, _page_files(settings.cache), link.report, settings.rank)
+    runner = Runner(settings.rank, models.families, store, arena, pages)
+    link.send(ready)
+    return Worker(settings.rank, link, models, store, pages, runner)
+
+
+def _page_files(cache: CacheConfig) -> PageFiles | None:
+    """The disk tier, where one was asked for."""
+    from model_executor.page_files import PageFiles
+
+    if cache.disk_bytes <= 0:
+        return None
+    directory = Path(cache.directory).expanduser() if cache.directory else user_cache_folder(os.environ) / "pages"
+    return PageFiles(directory, cache.disk_bytes)
 
 
 def default_threads(num_workers: int) -> int:
@@ -82,41 +107,72 @@ def default_threads(num_workers: int) -> int:
     return max(1, (len(os.sched_getaffinity(0)) - 1) // num_workers)
 
 
+class EngineLink:
+    """The channel to the engine, for both threads of a worker: a channel takes one sender at a time."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._sending = threading.Lock()
+
+    def send(self, message: FromWorker) -> None:
+        """Raises PeerClosedError when the engine is gone."""
+        with self._sending:
+            self._channel.send(msgspec.msgpack.encode(message))
+
+    def report(self, copied: PageCopied) -> None:
+        """`send` for the I/O thread: that the engine is gone is the main thread's to notice."""
+        with suppress(PeerClosedError):
+            self.send(copied)
+
+    def recv(self) -> bytes:
+        """The engine's next message. Main thread only. Raises PeerClosedError when the engine is gone."""
+        return self._channel.recv()
+
+
 class Worker:
     """The loop: one plan after the other, one result per batch as soon as it is done."""
 
-    def __init__(self, rank: int, channel: Channel, models: ResidentModels, store: TensorStore, runner: Runner) -> None:
+    def __init__(
+        self,
+        rank: int,
+        link: EngineLink,
+        models: ResidentModels,
+        store: TensorStore,
+        pages: PageStore,
+        runner: Runner,
+    ) -> None:
         self._rank = rank
-        self._channel = channel
+        self._link = link
         self._models = models
         self._store = store
+        self._pages = pages
         self._runner = runner
         self._decoder = msgspec.msgpack.Decoder(ToWorker)
 
     def run(self) -> None:
         """Until Shutdown. Raises PeerClosedError when the engine is gone, and whatever a plan cannot do that is not
         one request's: a component that does not load, a tensor to move that is not here."""
-        while isinstance(plan := self._decoder.decode(self._channel.recv()), StepPlan):
+        while isinstance(plan := self._decoder.decode(self._link.recv()), StepPlan):
             self._execute(plan)
         assert isinstance(plan, Shutdown)
 
-    def send(self, message: FromWorker) -> None:
-        """Raises PeerClosedError when the engine is gone."""
-        _send(self._channel, message)
+    def close(self) -> None:
+        """End the I/O thread; copies that wait are dropped."""
+        self._pages.close()
 
     def _execute(self, plan: StepPlan) -> None:
         """The order that StepPlan promises."""
         for component in plan.load:
             self._models.load(component)
+        self._pages.forget(plan.forget)
+        self._pages.delete(plan.delete)
+        for copy in plan.copies:
+            self._pages.start(copy)
         for batch in plan.batches:
-            self.send(self._runner.run(batch))
+            self._link.send(self._runner.run(batch))
         for transfer in plan.transfers:
-            self.send(TransferDone(rank=self._rank, ref=self._store.export(transfer.ref)))
+            self._link.send(TransferDone(rank=self._rank, ref=self._store.export(transfer.ref)))
         for key in plan.free:
             self._store.free(key)
         for component in plan.unload:
             self._models.unload(component)
-
-
-def _send(channel: Channel, message: FromWorker) -> None:
-    channel.send(msgspec.msgpack.encode(message))
