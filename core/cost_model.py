@@ -1,7 +1,8 @@
 """What work costs: a linear model per kind of work, refined by every result.
 
-Seconds are predicted from a few features of the work (tokens, requests, a constant). The key names everything that
-changes the line: which component of which model, which stage, on which device, on how many ranks at once.
+Seconds are predicted from a few features of the work (requests, tokens, attention, a constant), and of a copy from its
+bytes. The key names everything that changes the line: which component of which model, which stage, on which device, on
+how many ranks at once.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from core.handles import ModelKey
+from core.handles import ModelKey, Tier
 
 Vector = npt.NDArray[np.floating[Any]]
 
-FEATURES = ("constant", "requests", "kilotokens", "attention")
-"""attention: sum over requests of (queries / 1000) * (keys / 1000); kilotokens: tokens / 1000, of encoders and
-decoders image tokens.
+FEATURES = ("constant", "requests", "kilotokens", "attention", "cached requests", "cached kilotokens")
+"""kilotokens: tokens / 1000, of encoders and decoders image tokens. attention: sum over requests of (queries / 1000) *
+(keys / 1000). cached: keys that are not queries come from pages, which are read, interpolated and joined to the rest.
 """
+
+COPY_FEATURES = ("constant", "megabytes")
 
 FORGET = 0.995
 """Weight kept by what was seen before, per observation: drifts of the machine are followed within some hundreds of
@@ -28,6 +31,21 @@ steps.
 """
 
 RIDGE = 1e-6
+"""Relative to what was seen of a feature: what the observations leave open stays as it was."""
+
+OUTLIER = 3.0
+"""An observation further off than so many usual deviations counts for less: a process that the kernel put aside for a
+moment says nothing about the work.
+"""
+
+MIN_SECONDS = 1e-6
+"""What is faster counts as this: errors are relative."""
+
+SPREAD_FORGET = 0.95
+"""Soon enough that a machine which did become slower is believed within some tens of steps."""
+
+
+_NEXT_FASTER: dict[Tier, Tier] = {"disk": "host", "host": "device"}
 
 
 class CostKey(msgspec.Struct, frozen=True):
@@ -64,47 +82,53 @@ class Work(msgspec.Struct, frozen=True):
         return Work(self.queries + other.queries, self.keys + other.keys)
 
     def features(self) -> Vector:
-        """Shape [4], in the order of FEATURES."""
-        attention = sum(q * k for q, k in zip(self.queries, self.keys, strict=True)) / 1e6
-        return np.array([1.0, len(self.queries), sum(self.queries) / 1e3, attention])
+        """Shape [6], in the order of FEATURES."""
+        pairs = list(zip(self.queries, self.keys, strict=True))
+        attention = sum(q * k for q, k in pairs) / 1e6
+        cached = [k - q for q, k in pairs if k > q]
+        tokens = sum(self.queries) / 1e3
+        return np.array([1.0, len(pairs), tokens, attention, len(cached), sum(cached) / 1e3])
 
 
 class Line:
-    """Exponentially forgetting least squares with non-negative use: a prediction is never below zero."""
+    """Exponentially forgetting least squares over `size` features, whose coefficients are never negative.
 
-    def __init__(self) -> None:
-        size = len(FEATURES)
+    Relative errors are what is kept small: seconds of batches differ by a factor of a hundred.
+    """
+
+    def __init__(self, size: int) -> None:
         self._normal: Vector = np.zeros((size, size))
         self._moment: Vector = np.zeros(size)
+        self._coefficients: Vector = np.zeros(size)
+        self._is_solved = True  # solved when first asked for after an observation
+        self._spread = 1.0  # usual deviation, relative to what was expected
         self._weight = 0.0
         self._sum = 0.0
         self._sum_squares = 0.0
         self._residual = 0.0
-        self._coefficients: Vector | None = None  # solved when first asked for after an observation
 
     def observe(self, features: Vector, seconds: float) -> None:
         """Take one measurement in."""
-        error = seconds - self.predict(features) if self._weight else 0.0
+        seconds = max(seconds, MIN_SECONDS)
+        expected = self.predict(features) if self._weight else seconds
+        self._note_error(expected, seconds)
+        weight = self._trust(expected, seconds) / seconds**2
         self._normal *= FORGET
-        self._normal += np.outer(features, features)
+        self._normal += np.outer(features, weight * features)
         self._moment *= FORGET
-        self._moment += features * seconds
-        self._weight = FORGET * self._weight + 1.0
-        self._sum = FORGET * self._sum + seconds
-        self._sum_squares = FORGET * self._sum_squares + seconds**2
-        self._residual = FORGET * self._residual + error**2
-        self._coefficients = None
+        self._moment += features * (weight * seconds)
+        self._is_solved = False
 
     def coefficients(self) -> Vector:
-        """Seconds per feature, shape [4]."""
-        if self._coefficients is None:
-            ridge = RIDGE * np.eye(len(FEATURES)) * max(1.0, self._weight)
-            self._coefficients = np.linalg.solve(self._normal + ridge, self._moment)
+        """Seconds per feature, shape [size], none below zero."""
+        if not self._is_solved:
+            self._coefficients = _solve_non_negative(self._normal, self._moment, self._coefficients)
+            self._is_solved = True
         return self._coefficients
 
     def predict(self, features: Vector) -> float:
         """Seconds; 0 before the first observation."""
-        return max(0.0, float(self.coefficients() @ features))
+        return float(self.coefficients() @ features)
 
     @property
     def r_squared(self) -> float:
@@ -114,20 +138,66 @@ class Line:
         variance = self._sum_squares - self._sum**2 / self._weight
         return 1.0 - self._residual / variance if variance > 0 else 0.0
 
+    def _note_error(self, expected: float, seconds: float) -> None:
+        self._weight = FORGET * self._weight + 1.0
+        self._sum = FORGET * self._sum + seconds
+        self._sum_squares = FORGET * self._sum_squares + seconds**2
+        self._residual = FORGET * self._residual + (seconds - expected) ** 2
+
+    def _trust(self, expected: float, seconds: float) -> float:
+        """1, or less for an outlier (Huber's weight)."""
+        deviation = abs(seconds - expected) / max(expected, seconds)
+        limit = OUTLIER * self._spread
+        self._spread = SPREAD_FORGET * self._spread + (1 - SPREAD_FORGET) * deviation
+        return 1.0 if deviation <= limit else limit / deviation
+
 
 class CostModel:
     """Lines by key. Owned by one scheduler."""
 
     def __init__(self) -> None:
         self._lines: dict[CostKey, Line] = {}
+        self._copies: dict[tuple[Tier, Tier], Line] = {}
 
     def observe(self, key: CostKey, work: Work, seconds: float) -> None:
-        self._lines.setdefault(key, Line()).observe(work.features(), seconds)
+        self._lines.setdefault(key, Line(len(FEATURES))).observe(work.features(), seconds)
 
     def predict(self, key: CostKey, work: Work) -> float:
         """Seconds this work will take; 0 when nothing like it was seen yet."""
         line = self._lines.get(key)
         return line.predict(work.features()) if line else 0.0
 
+    def observe_copy(self, source: Tier, target: Tier, nbytes: int, seconds: float) -> None:
+        self._copies.setdefault((source, target), Line(len(COPY_FEATURES))).observe(_copy_features(nbytes), seconds)
+
+    def predict_copy(self, source: Tier, nbytes: int) -> float:
+        """Seconds a copy of pages from this tier to the next faster one will take; 0 when none was seen yet."""
+        line = self._copies.get((source, _NEXT_FASTER[source]))
+        return line.predict(_copy_features(nbytes)) if line else 0.0
+
     def r_squared(self) -> dict[CostKey, float]:
         return {key: line.r_squared for key, line in self._lines.items()}
+
+
+def _copy_features(nbytes: int) -> Vector:
+    return np.array([1.0, nbytes / 1e6])
+
+
+def _solve_non_negative(normal: Vector, moment: Vector, before: Vector) -> Vector:
+    """Coefficients >= 0 of least squares, given its normal equations; drawn slightly to those `before`.
+
+    A coefficient that comes out negative is left at 0 and the others are solved again: not always the best of all
+    non-negative ones, but close and quick. Features are scaled to one another first.
+    """
+    scale = 1.0 / np.sqrt(np.maximum(normal.diagonal(), np.finfo(float).tiny))
+    matrix = normal * scale * scale[:, None]
+    matrix.flat[:: len(moment) + 1] += RIDGE
+    right = moment * scale + RIDGE * before / scale
+    solved = np.linalg.solve(matrix, right)
+    free = np.arange(len(moment))
+    while len(free) > 1 and solved.min() < 0:
+        free = np.delete(free, solved.argmin())
+        solved = np.linalg.solve(matrix[np.ix_(free, free)], right[free])
+    result = np.zeros(len(moment))
+    result[free] = np.maximum(solved, 0.0) * scale[free]
+    return result
