@@ -39,6 +39,7 @@ from core.messages import (
     TemplatePrimed,
     TransferDone,
 )
+from core.page_scheme import latents_key, page_key
 from core.priming import Chunk, PrimingJob, TemplateInfo
 from core.request import Request, Status
 from core.scheduling_pass import SchedulingPass
@@ -142,7 +143,9 @@ class StepScheduler:
         """Forget a template's pages, once no edit uses them."""
         scheme = self.models[drop.model].page_scheme
         if scheme is not None:
-            self.pages.cache.drop(scheme.template_key(drop.content_id))
+            key = scheme.template_key(drop.content_id)
+            files = [latents_key(key), *(page_key(key, sigma) for sigma in scheme.keyframes)]
+            self.pages.cache.drop(key, files)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Give requests up. One that has ended already is no error: its terminal output crossed the abort on its

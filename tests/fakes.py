@@ -6,14 +6,21 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from core.failure import Failure
-from core.handles import ArrayRef, TensorKey
+from core.handles import ArrayRef, EntryRef, TensorKey
 from core.messages import (
     Batch,
     BatchResult,
+    Decode,
     Denoise,
     EditRequest,
+    EncodeTemplate,
+    ImageEncode,
+    Item,
     ItemResult,
     ModelInfo,
+    PageCopied,
+    PageCopy,
+    Prime,
     StepPlan,
     TransferDone,
 )
@@ -69,6 +76,46 @@ def make_edit(
 
 
 @dataclass
+class FakePages:
+    """The page arena and the disk: what was written where, so that a read of anything else is caught."""
+
+    num_blocks: int = 0
+    written: dict[int, tuple[int, str, set[int]]] = field(default_factory=dict)  # offset -> (end, key, blocks there)
+    files: set[str] = field(default_factory=set)
+    copies: list[PageCopy] = field(default_factory=list)  # begun and not done
+
+    def write(self, ref: EntryRef, blocks: range) -> None:
+        assert ref.host is not None
+        start, end = ref.host.offset, ref.host.offset + ref.nbytes
+        held = self.written.get(start)
+        if held is None or held[:2] != (end, ref.key):
+            assert blocks.start == 0, f"block {blocks.start} of {ref.key} comes before its first"
+            for other, (other_end, _, _) in list(self.written.items()):
+                if other < end and start < other_end:
+                    del self.written[other]
+            self.written[start] = (end, ref.key, set())
+        self.written[start][2].update(blocks)
+
+    def read(self, ref: EntryRef, num_blocks: int) -> None:
+        assert ref.host is not None
+        end, key, blocks = self.written[ref.host.offset]
+        assert (end, key) == (ref.host.offset + ref.nbytes, ref.key), "another entry lies here"
+        assert blocks >= set(range(num_blocks)), f"{ref.key} is not full"
+
+    def finish_copy(self, index: int) -> PageCopied:
+        """End a copy, well if its source is there."""
+        copy = self.copies.pop(index)
+        ok = copy.target == "disk" or copy.key in self.files
+        if ok and copy.target == "disk":
+            assert copy.host is not None
+            self.read(EntryRef(copy.key, copy.nbytes, copy.host), 1)
+            self.files.add(copy.key)
+        elif ok:
+            self.write(EntryRef(copy.key, copy.nbytes, copy.host), range(copy.nbytes // copy.block_bytes))
+        return PageCopied(0, copy.key, copy.nbytes, copy.source, copy.target, ok, 0.001)
+
+
+@dataclass
 class FakeWorkers:
     """Workers of one engine: run plans in order per rank and check what a real worker would stumble over."""
 
@@ -78,6 +125,9 @@ class FakeWorkers:
     tensors: set[TensorKey] = field(default_factory=set)
     next_step: dict[str, int] = field(default_factory=dict)  # request id -> step it must do next
     freed: set[str] = field(default_factory=set)
+    pages: FakePages = field(default_factory=FakePages)
+    primed: list[tuple[float, int, int]] = field(default_factory=list)  # noise level, first block, block after the last
+    encoded_templates: int = 0
 
     def __post_init__(self) -> None:
         self.queues = [deque() for _ in range(self.num_ranks)]
@@ -91,6 +141,9 @@ class FakeWorkers:
         if not self.queues[rank]:
             return []
         plan = self.queues[rank].popleft()
+        if rank == 0:
+            self.pages.copies += plan.copies
+            self.pages.files -= {key for key in self.pages.files for gone in plan.delete if key.startswith(gone)}
         results: list[BatchResult | TransferDone] = [
             self._run_batch(batch, rank) for batch in plan.batches if rank in batch.ranks
         ]
@@ -108,5 +161,27 @@ class FakeWorkers:
                 assert item.work.step == self.next_step.get(item.request_id, 0), "steps out of order"
                 self.next_step[item.request_id] = item.work.step + 1
             failure = Failure("engine", "told to") if item.request_id in self.fail else None
-            items.append(ItemResult(item.request_id, item.node, text_tokens=3, failure=failure))
+            sigmas = self._touch_pages(item) if failure is None else ()
+            items.append(ItemResult(item.request_id, item.node, text_tokens=3, sigmas=sigmas, failure=failure))
         return BatchResult(batch_id=batch.id, rank=rank, started=1.0, seconds=0.01 * len(items), items=tuple(items))
+
+    def _touch_pages(self, item: Item) -> tuple[float, ...]:
+        """Read and write the cache as a worker would; the noise levels, of an image encoding."""
+        match item.work:
+            case ImageEncode() as work:
+                steps = work.num_inference_steps
+                return tuple(1 - i / steps for i in range(steps - work.num_denoising_steps, steps + 1))
+            case EncodeTemplate() as work:
+                self.pages.write(work.out, range(1))
+                self.encoded_templates += 1
+            case Prime() as work:
+                self.pages.read(work.latents, 1)
+                self.pages.write(work.out, range(*work.blocks))
+                self.primed.append((work.sigma, *work.blocks))
+            case Denoise(pages=span) if span is not None:
+                for entry in (span.near, span.far):
+                    if entry is not None:
+                        self.pages.read(entry, self.pages.num_blocks)
+            case Decode(template_latents=latents) if latents is not None:
+                self.pages.read(latents, 1)
+        return ()

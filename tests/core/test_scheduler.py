@@ -76,7 +76,7 @@ def test_one_request_goes_through_all_stages() -> None:
     (finished,) = run(scheduler, workers)
     assert isinstance(finished, Finished)
     assert finished.text_tokens == 3
-    assert set(finished.ms) == {"queue", "text_encode", "image_encode", "denoise", "decode"}
+    assert set(finished.ms) == {"queue", "text_encode", "image_encode", "prime", "denoise", "decode"}
     assert workers.next_step["a"] == 3
     assert scheduler.schedule(now=0.0) is not None, "its tensors are freed even when nothing else is to be done"
 

@@ -1,0 +1,52 @@
+"""PrimingJob: chunks cover every block of every keyframe once, in the order that steps need them."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.page_scheme import PageLayout, PageScheme, page_key
+from core.priming import PrimingJob, TemplateInfo
+
+SCHEME = PageScheme(
+    layout=PageLayout(num_blocks=7, num_heads=4, head_dim=64, dtype="int8"),
+    keyframes=(1.0, 0.75, 0.5, 0.25, 0.0),
+    latent_bytes=256,
+    fingerprint="f",
+    guidance_scale=30.0,
+    mask_margin=8,
+    full_steps=0,
+)
+TEMPLATE = TemplateInfo("t", "m", SCHEME, "00", 256, 256, 256, 24)
+
+
+def make_job(sigmas: tuple[float, ...]) -> PrimingJob:
+    return PrimingJob("prime-0", TEMPLATE, {sigma: page_key("t", sigma) for sigma in sigmas})
+
+
+@given(st.sets(st.sampled_from(SCHEME.keyframes), min_size=1), st.lists(st.integers(-5, 3000), min_size=1))
+def test_chunks_cover_every_block_of_every_keyframe_once(sigmas: set[float], budgets: list[int]) -> None:
+    job, done, filled, turn = make_job(tuple(sigmas)), [], [], 0
+    while job.wanted:
+        budget = budgets[turn % len(budgets)]
+        chunk = job.next_chunk(budget)
+        one_block = -(-len(chunk.sigmas) * TEMPLATE.pass_tokens // 7)
+        assert chunk.tokens <= max(budget, one_block), "the budget holds, but for one block"
+        done += [(sigma, block) for sigma in chunk.sigmas for block in range(*chunk.blocks)]
+        filled += job.finish_chunk(chunk)
+        turn += 1
+    assert sorted(done) == sorted((sigma, block) for sigma in sigmas for block in range(7))
+    assert filled == [page_key("t", sigma) for sigma in sorted(sigmas, reverse=True)], "noise falling"
+
+
+def test_a_large_budget_primes_keyframes_together() -> None:
+    chunk = make_job((1.0, 0.5, 0.0)).next_chunk(2 * 280)
+    assert (chunk.sigmas, chunk.blocks, chunk.tokens) == ((1.0, 0.5), (0, 7), 560)
+
+
+def test_the_pass_of_a_keyframe_that_nobody_wants_any_more_is_given_up() -> None:
+    job = make_job((1.0, 0.5))
+    job.finish_chunk(job.next_chunk(40))
+    job.forget(1.0)
+    rest = job.next_chunk(10_000)
+    assert (rest.sigmas, rest.blocks) == ((0.5,), (0, 7))

@@ -1,0 +1,378 @@
+"""Keyframes around a noise level, and mask-aware edits through the scheduler: what they read has been filled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from fakes import MODEL, FakePages, FakeWorkers, make_edit
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from core.config import CacheConfig, SchedulerConfig
+from core.failure import Failure
+from core.handles import ArrayRef
+from core.messages import (
+    Aborted,
+    BatchResult,
+    DropTemplate,
+    EditRequest,
+    Failed,
+    Finished,
+    PrimeTemplate,
+    StepPlan,
+    TemplatePrimed,
+)
+from core.page_scheme import PageLayout, PageScheme
+from core.scheduler import StepScheduler
+from core.template_pages import Bracket, bracket, keyframes_needed
+
+GRID = (1.0, 0.75, 0.5, 0.25, 0.0)
+LAYOUT = PageLayout(num_blocks=7, num_heads=4, head_dim=64, dtype="int8")
+SCHEME = PageScheme(
+    layout=LAYOUT, keyframes=GRID, latent_bytes=256, fingerprint="f", guidance_scale=30.0, mask_margin=8, full_steps=0
+)
+TEMPLATE_BYTES = SCHEME.template_bytes(256, 5)
+ROOMY = CacheConfig(host_bytes=8 * TEMPLATE_BYTES)
+
+
+# ---------------------------------------------------------------------------------------------------------- brackets
+
+
+@given(st.lists(st.floats(0, 1), min_size=2, unique=True), st.floats(0, 1))
+def test_a_noise_level_lies_between_its_keyframes(levels: list[float], sigma: float) -> None:
+    grid = tuple(sorted(levels, reverse=True))
+    around = bracket(grid, sigma)
+    clamped = min(max(sigma, grid[-1]), grid[0])
+    far = around.near if around.far is None else around.far
+    assert (1 - around.weight) * around.near + around.weight * far == pytest.approx(clamped)
+    assert around.near >= clamped >= far
+    assert around.far is None or grid.index(around.far) == grid.index(around.near) + 1
+    assert 0 <= around.weight <= 1
+
+
+def test_at_a_keyframe_its_pages_are_taken_as_they_are() -> None:
+    assert all(bracket(GRID, sigma) == Bracket(sigma, None, 0.0) for sigma in GRID)
+    assert bracket((), 0.3) == Bracket(0.3, None, 0.0), "per-step pages"
+    assert bracket((0.9, 0.1), 1.0) == Bracket(0.9, None, 0.0)
+    assert bracket((0.9, 0.1), 0.0) == Bracket(0.1, None, 0.0)
+
+
+def test_only_keyframes_that_steps_read_are_needed() -> None:
+    assert keyframes_needed(GRID, [1.0, 0.5]) == (1.0, 0.5)
+    assert keyframes_needed(GRID, [0.3, 0.1]) == (0.5, 0.25, 0.0)
+    assert keyframes_needed((), [0.3, 0.1]) == (0.3, 0.1)
+
+
+# --------------------------------------------------------------------------------------------------------- scheduling
+
+
+def make_masked(
+    request_id: str, *, content: str = "c0", steps: int = 8, active: int = 26, full_steps: int = 0, arrival: float = 0.0
+) -> EditRequest:
+    edit = make_edit(request_id, steps=steps, arrival=arrival)
+    return msgspec.structs.replace(
+        edit,
+        content_id=content,
+        active=ArrayRef(0, 0, (active,), "int32"),
+        is_mask_aware=True,
+        sampling=msgspec.structs.replace(edit.sampling, full_steps=full_steps),
+    )
+
+
+def make_registration(request_id: str, content: str = "c0", *, is_idle_work: bool = False) -> PrimeTemplate:
+    edit = make_edit(request_id)
+    return PrimeTemplate(request_id, "m", edit.template, 256, 256, content, 256, 0.0, is_idle_work)
+
+
+class Engine:
+    """A scheduler on fake workers, with a cache of so many bytes."""
+
+    def __init__(
+        self,
+        scheme: PageScheme = SCHEME,
+        cache: CacheConfig = ROOMY,
+        **limits: int,
+    ) -> None:
+        model = msgspec.structs.replace(MODEL, page_scheme=scheme)
+        self.scheduler = StepScheduler(SchedulerConfig(**limits), {"m": model}, cache=cache)
+        self.workers = FakeWorkers(pages=FakePages(LAYOUT.num_blocks))
+        self.outputs: list[object] = []
+
+    def step(self) -> StepPlan | None:
+        """One iteration."""
+        plan = self.scheduler.schedule(now=0.0)
+        if plan is not None:
+            self.workers.submit(plan)
+        self.finish_plan()
+        return plan
+
+    def finish_plan(self) -> None:
+        for result in self.workers.run_one(0):
+            assert isinstance(result, BatchResult)
+            self.scheduler.apply(result)
+        self.settle()
+
+    def settle(self) -> None:
+        self.outputs += self.scheduler.take_outputs()
+        self.scheduler.check_integrity()
+
+    def finish_copies(self) -> None:
+        while self.workers.pages.copies:
+            self.scheduler.apply_copy(self.workers.pages.finish_copy(0))
+        self.settle()
+
+    def run(self, until: Callable[[], bool] | None = None) -> None:
+        for _ in range(10_000):
+            if until() if until else not self.scheduler.num_requests:
+                return
+            self.step()
+            self.finish_copies()
+        raise AssertionError("it never ended")
+
+    def result(self, request_id: str) -> object:
+        (found,) = [output for output in self.outputs if output.request_id == request_id]  # type: ignore[attr-defined]
+        return found
+
+    def finished(self, request_id: str) -> Finished:
+        found = self.result(request_id)
+        assert isinstance(found, Finished), found
+        return found
+
+
+def test_a_cold_edit_primes_what_its_steps_read_and_a_second_one_nothing() -> None:
+    engine = Engine()
+    engine.scheduler.add(make_masked("a", steps=4))
+    engine.run()
+    assert engine.finished("a").cache == "miss"
+    assert engine.finished("a").ms["prime"] > 0
+    assert {sigma for sigma, _, _ in engine.workers.primed} == {1.0, 0.75, 0.5, 0.25}, "no step reads 0.0"
+    before = list(engine.workers.primed)
+    engine.scheduler.add(make_masked("b", steps=4))
+    engine.run()
+    assert engine.workers.primed == before
+    assert (engine.finished("b").cache, engine.finished("b").tier) == ("hit", "host")
+    assert engine.finished("b").ms["prime"] == 0
+    assert engine.workers.encoded_templates == 1
+
+
+def test_first_edits_of_one_template_prime_it_once() -> None:
+    engine = Engine()
+    for name in "abc":
+        engine.scheduler.add(make_masked(name))
+    engine.run()
+    assert len(engine.workers.primed) == len(set(engine.workers.primed)) == 5
+    assert engine.workers.encoded_templates == 1
+
+
+def test_another_step_count_primes_only_the_keyframes_that_are_missing() -> None:
+    engine = Engine()
+    engine.scheduler.add(make_masked("a", steps=2))
+    engine.run()
+    assert sorted(sigma for sigma, _, _ in engine.workers.primed) == [0.5, 1.0]
+    engine.scheduler.add(make_masked("b", steps=8))
+    engine.run()
+    blocks = [(sigma, block) for sigma, start, stop in engine.workers.primed for block in range(start, stop)]
+    assert sorted(blocks) == [(sigma, block) for sigma in sorted(GRID) for block in range(7)]
+
+
+def test_full_steps_need_no_pages() -> None:
+    engine = Engine()
+    engine.scheduler.add(make_masked("a", steps=2, full_steps=1))
+    engine.run()
+    assert [sigma for sigma, _, _ in engine.workers.primed] == [0.5]
+
+
+def test_a_running_step_takes_at_most_a_fifth_of_its_tokens_of_priming_along() -> None:
+    engine = Engine()
+    for i in range(6):
+        engine.scheduler.add(make_edit(f"running-{i}", steps=200))
+    engine.run(until=lambda: engine.workers.next_step.get("running-5", 0) > 1)
+    engine.scheduler.add(make_masked("cold"))
+    engine.run(until=lambda: any(output.request_id == "cold" for output in engine.outputs))  # type: ignore[attr-defined]
+    chunks = [stop - start for _, start, stop in engine.workers.primed]
+    assert max(chunks) * 280 / 7 <= 0.2 * 6 * 280
+    assert sum(chunks) == 5 * 7
+
+
+def test_an_edit_waits_for_room_and_holds_nothing_meanwhile() -> None:
+    engine = Engine(cache=CacheConfig(host_bytes=TEMPLATE_BYTES + 8 * 4096))
+    engine.scheduler.add(make_masked("a", content="c0"))
+    engine.scheduler.add(make_masked("b", content="c1", arrival=1.0))
+    engine.run()
+    assert engine.finished("a")
+    assert engine.finished("b").cache == "miss"
+
+
+def test_a_failed_priming_fails_those_who_wait_and_no_other() -> None:
+    engine = Engine()
+    engine.workers.fail = {"prime-0"}
+    engine.scheduler.add(make_edit("exact"))
+    engine.scheduler.add(make_masked("a"))
+    engine.scheduler.add(make_masked("b"))
+    engine.run()
+    assert isinstance(engine.result("a"), Failed)
+    assert isinstance(engine.result("b"), Failed)
+    assert isinstance(engine.result("exact"), Finished)
+    engine.workers.fail = set()
+    engine.scheduler.add(make_masked("c"))
+    engine.run()
+    assert isinstance(engine.result("c"), Finished), "the next one primes anew"
+
+
+def test_an_abort_while_a_worker_reads_its_template_is_answered_after_that() -> None:
+    engine = Engine()
+    engine.scheduler.add(make_masked("a"))
+    while engine.workers.encoded_templates == 0:
+        plan = engine.scheduler.schedule(now=0.0)
+        assert plan is not None
+        engine.workers.submit(plan)
+        if any(item.node == "template_encode" for batch in plan.batches for item in batch.items):
+            engine.scheduler.abort(["a"])
+            assert engine.scheduler.take_outputs() == ()
+        engine.finish_plan()
+    assert isinstance(engine.result("a"), Aborted)
+    assert engine.scheduler.num_requests == 0
+
+
+def test_registration_primes_the_whole_grid_and_answers_once() -> None:
+    engine = Engine(cache=CacheConfig(host_bytes=8 * TEMPLATE_BYTES, admission="manual"))
+    engine.scheduler.add_template(make_registration("t"))
+    engine.run()
+    primed = engine.result("t")
+    assert isinstance(primed, TemplatePrimed)
+    assert primed.nbytes == TEMPLATE_BYTES
+    engine.scheduler.add(make_masked("a"))
+    engine.scheduler.add(make_masked("other", content="c1"))
+    engine.run()
+    assert engine.finished("a").cache == "hit"
+    num_primed = len(engine.workers.primed)
+    engine.scheduler.add(make_masked("b"))
+    engine.run()
+    assert len(engine.workers.primed) == num_primed, "a registered template stays"
+    engine.scheduler.add(make_masked("other-2", content="c1"))
+    engine.run()
+    assert engine.finished("other-2").cache == "miss", "admission is manual"
+
+
+def test_a_dropped_template_is_primed_anew() -> None:
+    engine = Engine()
+    engine.scheduler.add_template(make_registration("t"))
+    engine.run()
+    engine.scheduler.drop_template(DropTemplate("m", "c0"))
+    engine.scheduler.add(make_masked("a"))
+    engine.run()
+    assert engine.finished("a").cache == "miss"
+
+
+def test_idle_work_waits_until_nothing_else_wants_to_compute() -> None:
+    engine = Engine()
+    engine.scheduler.add_template(make_registration("idle", is_idle_work=True))
+    engine.scheduler.add(make_edit("a", steps=5))
+    engine.run(until=lambda: engine.workers.next_step.get("a", 0) == 5)
+    assert engine.workers.primed == []
+    engine.run()
+    assert isinstance(engine.result("idle"), TemplatePrimed)
+
+
+def test_pages_used_twice_come_back_from_disk() -> None:
+    cache = CacheConfig(host_bytes=TEMPLATE_BYTES + 8 * 4096, disk_bytes=1 << 40)
+    engine = Engine(cache=cache)
+    for name, content in [("a1", "a"), ("a2", "a"), ("b", "b"), ("a3", "a")]:
+        engine.scheduler.add(make_masked(name, content=content))
+        engine.run()
+    assert (engine.finished("a3").cache, engine.finished("a3").tier) == ("hit", "disk")
+    assert engine.finished("b").cache == "miss"
+
+
+def test_per_step_pages_are_kept_at_every_noise_level() -> None:
+    engine = Engine(msgspec.structs.replace(SCHEME, keyframes=()))
+    engine.scheduler.add(make_masked("a", steps=3))
+    engine.run()
+    assert [sigma for sigma, _, _ in engine.workers.primed] == [1.0, 1 - 1 / 3, 1 - 2 / 3]
+
+
+def test_dead_workers_end_edits_and_registrations() -> None:
+    engine = Engine()
+    engine.scheduler.add(make_masked("a"))
+    engine.scheduler.add_template(make_registration("t", "c1"))
+    for _ in range(2):
+        plan = engine.scheduler.schedule(now=0.0)
+        assert plan is not None
+        engine.workers.submit(plan)
+        if engine.workers.encoded_templates == 0:
+            engine.finish_plan()
+    engine.scheduler.fail_all(Failure("engine", "dead"))
+    engine.settle()
+    assert isinstance(engine.result("a"), Failed)
+    assert isinstance(engine.result("t"), Failed)
+
+
+class MaskAwareMachine(RuleBasedStateMachine):
+    """Edits, registrations, aborts, drops and copies in any order; FakePages checks every read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        cache = CacheConfig(host_bytes=3 * TEMPLATE_BYTES, disk_bytes=1 << 40)
+        self.engine = Engine(cache=cache, max_num_seqs=4)
+        self.added: list[str] = []
+
+    @rule(content=st.sampled_from("abcd"), steps=st.integers(1, 9), full=st.integers(0, 3), masked=st.booleans())
+    def add(self, content: str, steps: int, full: int, masked: bool) -> None:
+        name = f"r{len(self.added)}"
+        edit = make_masked(name, content=content, steps=steps, full_steps=full)
+        self.engine.scheduler.add(edit if masked and full < steps else make_edit(name, steps=steps))
+        self.added.append(name)
+
+    @rule(content=st.sampled_from("abcd"), idle=st.booleans())
+    def register(self, content: str, idle: bool) -> None:
+        name = f"r{len(self.added)}"
+        self.engine.scheduler.add_template(make_registration(name, content, is_idle_work=idle))
+        self.added.append(name)
+
+    @rule(content=st.sampled_from("abcd"))
+    def drop(self, content: str) -> None:
+        self.engine.scheduler.drop_template(DropTemplate("m", content))
+
+    @precondition(lambda self: self.added)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.engine.scheduler.abort([data.draw(st.sampled_from(self.added))])
+
+    @rule()
+    def schedule(self) -> None:
+        plan = self.engine.scheduler.schedule(now=0.0)
+        if plan is not None:
+            self.engine.workers.submit(plan)
+
+    @rule()
+    def finish_plan(self) -> None:
+        self.engine.finish_plan()
+
+    @precondition(lambda self: self.engine.workers.pages.copies)
+    @rule(data=st.data())
+    def finish_copy(self, data: st.DataObject) -> None:
+        pages = self.engine.workers.pages
+        index = data.draw(st.integers(0, len(pages.copies) - 1))
+        self.engine.scheduler.apply_copy(pages.finish_copy(index))
+
+    @rule(fail=st.booleans())
+    def toggle_failure(self, fail: bool) -> None:
+        self.engine.workers.fail = {f"prime-{i}" for i in range(50)} if fail else set()
+
+    @invariant()
+    def books_agree(self) -> None:
+        self.engine.settle()
+
+    def teardown(self) -> None:
+        while self.engine.workers.queues[0]:
+            self.engine.finish_plan()
+        self.engine.run()
+        ended = [output.request_id for output in self.engine.outputs]  # type: ignore[attr-defined]
+        assert sorted(ended) == sorted(self.added), "each has exactly one terminal output"
+
+
+TestMaskAwareMachine = MaskAwareMachine.TestCase
+TestMaskAwareMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
