@@ -1,0 +1,184 @@
+"""MemoryTier: who lies where in one tier of the activation cache that is memory, and who may be evicted from it.
+
+Knows keys and bytes, not what state an entry is in or why it is held. In the host tier an entry is a region of the page
+arena; of device memory only the bytes are counted, since a worker's own allocator places them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Protocol
+
+from core.free_list import FreeList
+from core.handles import Tier
+
+
+class Space(Protocol):
+    """What `MemoryTier` needs of a `FreeList`."""
+
+    used_bytes: int
+
+    def copy(self) -> Space: ...
+
+    def extent(self, nbytes: int) -> int: ...
+
+    def alloc(self, nbytes: int) -> int | None: ...
+
+    def free(self, start: int, end: int) -> tuple[int, int]: ...
+
+    def check_integrity(self, chunks: Iterable[tuple[int, int]]) -> None: ...
+
+
+class ByteCount:
+    """Space without places: everything fits as long as the sum does, and lies at 0."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.used_bytes = 0
+
+    def copy(self) -> ByteCount:
+        other = ByteCount(self.size)
+        other.used_bytes = self.used_bytes
+        return other
+
+    def extent(self, nbytes: int) -> int:
+        return nbytes
+
+    def alloc(self, nbytes: int) -> int | None:
+        if self.used_bytes + nbytes > self.size:
+            return None
+        self.used_bytes += nbytes
+        return 0
+
+    def free(self, start: int, end: int) -> tuple[int, int]:
+        """Give end - start bytes back; returns all that is free now, as a range."""
+        self.used_bytes -= end - start
+        return 0, self.size - self.used_bytes
+
+    def check_integrity(self, chunks: Iterable[tuple[int, int]]) -> None:
+        assert self.used_bytes == sum(end - start for start, end in chunks) <= self.size, "used_bytes is wrong"
+
+
+class MemoryTier:
+    """An entry here is held, or idle: then it goes, least recently used first, when room is needed."""
+
+    def __init__(self, name: Tier, nbytes: int) -> None:
+        self.name = name
+        self.budget_bytes = nbytes
+        self._space: Space = self._empty_space()
+        self._places: dict[str, tuple[int, int]] = {}  # key -> (start, end)
+        self._idle: OrderedDict[str, int] = OrderedDict()  # key -> bytes taken; least recently used first
+        self._idle_bytes = 0
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all entries, alignment included; never above the budget."""
+        return self._space.used_bytes
+
+    def offset(self, key: str) -> int:
+        """Where an entry starts, in bytes from the arena's start; 0 in device memory."""
+        return self._places[key][0]
+
+    def is_idle(self, key: str) -> bool:
+        return key in self._idle
+
+    def hold(self, key: str) -> None:
+        """Keep an entry from being evicted."""
+        self._idle_bytes -= self._idle.pop(key, 0)
+
+    def let_go(self, key: str) -> None:
+        """Make an entry evictable, as the one used last."""
+        if key in self._idle:
+            self._idle.move_to_end(key)
+            return
+        start, end = self._places[key]
+        self._idle[key] = end - start
+        self._idle_bytes += end - start
+
+    def remove(self, key: str) -> None:
+        """Take an entry out, held or not."""
+        self.hold(key)
+        self._space.free(*self._places.pop(key))
+
+    def fits_empty(self, sizes: Mapping[str, int]) -> bool:
+        """Whether these entries (key -> bytes) would fit if nothing else lay here."""
+        space = self._empty_space()
+        return all(space.alloc(nbytes) is not None for _, nbytes in _largest_first(sizes))
+
+    def put(self, sizes: Mapping[str, int], spared: Collection[str]) -> list[str] | None:
+        """Place all these new entries (key -> bytes > 0), held, or none. Returns the keys evicted for them; None when
+        they do not fit with every idle entry gone but `spared`, and then nothing has changed.
+
+        Where room is too scattered, more are evicted than their bytes would need.
+        """
+        need = sum(self._space.extent(nbytes) for nbytes in sizes.values())
+        spared_bytes = sum(self._idle.get(key, 0) for key in spared)
+        if self.used_bytes - self._idle_bytes + spared_bytes + need > self.budget_bytes:
+            return None
+        space = self._space.copy()
+        victims = (key for key in self._idle if key not in spared)
+        evicted: list[str] = []
+        places: dict[str, tuple[int, int]] = {}
+        for key, nbytes in _largest_first(sizes):
+            start = self._make_room(space, nbytes, victims, evicted)
+            if start is None:
+                return None
+            places[key] = start, start + space.extent(nbytes)
+        self._space = space
+        for key in evicted:
+            self._idle_bytes -= self._idle.pop(key)
+            del self._places[key]
+        self._places.update(places)
+        return evicted
+
+    def clear(self) -> list[str]:
+        """Evict everything; nothing may be held. Returns the keys."""
+        assert len(self._idle) == len(self._places), "entries are held"
+        evicted = list(self._idle)
+        for key in evicted:
+            self.remove(key)
+        return evicted
+
+    @property
+    def is_held(self) -> bool:
+        """Whether any entry is held."""
+        return len(self._idle) < len(self._places)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless places, free ranges, idle entries and sums agree and the budget is kept."""
+        self._space.check_integrity(self._places.values())
+        assert self.used_bytes <= self.budget_bytes, f"{self.name}: {self.used_bytes} of {self.budget_bytes} bytes"
+        taken = {key: end - start for key, (start, end) in self._places.items()}
+        assert all(taken.get(key) == nbytes for key, nbytes in self._idle.items()), "idle entries without a place"
+        assert self._idle_bytes == sum(self._idle.values()), "idle bytes are wrong"
+
+    def _make_room(self, space: Space, nbytes: int, victims: Iterator[str], evicted: list[str]) -> int | None:
+        """Offset of a chunk in `space`, after freeing as many of the victims' as it takes; None when all are gone."""
+        start = space.alloc(nbytes)
+        while start is None:
+            victim = next(victims, None)
+            if victim is None:
+                return None
+            evicted.append(victim)
+            free_start, free_end = space.free(*self._places[victim])
+            if free_end - free_start >= space.extent(nbytes):
+                start = space.alloc(nbytes)
+        return start
+
+    def _empty_space(self) -> Space:
+        return FreeList(self.budget_bytes) if self.name == "host" else ByteCount(self.budget_bytes)
+
+
+def _largest_first(sizes: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Large chunks find room in fewer places."""
+    return sorted(sizes.items(), key=lambda item: -item[1])
