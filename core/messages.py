@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from core.config import CacheConfig, ModelConfig
+from core.cost_model import Work
 from core.failure import Failure
 from core.handles import ArrayRef, EntryRef, ModelKey, TensorKey, TensorRef, Tier
 from core.page_scheme import PageDtype, PageScheme
@@ -506,9 +507,21 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     num_workers: int = 1  # worker processes that share this machine's cores
 
 
+class CostSample(msgspec.Struct, frozen=True):
+    """How long a batch of this size takes on a worker: what the cost model starts from."""
+
+    model: ModelKey
+    stage: str
+    work: Work
+    seconds: float
+
+
 class WorkerReady(Message, frozen=True):
+    """samples: measured once per model and device, and kept; empty where nothing was measured."""
+
     rank: int
     models: tuple[ModelInfo, ...]
+    samples: tuple[CostSample, ...] = ()
 
 
 class ItemResult(msgspec.Struct, frozen=True):
