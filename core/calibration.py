@@ -31,6 +31,14 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     num_edits: int
     num_inference_steps: int
 
+    def __post_init__(self) -> None:
+        """ValueError for keyframes that no noise level lies between."""
+        if self.keyframes == "per-step":
+            return
+        falling = sorted(set(self.keyframes), reverse=True) == list(self.keyframes)
+        if not falling or self.keyframes[:1] != (1.0,) or self.keyframes[-1:] != (0.0,):
+            raise ValueError(f"keyframes must fall from 1 to 0, not {self.keyframes}")
+
 
 def calibration_file(cache_folder: Path, fingerprint: str) -> Path:
     """Where a user's own calibration of the checkpoint with this fingerprint is kept."""
