@@ -4,7 +4,8 @@
     |-- ConfigError            a flag, model directory or environment that cannot work; said once at start-up
     |-- InvalidRequestError    the request is wrong; the field and the remedy are named
     |   |-- InvalidImageError  an uploaded picture cannot be used
-    |   `-- ModelNotFoundError no such model is served
+    |   |-- ModelNotFoundError no such model is served
+    |   `-- TemplateNotFoundError no such template is kept for this owner
     |-- OverloadedError        refused at the door, try again after `retry_after` seconds
     |-- DeadlineExceededError  the request's own timeout passed
     |-- AbortedError           the client or the operator gave the request up
@@ -49,6 +50,14 @@ class ModelNotFoundError(InvalidRequestError):
 
     def __init__(self, model: str) -> None:
         super().__init__(f"The model '{model}' does not exist.", param="model", code="model_not_found")
+
+
+class TemplateNotFoundError(InvalidRequestError):
+    """No template of this id is kept, or it is another owner's; which of the two is not told."""
+
+    def __init__(self, template_id: str, *, param: str | None = None) -> None:
+        message = f"The template '{template_id}' does not exist; it may have made room for others. Register it again."
+        super().__init__(message, param=param, code="template_not_found")
 
 
 class OverloadedError(StencilError):

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 import numpy.typing as npt
@@ -22,11 +23,15 @@ from core.messages import (
     LoadReport,
     ModelInfo,
 )
+from engine.captures import Captures
 from engine.edit import EditInput, ImageOutput
 from engine.edit_session import EditSession
 from engine.engine_client import EngineClient
 from engine.image_pool import ImagePool
 from engine.metrics import Metrics
+from engine.template_session import TemplateSession
+from engine.templates import Template, TemplateStore
+from engine.upload import KeptUpload, Upload
 
 logger = logging.getLogger("stencil.engine")
 
@@ -41,15 +46,17 @@ MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
 
 
 class AsyncEngine:
-    """start, ready, edit (many at once), shutdown. All methods belong to one event loop."""
+    """start, ready, edit and prime_template (many at once), shutdown. All methods belong to one event loop."""
 
     def __init__(self, config: StencilConfig, metrics: Metrics | None = None, log_level: str = "info") -> None:
         self.config = config
         self.metrics = metrics or Metrics()
         self.models: dict[str, ModelInfo] = {}  # name -> info; empty until ready
+        self.templates = TemplateStore(config.template_bytes)
+        self.captures = Captures(self)
         self._log_level = log_level
-        self._sessions: set[EditSession] = set()  # admitted and not yet cleaned up
-        self._is_closing = False  # refuses new edits
+        self._sessions: set[EditSession | TemplateSession] = set()  # begun and not yet cleaned up
+        self.is_closing = False  # refuses new edits
         self._actor: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
         self._idle = asyncio.Event()
@@ -81,7 +88,10 @@ class AsyncEngine:
 
     async def shutdown(self, drain_seconds: float) -> None:
         """Refuse new edits, let running ones finish within `drain_seconds`, leave no process and no memory behind."""
-        self._is_closing = True
+        self.is_closing = True
+        for session in tuple(self._sessions):
+            if session.is_idle_work:
+                session.give_up()
         with suppress(TimeoutError):  # what is left then is aborted by the engine's end
             async with asyncio.timeout(drain_seconds):
                 for session in tuple(self._sessions):
@@ -133,27 +143,36 @@ class AsyncEngine:
         DeadlineExceededError. While iterating: DeadlineExceededError, EngineError.
         """
         session = EditSession(self, request_id, edit, self._choose_model(edit.model))
-        self._admit(session)
-        try:
+        self._check_room(session)
+        with self.hold(session):
             await session.prepare()
             session.submit()
             yield session.outputs()
+
+    @contextmanager
+    def hold(self, session: EditSession | TemplateSession) -> Iterator[None]:
+        """Count a session among those that run. When its caller leaves, what still runs of it is ended, and its memory
+        freed as soon as nothing can touch it any more.
+        """
+        self._sessions.add(session)
+        self._idle.clear()
+        try:
+            yield
         except StencilError:
             session.has_failed = True
             raise
         finally:
-            self._leave(session)
+            session.give_up()
+            self.run_in_background(self._clean_up(session))
 
-    def _leave(self, session: EditSession) -> None:
-        """The caller has gone: end what still runs, and free the edit's memory when nothing can touch it any more."""
-        session.give_up()
-        clean_up = self._clean_up(session)
+    def run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """A task of the engine's own; nothing happens once the engine has ended, and the arena with it."""
         try:
-            self._tasks.create_task(clean_up)
-        except RuntimeError:  # the group has ended, and the arena with it
-            clean_up.close()
+            self._tasks.create_task(work)
+        except RuntimeError:
+            work.close()
 
-    async def _clean_up(self, session: EditSession) -> None:
+    async def _clean_up(self, session: EditSession | TemplateSession) -> None:
         try:
             await session.close()
         finally:
@@ -161,18 +180,16 @@ class AsyncEngine:
             if not self._sessions:
                 self._idle.set()
 
-    def _admit(self, session: EditSession) -> None:
-        """Take n places in the queue, all or none."""
+    def _check_room(self, session: EditSession | TemplateSession) -> None:
+        """Whether the queue has n places, all or none."""
         if self.client.error is not None:
             raise EngineDeadError(str(self.client.error))
         if self.num_admitted + session.num_images > self.config.max_queue:
             self.metrics.observe_rejected("queue_full")
             raise OverloadedError("The queue is full.", retry_after=self.retry_after())
-        self._sessions.add(session)
-        self._idle.clear()
 
     def _choose_model(self, name: str) -> ModelInfo:
-        if self._is_closing:
+        if self.is_closing:
             self.metrics.observe_rejected("shutting_down")
             raise OverloadedError("The server is shutting down.", retry_after=MIN_RETRY_SECONDS)
         if not self.models:
@@ -195,6 +212,52 @@ class AsyncEngine:
             await asyncio.sleep(0)
         self.allocator.free(region)
 
+    # ---------------------------------------------------------------------------------- templates
+
+    async def prime_template(self, request_id: str, image: Upload, *, model: str = "", owner: str = "") -> Template:
+        """Register an image as a template of `owner` and make its pages, which edits by its id then find.
+
+        Raises InvalidRequestError and below, OverloadedError, EngineError; nothing is registered then.
+        """
+        info = self._choose_model(model)
+        self.templates.check_size(image.size)
+        upload = await KeptUpload.of(image)
+        session = TemplateSession(self, request_id, upload, info)
+        self._check_room(session)
+        with self.hold(session):
+            prepared = await session.prepare()
+            page_bytes = (await session.prime()).nbytes if session.is_cacheable else 0
+        template = Template(
+            upload=upload,
+            owner=owner,
+            model=info.name,
+            width=prepared.upload_width,
+            height=prepared.upload_height,
+            image_tokens=session.num_tokens,
+            created=int(time.time()),
+            content_id=prepared.content_id,
+            primed=session.is_cacheable,
+            page_bytes=page_bytes,
+        )
+        self.keep_template(template)
+        return template
+
+    def keep_template(self, template: Template) -> None:
+        """Register a template; what it displaces goes with its pages."""
+        for gone in self.templates.add(template):
+            self.drop_pages(gone.model, gone.content_id)
+
+    def delete_template(self, template_id: str, owner: str) -> None:
+        """Forget a template and its pages. Raises TemplateNotFoundError."""
+        gone = self.templates.remove(template_id, owner)
+        self.drop_pages(gone.model, gone.content_id)
+
+    def drop_pages(self, model: str, content_id: str) -> None:
+        """Have pages forgotten, unless a template has them still; "" is a template that never was prepared."""
+        has_pages = content_id and self.models[model].page_scheme is not None
+        if has_pages and not self.templates.holds_content(model, content_id):
+            self.client.drop(model, content_id)
+
     # ---------------------------------------------------------------------------------- what it knows
 
     def view(self, ref: ArrayRef) -> npt.NDArray[Any]:
@@ -203,7 +266,7 @@ class AsyncEngine:
 
     @property
     def is_ready(self) -> bool:
-        return bool(self.models) and self.client.is_ready and not self._is_closing
+        return bool(self.models) and self.client.is_ready and not self.is_closing
 
     @property
     def load(self) -> LoadReport | None:

@@ -20,6 +20,7 @@ class EditInput:
     """One edit: an image, what to change of it, and how the result is to look.
 
     image: None for a generation, on an empty canvas of `canvas_size` (width, height; None = the model's native square).
+    template_id: a registered template of `owner`, instead of an image; a template made of the result is `owner`'s, too.
     mask and mask_kind: see `core.messages.PrepareEdit`. output_size: (width, height), None = the upload's. compression:
     0..100, jpeg and webp. partial_images: previews per image, 0..3. base64: outputs as base64 text, not file bytes.
     """
@@ -28,6 +29,8 @@ class EditInput:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     model: str = ""  # "" = the first model served
     image: Upload | None = None
+    template_id: str | None = None
+    owner: str = ""
     mask: Upload | None = None
     mask_kind: MaskKind = "alpha"
     canvas_size: tuple[int, int] | None = None
@@ -42,7 +45,8 @@ class EditInput:
 class EditReport:
     """How one image came about. mask_ratio: tokens under the mask and its margin / image tokens. active_tokens: those
     computed per step, which are all in an exact run. exact_reason: why it was one; None: it ran mask-aware. cache,
-    tier, primed, full_blocks: see `core.messages.Finished`. ms: milliseconds by part.
+    tier, primed, full_blocks: see `core.messages.Finished`. ms: milliseconds by part. template_id: the template that
+    the image became, if it did.
     """
 
     mask_ratio: float
@@ -59,6 +63,7 @@ class EditReport:
     tier: Tier | None = None
     primed: bool = False
     full_blocks: int = 0
+    template_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

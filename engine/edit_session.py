@@ -39,6 +39,7 @@ from engine import image_ops
 from engine.edit import EditInput, EditReport, ImageOutput
 from engine.mask_aware import ExactReason, resolve_full_steps, resolve_margin, why_exact
 from engine.session_memory import SessionMemory
+from engine.templates import Template, TemplateStore
 
 if TYPE_CHECKING:
     from engine.async_engine import AsyncEngine
@@ -73,6 +74,8 @@ class Timing:
 class EditSession:
     """prepare, submit, outputs; then give_up and close. One caller."""
 
+    is_idle_work = False
+
     def __init__(self, engine: AsyncEngine, request_id: str, edit: EditInput, model: ModelInfo) -> None:
         self.num_images = edit.sampling.n
         self._engine = engine
@@ -81,6 +84,8 @@ class EditSession:
         self._model = model
         self._sampling = resolve(edit.sampling, model)
         check_length("prompt", edit.prompt, MAX_PROMPT_CHARACTERS)
+        self._template = _find_template(edit, engine.templates)
+        self._upload = self._template.upload if self._template else edit.image
         self._timing = Timing()
         timeout = edit.sampling.timeout
         self._deadline = None if timeout is None else self._timing.arrival + timeout
@@ -99,7 +104,7 @@ class EditSession:
         """Copy the uploads to shared memory and have them checked and turned into template, mask and tokens."""
         edit, model = self._edit, self._model
         async with _deadline(self._deadline):
-            self._image = await self._memory.store(edit.image)
+            self._image = await self._memory.store(self._upload)
             self._mask = await self._memory.store(edit.mask)
             self._prepared = await self._engine.images.prepare(
                 PrepareEdit(
@@ -116,6 +121,8 @@ class EditSession:
                 )
             )
             image_ops.check_output_size(*self._output_size, edit.output_format)
+        if self._template is not None and self._template.model == model.name:
+            self._engine.templates.set_content(self._template.id, self._prepared.content_id)
         self._timing.prepared = time.monotonic()
 
     @property
@@ -127,7 +134,7 @@ class EditSession:
 
     @property
     def _canvas_size(self) -> tuple[int, int] | None:
-        if self._edit.image is not None:
+        if self._upload is not None:
             return None
         return self._edit.canvas_size or (self._model.native_size, self._model.native_size)
 
@@ -239,7 +246,8 @@ class EditSession:
     async def _take_finished(self, picture: Picture, output: Finished) -> ImageOutput:
         start = time.monotonic()
         composed = await self._compose(picture.request.pixels[-1])
-        report = self._make_report(output, postprocess=time.monotonic() - start)
+        postprocess = time.monotonic() - start
+        report = self._make_report(output, postprocess, await self._capture(composed))
         self._engine.metrics.observe_finished(
             self._model.name,
             seconds=time.monotonic() - self._timing.arrival,
@@ -249,6 +257,13 @@ class EditSession:
             num_inference_steps=report.num_inference_steps,
         )
         return self._make_output(picture, composed, report=report)
+
+    async def _capture(self, composed: ComposedImage) -> str | None:
+        """Make a template of a result whose every token was to be computed; its id, if it became one."""
+        if self._exact_reason not in ("asked", "mask_covers_all"):
+            return None
+        edit = self._edit
+        return await self._engine.captures.keep(composed, self._model, edit.owner, is_base64=edit.base64)
 
     async def _compose(self, pixels: ArrayRef) -> ComposedImage:
         edit, (width, height) = self._edit, self._output_size
@@ -290,7 +305,7 @@ class EditSession:
             report=report,
         )
 
-    def _make_report(self, output: Finished, postprocess: float) -> EditReport:
+    def _make_report(self, output: Finished, postprocess: float, template_id: str | None) -> EditReport:
         prepared = self._prepared
         assert prepared is not None
         ms = output.ms
@@ -308,6 +323,7 @@ class EditSession:
             tier=output.tier,
             primed=output.is_primed,
             full_blocks=output.full_blocks,
+            template_id=template_id,
             ms={
                 "queue": ms["queue"],
                 "preprocess": (self._timing.prepared - self._timing.arrival) * 1e3,
@@ -340,6 +356,16 @@ class EditSession:
         """Wait for the last terminal output, then free the memory."""
         await self.done.wait()
         await self._memory.release()
+
+
+def _find_template(edit: EditInput, templates: TemplateStore) -> Template | None:
+    """Raises TemplateNotFoundError; InvalidRequestError where an image came as well."""
+    if edit.template_id is None:
+        return None
+    if edit.image is not None:
+        message = "Give either 'image' or 'template_id', not both: each of them is the picture to edit."
+        raise InvalidRequestError(message, param="template_id")
+    return templates.use(edit.template_id, edit.owner)
 
 
 def resolve(sampling: SamplingParams, model: ModelInfo) -> SamplingParams:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import binascii
+from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 CHUNK_BYTES = 256 * 1024
@@ -31,3 +33,32 @@ class BytesUpload:
     async def chunks(self) -> AsyncIterator[memoryview]:
         for start in range(0, self.size, CHUNK_BYTES):
             yield self._data[start : start + CHUNK_BYTES]
+
+
+class KeptUpload:
+    """A file that is kept, in the pieces it came in: no piece takes long to copy or to free."""
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        self._pieces = tuple(pieces)
+        self.size = sum(map(len, self._pieces))
+
+    @classmethod
+    async def of(cls, upload: Upload) -> KeptUpload:
+        """A copy of an upload."""
+        return cls([bytes(chunk) async for chunk in upload.chunks()])
+
+    @classmethod
+    async def of_output(cls, data: memoryview, *, is_base64: bool) -> KeptUpload:
+        """A copy of an encoded file, or of the file that base64 text stands for, giving way to others between
+        pieces.
+        """
+        pieces = []
+        for start in range(0, data.nbytes, CHUNK_BYTES):  # a multiple of 4 characters each
+            piece = data[start : start + CHUNK_BYTES]
+            pieces.append(binascii.a2b_base64(piece) if is_base64 else bytes(piece))
+            await asyncio.sleep(0)
+        return cls(pieces)
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        for piece in self._pieces:
+            yield piece

@@ -20,17 +20,27 @@ import uvloop
 from PIL import Image
 from tqdm import tqdm
 
-from core.config import EMBEDDED_MODEL, EngineConfig, ImageConfig, ModelConfig, SchedulerConfig, StencilConfig
+from core.config import (
+    EMBEDDED_MODEL,
+    CacheConfig,
+    EngineConfig,
+    ImageConfig,
+    ModelConfig,
+    SchedulerConfig,
+    StencilConfig,
+)
 from core.errors import InvalidImageError, InvalidRequestError, StencilError
 from core.request import SamplingParams
 from engine.async_engine import AsyncEngine
 from engine.edit import EditInput, EditReport
+from engine.templates import Template
 from engine.upload import BytesUpload
 
 T = TypeVar("T")
 ImageLike = Image.Image | str | Path | bytes | npt.NDArray[np.uint8]
 """A PIL image, a path, an encoded file, or an array uint8 [height, width(, 1..4)]."""
 
+_CACHE = CacheConfig()
 MAX_IN_FLIGHT = 64
 """Edits handed to the engine at once: enough to keep any batch full, little enough to bound their memory."""
 
@@ -41,6 +51,7 @@ class Edit:
 
     Without either, the image's own transparent area is edited, or all of it. Without an image, one is generated on an
     empty canvas of `size` (width, height; default: the model's native square); with one, the result is resized to it.
+    template_id: a template of this engine (`ImageEngine.create_template`), instead of an image.
     """
 
     prompt: str
@@ -48,6 +59,7 @@ class Edit:
     mask: ImageLike | None = None
     mask_image: ImageLike | None = None
     size: tuple[int, int] | None = None
+    template_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +75,9 @@ class EditResult:
 class ImageEngine:
     """A loaded model, ready to edit. Use as a context manager, or call `close`.
 
-    model: diffusers directory or hub id, default the embedded model. dtype, device, threads: see ModelConfig. Raises
-    ConfigError when the model cannot be loaded.
+    model: diffusers directory or hub id, default the embedded model. dtype, device, threads, mask_aware,
+    cache_keyframes, cache_dtype: see ModelConfig; cache: see CacheConfig. Raises ConfigError when the model cannot be
+    loaded.
     """
 
     def __init__(
@@ -74,13 +87,28 @@ class ImageEngine:
         dtype: str = "auto",
         device: str = "auto",
         threads: int = 0,
+        mask_aware: bool = True,
+        cache_keyframes: str = "auto",
+        cache_dtype: str = "auto",
+        cache: CacheConfig = _CACHE,
         max_num_seqs: int = SchedulerConfig().max_num_seqs,
         image_workers: int = ImageConfig().image_workers,
     ) -> None:
         config = StencilConfig(
             engine=EngineConfig(
-                models=(ModelConfig(model=model, dtype=dtype, device=device, threads=threads),),
+                models=(
+                    ModelConfig(
+                        model=model,
+                        dtype=dtype,
+                        device=device,
+                        threads=threads,
+                        mask_aware=mask_aware,
+                        cache_keyframes=cache_keyframes,
+                        cache_dtype=cache_dtype,
+                    ),
+                ),
                 scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
+                cache=cache,
             ),
             image=ImageConfig(image_workers=image_workers),
             max_queue=MAX_IN_FLIGHT * 10,
@@ -110,6 +138,13 @@ class ImageEngine:
         params = _per_edit(sampling_params, len(edits))
         with tqdm(total=len(edits), desc="Edits", unit="edit", disable=not use_tqdm) as progress:
             return self._run(self._generate(edits, params, progress))
+
+    def create_template(self, image: ImageLike) -> Template:
+        """Register an image that is to be edited often, and compute what its edits share: give the template's `id` as
+        `Edit.template_id`. Raises InvalidRequestError.
+        """
+        upload = BytesUpload(_encode(image, "image"))
+        return self._run(self._engine.prime_template(f"offline-{uuid.uuid4().hex}", upload))
 
     def close(self) -> None:
         """Stop the engine's processes. Idempotent."""
@@ -197,6 +232,7 @@ def _to_input(edit: Edit, sampling: SamplingParams) -> EditInput:
     if edit.mask is not None and edit.mask_image is not None:
         raise InvalidRequestError("Give either 'mask' or 'mask_image', not both.", param="mask")
     _check_prompt(edit.prompt)
+    is_generation = edit.image is None and edit.template_id is None
     mask = edit.mask if edit.mask is not None else edit.mask_image
     mask_name = "mask" if edit.mask is not None else "mask_image"
     return EditInput(
@@ -205,8 +241,9 @@ def _to_input(edit: Edit, sampling: SamplingParams) -> EditInput:
         image=None if edit.image is None else BytesUpload(_encode(edit.image, "image")),
         mask=None if mask is None else BytesUpload(_encode(mask, mask_name)),
         mask_kind="alpha" if edit.mask is not None else "luminance",
-        canvas_size=edit.size if edit.image is None else None,
-        output_size=edit.size if edit.image is not None else None,
+        template_id=edit.template_id,
+        canvas_size=edit.size if is_generation else None,
+        output_size=None if is_generation else edit.size,
     )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -12,18 +13,30 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from core.errors import InvalidRequestError, ModelNotFoundError, OverloadedError, StencilError
+from core.errors import AbortedError, InvalidRequestError, ModelNotFoundError, OverloadedError, StencilError
 from core.messages import ModelInfo
 from engine.async_engine import AsyncEngine
 from engine.metrics import CONTENT_TYPE
-from entrypoints.openai.edit_request import LOADING_RETRY_SECONDS, Operation, build_call
-from entrypoints.openai.edit_response import EditResponse
+from engine.templates import Template
+from entrypoints.openai.edit_request import LOADING_RETRY_SECONDS, Operation, build_call, missing
+from entrypoints.openai.edit_response import EditResponse, disconnected
+from entrypoints.openai.engine_stats import engine_stats
 from entrypoints.openai.errors import describe, describe_http, log_internal
 from entrypoints.openai.fields import GENERATION_FIELDS
-from entrypoints.openai.middleware import REQUEST_ID, ApiKeyGuard, RequestContext
+from entrypoints.openai.middleware import OWNER, REQUEST_ID, ApiKeyGuard, RequestContext
 from entrypoints.openai.reading_places import ReadingPlaces
-from entrypoints.openai.schema import EDIT_BODY, GENERATION_BODY, IMAGE_ANSWERS
-from entrypoints.openai.submission import Submission, read_edit, read_generation
+from entrypoints.openai.schema import (
+    DELETED_ANSWERS,
+    EDIT_BODY,
+    GENERATION_BODY,
+    IMAGE_ANSWERS,
+    TEMPLATE_ANSWERS,
+    TEMPLATE_BODY,
+)
+from entrypoints.openai.submission import Submission, read_edit, read_generation, read_template
+from entrypoints.racing import run_until
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -37,7 +50,9 @@ class ServerSettings:
 def create_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
     """The application on a started engine, which may still be loading."""
     app = FastAPI(title="Stencil", summary="Masked image editing behind the OpenAI images API.", redirect_slashes=False)
-    _add_image_routes(app, engine, settings)
+    places = ReadingPlaces(engine)
+    _add_image_routes(app, engine, settings, places)
+    _add_template_routes(app, engine, settings, places)
     _add_model_routes(app, engine)
     _add_operator_routes(app, engine)
     app.add_exception_handler(StencilError, _on_stencil_error)
@@ -49,9 +64,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
     return app
 
 
-def _add_image_routes(app: FastAPI, engine: AsyncEngine, settings: ServerSettings) -> None:
-    places = ReadingPlaces(engine)
-
+def _add_image_routes(app: FastAPI, engine: AsyncEngine, settings: ServerSettings, places: ReadingPlaces) -> None:
     @app.post("/v1/images/edits", response_model=None, openapi_extra=EDIT_BODY, responses=IMAGE_ANSWERS)
     async def edit_image(request: Request) -> Response:
         """Repaint the masked part of an image. With `stream` the answer is a stream of server-sent events."""
@@ -75,11 +88,62 @@ def _add_image_routes(app: FastAPI, engine: AsyncEngine, settings: ServerSetting
 
 def _answer(engine: AsyncEngine, request: Request, operation: Operation, submission: Submission) -> EditResponse:
     try:
-        call = build_call(operation, submission, engine.models)
+        call = build_call(operation, submission, engine.models, _owner(request))
     except StencilError:
         submission.close()
         raise
     return EditResponse(engine, request.scope[REQUEST_ID], call, submission)
+
+
+def _add_template_routes(app: FastAPI, engine: AsyncEngine, settings: ServerSettings, places: ReadingPlaces) -> None:
+    @app.post("/v1/templates", response_model=None, openapi_extra=TEMPLATE_BODY, responses=TEMPLATE_ANSWERS)
+    async def create_template(request: Request) -> Response:
+        """Register an image and prepare what edits of it need; the answer comes when that is done."""
+        _require_ready(engine)
+        with places.take():
+            submission = await read_template(request, settings.max_upload_bytes)
+        try:
+            return _json(_template_object(await _register(engine, request, submission)))
+        finally:
+            submission.close()
+
+    @app.get("/v1/templates/{template_id}", response_model=None, responses=TEMPLATE_ANSWERS)
+    async def retrieve_template(request: Request, template_id: str) -> Response:
+        """One of the caller's templates."""
+        return _json(_template_object(engine.templates.get(template_id, _owner(request))))
+
+    @app.delete("/v1/templates/{template_id}", response_model=None, responses=DELETED_ANSWERS)
+    async def delete_template(request: Request, template_id: str) -> Response:
+        """Forget a template: its upload, and all that was computed from it, unless another template is the same."""
+        engine.delete_template(template_id, _owner(request))
+        return _json({"id": template_id, "object": "template.deleted", "deleted": True})
+
+
+async def _register(engine: AsyncEngine, request: Request, submission: Submission) -> Template:
+    if "image" not in submission.uploads:
+        raise missing("image")
+    model, owner = str(submission.values.get("model", "")), _owner(request)
+    image = submission.uploads["image"]
+    return await _unless_gone(
+        request, engine.prime_template(request.scope[REQUEST_ID], image, model=model, owner=owner)
+    )
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What comes of `work`, which ends when the client goes: AbortedError."""
+    results: list[T] = []
+
+    async def run() -> None:
+        results.append(await work)
+
+    if not await run_until(disconnected(request.receive), run()):
+        raise AbortedError("the client went away")
+    return results[0]
+
+
+def _owner(request: Request) -> str:
+    """Whose templates the caller sees: those of its key, or everybody's where no keys are asked for."""
+    return str(request.scope.get(OWNER, ""))
 
 
 def _add_model_routes(app: FastAPI, engine: AsyncEngine) -> None:
@@ -117,6 +181,11 @@ def _add_operator_routes(app: FastAPI, engine: AsyncEngine) -> None:
         """Prometheus metrics."""
         return Response(engine.metrics.exposition(), headers={"content-type": CONTENT_TYPE})
 
+    @app.get("/v1/engine/stats", response_model=None)
+    async def stats() -> Response:
+        """The queue, the load, the activation cache and the cost model."""
+        return _json(engine_stats(engine))
+
 
 def _require_ready(engine: AsyncEngine) -> None:
     """Checked before a body is read, so that nobody uploads in vain."""
@@ -129,6 +198,18 @@ def _require_ready(engine: AsyncEngine) -> None:
 
 def _model_object(model: ModelInfo, created: int) -> dict[str, Any]:
     return {"id": model.name, "object": "model", "created": created, "owned_by": "stencil"}
+
+
+def _template_object(template: Template) -> dict[str, Any]:
+    return {
+        "id": template.id,
+        "object": "template",
+        "bytes": template.upload.size,
+        "image_tokens": template.image_tokens,
+        "page_bytes": template.page_bytes,
+        "primed": template.primed,
+        "created": template.created,
+    }
 
 
 def _json(content: dict[str, Any]) -> Response:

@@ -51,16 +51,20 @@ class ImagesCall:
     ignored_if_exact: tuple[str, ...]  # and these where every token is computed
 
 
-def build_call(operation: Operation, submission: Submission, models: Mapping[str, ModelInfo]) -> ImagesCall:
-    """Raises InvalidRequestError, ModelNotFoundError, or OverloadedError while no model is loaded."""
+def build_call(
+    operation: Operation, submission: Submission, models: Mapping[str, ModelInfo], owner: str = ""
+) -> ImagesCall:
+    """owner: see EditInput. Raises InvalidRequestError, ModelNotFoundError, or OverloadedError while no model is
+    loaded.
+    """
     values = submission.values
     model = _choose_model(str(values.get("model", "")), models)
     _refuse_unsupported(values)
     prompt = _require_prompt(values)
-    if operation == "image_edit":
+    is_edit = operation == "image_edit"
+    if is_edit:
         _require_image(submission)
     size = parse_size(str(values.get("size", "auto")))
-    is_edit = operation == "image_edit"
     if size and not is_edit:
         _check_aspect(size)
     stream = bool(values.get("stream", False))
@@ -69,6 +73,8 @@ def build_call(operation: Operation, submission: Submission, models: Mapping[str
         sampling=_sampling(values, model),
         model=model.name,
         image=submission.uploads.get("image"),
+        template_id=str(values["template_id"]) if is_edit and values.get("template_id") else None,
+        owner=owner,
         mask=submission.uploads.get("mask") or submission.uploads.get("mask_image"),
         mask_kind=_mask_kind(submission),
         canvas_size=None if is_edit else size,
@@ -108,7 +114,7 @@ def _refuse_unsupported(values: Mapping[str, Value]) -> None:
 
 def _require_prompt(values: Mapping[str, Value]) -> str:
     if "prompt" not in values:
-        raise _missing("prompt")
+        raise missing("prompt")
     if not values["prompt"]:
         message = "Invalid 'prompt': empty string. Expected a string with minimum length 1."
         raise InvalidRequestError(message, param="prompt", code="empty_string")
@@ -116,8 +122,8 @@ def _require_prompt(values: Mapping[str, Value]) -> str:
 
 
 def _require_image(submission: Submission) -> None:
-    if "image" not in submission.uploads:
-        raise _missing("image")
+    if "image" not in submission.uploads and not submission.values.get("template_id"):
+        raise missing("image")
 
 
 def _mask_kind(submission: Submission) -> MaskKind:
@@ -191,12 +197,15 @@ def _has_effect(field: Field, values: Mapping[str, Value], model: ModelInfo, ope
             # An edit keeps the upload's own transparency outside the mask, unless the format has none.
             is_opaque = operation == "image_generation" or values.get("output_format") == "jpeg"
             return values["background"] == "auto" or is_opaque
+        case "template_id":
+            return operation == "image_edit"
         case "user":
             return not values.get("safety_identifier")  # both are returned under this one name
         case _:
             return field.has_effect
 
 
-def _missing(name: str) -> InvalidRequestError:
+def missing(name: str) -> InvalidRequestError:
+    """The refusal of a request without a field that it needs."""
     message = f"Missing required parameter: '{name}'."
     return InvalidRequestError(message, param=name, code="missing_required_parameter")

@@ -48,7 +48,7 @@ class EditResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            if not await run_until(_disconnect(receive), self._run(_impatient(send))):
+            if not await run_until(disconnected(receive), self._run(_impatient(send))):
                 scope[CLIENT_GONE] = True
         except _ClientStalledError:
             _log.warning("%s given up: its client reads nothing", self._request_id)
@@ -106,7 +106,7 @@ async def _with_silences(outputs: AsyncIterator[ImageOutput]) -> AsyncGenerator[
         await asyncio.wait({upcoming})
 
 
-async def _disconnect(receive: Receive) -> None:
+async def disconnected(receive: Receive) -> None:
     """Returns when the client has closed the connection; the request's body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -20,6 +20,7 @@ from core.errors import (
     OutOfMemoryError,
     OverloadedError,
     StencilError,
+    TemplateNotFoundError,
 )
 
 INVALID_REQUEST = "invalid_request_error"
@@ -79,6 +80,7 @@ _TABLE: tuple[tuple[type[BaseException], int, str | None, str | None], ...] = (
     (RequestTooLargeError, 413, INVALID_REQUEST, None),
     (UnsupportedContentTypeError, 415, INVALID_REQUEST, None),
     (ModelNotFoundError, 404, INVALID_REQUEST, None),
+    (TemplateNotFoundError, 404, INVALID_REQUEST, None),
     (InvalidImageError, 400, None, None),
     (InvalidRequestError, 400, INVALID_REQUEST, None),
     (BodyTimeoutError, 408, INVALID_REQUEST, "request_timeout"),

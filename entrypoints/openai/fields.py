@@ -157,7 +157,7 @@ _COMMON = (
     Field("mask_aware", "boolean", "Compute only the tokens under the mask; default true."),
     Field("mask_margin", "integer", "Pixels by which computed area grows beyond the mask.", 0),
     Field("full_steps", "integer", "Leading steps that compute every token.", 0),
-    Field("template_id", "string", "A template known to the server.", max_length=512, has_effect=False),
+    Field("template_id", "string", "A registered template, instead of an image.", max_length=512),
     Field("padding_mask_crop", "integer", "Not used.", 0, has_effect=False),
     Field("priority", "integer", "Lower is served first; default 0."),
     Field("timeout", "number", "Seconds until the request is given up with status 504."),
@@ -177,6 +177,7 @@ GENERATION_FIELDS: dict[str, Field] = {
         Field("style", "string", "Not used.", choices=("vivid", "natural"), has_effect=False),
     )
 }
+TEMPLATE_FIELDS: dict[str, Field] = {field.name: field for field in _COMMON if field.name == "model"}
 
 
 def parse_size(text: str) -> tuple[int, int] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import logging
 import time
@@ -16,6 +17,7 @@ from entrypoints.openai.errors import InvalidApiKeyError, describe, log_internal
 
 REQUEST_ID = "stencil.request_id"  # keys of the ASGI scope
 CLIENT_GONE = "stencil.client_gone"
+OWNER = "stencil.owner"  # digest of the key that came; only where keys are asked for
 CLIENT_GONE_STATUS = 499  # only ever in the log
 _PROBES = ("/health", "/ready", "/metrics")  # asked every few seconds by machines
 
@@ -77,9 +79,11 @@ class ApiKeyGuard:
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self._app = app
         self._api_key = api_key.encode()
+        self._owner = hashlib.sha256(self._api_key).hexdigest()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not scope["path"].startswith("/v1/") or self._is_allowed(scope):
+            scope[OWNER] = self._owner
             await self._app(scope, receive, send)
             return
         error = InvalidApiKeyError("Missing or incorrect API key. Send it as 'Authorization: Bearer <key>'.")

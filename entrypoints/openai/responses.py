@@ -58,7 +58,7 @@ def usage(call: ImagesCall, reports: Sequence[EditReport]) -> dict[str, Any]:
 
 def stencil(call: ImagesCall, images: Sequence[ImageOutput]) -> dict[str, Any]:
     """The `stencil` object: one per answer. Of several images the seed is the first one's, each part of `ms` the
-    slowest one's; everything else is the same for all."""
+    slowest one's, and `template_ids` has one for each; everything else is the same for all."""
     reports = [_report(image) for image in images]
     first = reports[0]
     return {
@@ -75,8 +75,15 @@ def stencil(call: ImagesCall, images: Sequence[ImageOutput]) -> dict[str, Any]:
         "tier": first.tier,
         "primed": any(report.primed for report in reports),
         "full_blocks": max(report.full_blocks for report in reports),
+        **_template_ids(reports),
         "ms": {part: round(max(report.ms[part] for report in reports), 3) for part in first.ms},
     }
+
+
+def _template_ids(reports: Sequence[EditReport]) -> dict[str, Any]:
+    """Which templates the images became; null: none."""
+    ids = [report.template_id for report in reports]
+    return {"template_id": ids[0]} if len(ids) == 1 else {"template_ids": ids}
 
 
 def _notes(call: ImagesCall, report: EditReport) -> list[str]:

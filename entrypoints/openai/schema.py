@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from entrypoints.openai.fields import EDIT_FIELDS, GENERATION_FIELDS, Field
+from entrypoints.openai.fields import EDIT_FIELDS, GENERATION_FIELDS, TEMPLATE_FIELDS, Field
 
 _FILE = {"type": "string", "format": "binary"}
 _TEXT = {"type": "string"}
@@ -30,29 +30,64 @@ EDIT_BODY = _body(
     {
         "multipart/form-data": _object(
             {
-                "image": _FILE | {"description": "PNG, WebP or JPEG; the first one is edited."},
+                "image": _FILE | {"description": "PNG, WebP or JPEG; the first one is edited. Or give template_id."},
                 "mask": _FILE | {"description": "With an alpha channel; transparent = edit."},
                 "mask_image": _FILE | {"description": "White = edit; a file, or base64 text."},
             }
             | _properties(EDIT_FIELDS),
-            "image",
             "prompt",
         ),
         "application/json": _object(
             {"images": {"type": "array", "items": _IMAGE_URL}, "mask": _IMAGE_URL, "mask_image": _TEXT}
             | _properties(EDIT_FIELDS),
-            "images",
             "prompt",
         ),
     }
 )
 GENERATION_BODY = _body({"application/json": _object(_properties(GENERATION_FIELDS), "prompt")})
+TEMPLATE_BODY = _body(
+    {
+        "multipart/form-data": _object(
+            {"image": _FILE | {"description": "PNG, WebP or JPEG."}} | _properties(TEMPLATE_FIELDS), "image"
+        )
+    }
+)
+
+_FAILURES: dict[int | str, dict[str, Any]] = {
+    "4XX": {"description": "The request is wrong.", "content": {"application/json": {"schema": _ERROR}}},
+    "5XX": {"description": "The server failed or is busy.", "content": {"application/json": {"schema": _ERROR}}},
+}
 
 IMAGE_ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "The images, or with `stream` a stream of events.",
         "content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {"schema": _TEXT}},
     },
-    "4XX": {"description": "The request is wrong.", "content": {"application/json": {"schema": _ERROR}}},
-    "5XX": {"description": "The server failed or is busy.", "content": {"application/json": {"schema": _ERROR}}},
+    **_FAILURES,
+}
+TEMPLATE_ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The template.",
+        "content": {
+            "application/json": _object(
+                {
+                    "id": _TEXT,
+                    "object": _TEXT,
+                    "bytes": {"type": "integer", "description": "Size of the upload."},
+                    "image_tokens": {"type": "integer"},
+                    "page_bytes": {"type": "integer", "description": "Size of what was computed from it."},
+                    "primed": {"type": "boolean", "description": "Whether that was computed."},
+                    "created": {"type": "integer", "description": "Unix seconds."},
+                }
+            )
+        },
+    },
+    **_FAILURES,
+}
+DELETED_ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The template is forgotten.",
+        "content": {"application/json": _object({"id": _TEXT, "object": _TEXT, "deleted": {"type": "boolean"}})},
+    },
+    **_FAILURES,
 }

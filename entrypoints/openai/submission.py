@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from core.errors import AbortedError, InvalidRequestError
 from entrypoints.openai.errors import BodyTimeoutError, RequestTooLargeError, UnsupportedContentTypeError
-from entrypoints.openai.fields import EDIT_FIELDS, Field, Value, decode_json
+from entrypoints.openai.fields import EDIT_FIELDS, TEMPLATE_FIELDS, Field, Value, decode_json
 from entrypoints.openai.json_body import JsonBody
 from entrypoints.openai.multipart import Part, read_multipart
 from entrypoints.openai.uploads import SpooledUpload, decode_base64, pieces_of
@@ -47,11 +47,19 @@ async def read_edit(request: Request, max_upload_bytes: int) -> Submission:
     content_type = request.headers.get("content-type", "")
     match _media_type(content_type):
         case "multipart/form-data":
-            return await _read_multipart_edit(request, content_type, max_upload_bytes)
+            return await _read_multipart(request, content_type, max_upload_bytes, _EDIT_FORM)
         case "application/json":
             return await _read_json_edit(request, max_upload_bytes)
         case other:
             raise UnsupportedContentTypeError(other, f"{MULTIPART} or {JSON}")
+
+
+async def read_template(request: Request, max_upload_bytes: int) -> Submission:
+    """The body of POST /v1/templates: multipart."""
+    content_type = request.headers.get("content-type", "")
+    if _media_type(content_type) != MULTIPART:
+        raise UnsupportedContentTypeError(_media_type(content_type), MULTIPART)
+    return await _read_multipart(request, content_type, max_upload_bytes, _TEMPLATE_FORM)
 
 
 async def read_generation(request: Request, fields: Mapping[str, Field]) -> Submission:
@@ -72,19 +80,32 @@ def _media_type(content_type: str) -> str:
 # ----------------------------------------------------------------------------------------------------------- multipart
 
 
-async def _read_multipart_edit(request: Request, content_type: str, max_upload_bytes: int) -> Submission:
+@dataclass(frozen=True)
+class _Form:
+    """What a kind of form may hold; files: the names under which files are kept."""
+
+    fields: Mapping[str, Field]
+    files: tuple[str, ...]
+    max_images: int
+
+
+_EDIT_FORM = _Form(EDIT_FIELDS, _UPLOAD_FIELDS, MAX_IMAGES)
+_TEMPLATE_FORM = _Form(TEMPLATE_FIELDS, ("image",), 1)
+
+
+async def _read_multipart(request: Request, content_type: str, max_upload_bytes: int, form: _Form) -> Submission:
     def rule(part: Part, earlier: Sequence[Part]) -> tuple[int, bool]:
         """Only what is used is kept: the first part of each known field. All text together has MAX_TEXT_BYTES."""
         base = _base_name(part.name)
         is_first = all(_base_name(other.name) != base for other in earlier if other.received)
         if part.is_file:
-            return max_upload_bytes, base in _UPLOAD_FIELDS and is_first
-        if base == "mask_image":
+            return max_upload_bytes, base in form.files and is_first
+        if base == "mask_image" and base in form.files:
             return _base64_bytes(max_upload_bytes), is_first
         left = MAX_TEXT_BYTES - sum(other.received for other in earlier if _is_plain_text(other))
-        return left, base in EDIT_FIELDS and is_first
+        return left, base in form.fields and is_first
 
-    limit = (MAX_IMAGES + 2) * max_upload_bytes + _base64_bytes(max_upload_bytes)
+    limit = (form.max_images + 2) * max_upload_bytes + _base64_bytes(max_upload_bytes)
     parts = await read_multipart(_body(request, limit), content_type, rule)
     submission = Submission()
     with ExitStack() as on_error:
@@ -92,7 +113,7 @@ async def _read_multipart_edit(request: Request, content_type: str, max_upload_b
         with ExitStack() as unused:
             for part in parts:
                 unused.callback(_close_unless_used, part, submission)
-            await _take_parts(submission, parts, max_upload_bytes)
+            await _take_parts(submission, parts, max_upload_bytes, form)
         on_error.pop_all()
     return submission
 
@@ -106,28 +127,28 @@ def _close_unless_used(part: Part, submission: Submission) -> None:
         part.content.close()
 
 
-async def _take_parts(submission: Submission, parts: list[Part], max_upload_bytes: int) -> None:
+async def _take_parts(submission: Submission, parts: list[Part], max_upload_bytes: int, form: _Form) -> None:
     num_images = 0
     for part in parts:
         if part.is_empty_file_input:
             continue
         base = _base_name(part.name)
         if base == "image":
-            _take_image(submission, part, num_images)
+            _take_image(submission, part, num_images, form.max_images)
             num_images += 1
-        elif base in _FILE_FIELDS:
+        elif base in form.files or base == "markup":
             await _take_file(submission, part, base, max_upload_bytes)
-        elif part.name in EDIT_FIELDS:
+        elif part.name in form.fields:
             await _take_text(submission, part)
         else:
             _ignore(submission, part.name)
 
 
-def _take_image(submission: Submission, part: Part, index: int) -> None:
+def _take_image(submission: Submission, part: Part, index: int, max_images: int) -> None:
     if not part.is_file:
         raise _expected_file("image", f"image[{index}]")
-    if index >= MAX_IMAGES:
-        raise _too_many_images(index + 1)
+    if index >= max_images:
+        raise _too_many_images(index + 1, max_images)
     if index == 0:
         submission.uploads["image"] = part.content
     else:
@@ -211,7 +232,7 @@ def _pop_images(submission: Submission, members: dict[str, msgspec.Raw]) -> dict
     images = _member(members.pop("images", None), list[dict[str, msgspec.Raw]], "image", "an array of objects")
     if images:
         if len(images) > MAX_IMAGES:
-            raise _too_many_images(len(images))
+            raise _too_many_images(len(images), MAX_IMAGES)
         sources["image"] = (_image_url(images[0], "image"), True)
         for index in range(1, len(images)):
             _ignore(submission, f"image[{index}]")
@@ -307,8 +328,9 @@ def _body_too_large(limit: int) -> RequestTooLargeError:
     return RequestTooLargeError(f"The request body is larger than the maximum of {limit} bytes.")
 
 
-def _too_many_images(count: int) -> InvalidRequestError:
-    message = f"Invalid 'image': array too long. Expected at most {MAX_IMAGES} images, but got {count} instead."
+def _too_many_images(count: int, limit: int) -> InvalidRequestError:
+    images = "1 image" if limit == 1 else f"{limit} images"
+    message = f"Invalid 'image': array too long. Expected at most {images}, but got {count} instead."
     return InvalidRequestError(message, param="image", code="array_above_max_length")
 
 

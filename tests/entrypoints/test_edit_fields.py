@@ -112,8 +112,6 @@ async def test_fields_without_effect_are_named(client: httpx.AsyncClient) -> Non
         "output_compression": "50",
         "partial_images": "2",
         "background": "opaque",
-        "mask_aware": "true",
-        "template_id": "t",
         "padding_mask_crop": "3",
         "never_heard_of": "1",
         "svg[model]": "x",

@@ -1,0 +1,96 @@
+"""Captures: what the engine has painted becomes a template, so that editing what was just made starts warm.
+
+The pages come from priming the finished picture, not from the run that made it: that run's keys and values depend on
+its prompt, its mask and its noise, and an edit's picture would then depend on what happened to be made before. Primed
+pages are a function of the picture alone, so an edit of it is the same whether it was captured or not.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from core.errors import StencilError
+from core.messages import ComposedImage, ModelInfo
+from engine.image_ops import generation_size
+from engine.mask_aware import fits
+from engine.template_session import TemplateSession
+from engine.templates import Template
+from engine.upload import KeptUpload
+
+if TYPE_CHECKING:
+    from engine.async_engine import AsyncEngine
+
+logger = logging.getLogger("stencil.engine")
+
+MAX_IN_FLIGHT = 4
+"""Captures that may wait for idle time at once, since each holds its picture in shared memory. Others are kept as
+templates all the same, and primed by the first edit that uses them."""
+
+
+class Captures:
+    """Registers finished pictures and primes them in the background, when no edit wants to compute."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+        self._num_in_flight = 0
+
+    async def keep(self, image: ComposedImage, model: ModelInfo, owner: str, *, is_base64: bool) -> str | None:
+        """The id of the template that `image` becomes; None where the server's flags leave no use for it."""
+        num_tokens = _num_tokens(image, model)
+        if not self._is_useful(model, num_tokens):
+            return None
+        upload = await KeptUpload.of_output(self._engine.view(image.encoded).data, is_base64=is_base64)
+        if upload.size > self._engine.templates.budget:
+            logger.debug("a picture of %d bytes is larger than --template-bytes: not captured", upload.size)
+            return None
+        template = Template(
+            upload=upload,
+            owner=owner,
+            model=model.name,
+            width=image.width,
+            height=image.height,
+            image_tokens=num_tokens,
+            created=int(time.time()),
+        )
+        self._engine.keep_template(template)
+        if self._num_in_flight < MAX_IN_FLIGHT:
+            self._engine.run_in_background(self._prime(template, model))
+        return template.id
+
+    def _is_useful(self, model: ModelInfo, num_tokens: int) -> bool:
+        cache, scheme = self._engine.config.engine.cache, model.page_scheme
+        if scheme is None or cache.admission == "manual":
+            return False
+        return fits(scheme, cache, num_tokens, model.default_num_inference_steps)
+
+    async def _prime(self, template: Template, model: ModelInfo) -> None:
+        """Its failure hurts nobody: the first edit of the template primes it then."""
+        session = TemplateSession(self._engine, f"capture-{template.id}", template.upload, model, is_idle_work=True)
+        self._num_in_flight += 1
+        try:
+            with self._engine.hold(session):
+                await self._prime_session(session, template)
+        except StencilError as error:
+            level = logging.DEBUG if self._engine.is_closing else logging.WARNING
+            logger.log(level, "template %s was not primed: %s", template.id, error)
+        finally:
+            self._num_in_flight -= 1
+
+    async def _prime_session(self, session: TemplateSession, template: Template) -> None:
+        templates = self._engine.templates
+        content_id = (await session.prepare()).content_id
+        templates.set_content(template.id, content_id)
+        if template.id not in templates or self._engine.is_closing:
+            return
+        primed = await session.prime()
+        templates.set_primed(template.id, primed.nbytes)
+        if template.id not in templates:  # dropped meanwhile, perhaps before the last page was there
+            self._engine.drop_pages(template.model, content_id)
+
+
+def _num_tokens(image: ComposedImage, model: ModelInfo) -> int:
+    """Image tokens of a picture that is uploaded again."""
+    width, height = generation_size(image.width, image.height, model.native_size, model.token_size)
+    return (width // model.token_size) * (height // model.token_size)

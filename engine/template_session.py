@@ -1,0 +1,127 @@
+"""TemplateSession: one template from its upload to its pages, and all the shared memory that takes.
+
+As with an edit, memory is freed only when nothing can touch it any more; `close` waits for that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from core.errors import OverloadedError
+from core.messages import Aborted, Failed, ModelInfo, PreparedEdit, PrepareEdit, PrimeTemplate, TemplatePrimed
+from engine import image_ops
+from engine.mask_aware import fits
+from engine.session_memory import SessionMemory
+from engine.upload import Upload
+
+if TYPE_CHECKING:
+    from engine.async_engine import AsyncEngine
+    from engine.engine_client import RequestOutput
+
+logger = logging.getLogger("stencil.engine")
+
+
+class TemplateSession:
+    """prepare, prime; then give_up and close. One caller.
+
+    is_idle_work: computed when no edit wants to, and takes no place in the queue.
+    """
+
+    def __init__(
+        self, engine: AsyncEngine, request_id: str, upload: Upload, model: ModelInfo, *, is_idle_work: bool = False
+    ) -> None:
+        self.num_images = 0 if is_idle_work else 1  # places in the queue
+        self.is_idle_work = is_idle_work
+        self.is_submitted = False
+        self.done = asyncio.Event()  # nothing of it is left to compute
+        self.has_failed = False  # set by the engine when an error, not the caller, ends it
+        self._engine = engine
+        self._id = request_id
+        self._upload = upload
+        self._model = model
+        self._memory = SessionMemory(engine)
+        self._prepared: PreparedEdit | None = None
+        self._answer: RequestOutput | None = None
+
+    async def prepare(self) -> PreparedEdit:
+        """Have the upload checked and turned into a template. Raises InvalidRequestError, OverloadedError."""
+        model = self._model
+        self._prepared = await self._engine.images.prepare(
+            PrepareEdit(
+                job_id=0,
+                image=await self._memory.store(self._upload),
+                mask=None,
+                mask_kind="alpha",
+                canvas_size=None,
+                mask_margin=0,
+                native_size=model.native_size,
+                token_size=model.token_size,
+                max_pixels=self._engine.config.image.max_pixels,
+                scratch=self._memory.alloc(image_ops.scratch_bytes(model.native_size, model.token_size)),
+            )
+        )
+        return self._prepared
+
+    @property
+    def num_tokens(self) -> int:
+        """The template's image tokens."""
+        prepared, side = self._prepared, self._model.token_size
+        assert prepared is not None
+        return (prepared.width // side) * (prepared.height // side)
+
+    @property
+    def is_cacheable(self) -> bool:
+        """Whether the model's templates have pages, and this one's fit."""
+        scheme, cache = self._model.page_scheme, self._engine.config.engine.cache
+        num_steps = self._model.default_num_inference_steps
+        return scheme is not None and fits(scheme, cache, self.num_tokens, num_steps)
+
+    async def prime(self) -> TemplatePrimed:
+        """Have its pages made. Raises EngineError, or OverloadedError when the server shuts down."""
+        self._engine.client.submit(self._make_request(), self._hear)
+        self.is_submitted = True
+        await self.done.wait()
+        match self._answer:
+            case TemplatePrimed():
+                return self._answer
+            case Failed(failure=failure):
+                if failure.detail:
+                    logger.error("%s: %s\n%s", self._id, failure.message, failure.detail)
+                raise failure.to_error()
+            case Aborted():
+                raise OverloadedError("The server shut down before the template was primed.", retry_after=1.0)
+        raise AssertionError(f"{self._id} is a template, and was answered with {self._answer}")
+
+    def _make_request(self) -> PrimeTemplate:
+        prepared = self._prepared
+        assert prepared is not None
+        return PrimeTemplate(
+            request_id=self._id,
+            model=self._model.name,
+            template=prepared.template,
+            width=prepared.width,
+            height=prepared.height,
+            content_id=prepared.content_id,
+            num_tokens=self.num_tokens,
+            arrival=time.monotonic(),
+            is_idle_work=self.is_idle_work,
+        )
+
+    def _hear(self, output: RequestOutput) -> None:
+        self._answer = output
+        self.done.set()
+
+    def give_up(self) -> None:
+        """Nobody waits any longer: abort what still runs."""
+        if not self.is_submitted:
+            self.done.set()
+        elif not self.done.is_set():
+            self._engine.client.abort((self._id,))
+
+    async def close(self) -> None:
+        """Wait for the terminal output, then free the memory."""
+        await self.done.wait()
+        await self._memory.release()

@@ -1,0 +1,133 @@
+"""The templates that clients have registered: encoded uploads by id, under a byte budget, with LRU.
+
+Knows who owns what. What becomes of their pages is the caller's business: it is told which templates had to go.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+from core.errors import InvalidRequestError, TemplateNotFoundError
+from engine.upload import KeptUpload
+
+
+def _new_id() -> str:
+    return f"tmpl_{secrets.token_hex(16)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Template:
+    """One registered image. owner: digest of the API key it came with, "" without keys. width, height: the upload's own
+    pixels. image_tokens: at its generation size. content_id: see PreparedEdit; "" until it was prepared. created: Unix
+    seconds. primed: its pages were computed, and took `page_bytes`.
+    """
+
+    upload: KeptUpload
+    owner: str
+    model: str
+    width: int
+    height: int
+    image_tokens: int
+    created: int
+    content_id: str = ""
+    primed: bool = False
+    page_bytes: int = 0
+    id: str = field(default_factory=_new_id)
+
+
+class TemplateStore:
+    """Templates of all owners, `budget` bytes of uploads in all."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.used_bytes = 0
+        self._templates: dict[str, Template] = {}  # id -> template, least recently used first
+        self._num_sharing: Counter[tuple[str, str]] = Counter()  # (model, content id) -> templates that have it
+
+    def __len__(self) -> int:
+        return len(self._templates)
+
+    def __contains__(self, template_id: str) -> bool:
+        return template_id in self._templates
+
+    def check_size(self, nbytes: int) -> None:
+        """Raises InvalidRequestError for an upload that could not be kept."""
+        if nbytes > self.budget:
+            message = (
+                f"Invalid 'image': {nbytes} bytes are more than the {self.budget} that the server keeps for templates"
+            )
+            remedy = "send a smaller file, or start the server with a larger --template-bytes"
+            raise InvalidRequestError(f"{message}; {remedy}.", param="image", code="image_too_large")
+
+    def add(self, template: Template) -> list[Template]:
+        """Keep a new template; returns those that made room for it. Raises as `check_size`."""
+        self.check_size(template.upload.size)
+        gone = []
+        while self.used_bytes + template.upload.size > self.budget:
+            gone.append(self._take_out(next(iter(self._templates))))
+        self._templates[template.id] = template
+        self.used_bytes += template.upload.size
+        self._num_sharing[_content(template)] += 1
+        return gone
+
+    def get(self, template_id: str, owner: str) -> Template:
+        """Raises TemplateNotFoundError for an id that is unknown or another's."""
+        return self._find(template_id, owner, None)
+
+    def use(self, template_id: str, owner: str) -> Template:
+        """`get` for an edit's `template_id`: the template becomes the most recently used one."""
+        template = self._find(template_id, owner, "template_id")
+        self._templates[template_id] = self._templates.pop(template_id)
+        return template
+
+    def remove(self, template_id: str, owner: str) -> Template:
+        """Raises as `get`."""
+        self._find(template_id, owner, None)
+        return self._take_out(template_id)
+
+    def set_content(self, template_id: str, content_id: str) -> None:
+        """What is known once it was prepared; nothing happens to one that is gone."""
+        if template_id in self._templates:
+            old = self._templates[template_id]
+            self._forget_content(old)
+            self._templates[template_id] = new = replace(old, content_id=content_id)
+            self._num_sharing[_content(new)] += 1
+
+    def set_primed(self, template_id: str, page_bytes: int) -> None:
+        """What is known once it was primed; nothing happens to one that is gone."""
+        if template_id in self._templates:
+            self._templates[template_id] = replace(self._templates[template_id], primed=True, page_bytes=page_bytes)
+
+    def holds_content(self, model: str, content_id: str) -> bool:
+        """Whether any template has these pages."""
+        return (model, content_id) in self._num_sharing
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the books agree with the templates."""
+        templates = self._templates.values()
+        assert self.used_bytes == sum(template.upload.size for template in templates) <= self.budget
+        assert self._num_sharing == Counter(map(_content, templates))
+        assert all(template_id == template.id for template_id, template in self._templates.items())
+
+    def _find(self, template_id: str, owner: str, param: str | None) -> Template:
+        template = self._templates.get(template_id)
+        if template is None or template.owner != owner:
+            raise TemplateNotFoundError(template_id, param=param)
+        return template
+
+    def _take_out(self, template_id: str) -> Template:
+        template = self._templates.pop(template_id)
+        self.used_bytes -= template.upload.size
+        self._forget_content(template)
+        return template
+
+    def _forget_content(self, template: Template) -> None:
+        self._num_sharing[_content(template)] -= 1
+        if not self._num_sharing[_content(template)]:
+            del self._num_sharing[_content(template)]
+
+
+def _content(template: Template) -> tuple[str, str]:
+    return template.model, template.content_id
