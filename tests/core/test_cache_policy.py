@@ -1,0 +1,278 @@
+"""ActivationCacheManager against an independent model, in any order of requests, priming, copies, failures and drops.
+
+The model knows nothing of the manager's insides: it carries out orders on pretended memory and a pretended disk, byte
+range by byte range, and checks that nothing is written where something lives, that a reader finds its own entry's
+bytes, that what is pinned stays, and that no budget is exceeded.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
+
+from core.activation_cache import ActivationCacheManager, EntryState, TierBudget, Want
+from core.handles import ArrayRef, Tier
+from core.messages import PageCopied, PageCopy
+
+ARENA = 5
+SIZES = {"a": 700, "b": 1300, "c": 1300, "d": 2600, "e": 4000}
+"""template -> bytes of each of its three entries."""
+WANTS = {name: [Want(f"{name}-{number}", nbytes, 64) for number in range(3)] for name, nbytes in SIZES.items()}
+HOST_BYTES = 9000
+DEVICE_BYTES = 8000
+
+
+@dataclass
+class Hold:
+    """What one request reserved."""
+
+    wants: list[Want]
+
+
+@dataclass
+class Model:
+    """Memory and disk as workers would see them."""
+
+    pins: Counter[str] = field(default_factory=Counter)
+    device: dict[str, bool] = field(default_factory=dict)  # key -> whether its bytes are right
+    host: dict[ArrayRef, str] = field(default_factory=dict)  # region -> the key whose bytes are in it
+    disk: set[str] = field(default_factory=set)
+    in_flight: list[PageCopy] = field(default_factory=list)
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Rules common to all tier set-ups; those are subclasses."""
+
+    budgets: tuple[TierBudget, ...]
+    has_disk: bool
+    keep_all: bool
+
+    holds = Bundle("holds")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.manager = ActivationCacheManager(
+            self.budgets, has_disk=self.has_disk, page_arena_id=ARENA, keep_all=self.keep_all
+        )
+        self.model = Model()
+        self.registered: set[str] = set()
+
+    @property
+    def on_device(self) -> bool:
+        return self.budgets[0].tier == "device"
+
+    # ------------------------------------------------------------------------------------------------- rules
+
+    @rule(
+        target=holds,
+        template=st.sampled_from(sorted(WANTS)),
+        part=st.sets(st.integers(0, 2), min_size=1),
+        winners=st.sets(st.sampled_from(["host", "disk"])),
+    )
+    def reserve(self, template: str, part: set[int], winners: set[Tier]) -> Hold:
+        wants = [WANTS[template][number] for number in sorted(part)]
+        before = {want.key: self.manager.state(want.key) for want in wants}
+        if not self.manager.reserve(wants, lambda tier, _: tier in winners):
+            assert {want.key: self.manager.state(want.key) for want in wants} == before
+            assert sum(self.model.pins.values()) or self.model.in_flight or not self.manager.fits(wants)
+            return Hold([])
+        self.model.pins.update(want.key for want in wants)
+        self.carry_out_orders()
+        for want in wants:
+            state = self.manager.state(want.key)
+            if before[want.key] is EntryState.ABSENT and state is EntryState.LOADING:
+                assert self.manager.tier_of(want.key) in winners
+            if before[want.key] is not EntryState.ABSENT and self.model.pins[want.key] > 1:
+                assert state is before[want.key]
+        return Hold(wants)
+
+    @precondition(lambda self: self.empty())
+    @rule(data=st.data())
+    def fill(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(self.empty()))
+        self.write(key)
+        self.manager.fill(key)
+
+    @rule(hold=consumes(holds))
+    def release(self, hold: Hold) -> None:
+        keys = [want.key for want in hold.wants]
+        self.model.pins.subtract(keys)
+        self.manager.release(keys)
+
+    @precondition(lambda self: self.model.in_flight)
+    @rule(data=st.data(), ok=st.booleans())
+    def finish_a_copy(self, data: st.DataObject, ok: bool) -> None:
+        copy = data.draw(st.sampled_from(self.model.in_flight))
+        self.model.in_flight.remove(copy)
+        done = self.copied(copy, ok)
+        self.manager.finish_copy(done)
+
+    @rule(template=st.sampled_from(sorted(WANTS)))
+    def register(self, template: str) -> None:
+        keys = [want.key for want in WANTS[template]]
+        self.registered.update(keys)
+        self.manager.register(keys)
+
+    @rule(template=st.sampled_from(sorted(WANTS)))
+    def unregister(self, template: str) -> None:
+        keys = [want.key for want in WANTS[template]]
+        self.registered.difference_update(keys)
+        self.manager.unregister(keys)
+
+    @rule(template=st.sampled_from(sorted(WANTS)))
+    def drop(self, template: str) -> None:
+        keys = [want.key for want in WANTS[template]]
+        self.registered.difference_update(keys)
+        self.manager.drop(template, keys)
+        self.carry_out_orders()
+        for key in keys:
+            if not self.model.pins[key] and not self.copies_of(key):
+                assert self.manager.state(key) is EntryState.ABSENT
+                assert self.manager.tier_of(key) is None
+            if not self.copies_of(key):
+                assert key not in self.model.disk
+
+    @precondition(lambda self: self.model.in_flight)
+    @rule()
+    def lose_the_workers(self) -> None:
+        self.model.in_flight.clear()
+        self.manager.fail_copies()
+
+    # ------------------------------------------------------------------------------------------------- the workers
+
+    def empty(self) -> list[str]:
+        """Entries that somebody waits for and that are to be primed."""
+        pinned = sorted(key for key, pins in self.model.pins.items() if pins)
+        return [key for key in pinned if self.manager.state(key) is EntryState.EMPTY]
+
+    def carry_out_orders(self) -> None:
+        orders = self.manager.take_orders()
+        for key in orders.forget:
+            self.model.device.pop(key, None)
+        for key in orders.delete:
+            assert self.has_disk
+            self.model.disk.discard(key)
+        for copy in orders.copies:
+            assert not self.copies_of(copy.key), "two copies of one entry at a time"
+            self.model.in_flight.append(copy)
+            if copy.source == "host":
+                assert copy.host is not None
+                assert self.model.host.get(copy.host) == copy.key, "a copy reads another's bytes"
+            if copy.source == "device":
+                assert self.model.device[copy.key]
+            if copy.target == "host":
+                self.scribble(copy.key, copy.host)
+
+    def copied(self, copy: PageCopy, ok: bool) -> PageCopied:
+        """Do what the copy says; from a disk that lacks the file it cannot work."""
+        ok = ok and (copy.source != "disk" or copy.key in self.model.disk)
+        if copy.source == "host":
+            assert copy.host is not None
+            assert self.model.host.get(copy.host) == copy.key, "its bytes changed under a copy"
+        if ok:
+            match copy.target:
+                case "disk":
+                    self.model.disk.add(copy.key)
+                case "host":
+                    assert copy.host is not None
+                    self.model.host[copy.host] = copy.key
+                case "device":
+                    self.model.device[copy.key] = True
+        elif copy.source == "disk":
+            self.model.disk.discard(copy.key)
+        return PageCopied(0, copy.key, copy.nbytes, copy.source, copy.target, ok, 0.25)
+
+    def copies_of(self, key: str) -> list[PageCopy]:
+        return [copy for copy in self.model.in_flight if copy.key == key]
+
+    def write(self, key: str) -> None:
+        """A worker primes an entry."""
+        ref = self.manager.ref(key)
+        if ref.host is None:
+            self.model.device[key] = True
+        else:
+            self.scribble(key, ref.host)
+            self.model.host[ref.host] = key
+
+    def scribble(self, key: str, region: ArrayRef | None) -> None:
+        """An entry's region of the arena is written to: nothing that is copied may be hit; what lived there is gone."""
+        assert region is not None
+        assert region.arena == ARENA
+        assert region.offset >= 0
+        assert region.offset + region.size <= HOST_BYTES
+        for copy in self.model.in_flight:
+            assert copy.key == key or copy.host is None or not overlaps(copy.host, region), "a copy was overwritten"
+        self.model.host = {ref: owner for ref, owner in self.model.host.items() if not overlaps(ref, region)}
+
+    # ------------------------------------------------------------------------------------------------- always
+
+    @invariant()
+    def all_agree(self) -> None:
+        self.carry_out_orders()
+        self.manager.check_integrity()
+        stats = self.manager.stats()
+        assert all(stats.used_bytes[tier] <= stats.budget_bytes[tier] for tier in stats.used_bytes)
+        for key, pins in self.model.pins.items():
+            if pins:
+                self.a_pinned_entry_is_there(key)
+        self.budgets_are_kept()
+
+    def a_pinned_entry_is_there(self, key: str) -> None:
+        state = self.manager.state(key)
+        assert state is not EntryState.ABSENT
+        ref = self.manager.ref(key)
+        assert (ref.key, ref.nbytes, ref.host is None) == (key, SIZES[key[0]], self.on_device)
+        if state is EntryState.READY:
+            assert self.model.device[key] if ref.host is None else self.model.host[ref.host] == key
+        if state is EntryState.LOADING:
+            assert self.copies_of(key)
+
+    def budgets_are_kept(self) -> None:
+        """By what workers hold and were promised, not by the manager's word."""
+        pinned = [key for key, pins in self.model.pins.items() if pins]
+        if self.on_device:
+            assert sum(SIZES[key[0]] for key in {*pinned, *self.model.device}) <= DEVICE_BYTES
+        else:
+            regions = sorted(
+                (ref.offset, ref.size) for key in pinned if (ref := self.manager.ref(key).host) is not None
+            )
+            assert len(regions) == len(pinned)
+            ends = [0, *(offset + size for offset, size in regions)]
+            assert all(end <= offset for end, (offset, _) in zip(ends, regions, strict=False)), "pinned entries overlap"
+            assert ends[-1] <= HOST_BYTES
+
+    def teardown(self) -> None:
+        """Once all is over, only what is to be kept is there."""
+        while self.model.in_flight:
+            self.manager.finish_copy(self.copied(self.model.in_flight.pop(), True))
+            self.carry_out_orders()
+        pinned, self.model.pins = list(self.model.pins.elements()), Counter()
+        self.manager.release(pinned)
+        self.all_agree()
+        for key in [want.key for wants in WANTS.values() for want in wants]:
+            assert self.manager.state(key) in (EntryState.ABSENT, EntryState.READY)
+            if not self.keep_all and key not in self.registered:
+                assert self.manager.tier_of(key) is None
+
+
+def overlaps(one: ArrayRef, other: ArrayRef) -> bool:
+    return one.offset < other.offset + other.size and other.offset < one.offset + one.size
+
+
+HOST = (TierBudget("host", HOST_BYTES),)
+DEVICE = (TierBudget("device", DEVICE_BYTES), TierBudget("host", HOST_BYTES))
+
+
+@pytest.mark.parametrize("keep_all", [True, False], ids=["always", "manual"])
+@pytest.mark.parametrize("has_disk", [True, False], ids=["disk", "no-disk"])
+@pytest.mark.parametrize("budgets", [HOST, DEVICE], ids=["host", "device"])
+def test_any_order(budgets: tuple[TierBudget, ...], has_disk: bool, keep_all: bool) -> None:
+    members = {"budgets": budgets, "has_disk": has_disk, "keep_all": keep_all}
+    case = type("Case", (AnyOrder,), members).TestCase  # type: ignore[attr-defined]
+    case.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
+    case().runTest()
