@@ -30,6 +30,7 @@ from core.config import (
     StencilConfig,
 )
 from core.errors import InvalidImageError, InvalidRequestError, StencilError
+from core.messages import ModelInfo
 from core.request import SamplingParams
 from engine.async_engine import AsyncEngine
 from engine.edit import EditInput, EditReport
@@ -138,6 +139,11 @@ class ImageEngine:
         params = _per_edit(sampling_params, len(edits))
         with tqdm(total=len(edits), desc="Edits", unit="edit", disable=not use_tqdm) as progress:
             return self._run(self._generate(edits, params, progress))
+
+    @property
+    def model(self) -> ModelInfo:
+        """What the loaded model can do, and how its templates are cached."""
+        return next(iter(self._engine.models.values()))
 
     def create_template(self, image: ImageLike) -> Template:
         """Register an image that is to be edited often, and compute what its edits share: give the template's `id` as
