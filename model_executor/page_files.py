@@ -25,7 +25,7 @@ import struct
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,18 +115,16 @@ class PageFiles:
         when there is no room."""
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         name = path.with_suffix(f".{secrets.token_hex(8)}.tmp")
-        with self._locked():
-            self._make_room(nbytes)
-            fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            # Before the directory is unlocked, so that nobody finds the file without a writer.
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        try:
-            os.ftruncate(fd, nbytes)
+        with ExitStack() as cleanup:
+            with self._locked():
+                self._make_room(nbytes)
+                fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                cleanup.callback(os.close, fd)
+                cleanup.callback(_remove, name)
+                # Before the directory is unlocked, so that nobody finds the file without a writer or without its size.
+                fcntl.flock(fd, fcntl.LOCK_EX)
+                os.ftruncate(fd, nbytes)
             yield name, fd
-        finally:
-            with suppress(FileNotFoundError):
-                name.unlink()
-            os.close(fd)
 
     def _make_room(self, nbytes: int) -> None:
         """Evict until `nbytes` more fit; OSError, and nothing evicted, when they cannot. The directory must be locked.

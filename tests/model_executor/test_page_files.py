@@ -1,0 +1,324 @@
+"""The disk tier, on a real directory: nothing found there may raise, cross the budget or give other bytes."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from model_executor.page_files import PageFiles
+
+NBYTES, BLOCK = 10_000, 4096
+KEY = "template-0x1.0p+0"
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def random_bytes(seed: int = 0, nbytes: int = NBYTES) -> Bytes:
+    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+
+
+def read(files: PageFiles, key: str = KEY, nbytes: int = NBYTES, block: int = BLOCK) -> tuple[bool, Bytes, list[int]]:
+    out, blocks = np.zeros(nbytes, np.uint8), list[int]()
+    is_ok = files.read(key, out, block, blocks.append)
+    return is_ok, out, blocks
+
+
+def the_file(files: PageFiles) -> Path:
+    (path,) = files.directory.glob("*.page")
+    return path
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> PageFiles:
+    return PageFiles(tmp_path / "stencil" / "pages", 1 << 20)
+
+
+def test_what_was_written_is_read_block_by_block(files: PageFiles) -> None:
+    data = random_bytes()
+    assert files.write(KEY, data, BLOCK)
+    is_ok, out, blocks = read(PageFiles(files.directory, files.budget_bytes))
+    assert is_ok
+    assert np.array_equal(out, data)
+    assert blocks == [0, 1, 2]
+
+
+def test_blocks_are_there_when_they_are_announced(files: PageFiles) -> None:
+    data, out = random_bytes(), np.zeros(NBYTES, np.uint8)
+    files.write(KEY, data, BLOCK)
+    seen = []
+    files.read(KEY, out, BLOCK, lambda i: seen.append((out[: (i + 1) * BLOCK].copy(), out[(i + 1) * BLOCK :].any())))
+    assert [rest for _, rest in seen] == [False] * 3
+    assert all(np.array_equal(head, data[: len(head)]) for head, _ in seen)
+
+
+def test_directory_and_files_are_the_owners_alone(files: PageFiles) -> None:
+    assert not files.directory.exists()
+    files.write(KEY, random_bytes(), BLOCK)
+    assert files.directory.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in files.directory.iterdir()} == {0o600}
+
+
+def test_a_missing_file_and_a_missing_directory_are_misses(files: PageFiles) -> None:
+    assert not read(files)[0]
+    files.delete(KEY)
+    assert files.used_bytes() == 0
+    files.write(KEY, random_bytes(), BLOCK)
+    assert not read(files, "another key")[0]
+
+
+def test_deleted_entries_are_gone(files: PageFiles) -> None:
+    files.write(KEY, random_bytes(), BLOCK)
+    files.delete(KEY)
+    assert not read(files)[0]
+    assert files.used_bytes() == 0
+
+
+# ------------------------------------------------------------------------------------------------------- damaged files
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def lengthen(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def zero_a_page(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[4096:8192] = bytes(4096)
+    path.write_bytes(content)
+
+
+def fill_with_text(path: Path) -> None:
+    path.write_bytes(b"not a page" * (path.stat().st_size // 10) + b"." * (path.stat().st_size % 10))
+
+
+def link_elsewhere(path: Path) -> None:
+    target = path.parent / "elsewhere"
+    path.rename(target)
+    path.symlink_to(target)
+
+
+def replace_by_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize(
+    "damage", [truncate, lengthen, empty, zero_a_page, fill_with_text, link_elsewhere, replace_by_pipe]
+)
+def test_a_damaged_file_is_a_miss_and_goes(files: PageFiles, damage: Callable[[Path], None]) -> None:
+    data = random_bytes()
+    files.write(KEY, data, BLOCK)
+    path = the_file(files)
+    damage(path)
+    assert not read(files)[0]
+    assert not os.path.lexists(path)
+    assert files.write(KEY, data, BLOCK)
+    assert read(files)[0]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+def test_any_flipped_bit_is_a_miss(files: PageFiles, place: float, bit: int) -> None:
+    data = random_bytes()
+    assert files.write(KEY, data, BLOCK)
+    path = the_file(files)
+    content = bytearray(path.read_bytes())
+    content[int(place * len(content))] ^= 1 << bit
+    path.write_bytes(content)
+    is_ok, out, blocks = read(files)
+    assert not is_ok
+    assert not path.exists()
+    for block in blocks:  # announced before the damage was met
+        assert np.array_equal(out[block * BLOCK : (block + 1) * BLOCK], data[block * BLOCK : (block + 1) * BLOCK])
+
+
+def test_another_keys_file_is_a_miss(files: PageFiles) -> None:
+    files.write("other", random_bytes(1), BLOCK)
+    foreign = the_file(files)
+    files.write(KEY, random_bytes(2), BLOCK)
+    (own,) = set(files.directory.glob("*.page")) - {foreign}
+    foreign.replace(own)
+    assert not read(files)[0]
+    assert not own.exists()
+
+
+def test_other_sizes_are_misses(files: PageFiles) -> None:
+    files.write(KEY, random_bytes(), BLOCK)
+    assert not read(files, nbytes=NBYTES - 1)[0]
+    files.write(KEY, random_bytes(), BLOCK)
+    assert not read(files, block=BLOCK // 2)[0]
+
+
+def test_a_directory_in_an_entrys_place_is_neither_read_nor_removed(files: PageFiles) -> None:
+    files.write(KEY, random_bytes(), BLOCK)
+    path = the_file(files)
+    path.unlink()
+    (path / "inside").mkdir(parents=True)
+    assert not read(files)[0]
+    assert not files.write(KEY, random_bytes(), BLOCK)
+    assert (path / "inside").exists()
+    assert files.write("other", random_bytes(), BLOCK)
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root reads everything")
+def test_an_unreadable_file_is_a_miss(files: PageFiles) -> None:
+    files.write(KEY, random_bytes(), BLOCK)
+    the_file(files).chmod(0)
+    assert not read(files)[0]
+
+
+def test_where_no_directory_can_be_nothing_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    files = PageFiles(tmp_path / "file" / "pages", 1 << 20)
+    assert not files.write(KEY, random_bytes(), BLOCK)
+    assert not read(files)[0]
+    files.delete(KEY)
+
+
+def test_a_full_disk_is_not_ok_and_leaves_nothing(tmp_path: Path) -> None:
+    """A limit on file sizes stands in for the full disk: the same OSError from the same call."""
+    code = f"""
+import resource, signal
+from pathlib import Path
+import numpy as np
+from model_executor.page_files import PageFiles
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+files = PageFiles(Path({str(tmp_path)!r}), 1 << 20)
+resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
+assert not files.write("large", np.ones(10_000, np.uint8), 4096)
+assert files.used_bytes() == 0
+assert files.write("small", np.ones(1_000, np.uint8), 4096)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 5000
+    assert [path.suffix for path in sorted(tmp_path.iterdir())] == [".page", ""]
+
+
+# ---------------------------------------------------------------------------------------------------------- the budget
+
+
+def on_disk(directory: Path) -> int:
+    total = 0
+    for path in directory.iterdir():
+        with suppress(FileNotFoundError):  # a damaged or unwanted file goes without the lock
+            total += path.lstat().st_size
+    return total
+
+
+def test_least_recently_used_goes_first(tmp_path: Path) -> None:
+    files = PageFiles(tmp_path, 3 * 11_000)
+    for key in "abc":
+        files.write(key, random_bytes(), BLOCK)
+    assert read(files, "a")[0]
+    assert files.write("b", random_bytes(), BLOCK)  # there already, but asked for again
+    files.write("d", random_bytes(), BLOCK)
+    assert [read(files, key)[0] for key in "abcd"] == [True, True, False, True]
+
+
+def test_an_entry_above_the_budget_evicts_nothing(tmp_path: Path) -> None:
+    files = PageFiles(tmp_path, 15_000)
+    assert files.write("a", random_bytes(), BLOCK)
+    assert not files.write("b", random_bytes(nbytes=15_000), BLOCK)
+    assert read(files, "a")[0]
+
+
+def test_a_smaller_budget_holds_from_the_start(tmp_path: Path) -> None:
+    files = PageFiles(tmp_path, 1 << 20)
+    for key in "abcd":
+        files.write(key, random_bytes(), BLOCK)
+    smaller = PageFiles(tmp_path, 25_000)
+    assert on_disk(tmp_path) <= 25_000
+    assert [read(smaller, key)[0] for key in "abcd"] == [False, False, True, True]
+
+
+def test_the_budget_holds_at_every_moment_and_for_all_processes(tmp_path: Path) -> None:
+    """Three processes write into one directory while a fourth counts what is there. It holds the lock meanwhile, since
+    what comes and goes during one look would be counted together; sizes of files under way count in full."""
+    budget, nbytes = 400_000, 60_000
+    code = """
+import sys
+from pathlib import Path
+import numpy as np
+from model_executor.page_files import PageFiles
+directory, budget, nbytes, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+files = PageFiles(directory, budget)
+data = np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+assert sum(files.write(f"{seed}-{n % 12}", data, 4096) for n in range(60)) >= 30
+"""
+    args = [str(tmp_path), str(budget), str(nbytes)]
+    writers = [subprocess.Popen([sys.executable, "-c", code, *args, str(seed)]) for seed in range(3)]
+    largest = 0
+    while any(writer.poll() is None for writer in writers):
+        largest = max(largest, locked_size(tmp_path))
+        time.sleep(0.001)
+    assert [writer.returncode for writer in writers] == [0, 0, 0]
+    assert budget - 2 * nbytes < largest <= budget
+    files = PageFiles(tmp_path, budget)
+    for seed in range(3):
+        data = random_bytes(seed, nbytes)
+        found = [read(files, f"{seed}-{n}", nbytes) for n in range(12)]
+        assert all(np.array_equal(out, data) for is_ok, out, _ in found if is_ok)
+
+
+def locked_size(directory: Path) -> int:
+    if not (directory / "lock").exists():
+        return 0
+    with (directory / "lock").open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return on_disk(directory)
+
+
+def test_what_a_dead_writer_left_is_removed_and_a_living_ones_stays(files: PageFiles) -> None:
+    files.write(KEY, random_bytes(), BLOCK)
+    stem = the_file(files).stem
+    dead, living = (files.directory / f"{stem}.{digit * 16}.tmp" for digit in "ab")
+    for path in (dead, living):
+        path.write_bytes(bytes(1000))
+    with living.open("rb") as writer:
+        fcntl.flock(writer, fcntl.LOCK_EX)
+        assert files.used_bytes() > NBYTES + 2000
+        assert files.write("other", random_bytes(), BLOCK)
+        assert not dead.exists()
+        assert living.exists()
+
+
+def test_other_peoples_files_are_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine" * 10_000)
+    (tmp_path / "notes.page").write_text("mine")
+    files = PageFiles(tmp_path, 12_000)
+    assert files.write("a", random_bytes(), BLOCK)
+    assert files.write("b", random_bytes(), BLOCK)
+    assert (tmp_path / "notes.txt").exists()
+    assert (tmp_path / "notes.page").exists()
+
+
+def test_reading_goes_on_while_the_directory_is_locked(files: PageFiles) -> None:
+    files.write(KEY, random_bytes(), BLOCK)
+    results = list[bool]()
+    with (files.directory / "lock").open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        reader = threading.Thread(target=lambda: results.append(read(files)[0]))
+        reader.start()
+        reader.join(10)
+    assert results == [True]
