@@ -23,6 +23,7 @@ SCHEME_VERSION = 1
 _ITEM_BYTES: dict[PageDtype, int] = {"int8": 1, "bfloat16": 2, "float32": 4}
 _SCALE_BYTES = 4
 _ALIGNMENT = 64
+_MEMORY_PAGE = 4096
 
 
 class PageLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,8 +78,13 @@ class PageScheme(msgspec.Struct, frozen=True, kw_only=True):
         return num_tokens * self.latent_bytes
 
     def template_bytes(self, num_tokens: int, num_keyframes: int) -> int:
-        """Bytes of all entries of a template."""
-        return self.latent_entry_bytes(num_tokens) + num_keyframes * self.layout.entry_bytes(num_tokens)
+        """Most bytes that a template's entries take, each filling whole pages of memory."""
+        latents, pages = self.latent_entry_bytes(num_tokens), self.layout.entry_bytes(num_tokens)
+        return _whole_pages(latents) + num_keyframes * _whole_pages(pages)
+
+
+def _whole_pages(nbytes: int) -> int:
+    return -(-nbytes // _MEMORY_PAGE) * _MEMORY_PAGE
 
 
 def page_key(template_key: str, sigma: float) -> str:

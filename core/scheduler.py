@@ -41,6 +41,7 @@ from core.messages import (
 )
 from core.page_scheme import latents_key, page_key
 from core.priming import Chunk, PrimingJob, TemplateInfo
+from core.registrations import Registrations
 from core.request import Request, Status
 from core.scheduling_pass import SchedulingPass
 from core.stage_work import node_work
@@ -102,7 +103,7 @@ class StepScheduler:
         self.placement: Placement = place(workflow, num_workers)
         self.cost = CostModel()
         self.pages = TemplatePages(_cache_manager(cache or CacheConfig()), self._load_wins)
-        self._registrations: dict[str, PageHold] = {}  # request id -> a template to be primed, until it is
+        self._registrations = Registrations(self.pages)
         self._num_workers = num_workers
         self._requests: dict[str, Request] = {}  # request id -> Request, until its terminal output
         self._order: list[Request] = []  # the same requests, most urgent first
@@ -137,7 +138,7 @@ class StepScheduler:
         template = self._template(prime.model, prime.content_id, prime.width, prime.height, prime.num_tokens)
         hold = PageHold(prime.request_id, template, prime.template, template.scheme.keyframes)
         hold.is_idle_work = prime.is_idle_work
-        self._registrations[prime.request_id] = hold
+        self._registrations.add(hold)
 
     def drop_template(self, drop: DropTemplate) -> None:
         """Forget a template's pages, once no edit uses them."""
@@ -156,8 +157,8 @@ class StepScheduler:
             if request is not None and request.is_live:
                 self._end(request, Status.ABORTED, Aborted(request_id=request_id))
             elif request_id in self._registrations:
-                self._registrations[request_id].is_given_up = True
-        self._settle_registrations()
+                self._registrations.give_up(request_id)
+        self._outputs += self._registrations.settle()
 
     def fail_all(self, failure: Failure) -> None:
         """The workers are gone: end every request now, whatever was in flight."""
@@ -166,9 +167,8 @@ class StepScheduler:
             ending = self._endings.pop(request.id, Failed(request_id=request.id, failure=failure))
             self._remove(request)
             self._outputs.append(ending)
-        for request_id in self._registrations:
-            self._outputs.append(Failed(request_id=request_id, failure=failure))
-        self._registrations.clear()
+        self._fail_waiters(self._registrations.holds(), failure)
+        self._outputs += self._registrations.settle()
         self._flights.clear()
         self._plan_of.clear()
         self._plans_out = [{} for _ in range(self._num_workers)]
@@ -217,8 +217,10 @@ class StepScheduler:
 
     def apply_copy(self, done: PageCopied) -> None:
         """An entry of the cache has come up, or gone down, a tier; or it could not."""
+        if done.ok:
+            self.cost.observe_copy(done.source, done.target, done.nbytes, done.seconds)
         self.pages.finish_copy(done)
-        self._settle_registrations()
+        self._outputs += self._registrations.settle()
 
     def take_outputs(self) -> tuple[Output, ...]:
         """What clients are to be told, in order; each is handed out once."""
@@ -420,10 +422,10 @@ class StepScheduler:
     def _reserve_pages(self) -> None:
         """Pin what edits need, most urgent first and without overtaking, so that none waits for room forever."""
         holds = [request.hold for request in self.in_order() if request.hold is not None]
-        for hold in [*holds, *self._registrations.values()]:
+        for hold in [*holds, *self._registrations.holds()]:
             if not hold.is_reserved and not self.pages.reserve(hold):
-                return
-        self._settle_registrations()
+                break
+        self._outputs += self._registrations.settle()
 
     def _load_wins(self, template: TemplateInfo, tier: Tier, nbytes: int) -> bool:
         """Whether copying an entry up from `tier` is predicted to be faster than priming it. What was never measured is
@@ -441,7 +443,7 @@ class StepScheduler:
             self.pages.finish_latents(job, result.seconds)
         else:
             self.pages.finish_chunk(job, chunk, result.seconds)
-        self._settle_registrations()
+        self._outputs += self._registrations.settle()
         for request_id in list(self._endings):
             self._finish_ending(self._requests[request_id])
 
@@ -449,30 +451,9 @@ class StepScheduler:
         for hold in holds:
             request = self._requests.get(hold.owner_id)
             if request is None:
-                hold.failure = failure
+                self._registrations.fail(hold.owner_id, failure)
             elif request.is_live:
                 self._end(request, Status.FAILED, Failed(request_id=request.id, failure=failure))
-
-    def _settle_registrations(self) -> None:
-        """Answer those that are primed, failed or given up, unless a worker still reads their pixels."""
-        for request_id, hold in list(self._registrations.items()):
-            ending = self._registration_ending(request_id, hold)
-            if ending is not None and not hold.is_read:
-                del self._registrations[request_id]
-                if isinstance(ending, TemplatePrimed):
-                    self.pages.cache.register(hold.entry_keys())
-                self.pages.release(hold)
-                self._outputs.append(ending)
-
-    def _registration_ending(self, request_id: str, hold: PageHold) -> TemplatePrimed | Failed | Aborted | None:
-        if hold.failure is not None:
-            return Failed(request_id=request_id, failure=hold.failure)
-        if hold.is_given_up:
-            return Aborted(request_id=request_id)
-        if hold.is_complete:
-            nbytes = sum(want.nbytes for want in hold.wants())
-            return TemplatePrimed(request_id=request_id, nbytes=nbytes, ms=hold.prime_seconds * 1e3)
-        return None
 
     # ------------------------------------------------------------------------------------------------- predictions
 

@@ -14,7 +14,6 @@ from itertools import count
 from typing import Literal
 
 from core.activation_cache import ActivationCacheManager, EntryState, Want
-from core.failure import Failure
 from core.handles import ArrayRef, EntryRef, Tier
 from core.messages import PageCopied, PageSpan
 from core.page_scheme import page_key
@@ -39,8 +38,6 @@ class PageHold:
     is_primed: bool = False  # something had to be computed for it
     tier: Tier | None = None  # the slowest tier that something came from
     prime_seconds: float = 0.0  # worker time spent on its template's pages while it waited
-    failure: Failure | None = None  # why its template could not be primed; set for registrations
-    is_given_up: bool = False  # likewise, aborted
 
     def entry_keys(self) -> list[str]:
         """The entries it needs, clean latents first."""

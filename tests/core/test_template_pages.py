@@ -198,7 +198,7 @@ def test_a_running_step_takes_at_most_a_fifth_of_its_tokens_of_priming_along() -
 
 
 def test_an_edit_waits_for_room_and_holds_nothing_meanwhile() -> None:
-    engine = Engine(cache=CacheConfig(host_bytes=TEMPLATE_BYTES + 8 * 4096))
+    engine = Engine(cache=CacheConfig(host_bytes=TEMPLATE_BYTES))
     engine.scheduler.add(make_masked("a", content="c0"))
     engine.scheduler.add(make_masked("b", content="c1", arrival=1.0))
     engine.run()
@@ -243,7 +243,7 @@ def test_registration_primes_the_whole_grid_and_answers_once() -> None:
     engine.run()
     primed = engine.result("t")
     assert isinstance(primed, TemplatePrimed)
-    assert primed.nbytes == TEMPLATE_BYTES
+    assert primed.nbytes == 256 * SCHEME.latent_bytes + 5 * LAYOUT.entry_bytes(256)
     engine.scheduler.add(make_masked("a"))
     engine.scheduler.add(make_masked("other", content="c1"))
     engine.run()
@@ -278,7 +278,7 @@ def test_idle_work_waits_until_nothing_else_wants_to_compute() -> None:
 
 
 def test_pages_used_twice_come_back_from_disk() -> None:
-    cache = CacheConfig(host_bytes=TEMPLATE_BYTES + 8 * 4096, disk_bytes=1 << 40)
+    cache = CacheConfig(host_bytes=TEMPLATE_BYTES, disk_bytes=1 << 40)
     engine = Engine(cache=cache)
     for name, content in [("a1", "a"), ("a2", "a"), ("b", "b"), ("a3", "a")]:
         engine.scheduler.add(make_masked(name, content=content))
