@@ -1,0 +1,91 @@
+"""Whether an edit runs mask-aware, as the door decides it."""
+
+from __future__ import annotations
+
+import fakes
+import msgspec
+import pytest
+
+from core.config import CacheConfig, EngineConfig, ModelConfig
+from core.page_scheme import PageLayout, PageScheme
+from core.request import SamplingParams
+from engine.mask_aware import fits, resolve_full_steps, resolve_margin, why_exact
+
+SCHEME = PageScheme(
+    layout=PageLayout(num_blocks=2, num_heads=2, head_dim=16, dtype="int8"),
+    keyframes=(1.0, 0.5, 0.0),
+    latent_bytes=256,
+    fingerprint="f",
+    guidance_scale=30.0,
+    mask_margin=8,
+    full_steps=1,
+)
+PER_STEP = msgspec.structs.replace(SCHEME, keyframes=())
+MODEL = msgspec.structs.replace(fakes.MODEL, page_scheme=SCHEME)
+TOKENS = 256
+
+
+def engine(host_bytes: int = 2**30, device_bytes: int = 0, mask_aware: bool = True) -> EngineConfig:
+    return EngineConfig(
+        models=(ModelConfig(model="m", mask_aware=mask_aware),),
+        cache=CacheConfig(host_bytes=host_bytes, device_bytes=device_bytes),
+    )
+
+
+def sampling(**fields: object) -> SamplingParams:
+    return SamplingParams(num_inference_steps=8, **fields)  # type: ignore[arg-type]
+
+
+def test_a_small_mask_runs_mask_aware() -> None:
+    assert why_exact(sampling(), MODEL, engine(), TOKENS - 1, TOKENS) is None
+
+
+@pytest.mark.parametrize("num_active", [0, 1, TOKENS])
+def test_the_request_may_ask_for_exact(num_active: int) -> None:
+    assert why_exact(sampling(mask_aware=False), MODEL, engine(), num_active, TOKENS) == "asked"
+
+
+def test_without_a_page_scheme_the_reason_is_the_flag_or_the_checkpoint() -> None:
+    assert why_exact(sampling(), fakes.MODEL, engine(), 9, TOKENS) == "unsafe"
+    assert why_exact(sampling(), fakes.MODEL, engine(mask_aware=False), 9, TOKENS) == "disabled"
+
+
+def test_a_mask_over_everything_runs_exact() -> None:
+    assert why_exact(sampling(), MODEL, engine(), TOKENS, TOKENS) == "mask_covers_all"
+
+
+def test_full_steps_must_leave_a_step() -> None:
+    assert why_exact(sampling(full_steps=7), MODEL, engine(), 9, TOKENS) is None
+    assert why_exact(sampling(full_steps=8), MODEL, engine(), 9, TOKENS) == "full_steps"
+    assert why_exact(sampling(full_steps=4, strength=0.5), MODEL, engine(), 9, TOKENS) == "full_steps"
+    one_step = SamplingParams(num_inference_steps=1)
+    assert why_exact(one_step, MODEL, engine(), 9, TOKENS) == "full_steps"  # the scheme's own default
+
+
+@pytest.mark.parametrize("tier", ["host_bytes", "device_bytes"])
+def test_all_pages_must_fit_the_tier_that_computes(tier: str) -> None:
+    need = SCHEME.template_bytes(TOKENS, 3)
+    other = {"host_bytes": 0} if tier == "device_bytes" else {}
+    assert why_exact(sampling(), MODEL, engine(**{tier: need} | other), 9, TOKENS) is None
+    assert why_exact(sampling(), MODEL, engine(**{tier: need - 1} | other), 9, TOKENS) == "too_large"
+
+
+def test_a_small_device_tier_is_not_made_up_for_by_the_host() -> None:
+    assert why_exact(sampling(), MODEL, engine(device_bytes=1), 9, TOKENS) == "too_large"
+
+
+def test_per_step_pages_count_by_the_steps_that_run() -> None:
+    need = PER_STEP.template_bytes(TOKENS, 4)
+    assert fits(PER_STEP, CacheConfig(host_bytes=need), TOKENS, num_steps=4)
+    assert not fits(PER_STEP, CacheConfig(host_bytes=need), TOKENS, num_steps=5)
+    model = msgspec.structs.replace(MODEL, page_scheme=PER_STEP)
+    assert why_exact(sampling(strength=0.5), model, engine(host_bytes=need), 9, TOKENS) is None
+    assert why_exact(sampling(), model, engine(host_bytes=need), 9, TOKENS) == "too_large"
+
+
+def test_defaults_come_from_the_scheme_and_zero_is_a_value() -> None:
+    assert (resolve_margin(sampling(), MODEL), resolve_full_steps(sampling(), MODEL)) == (8, 1)
+    given = sampling(mask_margin=0, full_steps=0)
+    assert (resolve_margin(given, MODEL), resolve_full_steps(given, MODEL)) == (0, 0)
+    assert resolve_margin(sampling(mask_aware=False, mask_margin=5), MODEL) == 0
+    assert (resolve_margin(sampling(mask_margin=5), fakes.MODEL), resolve_full_steps(sampling(), fakes.MODEL)) == (0, 0)

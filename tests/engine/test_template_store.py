@@ -1,0 +1,147 @@
+"""The store of registered templates: owners, budget, least recently used first out; and uploads that are kept."""
+
+from __future__ import annotations
+
+import base64
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.errors import InvalidRequestError, TemplateNotFoundError
+from engine.templates import Template, TemplateStore
+from engine.upload import CHUNK_BYTES, BytesUpload, KeptUpload
+
+
+def template(size: int = 10, owner: str = "me", content_id: str = "c", model: str = "m") -> Template:
+    return Template(
+        upload=KeptUpload([b"x" * size]),
+        owner=owner,
+        model=model,
+        width=16,
+        height=16,
+        image_tokens=1,
+        created=0,
+        content_id=content_id,
+    )
+
+
+def test_ids_are_long_and_random() -> None:
+    ids = {template().id for _ in range(100)}
+    assert len(ids) == 100
+    assert all(name.startswith("tmpl_") and len(name) == 37 for name in ids)
+
+
+def test_a_foreign_template_is_as_unknown_as_none() -> None:
+    store, mine = TemplateStore(100), template()
+    store.add(mine)
+    assert store.get(mine.id, "me") is mine
+    messages = []
+    for name, owner in ((mine.id, "you"), (mine.id, ""), ("tmpl_0", "me")):
+        for call in (store.get, store.use, store.remove):
+            with pytest.raises(TemplateNotFoundError) as caught:
+                call(name, owner)
+            assert caught.value.code == "template_not_found"
+            assert caught.value.param == ("template_id" if call == store.use else None)
+            messages.append(str(caught.value).replace(name, ""))
+    assert len(set(messages)) == 1
+    assert mine.id in store
+
+
+def test_the_least_recently_used_ones_make_room() -> None:
+    store = TemplateStore(30)
+    a, b, c = (template(10, content_id=name) for name in "abc")
+    for each in (a, b, c):
+        assert store.add(each) == []
+    store.use(a.id, "me")
+    store.get(b.id, "me")  # looking is not using
+    assert store.add(template(15)) == [b, c]
+    assert a.id in store
+    with pytest.raises(TemplateNotFoundError):
+        store.use(b.id, "me")
+    store.check_integrity()
+
+
+def test_what_can_never_fit_is_refused_with_the_remedy_and_displaces_nothing() -> None:
+    store, kept = TemplateStore(30), template(30)
+    store.add(kept)
+    with pytest.raises(InvalidRequestError, match="--template-bytes") as caught:
+        store.add(template(31))
+    assert (caught.value.param, caught.value.code) == ("image", "image_too_large")
+    assert kept.id in store
+
+
+def test_pages_are_shared_by_content_and_model() -> None:
+    store, first, second = TemplateStore(100), template(owner="me"), template(owner="you")
+    other_model = template(model="n")
+    for each in (first, second, other_model):
+        store.add(each)
+    store.remove(first.id, "me")
+    assert store.holds_content("m", "c")
+    store.remove(second.id, "you")
+    assert not store.holds_content("m", "c")
+    assert store.holds_content("n", "c")
+
+
+def test_what_is_learnt_later_reaches_the_template_that_is_still_there() -> None:
+    store, kept, gone = TemplateStore(100), template(content_id=""), template(content_id="")
+    store.add(kept)
+    for name in (kept.id, gone.id):
+        store.set_content(name, "late")
+        store.set_primed(name, 77)
+    seen = store.get(kept.id, "me")
+    assert (seen.content_id, seen.primed, seen.page_bytes) == ("late", True, 77)
+    assert store.holds_content("m", "late")
+    assert not store.holds_content("m", "")
+    assert gone.id not in store
+    store.check_integrity()
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["add", "use", "remove", "content"]), st.integers(0, 40), st.sampled_from("abc")),
+        max_size=40,
+    )
+)
+def test_books_agree_after_any_history(history: list[tuple[str, int, str]]) -> None:
+    """Against a plain list of what is held and how large it is, the oldest use first."""
+    store, held = TemplateStore(100), list[tuple[str, int]]()
+    for action, number, content in history:
+        if action == "add":
+            new = template(number, content_id=content)
+            gone = [each.id for each in store.add(new)]
+            held.append((new.id, number))
+            while sum(size for _, size in held) > 100:
+                assert gone.pop(0) == held.pop(0)[0]
+            assert not gone
+        elif held:
+            name, size = held[number % len(held)]
+            match action:
+                case "use":
+                    store.use(name, "me")
+                    held.remove((name, size))
+                    held.append((name, size))
+                case "remove":
+                    store.remove(name, "me")
+                    held.remove((name, size))
+                case "content":
+                    store.set_content(name, content)
+        store.check_integrity()
+        assert len(store) == len(held)
+        assert all(name in store for name, _ in held)
+
+
+@pytest.mark.parametrize("size", [0, 1, CHUNK_BYTES, 2 * CHUNK_BYTES + 5])
+async def test_kept_uploads_hold_the_same_bytes(size: int) -> None:
+    data = os.urandom(size)
+    for kept in (
+        await KeptUpload.of(BytesUpload(data)),
+        await KeptUpload.of_output(memoryview(data), is_base64=False),
+        await KeptUpload.of_output(memoryview(base64.b64encode(data)), is_base64=True),
+    ):
+        assert kept.size == size
+        for _ in range(2):  # as often as it is edited
+            pieces = [piece async for piece in kept.chunks()]
+            assert b"".join(pieces) == data
+            assert all(len(piece) <= CHUNK_BYTES for piece in pieces)
