@@ -6,14 +6,18 @@ import asyncio
 import base64
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import fakes
 import msgspec
 
 from core.config import StencilConfig
-from core.messages import ModelInfo
+from core.errors import ModelNotFoundError
+from core.messages import LoadReport, ModelInfo
 from engine.edit import EditInput, EditReport, ImageOutput
 from engine.metrics import Metrics
+from engine.templates import Template, TemplateStore
+from engine.upload import KeptUpload, Upload
 
 MODEL = msgspec.structs.replace(fakes.MODEL, name="tiny/fill", native_size=64, max_text_tokens=32)
 REPORT = EditReport(
@@ -38,7 +42,9 @@ REPORT = EditReport(
 
 
 class FakeEngine:
-    """Answers every edit with `payload`; raises `entering` at admission, `failing` after the partial images."""
+    """Answers every edit with `payload`, registers every template; raises `entering` at admission, `failing` after the
+    partial images.
+    """
 
     def __init__(self, model: ModelInfo = MODEL, payload: bytes = b"\x89PNG not really") -> None:
         self.metrics = Metrics()
@@ -46,7 +52,7 @@ class FakeEngine:
         self.models = {model.name: model}
         self.is_ready = True
         self.payload = payload
-        self.report = REPORT
+        self.report = REPORT  # of every image; its template_id gets the image's index
         self.entering: Exception | None = None
         self.failing: Exception | None = None
         self.gate = asyncio.Event()  # outputs wait for it
@@ -54,6 +60,10 @@ class FakeEngine:
         self.edits: list[EditInput] = []
         self.files: dict[str, bytes] = {}  # content of the last edit's uploads
         self.num_open = 0
+        self.templates = TemplateStore(1000)
+        self.load: LoadReport | None = None
+        self.num_requests_running = 2
+        self.num_requests_waiting = 1
 
     @property
     def last(self) -> EditInput:
@@ -81,6 +91,28 @@ class FakeEngine:
         finally:
             self.num_open -= 1
 
+    async def prime_template(self, request_id: str, image: Upload, *, model: str = "", owner: str = "") -> Template:
+        if model and model not in self.models:
+            raise ModelNotFoundError(model)
+        await self.gate.wait()
+        template = Template(
+            upload=await KeptUpload.of(image),
+            owner=owner,
+            model=model or MODEL.name,
+            width=48,
+            height=32,
+            image_tokens=6,
+            created=1700000000,
+            content_id="c",
+            primed=True,
+            page_bytes=4096,
+        )
+        self.templates.add(template)
+        return template
+
+    def delete_template(self, template_id: str, owner: str) -> None:
+        self.templates.remove(template_id, owner)
+
     async def _outputs(self, edit: EditInput) -> AsyncIterator[ImageOutput]:
         for index in range(edit.partial_images):
             yield self._image(edit, 0, index)
@@ -98,5 +130,9 @@ class FakeEngine:
             width=48,
             height=32,
             seed=(edit.sampling.seed or 0) + index,
-            report=self.report if partial is None else None,
+            report=self._report(index) if partial is None else None,
         )
+
+    def _report(self, index: int) -> EditReport:
+        template_id = self.report.template_id
+        return replace(self.report, template_id=f"{template_id}-{index}" if template_id else None)
