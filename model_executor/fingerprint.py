@@ -7,15 +7,14 @@ Hugging Face hub's cache names its files by their hash, which is taken from ther
 from __future__ import annotations
 
 import hashlib
-import os
 import re
-import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
+from core.ipc.atomic_file import write_atomically
 from model_executor.loader import Checkpoint
 
 _PATTERNS = ("*/*.json", "*/*.txt", "*/*.model", "*/*.safetensors")
@@ -79,22 +78,9 @@ class _KnownHashes:
         if self._is_changed:
             known = {path: entry for path, entry in self._known.items() if Path(path).exists()}
             with suppress(OSError):  # a folder that cannot be written costs the next start a hash, no more
-                self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                _write_atomically(self._file, msgspec.json.encode(known))
+                write_atomically(self._file, msgspec.json.encode(known))
 
 
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _write_atomically(path: Path, data: bytes) -> None:
-    """Readers see the old file or the new one, which only its owner can read."""
-    fd, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
-        Path(name).replace(path)
-    except OSError:
-        Path(name).unlink()
-        raise
