@@ -26,8 +26,8 @@ from core.messages import CacheStats, PageCopied, PageCopy
 LoadWins = Callable[[Tier, int], bool]
 """Whether loading so many bytes from a tier is predicted to be faster than priming them."""
 
-USES_TO_KEEP = 2
-"""An entry used less often is not worth the copy to a slower tier."""
+USES_TO_PROVE = 2
+"""An entry used less often is not worth a copy to a slower tier, and is evicted first."""
 
 
 class EntryState(enum.Enum):
@@ -409,7 +409,7 @@ class ActivationCacheManager:
 
     def _sink(self, entry: _Entry) -> None:
         """Copy an entry that deserves it one tier down, unless it is being copied already."""
-        if entry.has_sunk or entry.copy is not None or not self._deserves_to_sink(entry):
+        if entry.has_sunk or entry.copy is not None or not (self._is_proven(entry) and self._is_kept(entry)):
             return
         is_below = self._below is not None and entry.want.key in self._below
         if self._below is not None and not is_below:
@@ -445,14 +445,14 @@ class ActivationCacheManager:
         key, is_kept = entry.want.key, self._is_kept(entry)
         if self._below is not None and key in self._below:
             if is_kept or entry.pins:
-                self._below.let_go(key)
+                self._below.let_go(key, self._is_proven(entry))
             else:
                 self._below.remove(key)
                 self._left(self._below, entry)
         if entry.pins or entry.ref is None:
             return
         if is_kept and entry.state is EntryState.READY:
-            self._compute.let_go(key)
+            self._compute.let_go(key, self._is_proven(entry))
         else:
             self._compute.remove(key)
             self._left(self._compute, entry)
@@ -483,8 +483,9 @@ class ActivationCacheManager:
         """Whether it stays when nobody uses it."""
         return not entry.is_doomed and (self._keep_all or entry.want.key in self._registered)
 
-    def _deserves_to_sink(self, entry: _Entry) -> bool:
-        return self._is_kept(entry) and (entry.uses >= USES_TO_KEEP or entry.want.key in self._registered)
+    def _is_proven(self, entry: _Entry) -> bool:
+        """Whether it is worth more than an entry that may never be used again."""
+        return entry.uses >= USES_TO_PROVE or entry.want.key in self._registered
 
     def _host_ref(self, entry: _Entry) -> ArrayRef:
         """Its place in the page arena."""

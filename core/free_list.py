@@ -6,7 +6,7 @@ Pure bookkeeping of numbers; what the bytes are is known to the owner (`core.ipc
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable
 
 _ALIGNMENT = 64  # bytes: a cache line, and the widest vector load
@@ -54,6 +54,14 @@ class FreeList:
                 self._cut(index, start, start + extent)
                 return start
         return None
+
+    def retake(self, start: int, end: int) -> bool:
+        """Give [start, end) out again, if all of it is still free."""
+        index = bisect_right(self._starts, start) - 1
+        if index < 0 or end > self._ends[self._starts[index]]:
+            return False
+        self._cut(index, start, end)
+        return True
 
     def free(self, start: int, end: int) -> tuple[int, int]:
         """Take [start, end) back, which must lie within chunks given out; returns the free range it is now part of."""

@@ -1,4 +1,4 @@
-"""MemoryTier: who lies where in one tier of the activation cache that is memory, and who may be evicted from it.
+"""MemoryTier: who lies where in one tier of the activation cache that is memory, and who is evicted first.
 
 Knows keys and bytes, not what state an entry is in or why it is held. In the host tier an entry is a region of the page
 arena; of device memory only the bytes are counted, since a worker's own allocator places them.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Protocol
 
 from core.free_list import FreeList
@@ -24,6 +25,8 @@ class Space(Protocol):
     def extent(self, nbytes: int) -> int: ...
 
     def alloc(self, nbytes: int) -> int | None: ...
+
+    def retake(self, start: int, end: int) -> bool: ...
 
     def free(self, start: int, end: int) -> tuple[int, int]: ...
 
@@ -51,6 +54,10 @@ class ByteCount:
         self.used_bytes += nbytes
         return 0
 
+    def retake(self, start: int, end: int) -> bool:
+        """Count end - start bytes again, if there is room."""
+        return self.alloc(end - start) is not None
+
     def free(self, start: int, end: int) -> tuple[int, int]:
         """Give end - start bytes back; returns all that is free now, as a range."""
         self.used_bytes -= end - start
@@ -60,16 +67,27 @@ class ByteCount:
         assert self.used_bytes == sum(end - start for start, end in chunks) <= self.size, "used_bytes is wrong"
 
 
+PROVEN_SHARE = 0.8
+"""Of the budget: proven entries beyond it, when idle, are treated as any others, so that old favourites leave."""
+
+
 class MemoryTier:
-    """An entry here is held, or idle: then it goes, least recently used first, when room is needed."""
+    """An entry here is held, or idle: then it goes, least recently used first, when room is needed.
+
+    Proven entries, used more than once, go after all others: a segmented LRU (Karedla, Love and Wherry, "Caching
+    strategies to improve disk system performance", 1994). So templates that are edited once do not drive out those that
+    come again.
+    """
 
     def __init__(self, name: Tier, nbytes: int) -> None:
         self.name = name
         self.budget_bytes = nbytes
         self._space: Space = self._empty_space()
         self._places: dict[str, tuple[int, int]] = {}  # key -> (start, end)
-        self._idle: OrderedDict[str, int] = OrderedDict()  # key -> bytes taken; least recently used first
-        self._idle_bytes = 0
+        # key -> bytes taken; idle entries, least recently used first
+        self._ordinary: OrderedDict[str, int] = OrderedDict()
+        self._proven: OrderedDict[str, int] = OrderedDict()
+        self._idle_bytes = self._proven_bytes = 0  # of both, of the proven ones
 
     def __contains__(self, key: str) -> bool:
         return key in self._places
@@ -90,20 +108,30 @@ class MemoryTier:
         return self._places[key][0]
 
     def is_idle(self, key: str) -> bool:
-        return key in self._idle
+        return key in self._ordinary or key in self._proven
 
     def hold(self, key: str) -> None:
         """Keep an entry from being evicted."""
-        self._idle_bytes -= self._idle.pop(key, 0)
+        nbytes = self._ordinary.pop(key, 0)
+        if not nbytes:
+            nbytes = self._proven.pop(key, 0)
+            self._proven_bytes -= nbytes
+        self._idle_bytes -= nbytes
 
-    def let_go(self, key: str) -> None:
+    def let_go(self, key: str, is_proven: bool) -> None:
         """Make an entry evictable, as the one used last."""
-        if key in self._idle:
-            self._idle.move_to_end(key)
-            return
+        self.hold(key)
         start, end = self._places[key]
-        self._idle[key] = end - start
         self._idle_bytes += end - start
+        if not is_proven:
+            self._ordinary[key] = end - start
+            return
+        self._proven[key] = end - start
+        self._proven_bytes += end - start
+        while self._proven_bytes > PROVEN_SHARE * self.budget_bytes:
+            oldest, nbytes = self._proven.popitem(last=False)
+            self._proven_bytes -= nbytes
+            self._ordinary[oldest] = nbytes
 
     def remove(self, key: str) -> None:
         """Take an entry out, held or not."""
@@ -122,11 +150,11 @@ class MemoryTier:
         Where room is too scattered, more are evicted than their bytes would need.
         """
         need = sum(self._space.extent(nbytes) for nbytes in sizes.values())
-        spared_bytes = sum(self._idle.get(key, 0) for key in spared)
+        spared_bytes = sum(self._taken(key) for key in spared if self.is_idle(key))
         if self.used_bytes - self._idle_bytes + spared_bytes + need > self.budget_bytes:
             return None
         space = self._space.copy()
-        victims = (key for key in self._idle if key not in spared)
+        victims = (key for key in chain(self._ordinary, self._proven) if key not in spared)
         evicted: list[str] = []
         places: dict[str, tuple[int, int]] = {}
         for key, nbytes in _largest_first(sizes):
@@ -134,17 +162,19 @@ class MemoryTier:
             if start is None:
                 return None
             places[key] = start, start + space.extent(nbytes)
+        # Where room was scattered, some made way for nothing: they stay.
+        evicted = [key for key in reversed(evicted) if not space.retake(*self._places[key])]
         self._space = space
         for key in evicted:
-            self._idle_bytes -= self._idle.pop(key)
+            self.hold(key)
             del self._places[key]
         self._places.update(places)
         return evicted
 
     def clear(self) -> list[str]:
         """Evict everything; nothing may be held. Returns the keys."""
-        assert len(self._idle) == len(self._places), "entries are held"
-        evicted = list(self._idle)
+        assert not self.is_held, "entries are held"
+        evicted = list(self._places)
         for key in evicted:
             self.remove(key)
         return evicted
@@ -152,15 +182,18 @@ class MemoryTier:
     @property
     def is_held(self) -> bool:
         """Whether any entry is held."""
-        return len(self._idle) < len(self._places)
+        return len(self._ordinary) + len(self._proven) < len(self._places)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless places, free ranges, idle entries and sums agree and the budget is kept."""
         self._space.check_integrity(self._places.values())
         assert self.used_bytes <= self.budget_bytes, f"{self.name}: {self.used_bytes} of {self.budget_bytes} bytes"
-        taken = {key: end - start for key, (start, end) in self._places.items()}
-        assert all(taken.get(key) == nbytes for key, nbytes in self._idle.items()), "idle entries without a place"
-        assert self._idle_bytes == sum(self._idle.values()), "idle bytes are wrong"
+        idle = {**self._ordinary, **self._proven}
+        assert len(idle) == len(self._ordinary) + len(self._proven), "idle twice"
+        assert all(key in self._places and self._taken(key) == nbytes for key, nbytes in idle.items()), "idle, nowhere"
+        assert self._idle_bytes == sum(idle.values()), "idle bytes are wrong"
+        assert self._proven_bytes == sum(self._proven.values()), "proven bytes are wrong"
+        assert self._proven_bytes <= PROVEN_SHARE * self.budget_bytes, "too much is proven"
 
     def _make_room(self, space: Space, nbytes: int, victims: Iterator[str], evicted: list[str]) -> int | None:
         """Offset of a chunk in `space`, after freeing as many of the victims' as it takes; None when all are gone."""
@@ -174,6 +207,10 @@ class MemoryTier:
             if free_end - free_start >= space.extent(nbytes):
                 start = space.alloc(nbytes)
         return start
+
+    def _taken(self, key: str) -> int:
+        start, end = self._places[key]
+        return end - start
 
     def _empty_space(self) -> Space:
         return FreeList(self.budget_bytes) if self.name == "host" else ByteCount(self.budget_bytes)
