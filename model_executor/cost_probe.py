@@ -1,0 +1,256 @@
+"""What batches cost on this machine: a handful of them, timed before a worker reports ready.
+
+The samples give the engine's cost model its first lines, so that the first edits are already scheduled by it. They are
+kept per model and device: the next start reads them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from core.cost_model import Work
+from core.handles import ModelKey
+from core.ipc.atomic_file import write_atomically
+from core.messages import CostSample, ModelInfo
+from core.stages import INPAINT
+from model_executor.models.base import EncodedImage, EncodedText, Family, PrimeRow, Row
+from model_executor.pages import Pages
+
+BUDGET_SECONDS = 2.0
+"""Per model, at its first start. A batch that would take longer than what is left of it is not tried."""
+
+TURNS = 2
+"""Every batch is timed so often; its first call pays for what is kept for the next ones, and is left out."""
+
+MIXES = (
+    (0.05,),
+    (0.3,),
+    (1.0,),
+    (0.1, 0.1),
+    (0.5, 0.2),
+    (0.1,) * 4,
+    (1.0, 0.3, 0.1),
+    (1.0, 1.0),
+    (0.2,) * 8,
+    (1.0,) * 3,
+)
+"""Denoising batches: each request's share of active tokens; 1 is an exact one."""
+
+PRIMINGS = ((1, 1.0), (1, 0.5), (2, 1.0))
+"""Keyframes together, and the share of the blocks they go through."""
+
+PICTURES = ((1, 0.5), (2, 0.5), (1, 1.0))
+"""Encoded or decoded one after the other: how many, and their side as a share of the native one."""
+
+_COMPONENTS = {node.stage: node.component for node in INPAINT.nodes} | {"prime": INPAINT.loop.component}
+
+Timed = tuple[str, Work, Callable[[], object]]
+"""A stage, a batch's size, and the batch."""
+
+
+def known_or_probed(
+    families: Mapping[str, Family], infos: Sequence[ModelInfo], cache_folder: Path
+) -> tuple[CostSample, ...]:
+    """Samples of all models, `infos` as the worker is about to report them: those kept from an earlier start, else new
+    ones. A folder that cannot be written only means that the next start measures again."""
+    return tuple(sample for info in infos for sample in _samples(families[info.name], info, cache_folder))
+
+
+@torch.inference_mode()
+def probe(family: Family, info: ModelInfo, budget_seconds: float) -> list[CostSample]:
+    """Time every stage, small batches first, until the budget is spent."""
+    ends = time.monotonic() + budget_seconds
+    samples: list[CostSample] = []
+    for stage, work, batch in _Batches(family, info).all():
+        key, times = ModelKey(info.name, _COMPONENTS[stage]), _time(batch, ends, _expected(samples, stage, work))
+        samples.extend(CostSample(key, stage, work, seconds) for seconds in times)
+    return samples
+
+
+def _samples(family: Family, info: ModelInfo, cache_folder: Path) -> list[CostSample]:
+    path = cache_folder / "costs" / f"{_conditions(info)}.json"
+    with suppress(OSError, msgspec.DecodeError):
+        return msgspec.json.decode(path.read_bytes(), type=list[CostSample])
+    samples = probe(family, info, BUDGET_SECONDS)
+    with suppress(OSError):
+        write_atomically(path, msgspec.json.encode(samples))
+    return samples
+
+
+def _conditions(info: ModelInfo) -> str:
+    """Hex digest of all that costs depend on: the model as it is served, the processor, threads, PyTorch."""
+    device = torch.device(info.device)
+    processor = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+    parts = [processor, platform.node(), torch.get_num_threads(), torch.__version__]
+    return hashlib.sha256(msgspec.json.encode(info) + repr(parts).encode()).hexdigest()
+
+
+def _cpu_name() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return f"{line.partition(':')[2].strip()} x {len(os.sched_getaffinity(0))}"
+    return platform.processor()
+
+
+def _time(batch: Callable[[], object], ends: float, expected: float) -> Iterator[float]:
+    """Seconds of each call but the first, while there is time for one."""
+    for turn in range(1 + TURNS):
+        started = time.monotonic()
+        if started + expected > ends:
+            return
+        batch()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        expected = time.monotonic() - started
+        if turn:
+            yield expected
+
+
+def _expected(samples: Sequence[CostSample], stage: str, work: Work) -> float:
+    """Seconds by the last batch of the stage, in proportion to the tokens."""
+    for sample in reversed(samples):
+        if sample.stage == stage:
+            return sample.seconds * sum(work.queries) / sum(sample.work.queries)
+    return 0.0
+
+
+def _repeat(run: Callable[[int], object], side: int, number: int) -> None:
+    for _ in range(number):
+        run(side)
+
+
+@dataclass
+class _Batches:
+    """Batches of every stage over an empty picture of the native size."""
+
+    family: Family
+    info: ModelInfo
+
+    def all(self) -> Iterator[Timed]:
+        """Smaller batches of a stage come first."""
+        yield "text_encode", Work.of([self._text_tokens]), self._encode_text
+        yield from self._pictures("image_encode", self._encode_image)
+        yield from self._pictures("decode", self._decode)
+        if self.info.page_scheme is not None:
+            yield from (self._prime(keyframes, share) for keyframes, share in PRIMINGS)
+        for mix in MIXES:
+            if self.info.page_scheme is not None or min(mix) == 1.0:
+                yield self._denoise(mix)
+
+    # ------------------------------------------------------------------------------------------------ encode, decode
+
+    def _pictures(self, stage: str, run: Callable[[int], object]) -> Iterator[Timed]:
+        for number, share in PICTURES:
+            side = self._side(share)
+            tokens = (side // self.info.token_size) ** 2
+            yield stage, Work.of([tokens] * number), partial(_repeat, run, side, number)
+
+    def _encode_text(self) -> EncodedText:
+        return self.family.encode_text("", self._text_tokens)
+
+    def _encode_image(self, side: int) -> EncodedImage:
+        empty = torch.zeros(side, side, 3, dtype=torch.uint8)
+        mask = torch.ones_like(empty[..., 0])
+        return self.family.encode_image(empty, mask, seed=0, num_inference_steps=1, num_denoising_steps=1)
+
+    def _decode(self, side: int) -> Tensor:
+        return self.family.decode(self._image.latents[: (side // self.info.token_size) ** 2], side, side)
+
+    # ------------------------------------------------------------------------------------------------ the denoiser
+
+    def _prime(self, keyframes: int, share: float) -> Timed:
+        assert self.info.page_scheme is not None
+        num_blocks = self.info.page_scheme.layout.num_blocks
+        blocks = max(1, int(num_blocks * share))
+        tokens = self._text_tokens + self._num_tokens
+        work = Work((tokens * blocks // num_blocks,) * keyframes, (tokens,) * keyframes)
+        return "prime", work, lambda: self.family.prime([self._prime_row] * keyframes, (0, blocks))
+
+    def _denoise(self, mix: Sequence[float]) -> Timed:
+        rows = [self._row(share) for share in mix]
+        active = [self._num_tokens if row.active is None else len(row.active) for row in rows]
+        keys = self._text_tokens + self._num_tokens
+        work = Work.of_pairs((self._text_tokens + queries, keys) for queries in active)
+        return "denoise", work, lambda: self.family.predict(rows)
+
+    def _row(self, share: float) -> Row:
+        """An exact request, or one with this share of its tokens active."""
+        number = max(1, int(share * self._num_tokens))
+        is_exact = number == self._num_tokens
+        return Row(
+            latents=self._image.latents,
+            condition=self._image.condition,
+            prompt_embeds=self._text.prompt_embeds,
+            pooled_prompt_embeds=self._text.pooled_prompt_embeds,
+            sigma=self._image.sigmas[0],
+            guidance_scale=self.info.default_guidance_scale,
+            grid=self._grid,
+            active=None if is_exact else torch.arange(number, device=self._image.latents.device),
+            pages=None if is_exact else self._pages,
+        )
+
+    @cached_property
+    def _prime_row(self) -> PrimeRow:
+        assert self.info.page_scheme is not None
+        device = self._image.latents.device
+        return PrimeRow(
+            latents=self._image.latents,
+            condition=self._image.condition,
+            prompt_embeds=self._text.prompt_embeds,
+            pooled_prompt_embeds=self._text.pooled_prompt_embeds,
+            sigma=self._image.sigmas[0],
+            guidance_scale=self.info.default_guidance_scale,
+            grid=self._grid,
+            hidden=None,
+            entry=torch.zeros(
+                self.info.page_scheme.layout.entry_bytes(self._num_tokens), dtype=torch.uint8, device=device
+            ),
+        )
+
+    @cached_property
+    def _pages(self) -> Pages:
+        """Between two keyframes, as pages mostly are read."""
+        assert self.info.page_scheme is not None
+        near = self._prime_row.entry
+        return Pages(self.info.page_scheme.layout, self._num_tokens, near, near.clone(), 0.5)
+
+    # ------------------------------------------------------------------------------------------------ sizes
+
+    @cached_property
+    def _text(self) -> EncodedText:
+        return self._encode_text()
+
+    @cached_property
+    def _image(self) -> EncodedImage:
+        return self._encode_image(self._side(1.0))
+
+    @property
+    def _text_tokens(self) -> int:
+        return self.info.max_text_tokens
+
+    @property
+    def _grid(self) -> tuple[int, int]:
+        return self.family.grid(self._side(1.0), self._side(1.0))
+
+    @property
+    def _num_tokens(self) -> int:
+        rows, columns = self._grid
+        return rows * columns
+
+    def _side(self, share: float) -> int:
+        """Pixels, a multiple of the token size."""
+        token_size = self.info.token_size
+        return max(token_size, int(self.info.native_size * share) // token_size * token_size)
