@@ -82,6 +82,7 @@ class MemoryTier:
     def __init__(self, name: Tier, nbytes: int) -> None:
         self.name = name
         self.budget_bytes = nbytes
+        self._proven_limit = int(PROVEN_SHARE * nbytes)
         self._space: Space = self._empty_space()
         self._places: dict[str, tuple[int, int]] = {}  # key -> (start, end)
         # key -> bytes taken; idle entries, least recently used first
@@ -120,7 +121,8 @@ class MemoryTier:
 
     def let_go(self, key: str, is_proven: bool) -> None:
         """Make an entry evictable, as the one used last."""
-        self.hold(key)
+        if key in self._ordinary or key in self._proven:
+            self.hold(key)
         start, end = self._places[key]
         self._idle_bytes += end - start
         if not is_proven:
@@ -128,7 +130,7 @@ class MemoryTier:
             return
         self._proven[key] = end - start
         self._proven_bytes += end - start
-        while self._proven_bytes > PROVEN_SHARE * self.budget_bytes:
+        while self._proven_bytes > self._proven_limit:
             oldest, nbytes = self._proven.popitem(last=False)
             self._proven_bytes -= nbytes
             self._ordinary[oldest] = nbytes
@@ -193,7 +195,7 @@ class MemoryTier:
         assert all(key in self._places and self._taken(key) == nbytes for key, nbytes in idle.items()), "idle, nowhere"
         assert self._idle_bytes == sum(idle.values()), "idle bytes are wrong"
         assert self._proven_bytes == sum(self._proven.values()), "proven bytes are wrong"
-        assert self._proven_bytes <= PROVEN_SHARE * self.budget_bytes, "too much is proven"
+        assert self._proven_bytes <= self._proven_limit, "too much is proven"
 
     def _make_room(self, space: Space, nbytes: int, victims: Iterator[str], evicted: list[str]) -> int | None:
         """Offset of a chunk in `space`, after freeing as many of the victims' as it takes; None when all are gone."""
