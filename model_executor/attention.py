@@ -1,7 +1,7 @@
-"""Attention of a ragged batch, and rotary positions.
+"""Attention of one request, and rotary positions.
 
-`attend` is the one place where queries meet keys: each request's queries see that request's own keys, whatever else is
-in the batch. There is no mask and no padding, since masks push scaled-dot-product attention off its fast path.
+`attend` is the one place where queries meet keys: a request's queries see that request's own keys, whatever else is in
+the batch. There is no mask and no padding, since masks push scaled-dot-product attention off its fast path.
 """
 
 from __future__ import annotations
@@ -12,31 +12,96 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from model_executor.linear import Linear, fused_linear, has_onednn, onednn_product
 from model_executor.ragged import Span
 
+SCORE_BYTES = 1 << 19
+"""Scores of so many queries are held at once that they stay in a core's second-level cache."""
 
-def attend(query: Tensor, key: Tensor, value: Tensor, where: Sequence[Span]) -> Tensor:
-    """Attention within each span. query, key, value: [tokens, heads, head dim] -> [tokens, heads * head dim]."""
-    if len(where) == 1:
-        return _attend_one(query, key, value).flatten(1)
+
+class KeyValueBuffer:
+    """Room for the keys and values of one request at a time, used for every request and block of a pass."""
+
+    def __init__(self, heads: int, tokens: int, head_dim: int, like: Tensor) -> None:
+        """tokens: of the longest request. like: a tensor with the dtype and device."""
+        self._heads, self._head_dim = heads, head_dim
+        self._room = like.new_empty(2 * heads * tokens * head_dim)
+
+    def of(self, tokens: int) -> Tensor:
+        """[2, heads, tokens, head dim], with whatever is in it."""
+        size = 2 * self._heads * tokens * self._head_dim
+        return self._room[:size].view(2, self._heads, tokens, self._head_dim)
+
+
+def head_major(x: Tensor) -> Tensor:
+    """[tokens, n, heads, head dim] -> [n, heads, tokens, head dim], a view."""
+    return x.permute(1, 2, 0, 3)
+
+
+def attend(query: Tensor, key_value: Tensor, linear: Linear) -> Tensor:
+    """query: [queries, heads, head dim]; key_value: [2, heads, keys, head dim] -> [queries, heads * head dim].
+
+    With `fused_linear` a query's result has the same bits whatever the number of other queries.
+    """
+    if linear is fused_linear and has_onednn(query):
+        return _attend_by_products(query, key_value)
+    key, value = key_value[None].unbind(1)
+    return F.scaled_dot_product_attention(query.transpose(0, 1)[None], key, value)[0].transpose(0, 1).flatten(1)
+
+
+def _attend_by_products(query: Tensor, key_value: Tensor) -> Tensor:
+    """Two oneDNN products a head: 0.4 to 0.8 of the time of PyTorch's scaled-dot-product attention, whose products are
+    MKL's, in float32 and bfloat16 and from 100 queries over 1,100 keys up."""
+    queries, heads, head_dim = query.shape
     out = torch.empty_like(query)
-    for start, stop in where:
-        out[start:stop] = _attend_one(query[start:stop], key[start:stop], value[start:stop])
+    scaled = (query.float() * head_dim**-0.5).transpose(0, 1).contiguous()
+    transposed = key_value[1].transpose(1, 2)
+    step = max(2, SCORE_BYTES // (key_value.shape[2] * scaled.element_size()))
+    for head in range(heads):
+        key = key_value[0, head].float()
+        for start in range(0, queries, step):
+            chunk = scaled[head, start : start + step]
+            out[start : start + step, head] = _attend_head(chunk, key, transposed[head])
     return out.flatten(1)
 
 
-def _attend_one(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """[queries, heads, head dim] over [keys, heads, head dim]."""
-    query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
-    return F.scaled_dot_product_attention(query, key, value)[0].transpose(0, 1)
+def _attend_head(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """query: float32 [queries, head dim], scaled; key: float32 [keys, head dim]; value: [head dim, keys].
 
-
-def rotate(x: Tensor, rotary: Tensor) -> Tensor:
-    """Rotary embedding of interleaved pairs. x: [tokens, heads, head dim], contiguous; rotary: complex64 [tokens, 1,
-    head dim / 2].
-
-    The complex product makes the same roundings as diffusers' `apply_rotary_emb` in a fifth of its time; float32 inputs
-    are rotated in place.
+    Scores are float32 in bfloat16 too: rounded to 8 bits, a score of 20 would be off by 6 % of its weight.
     """
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs.mul_(rotary)).flatten(-2).to(x.dtype)
+    weights = torch.softmax(onednn_product(query, key), dim=-1)
+    return onednn_product(weights.to(value.dtype), value)
+
+
+def normalise_and_rotate_(
+    x: Tensor, rotary: Tensor, eps: float, weights: Sequence[tuple[Sequence[Span], Tensor]]
+) -> None:
+    """Norm and rotary embedding of queries and keys, in place, with the roundings of diffusers' attention.
+
+    x: [tokens, n, heads, head dim]; rotary: complex64 [tokens, 1, 1, head dim / 2]; weights: float32 [n, 1, head dim]
+    of the norm, and the tokens that they are for.
+    """
+    wide = x.float()  # x itself in float32
+    _rms_norm_(wide, eps)
+    for where, weight in weights:
+        for start, stop in where:
+            wide[start:stop].mul_(weight)
+    if wide.dtype == x.dtype:
+        _rotate_(wide, rotary)
+    else:
+        x.copy_(_rotate_(wide.to(x.dtype).float(), rotary))
+
+
+def _rms_norm_(x: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last dimension in place, without weights; the roundings of `F.rms_norm`."""
+    return x.mul_(x.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_())
+
+
+def _rotate_(x: Tensor, rotary: Tensor) -> Tensor:
+    """Rotary embedding of interleaved pairs in place; float32.
+
+    The complex product makes the same roundings as diffusers' `apply_rotary_emb` in a fifth of its time.
+    """
+    torch.view_as_complex(x.unflatten(-1, (-1, 2))).mul_(rotary)
+    return x

@@ -32,12 +32,16 @@ class Packing:
     text: tuple[Span, ...]
     image: tuple[Span, ...]
     joint: tuple[Span, ...]
+    joint_text: tuple[Span, ...]
+    joint_image: tuple[Span, ...]
 
     @classmethod
     def of(cls, text_lengths: Sequence[int], image_lengths: Sequence[int]) -> Packing:
         """The packing of requests with so many text and (active) image tokens each."""
-        both = [t + i for t, i in zip(text_lengths, image_lengths, strict=True)]
-        return cls(spans(text_lengths), spans(image_lengths), spans(both))
+        both = spans(length for pair in zip(text_lengths, image_lengths, strict=True) for length in pair)
+        starts_and_ends = zip(both[::2], both[1::2], strict=True)
+        joint = tuple((start, stop) for (start, _), (_, stop) in starts_and_ends)
+        return cls(spans(text_lengths), spans(image_lengths), joint, both[::2], both[1::2])
 
     def join(self, text: Tensor, image: Tensor) -> Tensor:
         """text and image matrices -> joint matrix."""
@@ -51,13 +55,13 @@ class Packing:
 
     def split(self, joint: Tensor) -> tuple[Tensor, Tensor]:
         """joint matrix -> text and image matrices; views when there is one request."""
-        texts, images = [], []
-        for (t0, t1), (start, stop) in zip(self.text, self.joint, strict=True):
-            texts.append(joint[start : start + t1 - t0])
-            images.append(joint[start + t1 - t0 : stop])
-        if len(texts) == 1:
-            return texts[0], images[0]
-        return torch.cat(texts), torch.cat(images)
+        return gather(joint, self.joint_text), gather(joint, self.joint_image)
+
+
+def gather(x: Tensor, where: Sequence[Span]) -> Tensor:
+    """These rows of x, one span after the other; a view when there is one."""
+    parts = [x[start:stop] for start, stop in where]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def modulate_(x: Tensor, where: Sequence[Span], scale: Tensor, shift: Tensor) -> Tensor:
@@ -68,8 +72,8 @@ def modulate_(x: Tensor, where: Sequence[Span], scale: Tensor, shift: Tensor) ->
     return x
 
 
-def gate_(x: Tensor, where: Sequence[Span], gate: Tensor) -> Tensor:
-    """gate * x in place, request by request; x: [tokens, width], gate: [requests, width]."""
-    for r, (start, stop) in enumerate(where):
-        x[start:stop].mul_(gate[r])
-    return x
+def add_gated_(x: Tensor, where: Sequence[Span], y: Tensor, rows: Sequence[Span], gate: Tensor) -> None:
+    """x += gate * y in place, request by request: rows `where` of x and `rows` of y, which is changed too. gate:
+    [requests, width]."""
+    for r, ((start, stop), (first, last)) in enumerate(zip(where, rows, strict=True)):
+        x[start:stop].add_(y[first:last].mul_(gate[r]))

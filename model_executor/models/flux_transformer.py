@@ -2,22 +2,27 @@
 
 Follows `diffusers/models/transformers/transformer_flux.py`: with `plain_linear`, one request and every token active,
 the result is bit-identical to the module's own forward. What differs is the batch: rows of many requests in one matrix
-(see `ragged.py`), modulation computed per request, attention per request.
+(see `ragged.py`), modulation computed per request, attention per request. And a request computes its active tokens
+alone; their queries also see the keys and values of the template's other tokens, read from its pages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model_executor.attention import attend, rotate
-from model_executor.linear import Linear, best_linear
-from model_executor.models.base import Row
-from model_executor.ragged import Packing, gate_, modulate_
+from core.page_scheme import PageDtype, PageLayout
+from model_executor.attention import KeyValueBuffer, attend, head_major, normalise_and_rotate_
+from model_executor.linear import Linear, LinearGroup, best_linear
+from model_executor.models.base import PrimeRow, Row
+from model_executor.pages import Pages, page_of
+from model_executor.ragged import Packing, Span, add_gated_, gather, modulate_
 
 FLOAT16_MAX = 65504.0
 CACHED_GRIDS = 32
@@ -25,13 +30,20 @@ CACHED_GRIDS = 32
 
 
 class FluxTransformer:
-    """A ragged forward pass. `module` is a diffusers FluxTransformer2DModel; `num_train_timesteps` is its
-    scheduler's."""
+    """A ragged forward pass. `module` is a diffusers FluxTransformer2DModel; `num_train_timesteps` is its scheduler's.
+
+    Adapters must be in place when it is made: plain layers that read the same input share a weight from then on (see
+    `LinearGroup`).
+    """
 
     def __init__(self, module: nn.Module, num_train_timesteps: int, linear: Linear | None = None) -> None:
         self.module: Any = module
         self._num_train_timesteps = num_train_timesteps
         self._linear = linear or best_linear()
+        double, single = self.module.transformer_blocks, self.module.single_transformer_blocks
+        self._blocks: list[_Block] = [_DoubleBlock(block, self._linear) for block in double]
+        self._blocks += [_SingleBlock(block, self._linear) for block in single]
+        self._out_modulation = _Modulation([self.module.norm_out.linear], self._linear)
         self._grid_rotary = lru_cache(maxsize=CACHED_GRIDS)(self._make_grid_rotary)
 
     @property
@@ -39,25 +51,77 @@ class FluxTransformer:
         dtype: torch.dtype = self.module.dtype
         return dtype
 
+    @property
+    def num_blocks(self) -> int:
+        return len(self._blocks)
+
+    def page_layout(self, dtype: PageDtype) -> PageLayout:
+        """The shape of this model's pages."""
+        heads, head_dim = self.module.config.num_attention_heads, self.module.config.attention_head_dim
+        return PageLayout(num_blocks=self.num_blocks, num_heads=heads, head_dim=head_dim, dtype=dtype)
+
+    # ------------------------------------------------------------------------------------------------------- passes
+
     def forward(self, rows: Sequence[Row]) -> list[Tensor]:
-        """Velocity of each row's active tokens, [active tokens, latent width]."""
-        image = self._linear(self.module.x_embedder, torch.cat([_active_input(row) for row in rows]))
-        text = self._linear(self.module.context_embedder, torch.cat([row.prompt_embeds for row in rows]))
-        packing = Packing.of([row.prompt_embeds.shape[0] for row in rows], [_num_active(row) for row in rows])
-        rotary = torch.cat([self._rotary(row) for row in rows])
-        embedding = torch.cat([self._embedding(row) for row in rows])
-        conditioning = nn.functional.silu(embedding)
-        for block in self.module.transformer_blocks:
-            text, image = self._double_block(block, text, image, conditioning, rotary, packing)
-        joint = packing.join(text, image)
-        for block in self.module.single_transformer_blocks:
-            joint = self._single_block(block, joint, conditioning, rotary, packing)
-        velocity = self._project_out(packing.split(joint)[1], conditioning, packing)
-        return [velocity[start:stop] for start, stop in packing.image]
+        """Velocity of each row's active tokens, [active tokens, latent width].
+
+        Raises ValueError for a row that leaves tokens out and has no pages.
+        """
+        edits = [_Edit.of(row, self.num_blocks) for row in rows]
+        stream = self._start(rows, edits, [edit.computed(0) for edit in edits])
+        for number, block in enumerate(self._blocks):
+            stream.keep([edit.kept(number) for edit in edits])
+            block.run(stream, number)
+        stream.keep([edit.kept(self.num_blocks) for edit in edits])
+        velocity = self._project_out(stream)
+        return [velocity[start:stop] for start, stop in stream.packing.image]
+
+    def prime(self, rows: Sequence[PrimeRow], blocks: tuple[int, int]) -> list[tuple[Tensor, ...]]:
+        """All image tokens of each row through the blocks [start, stop), whose pages are written into its entry.
+
+        Returns each row's hidden state for the next chunk, [text and image tokens, hidden]; () after the last block, of
+        which only keys and values are computed. A row's bits depend neither on the other rows nor on the chunks.
+        """
+        templates = [_Template(row.entry, row.latents.shape[0], self._layout_of(row)) for row in rows]
+        stream = self._start(rows, templates, [None] * len(rows))
+        for number in range(*blocks):
+            if number == self.num_blocks - 1:
+                self._blocks[number].finish(stream, number)
+                return [()] * len(rows)
+            self._blocks[number].run(stream, number)
+        return [(stream.hidden[start:stop].clone(),) for start, stop in stream.packing.joint]
 
     # ------------------------------------------------------------------------------------------------------- inputs
 
-    def _embedding(self, row: Row) -> Tensor:
+    def _start(
+        self, rows: Sequence[Row | PrimeRow], sources: Sequence[_Source], computed: Sequence[Tensor | None]
+    ) -> _Stream:
+        """The stream before its first block; computed: the image tokens of each row that are in it, None for all."""
+        packing = Packing.of(
+            [row.prompt_embeds.shape[0] for row in rows],
+            [
+                row.latents.shape[0] if tokens is None else len(tokens)
+                for row, tokens in zip(rows, computed, strict=True)
+            ],
+        )
+        hidden = [row.hidden[0] for row in rows if isinstance(row, PrimeRow) and row.hidden is not None]
+        rotary = torch.cat([self._rotary(row, tokens) for row, tokens in zip(rows, computed, strict=True)])
+        joint = torch.cat(hidden) if hidden else self._embed(rows, computed, packing)
+        longest = max(row.prompt_embeds.shape[0] + row.latents.shape[0] for row in rows)
+        heads, head_dim = self.module.config.num_attention_heads, self.module.config.attention_head_dim
+        conditioning = F.silu(torch.cat([self._embedding(row) for row in rows]))
+        return _Stream(joint, packing, rotary, conditioning, sources, KeyValueBuffer(heads, longest, head_dim, joint))
+
+    def _embed(self, rows: Sequence[Row | PrimeRow], computed: Sequence[Tensor | None], packing: Packing) -> Tensor:
+        """Text and image tokens of all rows, [tokens, hidden]."""
+        inputs = [
+            _select(torch.cat([row.latents, row.condition], dim=1), t) for row, t in zip(rows, computed, strict=True)
+        ]
+        image = self._linear(self.module.x_embedder, torch.cat(inputs))
+        text = self._linear(self.module.context_embedder, torch.cat([row.prompt_embeds for row in rows]))
+        return packing.join(text, image)
+
+    def _embedding(self, row: Row | PrimeRow) -> Tensor:
         """Time, guidance and pooled text of one request, [1, hidden].
 
         One request at a time: a product's rounding may depend on its number of rows when these are few.
@@ -72,12 +136,11 @@ class FluxTransformer:
         embedding: Tensor = self.module.time_text_embed(*inputs)
         return embedding
 
-    def _rotary(self, row: Row) -> Tensor:
-        """Rotations of a request's text and active image tokens, complex64 [tokens, 1, head dim / 2]."""
+    def _rotary(self, row: Row | PrimeRow, tokens: Tensor | None) -> Tensor:
+        """Rotations of a request's text and these image tokens, complex64 [tokens, 1, 1, head dim / 2]."""
         grid = self._grid_rotary(row.grid)
-        image = grid if row.active is None else grid[row.active]
-        text = torch.ones_like(grid[:1]).expand(row.prompt_embeds.shape[0], -1, -1)  # text is at position 0: no turn
-        return torch.cat([text, image])
+        text = torch.ones_like(grid[:1]).expand(row.prompt_embeds.shape[0], -1, -1, -1)  # all at position 0: no turn
+        return torch.cat([text, _select(grid, tokens)])
 
     def _make_grid_rotary(self, grid: tuple[int, int]) -> Tensor:
         """Rotations of every token of an image, row by row."""
@@ -87,79 +150,269 @@ class FluxTransformer:
         ids[..., 2] = torch.arange(width)[None]
         cos, sin = self.module.pos_embed(ids.reshape(-1, 3).to(self.dtype))
         table = torch.complex(cos[:, ::2].contiguous(), sin[:, ::2].contiguous())  # each angle is stored twice
-        return table[:, None].to(self.module.device)
+        return table[:, None, None].to(self.module.device)
 
-    # ------------------------------------------------------------------------------------------------------- blocks
+    def _layout_of(self, row: PrimeRow) -> PageLayout:
+        """An entry's size tells the dtype of its pages."""
+        layouts = [self.page_layout(dtype) for dtype in get_args(PageDtype)]
+        size = row.entry.numel()
+        for layout in layouts:
+            if layout.entry_bytes(row.latents.shape[0]) == size:
+                return layout
+        raise ValueError(f"an entry of {size} bytes has no pages of {row.latents.shape[0]} tokens of this model")
 
-    def _double_block(
-        self, block: Any, text: Tensor, image: Tensor, conditioning: Tensor, rotary: Tensor, packing: Packing
-    ) -> tuple[Tensor, Tensor]:
-        shift, scale, gate, *image_mlp = self._linear(block.norm1.linear, conditioning).chunk(6, dim=1)
-        text_shift, text_scale, text_gate, *text_mlp = self._linear(block.norm1_context.linear, conditioning).chunk(
-            6, dim=1
-        )
-        image_in = modulate_(block.norm1.norm(image), packing.image, scale, shift)
-        text_in = modulate_(block.norm1_context.norm(text), packing.text, text_scale, text_shift)
-        attended = self._joint_attention(block.attn, text_in, image_in, rotary, packing)
-        text_out, image_out = packing.split(attended)
-        image = image + gate_(self._linear(block.attn.to_out[0], image_out), packing.image, gate)
-        text = text + gate_(self._linear(block.attn.to_add_out, text_out), packing.text, text_gate)
-        image = self._feed_forward(block.norm2, block.ff, image, packing.image, image_mlp)
-        text = self._feed_forward(block.norm2_context, block.ff_context, text, packing.text, text_mlp)
-        return _clip_float16(text), image
+    # ------------------------------------------------------------------------------------------------------- output
 
-    def _joint_attention(self, attn: Any, text: Tensor, image: Tensor, rotary: Tensor, packing: Packing) -> Tensor:
-        query = packing.join(
-            attn.norm_added_q(self._heads(attn, attn.add_q_proj, text)),
-            attn.norm_q(self._heads(attn, attn.to_q, image)),
-        )
-        key = packing.join(
-            attn.norm_added_k(self._heads(attn, attn.add_k_proj, text)),
-            attn.norm_k(self._heads(attn, attn.to_k, image)),
-        )
-        value = packing.join(self._heads(attn, attn.add_v_proj, text), self._heads(attn, attn.to_v, image))
-        return attend(rotate(query, rotary), rotate(key, rotary), value, packing.joint)
+    def _project_out(self, stream: _Stream) -> Tensor:
+        """Velocity of all image tokens, [tokens, latent width]."""
+        scale, shift = self._out_modulation(stream.conditioning)
+        image = _layer_norm(gather(stream.hidden, stream.packing.joint_image), self.module.norm_out.norm.eps)
+        return self._linear(self.module.proj_out, modulate_(image, stream.packing.image, scale, shift))
 
-    def _feed_forward(
-        self, norm: Any, feed_forward: Any, x: Tensor, where: Sequence[tuple[int, int]], modulation: Sequence[Tensor]
-    ) -> Tensor:
-        shift, scale, gate = modulation
-        inner = self._linear(feed_forward.net[0].proj, modulate_(norm(x), where, scale, shift), gelu=True)
-        return x + gate_(self._linear(feed_forward.net[2], inner), where, gate)
 
-    def _single_block(
-        self, block: Any, joint: Tensor, conditioning: Tensor, rotary: Tensor, packing: Packing
-    ) -> Tensor:
-        shift, scale, gate = self._linear(block.norm.linear, conditioning).chunk(3, dim=1)
-        normed = modulate_(block.norm.norm(joint), packing.joint, scale, shift)
-        inner = self._linear(block.proj_mlp, normed, gelu=True)
+class _Source(Protocol):
+    """Where the keys and values of a request's image tokens come from. num_tokens: all of them."""
+
+    num_tokens: int
+
+    def place(self, number: int, fresh: Tensor, out: Tensor) -> None:
+        """Keys and values of all image tokens in block `number` into `out`, [2, heads, image tokens, head dim]. fresh:
+        those that the block computed, [2, heads, computed tokens, head dim]."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Edit:
+    """A request of which the blocks before `full_blocks` compute all image tokens, the others the active ones."""
+
+    num_tokens: int
+    active: Tensor | None
+    pages: Pages | None
+    full_blocks: int
+
+    @classmethod
+    def of(cls, row: Row, num_blocks: int) -> _Edit:
+        num_tokens = row.latents.shape[0]
+        if row.active is None or len(row.active) == num_tokens:
+            return cls(num_tokens, None, None, num_blocks)
+        if row.pages is None and row.full_blocks < num_blocks:
+            raise ValueError("a request that leaves tokens out needs the template's pages")
+        return cls(num_tokens, row.active, row.pages, row.full_blocks)
+
+    def computed(self, number: int) -> Tensor | None:
+        """The image tokens that block `number` computes, None for all."""
+        return None if number < self.full_blocks else self.active
+
+    def kept(self, number: int) -> Tensor | None:
+        """Those of the image tokens before block `number` that go on, None for all."""
+        return self.active if number == self.full_blocks > 0 else None
+
+    def place(self, number: int, fresh: Tensor, out: Tensor) -> None:
+        active = self.computed(number)
+        if active is None:
+            out.copy_(fresh)
+            return
+        assert self.pages is not None
+        self.pages.read(number, out)
+        out.index_copy_(2, active, fresh)
+
+
+@dataclass(frozen=True, slots=True)
+class _Template:
+    """A template that is primed: what a block computes is its page."""
+
+    entry: Tensor
+    num_tokens: int
+    layout: PageLayout
+
+    def place(self, number: int, fresh: Tensor, out: Tensor) -> None:
+        out.copy_(fresh)
+        self.write(number, out)
+
+    def write(self, number: int, key_value: Tensor) -> None:
+        """key_value: [2, heads, tokens, head dim]."""
+        page_of(self.entry, self.layout, number, self.num_tokens).write(key_value)
+
+
+@dataclass(slots=True)
+class _Stream:
+    """The tokens of a batch on their way through the blocks.
+
+    hidden: joint matrix [tokens, hidden], changed in place. rotary: complex64 [tokens, 1, 1, head dim / 2].
+    conditioning: what modulation is computed from, [requests, hidden].
+    """
+
+    hidden: Tensor
+    packing: Packing
+    rotary: Tensor
+    conditioning: Tensor
+    sources: Sequence[_Source]
+    buffer: KeyValueBuffer
+
+    def keep(self, image_tokens: Sequence[Tensor | None]) -> None:
+        """Go on with these image tokens of each request, None for all."""
+        if all(tokens is None for tokens in image_tokens):
+            return
+        text, image = self.packing.joint_text, self.packing.joint_image
+        rows = [_rows_of(*spans, tokens) for *spans, tokens in zip(text, image, image_tokens, strict=True)]
+        chosen = torch.cat(rows).to(self.hidden.device)
+        lengths = [stop - start for start, stop in text]
+        self.packing = Packing.of(lengths, [len(r) - length for r, length in zip(rows, lengths, strict=True)])
+        self.hidden, self.rotary = self.hidden[chosen], self.rotary[chosen]
+
+    def attention(self, number: int, qkv: Tensor, linear: Linear) -> Tensor:
+        """Every request's attention in block `number`. qkv: [tokens, 3, heads, head dim] -> [tokens, hidden]."""
+        requests = zip(self.packing.joint_text, self.packing.joint_image, self.sources, strict=True)
+        outputs = []
+        for (start, image), (_, stop), source in requests:
+            key_value = self.buffer.of(image - start + source.num_tokens)
+            key_value[:, :, : image - start] = head_major(qkv[start:image, 1:])
+            source.place(number, head_major(qkv[image:stop, 1:]), key_value[:, :, image - start :])
+            outputs.append(attend(qkv[start:stop, 0], key_value, linear))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+class _Modulation:
+    """Shifts, scales and gates, from one product: a few rows over many weights.
+
+    One for each block: the bits of a product may depend on its number of columns, and a pass over some blocks must
+    give the bits of a pass over all.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], linear: Linear) -> None:
+        self._group = LinearGroup(layers, linear)
+
+    def __call__(self, conditioning: Tensor) -> Sequence[Tensor]:
+        """conditioning: [requests, hidden] -> parts of [requests, hidden], layer after layer."""
+        return self._group(conditioning).split(conditioning.shape[1], dim=1)
+
+
+class _Block:
+    """What both kinds of block have: modulation, and the image tokens' projections to queries, keys and values."""
+
+    def __init__(self, block: Any, norms: Sequence[Any], linear: Linear) -> None:
+        """norms: those whose modulation is computed from the conditioning; the image tokens' first one leads."""
         attn = block.attn
-        query = rotate(attn.norm_q(self._heads(attn, attn.to_q, normed)), rotary)
-        key = rotate(attn.norm_k(self._heads(attn, attn.to_k, normed)), rotary)
-        attended = attend(query, key, self._heads(attn, attn.to_v, normed), packing.joint)
-        out = self._linear(block.proj_out, torch.cat([attended, inner], dim=1))
-        return _clip_float16(joint + gate_(out, packing.joint, gate))
+        self._linear = linear
+        self._modulation = _Modulation([norm.linear for norm in norms], linear)
+        self._head_dim = attn.head_dim
+        self._norm_eps = norms[0].norm.eps
+        self._qk_eps = attn.norm_q.eps
+        self._qk_weight = _qk_weight(attn.norm_q, attn.norm_k)
+        self._qkv = LinearGroup([attn.to_q, attn.to_k, attn.to_v], linear)
 
-    def _heads(self, attn: Any, projection: nn.Module, x: Tensor) -> Tensor:
-        """[tokens, hidden] -> [tokens, heads, head dim]."""
-        heads: Tensor = self._linear(projection, x).unflatten(-1, (-1, attn.head_dim))
-        return heads
+    def run(self, stream: _Stream, number: int) -> None:
+        """Take the stream through this block, the `number`-th."""
+        raise NotImplementedError
 
-    def _project_out(self, image: Tensor, conditioning: Tensor, packing: Packing) -> Tensor:
-        scale, shift = self._linear(self.module.norm_out.linear, conditioning).chunk(2, dim=1)
-        image = modulate_(self.module.norm_out.norm(image), packing.image, scale, shift)
-        return self._linear(self.module.proj_out, image)
+    def finish(self, stream: _Stream, number: int) -> None:
+        """Only the keys and values of the image tokens, into the pages of the stream's templates."""
+        packing = stream.packing
+        image = _layer_norm(gather(stream.hidden, packing.joint_image), self._norm_eps)
+        shift, scale, *_ = self._modulation(stream.conditioning)
+        modulate_(image, packing.image, scale, shift)
+        # Queries come along: without their columns the product would round differently.
+        key_value = self._heads(self._qkv(image), 3)[:, 1:]
+        rotary = gather(stream.rotary, packing.joint_image)
+        normalise_and_rotate_(key_value[:, :1], rotary, self._qk_eps, [(packing.image, self._qk_weight[1:])])
+        for source, (start, stop) in zip(stream.sources, packing.image, strict=True):
+            assert isinstance(source, _Template)
+            source.write(number, head_major(key_value[start:stop]))
+
+    def _heads(self, x: Tensor, parts: int) -> Tensor:
+        """[tokens, parts * hidden] -> [tokens, parts, heads, head dim]."""
+        return x.view(len(x), parts, -1, self._head_dim)
 
 
-def _active_input(row: Row) -> Tensor:
-    """What the denoiser sees of a request's active image tokens, [active tokens, latent + condition width]."""
-    x = torch.cat([row.latents, row.condition], dim=1)
-    return x if row.active is None else x[row.active]
+class _DoubleBlock(_Block):
+    """Text and image tokens have layers of their own and meet in attention."""
+
+    def __init__(self, block: Any, linear: Linear) -> None:
+        super().__init__(block, [block.norm1, block.norm1_context], linear)
+        attn = block.attn
+        self._text_qk_weight = _qk_weight(attn.norm_added_q, attn.norm_added_k)
+        self._text_qkv = LinearGroup([attn.add_q_proj, attn.add_k_proj, attn.add_v_proj], linear)
+        self._out, self._text_out = attn.to_out[0], attn.to_add_out
+        self._up, self._down = block.ff.net[0].proj, block.ff.net[2]
+        self._text_up, self._text_down = block.ff_context.net[0].proj, block.ff_context.net[2]
+
+    def run(self, stream: _Stream, number: int) -> None:
+        parts = self._modulation(stream.conditioning)
+        (shift, scale, gate, *mlp), (text_shift, text_scale, text_gate, *text_mlp) = parts[:6], parts[6:]
+        text, image = self._normed(stream, (text_shift, text_scale), (shift, scale))
+        attended = stream.attention(number, self._joint_qkv(stream, text, image), self._linear)
+        text, image = stream.packing.split(attended)
+        self._add(stream, self._linear(self._text_out, text), text_gate, self._linear(self._out, image), gate)
+        text, image = self._normed(stream, text_mlp, mlp)
+        text = self._linear(self._text_down, self._linear(self._text_up, text, gelu=True))
+        image = self._linear(self._down, self._linear(self._up, image, gelu=True))
+        self._add(stream, text, text_mlp[2], image, mlp[2])
+
+    def _normed(self, stream: _Stream, text: Sequence[Tensor], image: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Normed and modulated text and image matrices; text and image: shift and scale of theirs."""
+        packing, normed = stream.packing, _layer_norm(stream.hidden, self._norm_eps)
+        modulate_(normed, packing.joint_text, scale=text[1], shift=text[0])
+        modulate_(normed, packing.joint_image, scale=image[1], shift=image[0])
+        return packing.split(normed)
+
+    def _joint_qkv(self, stream: _Stream, text: Tensor, image: Tensor) -> Tensor:
+        """Queries, keys and values after norm and rotary, [tokens, 3, heads, head dim]."""
+        packing = stream.packing
+        qkv = self._heads(packing.join(self._text_qkv(text), self._qkv(image)), 3)
+        weights = [(packing.joint_text, self._text_qk_weight), (packing.joint_image, self._qk_weight)]
+        normalise_and_rotate_(qkv[:, :2], stream.rotary, self._qk_eps, weights)
+        return qkv
+
+    def _add(self, stream: _Stream, text: Tensor, text_gate: Tensor, image: Tensor, gate: Tensor) -> None:
+        """The outcome of both streams onto the hidden state."""
+        packing, hidden = stream.packing, stream.hidden
+        add_gated_(hidden, packing.joint_text, text, packing.text, text_gate)
+        add_gated_(hidden, packing.joint_image, image, packing.image, gate)
+        for start, stop in packing.joint_text:
+            _clip_float16_(hidden[start:stop])
 
 
-def _num_active(row: Row) -> int:
-    return row.latents.shape[0] if row.active is None else row.active.shape[0]
+class _SingleBlock(_Block):
+    """All tokens share all layers; attention and MLP read the same input."""
+
+    def __init__(self, block: Any, linear: Linear) -> None:
+        super().__init__(block, [block.norm], linear)
+        self._up, self._out = block.proj_mlp, block.proj_out
+
+    def run(self, stream: _Stream, number: int) -> None:
+        shift, scale, gate = self._modulation(stream.conditioning)
+        joint = stream.packing.joint
+        normed = modulate_(_layer_norm(stream.hidden, self._norm_eps), joint, scale, shift)
+        inner = self._linear(self._up, normed, gelu=True)
+        qkv = self._heads(self._qkv(normed), 3)
+        normalise_and_rotate_(qkv[:, :2], stream.rotary, self._qk_eps, [(joint, self._qk_weight)])
+        attended = stream.attention(number, qkv, self._linear)
+        out = self._linear(self._out, torch.cat([attended, inner], dim=1))
+        add_gated_(stream.hidden, joint, out, joint, gate)
+        _clip_float16_(stream.hidden)
 
 
-def _clip_float16(x: Tensor) -> Tensor:
-    return x.clip(-FLOAT16_MAX, FLOAT16_MAX) if x.dtype == torch.float16 else x
+def _qk_weight(query_norm: Any, key_norm: Any) -> Tensor:
+    """Weights of the norms of queries and keys, float32 [2, 1, head dim]."""
+    weight: Tensor = torch.stack([query_norm.weight, key_norm.weight]).detach().float()[:, None]
+    return weight
+
+
+def _layer_norm(x: Tensor, eps: float) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], eps=eps)
+
+
+def _select(x: Tensor, tokens: Tensor | None) -> Tensor:
+    """These rows of x, None for all."""
+    return x if tokens is None else x[tokens]
+
+
+def _rows_of(text: Span, image: Span, tokens: Tensor | None) -> Tensor:
+    """Rows of the joint matrix with a request's text and these of its image tokens, None for all."""
+    if tokens is None:
+        return torch.arange(text[0], image[1])
+    return torch.cat([torch.arange(*text), image[0] + tokens.cpu()])
+
+
+def _clip_float16_(x: Tensor) -> None:
+    if x.dtype == torch.float16:
+        x.clip_(-FLOAT16_MAX, FLOAT16_MAX)
