@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 
 import diffusers.utils.logging
+import msgspec
 import torch
 import transformers.utils.logging
 
+from core.cache_folder import user_cache_folder
 from core.config import ModelConfig
 from core.handles import ModelKey
-from core.messages import WorkerReady
+from core.messages import ModelInfo, WorkerReady
 from model_executor.loader import Checkpoint
 from model_executor.models.base import Family, Row
 from model_executor.models.registry import make_family
+from model_executor.page_schemes import page_scheme
 from model_executor.sampling import advance
 
 WARM_UP_SIDE = 256
@@ -23,7 +27,13 @@ WARM_UP_SIDE = 256
 class ResidentModels:
     """Served models by name; loads and drops their components. Made by `open`, which reads no weights."""
 
-    def __init__(self, checkpoints: Mapping[str, Checkpoint], families: Mapping[str, Family]) -> None:
+    def __init__(
+        self,
+        configs: Sequence[ModelConfig],
+        checkpoints: Mapping[str, Checkpoint],
+        families: Mapping[str, Family],
+    ) -> None:
+        self._configs = {config.name: config for config in configs}
         self._checkpoints = checkpoints
         self.families = families
 
@@ -31,7 +41,7 @@ class ResidentModels:
     def open(cls, configs: Sequence[ModelConfig]) -> ResidentModels:
         """Raises ConfigError for a checkpoint that cannot be served."""
         checkpoints = {config.name: Checkpoint.open(config) for config in configs}
-        return cls(checkpoints, {name: make_family(checkpoint) for name, checkpoint in checkpoints.items()})
+        return cls(configs, checkpoints, {name: make_family(checkpoint) for name, checkpoint in checkpoints.items()})
 
     @property
     def device(self) -> torch.device:
@@ -57,8 +67,14 @@ class ResidentModels:
             family.drop(part)
 
     def ready(self, rank: int) -> WorkerReady:
-        """What this worker can do."""
-        return WorkerReady(rank=rank, models=tuple(family.info(name) for name, family in self.families.items()))
+        """What this worker can do. Every component must be loaded. Raises ConfigError."""
+        return WorkerReady(rank=rank, models=tuple(self._info(name) for name in self.families))
+
+    def _info(self, name: str) -> ModelInfo:
+        family = self.families[name]
+        info = family.info(name)
+        scheme = page_scheme(self._configs[name], self._checkpoints[name], family, info, user_cache_folder(os.environ))
+        return msgspec.structs.replace(info, page_scheme=scheme)
 
     def warm_up(self) -> None:
         """Edit one small picture with every model, so that the first request does not pay for first calls."""

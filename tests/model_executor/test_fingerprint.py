@@ -1,0 +1,221 @@
+"""Fingerprints of checkpoints, and the page scheme that flags, calibration and defaults make."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from core.calibration import CALIBRATION, Calibration, calibration_file
+from core.config import ModelConfig
+from core.errors import ConfigError
+from core.page_scheme import PageScheme
+from model_executor import fingerprint as fingerprint_module
+from model_executor.fingerprint import fingerprint
+from model_executor.loader import Checkpoint
+from model_executor.models.flux import FluxFill
+from model_executor.page_schemes import page_scheme
+
+FOUND = Calibration(
+    keyframes=(1.0, 0.25, 0.0),
+    dtype="bfloat16",
+    full_steps=2,
+    mask_margin=16,
+    safe=True,
+    ssim_mean=0.98,
+    ssim_p10=0.96,
+    num_edits=16,
+    num_inference_steps=28,
+)
+
+
+@pytest.fixture
+def path(tiny_checkpoint: Path, tmp_path: Path) -> Path:
+    """A checkpoint of its own."""
+    return Path(shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint"))
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache" / "stencil"
+
+
+def opened(path: Path, dtype: str = "float32") -> Checkpoint:
+    return Checkpoint.open(ModelConfig(model=str(path), dtype=dtype, device="cpu"))
+
+
+def weights_of(path: Path) -> Path:
+    return next((path / "transformer").glob("*.safetensors"))
+
+
+# --------------------------------------------------------------------------------------------------------- fingerprints
+
+
+def test_equal_files_elsewhere_have_the_same_fingerprint(tiny_checkpoint: Path, path: Path, cache: Path) -> None:
+    assert fingerprint(opened(path), cache) == fingerprint(opened(tiny_checkpoint), cache)
+
+
+def test_weights_configuration_tokenizer_and_dtype_count(path: Path, cache: Path) -> None:
+    prints = [fingerprint(opened(path), cache), fingerprint(opened(path, "bfloat16"), cache)]
+    for part in (weights_of(path), path / "transformer" / "config.json", path / "tokenizer" / "tokenizer.json"):
+        content = bytearray(part.read_bytes())
+        content[-1] ^= 1
+        part.write_bytes(content)
+        prints.append(fingerprint(opened(path), cache))
+    assert len(set(prints)) == 5
+
+
+def test_hashes_of_weights_are_remembered(path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = fingerprint(opened(path), cache)
+    hashed = list[Path]()
+    real = fingerprint_module._sha256
+
+    def spy(file: Path) -> str:
+        hashed.append(file)
+        return real(file)
+
+    monkeypatch.setattr(fingerprint_module, "_sha256", spy)
+    assert fingerprint(opened(path), cache) == first
+    assert [file for file in hashed if file.suffix == ".safetensors"] == []
+    os.utime(weights_of(path), ns=(1, 1))
+    assert fingerprint(opened(path), cache) == first
+    assert [file for file in hashed if file.suffix == ".safetensors"] == [weights_of(path).resolve()]
+
+
+def test_what_is_remembered_is_the_owners_alone(path: Path, cache: Path) -> None:
+    fingerprint(opened(path), cache)
+    (file,) = cache.iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'{"/a": {"size": "x"}}', b"\xff\xfe"])
+def test_a_bad_memory_is_made_anew(path: Path, cache: Path, content: bytes) -> None:
+    first = fingerprint(opened(path), cache)
+    (file,) = cache.iterdir()
+    good = file.read_bytes()
+    file.write_bytes(content)
+    assert fingerprint(opened(path), cache) == first
+    assert file.read_bytes() == good
+
+
+def test_where_nothing_can_be_remembered_the_fingerprint_is_the_same(path: Path, cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    assert fingerprint(opened(path), tmp_path / "file") == fingerprint(opened(path), cache)
+
+
+def test_the_hubs_file_names_are_taken_for_hashes(path: Path, cache: Path, tmp_path: Path) -> None:
+    before = fingerprint(opened(path), cache)
+    weights = weights_of(path)
+    blob = tmp_path / fingerprint_module._sha256(weights)
+    weights.rename(blob)
+    weights.symlink_to(blob)
+    assert fingerprint(opened(path), cache) == before
+    blob.write_bytes(blob.read_bytes() + b" ")  # not looked at
+    assert fingerprint(opened(path), cache) == before
+
+
+# --------------------------------------------------------------------------------------------------------- page schemes
+
+
+def scheme_of(path: Path, cache: Path, **flags: str | bool) -> PageScheme | None:
+    config = ModelConfig(model=str(path), dtype="float32", device="cpu", **flags)  # type: ignore[arg-type]
+    checkpoint = Checkpoint.open(config)
+    family = FluxFill(checkpoint)
+    for part in ("transformer",):
+        family.put(part, checkpoint.load(part))
+    return page_scheme(config, checkpoint, family, family.info("tiny"), cache)
+
+
+def given(path: Path, calibration: Calibration) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(msgspec.json.encode(calibration))
+
+
+def test_defaults(path: Path, cache: Path) -> None:
+    scheme = scheme_of(path, cache)
+    assert scheme is not None
+    assert scheme.keyframes == (1.0, 0.75, 0.5, 0.25, 0.0)
+    assert (scheme.layout.dtype, scheme.full_steps, scheme.mask_margin, scheme.prompt) == ("int8", 0, 8, "")
+    assert scheme.fingerprint == fingerprint(opened(path), cache)
+    assert scheme.latent_bytes == 64 * torch.float32.itemsize
+
+
+def test_a_calibration_decides_what_no_flag_says(path: Path, cache: Path) -> None:
+    given(path / CALIBRATION, FOUND)
+    scheme = scheme_of(path, cache)
+    assert scheme is not None
+    assert scheme.keyframes == (1.0, 0.25, 0.0)
+    assert (scheme.layout.dtype, scheme.full_steps, scheme.mask_margin) == ("bfloat16", 2, 16)
+    flagged = scheme_of(path, cache, cache_keyframes="2", cache_dtype="float32")
+    assert flagged is not None
+    assert flagged.keyframes == (1.0, 0.0)
+    assert (flagged.layout.dtype, flagged.full_steps, flagged.mask_margin) == ("float32", 2, 16)
+
+
+def test_pages_at_every_step(path: Path, cache: Path) -> None:
+    flagged = scheme_of(path, cache, cache_keyframes="per-step")
+    assert flagged is not None
+    assert flagged.keyframes == ()
+    given(path / CALIBRATION, msgspec.structs.replace(FOUND, keyframes="per-step"))
+    found = scheme_of(path, cache)
+    assert found is not None
+    assert found.keyframes == ()
+
+
+def test_the_users_own_calibration_comes_before_the_checkpoints(path: Path, cache: Path) -> None:
+    given(path / CALIBRATION, FOUND)
+    given(
+        calibration_file(cache, fingerprint(opened(path), cache)), msgspec.structs.replace(FOUND, keyframes=(1.0, 0.0))
+    )
+    scheme = scheme_of(path, cache)
+    assert scheme is not None
+    assert scheme.keyframes == (1.0, 0.0)
+
+
+def test_an_unsafe_checkpoint_is_served_exactly_and_says_so(
+    path: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given(path / CALIBRATION, msgspec.structs.replace(FOUND, safe=False, ssim_p10=0.71))
+    with caplog.at_level(logging.WARNING):
+        assert scheme_of(path, cache) is None
+    (record,) = caplog.records
+    assert "only SSIM 0.710" in record.getMessage()
+    assert scheme_of(path, cache, cache_keyframes="9") is not None
+
+
+def test_no_mask_aware_means_no_scheme(path: Path, cache: Path) -> None:
+    assert scheme_of(path, cache, mask_aware=False) is None
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b'{"keyframes": [0.5, 1.0]}', msgspec.json.encode(FOUND)[:-1] + b',"x":1}']
+)
+def test_a_bad_calibration_counts_as_none(
+    path: Path, cache: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    (path / CALIBRATION).write_bytes(content)
+    with caplog.at_level(logging.WARNING):
+        scheme = scheme_of(path, cache)
+    assert scheme is not None
+    assert len(scheme.keyframes) == 5
+    assert "is left out" in caplog.records[0].getMessage()
+
+
+@pytest.mark.parametrize("keyframes", [(), (1.0,), (0.0, 1.0), (1.0, 0.5), (1.0, 0.5, 0.5, 0.0)])
+def test_keyframes_that_do_not_fall_from_1_to_0_are_no_calibration(keyframes: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="must fall from 1 to 0"):
+        msgspec.structs.replace(FOUND, keyframes=keyframes)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("cache_keyframes", "1"), ("cache_keyframes", "many"), ("cache_dtype", "int3")]
+)
+def test_flags_that_cannot_be_are_config_errors(path: Path, cache: Path, flag: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=value):
+        scheme_of(path, cache, **{flag: value})
