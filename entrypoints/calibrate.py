@@ -1,0 +1,146 @@
+"""Chooses how a checkpoint's pages are kept: `python -m entrypoints.calibrate --model M --images DIR --prompt P`
+
+Edits of your own images run exact and mask-aware with the same seeds; the cheapest setting is taken whose pictures are
+alike enough. The server finds the result by the checkpoint's fingerprint; its flags for keyframes and page dtype
+override it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from core.cache_folder import user_cache_folder
+from core.calibration import Calibration, calibration_file
+from core.config import EMBEDDED_MODEL
+from core.errors import ConfigError, StencilError
+from core.ipc.atomic_file import write_atomically
+from core.messages import ModelInfo
+from entrypoints.calibration_samples import find_images, make_samples
+from entrypoints.calibration_search import Trial
+from entrypoints.calibration_trials import Trials
+from entrypoints.image_engine import ImageEngine
+
+EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "person.png"
+EXAMPLE_PROMPTS = ("a red striped shirt", "a blue plain sweater", "a green checked coat", "a yellow dotted shirt")
+UNSAFE = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; the exit status is 0, 2 where mask-aware execution is unsafe, or 1 with one line on stderr."""
+    args = _parse(argv)
+
+    def start(keyframes: str, dtype: str) -> ImageEngine:
+        return ImageEngine(
+            args.model, dtype=args.dtype, device=args.device, cache_keyframes=keyframes, cache_dtype=dtype
+        )
+
+    try:
+        images, prompts = _images(args), _prompts(args)
+        with Trials(start, args.steps, say=print) as trials:
+            samples = make_samples(images, prompts, args.num_edits, trials.model)
+            found = trials.search(samples, args.ssim_p10)
+            calibration = _calibration(found, trials, args.ssim_p10)
+            path = _save(calibration, args.output, trials.model)
+    except (StencilError, OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"{_verdict(calibration, args.ssim_p10)}\nsaved as {path}")
+    return 0 if calibration.safe else UNSAFE
+
+
+def _images(args: argparse.Namespace) -> list[Path]:
+    if args.images is not None:
+        return find_images(args.images)
+    if args.model != EMBEDDED_MODEL or not EXAMPLE.is_file():
+        raise ConfigError("give --images, a folder of pictures such as your users edit")
+    return [EXAMPLE]
+
+
+def _prompts(args: argparse.Namespace) -> list[str]:
+    if args.prompt is not None:
+        return [args.prompt]
+    if args.prompts_file is not None:
+        prompts = [line.strip() for line in args.prompts_file.read_text("utf-8").splitlines() if line.strip()]
+        if not prompts:
+            raise ConfigError(f"{args.prompts_file} holds no prompts; write one a line")
+        return prompts
+    if args.model != EMBEDDED_MODEL:
+        raise ConfigError("give --prompt or --prompts-file, what to paint under the masks")
+    return list(EXAMPLE_PROMPTS)
+
+
+def _calibration(found: Trial, trials: Trials, target: float) -> Calibration:
+    return Calibration(
+        keyframes=trials.keyframes(found.setting) or "per-step",
+        dtype=found.setting.dtype,
+        full_steps=found.setting.full_steps,
+        mask_margin=found.setting.margin,
+        safe=found.reaches(target),
+        ssim_mean=round(found.ssim_mean, 5),
+        ssim_p10=round(found.ssim_p10, 5),
+        num_edits=found.num_edits,
+        num_inference_steps=trials.num_inference_steps,
+    )
+
+
+def _save(calibration: Calibration, output: Path | None, model: ModelInfo) -> Path:
+    """To `output`, else where servers of this user look for it."""
+    data = msgspec.json.format(msgspec.json.encode(calibration)) + b"\n"
+    if output is not None:
+        output.write_bytes(data)
+        return output
+    assert model.page_scheme is not None
+    path = calibration_file(user_cache_folder(os.environ), model.page_scheme.fingerprint)
+    write_atomically(path, data)
+    return path
+
+
+def _verdict(found: Calibration, target: float) -> str:
+    if not found.safe:
+        return (
+            f"mask-aware execution is unsafe for this checkpoint: SSIM p10 {found.ssim_p10:.4f} at best, below"
+            f" {target}; servers will compute every token"
+        )
+    keyframes = found.keyframes if isinstance(found.keyframes, str) else f"{len(found.keyframes)} keyframes"
+    return (
+        f"chosen: {keyframes}, {found.dtype} pages, margin {found.mask_margin} px, full_steps {found.full_steps}:"
+        f" SSIM {found.ssim_mean:.4f}, p10 {found.ssim_p10:.4f} over {found.num_edits} edits of"
+        f" {found.num_inference_steps} steps"
+    )
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m entrypoints.calibrate",
+        description="Choose keyframes, page dtype, margin and full_steps for a checkpoint, on your own images.",
+        epilog="Exit status 2: no setting was close enough; servers then compute every token.",
+    )
+    parser.add_argument("--model", default=EMBEDDED_MODEL, help="diffusers directory or hub id (default: embedded)")
+    parser.add_argument("--images", type=Path, help="folder of pictures; name_mask.png beside name.* is its mask")
+    prompts = parser.add_mutually_exclusive_group()
+    prompts.add_argument("--prompt", help="what to paint under every mask")
+    prompts.add_argument("--prompts-file", type=Path, help="one prompt a line, taken in turn")
+    parser.add_argument("--num-edits", type=_positive, default=24, help="edits to compare (default: 24)")
+    parser.add_argument("--steps", type=_positive, help="denoising steps (default: the model's own)")
+    parser.add_argument("--ssim-p10", type=float, default=0.96, help="SSIM that nine of ten reach (default: 0.96)")
+    parser.add_argument("--output", type=Path, help="where to write (default: where servers of this user look)")
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    return parser.parse_args(argv)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())

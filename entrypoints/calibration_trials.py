@@ -1,0 +1,115 @@
+"""Runs edits exact and under one setting after the other, and says how alike they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from core.errors import ConfigError
+from core.request import SamplingParams
+from engine.similarity import ssim_in_box
+from entrypoints.calibration_samples import Sample
+from entrypoints.calibration_search import CHEAPEST, Search, Setting, Trial
+from entrypoints.image_engine import EditResult, ImageEngine
+
+Pixels = npt.NDArray[np.uint8]
+StartEngine = Callable[[str, str], ImageEngine]
+"""(--cache-keyframes, --cache-dtype) -> an engine of the checkpoint in question."""
+
+
+class Trials:
+    """A context manager: an engine is there until it is left, and lasts while its own flags stay the same.
+
+    start: makes engines. num_inference_steps: None for the model's own. say: told of every trial, as a line of text.
+    """
+
+    def __init__(self, start: StartEngine, num_inference_steps: int | None, say: Callable[[str], None]) -> None:
+        self._start = start
+        self._steps = num_inference_steps
+        self._say = say
+        self._samples: Sequence[Sample] = ()
+        self._exact: list[Pixels] = []
+        self._known: dict[Setting, Trial] = {}
+        self._engine: ImageEngine | None = None
+        self._flags: tuple[str, str] | None = None  # that the engine was started with
+
+    def __enter__(self) -> Trials:
+        self.model = self._open(CHEAPEST).model
+        if self.model.page_scheme is None:
+            self._close()
+            raise ConfigError(f"{self.model.name} has no mask-aware execution: there is nothing to calibrate")
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._close()
+
+    @property
+    def num_inference_steps(self) -> int:
+        return self.model.default_num_inference_steps if self._steps is None else self._steps
+
+    def search(self, samples: Sequence[Sample], target: float) -> Trial:
+        """The setting to use for such edits; see Search. Raises ConfigError where they cannot tell, and an edit's own
+        error."""
+        self._samples = samples
+        self._exact = [_pixels(result) for result in self._run(CHEAPEST, SamplingParams(mask_aware=False))]
+        if not self._measure(CHEAPEST).num_edits:
+            raise ConfigError("no edit ran mask-aware: give masks that leave part of the picture, or larger images")
+        return Search(self._measure, self.num_inference_steps, target).run()
+
+    def keyframes(self, setting: Setting) -> tuple[float, ...]:
+        """Noise levels of a setting's pages, as the server spreads them; () at every step."""
+        scheme = self._open(setting).model.page_scheme
+        assert scheme is not None
+        return scheme.keyframes
+
+    def _measure(self, setting: Setting) -> Trial:
+        """Each setting is run once."""
+        if setting not in self._known:
+            self._known[setting] = trial = self._try(setting)
+            self._say(trial.describe(self.num_inference_steps))
+        return self._known[setting]
+
+    def _try(self, setting: Setting) -> Trial:
+        results = self._run(setting, SamplingParams(mask_margin=setting.margin, full_steps=setting.full_steps))
+        alike = [
+            ssim_in_box(exact, _pixels(result), sample.mask)
+            for exact, result, sample in zip(self._exact, results, self._samples, strict=True)
+            if result.reports[0].exact_reason is None
+        ]
+        return Trial(
+            setting=setting,
+            ssim_mean=float(np.mean(alike)) if alike else 0.0,
+            ssim_p10=float(np.percentile(alike, 10)) if alike else 0.0,
+            active_ratio=float(np.mean([result.reports[0].mask_ratio for result in results])),
+            num_edits=len(alike),
+        )
+
+    def _run(self, setting: Setting, sampling: SamplingParams) -> list[EditResult]:
+        params = [
+            msgspec.structs.replace(sampling, seed=sample.seed, num_inference_steps=self._steps)
+            for sample in self._samples
+        ]
+        results = self._open(setting).generate([sample.as_edit() for sample in self._samples], params, use_tqdm=False)
+        for result in results:
+            if result.error is not None:
+                raise result.error
+        return results
+
+    def _open(self, setting: Setting) -> ImageEngine:
+        flags = "per-step" if setting.keyframes is None else str(setting.keyframes), setting.dtype
+        if self._engine is None or flags != self._flags:
+            self._close()
+            self._engine, self._flags = self._start(*flags), flags
+        return self._engine
+
+    def _close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+
+def _pixels(result: EditResult) -> Pixels:
+    return np.asarray(result.images[0].convert("RGB"))

@@ -1,0 +1,57 @@
+"""`python -m entrypoints.calibrate` on a small checkpoint, and the engine that finds what it saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from PIL import Image
+
+from core.calibration import Calibration
+from entrypoints.calibrate import UNSAFE, main
+from entrypoints.image_engine import ImageEngine
+
+FLAGS = ("--prompt", "p", "--num-edits", "3", "--steps", "4", "--dtype", "float32")
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    folder = tmp_path / "images"
+    folder.mkdir()
+    noise = np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)
+    Image.fromarray(noise).save(folder / "noise.png")
+    return folder
+
+
+def calibrate(checkpoint: Path, images: Path, *flags: str) -> int:
+    return main(["--model", str(checkpoint), "--images", str(images), *FLAGS, *flags])
+
+
+def test_what_it_saves_is_what_the_engine_uses(
+    tiny_checkpoint: Path, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert calibrate(tiny_checkpoint, images, "--ssim-p10", "-1") == 0
+    (saved,) = (tmp_path / "cache" / "stencil" / "calibration").iterdir()
+    found = msgspec.json.decode(saved.read_bytes(), type=Calibration)
+    assert found.safe
+    assert (found.keyframes, found.dtype) == ((1.0, 0.0), "int8")
+    assert (found.mask_margin, found.full_steps) == (0, 0)
+    assert (found.num_edits, found.num_inference_steps) == (3, 4)
+    with ImageEngine(str(tiny_checkpoint), dtype="float32") as engine:
+        scheme = engine.model.page_scheme
+    assert scheme is not None
+    assert (scheme.keyframes, scheme.layout.dtype, scheme.mask_margin) == ((1.0, 0.0), "int8", 0)
+
+
+def test_an_error_that_cannot_be_reached_is_unsafe(
+    tiny_checkpoint: Path, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "calibration.json"
+    assert calibrate(tiny_checkpoint, images, "--ssim-p10", "1.1", "--output", str(output)) == UNSAFE
+    found = msgspec.json.decode(output.read_bytes(), type=Calibration)
+    assert not found.safe
+    assert found.ssim_p10 < 1.1
+    assert "unsafe" in capsys.readouterr().out

@@ -1,0 +1,214 @@
+"""Calibration: the search's choices, the edits it is made on, and what a wrong command says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from core.errors import ConfigError
+from core.messages import ModelInfo
+from entrypoints.calibrate import main
+from entrypoints.calibration_samples import find_images, make_samples, random_box
+from entrypoints.calibration_search import (
+    CHEAPEST,
+    DEAREST,
+    DTYPES,
+    FULL_STEPS,
+    KEYFRAMES,
+    MARGINS,
+    Search,
+    Setting,
+    Trial,
+    raised,
+)
+
+STEPS = 8
+MODEL = ModelInfo(
+    name="m",
+    family="flux-fill",
+    native_size=64,
+    token_size=16,
+    latent_width=64,
+    max_text_tokens=8,
+    default_num_inference_steps=STEPS,
+    default_guidance_scale=1.0,
+    has_guidance=False,
+    has_true_cfg=False,
+    device="cpu",
+    dtype="float32",
+)
+
+Likeness = Callable[[Setting], float]
+
+
+def levels(setting: Setting) -> tuple[int, int, int, int]:
+    """How far up each knob is: keyframes, dtype, margin, full steps."""
+    return (
+        KEYFRAMES.index(setting.keyframes),
+        DTYPES.index(setting.dtype),
+        MARGINS.index(setting.margin),
+        FULL_STEPS.index(setting.full_steps),
+    )
+
+
+class Checkpoint:
+    """One whose SSIM p10 is a function of the setting; remembers what was tried."""
+
+    def __init__(self, p10: Likeness, num_edits: int = 10) -> None:
+        self.p10, self.num_edits = p10, num_edits
+        self.tried: list[Setting] = []
+
+    def measure(self, setting: Setting) -> Trial:
+        self.tried.append(setting)
+        p10 = self.p10(setting)
+        return Trial(setting, p10, p10, active_ratio=0.1 + setting.margin / 100, num_edits=self.num_edits)
+
+    def search(self, target: float = 0.96) -> Trial:
+        return Search(self.measure, STEPS, target).run()
+
+
+def test_the_cheapest_is_taken_where_it_is_close_enough() -> None:
+    checkpoint = Checkpoint(lambda setting: 0.97)
+    assert checkpoint.search().setting == CHEAPEST
+    assert checkpoint.tried == [CHEAPEST]
+
+
+def test_unsafe_is_known_after_both_ends() -> None:
+    checkpoint = Checkpoint(lambda setting: 0.9 if setting == DEAREST else 0.5)
+    found = checkpoint.search()
+    assert (found.setting, found.reaches(0.96)) == (DEAREST, False)
+    assert checkpoint.tried == [CHEAPEST, DEAREST]
+
+
+@pytest.mark.parametrize("knob", range(4))
+def test_the_knob_that_helps_is_raised_and_no_other(knob: int) -> None:
+    checkpoint = Checkpoint(lambda setting: 0.9 + 0.04 * levels(setting)[knob])
+    found = checkpoint.search()
+    assert found.reaches(0.96)
+    assert levels(found.setting) == tuple(2 if i == knob else 0 for i in range(4))
+
+
+def test_of_those_that_reach_the_target_the_cheapest_is_taken() -> None:
+    """Any knob would do: the page dtype costs memory alone, and less than a step in full or another keyframe."""
+    found = Checkpoint(lambda setting: 0.9 if setting == CHEAPEST else 0.97).search()
+    costs = {s: Checkpoint(lambda setting: 0.97).measure(s).cost(STEPS) for s in raised(CHEAPEST)}
+    assert found.setting == min(costs, key=lambda setting: costs[setting])
+
+
+@given(st.lists(st.floats(0, 0.05), min_size=4, max_size=4), st.floats(0.5, 0.99))
+def test_it_ends_below_the_target_only_where_the_dearest_does(gains: list[float], target: float) -> None:
+    def p10(setting: Setting) -> float:
+        return 0.7 + sum(gain * level for gain, level in zip(gains, levels(setting), strict=True))
+
+    assert Checkpoint(p10).search(target).reaches(target) == (p10(DEAREST) >= target)
+
+
+def test_settings_that_ran_no_edit_mask_aware_do_not_count() -> None:
+    """A margin of 8 px covers these pictures: such a setting proves nothing."""
+
+    class Small(Checkpoint):
+        def measure(self, setting: Setting) -> Trial:
+            self.num_edits = 0 if setting.margin >= 8 else 5
+            return super().measure(setting)
+
+    found = Small(lambda setting: 0.9 + 0.04 * levels(setting)[3]).search()
+    assert found.setting.margin < 8
+    assert found.reaches(0.96)
+
+
+def test_costs_rise_with_every_knob() -> None:
+    cheapest = Checkpoint(lambda setting: 1.0).measure(CHEAPEST)
+    for setting in raised(CHEAPEST):
+        assert Checkpoint(lambda setting: 1.0).measure(setting).cost(STEPS) > cheapest.cost(STEPS)
+    exact_like = Trial(DEAREST, 1.0, 1.0, active_ratio=1.0, num_edits=1)
+    assert exact_like.cost(STEPS) == 1 + 1 + 1  # primed at every step, all tokens of every step, all bytes
+
+
+# ------------------------------------------------------------------------------------------------------------ samples
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two pictures of 128 x 128, one with a mask."""
+    for name, colour in (("a.png", "red"), ("b.jpg", "blue")):
+        Image.new("RGB", (128, 128), colour).save(tmp_path / name)
+    mask = np.zeros((128, 128), np.uint8)
+    mask[:32, :64] = 255
+    Image.fromarray(mask).save(tmp_path / "a_mask.png")
+    (tmp_path / "notes.txt").write_text("not a picture")
+    return tmp_path
+
+
+def test_images_and_prompts_are_taken_in_turn(folder: Path) -> None:
+    images = find_images(folder)
+    assert [path.name for path in images] == ["a.png", "b.jpg"]
+    samples = make_samples(images, ["p", "q", "r"], 4, MODEL)
+    assert [(sample.prompt, sample.seed) for sample in samples] == [("p", 0), ("q", 1), ("r", 2), ("p", 3)]
+    assert [sample.image.size for sample in samples] == [(64, 64)] * 4
+
+
+def test_a_mask_beside_its_image_is_used(folder: Path) -> None:
+    sample = make_samples(find_images(folder), ["p"], 1, MODEL)[0]
+    expected = np.zeros((64, 64), bool)
+    expected[:16, :32] = True
+    np.testing.assert_array_equal(sample.mask, expected)
+
+
+def test_a_mask_with_alpha_is_transparent_where_to_edit(folder: Path) -> None:
+    pixels = np.full((128, 128, 4), 255, np.uint8)
+    pixels[:32, :64, 3] = 0
+    Image.fromarray(pixels).save(folder / "a_mask.png")
+    sample = make_samples(find_images(folder), ["p"], 1, MODEL)[0]
+    assert sample.mask[:16, :32].all()
+    assert sample.mask.sum() == 16 * 32
+
+
+@pytest.mark.parametrize(
+    ("size", "colour", "words"), [((64, 64), "white", "image's size"), ((128, 128), "black", "selects nothing")]
+)
+def test_masks_that_do_not_fit_are_told(folder: Path, size: tuple[int, int], colour: str, words: str) -> None:
+    Image.new("L", size, colour).save(folder / "a_mask.png")
+    with pytest.raises(ConfigError, match=words):
+        make_samples(find_images(folder), ["p"], 1, MODEL)
+
+
+@given(st.integers(1, 300), st.integers(1, 300), st.integers(0, 1000))
+def test_random_boxes_lie_in_the_picture_and_come_again(width: int, height: int, seed: int) -> None:
+    mask = random_box((width, height), "x.png", seed)
+    assert mask.shape == (height, width)
+    assert mask.any()
+    np.testing.assert_array_equal(mask, random_box((width, height), "x.png", seed))
+    if min(width, height) >= 50:
+        assert 0.03 < mask.mean() < 0.35
+
+
+# ------------------------------------------------------------------------------------------------------------ command
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "/m"], "give --images"),
+        (["--model", "/m", "--images", "{folder}"], "give --prompt"),
+        (["--images", "/nowhere", "--prompt", "p"], "no folder /nowhere"),
+        (["--images", "{folder}/empty", "--prompt", "p"], "holds no pictures"),
+        (["--images", "{folder}", "--prompts-file", "{folder}/blank.txt"], "holds no prompts"),
+    ],
+)
+def test_a_wrong_command_is_one_line_with_the_remedy(
+    folder: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "empty").mkdir()
+    (folder / "blank.txt").write_text("\n\n")
+    assert main([argument.format(folder=folder) for argument in arguments]) == 1
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert error.startswith("error: ")
+    assert words in error
+    assert error.count("\n") == 1
