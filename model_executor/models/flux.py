@@ -20,6 +20,7 @@ from core.page_scheme import PageDtype, PageLayout
 from model_executor.loader import Checkpoint
 from model_executor.models.base import EncodedImage, EncodedText, PrimeRow, Row
 from model_executor.models.flux_transformer import FluxTransformer
+from model_executor.models.vae_region import Box, RegionDecoder, times
 from model_executor.sampling import make_sigmas
 
 MAX_TEXT_TOKENS = 512
@@ -48,6 +49,7 @@ class FluxFill:
         self._tokenizer_2 = checkpoint.load("tokenizer_2")
         self._parts: dict[str, Any] = {}  # part name -> module
         self._transformer: FluxTransformer | None = None
+        self._decoder: RegionDecoder | None = None
         if self._scheduler.config.get("stochastic_sampling"):
             raise ConfigError(
                 f"{checkpoint.path}: stochastic sampling is not supported; set stochastic_sampling to false"
@@ -58,11 +60,16 @@ class FluxFill:
         if part == "vae":
             # Convolutions of few channels on large maps: channels last took 0.6 of the time on one core in float32.
             module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # PyTorch's stub lacks it
+            for activation in (layer for layer in module.modules() if isinstance(layer, nn.SiLU)):
+                activation.inplace = True  # it always follows a norm, whose output nothing else reads
+            self._decoder = RegionDecoder(module)
         if part == "transformer":
             self._transformer = FluxTransformer(module, self._scheduler.config.num_train_timesteps)
 
     def drop(self, part: str) -> None:
         del self._parts[part]
+        if part == "vae":
+            self._decoder = None
         if part == "transformer":
             self._transformer = None
 
@@ -165,18 +172,33 @@ class FluxFill:
 
     def decode(self, latents: Tensor, width: int, height: int) -> Tensor:
         """FluxFillPipeline's step 8 and VaeImageProcessor.postprocess, up to 8-bit pixels."""
-        vae = self._parts["vae"]
-        latents = latents.to(vae.dtype)  # what another rank exported has widened to float32
-        unpacked = _unpack(latents, *self.grid(width, height)) / vae.config.scaling_factor + vae.config.shift_factor
-        image = vae.decode(unpacked, return_dict=False)[0]
-        image = (image * 0.5 + 0.5).clamp(0, 1)
-        pixels: Tensor = (image[0].cpu().permute(1, 2, 0).float() * 255).round().to(torch.uint8)
-        return pixels.contiguous()
+        return _pixels(self._vae_decoder.decode(self._vae_latents(latents, width, height)))
 
     def decode_region(
         self, latents: Tensor, template: Tensor, active: Tensor, width: int, height: int
-    ) -> tuple[Tensor, tuple[int, int, int, int]]:
-        return self.decode(latents, width, height), (0, 0, width, height)
+    ) -> tuple[Tensor, Box]:
+        """The bounding box of the active tokens, which is all of an edit that reaches the result. Nothing of the
+        template's pixels is needed: the latents tell what surrounds the box."""
+        tokens = _bounding_box(active, self.grid(width, height)[1])
+        region = self._vae_decoder.region(tokens, self.grid(width, height))
+        unpacked = self._vae_latents(latents, width, height)
+        left, top, right, bottom = box = times(tokens, self._vae_scale * PATCH)
+        if region is None:
+            return _pixels(self._vae_decoder.decode(unpacked)[:, :, top:bottom, left:right]), box
+        return _pixels(self._vae_decoder.decode_region(unpacked, region)), box
+
+    def _vae_latents(self, latents: Tensor, width: int, height: int) -> Tensor:
+        """Packed latents as the VAE wants them, [1, channels, height / 8, width / 8]."""
+        vae = self._parts["vae"]
+        latents = latents.to(vae.dtype)  # what another rank exported has widened to float32
+        unpacked = _unpack(latents, *self.grid(width, height))
+        return unpacked / vae.config.scaling_factor + vae.config.shift_factor  # type: ignore[no-any-return]
+
+    @property
+    def _vae_decoder(self) -> RegionDecoder:
+        if self._decoder is None:
+            raise KeyError("the VAE is not loaded")
+        return self._decoder
 
     # ------------------------------------------------------------------------------------------------------ priming
 
@@ -220,6 +242,19 @@ def _tokenize(tokenizer: Any, prompt: str, length: int) -> tuple[Tensor, int, bo
 def _image(template: Tensor) -> Tensor:
     """uint8 [height, width, 3] -> float32 [1, 3, height, width] in -1..1; VaeImageProcessor.preprocess."""
     return (template.permute(2, 0, 1)[None].float() / 255.0) * 2.0 - 1.0
+
+
+def _pixels(image: Tensor) -> Tensor:
+    """[1, 3, height, width] in -1..1 -> uint8 [height, width, 3]; VaeImageProcessor.postprocess."""
+    image = (image * 0.5 + 0.5).clamp(0, 1)
+    pixels: Tensor = (image[0].cpu().permute(1, 2, 0).float() * 255).round().to(torch.uint8)
+    return pixels.contiguous()
+
+
+def _bounding_box(tokens: Tensor, columns: int) -> Box:
+    """Box around token indices of a grid with so many columns, in tokens."""
+    x, y = tokens % columns, tokens // columns
+    return int(x.min()), int(y.min()), int(x.max()) + 1, int(y.max()) + 1
 
 
 def _pack(x: Tensor) -> Tensor:
