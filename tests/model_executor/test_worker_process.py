@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +12,17 @@ import pytest
 import pytest_asyncio
 from edits import Edit
 
-from core.config import EngineConfig, ModelConfig
+from core.config import CacheConfig, EngineConfig, ModelConfig
 from core.errors import ConfigError
-from core.handles import ModelKey, TensorRef
+from core.handles import EntryRef, ModelKey, TensorRef
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages import (
+    Batch,
     BatchResult,
+    EncodeTemplate,
+    Item,
+    PageCopied,
+    PageCopy,
     StepPlan,
     Transfer,
     TransferDone,
@@ -32,29 +37,46 @@ PATIENCE = 60.0
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
+PAGE_ARENA_ID = 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The user's cache folder of every worker here."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder / "stencil"
+
+
 @asynccontextmanager
-async def workers(checkpoint: Path, arena: Arena, number: int) -> AsyncIterator[Executor]:
+async def workers(
+    checkpoint: Path, arena: Arena, number: int, cache: CacheConfig | None = None, pages: Arena | None = None
+) -> AsyncIterator[Executor]:
     """An executor whose workers are ready."""
     config = EngineConfig(
         models=(
             ModelConfig(model=str(checkpoint), served_model_name="tiny", dtype="float32", device="cpu", threads=1),
         ),
         workers_per_engine=number,
+        cache=cache or CacheConfig(),
     )
-    async with Executor(config, arena.id, arena.fd) as executor:
-        models = await asyncio.wait_for(executor.ready(), PATIENCE)
-        assert set(models) == {"tiny"}
-        yield executor
+    with closing(Arena.create(PAGE_ARENA_ID, 1 << 20)) if pages is None else nullcontext(pages) as page_arena:
+        async with Executor(config, arena.id, arena.fd, page_arena.id, page_arena.fd) as executor:
+            models = await asyncio.wait_for(executor.ready(), PATIENCE)
+            assert set(models) == {"tiny"}
+            assert models["tiny"].page_scheme is not None
+            yield executor
 
 
-async def answers(executor: Executor, plan: StepPlan, number: int) -> list[BatchResult | TransferDone]:
+async def answers(executor: Executor, plan: StepPlan, number: int) -> list[BatchResult | TransferDone | PageCopied]:
     """Submit `plan` and take so many messages; fails on a death or a failed item."""
     executor.submit(plan)
     messages = executor.results()
     taken = []
     for _ in range(number):
         message = await asyncio.wait_for(anext(messages), PATIENCE)
-        assert isinstance(message, BatchResult | TransferDone), message
+        assert isinstance(message, BatchResult | TransferDone | PageCopied), message
         if isinstance(message, BatchResult):
             assert [item.failure for item in message.items if item.failure] == []
         taken.append(message)
@@ -139,6 +161,61 @@ async def test_components_are_loaded_and_unloaded(executor: Executor, arena: Are
     executor.submit(StepPlan(seq=0, unload=(key,)))
     executor.submit(StepPlan(seq=1, load=(key,)))
     assert np.array_equal(await run(executor, edit), before)
+
+
+def latents_plan(edit: Edit, out: EntryRef) -> StepPlan:
+    """The clean latents of an edit's template, written to `out`."""
+    work = EncodeTemplate(template=edit.template, width=edit.size[0], height=edit.size[1], out=out)
+    item = Item(edit.request_id, "encode_template", work, ())
+    return StepPlan(
+        seq=0, batches=(Batch(id=1, stage="encode_template", model=ModelKey("tiny", "vae"), ranks=(0,), items=(item,)),)
+    )
+
+
+async def copied(executor: Executor, copy: PageCopy, *, delete: tuple[str, ...] = ()) -> bool:
+    """Whether a copy came off; exactly one worker does it."""
+    (done,) = await answers(executor, StepPlan(seq=0, copies=(copy,), delete=delete), 1)
+    assert isinstance(done, PageCopied)
+    assert (done.rank, done.key, done.source, done.target) == (0, copy.key, copy.source, copy.target)
+    await asyncio.sleep(0.05)
+    assert executor._mailbox.empty()
+    return done.ok
+
+
+async def test_pages_go_to_disk_and_come_back_in_the_next_workers(
+    tiny_checkpoint: Path, arena: Arena, space: ArenaAllocator, cache_folder: Path
+) -> None:
+    """Without a directory of its own the disk tier lies in the user's cache folder."""
+    edit = Edit(arena, space, "pages", seed=4)
+    nbytes = edit.latents.size * 4
+    with closing(Arena.create(PAGE_ARENA_ID, 1 << 20)) as pages:
+        entry = EntryRef("latents", nbytes, ArenaAllocator(pages).alloc(nbytes))
+        assert entry.host is not None
+        host = pages.view(entry.host)
+        up, down = (
+            PageCopy("latents", nbytes, nbytes, *tiers, entry.host) for tiers in (("disk", "host"), ("host", "disk"))
+        )
+        cache = CacheConfig(disk_bytes=1 << 20)
+        async with workers(tiny_checkpoint, arena, 2, cache, pages) as executor:
+            await answers(executor, latents_plan(edit, entry), 1)
+            latents = host.copy()
+            assert np.abs(latents.view(np.float32)).max() > 0
+            assert await copied(executor, down)
+        assert len(list((cache_folder / "pages").glob("*.page"))) == 1
+        host[:] = 0
+        async with workers(tiny_checkpoint, arena, 1, cache, pages) as executor:
+            assert await copied(executor, up)
+            assert np.array_equal(host, latents)
+            assert not await copied(executor, up, delete=("latents",))
+
+
+async def test_without_a_disk_tier_there_are_no_files(tiny_checkpoint: Path, arena: Arena, cache_folder: Path) -> None:
+    before = set((cache_folder / "pages").glob("*"))
+    with closing(Arena.create(PAGE_ARENA_ID, 1 << 20)) as pages:
+        ref = ArenaAllocator(pages).alloc(64)
+        async with workers(tiny_checkpoint, arena, 1, CacheConfig(disk_bytes=0), pages) as executor:
+            assert not await copied(executor, PageCopy("a", 64, 64, "host", "disk", ref))
+    assert set((cache_folder / "pages").glob("*")) == before
 
 
 async def test_worker_that_cannot_start_says_why(tmp_path: Path, arena: Arena) -> None:
