@@ -6,6 +6,7 @@ but what a block's attention needs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,8 @@ _DTYPES: dict[PageDtype, torch.dtype] = {"int8": torch.int8, "bfloat16": torch.b
 class Pages:
     """A template's pages at one noise level: (1 - weight) * near + weight * far.
 
-    near, far: entries, uint8 [entry bytes]; far is None exactly at a keyframe.
+    near, far: entries, uint8 [entry bytes]; far is None exactly at a keyframe. wait: returns once a block of both may be
+    read, for entries that are still being loaded.
     """
 
     layout: PageLayout
@@ -30,12 +32,15 @@ class Pages:
     near: Tensor
     far: Tensor | None
     weight: float
+    wait: Callable[[int], None] | None = None
 
     def read(self, block: int, out: Tensor) -> None:
         """Keys and values of a block into `out`, float32 or bfloat16 [2, heads, tokens, head dim].
 
         Exact at a keyframe, and float32 pages in float32 lose nothing.
         """
+        if self.wait is not None:
+            self.wait(block)
         near = page_of(self.near, self.layout, block, self.num_tokens)
         if self.far is None:
             near.read(out)
