@@ -11,6 +11,7 @@
     |-- AbortedError           the client or the operator gave the request up
     `-- EngineError            our fault
         |-- OutOfMemoryError   the device or an arena had no room
+        |-- PagesLostError     cached activations on their way to a step did not arrive
         `-- EngineDeadError    a process that held the request died
 
 A failure crosses a process as `core.failure.Failure` and becomes one of these again at whoever waits.
@@ -83,6 +84,12 @@ class EngineError(StencilError):
 
 class OutOfMemoryError(EngineError):
     """A device, a shared arena or the host had no room for this request."""
+
+
+class PagesLostError(EngineError):
+    """Cached activations that a step waited for did not arrive: their file was damaged, or the device had no room. The
+    step has changed nothing, and they can be computed again.
+    """
 
 
 class EngineDeadError(EngineError):

@@ -12,6 +12,7 @@ FailureKind = Literal[
     "invalid_request",
     "invalid_image",
     "out_of_memory",
+    "pages_lost",
     "deadline_exceeded",
     "aborted",
     "engine",
@@ -39,6 +40,8 @@ class Failure(msgspec.Struct, frozen=True):
                 return cls("invalid_request", error.message, error.param, error.code, detail)
             case errors.OutOfMemoryError() | MemoryError():
                 return cls("out_of_memory", str(error) or "out of memory", detail=detail)
+            case errors.PagesLostError():
+                return cls("pages_lost", str(error), detail=detail)
             case errors.DeadlineExceededError():
                 return cls("deadline_exceeded", str(error), detail=detail)
             case errors.AbortedError():
@@ -59,6 +62,8 @@ class Failure(msgspec.Struct, frozen=True):
                 return errors.InvalidRequestError(self.message, param=self.param, code=self.code or "invalid_value")
             case "out_of_memory":
                 return errors.OutOfMemoryError(self.message)
+            case "pages_lost":
+                return errors.PagesLostError(self.message)
             case "deadline_exceeded":
                 return errors.DeadlineExceededError(self.message)
             case "aborted":

@@ -459,6 +459,7 @@ class PageCopy(msgspec.Struct, frozen=True):
     """Copy an entry's pages from one tier to the next, beside whatever is computed, block after block.
 
     host: its place in the page arena, where one of the tiers is the host. block_bytes: bytes of one block's page.
+    first_block: where a load begins, since a block plan computes the ones before in full; these come last.
     """
 
     key: str
@@ -467,6 +468,15 @@ class PageCopy(msgspec.Struct, frozen=True):
     source: Tier
     target: Tier
     host: ArrayRef | None
+    first_block: int = 0
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.nbytes // self.block_bytes)
+
+    def block_order(self) -> tuple[int, ...]:
+        """The blocks as a load brings them."""
+        return (*range(self.first_block, self.num_blocks), *range(self.first_block))
 
 
 class StepPlan(Message, frozen=True):

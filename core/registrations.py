@@ -32,6 +32,15 @@ class Registrations:
         """Oldest first."""
         return iter(self._holds.values())
 
+    def wanting_room(self, *, is_idle: bool) -> list[PageHold]:
+        """Those that hold nothing yet, oldest first; idle work, one at a time, only where nothing else is to be done:
+        what waits long must not keep room from edits.
+        """
+        idle_work = [hold for hold in self._holds.values() if hold.is_idle_work]
+        urgent = [hold for hold in self._holds.values() if not hold.is_idle_work and not hold.is_reserved]
+        may_idle = is_idle and not urgent and not any(hold.is_reserved for hold in idle_work)
+        return idle_work[:1] if may_idle else urgent
+
     def add(self, hold: PageHold) -> None:
         self._holds[hold.owner_id] = hold
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 
 from core.activation_cache import ActivationCacheManager, CacheOrders, TierBudget
+from core.block_plan import plan_prefix
 from core.config import CacheConfig, SchedulerConfig
 from core.cost_model import CostKey, CostModel, Work
 from core.errors import DeadlineExceededError
@@ -102,7 +103,10 @@ class StepScheduler:
         self.workflow = workflow
         self.placement: Placement = place(workflow, num_workers)
         self.cost = CostModel()
-        self.pages = TemplatePages(_cache_manager(cache or CacheConfig()), self._load_wins)
+        cache = cache or CacheConfig()
+        self.pages = TemplatePages(_cache_manager(cache), self._load_wins)
+        # A step whose pages get lost is done again: no later one of the same request may be out by then.
+        self._may_plan_blocks = cache.block_plan == "auto" and config.max_plans_in_flight == 1
         self._registrations = Registrations(self.pages)
         self._num_workers = num_workers
         self._requests: dict[str, Request] = {}  # request id -> Request, until its terminal output
@@ -184,7 +188,14 @@ class StepScheduler:
         self._expire(now)
         self._reserve_pages()
         chosen = SchedulingPass(
-            self.config, self.workflow, self.placement, self.pages, self._open_ranks(), self._predict, self._batch_ids
+            self.config,
+            self.workflow,
+            self.placement,
+            self.pages,
+            self._open_ranks(),
+            self._predict,
+            self._plan_blocks if self._may_plan_blocks else None,
+            self._batch_ids,
         )
         chosen.run(self.in_order())
         self._free += [TensorKey(job_id, "", "") for job_id in self.pages.take_freed()]
@@ -312,7 +323,9 @@ class StepScheduler:
         seconds = request.stage_seconds
         seconds[node.stage] = seconds.get(node.stage, 0.0) + result.seconds
         request.started = min(request.started or result.started, result.started)
-        if item.failure is not None:
+        if item.failure is not None and item.failure.kind == "pages_lost":
+            request.progress.retry(node)
+        elif item.failure is not None:
             request.progress.land(node)
             if request.is_live:
                 self._end(request, Status.FAILED, Failed(request_id=request.id, failure=item.failure))
@@ -422,7 +435,7 @@ class StepScheduler:
     def _reserve_pages(self) -> None:
         """Pin what edits need, most urgent first and without overtaking, so that none waits for room forever."""
         holds = [request.hold for request in self.in_order() if request.hold is not None]
-        for hold in [*holds, *self._registrations.holds()]:
+        for hold in [*holds, *self._registrations.wanting_room(is_idle=not self._order)]:
             if not hold.is_reserved and not self.pages.reserve(hold):
                 break
         self._outputs += self._registrations.settle()
@@ -434,6 +447,17 @@ class StepScheduler:
         key = self.cost_key(ModelKey(template.model, self.workflow.loop.component), "prime")
         prime = self.cost.predict(key, Work.of([template.pass_tokens]))
         return not prime or self.cost.predict_copy(tier, nbytes) <= prime
+
+    def _plan_blocks(self, request: Request, loading: Sequence[tuple[Tier, int]]) -> int:
+        """How many leading blocks the request's next step computes in full while these entries come up."""
+        assert request.hold is not None
+        node, model = self.workflow.loop, request.edit.model
+        num_blocks = request.hold.template.scheme.layout.num_blocks
+        every, active = request.num_all_tokens, request.num_active_tokens
+        full = self._predict(model, node, Work.of([every])) / num_blocks
+        cached = self._predict(model, node, Work.of_pairs([(active, every)])) / num_blocks
+        load = sum(self.cost.predict_copy(tier, nbytes) for tier, nbytes in loading) / num_blocks
+        return plan_prefix([full] * num_blocks, [cached] * num_blocks, [load] * num_blocks)
 
     def _apply_job(self, job: PrimingJob, chunk: Chunk | None, result: BatchResult) -> None:
         failure = next((item.failure for item in result.items if item.failure is not None), None)

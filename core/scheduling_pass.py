@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from core.config import SchedulerConfig
 from core.cost_model import Work
-from core.handles import ModelKey, TensorKey, TensorRef
+from core.handles import ModelKey, TensorKey, TensorRef, Tier
 from core.messages import (
     Batch,
     Item,
@@ -25,6 +25,9 @@ from core.template_pages import TemplatePages
 
 PredictWork = Callable[[str, Node, Work], float]
 """Seconds that running a node of this model's workflow takes over so much work."""
+
+BlockPlan = Callable[[Request, list[tuple[Tier, int]]], int]
+"""Leading blocks to compute in full at a request's next step, while entries of (tier, bytes) are on their way."""
 
 PRIME_SHARE = 0.2
 """Tokens primed along with a step, as a share of the step's own: running requests wait at most so much longer."""
@@ -40,6 +43,7 @@ class SchedulingPass:
     pages: TemplatePages
     open_ranks: set[int]  # ranks that may be given work
     predict: PredictWork
+    block_plan: BlockPlan | None  # None: a step waits until all of its pages are there
     batch_ids: Iterator[int]
     batches: list[Batch] = field(default_factory=list)
     works: dict[int, Work] = field(default_factory=dict)  # batch id -> its size
@@ -96,7 +100,10 @@ class SchedulingPass:
             return hold is None or self.pages.has_latents(hold.template)
         if node.kind != "loop" or not request.is_masked_step(step):
             return True
-        return hold is not None and hold.is_reserved and self.pages.span(hold, request.sigmas[step]) is not None
+        if hold is None or not hold.is_reserved or not self.pages.has_latents(hold.template):
+            return False
+        may_load = self.block_plan is not None
+        return self.pages.span(hold, request.sigmas[step], may_load=may_load) is not None
 
     def _choose_nodes(self, request: Request, nodes: Sequence[Node]) -> None:
         """All of these nodes or, where the time budget of a rank is spent, none. One item always goes."""
@@ -133,11 +140,20 @@ class SchedulingPass:
             tokens = num_tokens + request.num_step_tokens
             if num_seqs == self.config.max_num_seqs or (num_seqs and tokens > self.config.max_num_batched_tokens):
                 break
+            self._plan_blocks(request)
             chosen.setdefault(request.edit.model, []).append(request)
             num_seqs, num_tokens = num_seqs + 1, tokens
         for requests in chosen.values():
             self._add(loop, requests)
         return num_tokens
+
+    def _plan_blocks(self, request: Request) -> None:
+        """Decide how many leading blocks its next step computes in full, where some of its pages are on their way."""
+        hold, step = request.hold, request.progress.steps_scheduled
+        if hold is not None and self.block_plan is not None and request.is_masked_step(step):
+            loading = self.pages.loading(hold, request.sigmas[step])
+            hold.full_blocks = self.block_plan(request, loading) if loading else 0
+            request.full_blocks = max(request.full_blocks, hold.full_blocks)
 
     # ------------------------------------------------------------------------------------------------ priming
 

@@ -128,16 +128,19 @@ def _denoise(request: Request, pages: TemplatePages) -> Denoise:
     assert edit.sampling.guidance_scale is not None
     step = progress.steps_scheduled
     preview_due = progress.preview_index(step + 1) is not None
-    is_masked = request.is_masked_step(step)
+    hold = request.hold if request.is_masked_step(step) else None
     return Denoise(
         step=step,
         num_inference_steps=progress.num_steps,
         width=edit.width,
         height=edit.height,
-        active=edit.active if is_masked else None,
+        active=edit.active if hold else None,
         guidance_scale=edit.sampling.guidance_scale,
         keep_clean=preview_due and not progress.is_preview_out,
-        pages=pages.span(request.hold, request.sigmas[step]) if is_masked and request.hold else None,
+        pages=pages.span(hold, request.sigmas[step], may_load=True) if hold else None,
+        full_blocks=hold.full_blocks if hold else 0,
+        template=pages.latents(hold.template) if hold else None,
+        content_id=edit.content_id,
     )
 
 

@@ -191,6 +191,15 @@ class Progress:
         if not self.in_flight[node.name]:
             del self.in_flight[node.name]
 
+    def retry(self, node: Node) -> None:
+        """Record that a loop iteration that was out has changed nothing and is to be scheduled again; it must have been
+        the last one.
+        """
+        if self.pending_preview is not None and self.previews[self.pending_preview] == self.steps_scheduled:
+            self.pending_preview = None
+        self.land(node)
+        self.steps_scheduled -= 1
+
     @property
     def is_preview_out(self) -> bool:
         """Whether an earlier preview has not left yet; the next one is then skipped."""

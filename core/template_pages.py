@@ -35,6 +35,7 @@ class PageHold:
     is_complete: bool = False  # every entry it needs has been filled; none can go while it is held
     is_read: bool = False  # a worker reads `pixels` on behalf of a job
     is_idle_work: bool = False  # only to be primed when nothing else wants to compute
+    full_blocks: int = 0  # leading blocks that the next step computes in full, instead of waiting for their pages
     is_primed: bool = False  # something had to be computed for it
     tier: Tier | None = None  # the slowest tier that something came from
     prime_seconds: float = 0.0  # worker time spent on its template's pages while it waited
@@ -63,6 +64,11 @@ class Bracket:
     far: float | None
     weight: float
 
+    @property
+    def keyframes(self) -> tuple[float, ...]:
+        """One or two, falling."""
+        return (self.near,) if self.far is None else (self.near, self.far)
+
 
 def bracket(keyframes: Sequence[float], sigma: float) -> Bracket:
     """The keyframes (falling; () = every noise level is one) that the pages at `sigma` are made from.
@@ -84,8 +90,7 @@ def keyframes_needed(keyframes: Sequence[float], sigmas: Iterable[float]) -> tup
     """All keyframes that steps at these noise levels read, falling."""
     needed: set[float] = set()
     for sigma in sigmas:
-        around = bracket(keyframes, sigma)
-        needed |= {around.near} if around.far is None else {around.near, around.far}
+        needed |= set(bracket(keyframes, sigma).keyframes)
     return tuple(sorted(needed, reverse=True))
 
 
@@ -165,14 +170,22 @@ class TemplatePages:
 
     # ------------------------------------------------------------------------------------------------- reading
 
-    def span(self, hold: PageHold, sigma: float) -> PageSpan | None:
-        """The pages at this noise level; None while they are not there."""
+    def span(self, hold: PageHold, sigma: float, *, may_load: bool = False) -> PageSpan | None:
+        """The pages at this noise level; None while they are not there, or with `may_load` not even on their way."""
+        usable = (EntryState.READY, EntryState.LOADING) if may_load else (EntryState.READY,)
         around = bracket(hold.template.scheme.keyframes, sigma)
-        near = self._ready(page_key(hold.template.key, around.near))
-        far = None if around.far is None else self._ready(page_key(hold.template.key, around.far))
-        if near is None or (around.far is not None and far is None):
+        keys = [page_key(hold.template.key, keyframe) for keyframe in around.keyframes]
+        if any(self.cache.state(key) not in usable for key in keys):
             return None
-        return PageSpan(hold.template.scheme.layout.dtype, near, far, around.weight)
+        near, *far = (self.cache.ref(key) for key in keys)
+        return PageSpan(hold.template.scheme.layout.dtype, near, far[0] if far else None, around.weight)
+
+    def loading(self, hold: PageHold, sigma: float) -> list[tuple[Tier, int]]:
+        """(tier, bytes) of each entry at this noise level that is on its way."""
+        around = bracket(hold.template.scheme.keyframes, sigma)
+        keys = [page_key(hold.template.key, keyframe) for keyframe in around.keyframes]
+        refs = [self.cache.ref(key) for key in keys if self.cache.state(key) is EntryState.LOADING]
+        return [(self.cache.tier_of(ref.key) or "disk", ref.nbytes) for ref in refs]
 
     def latents(self, template: TemplateInfo) -> EntryRef:
         """The template's clean latents, which are held."""
@@ -184,9 +197,6 @@ class TemplatePages:
     def ref(self, template: TemplateInfo, sigma: float) -> EntryRef:
         """The entry of a keyframe, which is held."""
         return self.cache.ref(page_key(template.key, sigma))
-
-    def _ready(self, key: str) -> EntryRef | None:
-        return self.cache.ref(key) if self.cache.state(key) is EntryState.READY else None
 
     # ------------------------------------------------------------------------------------------------- jobs
 

@@ -34,7 +34,7 @@ from model_executor.executor import Executor
 
 logger = logging.getLogger("stencil.engine")
 
-PAGE_ARENA_ID = 1
+PAGE_ARENA = 1
 """The page arena's number in handles; the AsyncEngine's own arena is 0."""
 
 LINGER_MS = 2000
@@ -79,7 +79,7 @@ async def _serve(settings: EngineProcessConfig, arena_fd: int) -> None:
 
 def _page_arena(config: EngineConfig) -> Arena:
     """The host tier's memory: address space only, until pages are written."""
-    return Arena.create(PAGE_ARENA_ID, max(1, -(-config.cache.host_bytes // mmap.PAGESIZE)) * mmap.PAGESIZE)
+    return Arena.create(PAGE_ARENA, max(1, -(-config.cache.host_bytes // mmap.PAGESIZE)) * mmap.PAGESIZE)
 
 
 async def _run_engine(config: EngineConfig, executor: Executor, link: _Link) -> None:

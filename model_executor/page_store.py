@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from core.errors import EngineError
+from core.errors import PagesLostError
 from core.handles import ArrayRef, EntryRef
 from core.messages import PageCopied, PageCopy
 from model_executor.tensor_store import SharedMemory
@@ -35,15 +35,10 @@ Bytes = npt.NDArray[np.uint8]
 OnBlock = Callable[[int], None]
 
 
-class PagesLostError(EngineError):
-    """Pages that were on their way did not arrive: their file was damaged, or the device had no room. They can be
-    computed again."""
-
-
 class Files(Protocol):
     """What the store needs of `page_files.PageFiles`."""
 
-    def read(self, key: str, out: Bytes, block_bytes: int, on_block: OnBlock) -> bool: ...
+    def read(self, key: str, out: Bytes, block_bytes: int, on_block: OnBlock, order: Sequence[int] = ()) -> bool: ...
 
     def write(self, key: str, data: Bytes, block_bytes: int) -> bool: ...
 
@@ -54,11 +49,11 @@ class Files(Protocol):
 class _Load:
     """A copy towards a faster tier. Guarded by the store's condition.
 
-    num_blocks: arrived so far; events: of each of these, where a device still has to wait for it.
+    arrived: blocks that are there; events: of each of these, where a device still has to wait for it.
     """
 
-    num_blocks: int = 0
-    events: list[torch.cuda.Event] = field(default_factory=list)
+    arrived: set[int] = field(default_factory=set)
+    events: dict[int, torch.cuda.Event] = field(default_factory=dict)
     has_failed: bool = False
 
 
@@ -145,9 +140,9 @@ class PageStore:
             # Each of them in turn: an entry may be on its way from disk to host and from there to the device.
             for load in tuple(self._loads.get(key, ())):
                 self._wait_load(load, block)
-                if load.num_blocks <= block:
+                if block not in load.arrived:
                     raise PagesLostError(f"pages {key} did not arrive")
-                if load.events:
+                if block in load.events:
                     torch.cuda.current_stream(self._device).wait_event(load.events[block])
 
     def forget(self, keys: Iterable[str]) -> None:
@@ -168,7 +163,7 @@ class PageStore:
         self._thread.join()
 
     def _wait_load(self, load: _Load, block: int) -> None:
-        self._changed.wait_for(lambda: load.num_blocks > block or load.has_failed or self._is_closed)
+        self._changed.wait_for(lambda: block in load.arrived or load.has_failed or self._is_closed)
 
     def _host(self, ref: ArrayRef) -> Bytes:
         return self._pages.view(ref)  # type: ignore[return-value]  # an entry's handle says uint8
@@ -228,7 +223,8 @@ class PageStore:
         match copy.source, copy.target:
             case "disk", "host":
                 arrived = self._arrival(job)
-                return self._files is not None and self._files.read(copy.key, host, copy.block_bytes, arrived)
+                order = copy.block_order()
+                return self._files is not None and self._files.read(copy.key, host, copy.block_bytes, arrived, order)
             case "host", "disk":
                 return self._files is not None and self._files.write(copy.key, host, copy.block_bytes)
             case "host", "device":
@@ -243,10 +239,10 @@ class PageStore:
         if self._streamer is not None:
             assert job.load is not None
             assert job.ready is not None
-            self._streamer.upload(host, device, job.copy.block_bytes, job.ready, job.load.events, arrived)
+            self._streamer.upload(host, device, job.copy, job.ready, job.load.events, arrived)
             return True
-        for index, start in enumerate(range(0, len(host), job.copy.block_bytes)):
-            stop = start + job.copy.block_bytes
+        for index in job.copy.block_order():
+            start, stop = index * job.copy.block_bytes, (index + 1) * job.copy.block_bytes
             np.copyto(device.numpy()[start:stop], host[start:stop])  # not PyTorch: it would start its threads here too
             arrived(index)
         return True
@@ -260,12 +256,12 @@ class PageStore:
         return True
 
     def _arrival(self, job: _Job) -> OnBlock:
-        """What to call for each block, in order."""
+        """What to call for each block."""
 
         def arrived(index: int) -> None:
             assert job.load is not None
             with self._changed:
-                job.load.num_blocks = index + 1
+                job.load.arrived.add(index)
                 self._changed.notify_all()
 
         return arrived
@@ -303,22 +299,22 @@ class _Streamer:
         self,
         host: Bytes,
         device: Tensor,
-        block_bytes: int,
+        copy: PageCopy,
         ready: torch.cuda.Event,
-        events: list[torch.cuda.Event],
+        events: dict[int, torch.cuda.Event],
         arrived: OnBlock,
     ) -> None:
         """Host to device; `arrived` when a block's copy is queued, its event in `events`. Returns when all is done."""
         with self._queued_after(ready, device):
-            for index, start in enumerate(range(0, len(host), block_bytes)):
-                buffer = self._buffer(index % 2, block_bytes)
-                block = host[start : start + block_bytes]
-                np.copyto(buffer.numpy()[: len(block)], block)
-                device[start : start + block_bytes].copy_(buffer[: len(block)], non_blocking=True)
-                self._idle[index % 2].record(self._stream)
-                event = torch.cuda.Event()
-                event.record(self._stream)
-                events.append(event)
+            for turn, index in enumerate(copy.block_order()):
+                start, stop = index * copy.block_bytes, (index + 1) * copy.block_bytes
+                block = host[start:stop]
+                buffer = self._buffer(turn % 2, copy.block_bytes)[: len(block)]
+                np.copyto(buffer.numpy(), block)
+                device[start:stop].copy_(buffer, non_blocking=True)
+                self._idle[turn % 2].record(self._stream)
+                events[index] = torch.cuda.Event()
+                events[index].record(self._stream)
                 arrived(index)
         self._stream.synchronize()
 

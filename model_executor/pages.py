@@ -23,8 +23,8 @@ _DTYPES: dict[PageDtype, torch.dtype] = {"int8": torch.int8, "bfloat16": torch.b
 class Pages:
     """A template's pages at one noise level: (1 - weight) * near + weight * far.
 
-    near, far: entries, uint8 [entry bytes]; far is None exactly at a keyframe. wait: returns once a block of both may be
-    read, for entries that are still being loaded.
+    near, far: entries, uint8 [entry bytes]; far is None exactly at a keyframe. wait: returns once a block may be read,
+    for entries that are still being loaded.
     """
 
     layout: PageLayout

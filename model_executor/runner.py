@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -184,25 +185,49 @@ class Runner:
     def _step(self, model: str, item: Item) -> _Step:
         work, inputs = item.work, {ref.key.name: self._store.resolve(ref) for ref in item.inputs}
         assert isinstance(work, Denoise)
-        family = self._models[model]
-        grid = family.grid(work.width, work.height)
+        family, latents, condition = self._models[model], inputs["latents"], inputs["condition"]
+        grid, active, sigma = (
+            family.grid(work.width, work.height),
+            self._indices(work.active),
+            inputs["sigmas"][work.step],
+        )
+        if work.full_blocks:
+            latents, condition = self._fill_inactive(model, work, sigma, latents, condition)
         row = Row(
-            latents=inputs["latents"],
-            condition=inputs["condition"],
+            latents=latents,
+            condition=condition,
             prompt_embeds=inputs["prompt_embeds"],
             pooled_prompt_embeds=inputs["pooled_prompt_embeds"],
-            sigma=inputs["sigmas"][work.step],
+            sigma=sigma,
             guidance_scale=work.guidance_scale,
             grid=grid,
-            active=self._indices(work.active),
+            active=active,
             pages=None if work.pages is None else self._page_span(family, work.pages, grid[0] * grid[1]),
+            full_blocks=work.full_blocks,
         )
         return _Step(row, inputs["sigmas"][work.step + 1], work.keep_clean)
 
+    def _fill_inactive(
+        self, model: str, work: Denoise, sigma: Tensor, active: Tensor, latents: Tensor, condition: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Latents and condition whose inactive tokens are the template's, as in priming."""
+        assert work.template is not None
+        clean = self._clean(model, work.template, latents.shape[0])
+        its_latents, its_condition = self._models[model].prime_inputs(clean, work.content_id, sigma)
+        return its_latents.index_copy(0, active, latents[active]), its_condition.index_copy(
+            0, active, condition[active]
+        )
+
     def _page_span(self, family: Family, span: PageSpan, num_tokens: int) -> Pages:
-        near = self._pages.entry(span.near)
-        far = None if span.far is None else self._pages.entry(span.far)
-        return Pages(family.page_layout(span.dtype), num_tokens, near, far, span.weight)
+        refs = [span.near] if span.far is None else [span.near, span.far]
+        near, *far = (self._pages.entry(ref) for ref in refs)
+        layout = family.page_layout(span.dtype)
+        return Pages(layout, num_tokens, near, far[0] if far else None, span.weight, partial(self._await_pages, refs))
+
+    def _await_pages(self, refs: Sequence[EntryRef], block: int) -> None:
+        """Wait for a block of these entries, where they are still on their way."""
+        for ref in refs:
+            self._pages.wait_block(ref.key, block)
 
     def _indices(self, ref: ArrayRef | None) -> Tensor | None:
         """Token indices, int64."""

@@ -102,6 +102,13 @@ class FakePages:
         assert (end, key) == (ref.host.offset + ref.nbytes, ref.key), "another entry lies here"
         assert blocks >= set(range(num_blocks)), f"{ref.key} is not full"
 
+    def is_loading(self, ref: EntryRef) -> bool:
+        return any(copy.key == ref.key and copy.target == "host" for copy in self.copies)
+
+    def is_lost(self, ref: EntryRef) -> bool:
+        """Whether a load that is under way will fail."""
+        return self.is_loading(ref) and ref.key not in self.files
+
     def finish_copy(self, index: int) -> PageCopied:
         """End a copy, well if its source is there."""
         copy = self.copies.pop(index)
@@ -128,6 +135,7 @@ class FakeWorkers:
     pages: FakePages = field(default_factory=FakePages)
     primed: list[tuple[float, int, int]] = field(default_factory=list)  # noise level, first block, block after the last
     encoded_templates: int = 0
+    full_blocks: int = 0  # most in any step
 
     def __post_init__(self) -> None:
         self.queues = [deque() for _ in range(self.num_ranks)]
@@ -153,14 +161,16 @@ class FakeWorkers:
         return results
 
     def _run_batch(self, batch: Batch, rank: int) -> BatchResult:
-        items = []
+        items: list[ItemResult] = []
+        lost = Failure("pages_lost", "gone") if any(self._waits_in_vain(item) for item in batch.items) else None
         for item in batch.items:
             assert item.request_id not in self.freed, "work for a request whose tensors are gone"
             assert all(ref.rank == rank or ref.handle is not None for ref in item.inputs), "a tensor of another rank"
             if isinstance(item.work, Denoise):
                 assert item.work.step == self.next_step.get(item.request_id, 0), "steps out of order"
-                self.next_step[item.request_id] = item.work.step + 1
-            failure = Failure("engine", "told to") if item.request_id in self.fail else None
+                self.next_step[item.request_id] = item.work.step + (lost is None)
+                self.full_blocks = max(self.full_blocks, item.work.full_blocks)
+            failure = Failure("engine", "told to") if item.request_id in self.fail else lost
             sigmas = self._touch_pages(item) if failure is None else ()
             items.append(ItemResult(item.request_id, item.node, text_tokens=3, sigmas=sigmas, failure=failure))
         return BatchResult(batch_id=batch.id, rank=rank, started=1.0, seconds=0.01 * len(items), items=tuple(items))
@@ -180,8 +190,15 @@ class FakeWorkers:
                 self.primed.append((work.sigma, *work.blocks))
             case Denoise(pages=span) if span is not None:
                 for entry in (span.near, span.far):
-                    if entry is not None:
+                    if entry is not None and not self.pages.is_loading(entry):
                         self.pages.read(entry, self.pages.num_blocks)
             case Decode(template_latents=latents) if latents is not None:
                 self.pages.read(latents, 1)
         return ()
+
+    def _waits_in_vain(self, item: Item) -> bool:
+        """Whether a step reads pages whose load will fail."""
+        match item.work:
+            case Denoise(pages=span) if span is not None:
+                return any(entry is not None and self.pages.is_lost(entry) for entry in (span.near, span.far))
+        return False

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from core.config import CacheConfig, SchedulerConfig
+from core.cost_model import Work
 from core.failure import Failure
-from core.handles import ArrayRef
+from core.handles import ArrayRef, ModelKey
 from core.messages import (
     Aborted,
     BatchResult,
@@ -285,6 +286,52 @@ def test_pages_used_twice_come_back_from_disk() -> None:
         engine.run()
     assert (engine.finished("a3").cache, engine.finished("a3").tier) == ("hit", "disk")
     assert engine.finished("b").cache == "miss"
+
+
+def make_auto_engine() -> Engine:
+    """With one template on disk, another in memory, and loads that take longer than computing."""
+    cache = CacheConfig(host_bytes=TEMPLATE_BYTES, disk_bytes=1 << 40, block_plan="auto")
+    engine = Engine(cache=cache)
+    for name, content in [("a1", "a"), ("a2", "a"), ("b", "b")]:
+        engine.scheduler.add(make_masked(name, content=content))
+        engine.run()
+    prime = engine.scheduler.cost_key(ModelKey("m", "transformer"), "prime")
+    for _ in range(50):
+        engine.scheduler.cost.observe_copy("disk", "host", LAYOUT.entry_bytes(256), 0.04)
+        engine.scheduler.cost.observe(prime, Work.of([280]), 1.0)
+    return engine
+
+
+def begin_loading(engine: Engine) -> None:
+    """Add an edit of the template on disk and let its clean latents arrive, but no page yet."""
+    engine.scheduler.add(make_masked("a3", content="a"))
+    pages = engine.workers.pages
+    while not pages.copies:
+        engine.step()
+    (latents,) = (i for i, copy in enumerate(pages.copies) if copy.key.endswith("latents"))
+    engine.scheduler.apply_copy(pages.finish_copy(latents))
+
+
+def test_blocks_are_computed_in_full_while_their_pages_come_up() -> None:
+    engine = make_auto_engine()
+    begin_loading(engine)
+    engine.step()
+    assert engine.workers.next_step["a3"] == 1, "the first step is done while its pages come up"
+    engine.run()
+    assert engine.finished("a3").full_blocks == engine.workers.full_blocks > 0
+    assert (engine.finished("a3").cache, engine.finished("a3").tier) == ("hit", "disk")
+
+
+def test_a_step_whose_pages_get_lost_is_done_again() -> None:
+    engine = make_auto_engine()
+    begin_loading(engine)
+    engine.workers.pages.files.clear()
+    for _ in range(3):
+        engine.step()
+    assert engine.workers.next_step["a3"] == 0, "it was tried, and changed nothing"
+    engine.run()
+    assert engine.workers.next_step["a3"] == 8
+    assert engine.finished("a3").cache == "miss"
 
 
 def test_per_step_pages_are_kept_at_every_noise_level() -> None:
