@@ -1,0 +1,179 @@
+"""Mask-aware edits through every real process: what decides, what is reported, what stays as it came."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pictures import Pixels, photo
+
+from core.config import CacheConfig
+from core.request import SamplingParams
+from engine.edit import EditReport
+from entrypoints import Edit, ImageEngine
+
+SIDE, TOKENS = 128, 64
+HOST_BYTES = 2**28
+
+
+@contextmanager
+def engine_of(checkpoint: Path, **settings: Any) -> Iterator[ImageEngine]:
+    settings = {"cache": CacheConfig(host_bytes=HOST_BYTES)} | settings
+    with ImageEngine(str(checkpoint), dtype="float32", threads=1, **settings) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_checkpoint: Path) -> Iterator[ImageEngine]:
+    with engine_of(tiny_checkpoint) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def plain_engine(tiny_checkpoint: Path) -> Iterator[ImageEngine]:
+    with engine_of(tiny_checkpoint, mask_aware=False) as engine:
+        yield engine
+
+
+def box_mask(left: int = 20, top: int = 36, right: int = 58, bottom: int = 60) -> Pixels:
+    """White = edit, uint8 [side, side]. The default touches 3 x 2 tokens."""
+    mask = np.zeros((SIDE, SIDE), np.uint8)
+    mask[top:bottom, left:right] = 255
+    return mask
+
+
+def make_edit(seed: int = 0, **box: int) -> Edit:
+    return Edit(prompt="a red shirt", image=photo(SIDE, SIDE, seed), mask_image=box_mask(**box))
+
+
+def params(**fields: Any) -> SamplingParams:
+    return SamplingParams(**{"num_inference_steps": 6, "seed": 5, "mask_margin": 0, "full_steps": 0} | fields)
+
+
+def run(engine: ImageEngine, edit: Edit, **fields: Any) -> tuple[Pixels, EditReport]:
+    (result,) = engine.generate([edit], params(**fields), use_tqdm=False)
+    if result.error is not None:
+        raise result.error
+    return np.asarray(result.images[0]), result.reports[0]
+
+
+def test_a_cold_edit_is_the_warm_one(engine: ImageEngine) -> None:
+    edit = make_edit(seed=1)
+    cold, before = run(engine, edit)
+    warm, after = run(engine, edit)
+    np.testing.assert_array_equal(cold, warm)
+    assert (before.cache, before.primed, after.cache, after.primed) == ("miss", True, "hit", False)
+    assert (after.tier, after.exact_reason) == ("host", None)
+    assert (after.active_tokens, after.image_tokens, after.mask_ratio) == (6, TOKENS, 6 / TOKENS)
+    assert before.ms["prime"] > 0 == after.ms["prime"]
+
+
+def test_one_primed_template_serves_every_step_count_and_mask(engine: ImageEngine) -> None:
+    image = photo(SIDE, SIDE, 2)
+    template = engine.create_template(image)
+    assert (template.primed, template.image_tokens) == (True, TOKENS)
+    for steps in (1, 2, 7):
+        edit = Edit(prompt="a hat", template_id=template.id, mask_image=box_mask(left=64, right=72 + 8 * steps))
+        by_id, report = run(engine, edit, num_inference_steps=steps)
+        assert report.cache == "hit"
+        by_image, _ = run(engine, replace(edit, image=image, template_id=None), num_inference_steps=steps)
+        np.testing.assert_array_equal(by_id, by_image)
+
+
+def test_nothing_outside_the_mask_changes(engine: ImageEngine) -> None:
+    edit = make_edit(seed=3)
+    out, _ = run(engine, edit, mask_margin=20)
+    inside = box_mask() > 0
+    np.testing.assert_array_equal(out[~inside], photo(SIDE, SIDE, 3)[~inside])
+    assert (out[inside] != photo(SIDE, SIDE, 3)[inside]).mean() > 0.5
+
+
+def test_company_changes_nothing(engine: ImageEngine) -> None:
+    """Other masks, step counts and exact edits in the same batch; other matrix shapes may change the last bit."""
+    alone, _ = run(engine, make_edit(seed=4))
+    others = [make_edit(seed=10), make_edit(seed=4, left=0, right=128), make_edit(seed=11, top=0), make_edit(seed=12)]
+    sampling = [
+        params(),
+        params(num_inference_steps=9),
+        params(mask_aware=False),
+        params(full_steps=2),
+        params(num_inference_steps=3, seed=8),
+    ]
+    results = engine.generate([make_edit(seed=4), *others], sampling, use_tqdm=False)
+    assert [result.error for result in results] == [None] * 5
+    difference = np.abs(np.asarray(results[0].images[0]).astype(int) - alone.astype(int))
+    assert difference.max() <= 1
+
+
+def test_exact_is_what_a_server_without_mask_aware_execution_paints(
+    engine: ImageEngine, plain_engine: ImageEngine
+) -> None:
+    edit = make_edit(seed=5)
+    expected, plain = run(plain_engine, edit, seed=7)
+    assert (plain.exact_reason, plain.cache, plain.tier) == ("disabled", "off", None)
+    exact, report = run(engine, edit, seed=7, mask_aware=False)
+    np.testing.assert_array_equal(exact, expected)
+    assert (report.exact_reason, report.cache, report.primed) == ("asked", "off", False)
+    assert (report.active_tokens, report.mask_ratio) == (TOKENS, 6 / TOKENS)
+    all_full, report = run(engine, edit, seed=7, full_steps=6)
+    np.testing.assert_array_equal(all_full, expected)
+    assert report.exact_reason == "full_steps"
+    aware, _ = run(engine, edit, seed=7)
+    assert not np.array_equal(aware, expected)
+
+
+def test_a_mask_over_every_token_runs_exact(engine: ImageEngine) -> None:
+    everywhere = make_edit(seed=6, left=0, top=0, right=SIDE, bottom=SIDE)
+    by_mask, report = run(engine, everywhere)
+    assert (report.exact_reason, report.active_tokens, report.mask_ratio) == ("mask_covers_all", TOKENS, 1.0)
+    exact, _ = run(engine, everywhere, mask_aware=False)
+    np.testing.assert_array_equal(by_mask, exact)
+    _, report = run(engine, make_edit(seed=6), mask_margin=SIDE)
+    assert report.exact_reason == "mask_covers_all"
+
+
+def test_the_margin_grows_what_is_computed_alone(engine: ImageEngine) -> None:
+    """The box spans 20..58 x 36..60, tokens are 16 px wide."""
+    counts = [run(engine, make_edit(seed=7), mask_margin=margin)[1].active_tokens for margin in (0, 4, 5, 12)]
+    assert counts == [3 * 2, 3 * 2, 4 * 4, 5 * 4]
+
+
+def test_defaults_are_the_schemes(engine: ImageEngine) -> None:
+    scheme = engine.model.page_scheme
+    assert scheme is not None
+    by_default, report = run(engine, make_edit(seed=8), mask_margin=None, full_steps=None)
+    by_value, same = run(engine, make_edit(seed=8), mask_margin=scheme.mask_margin, full_steps=scheme.full_steps)
+    np.testing.assert_array_equal(by_default, by_value)
+    assert (report.active_tokens, report.exact_reason) == (same.active_tokens, None)
+
+
+def test_full_steps_come_nearer_to_exact(engine: ImageEngine) -> None:
+    edit = make_edit(seed=9)
+    exact, _ = run(engine, edit, mask_aware=False)
+    errors = [
+        float(np.square(run(engine, edit, full_steps=full)[0].astype(float) - exact).mean()) for full in (0, 3, 5)
+    ]
+    assert errors[0] > errors[2]
+    assert errors[1] > 0
+
+
+def test_a_picture_too_large_for_the_cache_runs_exact(tiny_checkpoint: Path) -> None:
+    """By the flags alone: the smaller picture is mask-aware in the same cache."""
+    with engine_of(tiny_checkpoint, mask_aware=True) as probe:
+        scheme = probe.model.page_scheme
+    assert scheme is not None
+    room = scheme.template_bytes(TOKENS, len(scheme.keyframes))
+    with engine_of(tiny_checkpoint, cache=CacheConfig(host_bytes=room - 1)) as tight:
+        _, report = run(tight, make_edit())
+        assert (report.exact_reason, report.cache) == ("too_large", "off")
+        small = Edit(prompt="p", image=photo(64, 64), mask_image=box_mask()[:64, :64])
+        assert run(tight, small)[1].exact_reason is None
+        assert not tight.create_template(photo(SIDE, SIDE)).primed
+    with engine_of(tiny_checkpoint, cache=CacheConfig(host_bytes=room)) as enough:
+        for seed in range(3):  # each displaces the one before
+            assert run(enough, make_edit(seed))[1].exact_reason is None

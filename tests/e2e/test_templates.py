@@ -1,0 +1,286 @@
+"""Templates against real processes: registered, edited by id, owned, displaced, deleted; pictures that became one."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from pictures import decode, encode, photo
+from server_process import ServerProcess
+
+from core.config import CacheConfig, EngineConfig, ModelConfig, StencilConfig
+from core.errors import InvalidRequestError, TemplateNotFoundError
+from core.request import SamplingParams
+from engine.async_engine import AsyncEngine
+from engine.edit import EditInput, ImageOutput
+from engine.templates import Template
+from engine.upload import BytesUpload
+
+API_KEY = "sk-local"
+SIDE = 128  # 64 tokens
+PHOTO = encode(photo(SIDE, SIDE))
+
+
+def corner_mask() -> bytes:
+    """White = edit: part of the first four tokens' square."""
+    pixels = np.zeros((SIDE, SIDE), np.uint8)
+    pixels[4:28, 4:28] = 255
+    return encode(pixels)
+
+
+MASK = corner_mask()
+MASK_TEXT = base64.b64encode(MASK).decode()
+
+
+# --------------------------------------------------------------------------------------------------- over the wire
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.base_url, api_key=API_KEY, max_retries=0) as client:
+        yield client
+
+
+def register(client: openai.OpenAI, image: bytes) -> dict[str, Any]:
+    answer = client.post(
+        "/templates",
+        cast_to=httpx.Response,
+        files=[("image", ("photo.png", image, "image/png"))],
+        options={"headers": {"content-type": "multipart/form-data"}},
+    )
+    return dict(answer.json())
+
+
+def edit(client: openai.OpenAI, image: Any, **fields: Any) -> tuple[bytes, dict[str, Any]]:
+    """The picture's file, and the facts about it."""
+    extra = {"seed": 3, "mask_image": MASK_TEXT, "mask_margin": 0, **fields}
+    result = client.images.edit(image=image, prompt="a red striped shirt", extra_body=extra)
+    assert result.data is not None
+    assert result.data[0].b64_json is not None
+    return base64.b64decode(result.data[0].b64_json), result.stencil  # type: ignore[attr-defined]
+
+
+def test_an_edit_by_id_is_the_edit_of_the_image(client: openai.OpenAI) -> None:
+    template = register(client, PHOTO)
+    assert (template["object"], template["bytes"]) == ("template", len(PHOTO))
+    assert (template["image_tokens"], template["primed"]) == (64, True)
+    assert template["page_bytes"] > 0
+    by_id, facts = edit(client, [], template_id=template["id"])
+    assert (facts["cache"], facts["tier"], facts["primed"], facts["ignored"]) == ("hit", "host", False, [])
+    by_image, _ = edit(client, PHOTO)
+    assert by_id == by_image
+    full_by_id, _ = edit(client, [], template_id=template["id"], mask_aware=False)
+    full_by_image, _ = edit(client, PHOTO, mask_aware=False)
+    assert full_by_id == full_by_image
+
+
+def test_retrieve_and_delete(client: openai.OpenAI) -> None:
+    template = register(client, PHOTO)
+    path = f"/templates/{template['id']}"
+    assert client.get(path, cast_to=httpx.Response).json() == template
+    deleted = client.delete(path, cast_to=httpx.Response).json()
+    assert deleted == {"id": template["id"], "object": "template.deleted", "deleted": True}
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.get(path, cast_to=httpx.Response)
+    assert (caught.value.code, caught.value.param) == ("template_not_found", None)
+    with pytest.raises(openai.NotFoundError) as caught:
+        edit(client, [], template_id=template["id"])
+    assert (caught.value.code, caught.value.param) == ("template_not_found", "template_id")
+
+
+def test_image_and_template_at_once(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        edit(client, PHOTO, template_id=register(client, PHOTO)["id"])
+    assert caught.value.param == "template_id"
+
+
+def test_what_is_no_image(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        register(client, b"nonsense")
+    assert (caught.value.code, caught.value.param) == ("invalid_image_file", "image")
+
+
+def test_a_generation_can_be_edited_at_once(client: openai.OpenAI) -> None:
+    made = client.images.generate(prompt="a blue coat", n=2, extra_body={"seed": 1})
+    first, second = made.stencil["template_ids"]  # type: ignore[attr-defined]
+    assert first != second
+    assert made.data is not None
+    assert made.data[0].b64_json is not None
+    by_id, _ = edit(client, [], template_id=first)
+    by_image, _ = edit(client, base64.b64decode(made.data[0].b64_json))
+    assert by_id == by_image
+
+
+def test_engine_stats(client: openai.OpenAI) -> None:
+    template = register(client, PHOTO)
+    edit(client, [], template_id=template["id"])
+    stats = client.get("/engine/stats", cast_to=httpx.Response).json()
+    assert stats["templates"]["count"] >= 1
+    assert stats["models"][0]["page_scheme"]["keyframes"][0] == 1.0
+    cache = stats["cache"]
+    assert 0 < cache["used_bytes"]["host"] <= cache["budget_bytes"]["host"]
+    assert 0 < cache["hit_ratio"] <= 1
+    assert stats["load"]["prime_chunks"] > 0
+    assert stats["load"]["tokens_skipped"] > 0
+
+
+# --------------------------------------------------------------------------------------------------- in this process
+
+
+@asynccontextmanager
+async def started(checkpoint: Path, cache: CacheConfig | None = None, **settings: Any) -> AsyncIterator[AsyncEngine]:
+    """An engine that must end with nothing allocated."""
+    mask_aware = settings.pop("mask_aware", True)
+    model = ModelConfig(model=str(checkpoint), threads=1, dtype="float32", mask_aware=mask_aware)
+    config = EngineConfig(models=(model,), cache=cache or CacheConfig(host_bytes=2**28))
+    engine = AsyncEngine(StencilConfig(engine=config, **settings))
+    await engine.start()
+    try:
+        await engine.ready()
+        yield engine
+        if not engine.is_closing:
+            await all_is_given_back(engine)
+        engine.templates.check_integrity()
+    finally:
+        await engine.shutdown(drain_seconds=5)
+
+
+async def all_is_given_back(engine: AsyncEngine) -> None:
+    async with asyncio.timeout(30):
+        while engine.allocator.used_bytes:
+            await asyncio.sleep(0.01)
+
+
+async def paint(engine: AsyncEngine, name: str, edit: EditInput) -> tuple[ImageOutput, bytes]:
+    async with engine.edit(name, edit) as outputs:
+        return [(output, bytes(output.data)) async for output in outputs][-1]
+
+
+def small_edit(image: bytes | None = None, **fields: Any) -> EditInput:
+    return EditInput(
+        prompt="a red shirt",
+        image=None if image is None else BytesUpload(image),
+        mask=BytesUpload(MASK),
+        mask_kind="luminance",
+        sampling=SamplingParams(seed=3, mask_margin=0),
+        **fields,
+    )
+
+
+def photo_file(seed: int) -> bytes:
+    return encode(photo(SIDE, SIDE, seed))
+
+
+async def cache_result(engine: AsyncEngine, name: str, edit: EditInput) -> str:
+    output, _ = await paint(engine, name, edit)
+    assert output.report is not None
+    assert output.report.exact_reason is None
+    return output.report.cache
+
+
+async def register_file(engine: AsyncEngine, name: str, image: bytes, owner: str = "") -> Template:
+    return await engine.prime_template(name, BytesUpload(image), owner=owner)
+
+
+async def test_owners_displacement_and_pages_that_go_along(tiny_checkpoint: Path) -> None:
+    """Room for two uploads and a half."""
+    a, b, c = (photo_file(seed) for seed in range(3))
+    async with started(tiny_checkpoint, template_bytes=len(a) * 5 // 2) as engine:
+        first = await register_file(engine, "a", a, owner="me")
+        with pytest.raises(TemplateNotFoundError):
+            await paint(engine, "theirs", small_edit(template_id=first.id, owner="you"))
+        second = await register_file(engine, "b", b, owner="you")
+        assert await cache_result(engine, "use", small_edit(template_id=first.id, owner="me")) == "hit"
+        await register_file(engine, "c", c, owner="you")
+        assert first.id in engine.templates
+        assert second.id not in engine.templates
+        assert await cache_result(engine, "a2", small_edit(a)) == "hit"
+        assert await cache_result(engine, "b2", small_edit(b)) == "miss"
+        with pytest.raises(InvalidRequestError, match="--template-bytes"):
+            await register_file(engine, "large", encode(photo(512, 512)))
+
+
+async def test_deletion_takes_pages_along_unless_another_template_has_them(tiny_checkpoint: Path) -> None:
+    async with started(tiny_checkpoint) as engine:
+        first = await register_file(engine, "a", PHOTO, owner="me")
+        again = await register_file(engine, "b", PHOTO, owner="you")
+        assert again.primed
+        engine.delete_template(first.id, "me")
+        assert await cache_result(engine, "c", small_edit(PHOTO)) == "hit"
+        engine.delete_template(again.id, "you")
+        assert await cache_result(engine, "d", small_edit(PHOTO)) == "miss"
+
+
+async def test_an_exact_edit_leaves_a_primed_template_of_its_result(tiny_checkpoint: Path) -> None:
+    """Uploading the file that came out finds the same pages as the id does."""
+    async with started(tiny_checkpoint) as engine:
+        exact = EditInput(
+            prompt="a red shirt",
+            image=BytesUpload(PHOTO),
+            sampling=SamplingParams(mask_aware=False, seed=1),
+            owner="me",
+        )
+        for base64_text in (False, True):
+            output, data = await paint(engine, f"exact-{base64_text}", replace(exact, base64=base64_text))
+            assert output.report is not None
+            template_id = output.report.template_id
+            assert template_id is not None
+            async with asyncio.timeout(30):
+                while not engine.templates.get(template_id, "me").primed:
+                    await asyncio.sleep(0.01)
+            file = base64.b64decode(data) if base64_text else data
+            assert engine.templates.get(template_id, "me").upload.size == len(file)
+            assert await cache_result(engine, f"file-{base64_text}", small_edit(file)) == "hit"
+            by_id = small_edit(template_id=template_id, owner="me")
+            assert await cache_result(engine, f"id-{base64_text}", by_id) == "hit"
+            engine.delete_template(template_id, "me")
+            assert await cache_result(engine, f"gone-{base64_text}", small_edit(file)) == "miss"
+
+
+async def test_what_is_not_captured(tiny_checkpoint: Path) -> None:
+    """A mask-aware edit, whose result nobody asked to be new; and whatever the flags leave no use for."""
+    exact = EditInput(prompt="p", image=BytesUpload(PHOTO), sampling=SamplingParams(mask_aware=False, seed=1))
+    async with started(tiny_checkpoint) as engine:
+        output, _ = await paint(engine, "aware", small_edit(PHOTO))
+        assert output.report is not None
+        assert output.report.template_id is None
+    async with started(tiny_checkpoint, CacheConfig(host_bytes=2**28, admission="manual")) as engine:
+        output, _ = await paint(engine, "manual", exact)
+        assert output.report is not None
+        assert output.report.template_id is None
+        assert (await register_file(engine, "asked", PHOTO)).primed
+        assert await cache_result(engine, "hit", small_edit(PHOTO)) == "hit"
+
+
+async def test_without_mask_aware_execution_a_template_is_an_upload(tiny_checkpoint: Path) -> None:
+    async with started(tiny_checkpoint, mask_aware=False) as engine:
+        template = await register_file(engine, "a", PHOTO)
+        assert (template.primed, template.page_bytes, template.image_tokens) == (False, 0, 64)
+        output, data = await paint(engine, "by-id", small_edit(template_id=template.id))
+        assert output.report is not None
+        assert (output.report.exact_reason, output.report.cache) == ("disabled", "off")
+        assert output.report.template_id is None
+        _, by_image = await paint(engine, "by-image", small_edit(PHOTO))
+        assert data == by_image
+
+
+async def test_shutdown_ends_captures_that_still_wait(tiny_checkpoint: Path) -> None:
+    async with started(tiny_checkpoint) as engine:
+        for index in range(6):
+            generation = EditInput(prompt="p", sampling=SamplingParams(seed=index, num_inference_steps=1))
+            output, data = await paint(engine, f"g{index}", generation)
+            assert decode(data).shape == (SIDE, SIDE, 3)
+            assert output.report is not None
+            assert output.report.template_id is not None
+        assert len(engine.templates) == 6
+        async with asyncio.timeout(10):
+            await engine.shutdown(drain_seconds=5)
