@@ -24,7 +24,7 @@ import stat
 import struct
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,16 +62,19 @@ class PageFiles:
         with suppress(OSError), self._locked():
             self._make_room(0)
 
-    def read(self, key: str, out: Bytes, block_bytes: int, on_block: Callable[[int], None]) -> bool:
+    def read(
+        self, key: str, out: Bytes, block_bytes: int, on_block: Callable[[int], None], order: Sequence[int] = ()
+    ) -> bool:
         """Fill `out`, uint8 [nbytes], block after block; `on_block` hears of each one that is there and checked.
 
-        False when there is no such file or not a whole one; blocks that `on_block` heard of are right all the same, and
-        the file is gone. Entries read last are evicted last.
+        order: all blocks, as they are to be read; () from the first on. False when there is no such file or not a whole
+        one; blocks that `on_block` heard of are right all the same, and the file is gone. Entries read last are evicted
+        last.
         """
         path = self._path(key)
         try:
             with _opened(path) as fd:
-                _read_entry(fd, key, out, block_bytes, on_block)
+                _read_entry(fd, key, out, block_bytes, on_block, order)
                 os.utime(fd, ns=_now())
         except FileNotFoundError:
             return False
@@ -186,13 +189,16 @@ class _File:
 # ------------------------------------------------------------------------------------------------------ one file
 
 
-def _read_entry(fd: int, key: str, out: Bytes, block_bytes: int, on_block: Callable[[int], None]) -> None:
+def _read_entry(
+    fd: int, key: str, out: Bytes, block_bytes: int, on_block: Callable[[int], None], order: Sequence[int]
+) -> None:
     header_bytes = _header_bytes(key, len(out), block_bytes)
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode) or status.st_size != header_bytes + len(out):
         raise DamagedFileError
     checksums = _checksums(os.pread(fd, header_bytes, 0), _prefix(key, len(out), block_bytes))
-    for index, start in enumerate(range(0, len(out), block_bytes)):
+    for index in order or range(len(checksums)):
+        start = index * block_bytes
         block = out[start : start + block_bytes]
         if _read_block(fd, block, header_bytes + start) != checksums[index]:
             raise DamagedFileError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from queue import Queue
 
@@ -12,11 +12,12 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from core.errors import PagesLostError
 from core.handles import ArrayRef, EntryRef, Tier
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages import PageCopied, PageCopy
 from model_executor.page_files import PageFiles
-from model_executor.page_store import OnBlock, PagesLostError, PageStore
+from model_executor.page_store import OnBlock, PageStore
 
 NBYTES, BLOCK = 10_240, 4096
 NUM_BLOCKS = 3
@@ -32,12 +33,12 @@ class GatedFiles(PageFiles):
         super().__init__(directory, budget_bytes)
         self.let_through = threading.Semaphore(0)
 
-    def read(self, key: str, out: Bytes, block_bytes: int, on_block: OnBlock) -> bool:
+    def read(self, key: str, out: Bytes, block_bytes: int, on_block: OnBlock, order: Sequence[int] = ()) -> bool:
         def announce(block: int) -> None:
             assert self.let_through.acquire(timeout=PATIENCE)
             on_block(block)
 
-        return super().read(key, out, block_bytes, announce)
+        return super().read(key, out, block_bytes, announce, order)
 
 
 class Bench:
@@ -172,6 +173,24 @@ def test_computing_may_start_before_the_load_has_ended(bench: Bench, files: Gate
     open_gate(files, 1)
     assert bench.next_done("a", "disk", "host")
     bench.store.wait_block("a", 2)
+
+
+def test_a_load_begins_where_its_plan_says_and_still_brings_all(bench: Bench, files: GatedFiles) -> None:
+    host = bench.host_ref()
+    assert files.write("a", content().numpy(), BLOCK)
+    bench.store.entry(host).zero_()
+    bench.store.start(PageCopy("a", NBYTES, BLOCK, "disk", "host", host.host, first_block=2))
+    open_gate(files, 1)
+    bench.store.wait_block("a", 2)
+    assert torch.equal(bench.store.entry(host)[2 * BLOCK :], content()[2 * BLOCK :])
+    waiter = threading.Thread(target=bench.store.wait_block, args=("a", 0))
+    waiter.start()
+    waiter.join(0.05)
+    assert waiter.is_alive()
+    open_gate(files, 2)
+    waiter.join(PATIENCE)
+    assert bench.next_done("a", "disk", "host")
+    assert torch.equal(bench.store.entry(host), content())
 
 
 def test_nothing_under_way_is_nothing_to_wait_for(bench: Bench) -> None:
