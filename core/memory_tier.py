@@ -199,14 +199,14 @@ class MemoryTier:
 
     def _make_room(self, space: Space, nbytes: int, victims: Iterator[str], evicted: list[str]) -> int | None:
         """Offset of a chunk in `space`, after freeing as many of the victims' as it takes; None when all are gone."""
-        start = space.alloc(nbytes)
+        start, extent = space.alloc(nbytes), space.extent(nbytes)
         while start is None:
             victim = next(victims, None)
             if victim is None:
                 return None
             evicted.append(victim)
             free_start, free_end = space.free(*self._places[victim])
-            if free_end - free_start >= space.extent(nbytes):
+            if free_end - free_start >= extent:
                 start = space.alloc(nbytes)
         return start
 

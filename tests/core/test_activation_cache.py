@@ -164,6 +164,16 @@ def test_one_key_twice_is_one_place_and_two_pins(make: Maker) -> None:
     assert cache.reserve("b")
 
 
+@pytest.mark.parametrize("tiers", [[("host", 1)], [("device", 1), ("host", 1)]])
+def test_one_key_twice_is_loaded_once(make: Maker, tiers: list[tuple[Tier, int]]) -> None:
+    cache = make(*tiers, disk=True)
+    cache.disk = {"a"}
+    assert cache.reserve("a", "a")
+    assert cache.carry_out()[0] == ("a", "disk", "host")
+    assert cache.states("a") == ["ready"]
+    assert cache.manager.stats().hits["disk"] == 2
+
+
 # ----------------------------------------------------------------------------------------------------- pins and LRU
 
 
@@ -520,6 +530,27 @@ def test_without_room_to_pass_through_it_is_primed(make: Maker) -> None:
     assert cache.states("a", "b") == ["loading", "empty"]
 
 
+def test_a_load_from_disk_passes_without_driving_out_what_is_wanted_too(make: Maker) -> None:
+    cache = make(("device", 2), ("host", 1), disk=True)
+    cache.use("a")
+    cache.use("a")
+    assert cache.reserve("x", "y", loads=False)
+    cache.manager.release(["x", "y"])
+    assert cache.manager.tier_of("a") == "host"
+    cache.disk = {"b"}
+    assert cache.reserve("b", "a")
+    assert cache.states("a", "b") == ["loading", "empty"]
+
+
+def test_what_the_host_tier_evicted_is_copied_down_again(make: Maker) -> None:
+    cache = make(("device", 2), ("host", 1))
+    for key in ("a", "a", "b", "b"):
+        cache.use(key)
+    assert cache.manager.stats().evictions == {"device": 0, "host": 1}
+    assert cache.reserve("a")
+    assert cache.carry_out() == [("a", "device", "host")]
+
+
 @pytest.fixture
 def sinking(make: Maker) -> Cache:
     """The host alone has "a", which is just being written to disk."""
@@ -671,6 +702,19 @@ def test_a_file_being_read_is_deleted_afterwards_and_written_anew_if_registered_
     assert orders is not None
     assert orders.delete == ("t-1",)
     assert [(copy.source, copy.target) for copy in orders.copies] == [("host", "disk")]
+
+
+def test_a_file_deleted_is_written_anew_if_registered_again(make: Maker) -> None:
+    cache = make(("host", 2), disk=True)
+    cache.prime("t-1")
+    cache.manager.register(["t-1"])
+    assert cache.carry_out() == [("t-1", "host", "disk")]
+    cache.manager.drop("t", [])
+    cache.manager.register(["t-1"])
+    assert cache.carry_out() == [("t-1", "host", "disk")]
+    assert cache.disk == {"t-1"}
+    cache.manager.release(["t-1"])
+    assert cache.states("t-1") == ["ready"]
 
 
 def test_only_the_named_template_is_dropped(make: Maker) -> None:
