@@ -9,7 +9,7 @@ TYPED := core engine model_executor entrypoints benchmarks tools
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint types format wheel train-embedded bench-throughput bench-startup bench-responsiveness bench-cache clean
+.PHONY: help serve test lint types format wheel train-embedded bench-throughput bench-startup bench-responsiveness bench-cache bench-quality bench-cost-model calibrate clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 24
@@ -49,6 +49,15 @@ bench-responsiveness: $(DEV)  ## Latency of /health while 12-megapixel edits pas
 
 bench-cache: $(DEV)  ## Cost of the cache manager's bookkeeping, and its hit ratio against LRU and the optimum
 	$(BIN)/python -m benchmarks.cache_policy $(ARGS)
+
+bench-quality: $(DEV)  ## SSIM and accuracy of mask-aware edits against exact ones, and what every knob does
+	$(BIN)/python -m benchmarks.quality $(ARGS)
+
+bench-cost-model: $(DEV)  ## How well the cost model predicts held-out batches
+	$(BIN)/python -m benchmarks.cost_model $(ARGS)
+
+calibrate: $(RUNTIME)  ## Choose keyframes, page dtype, margin and full_steps on your images; flags by ARGS
+	$(BIN)/python -m entrypoints.calibrate $(ARGS)
 
 clean:  ## Remove .venv and all build products
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
