@@ -222,7 +222,7 @@ class Finished(Message, frozen=True):
     `stencil.ms`.
 
     cache: whether all the pages it needed were there when it came; off for an exact run. tier: the slowest tier that
-    they came from. is_primed: pages were computed for it, by itself or an edit of the same template before it.
+    they came from, of a hit. is_primed: pages were computed for it, by itself or an edit of the same template before it.
     full_blocks: leading blocks computed in full at the step where these were most.
     """
 

@@ -373,7 +373,7 @@ class StepScheduler:
                 text_tokens=request.text_tokens,
                 prompt_truncated=request.prompt_truncated,
                 cache=hold.result if hold else "off",
-                tier=hold.tier if hold else None,
+                tier=hold.tier if hold and not hold.is_primed else None,
                 is_primed=hold is not None and hold.is_primed,
                 full_blocks=request.full_blocks,
             )
