@@ -162,10 +162,9 @@ def test_full_steps_come_nearer_to_exact(engine: ImageEngine) -> None:
     assert errors[1] > 0
 
 
-def test_a_picture_too_large_for_the_cache_runs_exact(tiny_checkpoint: Path) -> None:
+def test_a_picture_too_large_for_the_cache_runs_exact(engine: ImageEngine, tiny_checkpoint: Path) -> None:
     """By the flags alone: the smaller picture is mask-aware in the same cache."""
-    with engine_of(tiny_checkpoint, mask_aware=True) as probe:
-        scheme = probe.model.page_scheme
+    scheme = engine.model.page_scheme
     assert scheme is not None
     room = scheme.template_bytes(TOKENS, len(scheme.keyframes))
     with engine_of(tiny_checkpoint, cache=CacheConfig(host_bytes=room - 1)) as tight:

@@ -6,7 +6,6 @@ import asyncio
 import base64
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
+import pytest_asyncio
 from pictures import decode, encode, photo
 from server_process import ServerProcess
 
@@ -209,50 +209,55 @@ async def test_owners_displacement_and_pages_that_go_along(tiny_checkpoint: Path
             await register_file(engine, "large", encode(photo(512, 512)))
 
 
-async def test_deletion_takes_pages_along_unless_another_template_has_them(tiny_checkpoint: Path) -> None:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(tiny_checkpoint: Path) -> AsyncIterator[AsyncEngine]:
+    """With default flags."""
     async with started(tiny_checkpoint) as engine:
-        first = await register_file(engine, "a", PHOTO, owner="me")
-        again = await register_file(engine, "b", PHOTO, owner="you")
-        assert again.primed
-        engine.delete_template(first.id, "me")
-        assert await cache_result(engine, "c", small_edit(PHOTO)) == "hit"
-        engine.delete_template(again.id, "you")
-        assert await cache_result(engine, "d", small_edit(PHOTO)) == "miss"
+        yield engine
 
 
-async def test_an_exact_edit_leaves_a_primed_template_of_its_result(tiny_checkpoint: Path) -> None:
+@pytest.mark.asyncio(loop_scope="module")
+async def test_deletion_takes_pages_along_unless_another_template_has_them(engine: AsyncEngine) -> None:
+    first = await register_file(engine, "a", PHOTO, owner="me")
+    again = await register_file(engine, "b", PHOTO, owner="you")
+    assert again.primed
+    engine.delete_template(first.id, "me")
+    assert await cache_result(engine, "c", small_edit(PHOTO)) == "hit"
+    engine.delete_template(again.id, "you")
+    assert await cache_result(engine, "d", small_edit(PHOTO)) == "miss"
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("is_base64", [False, True])
+async def test_an_exact_edit_leaves_a_primed_template_of_its_result(engine: AsyncEngine, is_base64: bool) -> None:
     """Uploading the file that came out finds the same pages as the id does."""
-    async with started(tiny_checkpoint) as engine:
-        exact = EditInput(
-            prompt="a red shirt",
-            image=BytesUpload(PHOTO),
-            sampling=SamplingParams(mask_aware=False, seed=1),
-            owner="me",
-        )
-        for base64_text in (False, True):
-            output, data = await paint(engine, f"exact-{base64_text}", replace(exact, base64=base64_text))
-            assert output.report is not None
-            template_id = output.report.template_id
-            assert template_id is not None
-            async with asyncio.timeout(30):
-                while not engine.templates.get(template_id, "me").primed:
-                    await asyncio.sleep(0.01)
-            file = base64.b64decode(data) if base64_text else data
-            assert engine.templates.get(template_id, "me").upload.size == len(file)
-            assert await cache_result(engine, f"file-{base64_text}", small_edit(file)) == "hit"
-            by_id = small_edit(template_id=template_id, owner="me")
-            assert await cache_result(engine, f"id-{base64_text}", by_id) == "hit"
-            engine.delete_template(template_id, "me")
-            assert await cache_result(engine, f"gone-{base64_text}", small_edit(file)) == "miss"
+    sampling = SamplingParams(mask_aware=False, seed=1)
+    exact = EditInput(prompt="a red shirt", image=BytesUpload(PHOTO), sampling=sampling, owner="me", base64=is_base64)
+    output, data = await paint(engine, f"exact-{is_base64}", exact)
+    assert output.report is not None
+    template_id = output.report.template_id
+    assert template_id is not None
+    async with asyncio.timeout(30):
+        while not engine.templates.get(template_id, "me").primed:
+            await asyncio.sleep(0.01)
+    file = base64.b64decode(data) if is_base64 else data
+    assert engine.templates.get(template_id, "me").upload.size == len(file)
+    assert await cache_result(engine, f"file-{is_base64}", small_edit(file)) == "hit"
+    by_id = small_edit(template_id=template_id, owner="me")
+    assert await cache_result(engine, f"id-{is_base64}", by_id) == "hit"
+    engine.delete_template(template_id, "me")
+    assert await cache_result(engine, f"gone-{is_base64}", small_edit(file)) == "miss"
 
 
-async def test_what_is_not_captured(tiny_checkpoint: Path) -> None:
-    """A mask-aware edit, whose result nobody asked to be new; and whatever the flags leave no use for."""
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_mask_aware_edit_is_not_captured(engine: AsyncEngine) -> None:
+    output, _ = await paint(engine, "aware", small_edit(PHOTO))
+    assert output.report is not None
+    assert output.report.template_id is None
+
+
+async def test_manual_admission_primes_what_is_registered_alone(tiny_checkpoint: Path) -> None:
     exact = EditInput(prompt="p", image=BytesUpload(PHOTO), sampling=SamplingParams(mask_aware=False, seed=1))
-    async with started(tiny_checkpoint) as engine:
-        output, _ = await paint(engine, "aware", small_edit(PHOTO))
-        assert output.report is not None
-        assert output.report.template_id is None
     async with started(tiny_checkpoint, CacheConfig(host_bytes=2**28, admission="manual")) as engine:
         output, _ = await paint(engine, "manual", exact)
         assert output.report is not None
