@@ -9,7 +9,7 @@ TYPED := core engine model_executor entrypoints benchmarks tools
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint types format wheel train-embedded bench-throughput bench-startup bench-responsiveness bench-cache bench-quality bench-cost-model calibrate clean
+.PHONY: help serve test lint types format wheel train-embedded bench-throughput bench-startup bench-responsiveness bench-cache bench-quality bench-cost-model bench-block-plan calibrate clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 24
@@ -52,6 +52,9 @@ bench-cache: $(DEV)  ## Cost of the cache manager's bookkeeping, and its hit rat
 
 bench-quality: $(DEV)  ## SSIM and accuracy of mask-aware edits against exact ones, and what every knob does
 	$(BIN)/python -m benchmarks.quality $(ARGS)
+
+bench-block-plan: $(DEV)  ## A step whose pages come from a slow tier: naive, pipelined, Algorithm 1, ours, ideal
+	$(BIN)/python -m benchmarks.block_plan $(ARGS)
 
 bench-cost-model: $(DEV)  ## How well the cost model predicts held-out batches
 	$(BIN)/python -m benchmarks.cost_model $(ARGS)
