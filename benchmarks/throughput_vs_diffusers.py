@@ -1,6 +1,6 @@
 """Edits per second of the server under concurrent clients, against a loop over diffusers' FluxFillPipeline.
 
-Same checkpoint, steps, dtype and threads. Both are loaded and warm before anything is measured, and take turns in
+Same checkpoint, steps, dtype and threads. The server computes every token too, unless told otherwise. Both are loaded and warm before anything is measured, and take turns in
 rounds, so that a machine that slows down slows both; while one works the other waits.
 """
 
@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from benchmarks.pipeline_loop import DTYPES, Job, PipelineLoop, start_pipeline_loop
 from benchmarks.report import percentile, print_report
@@ -43,12 +44,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 async def _measure(args: argparse.Namespace, url: str, loop: PipelineLoop) -> Measured:
     measured = Measured()
+    specs = partial(edit_specs, steps=args.steps, mask_aware=args.mask_aware)
     async with openai_client(url) as client:
-        await run_clients(client, edit_specs(0, 2 * args.concurrency, args.steps), args.concurrency)  # warm-up
+        await run_clients(client, specs(0, 2 * args.concurrency), args.concurrency)  # warm-up
         for round_ in range(args.rounds):
             first = (round_ + 1) * 1000
             start = time.perf_counter()
-            done = await run_clients(client, edit_specs(first, args.num_edits, args.steps), args.concurrency)
+            done = await run_clients(client, specs(first, args.num_edits), args.concurrency)
             measured.latency += [edit.seconds for edit in done]
             measured.server.append(time.perf_counter() - start)
             turn = loop.run(Job(first, args.num_edits, args.steps))
@@ -63,7 +65,8 @@ def _report(args: argparse.Namespace, measured: Measured, flop: float) -> None:
     ratios = [b / a for a, b in zip(measured.server, measured.diffusers, strict=True)]
     p50, p99 = statistics.median(measured.latency), percentile(measured.latency, 0.99)
     print_report(
-        f"{edits} edits, {args.steps} steps, {args.dtype}, {args.threads} threads, {args.rounds} rounds",
+        f"{edits} {'mask-aware' if args.mask_aware else 'exact'} edits, {args.steps} steps, {args.dtype}, "
+        f"{args.threads} threads, {args.rounds} rounds",
         [
             (f"server, {args.concurrency} clients", f"{ours:.3f} edits/s"),
             ("diffusers FluxFillPipeline, a loop", f"{theirs:.3f} edits/s"),
@@ -74,6 +77,7 @@ def _report(args: argparse.Namespace, measured: Measured, flop: float) -> None:
         ],
         {
             "benchmark": "throughput_vs_diffusers",
+            "mask_aware": int(args.mask_aware),
             "steps": args.steps,
             "dtype": args.dtype,
             "threads": args.threads,
@@ -99,6 +103,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=available_cores(), help="torch threads of both")
     parser.add_argument("--num-edits", type=int, default=16, help="edits per round")
     parser.add_argument("--rounds", type=int, default=4, help="rounds, server and loop in turn")
+    parser.add_argument("--mask-aware", action="store_true", help="let the server skip tokens outside the mask")
     parser.add_argument("--concurrency", type=int, default=8, help="clients that send at once")
     return parser.parse_args(argv)
 

@@ -26,16 +26,19 @@ PROMPTS = (
 
 @dataclass(frozen=True)
 class EditSpec:
-    """One edit, in the words of both the server and diffusers. num_inference_steps: 1..200."""
+    """One edit, in the words of both the server and diffusers. num_inference_steps: 1..200. mask_aware: the server may
+    skip tokens outside the mask."""
 
     prompt: str
     seed: int
     num_inference_steps: int
+    mask_aware: bool
 
 
-def edit_specs(first: int, number: int, steps: int) -> list[EditSpec]:
+def edit_specs(first: int, number: int, steps: int, *, mask_aware: bool = True) -> list[EditSpec]:
     """`number` different edits; `first` is the first seed."""
-    return [EditSpec(PROMPTS[seed % len(PROMPTS)], seed, steps) for seed in range(first, first + number)]
+    seeds = range(first, first + number)
+    return [EditSpec(PROMPTS[seed % len(PROMPTS)], seed, steps, mask_aware) for seed in seeds]
 
 
 def openai_client(url: str) -> AsyncOpenAI:
@@ -59,7 +62,11 @@ async def send_edit(client: AsyncOpenAI, spec: EditSpec, image: bytes, mask: byt
         image=("image.png", image, "image/png"),
         mask=("mask.png", mask, "image/png"),
         prompt=spec.prompt,
-        extra_body={"seed": spec.seed, "num_inference_steps": spec.num_inference_steps},
+        extra_body={
+            "seed": spec.seed,
+            "num_inference_steps": spec.num_inference_steps,
+            "mask_aware": spec.mask_aware,
+        },
     )
     if not (result.data and result.data[0].b64_json):
         raise ValueError("the answer holds no picture")

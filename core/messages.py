@@ -222,7 +222,7 @@ class Finished(Message, frozen=True):
     `stencil.ms`.
 
     cache: whether all the pages it needed were there when it came; off for an exact run. tier: the slowest tier that
-    they came from, of a hit. is_primed: pages were computed for it, by itself or an edit of the same template before it.
+    they came from, of a hit. is_primed: pages were computed for it, by itself or an edit of its template before it.
     full_blocks: leading blocks computed in full at the step where these were most.
     """
 
@@ -459,7 +459,6 @@ class PageCopy(msgspec.Struct, frozen=True):
     """Copy an entry's pages from one tier to the next, beside whatever is computed, block after block.
 
     host: its place in the page arena, where one of the tiers is the host. block_bytes: bytes of one block's page.
-    first_block: where a load begins, since a block plan computes the ones before in full; these come last.
     """
 
     key: str
@@ -468,15 +467,6 @@ class PageCopy(msgspec.Struct, frozen=True):
     source: Tier
     target: Tier
     host: ArrayRef | None
-    first_block: int = 0
-
-    @property
-    def num_blocks(self) -> int:
-        return -(-self.nbytes // self.block_bytes)
-
-    def block_order(self) -> tuple[int, ...]:
-        """The blocks as a load brings them."""
-        return (*range(self.first_block, self.num_blocks), *range(self.first_block))
 
 
 class StepPlan(Message, frozen=True):

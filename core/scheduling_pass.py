@@ -169,7 +169,8 @@ class SchedulingPass:
             if self.pages.needs_latents(job):
                 self._encode_template(job)
             elif not has_primed or budget > 0:
-                budget -= self._prime(job, budget)
+                # Idle work goes block by block: whoever comes meanwhile waits for no more than one.
+                budget -= self._prime(job, 0 if self.pages.is_idle_work(job) else budget)
                 has_primed = True
 
     def _can_prime(self, job: PrimingJob) -> bool:

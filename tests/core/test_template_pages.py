@@ -276,6 +276,7 @@ def test_idle_work_waits_until_nothing_else_wants_to_compute() -> None:
     assert engine.workers.primed == []
     engine.run()
     assert isinstance(engine.result("idle"), TemplatePrimed)
+    assert all(stop == start + 1 for _, start, stop in engine.workers.primed), "block by block"
 
 
 def test_pages_used_twice_come_back_from_disk() -> None:

@@ -52,10 +52,15 @@ def with_engine(engine: ImageEngine, steps: int) -> EditBatch:
             Edit(prompt=prompt, image=image, mask_image=mask.astype(np.uint8) * 255)
             for image, mask, prompt in zip(images, masks, prompts, strict=True)
         ]
-        results = engine.generate(edits, [SamplingParams(num_inference_steps=steps, seed=seed) for seed in seeds])
+        results = engine.generate(edits, [_exact(steps, seed) for seed in seeds])
         for result in results:
             if result.error is not None:
                 raise result.error
         return [np.asarray(result.images[0]) for result in results]
 
     return run
+
+
+def _exact(steps: int, seed: int) -> SamplingParams:
+    """The model's own result, which mask-aware edits are measured against."""
+    return SamplingParams(num_inference_steps=steps, seed=seed, mask_aware=False)
