@@ -216,7 +216,7 @@ def _never(tier: str, nbytes: int) -> bool:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--templates", type=int, default=500, help="how many there are; a tenth fits")
+    parser.add_argument("--templates", type=int, default=500, help="how many there are; a tenth fits, at least 20")
     parser.add_argument("--edits", type=int, default=10_000, help="draws per Zipf exponent")
     parser.add_argument("--repeats", type=int, default=2_000, help="steps of bookkeeping that are timed")
     parser.add_argument("--seed", type=int, default=0)
