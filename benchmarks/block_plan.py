@@ -16,7 +16,7 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -54,7 +54,7 @@ class SlowFiles(PageFiles):
 
     seconds_per_block = 0.0
 
-    def read(self, key: str, out: Bytes, block_bytes: int, on_block: OnBlock, order: Sequence[int] = ()) -> bool:
+    def read(self, key: str, out: Bytes, block_bytes: int, on_block: OnBlock, order: Iterable[int] = ()) -> bool:
         due = time.perf_counter()
 
         def announce(block: int) -> None:
@@ -112,8 +112,12 @@ class Step:
         if num_full == self.layout.num_blocks:
             return self.in_memory(num_full)
 
+        far = self._far
+        copy = PageCopy(far.key, far.nbytes, self.block_bytes, "disk", "host", far.host)
+
         def step() -> None:
-            self.store.start(self._copy(num_full))
+            self.store.start(copy)
+            self.store.begin_with(copy.key, num_full)
             if wait_for_all:
                 for block in range(self.layout.num_blocks):
                     self._wait(block)
@@ -142,10 +146,6 @@ class Step:
         looks: list[float] = []
         self._forward(0, lambda block: looks.append(time.perf_counter()))
         return [end - start for start, end in pairwise(looks)]
-
-    def _copy(self, first_block: int) -> PageCopy:
-        far = self._far
-        return PageCopy(far.key, far.nbytes, self.block_bytes, "disk", "host", far.host, first_block)
 
     def _wait(self, block: int) -> None:
         self.store.wait_block(self._far.key, block)

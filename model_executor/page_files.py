@@ -24,7 +24,7 @@ import stat
 import struct
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,13 +63,13 @@ class PageFiles:
             self._make_room(0)
 
     def read(
-        self, key: str, out: Bytes, block_bytes: int, on_block: Callable[[int], None], order: Sequence[int] = ()
+        self, key: str, out: Bytes, block_bytes: int, on_block: Callable[[int], None], order: Iterable[int] = ()
     ) -> bool:
         """Fill `out`, uint8 [nbytes], block after block; `on_block` hears of each one that is there and checked.
 
-        order: all blocks, as they are to be read; () from the first on. False when there is no such file or not a whole
-        one; blocks that `on_block` heard of are right all the same, and the file is gone. Entries read last are evicted
-        last.
+        order: all blocks, each asked for when the one before is there; () from the first on. False when there is no
+        such file or not a whole one; blocks that `on_block` heard of are right all the same, and the file is gone.
+        Entries read last are evicted last.
         """
         path = self._path(key)
         try:
@@ -190,7 +190,7 @@ class _File:
 
 
 def _read_entry(
-    fd: int, key: str, out: Bytes, block_bytes: int, on_block: Callable[[int], None], order: Sequence[int]
+    fd: int, key: str, out: Bytes, block_bytes: int, on_block: Callable[[int], None], order: Iterable[int]
 ) -> None:
     header_bytes = _header_bytes(key, len(out), block_bytes)
     status = os.fstat(fd)

@@ -14,7 +14,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Protocol
@@ -38,7 +39,7 @@ OnBlock = Callable[[int], None]
 class Files(Protocol):
     """What the store needs of `page_files.PageFiles`."""
 
-    def read(self, key: str, out: Bytes, block_bytes: int, on_block: OnBlock, order: Sequence[int] = ()) -> bool: ...
+    def read(self, key: str, out: Bytes, block_bytes: int, on_block: OnBlock, order: Iterable[int] = ()) -> bool: ...
 
     def write(self, key: str, data: Bytes, block_bytes: int) -> bool: ...
 
@@ -49,9 +50,11 @@ class Files(Protocol):
 class _Load:
     """A copy towards a faster tier. Guarded by the store's condition.
 
-    arrived: blocks that are there; events: of each of these, where a device still has to wait for it.
+    first_block: where it goes on. arrived: blocks that are there. events: of each of these, where a device still has to
+    wait for it.
     """
 
+    first_block: int = 0
     arrived: set[int] = field(default_factory=set)
     events: dict[int, torch.cuda.Event] = field(default_factory=dict)
     has_failed: bool = False
@@ -130,6 +133,13 @@ class PageStore:
         ready = self._streamer.ready() if self._streamer is not None else None
         device = self._tensors.get(copy.key) if "device" in (copy.source, copy.target) else None
         self._jobs.put(_Job(copy, load, device, ready))
+
+    def begin_with(self, key: str, block: int) -> None:
+        """Bring the blocks from this one on before those in front of it, which a step computes in full. Nothing happens
+        where the entry is not loading."""
+        with self._changed:
+            for load in self._loads.get(key, ()):
+                load.first_block = block
 
     def wait_block(self, key: str, block: int) -> None:
         """Wait until a block of an entry that is being loaded may be read; returns at once where nothing is under way.
@@ -223,7 +233,7 @@ class PageStore:
         match copy.source, copy.target:
             case "disk", "host":
                 arrived = self._arrival(job)
-                order = copy.block_order()
+                order = self._order(job)
                 return self._files is not None and self._files.read(copy.key, host, copy.block_bytes, arrived, order)
             case "host", "disk":
                 return self._files is not None and self._files.write(copy.key, host, copy.block_bytes)
@@ -239,9 +249,11 @@ class PageStore:
         if self._streamer is not None:
             assert job.load is not None
             assert job.ready is not None
-            self._streamer.upload(host, device, job.copy, job.ready, job.load.events, arrived)
+            self._streamer.upload(
+                host, device, job.copy.block_bytes, self._order(job), job.ready, job.load.events, arrived
+            )
             return True
-        for index in job.copy.block_order():
+        for index in self._order(job):
             start, stop = index * job.copy.block_bytes, (index + 1) * job.copy.block_bytes
             np.copyto(device.numpy()[start:stop], host[start:stop])  # not PyTorch: it would start its threads here too
             arrived(index)
@@ -254,6 +266,13 @@ class PageStore:
         assert job.ready is not None
         self._streamer.download(device, host, job.copy.block_bytes, job.ready)
         return True
+
+    def _order(self, job: _Job) -> Iterator[int]:
+        """The blocks of a load, each chosen when the one before has been brought."""
+        assert job.load is not None
+        left = list(range(-(-job.copy.nbytes // job.copy.block_bytes)))
+        while left:
+            yield left.pop(bisect_left(left, job.load.first_block) % len(left))
 
     def _arrival(self, job: _Job) -> OnBlock:
         """What to call for each block."""
@@ -299,17 +318,18 @@ class _Streamer:
         self,
         host: Bytes,
         device: Tensor,
-        copy: PageCopy,
+        block_bytes: int,
+        order: Iterable[int],
         ready: torch.cuda.Event,
         events: dict[int, torch.cuda.Event],
         arrived: OnBlock,
     ) -> None:
         """Host to device; `arrived` when a block's copy is queued, its event in `events`. Returns when all is done."""
         with self._queued_after(ready, device):
-            for turn, index in enumerate(copy.block_order()):
-                start, stop = index * copy.block_bytes, (index + 1) * copy.block_bytes
+            for turn, index in enumerate(order):
+                start, stop = index * block_bytes, (index + 1) * block_bytes
                 block = host[start:stop]
-                buffer = self._buffer(turn % 2, copy.block_bytes)[: len(block)]
+                buffer = self._buffer(turn % 2, block_bytes)[: len(block)]
                 np.copyto(buffer.numpy(), block)
                 device[start:stop].copy_(buffer, non_blocking=True)
                 self._idle[turn % 2].record(self._stream)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from queue import Queue
 
@@ -33,7 +33,7 @@ class GatedFiles(PageFiles):
         super().__init__(directory, budget_bytes)
         self.let_through = threading.Semaphore(0)
 
-    def read(self, key: str, out: Bytes, block_bytes: int, on_block: OnBlock, order: Sequence[int] = ()) -> bool:
+    def read(self, key: str, out: Bytes, block_bytes: int, on_block: OnBlock, order: Iterable[int] = ()) -> bool:
         def announce(block: int) -> None:
             assert self.let_through.acquire(timeout=PATIENCE)
             on_block(block)
@@ -175,22 +175,36 @@ def test_computing_may_start_before_the_load_has_ended(bench: Bench, files: Gate
     bench.store.wait_block("a", 2)
 
 
-def test_a_load_begins_where_its_plan_says_and_still_brings_all(bench: Bench, files: GatedFiles) -> None:
+def test_a_load_goes_on_where_it_is_told_and_still_brings_all(bench: Bench, files: GatedFiles) -> None:
     host = bench.host_ref()
     assert files.write("a", content().numpy(), BLOCK)
     bench.store.entry(host).zero_()
-    bench.store.start(PageCopy("a", NBYTES, BLOCK, "disk", "host", host.host, first_block=2))
+    bench.start("a", "disk", "host", host.host)
     open_gate(files, 1)
+    bench.store.wait_block("a", 0)
+    bench.store.begin_with("a", 2)  # may come when block 1 is being read
+    open_gate(files, 2)
     bench.store.wait_block("a", 2)
     assert torch.equal(bench.store.entry(host)[2 * BLOCK :], content()[2 * BLOCK :])
-    waiter = threading.Thread(target=bench.store.wait_block, args=("a", 0))
-    waiter.start()
-    waiter.join(0.05)
-    assert waiter.is_alive()
-    open_gate(files, 2)
-    waiter.join(PATIENCE)
     assert bench.next_done("a", "disk", "host")
     assert torch.equal(bench.store.entry(host), content())
+    bench.store.begin_with("a", 1)
+
+
+def test_a_load_begins_where_it_is_told(bench: Bench, files: GatedFiles) -> None:
+    """The load before keeps the thread busy until it is known where this one is to begin."""
+    hosts = [bench.host_ref(key) for key in "ab"]
+    for key, ref in zip("ab", hosts, strict=True):
+        assert files.write(key, content().numpy(), BLOCK)
+        bench.start(key, "disk", "host", ref.host)
+    bench.store.begin_with("b", 2)
+    open_gate(files, NUM_BLOCKS + 1)
+    bench.store.wait_block("b", 2)
+    (load,) = bench.store._loads["b"]
+    assert load.arrived == {2}
+    open_gate(files, 2)
+    assert bench.next_done("a", "disk", "host")
+    assert bench.next_done("b", "disk", "host")
 
 
 def test_nothing_under_way_is_nothing_to_wait_for(bench: Bench) -> None:
