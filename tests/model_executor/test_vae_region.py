@@ -1,0 +1,244 @@
+"""Decoding the whole picture against diffusers' own VAE, and a part of it against the whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKL
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from torch import Tensor, nn
+
+from core.config import EMBEDDED_MODEL, ModelConfig
+from engine.similarity import ssim
+from model_executor.models.base import Family
+from model_executor.models.vae_region import CELLS_PER_TOKEN, WORTH, Region, RegionDecoder, times
+from model_executor.resident import ResidentModels
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "person.png"
+GRID = (16, 16)
+
+
+def make_vae(**changes: object) -> AutoencoderKL:
+    """Of random weights; as FLUX.1's with attention, three layers an up block and groups of several channels."""
+    settings: dict[str, object] = {
+        "block_out_channels": (8, 16, 32, 32),
+        "down_block_types": ("DownEncoderBlock2D",) * 4,
+        "up_block_types": ("UpDecoderBlock2D",) * 4,
+        "layers_per_block": 2,
+        "latent_channels": 16,
+        "norm_num_groups": 4,
+        "use_quant_conv": False,
+        "use_post_quant_conv": False,
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return AutoencoderKL(**{**settings, **changes}).eval()  # type: ignore[arg-type]
+
+
+def family(path: str) -> Family:
+    models = ResidentModels.open([ModelConfig(model=path, served_model_name="m", dtype="float32")])
+    models.load_all()
+    return models.families["m"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_checkpoint: Path) -> Family:
+    return family(str(tiny_checkpoint))
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Family:
+    return family(EMBEDDED_MODEL)
+
+
+def noise(rows: int, columns: int, seed: int = 0) -> Tensor:
+    return torch.randn(1, 16, rows, columns, generator=torch.Generator().manual_seed(seed))
+
+
+def tokens(box: tuple[int, int, int, int], columns: int) -> Tensor:
+    left, top, right, bottom = box
+    return torch.tensor([y * columns + x for y in range(top, bottom) for x in range(left, right)])
+
+
+# ------------------------------------------------------------------------------------------------------- the whole
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"mid_block_add_attention": False, "layers_per_block": 1},
+        {"use_post_quant_conv": True},
+        {
+            "block_out_channels": (8, 16),
+            "down_block_types": ("DownEncoderBlock2D",) * 2,
+            "up_block_types": ("UpDecoderBlock2D",) * 2,
+        },
+    ],
+)
+@pytest.mark.parametrize("size", [(4, 4), (10, 6)])
+@torch.inference_mode()
+def test_whole_equals_diffusers(changes: dict[str, object], size: tuple[int, int]) -> None:
+    vae = make_vae(**changes)
+    latents = noise(*size)
+    torch.testing.assert_close(RegionDecoder(vae).decode(latents), vae.decode(latents).sample, rtol=1e-4, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_whole_in_bfloat16_is_as_close_as_diffusers_is() -> None:
+    """To the same weights' float32 picture."""
+    vae = make_vae().to(torch.bfloat16)
+    latents = noise(8, 8).to(torch.bfloat16)
+    ours, theirs = RegionDecoder(vae).decode(latents), vae.decode(latents).sample
+    exact = vae.float().decode(latents.float()).sample
+    assert (ours - exact).abs().mean() <= 1.1 * (theirs - exact).abs().mean()
+
+
+# ------------------------------------------------------------------------------------------------------ the region
+
+
+@st.composite
+def boxes(draw: st.DrawFn) -> tuple[tuple[int, int, int, int], tuple[int, int]]:
+    rows, columns = draw(st.integers(1, 20)), draw(st.integers(1, 20))
+    left, top = draw(st.integers(0, columns - 1)), draw(st.integers(0, rows - 1))
+    return (left, top, draw(st.integers(left + 1, columns)), draw(st.integers(top + 1, rows))), (rows, columns)
+
+
+@given(boxes(), st.integers(0, 5))
+def test_cut_and_trim_name_the_same_pixels(boxed: tuple[tuple[int, int, int, int], tuple[int, int]], halo: int) -> None:
+    """A map of its own coordinates, enlarged as the last two up blocks do it."""
+    box, grid = boxed
+    region = Region.around(box, grid, halo)
+    if not region.outside.any():
+        return
+    rows, columns = (CELLS_PER_TOKEN * side for side in grid)
+    whole = torch.arange(rows * columns, dtype=torch.float32).view(1, 1, rows, columns)
+    crop, _ = region.cut(whole, 1).parts
+    left, top, right, bottom = times(box, 16)
+    expected = nn.functional.interpolate(whole, scale_factor=4.0)[:, :, top:bottom, left:right]
+    assert torch.equal(region.trim(nn.functional.interpolate(crop, scale_factor=4.0)), expected)
+
+
+@given(boxes())
+def test_a_region_costs_what_it_says(boxed: tuple[tuple[int, int, int, int], tuple[int, int]]) -> None:
+    box, grid = boxed
+    region = Region.around(box, grid, 2)
+    if not region.outside.any():
+        return
+    whole = torch.zeros(1, 1, CELLS_PER_TOKEN * grid[0], CELLS_PER_TOKEN * grid[1])
+    assert sum(part.numel() for part in region.cut(whole, 1).parts) / whole.numel() == pytest.approx(region.work)
+
+
+@given(boxes())
+def test_statistics_weigh_every_cell_once(boxed: tuple[tuple[int, int, int, int], tuple[int, int]]) -> None:
+    """A map of one value inside the crop and another outside has exactly known moments."""
+    box, grid = boxed
+    region = Region.around(box, grid, 2)
+    if not region.outside.any():
+        return
+    whole = torch.full((1, 4, CELLS_PER_TOKEN * grid[0], CELLS_PER_TOKEN * grid[1]), 3.0)
+    left, top, right, bottom = region.crop
+    whole[:, :, top:bottom, left:right] = -1.0
+    maps = region.cut(whole, 2)
+    assert maps.estimate is not None
+    mean, variance = maps.estimate.statistics(*maps.parts, 2)
+    expected = torch.var_mean(whole, correction=0)
+    torch.testing.assert_close(mean, expected[1].expand(4), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(variance, expected[0].expand(4), rtol=1e-3, atol=1e-3)
+
+
+def test_weights_correct_what_the_mosaic_happened_to_see() -> None:
+    """Means of maps with a slope are met better than by the plain mean of the mosaic."""
+    generator = torch.Generator().manual_seed(0)
+    region = Region.around((1, 1, 5, 4), GRID, 2)
+    slope = torch.linspace(-1, 1, 64)
+    worse = []
+    for _ in range(20):
+        a, b = torch.randn(2, 4, 1, 1, generator=generator)
+        whole = (a * slope + b * slope[:, None] + 0.1 * torch.randn(4, 64, 64, generator=generator))[None]
+        maps = region.cut(whole, 4)
+        assert maps.estimate is not None
+        plain = replace(maps.estimate, weights=region.outside / region.outside.sum())
+        exact = whole.mean((0, 2, 3))
+        errors = [(e.statistics(*maps.parts, 4)[0] - exact).abs().sum() for e in (maps.estimate, plain)]
+        worse.append(errors[0] > 0.5 * errors[1])
+    assert sum(worse) <= 2
+
+
+@torch.inference_mode()
+def edited_example(embedded: Family, box: tuple[int, int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
+    """(template, its latents with those of the upside-down picture inside the box, active tokens)."""
+    template = torch.from_numpy(np.asarray(Image.open(EXAMPLE).convert("RGB").resize((256, 256))).copy())
+    active = tokens(box, GRID[1])
+    latents = embedded.encode_template(template)
+    latents[active] = embedded.encode_template(template.flip(0))[active]
+    return template, latents, active
+
+
+@pytest.mark.parametrize("box", [(6, 5, 9, 9), (0, 0, 4, 4), (12, 2, 16, 14), (4, 4, 11, 10)])
+@torch.inference_mode()
+def test_region_is_close_to_the_whole(embedded: Family, box: tuple[int, int, int, int]) -> None:
+    template, latents, active = edited_example(embedded, box)
+    pixels, (left, top, right, bottom) = embedded.decode_region(latents, template, active, 256, 256)
+    assert (left, top, right, bottom) == times(box, 16)
+    whole = embedded.decode(latents, 256, 256)[top:bottom, left:right]
+    difference = (pixels.int() - whole.int()).abs()
+    assert 0 < difference.float().mean() < 3  # not 0: else this would not be the region's own path
+    assert difference.max() <= 24
+    assert ssim(pixels.numpy(), whole.numpy()) > 0.985
+
+
+@torch.inference_mode()
+def test_region_comes_from_its_own_request_alone(embedded: Family) -> None:
+    template, latents, active = edited_example(embedded, (6, 5, 9, 9))
+    first, _ = embedded.decode_region(latents, template, active, 256, 256)
+    for box in ((0, 0, 4, 4), (4, 4, 11, 10), (0, 0, 16, 16)):
+        other = edited_example(embedded, box)
+        embedded.decode_region(other[1], other[0], other[2], 256, 256)
+    embedded.decode(latents, 256, 256)
+    again, _ = embedded.decode_region(latents.clone(), template, active, 256, 256)
+    assert torch.equal(first, again)
+
+
+@pytest.mark.parametrize("box", [(0, 0, 16, 16), (1, 0, 16, 16), (2, 2, 15, 14)])
+@torch.inference_mode()
+def test_where_a_crop_saves_nothing_the_whole_is_decoded(embedded: Family, box: tuple[int, int, int, int]) -> None:
+    template, latents, active = edited_example(embedded, box)
+    pixels, (left, top, right, bottom) = embedded.decode_region(latents, template, active, 256, 256)
+    assert torch.equal(pixels, embedded.decode(latents, 256, 256)[top:bottom, left:right])
+
+
+@pytest.mark.parametrize("size", [(16, 16), (16, 160), (96, 64), (208, 176)])
+@torch.inference_mode()
+def test_every_size_and_corner_has_its_box(tiny: Family, size: tuple[int, int]) -> None:
+    width, height = size
+    rows, columns = tiny.grid(width, height)
+    latents = torch.randn(rows * columns, 64, generator=torch.Generator().manual_seed(1))
+    template = torch.zeros(height, width, 3, dtype=torch.uint8)
+    whole = tiny.decode(latents, width, height).int()
+    for token in (0, columns - 1, rows * columns - 1):
+        pixels, (left, top, right, bottom) = tiny.decode_region(latents, template, torch.tensor([token]), width, height)
+        assert (left, top) == (token % columns * 16, token // columns * 16)
+        assert pixels.shape == (bottom - top, right - left, 3) == (16, 16, 3)
+        assert (pixels.int() - whole[top:bottom, left:right]).abs().float().mean() < 12
+
+
+@torch.inference_mode()
+def test_two_resolutions_are_too_few_to_crop() -> None:
+    two = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+    decoder = RegionDecoder(make_vae(block_out_channels=(8, 16), **two))
+    assert decoder.region((0, 0, 1, 1), (64, 64)) is None
+
+
+def test_a_region_is_taken_only_where_it_saves_work() -> None:
+    decoder = RegionDecoder(make_vae())
+    regions = [decoder.region((0, 0, side, side), GRID) for side in range(1, 17)]
+    assert [region is None for region in regions] == sorted(region is None for region in regions)
+    assert regions[3] is not None
+    assert max(region.work for region in regions if region) <= WORTH
