@@ -1,7 +1,8 @@
 """Edits per second of the server under concurrent clients, against a loop over diffusers' FluxFillPipeline.
 
-Same checkpoint, steps, dtype and threads. The server computes every token too, unless told otherwise. Both are loaded and warm before anything is measured, and take turns in
-rounds, so that a machine that slows down slows both; while one works the other waits.
+Same checkpoint, steps, dtype and threads. The server computes every token too, unless told otherwise. Both are loaded
+and warm before anything is measured, and take turns in rounds, so that a machine that slows down slows both; while one
+works the other waits.
 """
 
 from __future__ import annotations
