@@ -169,6 +169,7 @@ def test_one_key_twice_is_loaded_once(make: Maker, tiers: list[tuple[Tier, int]]
     cache = make(*tiers, disk=True)
     cache.disk = {"a"}
     assert cache.reserve("a", "a")
+    assert cache.manager.tier_of("a") == "disk"
     assert cache.carry_out()[0] == ("a", "disk", "host")
     assert cache.states("a") == ["ready"]
     assert cache.manager.stats().hits["disk"] == 2
