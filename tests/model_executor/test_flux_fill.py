@@ -18,8 +18,10 @@ from core.config import ModelConfig
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages import (
     BatchResult,
+    PageCopied,
     StepPlan,
 )
+from model_executor.page_store import PageStore
 from model_executor.resident import ResidentModels
 from model_executor.runner import Runner
 from model_executor.tensor_store import TensorStore
@@ -42,7 +44,9 @@ class Rig:
         models = ResidentModels.open([ModelConfig(model=str(checkpoint), served_model_name="tiny", dtype="float32")])
         models.load_all()
         self.store = TensorStore(0, models.device, arena)
-        self.runner = Runner(0, models.families, self.store, arena)
+        copied: list[PageCopied] = []
+        self.pages = PageStore(models.device, arena, None, copied.append)
+        self.runner = Runner(0, models.families, self.store, arena, self.pages)
         self.family = models.families["tiny"]
         self.pipeline = FluxFillPipeline.from_pretrained(checkpoint)
         self.pipeline.set_progress_bar_config(disable=True)
@@ -90,8 +94,10 @@ def arena() -> Iterator[Arena]:
 
 
 @pytest.fixture(scope="module")
-def rig(tiny_checkpoint: Path, arena: Arena) -> Rig:
-    return Rig(tiny_checkpoint, arena)
+def rig(tiny_checkpoint: Path, arena: Arena) -> Iterator[Rig]:
+    rig = Rig(tiny_checkpoint, arena)
+    yield rig
+    rig.pages.close()
 
 
 def assert_same(ours: npt.NDArray[np.uint8], theirs: npt.NDArray[np.uint8]) -> None:
@@ -122,6 +128,7 @@ def test_plain_schedule_without_guidance_equals_the_pipeline(tmp_path: Path, are
     rig = Rig(make_flux_fill(tmp_path / "plain", seed=1, scheduler={"shift": 3.0}), arena)
     edit = rig.edit("plain", seed=9, steps=5, size=(96, 64), prompt="")
     assert_same(rig.run(edit), rig.expected(edit))
+    rig.pages.close()
 
 
 def test_batch_of_others_at_different_steps_changes_nothing(rig: Rig) -> None:
@@ -187,3 +194,56 @@ def test_out_of_memory_is_named(rig: Rig) -> None:
     assert failure is not None
     assert failure.kind == "out_of_memory"
     rig.store.free(edit.key("", ""))
+
+
+def templates() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.from_numpy(picture(7, (96, 64))), torch.zeros(64, 96, dtype=torch.uint8)
+
+
+@torch.inference_mode()
+def test_template_latents_are_the_posterior_mode(rig: Rig) -> None:
+    """Scaled and packed as FluxFillPipeline does with what it samples."""
+    template, _ = templates()
+    vae = rig.pipeline.vae
+    mode = vae.encode(
+        rig.pipeline.image_processor.preprocess(template.permute(2, 0, 1)[None] / 255.0)
+    ).latent_dist.mode()
+    scaled = (mode - vae.config.shift_factor) * vae.config.scaling_factor
+    expected = rig.pipeline._pack_latents(scaled, 1, 16, 8, 12)[0]
+    torch.testing.assert_close(rig.family.encode_template(template), expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_priming_noise_comes_from_the_content_alone(rig: Rig) -> None:
+    """Between clean latents and noise in a straight line; the noise does not depend on the picture or the level."""
+    clean = rig.family.encode_template(templates()[0])
+    one, half, other = "3f" * 32, torch.tensor(0.5), "40" * 32
+    noise = rig.family.prime_inputs(torch.zeros_like(clean), one, torch.tensor(1.0))[0]
+    assert torch.equal(rig.family.prime_inputs(clean, one, torch.tensor(0.0))[0], clean)
+    assert torch.equal(rig.family.prime_inputs(clean, one, torch.tensor(1.0))[0], noise)
+    torch.testing.assert_close(rig.family.prime_inputs(clean, one, half)[0], 0.5 * clean + 0.5 * noise)
+    assert not torch.equal(rig.family.prime_inputs(clean, other, torch.tensor(1.0))[0], noise)
+    assert abs(float(noise.mean())) < 0.1
+    assert abs(float(noise.std()) - 1.0) < 0.1
+
+
+@torch.inference_mode()
+def test_priming_condition_is_that_of_an_image_with_nothing_masked(rig: Rig) -> None:
+    """As the pipeline's for an empty mask, but the posterior's mode in place of a sample."""
+    template, empty = templates()
+    clean = rig.family.encode_template(template)
+    _, condition = rig.family.prime_inputs(clean, "00" * 32, torch.tensor(0.25))
+    sampled = rig.family.encode_image(template, empty, seed=0, num_inference_steps=1, num_denoising_steps=1).condition
+    assert torch.equal(condition[:, :64], clean)
+    assert torch.equal(condition[:, 64:], sampled[:, 64:])
+
+
+@torch.inference_mode()
+def test_naming_the_active_tokens_changes_nothing_of_theirs(rig: Rig) -> None:
+    template, mask = templates()[0], torch.from_numpy(box_mask((96, 64)))
+    active = torch.tensor([8, 9, 14])
+    settings = {"seed": 5, "num_inference_steps": 4, "num_denoising_steps": 4}
+    every, some = (rig.family.encode_image(template, mask, **settings, active=a) for a in (None, active))
+    assert torch.equal(every.condition[active], some.condition[active])
+    assert torch.equal(every.latents, some.latents)
+    assert torch.equal(every.sigmas, some.sigmas)
