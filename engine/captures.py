@@ -34,7 +34,7 @@ class Captures:
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
-        self._num_in_flight = 0
+        self._num_in_flight = 0  # background tasks begun and not over
 
     async def keep(self, image: ComposedImage, model: ModelInfo, owner: str, *, is_base64: bool) -> str | None:
         """The id of the template that `image` becomes; None where the server's flags leave no use for it."""
@@ -56,6 +56,7 @@ class Captures:
         )
         self._engine.keep_template(template)
         if self._num_in_flight < MAX_IN_FLIGHT:
+            self._num_in_flight += 1
             self._engine.run_in_background(self._prime(template, model))
         return template.id
 
@@ -68,7 +69,6 @@ class Captures:
     async def _prime(self, template: Template, model: ModelInfo) -> None:
         """Its failure hurts nobody: the first edit of the template primes it then."""
         session = TemplateSession(self._engine, f"capture-{template.id}", template.upload, model, is_idle_work=True)
-        self._num_in_flight += 1
         try:
             with self._engine.hold(session):
                 await self._prime_session(session, template)

@@ -120,7 +120,7 @@ def test_a_generation_can_be_edited_at_once(client: openai.OpenAI) -> None:
     assert by_id == by_image
 
 
-def test_engine_stats(client: openai.OpenAI) -> None:
+def test_engine_stats_and_metrics(client: openai.OpenAI, server: ServerProcess) -> None:
     template = register(client, PHOTO)
     edit(client, [], template_id=template["id"])
     stats = client.get("/engine/stats", cast_to=httpx.Response).json()
@@ -131,6 +131,12 @@ def test_engine_stats(client: openai.OpenAI) -> None:
     assert 0 < cache["hit_ratio"] <= 1
     assert stats["load"]["prime_chunks"] > 0
     assert stats["load"]["tokens_skipped"] > 0
+    lines = [line.rsplit(" ", 1) for line in httpx.get(f"{server.url}/metrics").text.splitlines()]
+    metrics = {name: float(value) for name, value in lines if name.startswith("stencil:")}
+    assert metrics['stencil:cache_hits_total{tier="host"}'] == cache["hits"]["host"] > 0
+    assert metrics['stencil:cache_used_bytes{tier="host"}'] == cache["used_bytes"]["host"]
+    assert metrics["stencil:tokens_skipped_total"] == stats["load"]["tokens_skipped"]
+    assert metrics['stencil:request_cache_result_total{model_name="tiny/fill",result="hit"}'] >= 1
 
 
 # --------------------------------------------------------------------------------------------------- in this process
@@ -247,6 +253,22 @@ async def test_an_exact_edit_leaves_a_primed_template_of_its_result(engine: Asyn
     assert await cache_result(engine, f"id-{is_base64}", by_id) == "hit"
     engine.delete_template(template_id, "me")
     assert await cache_result(engine, f"gone-{is_base64}", small_edit(file)) == "miss"
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_registration_given_up_at_any_moment_leaves_nothing(engine: AsyncEngine) -> None:
+    image = photo_file(50)
+    for index, delay in enumerate((0.0, 0.005, 0.02, 0.05)):
+        task = asyncio.create_task(register_file(engine, f"given-up-{index}", image, owner="nobody"))
+        await asyncio.sleep(delay)
+        if task.cancel():
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        else:
+            engine.delete_template(task.result().id, "nobody")
+        await all_is_given_back(engine)
+    assert (await register_file(engine, "kept", image)).primed
+    assert await cache_result(engine, "edit", small_edit(image)) == "hit"
 
 
 @pytest.mark.asyncio(loop_scope="module")
