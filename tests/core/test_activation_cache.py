@@ -449,6 +449,17 @@ def test_device_entries_used_twice_go_down_tier_by_tier(make: Maker) -> None:
     assert cache.manager.stats().entries == {"device": 1, "host": 1}
 
 
+def test_a_copy_to_the_host_that_fails_gives_its_place_back(make: Maker) -> None:
+    cache = make(("device", 1), ("host", 1), disk=True)
+    cache.use("a")
+    assert cache.reserve("a")
+    cache.take()
+    cache.finish(cache.in_flight[0], ok=False)
+    assert cache.take() is None
+    assert cache.states("a") == ["ready"]
+    assert cache.manager.stats().used_bytes == {"device": 640, "host": 0}
+
+
 def test_eviction_from_the_device_is_a_mere_drop(make: Maker) -> None:
     cache = make(("device", 1), ("host", 2))
     cache.use("a")
