@@ -9,7 +9,7 @@ TYPED := core engine model_executor entrypoints benchmarks tools
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint types format wheel train-embedded bench-throughput bench-startup bench-responsiveness bench-cache bench-quality bench-cost-model bench-block-plan calibrate clean
+.PHONY: help serve test lint types format wheel train-embedded bench-throughput bench-startup bench-responsiveness bench-vae bench-cache bench-quality bench-cost-model bench-block-plan calibrate clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 24
@@ -46,6 +46,9 @@ bench-startup: $(DEV)  ## Time to alive and ready, memory, latency of a lone edi
 
 bench-responsiveness: $(DEV)  ## Latency of /health while 12-megapixel edits pass through
 	$(BIN)/python -m benchmarks.responsiveness $(ARGS)
+
+bench-vae: $(DEV)  ## Decoding the region of an edit against the whole picture: time and error by mask ratio
+	$(BIN)/python -m benchmarks.vae_region $(ARGS)
 
 bench-cache: $(DEV)  ## Cost of the cache manager's bookkeeping, and its hit ratio against LRU and the optimum
 	$(BIN)/python -m benchmarks.cache_policy $(ARGS)

@@ -35,7 +35,7 @@ CELLS_PER_TOKEN = 4
 RIDGE = 0.5
 """Of the tiles' weights: how little they differ, for how well the moments are met."""
 
-WORTH = 0.8
+WORTH = 0.7
 """Largest share of the picture's cells that may be computed; beyond it everything is, in the same time."""
 
 
