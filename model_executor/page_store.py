@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from core.errors import PagesLostError
-from core.handles import ArrayRef, EntryRef
+from core.handles import ArrayRef, EntryRef, Tier
 from core.messages import PageCopied, PageCopy
 from model_executor.tensor_store import SharedMemory
 
@@ -48,12 +48,13 @@ class Files(Protocol):
 
 @dataclass(slots=True)
 class _Load:
-    """A copy towards a faster tier. Guarded by the store's condition.
+    """A copy to `target`, the faster tier. Guarded by the store's condition.
 
     first_block: where it goes on. arrived: blocks that are there. events: of each of these, where a device still has to
     wait for it.
     """
 
+    target: Tier
     first_block: int = 0
     arrived: set[int] = field(default_factory=set)
     events: dict[int, torch.cuda.Event] = field(default_factory=dict)
@@ -102,14 +103,16 @@ class PageStore:
         """An entry to read, uint8 [nbytes]: shared memory itself, or the device's tensor.
 
         Of an entry that is still loading only the blocks may be read that `wait_block` has returned for. KeyError for
-        a device entry that is not here, which is a bug of whoever planned it.
+        a device entry that is not here, which is a bug of whoever planned it; PagesLostError for one whose load failed.
         """
         if ref.host is not None:
             return torch.from_numpy(self._host(ref.host))
-        try:
-            return self._tensors[ref.key]
-        except KeyError:
-            raise KeyError(f"rank {self._rank} holds no pages {ref.key} in device memory") from None
+        tensor = self._tensors.get(ref.key)
+        if tensor is None and ref.key in self._loads:
+            raise PagesLostError(f"pages {ref.key} did not arrive")
+        if tensor is None:
+            raise KeyError(f"rank {self._rank} holds no pages {ref.key} in device memory")
+        return tensor
 
     def create(self, ref: EntryRef) -> Tensor:
         """An entry to write, uint8 [nbytes] of undefined content; whoever fills an entry gets it from here.
@@ -127,7 +130,7 @@ class PageStore:
 
         Never raises for what is lacking: PageCopied then says that it is not ok.
         """
-        load = self._expect(copy.key) if copy.source != "device" and copy.target != "disk" else None
+        load = self._expect(copy) if copy.source != "device" and copy.target != "disk" else None
         if copy.target == "device":
             self._make_target(copy)
         ready = self._streamer.ready() if self._streamer is not None else None
@@ -178,11 +181,14 @@ class PageStore:
     def _host(self, ref: ArrayRef) -> Bytes:
         return self._pages.view(ref)  # type: ignore[return-value]  # an entry's handle says uint8
 
-    def _expect(self, key: str) -> _Load:
-        """Another load of this entry is under way; earlier ones that failed no longer count."""
+    def _expect(self, copy: PageCopy) -> _Load:
+        """Another load of this entry is under way. Earlier ones to the same tier that failed no longer count; one to
+        the host does, for a copy that goes on from there."""
         with self._changed:
-            loads = [load for load in self._loads.get(key, ()) if not load.has_failed]
-            self._loads[key] = [*loads, load := _Load()]
+            loads = [
+                load for load in self._loads.get(copy.key, ()) if not load.has_failed or load.target != copy.target
+            ]
+            self._loads[copy.key] = [*loads, load := _Load(copy.target)]
         return load
 
     def _make_target(self, copy: PageCopy) -> None:
@@ -223,7 +229,8 @@ class PageStore:
     def _follows_failure(self, job: _Job) -> bool:
         """Whether what this copy reads did not arrive."""
         with self._changed:
-            return any(load.has_failed for load in self._loads.get(job.copy.key, ()))
+            loads = self._loads.get(job.copy.key, ())
+            return job.copy.source == "host" and any(load.has_failed and load.target == "host" for load in loads)
 
     def _move(self, job: _Job) -> bool:
         copy = job.copy
@@ -291,6 +298,8 @@ class PageStore:
             return
         with self._changed:
             job.load.has_failed = not is_ok
+            if not is_ok and job.copy.target == "device":
+                self._tensors.pop(job.copy.key, None)
             loads = self._loads.get(job.copy.key, [])
             if is_ok and job.load in loads:
                 loads.remove(job.load)

@@ -270,6 +270,25 @@ def test_what_follows_a_failed_load_fails_too(bench: Bench) -> None:
     assert not bench.next_done("a", "host", "device")
 
 
+@pytest.mark.parametrize("target", ["device", "disk"])
+def test_what_did_not_arrive_is_not_copied_on_later(bench: Bench, target: Tier) -> None:
+    host = bench.host_ref()
+    assert not bench.copy("a", "disk", "host", host.host)
+    assert not bench.copy("a", "host", target, host.host)
+    bench.store.create(host).copy_(content())
+    assert bench.copy("a", "host", target, host.host)
+
+
+def test_a_device_that_had_no_room_may_have_some_later(bench: Bench) -> None:
+    host = bench.host_ref()
+    bench.store.start(PageCopy("a", 1 << 60, BLOCK, "host", "device", host.host))
+    assert not bench.done.get(timeout=PATIENCE).ok
+    with pytest.raises(PagesLostError):
+        bench.store.entry(EntryRef("a", NBYTES, None))
+    assert bench.copy("a", "host", "device", host.host)
+    bench.store.wait_block("a", 0)
+
+
 def test_a_load_that_is_tried_again_counts_anew(bench: Bench, files: GatedFiles) -> None:
     host = bench.host_ref()
     assert not bench.copy("a", "disk", "host", host.host)
