@@ -85,6 +85,8 @@ def _page_arena(config: EngineConfig) -> Arena:
 async def _run_engine(config: EngineConfig, executor: Executor, link: _Link) -> None:
     models = await executor.ready()
     scheduler = StepScheduler(config.scheduler, models, config.workers_per_engine, cache=config.cache)
+    for sample in executor.cost_samples:
+        scheduler.cost.observe(scheduler.cost_key(sample.model, sample.stage), sample.work, sample.seconds)
     core = EngineCore(scheduler, executor, link.emit)
     link.emit(EngineReady(models=tuple(models.values())))
     async with asyncio.TaskGroup() as tasks:

@@ -61,9 +61,10 @@ def probe(family: Family, info: ModelInfo, budget_seconds: float) -> list[CostSa
     ends = time.monotonic() + budget_seconds
     samples: list[CostSample] = []
     for stage, work, batch in Batches(family, info).all():
-        seconds = _time(batch, ends, _expected(samples, stage, work))
-        if seconds is not None:
-            samples.append(CostSample(ModelKey(info.name, _COMPONENTS[stage]), stage, work, seconds))
+        with suppress(torch.OutOfMemoryError):  # then there is no such batch to schedule either
+            seconds = _time(batch, ends, _expected(samples, stage, work))
+            if seconds is not None:
+                samples.append(CostSample(ModelKey(info.name, _COMPONENTS[stage]), stage, work, seconds))
     return samples
 
 

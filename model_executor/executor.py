@@ -18,6 +18,7 @@ from core.failure import Failure
 from core.ipc.process import ChildProcess, spawn
 from core.ipc.ring import Channel, PeerClosedError
 from core.messages import (
+    CostSample,
     FromWorker,
     ModelInfo,
     Shutdown,
@@ -45,6 +46,7 @@ class Executor:
         self, config: EngineConfig, arena_id: int, arena_fd: int, page_arena_id: int, page_arena_fd: int
     ) -> None:
         """arena: pictures and tensors on their way. page arena: the host tier of the activation cache."""
+        self.cost_samples: tuple[CostSample, ...] = ()  # what the workers measured; known once they are ready
         self._config = config
         self._arena_ids = arena_id, page_arena_id
         self._arena_fds = arena_fd, page_arena_fd
@@ -76,6 +78,7 @@ class Executor:
             match message:
                 case WorkerReady():
                     models |= {info.name: info for info in message.models}
+                    self.cost_samples += message.samples
                 case WorkerFailed():
                     raise message.failure.to_error()
                 case _:

@@ -70,6 +70,7 @@ def _start(settings: WorkerConfig, link: EngineLink, arena: Arena, page_arena: A
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(num_threads)
     # diffusers' import makes the folder that this names, and by default one that stays behind; nothing is compiled.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
+    from model_executor.cost_probe import known_or_probed
     from model_executor.page_store import PageStore
     from model_executor.resident import ResidentModels, quiet_libraries, set_threads
     from model_executor.runner import Runner
@@ -81,6 +82,9 @@ def _start(settings: WorkerConfig, link: EngineLink, arena: Arena, page_arena: A
     models.load_all()
     models.warm_up()
     ready = models.ready(settings.rank)
+    if settings.rank == 0:  # the others would only disturb its measurements
+        samples = known_or_probed(models.families, ready.models, user_cache_folder(os.environ))
+        ready = msgspec.structs.replace(ready, samples=samples)
     store = TensorStore(settings.rank, models.device, arena)
     pages = PageStore(models.device, page_arena, _page_files(settings.cache), link.report, settings.rank)
     runner = Runner(settings.rank, models.families, store, arena, pages)

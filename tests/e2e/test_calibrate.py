@@ -13,6 +13,8 @@ from core.calibration import Calibration
 from entrypoints.calibrate import UNSAFE, main
 from entrypoints.image_engine import ImageEngine
 
+pytestmark = pytest.mark.slow  # four engines start
+
 FLAGS = ("--prompt", "p", "--num-edits", "3", "--steps", "4", "--dtype", "float32")
 
 
