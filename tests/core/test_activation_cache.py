@@ -207,6 +207,14 @@ def test_what_came_again_goes_after_what_came_once(make: Maker) -> None:
     assert cache.states("again", *"abcd") == ["ready", "absent", "absent", "ready", "ready"]
 
 
+def test_what_came_again_goes_too_when_nothing_else_is_left(make: Maker) -> None:
+    cache = make(("host", 3))
+    for key in "aabb":
+        cache.use(key)
+    cache.use("c", "d", "e")
+    assert cache.states(*"abcde") == ["absent", "absent", "ready", "ready", "ready"]
+
+
 def test_old_favourites_leave(make: Maker) -> None:
     """Four fifths of five places are for what came again; a fifth such entry makes the oldest one as any other."""
     cache = make(("host", 5))
