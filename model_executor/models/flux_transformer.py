@@ -43,7 +43,7 @@ class FluxTransformer:
         double, single = self.module.transformer_blocks, self.module.single_transformer_blocks
         self._blocks: list[_Block] = [_DoubleBlock(block, self._linear) for block in double]
         self._blocks += [_SingleBlock(block, self._linear) for block in single]
-        self._out_modulation = _Modulation([self.module.norm_out.linear], self._linear)
+        self._out_modulation = _Modulation([self.module.norm_out], self._linear)
         self._grid_rotary = lru_cache(maxsize=CACHED_GRIDS)(self._make_grid_rotary)
 
     @property
@@ -171,9 +171,10 @@ class FluxTransformer:
 
 
 class _Source(Protocol):
-    """Where the keys and values of a request's image tokens come from. num_tokens: all of them."""
+    """Where the keys and values of a request's image tokens come from; num_tokens counts them."""
 
-    num_tokens: int
+    @property
+    def num_tokens(self) -> int: ...
 
     def place(self, number: int, fresh: Tensor, out: Tensor) -> None:
         """Keys and values of all image tokens in block `number` into `out`, [2, heads, image tokens, head dim]. fresh:
@@ -253,7 +254,7 @@ class _Stream:
         if all(tokens is None for tokens in image_tokens):
             return
         text, image = self.packing.joint_text, self.packing.joint_image
-        rows = [_rows_of(*spans, tokens) for *spans, tokens in zip(text, image, image_tokens, strict=True)]
+        rows = [_rows_of(*where) for where in zip(text, image, image_tokens, strict=True)]
         chosen = torch.cat(rows).to(self.hidden.device)
         lengths = [stop - start for start, stop in text]
         self.packing = Packing.of(lengths, [len(r) - length for r, length in zip(rows, lengths, strict=True)])
@@ -278,12 +279,14 @@ class _Modulation:
     give the bits of a pass over all.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], linear: Linear) -> None:
-        self._group = LinearGroup(layers, linear)
+    def __init__(self, norms: Sequence[Any], linear: Linear) -> None:
+        """norms: diffusers' adaptive norms that read the same conditioning."""
+        self._group = LinearGroup([norm.linear for norm in norms], linear)
 
     def __call__(self, conditioning: Tensor) -> Sequence[Tensor]:
         """conditioning: [requests, hidden] -> parts of [requests, hidden], layer after layer."""
-        return self._group(conditioning).split(conditioning.shape[1], dim=1)
+        parts: Sequence[Tensor] = self._group(conditioning).split(conditioning.shape[1], dim=1)
+        return parts
 
 
 class _Block:
@@ -293,7 +296,7 @@ class _Block:
         """norms: those whose modulation is computed from the conditioning; the image tokens' first one leads."""
         attn = block.attn
         self._linear = linear
-        self._modulation = _Modulation([norm.linear for norm in norms], linear)
+        self._modulation = _Modulation(norms, linear)
         self._head_dim = attn.head_dim
         self._norm_eps = norms[0].norm.eps
         self._qk_eps = attn.norm_q.eps
