@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from core.config import EMBEDDED_MODEL, ModelConfig
 from engine.similarity import ssim
 from model_executor.models.base import Family
 from model_executor.models.vae_region import CELLS_PER_TOKEN, WORTH, Region, RegionDecoder, times
-from model_executor.resident import ResidentModels
+from model_executor.resident import ResidentModels, keep_freed_memory
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "person.png"
 GRID = (16, 16)
@@ -98,6 +100,18 @@ def test_whole_in_bfloat16_is_as_close_as_diffusers_is() -> None:
     ours, theirs = RegionDecoder(vae).decode(latents), vae.decode(latents).sample
     exact = vae.float().decode(latents.float()).sample
     assert (ours - exact).abs().mean() <= 1.1 * (theirs - exact).abs().mean()
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the setting is glibc's")
+@torch.inference_mode()
+def test_a_warm_decoder_asks_the_system_for_no_memory(embedded: Family) -> None:
+    latents = torch.zeros(256, 64)
+    keep_freed_memory()
+    embedded.decode(latents, 256, 256)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(3):
+        embedded.decode(latents, 256, 256)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 3 * 1000  # of 5000 each
 
 
 # ------------------------------------------------------------------------------------------------------ the region
