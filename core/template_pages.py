@@ -162,6 +162,7 @@ class TemplatePages:
 
     def abandon(self) -> None:
         """The workers are gone, and with them whatever was in flight."""
+        self.cache.fail_copies()
         for job in list(self._jobs.values()):
             if job.is_in_flight:
                 self.fail(job)
