@@ -8,7 +8,7 @@ alone; their queries also see the keys and values of the template's other tokens
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol, get_args
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from core.page_scheme import PageDtype, PageLayout
 from model_executor.attention import KeyValueBuffer, attend, head_major, normalise_and_rotate_
-from model_executor.linear import Linear, LinearGroup, best_linear
+from model_executor.linear import PACKED_BYTES, Linear, LinearGroup, best_linear
 from model_executor.models.base import PrimeRow, Row
 from model_executor.pages import Pages, page_of
 from model_executor.ragged import Packing, Span, add_gated_, gather, modulate_
@@ -28,22 +28,26 @@ FLOAT16_MAX = 65504.0
 CACHED_GRIDS = 32
 """Rotary tables kept, one per image size; a table is 8 bytes * tokens * head dim / 2."""
 
+_MakeGroup = Callable[..., LinearGroup]
+"""(*layers) -> their group."""
+
 
 class FluxTransformer:
     """A ragged forward pass. `module` is a diffusers FluxTransformer2DModel; `num_train_timesteps` is its scheduler's.
 
-    Adapters must be in place when it is made: plain layers that read the same input share a weight from then on (see
-    `LinearGroup`).
+    Weights and adapters must be in place when it is made (see `LinearGroup`).
     """
 
-    def __init__(self, module: nn.Module, num_train_timesteps: int, linear: Linear | None = None) -> None:
-        self.module: Any = module
+    def __init__(self, module: Any, num_train_timesteps: int, linear: Linear | None = None) -> None:
+        self.module = module
         self._num_train_timesteps = num_train_timesteps
         self._linear = linear or best_linear()
-        double, single = self.module.transformer_blocks, self.module.single_transformer_blocks
-        self._blocks: list[_Block] = [_DoubleBlock(block, self._linear) for block in double]
-        self._blocks += [_SingleBlock(block, self._linear) for block in single]
-        self._out_modulation = _Modulation([self.module.norm_out], self._linear)
+        self._pack = sum(parameter.nbytes for parameter in module.parameters()) <= PACKED_BYTES
+        self._image_in, self._text_in = self._group(module.x_embedder), self._group(module.context_embedder)
+        self._blocks: list[_Block] = [_DoubleBlock(block, self._group) for block in module.transformer_blocks]
+        self._blocks += [_SingleBlock(block, self._group) for block in module.single_transformer_blocks]
+        self._out_modulation = _Modulation([module.norm_out], self._group)
+        self._image_out = self._group(module.proj_out)
         self._grid_rotary = lru_cache(maxsize=CACHED_GRIDS)(self._make_grid_rotary)
 
     @property
@@ -59,6 +63,9 @@ class FluxTransformer:
         """The shape of this model's pages."""
         heads, head_dim = self.module.config.num_attention_heads, self.module.config.attention_head_dim
         return PageLayout(num_blocks=self.num_blocks, num_heads=heads, head_dim=head_dim, dtype=dtype)
+
+    def _group(self, *layers: nn.Module) -> LinearGroup:
+        return LinearGroup(layers, self._linear, self._pack)
 
     # ------------------------------------------------------------------------------------------------------- passes
 
@@ -109,16 +116,17 @@ class FluxTransformer:
         joint = torch.cat(hidden) if hidden else self._embed(rows, computed, packing)
         longest = max(row.prompt_embeds.shape[0] + row.latents.shape[0] for row in rows)
         heads, head_dim = self.module.config.num_attention_heads, self.module.config.attention_head_dim
+        buffer = KeyValueBuffer(heads, longest, head_dim, joint)
         conditioning = F.silu(torch.cat([self._embedding(row) for row in rows]))
-        return _Stream(joint, packing, rotary, conditioning, sources, KeyValueBuffer(heads, longest, head_dim, joint))
+        return _Stream(joint, packing, rotary, conditioning, sources, buffer, self._linear)
 
     def _embed(self, rows: Sequence[Row | PrimeRow], computed: Sequence[Tensor | None], packing: Packing) -> Tensor:
         """Text and image tokens of all rows, [tokens, hidden]."""
         inputs = [
             _select(torch.cat([row.latents, row.condition], dim=1), t) for row, t in zip(rows, computed, strict=True)
         ]
-        image = self._linear(self.module.x_embedder, torch.cat(inputs))
-        text = self._linear(self.module.context_embedder, torch.cat([row.prompt_embeds for row in rows]))
+        image = self._image_in(torch.cat(inputs))
+        text = self._text_in(torch.cat([row.prompt_embeds for row in rows]))
         return packing.join(text, image)
 
     def _embedding(self, row: Row | PrimeRow) -> Tensor:
@@ -167,7 +175,7 @@ class FluxTransformer:
         """Velocity of all image tokens, [tokens, latent width]."""
         scale, shift = self._out_modulation(stream.conditioning)
         image = _layer_norm(gather(stream.hidden, stream.packing.joint_image), self.module.norm_out.norm.eps)
-        return self._linear(self.module.proj_out, modulate_(image, stream.packing.image, scale, shift))
+        return self._image_out(modulate_(image, stream.packing.image, scale, shift))
 
 
 class _Source(Protocol):
@@ -248,6 +256,7 @@ class _Stream:
     conditioning: Tensor
     sources: Sequence[_Source]
     buffer: KeyValueBuffer
+    linear: Linear
 
     def keep(self, image_tokens: Sequence[Tensor | None]) -> None:
         """Go on with these image tokens of each request, None for all."""
@@ -260,7 +269,7 @@ class _Stream:
         self.packing = Packing.of(lengths, [len(r) - length for r, length in zip(rows, lengths, strict=True)])
         self.hidden, self.rotary = self.hidden[chosen], self.rotary[chosen]
 
-    def attention(self, number: int, qkv: Tensor, linear: Linear) -> Tensor:
+    def attention(self, number: int, qkv: Tensor) -> Tensor:
         """Every request's attention in block `number`. qkv: [tokens, 3, heads, head dim] -> [tokens, hidden]."""
         requests = zip(self.packing.joint_text, self.packing.joint_image, self.sources, strict=True)
         outputs = []
@@ -268,7 +277,7 @@ class _Stream:
             key_value = self.buffer.of(image - start + source.num_tokens)
             key_value[:, :, : image - start] = head_major(qkv[start:image, 1:])
             source.place(number, head_major(qkv[image:stop, 1:]), key_value[:, :, image - start :])
-            outputs.append(attend(qkv[start:stop, 0], key_value, linear))
+            outputs.append(attend(qkv[start:stop, 0], key_value, self.linear))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
@@ -279,9 +288,9 @@ class _Modulation:
     give the bits of a pass over all.
     """
 
-    def __init__(self, norms: Sequence[Any], linear: Linear) -> None:
+    def __init__(self, norms: Sequence[Any], group: _MakeGroup) -> None:
         """norms: diffusers' adaptive norms that read the same conditioning."""
-        self._group = LinearGroup([norm.linear for norm in norms], linear)
+        self._group = group(*(norm.linear for norm in norms))
 
     def __call__(self, conditioning: Tensor) -> Sequence[Tensor]:
         """conditioning: [requests, hidden] -> parts of [requests, hidden], layer after layer."""
@@ -292,16 +301,15 @@ class _Modulation:
 class _Block:
     """What both kinds of block have: modulation, and the image tokens' projections to queries, keys and values."""
 
-    def __init__(self, block: Any, norms: Sequence[Any], linear: Linear) -> None:
+    def __init__(self, block: Any, norms: Sequence[Any], group: _MakeGroup) -> None:
         """norms: those whose modulation is computed from the conditioning; the image tokens' first one leads."""
         attn = block.attn
-        self._linear = linear
-        self._modulation = _Modulation(norms, linear)
+        self._modulation = _Modulation(norms, group)
         self._head_dim = attn.head_dim
         self._norm_eps = norms[0].norm.eps
         self._qk_eps = attn.norm_q.eps
         self._qk_weight = _qk_weight(attn.norm_q, attn.norm_k)
-        self._qkv = LinearGroup([attn.to_q, attn.to_k, attn.to_v], linear)
+        self._qkv = group(attn.to_q, attn.to_k, attn.to_v)
 
     def run(self, stream: _Stream, number: int) -> None:
         """Take the stream through this block, the `number`-th."""
@@ -329,25 +337,25 @@ class _Block:
 class _DoubleBlock(_Block):
     """Text and image tokens have layers of their own and meet in attention."""
 
-    def __init__(self, block: Any, linear: Linear) -> None:
-        super().__init__(block, [block.norm1, block.norm1_context], linear)
+    def __init__(self, block: Any, group: _MakeGroup) -> None:
+        super().__init__(block, [block.norm1, block.norm1_context], group)
         attn = block.attn
         self._text_qk_weight = _qk_weight(attn.norm_added_q, attn.norm_added_k)
-        self._text_qkv = LinearGroup([attn.add_q_proj, attn.add_k_proj, attn.add_v_proj], linear)
-        self._out, self._text_out = attn.to_out[0], attn.to_add_out
-        self._up, self._down = block.ff.net[0].proj, block.ff.net[2]
-        self._text_up, self._text_down = block.ff_context.net[0].proj, block.ff_context.net[2]
+        self._text_qkv = group(attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+        self._out, self._text_out = group(attn.to_out[0]), group(attn.to_add_out)
+        self._up, self._down = group(block.ff.net[0].proj), group(block.ff.net[2])
+        self._text_up, self._text_down = group(block.ff_context.net[0].proj), group(block.ff_context.net[2])
 
     def run(self, stream: _Stream, number: int) -> None:
         parts = self._modulation(stream.conditioning)
         (shift, scale, gate, *mlp), (text_shift, text_scale, text_gate, *text_mlp) = parts[:6], parts[6:]
         text, image = self._normed(stream, (text_shift, text_scale), (shift, scale))
-        attended = stream.attention(number, self._joint_qkv(stream, text, image), self._linear)
+        attended = stream.attention(number, self._joint_qkv(stream, text, image))
         text, image = stream.packing.split(attended)
-        self._add(stream, self._linear(self._text_out, text), text_gate, self._linear(self._out, image), gate)
+        self._add(stream, self._text_out(text), text_gate, self._out(image), gate)
         text, image = self._normed(stream, text_mlp, mlp)
-        text = self._linear(self._text_down, self._linear(self._text_up, text, gelu=True))
-        image = self._linear(self._down, self._linear(self._up, image, gelu=True))
+        text = self._text_down(self._text_up(text, gelu=True))
+        image = self._down(self._up(image, gelu=True))
         self._add(stream, text, text_mlp[2], image, mlp[2])
 
     def _normed(self, stream: _Stream, text: Sequence[Tensor], image: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -377,19 +385,19 @@ class _DoubleBlock(_Block):
 class _SingleBlock(_Block):
     """All tokens share all layers; attention and MLP read the same input."""
 
-    def __init__(self, block: Any, linear: Linear) -> None:
-        super().__init__(block, [block.norm], linear)
-        self._up, self._out = block.proj_mlp, block.proj_out
+    def __init__(self, block: Any, group: _MakeGroup) -> None:
+        super().__init__(block, [block.norm], group)
+        self._up, self._out = group(block.proj_mlp), group(block.proj_out)
 
     def run(self, stream: _Stream, number: int) -> None:
         shift, scale, gate = self._modulation(stream.conditioning)
         joint = stream.packing.joint
         normed = modulate_(_layer_norm(stream.hidden, self._norm_eps), joint, scale, shift)
-        inner = self._linear(self._up, normed, gelu=True)
+        inner = self._up(normed, gelu=True)
         qkv = self._heads(self._qkv(normed), 3)
         normalise_and_rotate_(qkv[:, :2], stream.rotary, self._qk_eps, [(joint, self._qk_weight)])
-        attended = stream.attention(number, qkv, self._linear)
-        out = self._linear(self._out, torch.cat([attended, inner], dim=1))
+        attended = stream.attention(number, qkv)
+        out = self._out(torch.cat([attended, inner], dim=1))
         add_gated_(stream.hidden, joint, out, joint, gate)
         _clip_float16_(stream.hidden)
 
