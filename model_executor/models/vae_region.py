@@ -11,6 +11,11 @@ a sparse mosaic: tiles the size of a token, one for every other token of every o
 through the same layers. Its tiles are weighted so that on the last whole map they have the moments of what they stand
 for (calibration weights, Deville and Sarndal 1992). No value comes from anywhere but the latents: the same latents and
 tokens give the same pixels, always.
+
+SSIM inside the box to the whole decode, 50 edits of the embedded model's: 0.9984 in the mean, 0.9956 at the least, pixel
+values off by 0.6 of 255 in the mean and 9 at most. Without the weights 0.9982; with the statistics of the template's own
+decode 0.988, of the crop alone 0.983, and of latents cut with four pixels around them 0.993. With the true statistics it
+would be 1.0000. `python -m benchmarks.vae_region` gives the figures by mask ratio, beside the time.
 """
 
 from __future__ import annotations
