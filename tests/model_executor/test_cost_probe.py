@@ -1,0 +1,106 @@
+"""The cost probe: every stage is timed within the budget, and what was measured is kept for the next start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from core.config import ModelConfig
+from core.cost_model import CostKey, CostModel, Work
+from core.handles import ModelKey
+from core.messages import CostSample, ModelInfo
+from model_executor.cost_probe import known_or_probed, probe
+from model_executor.models.base import Family
+from model_executor.resident import ResidentModels
+
+TINY = ModelKey("tiny", "transformer")
+PLENTY = 60.0  # seconds
+
+
+@pytest.fixture(scope="module")
+def models(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ResidentModels]:
+    config = ModelConfig(model=str(tiny_checkpoint), served_model_name="tiny", dtype="float32", device="cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        models = ResidentModels.open([config])
+        models.load_all()
+        yield models
+
+
+@pytest.fixture(scope="module")
+def info(models: ResidentModels) -> ModelInfo:
+    (info,) = models.ready(0).models
+    return info
+
+
+@pytest.fixture(scope="module")
+def family(models: ResidentModels) -> Family:
+    return models.families["tiny"]
+
+
+def test_every_stage_is_measured(family: Family, info: ModelInfo) -> None:
+    samples = probe(family, info, PLENTY)
+    assert {(sample.model.component, sample.stage) for sample in samples} == {
+        ("text_encoder", "text_encode"),
+        ("vae", "image_encode"),
+        ("vae", "decode"),
+        ("transformer", "prime"),
+        ("transformer", "denoise"),
+    }
+    assert all(sample.seconds > 0 for sample in samples)
+    denoising = [sample.work for sample in samples if sample.stage == "denoise"]
+    assert any(work.queries == work.keys for work in denoising), "an exact step"
+    assert any(max(work.queries) < min(work.keys) for work in denoising), "a mask-aware one"
+    assert max(len(work.queries) for work in denoising) == 8
+
+
+def test_a_model_without_pages_has_exact_steps_alone(family: Family, info: ModelInfo) -> None:
+    samples = probe(family, msgspec.structs.replace(info, page_scheme=None), PLENTY)
+    assert "prime" not in {sample.stage for sample in samples}
+    denoising = [sample.work for sample in samples if sample.stage == "denoise"]
+    assert denoising
+    assert all(work.queries == work.keys for work in denoising)
+
+
+def test_no_time_no_samples(family: Family, info: ModelInfo) -> None:
+    assert probe(family, info, 0.0) == []
+
+
+def test_the_cost_model_starts_from_them(family: Family, info: ModelInfo) -> None:
+    model, key = CostModel(), CostKey(TINY, "denoise", "cpu", 1)
+    for sample in probe(family, info, PLENTY):
+        model.observe(CostKey(sample.model, sample.stage, "cpu", 1), sample.work, sample.seconds)
+    assert 0.0 < model.predict(key, Work.of([24])) < model.predict(key, Work.of([24] * 8)) < 10.0
+
+
+def test_what_was_measured_is_kept(models: ResidentModels, info: ModelInfo, tmp_path: Path) -> None:
+    first = known_or_probed(models.families, [info], tmp_path)
+    assert first == known_or_probed(models.families, [info], tmp_path)
+    (path,) = (tmp_path / "costs").iterdir()
+    assert tuple(msgspec.json.decode(path.read_bytes(), type=list[CostSample])) == first
+
+
+def test_another_page_dtype_is_another_measurement(models: ResidentModels, info: ModelInfo, tmp_path: Path) -> None:
+    assert info.page_scheme is not None
+    layout = msgspec.structs.replace(info.page_scheme.layout, dtype="float32")
+    scheme = msgspec.structs.replace(info.page_scheme, layout=layout)
+    known_or_probed(models.families, [info], tmp_path)
+    known_or_probed(models.families, [msgspec.structs.replace(info, page_scheme=scheme)], tmp_path)
+    assert len(list((tmp_path / "costs").iterdir())) == 2
+
+
+def test_a_torn_file_is_measured_anew(models: ResidentModels, info: ModelInfo, tmp_path: Path) -> None:
+    known_or_probed(models.families, [info], tmp_path)
+    (path,) = (tmp_path / "costs").iterdir()
+    path.write_bytes(path.read_bytes()[:20])
+    samples = known_or_probed(models.families, [info], tmp_path)
+    assert tuple(msgspec.json.decode(path.read_bytes(), type=list[CostSample])) == samples
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(models: ResidentModels, info: ModelInfo, tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    assert known_or_probed(models.families, [info], blocked)
