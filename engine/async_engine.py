@@ -226,7 +226,7 @@ class AsyncEngine:
         self._check_room(session)
         with self.hold(session):
             prepared = await session.prepare()
-            page_bytes = (await session.prime()).nbytes if session.is_cacheable else 0
+            page_bytes = (await session.prime()).nbytes if session.can_prime else 0
         template = Template(
             upload=upload,
             owner=owner,
@@ -236,7 +236,7 @@ class AsyncEngine:
             image_tokens=session.num_tokens,
             created=int(time.time()),
             content_id=prepared.content_id,
-            primed=session.is_cacheable,
+            primed=session.can_prime,
             page_bytes=page_bytes,
         )
         self.keep_template(template)

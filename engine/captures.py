@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from core.errors import StencilError
 from core.messages import ComposedImage, ModelInfo
 from engine.image_ops import generation_size
-from engine.mask_aware import fits
+from engine.mask_aware import can_prime_ahead
 from engine.template_session import TemplateSession
 from engine.templates import Template
 from engine.upload import KeptUpload
@@ -61,10 +61,8 @@ class Captures:
         return template.id
 
     def _is_useful(self, model: ModelInfo, num_tokens: int) -> bool:
-        cache, scheme = self._engine.config.engine.cache, model.page_scheme
-        if scheme is None or cache.admission == "manual":
-            return False
-        return fits(scheme, cache, num_tokens, model.default_num_inference_steps)
+        cache = self._engine.config.engine.cache
+        return cache.admission == "always" and can_prime_ahead(model, cache, num_tokens)
 
     async def _prime(self, template: Template, model: ModelInfo) -> None:
         """Its failure hurts nobody: the first edit of the template primes it then."""

@@ -63,5 +63,13 @@ def fits(scheme: PageScheme, cache: CacheConfig, num_tokens: int, num_steps: int
     return scheme.template_bytes(num_tokens, len(scheme.keyframes) or num_steps) <= budget
 
 
+def can_prime_ahead(model: ModelInfo, cache: CacheConfig, num_tokens: int) -> bool:
+    """Whether a template's pages can be made before any edit of it. Those of every step's own noise level cannot: the
+    edit's step count says which they are.
+    """
+    scheme = model.page_scheme
+    return scheme is not None and bool(scheme.keyframes) and fits(scheme, cache, num_tokens, num_steps=0)
+
+
 def _is_wanted(model: ModelInfo, engine: EngineConfig) -> bool:
     return any(config.mask_aware for config in engine.models if config.name == model.name)

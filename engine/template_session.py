@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from core.errors import OverloadedError
 from core.messages import Aborted, Failed, ModelInfo, PreparedEdit, PrepareEdit, PrimeTemplate, TemplatePrimed
 from engine import image_ops
-from engine.mask_aware import fits
+from engine.mask_aware import can_prime_ahead
 from engine.session_memory import SessionMemory
 from engine.upload import Upload
 
@@ -73,11 +73,9 @@ class TemplateSession:
         return (prepared.width // side) * (prepared.height // side)
 
     @property
-    def is_cacheable(self) -> bool:
-        """Whether the model's templates have pages, and this one's fit."""
-        scheme, cache = self._model.page_scheme, self._engine.config.engine.cache
-        num_steps = self._model.default_num_inference_steps
-        return scheme is not None and fits(scheme, cache, self.num_tokens, num_steps)
+    def can_prime(self) -> bool:
+        """Whether this template has pages that can be made now, and fit."""
+        return can_prime_ahead(self._model, self._engine.config.engine.cache, self.num_tokens)
 
     async def prime(self) -> TemplatePrimed:
         """Have its pages made. Raises EngineError, or OverloadedError when the server shuts down."""

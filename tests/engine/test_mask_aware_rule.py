@@ -9,7 +9,7 @@ import pytest
 from core.config import CacheConfig, EngineConfig, ModelConfig
 from core.page_scheme import PageLayout, PageScheme
 from core.request import SamplingParams
-from engine.mask_aware import fits, resolve_full_steps, resolve_margin, why_exact
+from engine.mask_aware import can_prime_ahead, fits, resolve_full_steps, resolve_margin, why_exact
 
 SCHEME = PageScheme(
     layout=PageLayout(num_blocks=2, num_heads=2, head_dim=16, dtype="int8"),
@@ -89,3 +89,12 @@ def test_defaults_come_from_the_scheme_and_zero_is_a_value() -> None:
     assert (resolve_margin(given, MODEL), resolve_full_steps(given, MODEL)) == (0, 0)
     assert resolve_margin(sampling(mask_aware=False, mask_margin=5), MODEL) == 0
     assert (resolve_margin(sampling(mask_margin=5), fakes.MODEL), resolve_full_steps(sampling(), fakes.MODEL)) == (0, 0)
+
+
+def test_what_can_be_primed_before_any_edit() -> None:
+    need = SCHEME.template_bytes(TOKENS, 3)
+    per_step = msgspec.structs.replace(MODEL, page_scheme=PER_STEP)
+    assert can_prime_ahead(MODEL, CacheConfig(host_bytes=need), TOKENS)
+    assert not can_prime_ahead(MODEL, CacheConfig(host_bytes=need - 1), TOKENS)
+    assert not can_prime_ahead(per_step, CacheConfig(), TOKENS)
+    assert not can_prime_ahead(fakes.MODEL, CacheConfig(), TOKENS)
