@@ -165,7 +165,7 @@ def _write_worst(asked: Sequence[Case], outcome: Outcome, path: Path) -> None:
             sheet.paste(Image.fromarray(picture), (gap + column * (SIZE + gap), top))
         words = f"“{case.prompt}”   SSIM in box {outcome.likeness.in_box[i]:.3f}   input, mask, exact, mask-aware"
         draw.text((gap + 2, top + SIZE + 3), words, fill="black", font_size=14)
-    sheet.quantize(256).save(path, optimize=True)
+    sheet.save(path, optimize=True)
 
 
 def _as_json(
