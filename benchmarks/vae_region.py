@@ -2,8 +2,8 @@
 
 Edits of held-out scenes by the embedded model, each under a square mask around the garment; outside of it the latents
 are the template's, as after mask-aware steps. Errors are those of the region's pixels to the same pixels of the whole
-decode. Times are of one picture, the three ways in turns; figures are medians. A ratio at which a crop would save
-nothing is decoded whole.
+decode. Times are of one picture, the three ways in turns, with a worker's memory settings; figures are medians. A ratio
+at which a crop would save nothing is decoded whole.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     quiet_libraries()
     models = ResidentModels.open([ModelConfig(served_model_name="embedded", dtype="float32")])
     models.load_all()
+    models.warm_up()
     family, vae = models.families["embedded"], AutoencoderKL.from_pretrained(EMBEDDED_MODEL, subfolder="vae").float()
     vae = vae.to(memory_format=torch.channels_last)
     asked = cases(FIRST_SEED, args.edits)
