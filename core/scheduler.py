@@ -457,6 +457,8 @@ class StepScheduler:
         full = self._predict(model, node, Work.of([every])) / num_blocks
         cached = self._predict(model, node, Work.of_pairs([(active, every)])) / num_blocks
         load = sum(self.cost.predict_copy(tier, nbytes) for tier, nbytes in loading) / num_blocks
+        if not full:
+            return 0  # nothing is known yet
         return plan_prefix([full] * num_blocks, [cached] * num_blocks, [load] * num_blocks)
 
     def _apply_job(self, job: PrimingJob, chunk: Chunk | None, result: BatchResult) -> None:

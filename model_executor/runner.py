@@ -186,13 +186,10 @@ class Runner:
         work, inputs = item.work, {ref.key.name: self._store.resolve(ref) for ref in item.inputs}
         assert isinstance(work, Denoise)
         family, latents, condition = self._models[model], inputs["latents"], inputs["condition"]
-        grid, active, sigma = (
-            family.grid(work.width, work.height),
-            self._indices(work.active),
-            inputs["sigmas"][work.step],
-        )
-        if work.full_blocks:
-            latents, condition = self._fill_inactive(model, work, sigma, latents, condition)
+        grid, sigma = family.grid(work.width, work.height), inputs["sigmas"][work.step]
+        active = self._indices(work.active)
+        if active is not None and work.full_blocks:
+            latents, condition = self._fill_inactive(model, work, sigma, active, latents, condition)
         row = Row(
             latents=latents,
             condition=condition,
@@ -202,7 +199,7 @@ class Runner:
             guidance_scale=work.guidance_scale,
             grid=grid,
             active=active,
-            pages=None if work.pages is None else self._page_span(family, work.pages, grid[0] * grid[1]),
+            pages=None if work.pages is None else self._page_span(family, work, work.pages),
             full_blocks=work.full_blocks,
         )
         return _Step(row, inputs["sigmas"][work.step + 1], work.keep_clean)
@@ -213,16 +210,25 @@ class Runner:
         """Latents and condition whose inactive tokens are the template's, as in priming."""
         assert work.template is not None
         clean = self._clean(model, work.template, latents.shape[0])
-        its_latents, its_condition = self._models[model].prime_inputs(clean, work.content_id, sigma)
-        return its_latents.index_copy(0, active, latents[active]), its_condition.index_copy(
-            0, active, condition[active]
-        )
+        primed, own = self._models[model].prime_inputs(clean, work.content_id, sigma), (latents, condition)
+        filled = [its.index_copy(0, active, mine[active]) for its, mine in zip(primed, own, strict=True)]
+        return filled[0], filled[1]
 
-    def _page_span(self, family: Family, span: PageSpan, num_tokens: int) -> Pages:
+    def _page_span(self, family: Family, work: Denoise, span: PageSpan) -> Pages:
+        """The pages of a step; those still on their way come in the order that it reads them."""
+        rows, columns = family.grid(work.width, work.height)
         refs = [span.near] if span.far is None else [span.near, span.far]
+        for ref in refs:
+            self._pages.begin_with(ref.key, work.full_blocks)
         near, *far = (self._pages.entry(ref) for ref in refs)
-        layout = family.page_layout(span.dtype)
-        return Pages(layout, num_tokens, near, far[0] if far else None, span.weight, partial(self._await_pages, refs))
+        return Pages(
+            layout=family.page_layout(span.dtype),
+            num_tokens=rows * columns,
+            near=near,
+            far=far[0] if far else None,
+            weight=span.weight,
+            wait=partial(self._await_pages, refs),
+        )
 
     def _await_pages(self, refs: Sequence[EntryRef], block: int) -> None:
         """Wait for a block of these entries, where they are still on their way."""

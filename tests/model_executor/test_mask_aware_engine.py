@@ -1,0 +1,212 @@
+"""Scheduler and runner in one process: mask-aware edits, and steps that start while their pages come up."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from checkpoints import make_flux_fill
+
+from core.config import CacheConfig, ModelConfig, SchedulerConfig
+from core.cost_model import Work
+from core.handles import PAGE_ARENA, ArrayRef, ModelKey
+from core.ipc.shared_array import Arena, ArenaAllocator, carve
+from core.messages import EditRequest, Finished, PageCopied
+from core.request import SamplingParams
+from core.scheduler import StepScheduler
+from engine.image_ops import content_id
+from model_executor.page_files import PageFiles
+from model_executor.page_store import PageStore
+from model_executor.resident import ResidentModels
+from model_executor.runner import Runner
+from model_executor.tensor_store import SharedMemory, TensorStore
+
+Pixels = npt.NDArray[np.uint8]
+
+SIDE, TOKEN = 96, 16
+NUM_TOKENS = (SIDE // TOKEN) ** 2
+ACTIVE = np.array([14, 15, 20, 21], np.int32)
+BLOCK_SECONDS = 0.02
+
+
+class SlowFiles(PageFiles):
+    """A disk that takes its time for every block."""
+
+    def read(
+        self,
+        key: str,
+        out: npt.NDArray[np.uint8],
+        block_bytes: int,
+        on_block: Callable[[int], None],
+        order: Sequence[int] = (),
+    ) -> bool:
+        def slow(block: int) -> None:
+            time.sleep(BLOCK_SECONDS)
+            on_block(block)
+
+        return super().read(key, out, block_bytes, slow, order)
+
+
+class Arenas:
+    """Both arenas, as a worker sees them."""
+
+    def __init__(self, *arenas: Arena) -> None:
+        self._arenas = {arena.id: arena for arena in arenas}
+
+    def view(self, ref: ArrayRef) -> npt.NDArray[np.generic]:
+        return self._arenas[ref.arena].view(ref)
+
+
+class Rig:
+    """An engine without processes. files: its disk tier."""
+
+    def __init__(self, models: ResidentModels, cache: CacheConfig, files: PageFiles | None) -> None:
+        infos = {info.name: info for info in models.ready(0).models}
+        self.scheduler = StepScheduler(SchedulerConfig(), infos, cache=cache)
+        self.copied: queue.SimpleQueue[PageCopied] = queue.SimpleQueue()
+        self._arena, pages = Arena.create(0, 2**26), Arena.create(PAGE_ARENA, cache.host_bytes)
+        self._space = ArenaAllocator(self._arena)
+        self.store = PageStore(models.device, pages, files, self.copied.put)
+        memory: SharedMemory = Arenas(self._arena)
+        self._runner = Runner(0, models.families, TensorStore(0, models.device, memory), memory, self.store)
+        self._info = next(iter(infos.values()))
+
+    def edit(self, name: str, template: Pixels, *, mask_aware: bool = True) -> tuple[Pixels, Finished]:
+        """Run one edit of the ACTIVE tokens; its pixels."""
+        request = self._request(name, template, mask_aware)
+        self.scheduler.add(request)
+        while True:
+            self._iterate()
+            for output in self.scheduler.take_outputs():
+                assert isinstance(output, Finished), output
+                self.scheduler.check_integrity()
+                return self._arena.view(request.pixels[-1]).copy(), output
+
+    def settle(self) -> None:
+        """Wait until all pages that are going down have arrived."""
+        deadline = time.monotonic() + 20
+        while self.scheduler.load_report().cache is not None and time.monotonic() < deadline:
+            self._iterate()
+            try:
+                self.scheduler.apply_copy(self.copied.get(timeout=0.3))
+            except queue.Empty:
+                return
+
+    def _iterate(self) -> None:
+        plan = self.scheduler.schedule(time.monotonic())
+        for copy in plan.copies if plan else ():
+            self.store.start(copy)
+        for batch in plan.batches if plan else ():
+            self.scheduler.apply(self._runner.run(batch))
+        while not self.copied.empty():
+            self.scheduler.apply_copy(self.copied.get())
+
+    def _request(self, name: str, template: Pixels, mask_aware: bool) -> EditRequest:
+        mask = np.zeros((SIDE, SIDE), np.uint8)
+        mask[34:60, 34:60] = 1
+        return EditRequest(
+            request_id=name,
+            model=self._info.name,
+            prompt="a red hat",
+            sampling=SamplingParams(num_inference_steps=4, guidance_scale=30.0, seed=3, full_steps=0),
+            width=SIDE,
+            height=SIDE,
+            template=self._share(template),
+            mask=self._share(mask),
+            active=self._share(ACTIVE),
+            content_id=content_id(template),
+            num_tokens=NUM_TOKENS,
+            max_text_tokens=self._info.max_text_tokens,
+            pixels=(self._share(np.zeros_like(template)),),
+            latents=self._share(np.zeros((NUM_TOKENS, self._info.latent_width), np.float32)),
+            arrival=time.monotonic(),
+            is_mask_aware=mask_aware,
+        )
+
+    def _share(self, array: npt.NDArray[np.generic]) -> ArrayRef:
+        ref = carve(self._space.alloc(array.nbytes), 0, array.shape, array.dtype.name)
+        self._arena.view(ref)[...] = array
+        return ref
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> ResidentModels:
+    path = make_flux_fill(tmp_path_factory.mktemp("model") / "flux")
+    resident = ResidentModels.open([ModelConfig(model=str(path), dtype="float32")])
+    resident.load_all()
+    return resident
+
+
+@pytest.fixture
+def template() -> Pixels:
+    return np.random.default_rng(0).integers(0, 256, (SIDE, SIDE, 3), np.uint8)
+
+
+@pytest.fixture
+def warm_directory(models: ResidentModels, template: Pixels, tmp_path: Path) -> Iterator[tuple[Path, Pixels]]:
+    """A disk that holds the template's pages, and what an edit of it paints."""
+    files = PageFiles(tmp_path / "pages", 2**28)
+    rig = Rig(models, CacheConfig(host_bytes=2**26, disk_bytes=2**28), files)
+    with closing(rig.store):
+        painted, first = rig.edit("a", template)
+        assert first.cache == "miss"
+        rig.edit("b", template)
+        rig.settle()
+        yield tmp_path / "pages", painted
+
+
+def test_a_warm_edit_is_the_cold_one_and_paints_only_around_the_mask(models: ResidentModels, template: Pixels) -> None:
+    rig = Rig(models, CacheConfig(host_bytes=2**26), None)
+    with closing(rig.store):
+        cold, first = rig.edit("cold", template)
+        warm, second = rig.edit("warm", template)
+    assert (first.cache, second.cache) == ("miss", "hit")
+    assert np.array_equal(cold, warm)
+    assert np.array_equal(warm[:16], template[:16]), "far from the mask it is the template itself"
+    assert not np.array_equal(warm[34:60, 34:60], template[34:60, 34:60])
+
+
+def test_a_step_waits_for_its_blocks_on_a_slow_disk(
+    models: ResidentModels, template: Pixels, warm_directory: tuple[Path, Pixels]
+) -> None:
+    directory, painted = warm_directory
+    cache = CacheConfig(host_bytes=2**26, disk_bytes=2**28, block_plan="auto")
+    rig = Rig(models, cache, SlowFiles(directory, 2**28))
+    with closing(rig.store):
+        again, finished = rig.edit("a", template)
+    assert (finished.cache, finished.tier, finished.full_blocks) == ("hit", "disk", 0), "no cost is known yet"
+    assert np.array_equal(again, painted), "waiting changes nothing"
+
+
+def test_leading_blocks_in_full_change_little(
+    models: ResidentModels, template: Pixels, warm_directory: tuple[Path, Pixels]
+) -> None:
+    directory, painted = warm_directory
+    cache = CacheConfig(host_bytes=2**26, disk_bytes=2**28, block_plan="auto")
+    rig = Rig(models, cache, SlowFiles(directory, 2**28))
+    teach_costs(rig.scheduler)
+    with closing(rig.store):
+        again, finished = rig.edit("a", template)
+    assert (finished.cache, finished.tier) == ("hit", "disk")
+    assert finished.full_blocks > 0
+    assert np.abs(again.astype(int) - painted).mean() < 2, "of 255"
+
+
+def teach_costs(scheduler: StepScheduler) -> None:
+    """Loading beats priming, and takes longer than computing in full."""
+    (info,) = scheduler.models.values()
+    assert info.page_scheme is not None
+    nbytes = info.page_scheme.layout.entry_bytes(NUM_TOKENS)
+    transformer = ModelKey(info.name, "transformer")
+    every, active = NUM_TOKENS + info.max_text_tokens, len(ACTIVE) + info.max_text_tokens
+    for _ in range(50):
+        scheduler.cost.observe_copy("disk", "host", nbytes, 0.06)
+        scheduler.cost.observe(scheduler.cost_key(transformer, "prime"), Work.of([every]), 5.0)
+        scheduler.cost.observe(scheduler.cost_key(transformer, "denoise"), Work.of([every]), 0.012)
+        scheduler.cost.observe(scheduler.cost_key(transformer, "denoise"), Work.of_pairs([(active, every)]), 0.004)
