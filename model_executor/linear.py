@@ -39,12 +39,11 @@ def has_onednn(x: Tensor) -> bool:
 
 def onednn_product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gelu: bool = False) -> Tensor:
     """x [rows, in] times weight [out, in], transposed, plus bias [out]. A row's bits depend on that row alone."""
-    rows = x.shape[0]
-    if rows == 1:  # a product with one row takes another kernel, which rounds differently
-        x = x.expand(2, -1)
+    if x.shape[0] == 1:  # a product with one row takes another kernel, which rounds differently
+        return onednn_product(x.expand(2, -1), weight, bias, gelu=gelu)[:1]
     activation, algorithm = ("gelu", "tanh") if gelu else ("none", "")
-    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, activation, [], algorithm)
-    return y[:rows]
+    y: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, activation, [], algorithm)
+    return y
 
 
 def best_linear() -> Linear:
@@ -86,7 +85,7 @@ class LinearGroup:
 @torch.no_grad()
 def _pack(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor]:
     """One weight, opaque, and one bias for all of them."""
-    weight = torch.cat(tuple(layer.weight for layer in layers))
+    weight = torch.cat(tuple[Tensor, ...](layer.weight for layer in layers))
     biases = [weight.new_zeros(len(layer.weight)) if layer.bias is None else layer.bias for layer in layers]
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, USUAL_ROWS)
     return packed, torch.cat(biases)

@@ -34,71 +34,74 @@ class Pages:
     weight: float
     wait: Callable[[int], None] | None = None
 
+    def open(self) -> PageReader:
+        """Ready to read; the entries' bytes must stay as they are meanwhile."""
+        return PageReader(self)
+
+
+class PageReader:
+    """Reads blocks at the pages' noise level. Views of all blocks are made at once, and the weights of the two
+    keyframes folded into their scales."""
+
+    def __init__(self, pages: Pages) -> None:
+        near = Entry(pages.near, pages.layout, pages.num_tokens)
+        far = None if pages.far is None else Entry(pages.far, pages.layout, pages.num_tokens)
+        self._weight = pages.weight
+        self._near, self._near_scales = near.values, near.weighted_scales(1.0 if far is None else 1.0 - pages.weight)
+        self._far = None if far is None else far.values
+        self._far_scales = None if far is None else far.weighted_scales(pages.weight)
+        self._room = torch.empty(near.values[0].shape, dtype=torch.float32, device=pages.near.device)
+
     def read(self, block: int, out: Tensor) -> None:
         """Keys and values of a block into `out`, float32 or bfloat16 [2, heads, tokens, head dim].
 
-        Exact at a keyframe, and float32 pages in float32 lose nothing.
+        Exact at a keyframe, and float32 pages in float32 lose nothing. Computed in float32. Every pass runs over all
+        heads and both K and V at once: chunks by head that stay in a core's cache took 1.3 to 3.6 times as long, and a
+        product of int8 with float32 in one call, converted by PyTorch, 9 times.
         """
-        if self.wait is not None:
-            self.wait(block)
-        near = page_of(self.near, self.layout, block, self.num_tokens)
-        if self.far is None:
-            near.read(out)
+        wide = out if out.dtype == torch.float32 else torch.empty_like(self._room)
+        if self._near_scales is None:
+            self._read_floats(block, wide)
         else:
-            near.read_between(page_of(self.far, self.layout, block, self.num_tokens), self.weight, out)
+            wide.copy_(self._near[block]).mul_(self._near_scales[block])
+            if self._far is not None and self._far_scales is not None:
+                wide.addcmul_(self._room.copy_(self._far[block]), self._far_scales[block])
+        if wide is not out:
+            out.copy_(wide)
+
+    def _read_floats(self, block: int, wide: Tensor) -> None:
+        wide.copy_(self._near[block])
+        if self._far is not None:
+            wide.lerp_(self._room.copy_(self._far[block]), self._weight)
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
-    """Views of one block's bytes. values: [2 (K, V), heads, tokens, head dim] in the page's dtype; scales: float32
-    [2, heads, tokens, 1], int8 pages only."""
+class Entry:
+    """Views of an entry, uint8 [entry bytes] from a multiple of 64 bytes on.
 
-    values: Tensor
-    scales: Tensor | None
+    values: a block's, [2 (K, V), heads, tokens, head dim] in the page's dtype. scales: float32 [blocks, 2, heads,
+    tokens, 1], int8 pages only.
+    """
 
-    def write(self, key_value: Tensor) -> None:
-        """Keep keys and values, [2, heads, tokens, head dim] in any float dtype and memory order."""
+    def __init__(self, entry: Tensor, layout: PageLayout, num_tokens: int) -> None:
+        blocks = entry.view(layout.num_blocks, layout.block_bytes(num_tokens))
+        shape = (layout.num_blocks, 2, layout.num_heads, num_tokens)
+        end = layout.value_bytes(num_tokens)
+        self.values = blocks[:, :end].view(_DTYPES[layout.dtype]).view(*shape, layout.head_dim).unbind()
+        self.scales: Tensor | None = None
+        if layout.dtype == "int8":
+            scales = blocks[:, end : end + layout.scale_bytes(num_tokens)]
+            self.scales = scales.view(torch.float32).view(*shape, 1)
+
+    def weighted_scales(self, weight: float) -> tuple[Tensor, ...] | None:
+        """weight * scales of every block."""
+        return None if self.scales is None else (self.scales * weight).unbind()
+
+    def write(self, block: int, key_value: Tensor) -> None:
+        """Keep a block's keys and values, [2, heads, tokens, head dim] in any float dtype and memory order."""
         if self.scales is None:
-            self.values.copy_(key_value)
+            self.values[block].copy_(key_value)
         else:
-            quantise(key_value, self.values, self.scales)
-
-    def read(self, out: Tensor) -> None:
-        """This page alone into `out`, [2, heads, tokens, head dim]."""
-        if self.scales is None:
-            out.copy_(self.values)
-        elif out.dtype == torch.float32:
-            out.copy_(self.values).mul_(self.scales)
-        else:
-            out.copy_(self.values.float().mul_(self.scales))
-
-    def read_between(self, far: Page, weight: float, out: Tensor) -> None:
-        """(1 - weight) * self + weight * far into `out`, computed in float32.
-
-        Every pass runs over all heads and both K and V at once: chunks by head that stay in the cache took 1.3 to 3.6
-        times as long, and a product of int8 with float32 in one call, converted by PyTorch, 9 times. The weights are
-        folded into the scales, which are a head dim's part of the values.
-        """
-        mixed = out if out.dtype == torch.float32 else torch.empty(out.shape, dtype=torch.float32, device=out.device)
-        if self.scales is None or far.scales is None:
-            torch.lerp(self.values.float(), far.values.float(), weight, out=mixed)
-        else:
-            mixed.copy_(self.values).mul_(self.scales * (1.0 - weight))
-            mixed.addcmul_(far.values.float(), far.scales * weight)
-        if mixed is not out:
-            out.copy_(mixed)
-
-
-def page_of(entry: Tensor, layout: PageLayout, block: int, num_tokens: int) -> Page:
-    """One block's page within an entry, uint8 [entry bytes], which starts at a multiple of 64 bytes."""
-    start = block * layout.block_bytes(num_tokens)
-    end_of_values = start + layout.value_bytes(num_tokens)
-    shape = (2, layout.num_heads, num_tokens, layout.head_dim)
-    values = entry[start:end_of_values].view(_DTYPES[layout.dtype]).view(shape)
-    if layout.dtype != "int8":
-        return Page(values, None)
-    scales = entry[end_of_values : end_of_values + layout.scale_bytes(num_tokens)].view(torch.float32)
-    return Page(values, scales.view(*shape[:3], 1))
+            quantise(key_value, self.values[block], self.scales[block])
 
 
 def quantise(x: Tensor, values: Tensor, scales: Tensor) -> None:

@@ -58,22 +58,29 @@ class Packing:
         return gather(joint, self.joint_text), gather(joint, self.joint_image)
 
 
+def pieces(x: Tensor, where: Sequence[Span]) -> list[Tensor]:
+    """Views of these rows of x."""
+    if len(where) == 1 and where[0] == (0, len(x)):
+        return [x]
+    return [x[start:stop] for start, stop in where]
+
+
 def gather(x: Tensor, where: Sequence[Span]) -> Tensor:
     """These rows of x, one span after the other; a view when there is one."""
-    parts = [x[start:stop] for start, stop in where]
+    parts = pieces(x, where)
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def modulate_(x: Tensor, where: Sequence[Span], scale: Tensor, shift: Tensor) -> Tensor:
     """x * (1 + scale) + shift in place, request by request; x: [tokens, width], scale and shift: [requests, width]."""
-    scale = 1 + scale
-    for r, (start, stop) in enumerate(where):
-        x[start:stop].mul_(scale[r]).add_(shift[r])
+    scales = (1 + scale).split(1)
+    for piece, factor, offset in zip(pieces(x, where), scales, shift.split(1), strict=True):
+        piece.mul_(factor).add_(offset)
     return x
 
 
 def add_gated_(x: Tensor, where: Sequence[Span], y: Tensor, rows: Sequence[Span], gate: Tensor) -> None:
     """x += gate * y in place, request by request: rows `where` of x and `rows` of y, which is changed too. gate:
     [requests, width]."""
-    for r, ((start, stop), (first, last)) in enumerate(zip(where, rows, strict=True)):
-        x[start:stop].add_(y[first:last].mul_(gate[r]))
+    for piece, change, factor in zip(pieces(x, where), pieces(y, rows), gate.split(1), strict=True):
+        piece.add_(change.mul_(factor))

@@ -21,7 +21,7 @@ from core.page_scheme import PageDtype, PageLayout
 from model_executor.attention import KeyValueBuffer, attend, head_major, normalise_and_rotate_
 from model_executor.linear import PACKED_BYTES, Linear, LinearGroup, best_linear
 from model_executor.models.base import PrimeRow, Row
-from model_executor.pages import Pages, page_of
+from model_executor.pages import Entry, PageReader
 from model_executor.ragged import Packing, Span, add_gated_, gather, modulate_
 
 FLOAT16_MAX = 65504.0
@@ -89,7 +89,7 @@ class FluxTransformer:
         Returns each row's hidden state for the next chunk, [text and image tokens, hidden]; () after the last block, of
         which only keys and values are computed. A row's bits depend neither on the other rows nor on the chunks.
         """
-        templates = [_Template(row.entry, row.latents.shape[0], self._layout_of(row)) for row in rows]
+        templates = [_Template(self._entry(row), len(row.latents)) for row in rows]
         stream = self._start(rows, templates, [None] * len(rows))
         for number in range(*blocks):
             if number == self.num_blocks - 1:
@@ -160,14 +160,13 @@ class FluxTransformer:
         table = torch.complex(cos[:, ::2].contiguous(), sin[:, ::2].contiguous())  # each angle is stored twice
         return table[:, None, None].to(self.module.device)
 
-    def _layout_of(self, row: PrimeRow) -> PageLayout:
-        """An entry's size tells the dtype of its pages."""
-        layouts = [self.page_layout(dtype) for dtype in get_args(PageDtype)]
-        size = row.entry.numel()
-        for layout in layouts:
-            if layout.entry_bytes(row.latents.shape[0]) == size:
-                return layout
-        raise ValueError(f"an entry of {size} bytes has no pages of {row.latents.shape[0]} tokens of this model")
+    def _entry(self, row: PrimeRow) -> Entry:
+        """The entry to write; its size tells the dtype of its pages."""
+        num_tokens, size = len(row.latents), row.entry.numel()
+        for layout in map(self.page_layout, get_args(PageDtype)):
+            if layout.entry_bytes(num_tokens) == size:
+                return Entry(row.entry, layout, num_tokens)
+        raise ValueError(f"an entry of {size} bytes holds no pages of {num_tokens} tokens of this model")
 
     # ------------------------------------------------------------------------------------------------------- output
 
@@ -195,7 +194,7 @@ class _Edit:
 
     num_tokens: int
     active: Tensor | None
-    pages: Pages | None
+    pages: PageReader | None
     full_blocks: int
 
     @classmethod
@@ -205,7 +204,8 @@ class _Edit:
             return cls(num_tokens, None, None, num_blocks)
         if row.pages is None and row.full_blocks < num_blocks:
             raise ValueError("a request that leaves tokens out needs the template's pages")
-        return cls(num_tokens, row.active, row.pages, row.full_blocks)
+        pages = None if row.pages is None else row.pages.open()
+        return cls(num_tokens, row.active, pages, row.full_blocks)
 
     def computed(self, number: int) -> Tensor | None:
         """The image tokens that block `number` computes, None for all."""
@@ -229,17 +229,12 @@ class _Edit:
 class _Template:
     """A template that is primed: what a block computes is its page."""
 
-    entry: Tensor
+    entry: Entry
     num_tokens: int
-    layout: PageLayout
 
     def place(self, number: int, fresh: Tensor, out: Tensor) -> None:
         out.copy_(fresh)
-        self.write(number, out)
-
-    def write(self, number: int, key_value: Tensor) -> None:
-        """key_value: [2, heads, tokens, head dim]."""
-        page_of(self.entry, self.layout, number, self.num_tokens).write(key_value)
+        self.entry.write(number, out)
 
 
 @dataclass(slots=True)
@@ -327,7 +322,7 @@ class _Block:
         normalise_and_rotate_(key_value[:, :1], rotary, self._qk_eps, [(packing.image, self._qk_weight[1:])])
         for source, (start, stop) in zip(stream.sources, packing.image, strict=True):
             assert isinstance(source, _Template)
-            source.write(number, head_major(key_value[start:stop]))
+            source.entry.write(number, head_major(key_value[start:stop]))
 
     def _heads(self, x: Tensor, parts: int) -> Tensor:
         """[tokens, parts * hidden] -> [tokens, parts, heads, head dim]."""

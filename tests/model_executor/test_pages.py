@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from core.page_scheme import PageDtype, PageLayout
-from model_executor.pages import Pages, page_of, quantise
+from model_executor.pages import Entry, Pages, quantise
 
 TOKENS = 13
 HEADS = 3
@@ -28,7 +28,7 @@ def written(dtype: PageDtype, blocks: list[Tensor]) -> Tensor:
     """An entry with these blocks."""
     entry = torch.full([layout(dtype).entry_bytes(TOKENS)], 0xEE, dtype=torch.uint8)
     for number, block in enumerate(blocks):
-        page_of(entry, layout(dtype), number, TOKENS).write(block)
+        Entry(entry, layout(dtype), TOKENS).write(number, block)
     return entry
 
 
@@ -36,7 +36,7 @@ def read(
     dtype: PageDtype, near: Tensor, far: Tensor | None, weight: float, into: torch.dtype = torch.float32, block: int = 0
 ) -> Tensor:
     out = torch.full([2, HEADS, TOKENS + 4, HEAD_DIM], 7.0, dtype=into)
-    Pages(layout(dtype), TOKENS, near, far, weight).read(block, out[:, :, 4:])
+    Pages(layout(dtype), TOKENS, near, far, weight).open().read(block, out[:, :, 4:])
     assert (out[:, :, :4] == 7.0).all(), "text tokens' rows are not the page's"
     return out[:, :, 4:]
 
@@ -51,10 +51,7 @@ def test_blocks_lie_as_the_scheme_says(dtype: PageDtype) -> None:
         torch.testing.assert_close(read(dtype, entry, None, 0.0, block=number), block, rtol=0, atol=tolerance)
     size = layout(dtype).block_bytes(TOKENS)
     values = entry[size : size + layout(dtype).value_bytes(TOKENS)].view(getattr(torch, dtype))
-    assert (
-        values.view(2, HEADS, TOKENS, HEAD_DIM)[1, 2, 3, 4]
-        == page_of(entry, layout(dtype), 1, TOKENS).values[1, 2, 3, 4]
-    )
+    assert torch.equal(values.view(2, HEADS, TOKENS, HEAD_DIM), Entry(entry, layout(dtype), TOKENS).values[1])
 
 
 @pytest.mark.parametrize("into", [torch.float32, torch.bfloat16])
