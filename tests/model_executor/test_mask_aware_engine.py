@@ -178,7 +178,7 @@ def test_a_step_waits_for_its_blocks_on_a_slow_disk(
     directory, painted = warm_directory
     cache = CacheConfig(host_bytes=2**26, disk_bytes=2**28, block_plan="auto")
     rig = Rig(models, cache, SlowFiles(directory, 2**28))
-    teach_costs(rig.scheduler, full_step=30.0)
+    teach_costs(rig.scheduler, load=0.002)
     with closing(rig.store):
         again, finished = rig.edit("a", template)
     assert (finished.cache, finished.tier, finished.full_blocks) == ("hit", "disk", 0)
@@ -191,7 +191,7 @@ def test_leading_blocks_in_full_change_little(
     directory, painted = warm_directory
     cache = CacheConfig(host_bytes=2**26, disk_bytes=2**28, block_plan="auto")
     rig = Rig(models, cache, SlowFiles(directory, 2**28))
-    teach_costs(rig.scheduler, full_step=0.012)
+    teach_costs(rig.scheduler, load=0.06)
     with closing(rig.store):
         again, finished = rig.edit("a", template)
     assert (finished.cache, finished.tier) == ("hit", "disk")
@@ -199,15 +199,15 @@ def test_leading_blocks_in_full_change_little(
     assert np.abs(again.astype(int) - painted).mean() < 2, "of 255"
 
 
-def teach_costs(scheduler: StepScheduler, *, full_step: float) -> None:
-    """Loading 60 ms, priming 100 s, a step 4 ms over pages and `full_step` seconds without."""
+def teach_costs(scheduler: StepScheduler, *, load: float) -> None:
+    """An entry takes `load` seconds to come up and minutes to prime, a step 4 ms over pages and 12 ms without."""
     (info,) = scheduler.models.values()
     assert info.page_scheme is not None
     nbytes = info.page_scheme.layout.entry_bytes(NUM_TOKENS)
     transformer = ModelKey(info.name, "transformer")
     every, active = NUM_TOKENS + info.max_text_tokens, len(ACTIVE) + info.max_text_tokens
     for _ in range(50):
-        scheduler.cost.observe_copy("disk", "host", nbytes, 0.06)
+        scheduler.cost.observe_copy("disk", "host", nbytes, load)
         scheduler.cost.observe(scheduler.cost_key(transformer, "prime"), Work.of([every]), 100.0)
-        scheduler.cost.observe(scheduler.cost_key(transformer, "denoise"), Work.of([every]), full_step)
+        scheduler.cost.observe(scheduler.cost_key(transformer, "denoise"), Work.of([every]), 0.012)
         scheduler.cost.observe(scheduler.cost_key(transformer, "denoise"), Work.of_pairs([(active, every)]), 0.004)
