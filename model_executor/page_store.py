@@ -137,6 +137,11 @@ class PageStore:
         device = self._tensors.get(copy.key) if "device" in (copy.source, copy.target) else None
         self._jobs.put(_Job(copy, load, device, ready))
 
+    def is_loading(self, key: str) -> bool:
+        """Whether an entry is on its way, or was and got lost: blocks of it are to be waited for."""
+        with self._changed:
+            return bool(self._loads.get(key))
+
     def begin_with(self, key: str, block: int) -> None:
         """Bring the blocks from this one on before those in front of it, which a step computes in full. Nothing happens
         where the entry is not loading."""

@@ -41,15 +41,16 @@ class Pages:
 
 class PageReader:
     """Reads blocks at the pages' noise level. Views of all blocks are made at once, and the weights of the two
-    keyframes folded into their scales."""
+    keyframes folded into their scales; where blocks are still to come, when each has."""
 
     def __init__(self, pages: Pages) -> None:
         near = Entry(pages.near, pages.layout, pages.num_tokens)
         far = None if pages.far is None else Entry(pages.far, pages.layout, pages.num_tokens)
-        self._weight = pages.weight
-        self._near, self._near_scales = near.values, near.weighted_scales(1.0 if far is None else 1.0 - pages.weight)
+        self._wait, self._weight = pages.wait, pages.weight
+        near_weight, all_blocks = (1.0 if far is None else 1.0 - pages.weight), pages.wait is None
+        self._near, self._near_scales = near.values, near.weighted_scales(near_weight, at_once=all_blocks)
         self._far = None if far is None else far.values
-        self._far_scales = None if far is None else far.weighted_scales(pages.weight)
+        self._far_scales = None if far is None else far.weighted_scales(pages.weight, at_once=all_blocks)
         self._room = torch.empty(near.values[0].shape, dtype=torch.float32, device=pages.near.device)
 
     def read(self, block: int, out: Tensor) -> None:
@@ -59,13 +60,15 @@ class PageReader:
         heads and both K and V at once: chunks by head that stay in a core's cache took 1.3 to 3.6 times as long, and a
         product of int8 with float32 in one call, converted by PyTorch, 9 times.
         """
+        if self._wait is not None:
+            self._wait(block)
         wide = out if out.dtype == torch.float32 else torch.empty_like(self._room)
         if self._near_scales is None:
             self._read_floats(block, wide)
         else:
-            wide.copy_(self._near[block]).mul_(self._near_scales[block])
+            wide.copy_(self._near[block]).mul_(self._near_scales(block))
             if self._far is not None and self._far_scales is not None:
-                wide.addcmul_(self._room.copy_(self._far[block]), self._far_scales[block])
+                wide.addcmul_(self._room.copy_(self._far[block]), self._far_scales(block))
         if wide is not out:
             out.copy_(wide)
 
@@ -92,9 +95,12 @@ class Entry:
             scales = blocks[:, end : end + layout.scale_bytes(num_tokens)]
             self.scales = scales.view(torch.float32).view(*shape, 1)
 
-    def weighted_scales(self, weight: float) -> tuple[Tensor, ...] | None:
-        """weight * scales of every block."""
-        return None if self.scales is None else (self.scales * weight).unbind()
+    def weighted_scales(self, weight: float, *, at_once: bool) -> Callable[[int], Tensor] | None:
+        """block -> weight * its scales; all blocks are multiplied now, or each when it is asked for."""
+        scales = self.scales
+        if scales is None:
+            return None
+        return (scales * weight).unbind().__getitem__ if at_once else lambda block: scales[block] * weight
 
     def write(self, block: int, key_value: Tensor) -> None:
         """Keep a block's keys and values, [2, heads, tokens, head dim] in any float dtype and memory order."""

@@ -218,8 +218,9 @@ class Runner:
         """The pages of a step; those still on their way come in the order that it reads them."""
         rows, columns = family.grid(work.width, work.height)
         refs = [span.near] if span.far is None else [span.near, span.far]
-        for ref in refs:
-            self._pages.begin_with(ref.key, work.full_blocks)
+        coming = [ref.key for ref in refs if self._pages.is_loading(ref.key)]
+        for key in coming:
+            self._pages.begin_with(key, work.full_blocks)
         near, *far = (self._pages.entry(ref) for ref in refs)
         return Pages(
             layout=family.page_layout(span.dtype),
@@ -227,13 +228,13 @@ class Runner:
             near=near,
             far=far[0] if far else None,
             weight=span.weight,
-            wait=partial(self._await_pages, refs),
+            wait=partial(self._await_pages, coming) if coming else None,
         )
 
-    def _await_pages(self, refs: Sequence[EntryRef], block: int) -> None:
-        """Wait for a block of these entries, where they are still on their way."""
-        for ref in refs:
-            self._pages.wait_block(ref.key, block)
+    def _await_pages(self, keys: Sequence[str], block: int) -> None:
+        """Wait for a block of these entries."""
+        for key in keys:
+            self._pages.wait_block(key, block)
 
     def _indices(self, ref: ArrayRef | None) -> Tensor | None:
         """Token indices, int64."""
