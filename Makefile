@@ -47,6 +47,9 @@ bench-startup: $(DEV)  ## Time to alive and ready, memory, latency of a lone edi
 bench-responsiveness: $(DEV)  ## Latency of /health while 12-megapixel edits pass through
 	$(BIN)/python -m benchmarks.responsiveness $(ARGS)
 
+bench-step: $(DEV)  ## One denoising step, mask-aware against exact and against diffusers
+	$(BIN)/python -m benchmarks.denoiser_step $(ARGS)
+
 bench-vae: $(DEV)  ## Decoding the region of an edit against the whole picture: time and error by mask ratio
 	$(BIN)/python -m benchmarks.vae_region $(ARGS)
 

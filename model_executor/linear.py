@@ -85,7 +85,10 @@ class LinearGroup:
 @torch.no_grad()
 def _pack(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor]:
     """One weight, opaque, and one bias for all of them."""
-    weight = torch.cat(tuple[Tensor, ...](layer.weight for layer in layers))
-    biases = [weight.new_zeros(len(layer.weight)) if layer.bias is None else layer.bias for layer in layers]
+    weights: list[Tensor] = [layer.weight for layer in layers]
+    biases: list[Tensor] = [
+        w.new_zeros(len(w)) if (b := layer.bias) is None else b for layer, w in zip(layers, weights, strict=True)
+    ]
+    weight = torch.cat(weights)
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, USUAL_ROWS)
     return packed, torch.cat(biases)
