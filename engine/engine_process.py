@@ -21,6 +21,7 @@ import zmq.asyncio
 from core.config import EngineConfig
 from core.errors import StencilError
 from core.failure import Failure
+from core.handles import PAGE_ARENA
 from core.ipc.shared_array import Arena
 from core.messages import (
     EngineFailed,
@@ -33,9 +34,6 @@ from engine.engine_core import EngineCore
 from model_executor.executor import Executor
 
 logger = logging.getLogger("stencil.engine")
-
-PAGE_ARENA = 1
-"""The page arena's number in handles; the AsyncEngine's own arena is 0."""
 
 LINGER_MS = 2000
 """How long last words may take to reach the parent at exit."""

@@ -17,9 +17,10 @@ from core.config import ModelConfig
 from core.handles import ModelKey
 from core.messages import ModelInfo, WorkerReady
 from model_executor.loader import Checkpoint
-from model_executor.models.base import Family, Row
+from model_executor.models.base import Family, PrimeRow, Row
 from model_executor.models.registry import make_family
 from model_executor.page_schemes import page_scheme
+from model_executor.pages import Pages
 from model_executor.sampling import advance
 
 WARM_UP_SIDE = 256
@@ -92,6 +93,8 @@ class ResidentModels:
             info = family.info(name)
             side = min(info.native_size, WARM_UP_SIDE) // info.token_size * info.token_size
             edit_once(family, side, info.max_text_tokens)
+            if self._configs[name].mask_aware:
+                edit_masked_once(family, side, info.max_text_tokens)
 
 
 @torch.inference_mode()
@@ -112,6 +115,29 @@ def edit_once(family: Family, side: int, text_tokens: int) -> torch.Tensor:
     )
     velocity = family.combine_guidance(family.predict([row]))
     return family.decode(advance(image.latents, velocity, *image.sigmas), side, side)
+
+
+@torch.inference_mode()
+def edit_masked_once(family: Family, side: int, text_tokens: int) -> None:
+    """One mask-aware step of an empty square, its pages primed before and what it changed decoded after."""
+    text, template = family.encode_text("", text_tokens), torch.zeros(side, side, 3, dtype=torch.uint8)
+    clean, grid, layout = family.encode_template(template), family.grid(side, side), family.page_layout("int8")
+    sigma = torch.ones((), device=clean.device)
+    latents, condition = family.prime_inputs(clean, "0" * 64, sigma)
+    entry = torch.empty(layout.entry_bytes(len(clean)), dtype=torch.uint8, device=clean.device)
+    common = {
+        "latents": latents,
+        "condition": condition,
+        "prompt_embeds": text.prompt_embeds,
+        "pooled_prompt_embeds": text.pooled_prompt_embeds,
+        "sigma": sigma,
+        "guidance_scale": 1.0,
+        "grid": grid,
+    }
+    family.prime([PrimeRow(**common, hidden=None, entry=entry)], (0, layout.num_blocks))
+    active = torch.zeros(1, dtype=torch.int64, device=clean.device)
+    family.predict([Row(**common, active=active, pages=Pages(layout, len(clean), entry, None, 0.0))])
+    family.decode_region(clean, template, active, side, side)
 
 
 def keep_freed_memory() -> None:
