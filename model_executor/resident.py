@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import diffusers.utils.logging
 import msgspec
@@ -125,7 +126,7 @@ def edit_masked_once(family: Family, side: int, text_tokens: int) -> None:
     sigma = torch.ones((), device=clean.device)
     latents, condition = family.prime_inputs(clean, "0" * 64, sigma)
     entry = torch.empty(layout.entry_bytes(len(clean)), dtype=torch.uint8, device=clean.device)
-    common = {
+    common: dict[str, Any] = {
         "latents": latents,
         "condition": condition,
         "prompt_embeds": text.prompt_embeds,
