@@ -50,8 +50,10 @@ def attend(query: Tensor, key_value: Tensor, linear: Linear) -> Tensor:
 
 
 def _attend_by_products(query: Tensor, key_value: Tensor) -> Tensor:
-    """Two oneDNN products a head: 0.4 to 0.8 of the time of PyTorch's scaled-dot-product attention, whose products are
-    MKL's, in float32 and bfloat16 and from 100 queries over 1,100 keys up."""
+    """Two oneDNN products a head. Of the time of PyTorch's scaled-dot-product attention, whose products are MKL's, this
+    took 0.55 to 0.8 from 100 queries over 1,100 keys up in float32 and bfloat16, 0.7 with 280 queries over 280 keys and
+    1.2 with 50, on one Zen 5 core; `torch.bmm` took 2 in float32 where keys are many.
+    """
     scaled = (query.float() * query.shape[-1] ** -0.5).transpose(0, 1).contiguous()
     keys, values = key_value[0].float(), key_value[1].transpose(1, 2)
     step = max(2, SCORE_BYTES // (keys.shape[1] * keys.element_size()))
