@@ -85,8 +85,8 @@ class Search:
         """
         best = self.measure(CHEAPEST)
         if not best.reaches(self.target):
-            dearest = self.measure(DEAREST)
-            if dearest.num_edits and not dearest.reaches(self.target):
+            dearest = self._measure_dearest()
+            if not dearest.reaches(self.target):
                 return dearest
         while not best.reaches(self.target):
             trials = [trial for trial in map(self.measure, raised(best.setting)) if trial.num_edits]
@@ -94,6 +94,15 @@ class Search:
                 return best
             best = self._choose(best, trials)
         return best
+
+    def _measure_dearest(self) -> Trial:
+        """Of the dearest setting with which edits still run mask-aware: large margins may cover small pictures."""
+        full_steps = max(number for number in FULL_STEPS if number < max(1, self.num_steps))
+        for margin in reversed(MARGINS):
+            trial = self.measure(replace(DEAREST, margin=margin, full_steps=full_steps))
+            if trial.num_edits:
+                break
+        return trial
 
     def _choose(self, before: Trial, trials: list[Trial]) -> Trial:
         close = [trial for trial in trials if trial.reaches(self.target)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -120,6 +121,19 @@ def test_settings_that_ran_no_edit_mask_aware_do_not_count() -> None:
     found = Small(lambda setting: 0.9 + 0.04 * levels(setting)[3]).search()
     assert found.setting.margin < 8
     assert found.reaches(0.96)
+
+
+def test_unsafe_is_known_soon_where_large_margins_cover_the_picture() -> None:
+    class Small(Checkpoint):
+        def measure(self, setting: Setting) -> Trial:
+            self.num_edits = 0 if setting.margin >= 8 else 5
+            return super().measure(setting)
+
+    checkpoint = Small(lambda setting: 0.5)
+    found = checkpoint.search()
+    assert not found.reaches(0.96)
+    assert found.setting == replace(DEAREST, margin=4)
+    assert len(checkpoint.tried) == 1 + 4  # the cheapest, and margins of 32, 16, 8 and 4 px
 
 
 def test_costs_rise_with_every_knob() -> None:
