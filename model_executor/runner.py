@@ -201,8 +201,18 @@ class Runner:
             active=active,
             pages=None if work.pages is None else self._page_span(family, work, work.pages),
             full_blocks=work.full_blocks,
+            modulation=self._modulation(family, item, work, inputs),
         )
         return _Step(row, inputs["sigmas"][work.step + 1], work.keep_clean)
+
+    def _modulation(self, family: Family, item: Item, work: Denoise, inputs: Mapping[str, Tensor]) -> Tensor | None:
+        """The family's table for this step, made for the whole run at its first one."""
+        key = TensorKey(item.request_id, item.node, "modulation")
+        if not (kept := self._store.get_series(key)):
+            table = family.modulation(inputs["pooled_prompt_embeds"], work.guidance_scale, inputs["sigmas"][:-1])
+            kept = () if table is None else (table,)
+            self._store.put_series(key, kept)
+        return kept[0][work.step : work.step + 1] if kept else None
 
     def _fill_inactive(
         self, model: str, work: Denoise, sigma: Tensor, active: Tensor, latents: Tensor, condition: Tensor

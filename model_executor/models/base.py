@@ -45,7 +45,8 @@ class Row:
     latents, condition: all image tokens of the request; rows of tokens that are computed in no block are not read.
     sigma: float32 scalar, the noise level. grid: image tokens as (rows, columns). active: int64 [active tokens], the
     token indices to compute, ascending; None for all. pages: the template's at this noise level; needed with `active`.
-    full_blocks: leading blocks that compute all tokens all the same, 0..number of blocks.
+    full_blocks: leading blocks that compute all tokens all the same, 0..number of blocks. modulation: [1, width], of
+    `Family.modulation` at this noise level, None to have it computed.
     """
 
     latents: Tensor
@@ -58,6 +59,7 @@ class Row:
     active: Tensor | None = None
     pages: Pages | None = None
     full_blocks: int = 0
+    modulation: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +127,10 @@ class Family(Protocol):
     def prime(self, rows: Sequence[PrimeRow], blocks: tuple[int, int]) -> list[tuple[Tensor, ...]]:
         """Run all tokens of each row through the blocks [start, stop), write these blocks' pages, and return each row's
         hidden state (empty after the last block, which computes keys and values only)."""
+
+    def modulation(self, pooled_prompt_embeds: Tensor, guidance_scale: float, sigmas: Tensor) -> Tensor | None:
+        """What the steps of a run compute from its noise levels and pooled prompt alone, for all levels at once,
+        [levels, width]: one pass over those weights instead of one a step. None where it is too much to keep."""
 
     def predict(self, rows: Sequence[Row]) -> list[Tensor]:
         """Velocity of each row's active tokens, [active tokens, latent width]: one forward pass for all rows."""

@@ -223,6 +223,9 @@ class FluxFill:
 
     # ---------------------------------------------------------------------------------------------------- denoising
 
+    def modulation(self, pooled_prompt_embeds: Tensor, guidance_scale: float, sigmas: Tensor) -> Tensor | None:
+        return self._denoiser.modulation(pooled_prompt_embeds, guidance_scale, sigmas)
+
     def predict(self, rows: Sequence[Row]) -> list[Tensor]:
         return self._denoiser.forward(rows)
 

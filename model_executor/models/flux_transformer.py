@@ -28,6 +28,9 @@ FLOAT16_MAX = 65504.0
 CACHED_GRIDS = 32
 """Rotary tables kept, one per image size; a table is 8 bytes * tokens * head dim / 2."""
 
+MODULATION_BYTES = 64 * 1024**2
+"""Largest table of a request's modulation at all its noise levels: 1.2 MB for the embedded model at 28 steps."""
+
 _MakeGroup = Callable[..., LinearGroup]
 """(*layers) -> their group."""
 
@@ -46,7 +49,8 @@ class FluxTransformer:
         self._image_in, self._text_in = self._group(module.x_embedder), self._group(module.context_embedder)
         self._blocks: list[_Block] = [_DoubleBlock(block, self._group) for block in module.transformer_blocks]
         self._blocks += [_SingleBlock(block, self._group) for block in module.single_transformer_blocks]
-        self._out_modulation = _Modulation([module.norm_out], self._group)
+        self._modulations = [block.modulation for block in self._blocks]
+        self._modulations.append(_Modulation([module.norm_out], self._group))
         self._image_out = self._group(module.proj_out)
         self._grid_rotary = lru_cache(maxsize=CACHED_GRIDS)(self._make_grid_rotary)
 
@@ -98,6 +102,17 @@ class FluxTransformer:
             self._blocks[number].run(stream, number)
         return [(stream.hidden[start:stop].clone(),) for start, stop in stream.packing.joint]
 
+    def modulation(self, pooled_prompt_embeds: Tensor, guidance_scale: float, sigmas: Tensor) -> Tensor | None:
+        """What `Row.modulation` may hold at each of these noise levels, [levels, width]: all blocks' shifts, scales and
+        gates, with the bits that every step would compute. None where that is more than MODULATION_BYTES.
+        """
+        width = sum(part.width for part in self._modulations)
+        if len(sigmas) * width * self.dtype.itemsize > MODULATION_BYTES:
+            return None
+        embeddings = [self._embedding(sigma, pooled_prompt_embeds, guidance_scale) for sigma in sigmas]
+        conditioning = F.silu(torch.cat(embeddings))
+        return torch.cat([part.product(conditioning) for part in self._modulations], dim=1)
+
     # ------------------------------------------------------------------------------------------------------- inputs
 
     def _start(
@@ -117,8 +132,17 @@ class FluxTransformer:
         longest = max(row.prompt_embeds.shape[0] + row.latents.shape[0] for row in rows)
         heads, head_dim = self.module.config.num_attention_heads, self.module.config.attention_head_dim
         buffer = KeyValueBuffer(heads, longest, head_dim, joint)
-        conditioning = F.silu(torch.cat([self._embedding(row) for row in rows]))
-        return _Stream(joint, packing, rotary, conditioning, sources, buffer, self._linear)
+        return _Stream(joint, packing, rotary, self._modulation_of(rows), sources, buffer, self._linear)
+
+    def _modulation_of(self, rows: Sequence[Row | PrimeRow]) -> Callable[[int], Sequence[Tensor]]:
+        """Block number -> its shifts, scales and gates, each [requests, hidden]; after the last one the output's."""
+        known = [row.modulation for row in rows if isinstance(row, Row) and row.modulation is not None]
+        if len(known) == len(rows):
+            tables = torch.cat(known).split([part.width for part in self._modulations], dim=1)
+            return lambda number: self._modulations[number].parts(tables[number])
+        embeddings = [self._embedding(row.sigma, row.pooled_prompt_embeds, row.guidance_scale) for row in rows]
+        conditioning = F.silu(torch.cat(embeddings))
+        return lambda number: self._modulations[number].parts(self._modulations[number].product(conditioning))
 
     def _embed(self, rows: Sequence[Row | PrimeRow], computed: Sequence[Tensor | None], packing: Packing) -> Tensor:
         """Text and image tokens of all rows, [tokens, hidden]."""
@@ -129,17 +153,16 @@ class FluxTransformer:
         text = self._text_in(torch.cat([row.prompt_embeds for row in rows]))
         return packing.join(text, image)
 
-    def _embedding(self, row: Row | PrimeRow) -> Tensor:
+    def _embedding(self, sigma: Tensor, pooled_prompt_embeds: Tensor, guidance_scale: float) -> Tensor:
         """Time, guidance and pooled text of one request, [1, hidden].
 
         One request at a time: a product's rounding may depend on its number of rows when these are few.
         """
-        timestep = (row.sigma * self._num_train_timesteps).reshape(1).to(self.dtype)
+        timestep = (sigma * self._num_train_timesteps).reshape(1).to(self.dtype)
         timestep = (timestep / 1000).to(self.dtype) * 1000  # the pipeline divides, the module multiplies
-        pooled = row.pooled_prompt_embeds[None]
-        inputs = [timestep, pooled]
+        inputs = [timestep, pooled_prompt_embeds[None]]
         if self.module.config.guidance_embeds:
-            guidance = torch.full([1], row.guidance_scale, dtype=torch.float32, device=timestep.device)
+            guidance = torch.full([1], guidance_scale, dtype=torch.float32, device=timestep.device)
             inputs.insert(1, guidance.to(self.dtype) * 1000)
         embedding: Tensor = self.module.time_text_embed(*inputs)
         return embedding
@@ -172,7 +195,7 @@ class FluxTransformer:
 
     def _project_out(self, stream: _Stream) -> Tensor:
         """Velocity of all image tokens, [tokens, latent width]."""
-        scale, shift = self._out_modulation(stream.conditioning)
+        scale, shift = stream.modulation(self.num_blocks)
         image = _layer_norm(gather(stream.hidden, stream.packing.joint_image), self.module.norm_out.norm.eps)
         return self._image_out(modulate_(image, stream.packing.image, scale, shift))
 
@@ -242,13 +265,13 @@ class _Stream:
     """The tokens of a batch on their way through the blocks.
 
     hidden: joint matrix [tokens, hidden], changed in place. rotary: complex64 [tokens, 1, 1, head dim / 2].
-    conditioning: what modulation is computed from, [requests, hidden].
+    modulation: block number -> its parts, each [requests, hidden].
     """
 
     hidden: Tensor
     packing: Packing
     rotary: Tensor
-    conditioning: Tensor
+    modulation: Callable[[int], Sequence[Tensor]]
     sources: Sequence[_Source]
     buffer: KeyValueBuffer
     linear: Linear
@@ -285,11 +308,17 @@ class _Modulation:
 
     def __init__(self, norms: Sequence[Any], group: _MakeGroup) -> None:
         """norms: diffusers' adaptive norms that read the same conditioning."""
-        self._group = group(*(norm.linear for norm in norms))
+        layers = [norm.linear for norm in norms]
+        self._group, self._hidden = group(*layers), layers[0].in_features
+        self.width = sum(layer.out_features for layer in layers)
 
-    def __call__(self, conditioning: Tensor) -> Sequence[Tensor]:
-        """conditioning: [requests, hidden] -> parts of [requests, hidden], layer after layer."""
-        parts: Sequence[Tensor] = self._group(conditioning).split(conditioning.shape[1], dim=1)
+    def product(self, conditioning: Tensor) -> Tensor:
+        """conditioning: [levels, hidden] -> [levels, width]. A level's bits depend on it alone."""
+        return self._group(conditioning)
+
+    def parts(self, product: Tensor) -> Sequence[Tensor]:
+        """[requests, width] -> parts of [requests, hidden], layer after layer."""
+        parts: Sequence[Tensor] = product.split(self._hidden, dim=1)
         return parts
 
 
@@ -299,7 +328,7 @@ class _Block:
     def __init__(self, block: Any, norms: Sequence[Any], group: _MakeGroup) -> None:
         """norms: those whose modulation is computed from the conditioning; the image tokens' first one leads."""
         attn = block.attn
-        self._modulation = _Modulation(norms, group)
+        self.modulation = _Modulation(norms, group)
         self._head_dim = attn.head_dim
         self._norm_eps = norms[0].norm.eps
         self._qk_eps = attn.norm_q.eps
@@ -314,7 +343,7 @@ class _Block:
         """Only the keys and values of the image tokens, into the pages of the stream's templates."""
         packing = stream.packing
         image = _layer_norm(gather(stream.hidden, packing.joint_image), self._norm_eps)
-        shift, scale, *_ = self._modulation(stream.conditioning)
+        shift, scale, *_ = stream.modulation(number)
         modulate_(image, packing.image, scale, shift)
         # Queries come along: without their columns the product would round differently.
         key_value = self._heads(self._qkv(image), 3)[:, 1:]
@@ -342,7 +371,7 @@ class _DoubleBlock(_Block):
         self._text_up, self._text_down = group(block.ff_context.net[0].proj), group(block.ff_context.net[2])
 
     def run(self, stream: _Stream, number: int) -> None:
-        parts = self._modulation(stream.conditioning)
+        parts = stream.modulation(number)
         (shift, scale, gate, *mlp), (text_shift, text_scale, text_gate, *text_mlp) = parts[:6], parts[6:]
         text, image = self._normed(stream, (text_shift, text_scale), (shift, scale))
         attended = stream.attention(number, self._joint_qkv(stream, text, image))
@@ -385,7 +414,7 @@ class _SingleBlock(_Block):
         self._up, self._out = group(block.proj_mlp), group(block.proj_out)
 
     def run(self, stream: _Stream, number: int) -> None:
-        shift, scale, gate = self._modulation(stream.conditioning)
+        shift, scale, gate = stream.modulation(number)
         joint = stream.packing.joint
         normed = modulate_(_layer_norm(stream.hidden, self._norm_eps), joint, scale, shift)
         inner = self._up(normed, gelu=True)
