@@ -68,11 +68,10 @@ def _attend_head(query: Tensor, key: Tensor, value: Tensor, step: int) -> Tensor
 
     Scores are float32 in bfloat16 too: rounded to 8 bits, a score of 20 would be off by 6 % of its weight.
     """
-    outputs = []
-    for chunk in query.split(step):
-        weights = torch.softmax(onednn_product(chunk, key), dim=-1)
-        outputs.append(onednn_product(weights.to(value.dtype), value))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    if len(query) > step:
+        return torch.cat([_attend_head(chunk, key, value, step) for chunk in query.split(step)])
+    weights = torch.softmax(onednn_product(query, key), dim=-1)
+    return onednn_product(weights.to(value.dtype), value)
 
 
 def normalise_and_rotate_(

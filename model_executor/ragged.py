@@ -73,8 +73,9 @@ def gather(x: Tensor, where: Sequence[Span]) -> Tensor:
 
 def modulate_(x: Tensor, where: Sequence[Span], scale: Tensor, shift: Tensor) -> Tensor:
     """x * (1 + scale) + shift in place, request by request; x: [tokens, width], scale and shift: [requests, width]."""
-    scales = (1 + scale).split(1)
-    for piece, factor, offset in zip(pieces(x, where), scales, shift.split(1), strict=True):
+    scale, number = 1 + scale, len(where)
+    # chunk, since split is a Python function: 5 us more.
+    for piece, factor, offset in zip(pieces(x, where), scale.chunk(number), shift.chunk(number), strict=True):
         piece.mul_(factor).add_(offset)
     return x
 
@@ -82,5 +83,5 @@ def modulate_(x: Tensor, where: Sequence[Span], scale: Tensor, shift: Tensor) ->
 def add_gated_(x: Tensor, where: Sequence[Span], y: Tensor, rows: Sequence[Span], gate: Tensor) -> None:
     """x += gate * y in place, request by request: rows `where` of x and `rows` of y, which is changed too. gate:
     [requests, width]."""
-    for piece, change, factor in zip(pieces(x, where), pieces(y, rows), gate.split(1), strict=True):
+    for piece, change, factor in zip(pieces(x, where), pieces(y, rows), gate.chunk(len(where)), strict=True):
         piece.add_(change.mul_(factor))

@@ -43,6 +43,7 @@ class FluxTransformer:
 
     def __init__(self, module: Any, num_train_timesteps: int, linear: Linear | None = None) -> None:
         self.module = module
+        self.dtype: torch.dtype = module.dtype  # diffusers looks through all modules for it, 0.6 ms each time
         self._num_train_timesteps = num_train_timesteps
         self._linear = linear or best_linear()
         self._pack = sum(parameter.nbytes for parameter in module.parameters()) <= PACKED_BYTES
@@ -53,11 +54,6 @@ class FluxTransformer:
         self._modulations.append(_Modulation([module.norm_out], self._group))
         self._image_out = self._group(module.proj_out)
         self._grid_rotary = lru_cache(maxsize=CACHED_GRIDS)(self._make_grid_rotary)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = self.module.dtype
-        return dtype
 
     @property
     def num_blocks(self) -> int:
@@ -318,7 +314,7 @@ class _Modulation:
 
     def parts(self, product: Tensor) -> Sequence[Tensor]:
         """[requests, width] -> parts of [requests, hidden], layer after layer."""
-        parts: Sequence[Tensor] = product.split(self._hidden, dim=1)
+        parts: Sequence[Tensor] = product.chunk(self.width // self._hidden, dim=1)
         return parts
 
 
