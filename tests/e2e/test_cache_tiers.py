@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from pictures import Pixels, photo
 
@@ -113,9 +114,21 @@ def test_what_the_cache_holds_changes_no_picture(tiny_checkpoint: Path, tmp_path
             painted, report = run(engine, seed)
             assert np.array_equal(painted, expected[seed])
             seen.add((report.cache, report.tier))
+            assert resident_page_bytes() <= one
         assert ("hit", "host") in seen
+        assert resident_page_bytes() > one / 2, "the arena was found"
         assert ("miss", None) in seen
     assert sum(file.stat().st_size for file in (tmp_path / "pages").iterdir()) <= 2 * one
+
+
+def resident_page_bytes() -> int:
+    """Memory of the page arena, as the kernel counts it for the process that has touched most of it."""
+    return max(map(_page_arena_bytes, psutil.Process().children(recursive=True)), default=0)
+
+
+def _page_arena_bytes(process: psutil.Process) -> int:
+    maps = process.memory_maps(grouped=True)
+    return sum(area.rss for area in maps if area.path.startswith("/memfd:stencil-arena-1"))
 
 
 def test_a_device_tier_paints_the_same(tiny_checkpoint: Path) -> None:
