@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from core.handles import ArrayRef
 from core.page_scheme import PageScheme, latents_key
 
 
@@ -57,7 +56,6 @@ class PrimingJob:
     wanted: dict[float, str] = field(default_factory=dict)  # noise level -> entry still to be filled
     is_in_flight: bool = False
     seconds: float = 0.0  # worker time so far
-    reading: ArrayRef | None = None  # the template's pixels while a worker reads them
     _sigmas: tuple[float, ...] = ()  # of the passes under way
     _blocks_done: int = 0  # of these passes
 

@@ -41,6 +41,13 @@ class Registrations:
         may_idle = is_idle and not urgent and not any(hold.is_reserved for hold in idle_work)
         return idle_work[:1] if may_idle else urgent
 
+    def yield_room(self) -> bool:
+        """Have idle work let go what it holds, to take it up again later; whether there was any."""
+        holding = [hold for hold in self._holds.values() if hold.is_idle_work and hold.is_reserved]
+        for hold in holding:
+            self._pages.release(hold)
+        return bool(holding)
+
     def add(self, hold: PageHold) -> None:
         self._holds[hold.owner_id] = hold
 

@@ -13,7 +13,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
 
 from core.activation_cache import ActivationCacheManager, CacheOrders, TierBudget
 from core.block_plan import plan_prefix
@@ -104,6 +104,7 @@ class StepScheduler:
         self.placement: Placement = place(workflow, num_workers)
         self.cost = CostModel()
         cache = cache or CacheConfig()
+        self._has_slow_tier = bool(cache.disk_bytes or cache.device_bytes)
         self.pages = TemplatePages(_cache_manager(cache), self._load_wins)
         # A step whose pages get lost is done again: no later one of the same request may be out by then.
         self._may_plan_blocks = cache.block_plan == "auto" and config.max_plans_in_flight == 1
@@ -347,7 +348,7 @@ class StepScheduler:
         elif node.name == self.workflow.output:
             self._finish(request)
         elif node.stage == "image_encode" and request.edit.is_mask_aware:
-            request.hold = self._make_hold(request)
+            self._need_pages(request)
         elif node.kind == "loop" and request.hold is not None:
             self.pages.trim(request.hold, _masked_sigmas(request, request.progress.steps_done))
 
@@ -425,20 +426,43 @@ class StepScheduler:
         key = info.page_scheme.template_key(content_id)
         return TemplateInfo(key, model, info.page_scheme, content_id, width, height, num_tokens, info.max_text_tokens)
 
-    def _make_hold(self, request: Request) -> PageHold:
-        """What a mask-aware edit needs of the cache, now that its noise levels are known."""
-        edit = request.edit
-        template = self._template(edit.model, edit.content_id, edit.width, edit.height, edit.num_tokens)
+    def _need_pages(self, request: Request) -> None:
+        """Say what a mask-aware edit needs of the cache, now that its noise levels are known."""
+        template = self._template_of(request)
         needed = keyframes_needed(template.scheme.keyframes, _masked_sigmas(request, 0))
-        return PageHold(request.id, template, edit.template, needed)
+        if request.hold is None:
+            request.hold = PageHold(request.id, template, request.edit.template, needed)
+        else:
+            self.pages.narrow(request.hold, needed)
+
+    def _prefetch(self, request: Request) -> None:
+        """Have pages come up from slower tiers while an edit waits for a place. Its noise levels are not known yet: all
+        keyframes come.
+        """
+        template = self._template_of(request)
+        if template.scheme.keyframes:
+            request.hold = PageHold(request.id, template, request.edit.template, template.scheme.keyframes)
+            request.hold.is_prefetch = True
+
+    def _template_of(self, request: Request) -> TemplateInfo:
+        edit = request.edit
+        return self._template(edit.model, edit.content_id, edit.width, edit.height, edit.num_tokens)
 
     def _reserve_pages(self) -> None:
         """Pin what edits need, most urgent first and without overtaking, so that none waits for room forever."""
+        if self._has_slow_tier:
+            for request in islice(self.in_order(), 2 * self.config.max_num_seqs):
+                if request.hold is None and request.status is Status.WAITING and request.edit.is_mask_aware:
+                    self._prefetch(request)
         holds = [request.hold for request in self.in_order() if request.hold is not None]
         for hold in [*holds, *self._registrations.wanting_room(is_idle=not self._order)]:
-            if not hold.is_reserved and not self.pages.reserve(hold):
+            if not hold.is_reserved and not self._reserve(hold):
                 break
         self._outputs += self._registrations.settle()
+
+    def _reserve(self, hold: PageHold) -> bool:
+        """Reserve what idle work has to give way for, if need be."""
+        return self.pages.reserve(hold) or (self._registrations.yield_room() and self.pages.reserve(hold))
 
     def _load_wins(self, template: TemplateInfo, tier: Tier, nbytes: int) -> bool:
         """Whether copying an entry up from `tier` is predicted to be faster than priming it. What was never measured is
@@ -490,7 +514,12 @@ class StepScheduler:
             seconds = number * self._share(node, model, size)
             if seconds:
                 left[node.stage] = left.get(node.stage, 0.0) + seconds
-        return left
+        priming = sum(self._priming_seconds(job) for job in self.pages.all_jobs())
+        return left | {"prime": priming} if priming else left
+
+    def _priming_seconds(self, job: PrimingJob) -> float:
+        key = self.cost_key(ModelKey(job.template.model, self.workflow.loop.component), "prime")
+        return self.cost.predict(key, Work((self.pages.tokens_left(job),), (job.template.pass_tokens,)))
 
     def _runs_left(self) -> Counter[tuple[Node, ModelKey, tuple[int, int]]]:
         """How often a node of this model has still to run over so many (queries, keys)."""

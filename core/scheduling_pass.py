@@ -57,8 +57,10 @@ class SchedulingPass:
         previews, the step, and what may be primed along with it."""
         self._candidates = [(request, request.progress.ready(self.workflow)) for request in self._admit(requests)]
         self._choose_transfers()
-        for is_wanted in (self._is_output, self._is_source, _is_side):
-            self._choose_stage_work(is_wanted)
+        self._choose_stage_work(self._is_output)
+        self._choose_template_encodes()
+        self._choose_stage_work(self._is_source)
+        self._choose_stage_work(_is_side)
         self._choose_priming(self._choose_step())
 
     def _admit(self, requests: Iterable[Request]) -> list[Request]:
@@ -97,7 +99,7 @@ class SchedulingPass:
         """Whether what the node reads of the activation cache is there."""
         hold, step = request.hold, request.progress.steps_scheduled
         if node.stage == "decode":
-            return hold is None or self.pages.has_latents(hold.template)
+            return hold is None or (hold.is_reserved and self.pages.has_latents(hold.template))
         if node.kind != "loop" or not request.is_masked_step(step):
             return True
         if hold is None or not hold.is_reserved or not self.pages.has_latents(hold.template):
@@ -167,11 +169,18 @@ class SchedulingPass:
             if not self._can_prime(job):
                 continue
             if self.pages.needs_latents(job):
-                self._encode_template(job)
+                if self.pages.is_idle_work(job):
+                    self._encode_template(job)
             elif not has_primed or budget > 0:
                 # Idle work goes block by block: whoever comes meanwhile waits for no more than one.
                 budget -= self._prime(job, 0 if self.pages.is_idle_work(job) else budget)
                 has_primed = True
+
+    def _choose_template_encodes(self) -> None:
+        """Before newcomers are encoded: who waits for a template came before them."""
+        for job in self.pages.jobs():
+            if self.pages.needs_latents(job) and not self.pages.is_idle_work(job) and self._can_prime(job):
+                self._encode_template(job)
 
     def _can_prime(self, job: PrimingJob) -> bool:
         is_open = self.placement[self.workflow.loop.name] in self.open_ranks

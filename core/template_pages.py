@@ -35,6 +35,8 @@ class PageHold:
     is_complete: bool = False  # every entry it needs has been filled; none can go while it is held
     is_read: bool = False  # a worker reads `pixels` on behalf of a job
     is_idle_work: bool = False  # only to be primed when nothing else wants to compute
+    is_prefetch: bool = False  # its owner waits for a place: what other tiers have is loaded, nothing is primed
+    is_given_up: bool = False  # its template could not be primed, and its owner is told so
     full_blocks: int = 0  # leading blocks that the next step computes in full, instead of waiting for their pages
     is_primed: bool = False  # something had to be computed for it
     tier: Tier | None = None  # the slowest tier that something came from
@@ -102,7 +104,6 @@ class TemplatePages:
     load_wins: LoadWins
     _holds: dict[str, PageHold] = field(default_factory=dict)  # owner id -> its hold, while reserved
     _jobs: dict[str, PrimingJob] = field(default_factory=dict)  # template key -> its job
-    _job_of: dict[str, PrimingJob] = field(default_factory=dict)  # job id -> the same jobs
     _left: dict[str, list[PageHold]] = field(default_factory=dict)  # job id -> holds given up while it was in flight
     _freed: list[str] = field(default_factory=list)  # ids of jobs that ended
     _job_ids: Iterator[int] = field(default_factory=count)
@@ -125,13 +126,21 @@ class TemplatePages:
 
     def refresh(self, hold: PageHold) -> None:
         """Look whether all is there by now, and see to what is still to be primed."""
-        if hold.is_complete:
+        if hold.is_complete or hold.is_given_up:
             return
         states = {key: self.cache.state(key) for key in hold.entry_keys()}
         hold.is_complete = all(state is EntryState.READY for state in states.values())
         empty = {key for key, state in states.items() if state is EntryState.EMPTY}
-        if empty:
+        if empty and not hold.is_prefetch:
             self._want(hold, empty)
+
+    def narrow(self, hold: PageHold, sigmas: tuple[float, ...]) -> None:
+        """The owner of a prefetch begins, and needs these keyframes: let the others go, and prime what is missing."""
+        gone = [sigma for sigma in hold.sigmas if sigma not in sigmas]
+        hold.sigmas, hold.is_prefetch, hold.is_complete = sigmas, False, False
+        if hold.is_reserved:
+            self.cache.release([page_key(hold.template.key, sigma) for sigma in gone])
+            self.refresh(hold)
 
     def release(self, hold: PageHold) -> None:
         """Give up all that `hold` holds. What a worker writes at this moment stays pinned until it has landed."""
@@ -145,6 +154,10 @@ class TemplatePages:
             return
         self.cache.release(hold.entry_keys())
         self._drop_unwanted(hold.template.key)
+
+    def tokens_left(self, job: PrimingJob) -> int:
+        """Tokens that the job has still to compute, in whole passes."""
+        return len(job.wanted) * job.template.pass_tokens
 
     def trim(self, hold: PageHold, sigmas_left: Iterable[float]) -> None:
         """Give up the keyframes that the steps still ahead do not need: a one-off template holds two at a time."""
@@ -205,12 +218,16 @@ class TemplatePages:
         """Jobs with work to give out, in the order they were begun."""
         return [job for job in self._jobs.values() if not job.is_in_flight]
 
-    def job(self, job_id: str) -> PrimingJob:
-        return self._job_of[job_id]
+    def all_jobs(self) -> Iterable[PrimingJob]:
+        return self._jobs.values()
 
     def waiters(self, job: PrimingJob) -> list[PageHold]:
         """The holds that a job works for."""
-        return [h for h in self._holds.values() if h.template.key == job.template.key and not h.is_complete]
+        return [
+            hold
+            for hold in self._holds.values()
+            if hold.template.key == job.template.key and not (hold.is_complete or hold.is_given_up or hold.is_prefetch)
+        ]
 
     def is_idle_work(self, job: PrimingJob) -> bool:
         """Whether nobody waits for it who is in a hurry."""
@@ -227,7 +244,7 @@ class TemplatePages:
     def start_latents(self, job: PrimingJob) -> ArrayRef:
         """Record that a worker encodes the template; its pixels, lent by one of those who wait."""
         lender = self.waiters(job)[0]
-        lender.is_read, job.is_in_flight, job.reading = True, True, lender.pixels
+        lender.is_read = job.is_in_flight = True
         return lender.pixels
 
     def start_chunk(self, job: PrimingJob, token_budget: int) -> Chunk:
@@ -248,10 +265,12 @@ class TemplatePages:
         self._settle(job)
 
     def fail(self, job: PrimingJob) -> list[PageHold]:
-        """A worker could not do it: the job is given up, and so must be those returned, who waited for it."""
+        """A worker could not do it: the job is over, and those returned, who waited for it, are given up."""
         self._land(job, 0.0)
         waiters = self.waiters(job)
-        job.wanted.clear()
+        for hold in waiters:
+            hold.is_given_up = True
+        self._end(job)
         self._settle(job)
         return waiters
 
@@ -265,7 +284,7 @@ class TemplatePages:
         job = self._jobs.get(hold.template.key)
         if job is None:
             job = PrimingJob(f"prime-{next(self._job_ids)}", hold.template)
-            self._jobs[hold.template.key] = self._job_of[job.id] = job
+            self._jobs[hold.template.key] = job
         hold.is_primed = True
         for sigma in hold.sigmas:
             key = page_key(hold.template.key, sigma)
@@ -273,7 +292,7 @@ class TemplatePages:
                 job.wanted.setdefault(sigma, key)
 
     def _land(self, job: PrimingJob, seconds: float) -> None:
-        job.is_in_flight, job.reading = False, None
+        job.is_in_flight = False
         job.seconds += seconds
         for hold in [*self.waiters(job), *self._left.get(job.id, [])]:
             hold.is_read = False
@@ -295,13 +314,15 @@ class TemplatePages:
         for sigma in [s for s, key in job.wanted.items() if self.cache.state(key) is not EntryState.EMPTY]:
             job.forget(sigma)
         if not self.waiters(job) or (not job.wanted and not self.needs_latents(job)):
-            del self._jobs[template_key], self._job_of[job.id]
-            self._freed.append(job.id)
+            self._end(job)
+
+    def _end(self, job: PrimingJob) -> None:
+        del self._jobs[job.template.key]
+        self._freed.append(job.id)
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless holds, jobs and the cache agree."""
         self.cache.check_integrity()
-        assert set(self._job_of) == {job.id for job in self._jobs.values()}
         assert set(self._left) <= {job.id for job in self._jobs.values() if job.is_in_flight}
         for hold in self._holds.values():
             assert hold.is_reserved

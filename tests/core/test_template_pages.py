@@ -22,6 +22,7 @@ from core.messages import (
     EditRequest,
     Failed,
     Finished,
+    PartialImage,
     PrimeTemplate,
     StepPlan,
     TemplatePrimed,
@@ -356,6 +357,102 @@ def test_dead_workers_end_edits_and_registrations() -> None:
     engine.settle()
     assert isinstance(engine.result("a"), Failed)
     assert isinstance(engine.result("t"), Failed)
+
+
+def keep_busy(engine: Engine, running: int, number: int) -> int:
+    """Top exact edits up to so many; the number of the next one."""
+    here = sum(f"x{i}" in engine.scheduler._requests for i in range(number))
+    for i in range(number, number + running - here):
+        engine.scheduler.add(make_edit(f"x{i}", arrival=1.0 + i))
+    return number + running - here
+
+
+def has_ended(engine: Engine, request_id: str) -> bool:
+    return any(output.request_id == request_id for output in engine.outputs)  # type: ignore[attr-defined]
+
+
+def test_idle_work_gives_its_room_to_an_edit() -> None:
+    engine = Engine(cache=CacheConfig(host_bytes=TEMPLATE_BYTES * 3 // 2))
+    engine.scheduler.add_template(make_registration("idle", "c9", is_idle_work=True))
+    engine.step()
+    number = keep_busy(engine, 3, 0)
+    engine.step()
+    engine.scheduler.add(make_masked("victim", arrival=0.1))
+    for _ in range(100):
+        number = keep_busy(engine, 3, number)
+        engine.step()
+    assert has_ended(engine, "victim")
+    engine.run()
+    assert isinstance(engine.result("idle"), TemplatePrimed), "and takes it up again"
+
+
+def test_newcomers_do_not_keep_a_template_from_being_encoded() -> None:
+    engine = Engine(max_stage_ms=5)
+    number = 0
+    for i in range(400):
+        number = keep_busy(engine, 20, number)
+        if i == 200:
+            engine.scheduler.add(make_masked("victim", arrival=0.1))
+        engine.step()
+    assert has_ended(engine, "victim")
+
+
+def test_a_failed_pass_leaves_nothing_behind_that_is_scheduled_again() -> None:
+    engine = Engine(
+        msgspec.structs.replace(SCHEME, keyframes=()), CacheConfig(host_bytes=1 << 34), max_plans_in_flight=2
+    )
+    number = keep_busy(engine, 4, 0)
+    engine.scheduler.add(make_masked("b", steps=40, full_steps=30, arrival=1.0))
+    engine.scheduler.add(make_masked("a", steps=4, full_steps=3, arrival=1.0))
+    while not engine.scheduler.pages._jobs:
+        engine.step()
+    engine.workers.fail = {"prime-0"}
+    engine.scheduler.abort(["a"])
+    for _ in range(60):
+        number = keep_busy(engine, 4, number)
+        plan = engine.scheduler.schedule(now=0.0)
+        if plan is not None:
+            engine.workers.submit(plan)
+        if len(engine.workers.queues[0]) > 1 or plan is None:
+            engine.finish_plan()
+    engine.run()
+    assert isinstance(engine.result("a"), Aborted)
+    assert isinstance(engine.result("b"), Failed)
+    assert not any(sigma == 0.25 for sigma, _, _ in engine.workers.primed), "nothing is primed for those who failed"
+
+
+def test_a_preview_waits_for_latents_that_are_held() -> None:
+    engine = Engine(cache=CacheConfig(host_bytes=TEMPLATE_BYTES * 3 // 2))
+    engine.scheduler.add(make_masked("warm"))
+    engine.run()
+    engine.scheduler.add(make_masked("big", content="c9", steps=60))
+    for _ in range(6):
+        engine.step()
+    waiting = make_masked("v", full_steps=3, arrival=1.0)
+    engine.scheduler.add(msgspec.structs.replace(waiting, pixels=waiting.pixels * 4))
+    for _ in range(30):
+        plan = engine.step()
+        hold = engine.scheduler._requests["v"].hold
+        decoded = (
+            [item.node for batch in plan.batches for item in batch.items if item.request_id == "v"] if plan else []
+        )
+        assert "preview" not in decoded or (hold is not None and hold.is_reserved)
+    engine.run()
+    engine.outputs = [output for output in engine.outputs if not isinstance(output, PartialImage)]
+    assert engine.finished("v")
+
+
+def test_pages_come_up_from_disk_while_an_edit_waits_for_a_place() -> None:
+    engine = Engine(cache=CacheConfig(host_bytes=2 * TEMPLATE_BYTES, disk_bytes=1 << 40), max_num_seqs=1)
+    engine.scheduler.add(make_edit("running", steps=20))
+    engine.step()
+    engine.scheduler.add(make_masked("waiting", arrival=1.0))
+    engine.step()
+    assert len(engine.workers.pages.copies) == 6, "clean latents and all keyframes"
+    engine.finish_copies()
+    assert engine.workers.primed == [], "loading costs no computing, priming would"
+    engine.run()
+    assert engine.finished("waiting").cache == "miss"
 
 
 class MaskAwareMachine(RuleBasedStateMachine):
