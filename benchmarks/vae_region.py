@@ -127,7 +127,7 @@ def _pixels(family: Family, edit: Edited) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _decode_region(family: Family, edit: Edited) -> tuple[Tensor, tuple[int, int, int, int]]:
-    return family.decode_region(edit.latents, edit.template, edit.active, SIZE, SIZE)
+    return family.decode_region(edit.latents, edit.active, SIZE, SIZE)
 
 
 def _times(family: Family, vae: AutoencoderKL, edit: Edited, repeats: int) -> dict[str, float]:

@@ -332,7 +332,6 @@ class ImageEncode(Message, frozen=True):
     `sigmas`.
 
     Random draws are the family's pipeline's own, in its own order, from ``torch.Generator("cpu").manual_seed(seed)``.
-    active: int32 token indices whose condition alone will be read, None for all.
     """
 
     template: ArrayRef
@@ -342,7 +341,6 @@ class ImageEncode(Message, frozen=True):
     seed: int
     num_inference_steps: int
     num_denoising_steps: int  # the last so many of them are run
-    active: ArrayRef | None
 
 
 class EncodeTemplate(Message, frozen=True):

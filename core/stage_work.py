@@ -119,7 +119,6 @@ def _image_encode(request: Request) -> ImageEncode:
         seed=sampling.seed,
         num_inference_steps=sampling.num_inference_steps,
         num_denoising_steps=sampling.num_denoising_steps,
-        active=edit.active if request.is_masked_step(0) else None,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,6 +24,8 @@ from model_executor.models.registry import make_family
 from model_executor.page_schemes import page_scheme
 from model_executor.pages import Pages
 from model_executor.sampling import advance
+
+logger = logging.getLogger("stencil.worker")
 
 WARM_UP_SIDE = 256
 """Largest side in pixels of the picture that is edited before a worker reports ready."""
@@ -48,9 +51,14 @@ class ResidentModels:
         self.families = families
 
     @classmethod
-    def open(cls, configs: Sequence[ModelConfig]) -> ResidentModels:
-        """Raises ConfigError for a checkpoint that cannot be served."""
+    def open(cls, configs: Sequence[ModelConfig], *, has_device_tier: bool = False) -> ResidentModels:
+        """has_device_tier: there is room for pages in device memory, which a GPU cannot do without. Raises ConfigError
+        for a checkpoint that cannot be served.
+        """
         checkpoints = {config.name: Checkpoint.open(config) for config in configs}
+        if any(checkpoint.device.type != "cpu" for checkpoint in checkpoints.values()) and not has_device_tier:
+            logger.warning("every token is computed: mask-aware edits on a GPU need --cache-device-bytes")
+            configs = [msgspec.structs.replace(config, mask_aware=False) for config in configs]
         return cls(configs, checkpoints, {name: make_family(checkpoint) for name, checkpoint in checkpoints.items()})
 
     @property
@@ -138,7 +146,7 @@ def edit_masked_once(family: Family, side: int, text_tokens: int) -> None:
     family.prime([PrimeRow(**common, hidden=None, entry=entry)], (0, layout.num_blocks))
     active = torch.zeros(1, dtype=torch.int64, device=clean.device)
     family.predict([Row(**common, active=active, pages=Pages(layout, len(clean), entry, None, 0.0))])
-    family.decode_region(clean, template, active, side, side)
+    family.decode_region(clean, active, side, side)
 
 
 def keep_freed_memory() -> None:
@@ -162,6 +170,6 @@ def set_threads(num_threads: int) -> None:
 def quiet_libraries() -> None:
     """Progress bars and advice of the libraries do not belong in a server's log; their errors reach us as
     exceptions."""
-    for logging in (diffusers.utils.logging, transformers.utils.logging):
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
+    for library in (diffusers.utils.logging, transformers.utils.logging):
+        library.set_verbosity_error()
+        library.disable_progress_bar()

@@ -109,7 +109,6 @@ class Runner:
             seed=work.seed,
             num_inference_steps=work.num_inference_steps,
             num_denoising_steps=work.num_denoising_steps,
-            active=self._indices(work.active),
         )
         named = {"latents": image.latents, "condition": image.condition, "sigmas": image.sigmas}
         return self._put(item, named, sigmas=tuple(image.sigmas.tolist()))
@@ -127,10 +126,10 @@ class Runner:
             return ItemResult(item.request_id, item.node)
         assert work.template is not None
         assert work.template_latents is not None
-        active, template = self._shared(work.active).long(), self._shared(work.template)
-        whole = self._clean(model, work.template_latents, latents.shape[0]).clone()
+        active, template = self._shared(work.active).long().to(latents.device), self._shared(work.template)
+        whole = self._clean(model, work.template_latents, latents.shape[0]).to(latents.device, copy=True)
         whole[active] = latents[active].to(whole.dtype)  # what another rank exported has widened to float32
-        region, (left, top, right, bottom) = family.decode_region(whole, template, active, work.width, work.height)
+        region, (left, top, right, bottom) = family.decode_region(whole, active, work.width, work.height)
         pixels.copy_(template)
         pixels[top:bottom, left:right] = region
         return ItemResult(item.request_id, item.node)
@@ -187,7 +186,7 @@ class Runner:
         assert isinstance(work, Denoise)
         family, latents, condition = self._models[model], inputs["latents"], inputs["condition"]
         grid, sigma = family.grid(work.width, work.height), inputs["sigmas"][work.step]
-        active = self._indices(work.active)
+        active = self._indices(work.active, latents.device)
         if active is not None and work.full_blocks:
             latents, condition = self._fill_inactive(model, work, sigma, active, latents, condition)
         row = Row(
@@ -246,9 +245,9 @@ class Runner:
         for key in keys:
             self._pages.wait_block(key, block)
 
-    def _indices(self, ref: ArrayRef | None) -> Tensor | None:
+    def _indices(self, ref: ArrayRef | None, device: torch.device) -> Tensor | None:
         """Token indices, int64."""
-        return None if ref is None else self._shared(ref).long()
+        return None if ref is None else self._shared(ref).long().to(device)
 
     def _put_step(self, item: Item, named: Mapping[str, Tensor]) -> ItemResult:
         """Replace the latents where they were read from; the clean prediction belongs to this node."""

@@ -89,7 +89,6 @@ class Edit:
             seed=self.seed,
             num_inference_steps=self.steps,
             num_denoising_steps=self.num_steps,
-            active=None,
         )
         return _plan(
             _batch("text_encode", "text_encoder", [self._item("text_encode", text)]),

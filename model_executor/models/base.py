@@ -107,11 +107,9 @@ class Family(Protocol):
         seed: int,
         num_inference_steps: int,
         num_denoising_steps: int,
-        active: Tensor | None = None,
     ) -> EncodedImage:
         """Where sampling starts, and what it is conditioned on. template: uint8 [height, width, 3]; mask: uint8
-        [height, width], 1 = edit; sides are multiples of the token size. active: int64 indices of the tokens whose
-        condition will be read, None for all; the others' may be anything."""
+        [height, width], 1 = edit; sides are multiples of the token size."""
 
     def encode_template(self, template: Tensor) -> Tensor:
         """Clean latents of a template, uint8 [height, width, 3]: the posterior's mode, [image tokens, latent width]."""
@@ -142,10 +140,10 @@ class Family(Protocol):
         """Pixels of packed latents [image tokens, latent width]: uint8 [height, width, 3]."""
 
     def decode_region(
-        self, latents: Tensor, template: Tensor, active: Tensor, width: int, height: int
+        self, latents: Tensor, active: Tensor, width: int, height: int
     ) -> tuple[Tensor, tuple[int, int, int, int]]:
         """Pixels around the active tokens: (uint8 [bottom - top, right - left, 3], (left, top, right, bottom) in
-        pixels). latents: all tokens', the template's where not active; template: uint8 [height, width, 3]."""
+        pixels). latents: all tokens', the template's where not active."""
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
         """Image tokens of a picture as (rows, columns)."""

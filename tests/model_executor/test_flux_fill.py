@@ -236,14 +236,3 @@ def test_priming_condition_is_that_of_an_image_with_nothing_masked(rig: Rig) -> 
     sampled = rig.family.encode_image(template, empty, seed=0, num_inference_steps=1, num_denoising_steps=1).condition
     assert torch.equal(condition[:, :64], clean)
     assert torch.equal(condition[:, 64:], sampled[:, 64:])
-
-
-@torch.inference_mode()
-def test_naming_the_active_tokens_changes_nothing_of_theirs(rig: Rig) -> None:
-    template, mask = templates()[0], torch.from_numpy(box_mask((96, 64)))
-    active = torch.tensor([8, 9, 14])
-    settings = {"seed": 5, "num_inference_steps": 4, "num_denoising_steps": 4}
-    every, some = (rig.family.encode_image(template, mask, **settings, active=a) for a in (None, active))
-    assert torch.equal(every.condition[active], some.condition[active])
-    assert torch.equal(every.latents, some.latents)
-    assert torch.equal(every.sigmas, some.sigmas)
