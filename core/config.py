@@ -10,6 +10,8 @@ from typing import Literal
 
 import msgspec
 
+from core.errors import ConfigError
+
 EMBEDDED_MODEL = str(Path(__file__).resolve().parent.parent / "model_executor" / "embedded")
 
 
@@ -71,13 +73,20 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine: its models, its scheduler, its workers."""
+    """One engine: its models, its scheduler, its workers. Raises ConfigError for several workers with a device tier."""
 
     models: tuple[ModelConfig, ...] = (ModelConfig(),)
     scheduler: SchedulerConfig = SchedulerConfig()
     cache: CacheConfig = CacheConfig()
     workers_per_engine: int = 1
     drain_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.workers_per_engine > 1 and self.cache.device_bytes > 0:
+            raise ConfigError(
+                f"{self.workers_per_engine} workers cannot share pages in device memory: the last worker decodes, "
+                "and these pages lie with the first; give --workers-per-engine 1 or --cache-device-bytes 0"
+            )
 
 
 class ImageConfig(msgspec.Struct, frozen=True, kw_only=True):

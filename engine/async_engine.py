@@ -227,19 +227,19 @@ class AsyncEngine:
         with self.hold(session):
             prepared = await session.prepare()
             page_bytes = (await session.prime()).nbytes if session.can_prime else 0
-        template = Template(
-            upload=upload,
-            owner=owner,
-            model=info.name,
-            width=prepared.upload_width,
-            height=prepared.upload_height,
-            image_tokens=session.num_tokens,
-            created=int(time.time()),
-            content_id=prepared.content_id,
-            primed=session.can_prime,
-            page_bytes=page_bytes,
-        )
-        self.keep_template(template)
+            template = Template(
+                upload=upload,
+                owner=owner,
+                model=info.name,
+                width=prepared.upload_width,
+                height=prepared.upload_height,
+                image_tokens=session.num_tokens,
+                created=int(time.time()),
+                content_id=prepared.content_id,
+                primed=session.can_prime,
+                page_bytes=page_bytes,
+            )
+            self.keep_template(template)  # before the session closes, which drops what nobody keeps
         return template
 
     def keep_template(self, template: Template) -> None:
@@ -253,10 +253,15 @@ class AsyncEngine:
         self.drop_pages(gone.model, gone.content_id)
 
     def drop_pages(self, model: str, content_id: str) -> None:
-        """Have pages forgotten, unless a template has them still; "" is a template that never was prepared."""
+        """Have pages forgotten, unless a template has them still, or will; "" is a template that never was prepared."""
         has_pages = content_id and self.models[model].page_scheme is not None
-        if has_pages and not self.templates.holds_content(model, content_id):
+        if has_pages and not self._is_wanted(model, content_id):
             self.client.drop(model, content_id)
+
+    def _is_wanted(self, model: str, content_id: str) -> bool:
+        sessions = (session for session in self._sessions if isinstance(session, TemplateSession))
+        is_priming = any(session.wants_pages(model, content_id) for session in sessions)
+        return is_priming or self.templates.holds_content(model, content_id)
 
     # ---------------------------------------------------------------------------------- what it knows
 

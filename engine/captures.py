@@ -37,7 +37,7 @@ class Captures:
         self._num_in_flight = 0  # background tasks begun and not over
 
     async def keep(self, image: ComposedImage, model: ModelInfo, owner: str, *, is_base64: bool) -> str | None:
-        """The id of the template that `image` becomes; None where the server's flags leave no use for it."""
+        """The id of the template that `image` becomes; None where the server's flags leave no use or no room for it."""
         num_tokens = _num_tokens(image, model)
         if not self._is_useful(model, num_tokens):
             return None
@@ -53,8 +53,12 @@ class Captures:
             height=image.height,
             image_tokens=num_tokens,
             created=int(time.time()),
+            is_captured=True,
         )
         self._engine.keep_template(template)
+        if template.id not in self._engine.templates:
+            logger.debug("registered templates take up --template-bytes: a picture was not captured")
+            return None
         if self._num_in_flight < MAX_IN_FLIGHT:
             self._num_in_flight += 1
             self._engine.run_in_background(self._prime(template, model))
@@ -82,10 +86,7 @@ class Captures:
         templates.set_content(template.id, content_id)
         if template.id not in templates or self._engine.is_closing:
             return
-        primed = await session.prime()
-        templates.set_primed(template.id, primed.nbytes)
-        if template.id not in templates:  # dropped meanwhile, perhaps before the last page was there
-            self._engine.drop_pages(template.model, content_id)
+        templates.set_primed(template.id, (await session.prime()).nbytes)
 
 
 def _num_tokens(image: ComposedImage, model: ModelInfo) -> int:

@@ -48,6 +48,7 @@ class EngineCore:
         self._executor = executor
         self._emit = emit
         self._is_draining = False
+        self._is_idle = True
 
     async def run(self) -> None:
         """Serve until told to drain and all is done. Raises EngineDeadError, after every request got its answer, when a
@@ -65,7 +66,8 @@ class EngineCore:
     def _report(self) -> None:
         outputs = self._scheduler.take_outputs()
         self._emit(EngineOutputs(outputs=outputs, load=self._scheduler.load_report()))
-        if self._scheduler.num_requests == 0:
+        was_idle, self._is_idle = self._is_idle, self._scheduler.num_requests == 0
+        if self._is_idle and not was_idle:  # it walks over all that is cached: not at every message that comes later
             self._scheduler.check_integrity()
 
     async def _drain_mailbox(self) -> None:

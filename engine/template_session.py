@@ -45,6 +45,7 @@ class TemplateSession:
         self._memory = SessionMemory(engine)
         self._prepared: PreparedEdit | None = None
         self._answer: RequestOutput | None = None
+        self._has_let_go = False
 
     async def prepare(self) -> PreparedEdit:
         """Have the upload checked and turned into a template. Raises InvalidRequestError, OverloadedError."""
@@ -119,7 +120,20 @@ class TemplateSession:
         elif not self.done.is_set():
             self._engine.client.abort((self._id,))
 
+    def wants_pages(self, model: str, content_id: str) -> bool:
+        """Whether it has these pages made for a template that is kept afterwards; a captured one is kept already, or
+        deleted.
+        """
+        if self._prepared is None or not self.is_submitted or self.is_idle_work or self._has_let_go:
+            return False
+        return (self._model.name, self._prepared.content_id) == (model, content_id)
+
     async def close(self) -> None:
-        """Wait for the terminal output, then free the memory."""
+        """Wait for the terminal output, then free the memory. Pages that no template was kept for go: an abort comes
+        too late once they are there, and a captured template may be deleted before.
+        """
         await self.done.wait()
+        if self.is_submitted and self._prepared is not None:
+            self._has_let_go = True
+            self._engine.drop_pages(self._model.name, self._prepared.content_id)
         await self._memory.release()

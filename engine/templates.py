@@ -21,7 +21,8 @@ def _new_id() -> str:
 class Template:
     """One registered image. owner: digest of the API key it came with, "" without keys. width, height: the upload's own
     pixels. image_tokens: at its generation size. content_id: see PreparedEdit; "" until it was prepared. created: Unix
-    seconds. primed: its pages were computed, and took `page_bytes`.
+    seconds. primed: its pages were computed, and took `page_bytes`. is_captured: a picture that the engine painted,
+    which no edit has named yet.
     """
 
     upload: KeptUpload
@@ -34,16 +35,23 @@ class Template:
     content_id: str = ""
     primed: bool = False
     page_bytes: int = 0
+    is_captured: bool = False
     id: str = field(default_factory=_new_id)
 
 
 class TemplateStore:
-    """Templates of all owners, `budget` bytes of uploads in all."""
+    """Templates of all owners, `budget` bytes of uploads in all.
+
+    Captured ones make room first, the oldest first, and never displace others: nobody asked for them. One that an edit
+    names is from then on as one that was registered.
+    """
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.used_bytes = 0
         self._templates: dict[str, Template] = {}  # id -> template, least recently used first
+        self._captured: dict[str, int] = {}  # id -> size of those that are captured, oldest first
+        self._captured_bytes = 0
         self._num_sharing: Counter[tuple[str, str]] = Counter()  # (model, content id) -> templates that have it
 
     def __len__(self) -> int:
@@ -62,14 +70,17 @@ class TemplateStore:
             raise InvalidRequestError(f"{message}; {remedy}.", param="image", code="image_too_large")
 
     def add(self, template: Template) -> list[Template]:
-        """Keep a new template; returns those that made room for it. Raises as `check_size`."""
-        self.check_size(template.upload.size)
+        """Keep a new template; returns those that made room for it: a captured one itself, if only others could. Raises
+        as `check_size`.
+        """
+        size = template.upload.size
+        self.check_size(size)
+        if template.is_captured and self.used_bytes - self._captured_bytes + size > self.budget:
+            return [template]
         gone = []
-        while self.used_bytes + template.upload.size > self.budget:
-            gone.append(self._take_out(next(iter(self._templates))))
-        self._templates[template.id] = template
-        self.used_bytes += template.upload.size
-        self._num_sharing[_content(template)] += 1
+        while self.used_bytes + size > self.budget:
+            gone.append(self._take_out(next(iter(self._captured or self._templates))))
+        self._put_in(template)
         return gone
 
     def get(self, template_id: str, owner: str) -> Template:
@@ -79,8 +90,10 @@ class TemplateStore:
     def use(self, template_id: str, owner: str) -> Template:
         """`get` for an edit's `template_id`: the template becomes the most recently used one."""
         template = self._find(template_id, owner, "template_id")
-        self._templates[template_id] = self._templates.pop(template_id)
-        return template
+        self._captured_bytes -= self._captured.pop(template_id, 0)
+        del self._templates[template_id]
+        self._templates[template_id] = used = replace(template, is_captured=False)
+        return used
 
     def remove(self, template_id: str, owner: str) -> Template:
         """Raises as `get`."""
@@ -110,6 +123,8 @@ class TemplateStore:
         assert self.used_bytes == sum(template.upload.size for template in templates) <= self.budget
         assert self._num_sharing == Counter(map(_content, templates))
         assert all(template_id == template.id for template_id, template in self._templates.items())
+        assert self._captured == {template.id: template.upload.size for template in templates if template.is_captured}
+        assert self._captured_bytes == sum(self._captured.values())
 
     def _find(self, template_id: str, owner: str, param: str | None) -> Template:
         template = self._templates.get(template_id)
@@ -117,9 +132,19 @@ class TemplateStore:
             raise TemplateNotFoundError(template_id, param=param)
         return template
 
+    def _put_in(self, template: Template) -> None:
+        size = template.upload.size
+        self._templates[template.id] = template
+        self.used_bytes += size
+        if template.is_captured:
+            self._captured[template.id] = size
+            self._captured_bytes += size
+        self._num_sharing[_content(template)] += 1
+
     def _take_out(self, template_id: str) -> Template:
         template = self._templates.pop(template_id)
         self.used_bytes -= template.upload.size
+        self._captured_bytes -= self._captured.pop(template_id, 0)
         self._forget_content(template)
         return template
 

@@ -46,7 +46,18 @@ class ServeOptions:
 
 def parse_options(argv: Sequence[str] | None) -> ServeOptions:
     """Exits with status 2 for a bad flag, 0 after --help."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        config = _config(args)
+    except ConfigError as error:
+        parser.error(str(error))
+    api_key = args.api_key or os.environ.get(API_KEY_VARIABLE) or None
+    return ServeOptions(args.host, args.port, api_key, args.log_level, config)
+
+
+def _config(args: argparse.Namespace) -> StencilConfig:
+    """Raises ConfigError for flags that exclude each other."""
     model = ModelConfig(
         model=args.model,
         served_model_name=args.served_model_name,
@@ -80,10 +91,7 @@ def parse_options(argv: Sequence[str] | None) -> ServeOptions:
     image = ImageConfig(
         image_workers=args.image_workers, max_upload_bytes=args.max_upload_bytes, max_pixels=args.max_pixels
     )
-    config = StencilConfig(engine=engine, image=image, max_queue=args.max_queue, template_bytes=args.template_bytes)
-    return ServeOptions(
-        args.host, args.port, args.api_key or os.environ.get(API_KEY_VARIABLE) or None, args.log_level, config
-    )
+    return StencilConfig(engine=engine, image=image, max_queue=args.max_queue, template_bytes=args.template_bytes)
 
 
 def check_model(model: str) -> None:

@@ -271,6 +271,43 @@ async def test_a_registration_given_up_at_any_moment_leaves_nothing(engine: Asyn
     assert await cache_result(engine, "edit", small_edit(image)) == "hit"
 
 
+async def primed(engine: AsyncEngine) -> None:
+    """Wait until the pages of a registration are there, and stop before it can take note of that."""
+    async with asyncio.timeout(30):
+        while not any(session.done.is_set() for session in engine._sessions):
+            await asyncio.sleep(0)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_registration_given_up_when_its_pages_are_there_leaves_none(engine: AsyncEngine) -> None:
+    image = photo_file(60)
+    task = asyncio.create_task(register_file(engine, "too-late", image))
+    await primed(engine)
+    assert task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await all_is_given_back(engine)
+    assert await cache_result(engine, "edit-60", small_edit(image)) == "miss"
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("is_given_up_first", [False, True])
+async def test_a_registration_given_up_takes_no_pages_from_another(
+    engine: AsyncEngine, is_given_up_first: bool
+) -> None:
+    image = photo_file(61 + is_given_up_first)
+    tasks = [
+        asyncio.create_task(register_file(engine, f"{index}-first-{is_given_up_first}", image)) for index in range(2)
+    ]
+    given_up, kept = tasks if is_given_up_first else reversed(tasks)
+    await primed(engine)
+    assert given_up.cancel()
+    assert (await kept).primed
+    await asyncio.wait({given_up})
+    await all_is_given_back(engine)
+    assert await cache_result(engine, f"edit-first-{is_given_up_first}", small_edit(image)) == "hit"
+
+
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_mask_aware_edit_is_not_captured(engine: AsyncEngine) -> None:
     output, _ = await paint(engine, "aware", small_edit(PHOTO))
@@ -298,6 +335,53 @@ async def test_without_mask_aware_execution_a_template_is_an_upload(tiny_checkpo
         assert output.report.template_id is None
         _, by_image = await paint(engine, "by-image", small_edit(PHOTO))
         assert data == by_image
+
+
+@pytest.mark.parametrize("short", ["all", "one"])
+async def test_a_picture_whose_pages_do_not_fit_is_an_upload(
+    tiny_checkpoint: Path, engine: AsyncEngine, short: str
+) -> None:
+    """Down to the last byte, whatever is admitted."""
+    scheme = next(iter(engine.models.values())).page_scheme
+    assert scheme is not None
+    needed = scheme.template_bytes(64, len(scheme.keyframes))
+    host_bytes = 0 if short == "all" else needed - 1
+    async with started(tiny_checkpoint, CacheConfig(host_bytes=host_bytes, admission="manual")) as small:
+        template = await register_file(small, "a", PHOTO)
+        assert (template.primed, template.page_bytes, template.image_tokens) == (False, 0, 64)
+        output, _ = await paint(small, "by-id", small_edit(template_id=template.id))
+        assert output.report is not None
+        assert (output.report.exact_reason, output.report.cache) == ("too_large", "off")
+        small.delete_template(template.id, "")
+
+
+async def test_pages_that_just_fit_are_made_for_one_template_after_another(
+    tiny_checkpoint: Path, engine: AsyncEngine
+) -> None:
+    scheme = next(iter(engine.models.values())).page_scheme
+    assert scheme is not None
+    cache = CacheConfig(host_bytes=scheme.template_bytes(64, len(scheme.keyframes)), admission="manual")
+    async with started(tiny_checkpoint, cache) as small, asyncio.timeout(30):
+        names = ("a", "b", "c")
+        registered = await asyncio.gather(
+            *(register_file(small, name, photo_file(seed)) for seed, name in enumerate(names))
+        )
+        assert all(template.primed for template in registered)
+        results = await asyncio.gather(
+            *(paint(small, f"edit-{each.id}", small_edit(template_id=each.id)) for each in registered)
+        )
+        assert all(output.report and output.report.exact_reason is None for output, _ in results)
+
+
+async def test_captures_displace_nothing_that_was_registered(tiny_checkpoint: Path) -> None:
+    """Room for the registered picture and not much more."""
+    async with started(tiny_checkpoint, template_bytes=len(PHOTO) + 100) as engine:
+        template = await register_file(engine, "asked", PHOTO)
+        output, _ = await paint(engine, "g", EditInput(prompt="p", sampling=SamplingParams(num_inference_steps=1)))
+        assert output.report is not None
+        assert output.report.template_id is None
+        assert template.id in engine.templates
+        assert await cache_result(engine, "hit", small_edit(template_id=template.id)) == "hit"
 
 
 async def test_shutdown_ends_captures_that_still_wait(tiny_checkpoint: Path) -> None:

@@ -14,12 +14,14 @@ from core.messages import (
     Abort,
     Aborted,
     Drain,
+    DropTemplate,
     EngineFailed,
     EngineOutputs,
     Failed,
     Finished,
     FromEngine,
     StepPlan,
+    ToEngine,
     WorkerFailed,
 )
 from core.scheduler import StepScheduler
@@ -81,6 +83,39 @@ async def test_an_abort_ends_a_running_request(core: EngineCore, said: list[From
     core.mailbox.put_nowait(Drain())
     await asyncio.wait_for(running, 5)
     assert outputs(said) == [Aborted(request_id="a")]
+
+
+class CountingScheduler(StepScheduler):
+    """Counts how often its books are checked."""
+
+    num_checks = 0
+
+    def check_integrity(self) -> None:
+        self.num_checks += 1
+        super().check_integrity()
+
+
+async def test_the_books_are_checked_when_the_engine_becomes_idle_and_not_while_it_stays_so(
+    said: list[FromEngine],
+) -> None:
+    scheduler, loopback = CountingScheduler(SchedulerConfig(), {"m": MODEL}), Loopback()
+    core = loopback.core = EngineCore(scheduler, loopback, said.append)
+    running = asyncio.create_task(core.run())
+
+    async def say(message: ToEngine, num_reports: int) -> None:
+        core.mailbox.put_nowait(message)
+        num_reports += len(said)
+        while len(said) < num_reports or scheduler.num_requests:
+            await asyncio.sleep(0)
+
+    for number in (1, 2):
+        await say(make_edit(f"r{number}"), 1)
+        for _ in range(3):
+            await say(DropTemplate(model="m", content_id="c"), 1)
+        assert scheduler.num_checks == number
+    await say(Drain(), 1)
+    await asyncio.wait_for(running, 5)
+    assert scheduler.num_checks == 2
 
 
 async def test_a_dead_worker_reaches_every_request(core: EngineCore, said: list[FromEngine]) -> None:

@@ -14,7 +14,9 @@ from engine.templates import Template, TemplateStore
 from engine.upload import CHUNK_BYTES, BytesUpload, KeptUpload
 
 
-def template(size: int = 10, owner: str = "me", content_id: str = "c", model: str = "m") -> Template:
+def template(
+    size: int = 10, owner: str = "me", content_id: str = "c", model: str = "m", *, is_captured: bool = False
+) -> Template:
     return Template(
         upload=KeptUpload([b"x" * size]),
         owner=owner,
@@ -24,6 +26,7 @@ def template(size: int = 10, owner: str = "me", content_id: str = "c", model: st
         image_tokens=1,
         created=0,
         content_id=content_id,
+        is_captured=is_captured,
     )
 
 
@@ -60,6 +63,42 @@ def test_the_least_recently_used_ones_make_room() -> None:
     assert a.id in store
     with pytest.raises(TemplateNotFoundError):
         store.use(b.id, "me")
+    store.check_integrity()
+
+
+def test_captured_ones_make_room_before_registered_ones() -> None:
+    store, registered = TemplateStore(30), template(10)
+    first, second, third = (template(10, is_captured=True) for _ in range(3))
+    for each in (registered, first, second):
+        assert store.add(each) == []
+    assert store.add(third) == [first]
+    assert store.add(template(15)) == [second, third]
+    assert registered.id in store
+    store.check_integrity()
+
+
+def test_a_captured_one_that_an_edit_named_is_as_if_registered() -> None:
+    store, used, other = TemplateStore(20), template(10, is_captured=True), template(10, is_captured=True)
+    store.add(used)
+    store.add(other)
+    store.get(other.id, "me")  # looking is not using
+    store.use(used.id, "me")
+    newcomer = template(10, is_captured=True)
+    assert store.add(newcomer) == [other]
+    assert store.add(template(10)) == [newcomer]
+    assert [each.id for each in store.add(template(10))] == [used.id]
+    store.check_integrity()
+
+
+def test_a_captured_one_displaces_no_registered_one() -> None:
+    store, registered, kept = TemplateStore(30), template(20), template(5, is_captured=True)
+    store.add(registered)
+    store.add(kept)
+    large = template(11, is_captured=True)
+    assert store.add(large) == [large]
+    assert large.id not in store
+    assert registered.id in store
+    assert kept.id in store
     store.check_integrity()
 
 

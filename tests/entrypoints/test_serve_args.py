@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from core.config import StencilConfig
+from core.config import CacheConfig, EngineConfig, StencilConfig
 from core.errors import ConfigError
 from entrypoints.serve_args import check_model, parse_options
 
@@ -94,6 +94,17 @@ def test_bad_flag_is_one_line(flags: str, capsys: pytest.CaptureFixture[str]) ->
     error = capsys.readouterr().err
     assert error.startswith("stencil: error: ")
     assert error.count("\n") == 1
+
+
+def test_device_pages_and_several_workers_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse_options(["--workers-per-engine", "2", "--cache-device-bytes", "1"])
+    error = capsys.readouterr().err
+    assert error.startswith("stencil: error: ")
+    assert "--workers-per-engine 1 or --cache-device-bytes 0" in error
+    assert error.count("\n") == 1
+    with pytest.raises(ConfigError, match="--workers-per-engine 1 or --cache-device-bytes 0"):
+        EngineConfig(workers_per_engine=2, cache=CacheConfig(device_bytes=1))
 
 
 def test_help_tells_every_default(capsys: pytest.CaptureFixture[str]) -> None:
