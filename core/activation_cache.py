@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from core.handles import ArrayRef, EntryRef, Tier
 from core.memory_tier import MemoryTier
 from core.messages import CacheStats, PageCopied, PageCopy
+from core.page_scheme import template_of
 
 LoadWins = Callable[[Tier, int], bool]
 """Whether loading so many bytes from a tier is predicted to be faster than priming them."""
@@ -61,7 +62,8 @@ class Want:
 
 @dataclass(frozen=True, slots=True)
 class CacheOrders:
-    """What workers shall do, in this order: forget (device memory of dropped entries), delete (files), copies."""
+    """What workers shall do, in this order: forget (device memory of dropped entries), delete (files, of entries or of
+    whole templates), copies."""
 
     copies: tuple[PageCopy, ...]
     forget: tuple[str, ...]
@@ -217,28 +219,19 @@ class ActivationCacheManager:
                 self._judge(entry)
                 self._sink(entry)
 
-    def unregister(self, keys: Iterable[str]) -> None:
-        """Treat these entries as any others again."""
-        for key in keys:
-            self._registered.discard(key)
-            entry = self._entries.get(key)
-            if entry is not None:
-                self._judge(entry)
-                self._settle(entry)
-
     def drop(self, template_key: str, keys: Iterable[str]) -> None:
-        """Forget a template: all its entries in memory, now or once unpinned, and the files of these and of `keys`."""
-        for key in sorted({*keys, *self._templates.get(template_key, ())}):
+        """Forget a template: all its entries in memory, now or once unpinned, and all its files. `keys`, registered or
+        not, are registered no more."""
+        self._delete_file(template_key)
+        self._registered.difference_update(keys)
+        for key in sorted(self._templates.get(template_key, ())):
             self._registered.discard(key)
-            entry = self._entries.get(key)
-            if entry is not None and entry.copy is not None and "disk" in (entry.copy.source, entry.copy.target):
-                entry.is_file_doomed = True
-            else:
-                self._delete_file(key)
-            if entry is not None:
-                entry.is_doomed, entry.was_on_disk, entry.has_sunk = True, False, False
-                self._judge(entry)
-                self._settle(entry)
+            entry = self._entries[key]
+            if entry.copy is not None and "disk" in (entry.copy.source, entry.copy.target):
+                entry.is_file_doomed = True  # the copy may not have begun: what it writes goes when it is over
+            entry.is_doomed, entry.was_on_disk, entry.has_sunk = True, False, False
+            self._judge(entry)
+            self._settle(entry)
 
     # ------------------------------------------------------------------------------------------------- orders
 
@@ -375,7 +368,7 @@ class ActivationCacheManager:
     def _new_entry(self, want: Want) -> _Entry:
         entry = self._entries[want.key] = _Entry(want)
         self._judge(entry)
-        self._templates.setdefault(_template_of(want.key), set()).add(want.key)
+        self._templates.setdefault(template_of(want.key), set()).add(want.key)
         return entry
 
     def _evict(self, tier: MemoryTier, keys: Iterable[str]) -> None:
@@ -480,10 +473,10 @@ class ActivationCacheManager:
             entry.has_sunk = False
         if not any(key in tier for tier in self._memory_tiers()):
             del self._entries[key]
-            template = self._templates[_template_of(key)]
+            template = self._templates[template_of(key)]
             template.remove(key)
             if not template:
-                del self._templates[_template_of(key)]
+                del self._templates[template_of(key)]
 
     def _delete_file(self, key: str) -> None:
         if self._has_disk:
@@ -513,11 +506,6 @@ class ActivationCacheManager:
         """Fastest first."""
         names: tuple[Tier, ...] = tuple(tier.name for tier in self._memory_tiers())
         return (*names, "disk") if self._has_disk else names
-
-
-def _template_of(key: str) -> str:
-    """The template key that an entry's key starts with (core.page_scheme)."""
-    return key.partition("-")[0]
 
 
 def _sizes(wants: Iterable[Want]) -> dict[str, int]:

@@ -471,7 +471,8 @@ class StepPlan(Message, frozen=True):
     """What one rank does next, in this order: load, forget, delete, copies (started, not awaited), batches, transfers,
     free, unload.
 
-    forget: entries whose device memory is given up. delete: entries whose files are removed.
+    forget: entries whose device memory is given up. delete: entries whose files are removed, or a template's key, which
+    has no "-", for all of its.
     """
 
     seq: int

@@ -57,6 +57,7 @@ class PageScheme(msgspec.Struct, frozen=True, kw_only=True):
     keyframes: noise levels 1..0, falling, at least two; () keeps pages at every step's own noise level. latent_bytes:
     bytes per token of a template's clean latents. fingerprint: hash over all weights and the compute dtype. prompt and
     guidance_scale: the conditioning of priming. mask_margin (px) and full_steps: what an edit that names none gets.
+    environment: hash of what changes bits without changing the model: device type, its name, threads, torch version.
     """
 
     layout: PageLayout
@@ -67,10 +68,12 @@ class PageScheme(msgspec.Struct, frozen=True, kw_only=True):
     mask_margin: int
     full_steps: int
     prompt: str = ""
+    environment: str = ""
 
     def template_key(self, content_id: str) -> str:
         """Hex digest of all that a template's pages depend on, but the noise level."""
-        parts = [SCHEME_VERSION, content_id, self.fingerprint, self.layout.dtype, self.prompt, self.guidance_scale]
+        model = [self.fingerprint, self.environment, self.layout.dtype]
+        parts = [SCHEME_VERSION, content_id, *model, self.prompt, self.guidance_scale]
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def latent_entry_bytes(self, num_tokens: int) -> int:
@@ -95,3 +98,8 @@ def page_key(template_key: str, sigma: float) -> str:
 def latents_key(template_key: str) -> str:
     """The entry with a template's clean latents."""
     return f"{template_key}-latents"
+
+
+def template_of(key: str) -> str:
+    """The template key that an entry's key starts with. A key without "-" is a template's own."""
+    return key.partition("-")[0]

@@ -1,9 +1,12 @@
 """Cache entries as files: one directory, shared by every process that names it, under one byte budget.
 
-    <sha256 of the key>.page   magic | nbytes | block bytes | key length | key | crc32 per block | crc32 of all before,
+    <template>-<entry>.page    magic | nbytes | block bytes | key length | key | crc32 per block | crc32 of all before,
                                and then the entry's bytes
     <the same>.<random>.tmp    being written; its writer holds a lock on it, so that one of a dead process is known
     lock                       held while the directory is counted, files come in and files go out
+
+<template> and <entry> are the first 128 bits of the SHA-256 of the template's key and of the entry's: names that are
+safe whatever the keys, and all files of a template start alike.
 
 A reader knows key and sizes, so it knows the whole header but the checksums: whatever differs is not its file. Nothing
 is synced to the disk: after a power cut a file may be torn, which its checksums tell.
@@ -17,6 +20,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import logging
 import os
 import re
 import secrets
@@ -32,6 +36,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from core.page_scheme import template_of
+
+logger = logging.getLogger("stencil.worker")
+
 Bytes = npt.NDArray[np.uint8]
 
 MAGIC = b"STNLPG01"
@@ -42,7 +50,7 @@ PIECE_BYTES = 256 * 1024
 
 _FIXED = struct.Struct("<8sQQI")
 _CHECKSUM = np.dtype("<u4")
-_OURS = re.compile(r"[0-9a-f]{64}\.(page|[0-9a-f]{16}\.tmp)")
+_OURS = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}\.(page|[0-9a-f]{16}\.tmp)")
 
 
 class DamagedFileError(Exception):
@@ -55,10 +63,11 @@ class PageFiles:
     """
 
     def __init__(self, directory: Path, budget_bytes: int) -> None:
-        """The directory is made, with mode 0700, when the first entry is written; if it holds more than the budget
-        already, it is cut down now."""
+        """The directory is made, with mode 0700, when the first entry is written. One that is there already is closed
+        to others now, and if it holds more than the budget, it is cut down."""
         self.directory = directory
         self.budget_bytes = budget_bytes
+        _close_to_others(directory)
         with suppress(OSError), self._locked():
             self._make_room(0)
 
@@ -75,7 +84,8 @@ class PageFiles:
         try:
             with _opened(path) as fd:
                 _read_entry(fd, key, out, block_bytes, on_block, order)
-                os.utime(fd, ns=_now())
+                with suppress(OSError):  # somebody else's file that we may read: right all the same
+                    os.utime(fd, ns=_now())
         except FileNotFoundError:
             return False
         except (OSError, DamagedFileError):
@@ -105,12 +115,20 @@ class PageFiles:
         """Remove an entry's file, where there is one."""
         _remove(self._path(key))
 
+    def delete_template(self, template_key: str) -> None:
+        """Remove the files of all of a template's entries, whoever wrote them, and those being written."""
+        prefix = f"{_digest(template_key)}-"
+        with suppress(OSError):
+            for file in self._files():
+                if file.path.name.startswith(prefix):
+                    _remove(file.path)
+
     def used_bytes(self) -> int:
         """Bytes of all entries, those being written included."""
         return sum(file.nbytes for file in self._files())
 
     def _path(self, key: str) -> Path:
-        return self.directory / f"{hashlib.sha256(key.encode()).hexdigest()}.page"
+        return self.directory / f"{_digest(template_of(key))}-{_digest(key)}.page"
 
     @contextmanager
     def _temporary(self, path: Path, nbytes: int) -> Iterator[tuple[Path, int]]:
@@ -184,6 +202,25 @@ class _File:
         # A directory of this name is nobody's entry: it is not counted, and never removed.
         nbytes = 0 if stat.S_ISDIR(status.st_mode) else status.st_size
         return cls(path, nbytes, status.st_mtime_ns, path.suffix == ".tmp")
+
+
+def _close_to_others(directory: Path) -> None:
+    """Take all rights from group and others where the directory is there and ours. One with the sticky bit (/tmp) is
+    meant for everyone, even if it is ours."""
+    with suppress(OSError):  # there is none
+        status = directory.stat()
+        if not status.st_mode & 0o077:
+            return
+        try:
+            if status.st_uid != os.geteuid() or status.st_mode & stat.S_ISVTX:
+                raise PermissionError(errno.EPERM, "not this user's alone", str(directory))
+            directory.chmod(status.st_mode & 0o700)
+        except OSError as error:
+            logger.warning("others may look into the cache directory %s: %s", directory, error.strerror)
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()[:32]
 
 
 # ------------------------------------------------------------------------------------------------------ one file

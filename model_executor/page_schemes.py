@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import platform
 from pathlib import Path
 from typing import get_args
 
 import msgspec
 import numpy as np
+import torch
 
 from core.calibration import CALIBRATION, Calibration, calibration_file
 from core.config import ModelConfig
@@ -55,7 +58,30 @@ def page_scheme(
         guidance_scale=info.default_guidance_scale,
         mask_margin=DEFAULT_MASK_MARGIN if calibration is None else calibration.mask_margin,
         full_steps=DEFAULT_FULL_STEPS if calibration is None else calibration.full_steps,
+        environment=environment(checkpoint.device),
     )
+
+
+def environment(device: torch.device) -> str:
+    """PageScheme.environment of this process as it is now: with other threads, sums are taken in another order."""
+    parts = [device.type, _device_name(device), torch.get_num_threads(), torch.__version__]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _device_name(device: torch.device) -> str:
+    """The GPU's name; of a CPU also the instructions that PyTorch uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{_cpu_name()} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
 
 
 def find_calibration(checkpoint: Path, cache_folder: Path, checkpoint_hash: str) -> Calibration | None:

@@ -28,12 +28,16 @@ from torch import Tensor
 from core.errors import PagesLostError
 from core.handles import ArrayRef, EntryRef, Tier
 from core.messages import PageCopied, PageCopy
+from core.page_scheme import template_of
 from model_executor.tensor_store import SharedMemory
 
 logger = logging.getLogger("stencil.worker")
 
 Bytes = npt.NDArray[np.uint8]
 OnBlock = Callable[[int], None]
+
+MAX_FAILED_LOADS = 1024
+"""Keys whose loads failed and which nobody has made anew; an edit that ended meanwhile leaves them so for ever."""
 
 
 class Files(Protocol):
@@ -44,6 +48,8 @@ class Files(Protocol):
     def write(self, key: str, data: Bytes, block_bytes: int) -> bool: ...
 
     def delete(self, key: str) -> None: ...
+
+    def delete_template(self, template_key: str) -> None: ...
 
 
 @dataclass(slots=True)
@@ -164,12 +170,15 @@ class PageStore:
                     torch.cuda.current_stream(self._device).wait_event(load.events[block])
 
     def forget(self, keys: Iterable[str]) -> None:
-        """Give up entries' device memory, where they have any."""
-        for key in keys:
-            self._tensors.pop(key, None)
+        """Give up entries' device memory, where they have any, and what is known of their failed loads."""
+        with self._changed:
+            for key in keys:
+                self._tensors.pop(key, None)
+                if _has_failed(self._loads.get(key, ())):
+                    self._loads.pop(key, None)
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Remove entries' files, after the copies that were started before."""
+        """Remove entries' files, of a key without "-" all files of that template, after the copies started before."""
         if self._files is not None and keys:
             self._jobs.put(tuple(keys))
 
@@ -218,7 +227,13 @@ class PageStore:
             self._on_copied(self._copy(job))
         elif self._files is not None:
             for key in job:
-                self._files.delete(key)
+                self._delete(self._files, key)
+
+    def _delete(self, files: Files, key: str) -> None:
+        if template_of(key) == key:
+            files.delete_template(key)
+        else:
+            files.delete(key)
 
     def _copy(self, job: _Job) -> PageCopied:
         copy, started = job.copy, time.monotonic()
@@ -298,19 +313,32 @@ class PageStore:
         return arrived
 
     def _end(self, job: _Job, is_ok: bool) -> None:
-        """Done: forget the load. Failed: remember it for those who come to wait, until the entry is made anew."""
+        """Done: forget the load. Failed: remember it for those who come to wait, until the entry is made anew or many
+        others have failed since."""
         if job.load is None:
             return
         with self._changed:
             job.load.has_failed = not is_ok
             if not is_ok and job.copy.target == "device":
                 self._tensors.pop(job.copy.key, None)
-            loads = self._loads.get(job.copy.key, [])
+            loads = self._loads.pop(job.copy.key, [])
             if is_ok and job.load in loads:
                 loads.remove(job.load)
-            if not loads:
-                self._loads.pop(job.copy.key, None)
+            if loads:
+                self._loads[job.copy.key] = loads  # the last that changed comes last
+            self._forget_old_failures()
             self._changed.notify_all()
+
+    def _forget_old_failures(self) -> None:
+        if len(self._loads) > MAX_FAILED_LOADS:
+            failed = [key for key, loads in self._loads.items() if _has_failed(loads)]
+            for key in failed[:-MAX_FAILED_LOADS]:
+                del self._loads[key]
+
+
+def _has_failed(loads: Sequence[_Load]) -> bool:
+    """Whether there are loads, and none under way."""
+    return bool(loads) and all(load.has_failed for load in loads)
 
 
 class _Streamer:

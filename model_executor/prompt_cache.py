@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 
 from model_executor.models.base import EncodedText, Family
@@ -25,18 +26,19 @@ class PromptCache:
             self._texts.move_to_end(key)
             return self._texts[key]
         text = self._family.encode_text(prompt, max_sequence_length)
-        if _nbytes(text) <= self._max_bytes:
+        if _nbytes(prompt, text) <= self._max_bytes:
             self._keep(key, text)
         return text
 
     def _keep(self, key: tuple[str, int], text: EncodedText) -> None:
-        self.nbytes += _nbytes(text)
+        self.nbytes += _nbytes(key[0], text)
         self._texts[key] = text
         while self.nbytes > self._max_bytes:
-            _, oldest = self._texts.popitem(last=False)
-            self.nbytes -= _nbytes(oldest)
+            (prompt, _), oldest = self._texts.popitem(last=False)
+            self.nbytes -= _nbytes(prompt, oldest)
 
 
-def _nbytes(text: EncodedText) -> int:
-    """Bytes kept with a text: those of the storages its tensors are views of."""
-    return text.prompt_embeds.untyped_storage().nbytes() + text.pooled_prompt_embeds.untyped_storage().nbytes()
+def _nbytes(prompt: str, text: EncodedText) -> int:
+    """Bytes kept with a text: its prompt's, and those of the storages its tensors are views of."""
+    tensors = (text.prompt_embeds, text.pooled_prompt_embeds)
+    return sys.getsizeof(prompt) + sum(tensor.untyped_storage().nbytes() for tensor in tensors)

@@ -10,6 +10,7 @@ import pytest
 from core.activation_cache import ActivationCacheManager, CacheOrders, EntryState, TierBudget, Want
 from core.handles import ArrayRef, EntryRef, Tier
 from core.messages import PageCopied, PageCopy
+from core.page_scheme import template_of
 
 ARENA = 9
 
@@ -47,7 +48,7 @@ class Cache:
         copies: list[tuple[str, Tier, Tier]] = []
         while (orders := self.take()) or self.in_flight:
             if orders is not None:
-                self.disk -= set(orders.delete)
+                self.disk -= {key for key in self.disk if {key, template_of(key)} & set(orders.delete)}
                 copies += [(copy.key, copy.source, copy.target) for copy in orders.copies]
             while self.in_flight:
                 self.finish(self.in_flight[0])
@@ -571,47 +572,20 @@ def test_what_the_host_tier_evicted_is_copied_down_again(make: Maker) -> None:
     assert cache.carry_out() == [("a", "device", "host")]
 
 
-@pytest.fixture
-def sinking(make: Maker) -> Cache:
-    """The host alone has "a", which is just being written to disk."""
+def test_dropped_while_copied_down_it_goes_once_that_is_over(make: Maker) -> None:
     cache = make(("device", 1), ("host", 2), disk=True)
     cache.prime("a")
     cache.manager.register(["a"])
     cache.take()
-    cache.manager.unregister(["a"])
     cache.finish(cache.in_flight[0])
     cache.manager.release(["a"])
-    cache.use("b")
-    assert (cache.states("a"), cache.manager.tier_of("a")) == (["absent"], "host")
-    cache.manager.register(["a"])
     cache.take()
     assert [(copy.source, copy.target) for copy in cache.in_flight] == [("host", "disk")]
-    return cache
-
-
-def test_a_load_waits_for_the_copy_down_of_the_same_entry(sinking: Cache) -> None:
-    assert sinking.reserve("a")
-    assert sinking.states("a") == ["loading"]
-    assert sinking.take() == CacheOrders((), ("b",), ())
-    sinking.finish(sinking.in_flight[0])
-    assert sinking.carry_out() == [("a", "host", "device")]
-    assert sinking.states("a") == ["ready"]
-
-
-def test_priming_does_not_wait_for_the_copy_down(sinking: Cache) -> None:
-    assert sinking.reserve("a", loads=False)
-    assert sinking.states("a") == ["empty"]
-    sinking.manager.fill("a")
-    sinking.carry_out()
-    assert sinking.states("a") == ["ready"]
-
-
-def test_dropped_while_copied_down_it_goes_once_that_is_over(sinking: Cache) -> None:
-    sinking.manager.drop("a", [])
-    assert sinking.manager.tier_of("a") == "host"
-    sinking.carry_out()
-    assert sinking.manager.tier_of("a") is None
-    assert sinking.disk == set()
+    cache.manager.drop("a", [])
+    assert cache.manager.tier_of("a") == "device"
+    cache.carry_out()
+    assert cache.manager.tier_of("a") is None
+    assert cache.disk == set()
 
 
 # ----------------------------------------------------------------------------------------------------- templates
@@ -622,15 +596,11 @@ def test_admission_manual_keeps_only_what_is_registered(make: Maker) -> None:
     cache.manager.register(["kept"])
     cache.use("kept", "other")
     assert cache.states("kept", "other") == ["ready", "absent"]
-    cache.manager.unregister(["kept"])
-    assert cache.states("kept") == ["absent"]
 
 
 def test_admission_manual_never_drops_what_is_in_use(make: Maker) -> None:
     cache = make(("host", 4), keep_all=False)
-    cache.manager.register(["a"])
     cache.prime("a")
-    cache.manager.unregister(["a"])
     assert cache.states("a") == ["ready"]
     cache.manager.release(["a"])
     assert cache.states("a") == ["absent"]
@@ -670,7 +640,7 @@ def test_a_dropped_template_leaves_every_tier(make: Maker) -> None:
     cache.manager.drop("t", ["t-3"])
     orders = cache.take()
     assert orders is not None
-    assert orders == CacheOrders((), ("t-1", "t-2"), ("t-1", "t-2", "t-3"))
+    assert orders == CacheOrders((), ("t-1", "t-2"), ("t",))
     stats = cache.manager.stats()
     assert stats.used_bytes == {"device": 0, "host": 0}
 
@@ -703,7 +673,7 @@ def test_a_file_being_written_is_deleted_afterwards(make: Maker) -> None:
     cache.take()
     cache.manager.release(["t-1"])
     cache.manager.drop("t", ["t-1"])
-    assert cache.take() is None
+    assert cache.take() == CacheOrders((), (), ("t",))
     cache.finish(cache.in_flight[0])
     assert cache.take() == CacheOrders((), (), ("t-1",))
     assert cache.states("t-1") == ["absent"]
@@ -720,7 +690,7 @@ def test_a_file_being_read_is_deleted_afterwards_and_written_anew_if_registered_
     assert cache.states("t-1") == ["ready"]
     orders = cache.take()
     assert orders is not None
-    assert orders.delete == ("t-1",)
+    assert orders.delete == ("t", "t-1")
     assert [(copy.source, copy.target) for copy in orders.copies] == [("host", "disk")]
 
 
@@ -735,6 +705,15 @@ def test_a_file_deleted_is_written_anew_if_registered_again(make: Maker) -> None
     assert cache.disk == {"t-1"}
     cache.manager.release(["t-1"])
     assert cache.states("t-1") == ["ready"]
+
+
+def test_files_that_memory_no_longer_names_are_deleted_with_their_template(make: Maker) -> None:
+    """Keyframes of an earlier process, or of edits with other steps."""
+    cache = make(("host", 2), disk=True)
+    cache.disk = {"t-0x1.8p-1", "tt-0x1.8p-1"}
+    cache.manager.drop("t", [])
+    cache.carry_out()
+    assert cache.disk == {"tt-0x1.8p-1"}
 
 
 def test_only_the_named_template_is_dropped(make: Maker) -> None:

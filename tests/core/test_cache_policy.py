@@ -18,6 +18,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from core.activation_cache import ActivationCacheManager, EntryState, TierBudget, Want
 from core.handles import ArrayRef, Tier
 from core.messages import PageCopied, PageCopy
+from core.page_scheme import template_of
 
 ARENA = 5
 SIZES = {"a": 700, "b": 1300, "c": 1300, "d": 2600, "e": 4000}
@@ -119,12 +120,6 @@ class AnyOrder(RuleBasedStateMachine):
         self.manager.register(keys)
 
     @rule(template=st.sampled_from(sorted(WANTS)))
-    def unregister(self, template: str) -> None:
-        keys = [want.key for want in WANTS[template]]
-        self.registered.difference_update(keys)
-        self.manager.unregister(keys)
-
-    @rule(template=st.sampled_from(sorted(WANTS)))
     def drop(self, template: str) -> None:
         keys = [want.key for want in WANTS[template]]
         self.registered.difference_update(keys)
@@ -156,7 +151,7 @@ class AnyOrder(RuleBasedStateMachine):
             self.model.device.pop(key, None)
         for key in orders.delete:
             assert self.has_disk
-            self.model.disk.discard(key)
+            self.model.disk -= {file for file in self.model.disk if key in (file, template_of(file))}
         for copy in orders.copies:
             assert not self.copies_of(copy.key), "two copies of one entry at a time"
             self.model.in_flight.append(copy)

@@ -136,6 +136,23 @@ def given(path: Path, calibration: Calibration) -> None:
     path.write_bytes(msgspec.json.encode(calibration))
 
 
+def test_keys_change_with_the_number_of_threads(path: Path, cache: Path) -> None:
+    schemes = []
+    before = torch.get_num_threads()
+    try:
+        for num_threads in (1, 2, 1):
+            torch.set_num_threads(num_threads)
+            schemes.append(scheme_of(path, cache))
+    finally:
+        torch.set_num_threads(before)
+    one, two, again = schemes
+    assert one is not None
+    assert two is not None
+    assert one == again
+    assert one.template_key("picture") != two.template_key("picture")
+    assert one.fingerprint == two.fingerprint
+
+
 def test_defaults(path: Path, cache: Path) -> None:
     scheme = scheme_of(path, cache)
     assert scheme is not None

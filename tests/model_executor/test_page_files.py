@@ -87,6 +87,55 @@ def test_deleted_entries_are_gone(files: PageFiles) -> None:
     assert files.used_bytes() == 0
 
 
+def test_a_templates_files_go_together(files: PageFiles) -> None:
+    keys = ("t-latents", "t-0x1.0p+0", "t", "tt-latents", "../t-x/../y")
+    for key in keys:
+        assert files.write(key, random_bytes(), BLOCK)
+    files.delete_template("t")
+    assert [read(files, key)[0] for key in keys] == [False, False, False, True, True]
+
+
+def test_one_entrys_file_goes_alone(files: PageFiles) -> None:
+    for key in ("t-latents", "t-0x1.0p+0"):
+        files.write(key, random_bytes(), BLOCK)
+    files.delete("t-latents")
+    assert [read(files, key)[0] for key in ("t-latents", "t-0x1.0p+0")] == [False, True]
+
+
+def test_a_directory_open_to_others_is_closed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tmp_path.chmod(0o755)
+    PageFiles(tmp_path, 1 << 20)
+    assert tmp_path.stat().st_mode & 0o7777 == 0o700
+    assert not caplog.records
+
+
+def test_a_directory_meant_for_everyone_stays_so_and_that_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tmp_path.chmod(0o1777)
+    files = PageFiles(tmp_path, 1 << 20)
+    assert files.write(KEY, random_bytes(), BLOCK)
+    assert tmp_path.stat().st_mode & 0o7777 == 0o1777
+    assert [record.name for record in caplog.records] == ["stencil.worker"]
+    assert str(tmp_path) in caplog.text
+
+
+def test_a_file_whose_time_cannot_be_set_is_read_all_the_same(
+    files: PageFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = random_bytes()
+    files.write(KEY, data, BLOCK)
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "utime", refuse)
+    is_ok, out, _ = read(files)
+    assert is_ok
+    assert np.array_equal(out, data)
+    assert the_file(files).exists()
+
+
 # ------------------------------------------------------------------------------------------------------- damaged files
 
 

@@ -16,6 +16,7 @@ from core.errors import PagesLostError
 from core.handles import ArrayRef, EntryRef, Tier
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages import PageCopied, PageCopy
+from model_executor import page_store
 from model_executor.page_files import PageFiles
 from model_executor.page_store import OnBlock, PageStore
 
@@ -232,6 +233,16 @@ def test_deletes_follow_the_copies_before_them(bench: Bench, files: GatedFiles) 
     assert not bench.copy("a", "disk", "host", host.host)
 
 
+def test_a_templates_key_deletes_all_its_files(bench: Bench, files: GatedFiles) -> None:
+    host = bench.host_ref()
+    for key in ("t-latents", "t-0x1.0p+0", "tt-latents"):
+        assert bench.copy(key, "host", "disk", host.host)
+    bench.store.delete(["t"])
+    open_gate(files)
+    found = [bench.copy(key, "disk", "host", host.host) for key in ("t-latents", "t-0x1.0p+0", "tt-latents")]
+    assert found == [False, False, True]
+
+
 # ------------------------------------------------------------------------------------------------------------- failures
 
 
@@ -297,6 +308,22 @@ def test_a_load_that_is_tried_again_counts_anew(bench: Bench, files: GatedFiles)
     open_gate(files)
     assert bench.copy("a", "disk", "host", host.host)
     bench.store.wait_block("a", 2)
+
+
+def test_failed_loads_of_forgotten_entries_are_forgotten(bench: Bench) -> None:
+    host = bench.host_ref()
+    assert not bench.copy("a", "disk", "host", host.host)
+    assert bench.store.is_loading("a")
+    bench.store.forget(["a"])
+    assert not bench.store.is_loading("a")
+
+
+def test_only_the_latest_failed_loads_are_remembered(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_store, "MAX_FAILED_LOADS", 2)
+    host = bench.host_ref()
+    for key in "abac":
+        assert not bench.copy(key, "disk", "host", host.host)
+    assert [bench.store.is_loading(key) for key in "abc"] == [True, False, True]
 
 
 def test_impossible_copies_are_reported_and_the_thread_goes_on(bench: Bench) -> None:

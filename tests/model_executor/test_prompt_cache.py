@@ -64,9 +64,15 @@ def test_bytes_stay_within_the_budget(family: Family) -> None:
     size = one_text(family)
     cache = PromptCache(family, max_bytes=3 * size + size // 2)
     for i in range(12):
-        encoded(cache, f"hat {i}")
+        encoded(cache, f"hat {i:x}")
         assert cache.nbytes == min(i + 1, 3) * size
     assert size >= (LENGTH + 1) * 64 * 4
+
+
+def test_a_long_prompt_counts_itself(family: Family) -> None:
+    cache = PromptCache(family)
+    encoded(cache, "a hat" + " " * 50_000)
+    assert cache.nbytes == one_text(family) + 50_000
 
 
 def test_what_does_not_fit_is_not_kept(family: Family) -> None:
