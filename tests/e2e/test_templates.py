@@ -291,21 +291,15 @@ async def test_a_registration_given_up_when_its_pages_are_there_leaves_none(engi
 
 
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("is_given_up_first", [False, True])
-async def test_a_registration_given_up_takes_no_pages_from_another(
-    engine: AsyncEngine, is_given_up_first: bool
-) -> None:
-    image = photo_file(61 + is_given_up_first)
-    tasks = [
-        asyncio.create_task(register_file(engine, f"{index}-first-{is_given_up_first}", image)) for index in range(2)
-    ]
-    given_up, kept = tasks if is_given_up_first else reversed(tasks)
-    await primed(engine)
-    assert given_up.cancel()
-    assert (await kept).primed
-    await asyncio.wait({given_up})
+async def test_a_deletion_takes_no_pages_from_a_registration_about_to_be_kept(engine: AsyncEngine) -> None:
+    image = photo_file(61)
+    first = await register_file(engine, "first-61", image)
     await all_is_given_back(engine)
-    assert await cache_result(engine, f"edit-first-{is_given_up_first}", small_edit(image)) == "hit"
+    task = asyncio.create_task(register_file(engine, "second-61", image))
+    await primed(engine)
+    engine.delete_template(first.id, "")
+    assert (await task).primed
+    assert await cache_result(engine, "edit-61", small_edit(image)) == "hit"
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -374,13 +368,14 @@ async def test_pages_that_just_fit_are_made_for_one_template_after_another(
 
 
 async def test_captures_displace_nothing_that_was_registered(tiny_checkpoint: Path) -> None:
-    """Room for the registered picture and not much more."""
-    async with started(tiny_checkpoint, template_bytes=len(PHOTO) + 100) as engine:
-        template = await register_file(engine, "asked", PHOTO)
-        output, _ = await paint(engine, "g", EditInput(prompt="p", sampling=SamplingParams(num_inference_steps=1)))
+    """A generation would have room in place of what is registered, but not beside it."""
+    noise = encode(np.random.default_rng(0).integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8))
+    async with started(tiny_checkpoint, template_bytes=len(noise) * 3 // 2) as engine:
+        template = await register_file(engine, "asked", noise)
+        output, data = await paint(engine, "g", EditInput(prompt="p", sampling=SamplingParams(num_inference_steps=1)))
+        assert len(noise) // 2 < len(data) < engine.templates.budget
         assert output.report is not None
         assert output.report.template_id is None
-        assert template.id in engine.templates
         assert await cache_result(engine, "hit", small_edit(template_id=template.id)) == "hit"
 
 
