@@ -93,7 +93,7 @@ class Work(msgspec.Struct, frozen=True):
 class Line:
     """Exponentially forgetting least squares over `size` features, whose coefficients are never negative.
 
-    Relative errors are what is kept small: seconds of batches differ by a factor of a hundred.
+    Errors count in proportion to what was measured, more or less: seconds of batches differ by a factor of a hundred.
     """
 
     def __init__(self, size: int) -> None:
