@@ -69,7 +69,7 @@ class Outcome:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = _parse(argv)
-    machine = Machine(args.dtype, args.threads)
+    machine = Machine(args.dtype, args.threads, args.priming_prompt)
     asked = cases(SCENES[args.scenes, args.masks], args.num_edits, args.masks)
     outcomes, default = _measure_default(machine, asked, args.steps)
     print(_heading(args, asked, default))
@@ -123,7 +123,7 @@ def _heading(args: argparse.Namespace, asked: Sequence[Case], default: Setting) 
     return (
         f"{len(asked)} {args.scenes} edits, {args.masks} masks (mean area {area:.2f}), compute {args.dtype}; shipped"
         f" default: {default.keyframes} keyframes, {default.dtype} pages, margin {default.margin} px, full_steps"
-        f" {default.full_steps}"
+        f" {default.full_steps}" + (f", primed with {args.priming_prompt!r}" if args.priming_prompt else "")
     )
 
 
@@ -229,6 +229,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--masks", choices=("silhouette", "box"), default="silhouette", help="a garment's outline or box"
     )
+    parser.add_argument("--priming-prompt", default="", help="prompt that templates are primed with")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="compute type of both modes")
     parser.add_argument("--threads", type=int, default=0, help="torch threads of the worker; 0 = its own choice")
     parser.add_argument("--json", type=Path, default=Path("quality.json"), help="where the numbers go")

@@ -38,10 +38,13 @@ class Setting:
 
 @dataclass(frozen=True)
 class Machine:
-    """What exact and mask-aware edits share: compute dtype and threads of the worker (0 = its own choice)."""
+    """What exact and mask-aware edits share: compute dtype and threads of the worker (0 = its own choice), and the
+    prompt that templates are primed with.
+    """
 
     dtype: str
     threads: int
+    priming_prompt: str
 
     def engine(self, setting: Setting) -> ImageEngine:
         return ImageEngine(
@@ -49,6 +52,7 @@ class Machine:
             threads=self.threads,
             cache_keyframes=setting.keyframes,
             cache_dtype=setting.dtype,
+            priming_prompt=self.priming_prompt,
             cache=_CACHE,
         )
 

@@ -21,7 +21,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: auto, float32, bfloat16 or float16. device: auto, cpu, cuda or cuda:N. threads: CPU threads per worker, 0 = a
     measured default. mask_aware: whether edits may skip untouched tokens. cache_keyframes: auto (the checkpoint's
     calibration, else 5), per-step, or a number from 2 on, spread evenly over noise levels 0..1. cache_dtype: how pages
-    are kept: auto (likewise, else int8), int8, bfloat16 or float32.
+    are kept: auto (likewise, else int8), int8, bfloat16 or float32. priming_prompt: what templates are primed with.
     """
 
     model: str = EMBEDDED_MODEL
@@ -32,6 +32,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     mask_aware: bool = True
     cache_keyframes: str = "auto"
     cache_dtype: str = "auto"
+    priming_prompt: str = ""
 
     @property
     def name(self) -> str:

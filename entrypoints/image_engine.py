@@ -77,8 +77,8 @@ class ImageEngine:
     """A loaded model, ready to edit. Use as a context manager, or call `close`.
 
     model: diffusers directory or hub id, default the embedded model. dtype, device, threads, mask_aware,
-    cache_keyframes, cache_dtype: see ModelConfig; cache: see CacheConfig. Raises ConfigError when the model cannot be
-    loaded.
+    cache_keyframes, cache_dtype, priming_prompt: see ModelConfig; cache: see CacheConfig. Raises ConfigError when the
+    model cannot be loaded.
     """
 
     def __init__(
@@ -91,6 +91,7 @@ class ImageEngine:
         mask_aware: bool = True,
         cache_keyframes: str = "auto",
         cache_dtype: str = "auto",
+        priming_prompt: str = "",
         cache: CacheConfig = _CACHE,
         max_num_seqs: int = SchedulerConfig().max_num_seqs,
         image_workers: int = ImageConfig().image_workers,
@@ -106,6 +107,7 @@ class ImageEngine:
                         mask_aware=mask_aware,
                         cache_keyframes=cache_keyframes,
                         cache_dtype=cache_dtype,
+                        priming_prompt=priming_prompt,
                     ),
                 ),
                 scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),

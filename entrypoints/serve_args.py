@@ -67,6 +67,7 @@ def _config(args: argparse.Namespace) -> StencilConfig:
         mask_aware=args.mask_aware,
         cache_keyframes=args.cache_keyframes,
         cache_dtype=args.cache_dtype,
+        priming_prompt=args.priming_prompt,
     )
     cache = CacheConfig(
         device_bytes=args.cache_device_bytes,
@@ -245,6 +246,12 @@ def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
         type=_page_dtype,
         choices=("auto", "int8", "bfloat16", "float32"),
         help="how activations are kept; auto: the checkpoint's calibration, else int8",
+    )
+    group.add_argument(
+        "--priming-prompt",
+        default=model.priming_prompt,
+        metavar="TEXT",
+        help="prompt that a template's activations are computed with",
     )
     _add_tier_flags(group)
 

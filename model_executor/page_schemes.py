@@ -56,6 +56,7 @@ def page_scheme(
         latent_bytes=info.latent_width * checkpoint.dtype.itemsize,
         fingerprint=checkpoint_hash,
         guidance_scale=info.default_guidance_scale,
+        prompt=config.priming_prompt,
         mask_margin=DEFAULT_MASK_MARGIN if calibration is None else calibration.mask_margin,
         full_steps=DEFAULT_FULL_STEPS if calibration is None else calibration.full_steps,
         environment=environment(checkpoint.device),
