@@ -200,11 +200,6 @@ class ActivationCacheManager:
             return entry.source
         return self._compute.name if entry.state is EntryState.READY else "host"
 
-    def slowest_tier(self, keys: Iterable[str]) -> Tier | None:
-        """The slowest of `tier_of` these entries; None if none is anywhere."""
-        found = {self.tier_of(key) for key in keys}
-        return next((name for name in reversed(self._tier_names()) if name in found), None)
-
     # ------------------------------------------------------------------------------------------------- templates
 
     def register(self, keys: Iterable[str]) -> None:

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Literal
+from typing import Literal, get_args
 
 from core.activation_cache import ActivationCacheManager, EntryState, Want
 from core.handles import ArrayRef, EntryRef, Tier
@@ -39,7 +39,8 @@ class PageHold:
     is_given_up: bool = False  # its template could not be primed, and its owner is told so
     full_blocks: int = 0  # leading blocks that the next step computes in full, instead of waiting for their pages
     is_primed: bool = False  # something had to be computed for it
-    tier: Tier | None = None  # the slowest tier that something came from
+    tier: Tier | None = None  # the slowest tier that something it needs came from
+    came_from: dict[str, Tier | None] = field(default_factory=dict)  # entry -> where it lay when it was reserved
     prime_seconds: float = 0.0  # worker time spent on its template's pages while it waited
 
     def entry_keys(self) -> list[str]:
@@ -96,6 +97,11 @@ def keyframes_needed(keyframes: Sequence[float], sigmas: Iterable[float]) -> tup
     return tuple(sorted(needed, reverse=True))
 
 
+def _slowest(tiers: Iterable[Tier | None]) -> Tier | None:
+    found = set(tiers)
+    return next((tier for tier in reversed(get_args(Tier)) if tier in found), None)
+
+
 @dataclass(slots=True)
 class TemplatePages:
     """One per scheduler; owns the cache manager, the holds and the jobs."""
@@ -120,7 +126,8 @@ class TemplatePages:
         hold.is_reserved = True
         self._holds[hold.owner_id] = hold
         hold.is_primed = any(was[key] is EntryState.EMPTY for key in was)  # an earlier edit's job is at it
-        hold.tier = self.cache.slowest_tier(want.key for want in wants)
+        hold.came_from = {want.key: self.cache.tier_of(want.key) for want in wants}
+        hold.tier = _slowest(hold.came_from.values())
         self.refresh(hold)
         return True
 
@@ -140,6 +147,7 @@ class TemplatePages:
         hold.sigmas, hold.is_prefetch, hold.is_complete = sigmas, False, False
         if hold.is_reserved:
             self.cache.release([page_key(hold.template.key, sigma) for sigma in gone])
+            hold.tier = _slowest(hold.came_from[key] for key in hold.entry_keys())
             self.refresh(hold)
 
     def release(self, hold: PageHold) -> None:

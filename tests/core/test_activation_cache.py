@@ -321,7 +321,7 @@ def test_the_first_miss_asks_the_disk(make: Maker) -> None:
     cache.disk = {"a"}
     assert cache.reserve("a", "b")
     assert cache.states("a", "b") == ["loading", "loading"]
-    assert cache.manager.slowest_tier(["a", "b"]) == "disk"
+    assert (cache.manager.tier_of("a"), cache.manager.tier_of("b")) == ("disk", "disk")
     assert cache.carry_out() == [("a", "disk", "host"), ("b", "disk", "host")]
     assert cache.states("a", "b") == ["ready", "empty"]
     stats = cache.manager.stats()
@@ -744,14 +744,11 @@ def test_who_finds_an_entry_being_primed_has_missed(make: Maker) -> None:
     assert cache.reserve("a")
     assert cache.manager.tier_of("a") is None
     assert cache.manager.stats().misses == 2
-    assert cache.manager.slowest_tier(["a"]) is None
 
 
-def test_the_slowest_tier_of_several(make: Maker) -> None:
+def test_the_tier_that_an_entry_lies_on(make: Maker) -> None:
     cache = make(("device", 2), ("host", 3), disk=True)
     cache.use("a", "b")
     cache.use("a", "b")
     cache.use("c")
-    assert cache.manager.slowest_tier(["b", "c"]) == "device"
-    assert cache.manager.slowest_tier(["a", "b", "c"]) == "host"
-    assert cache.manager.slowest_tier(["a", "missing"]) == "host"
+    assert [cache.manager.tier_of(key) for key in ("a", "b", "c", "missing")] == ["host", "device", "device", None]
