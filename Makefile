@@ -9,7 +9,7 @@ TYPED := core engine model_executor entrypoints benchmarks tools
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint types format wheel train-embedded bench-throughput bench-startup bench-responsiveness bench-edit bench-prime bench-step bench-vae bench-cache bench-quality bench-cost-model bench-block-plan calibrate clean
+.PHONY: help serve test lint types format wheel train-embedded bench-throughput bench-startup bench-responsiveness bench-edit bench-prime bench-load-or-prime bench-step bench-vae bench-cache bench-quality bench-cost-model bench-block-plan calibrate clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 24
@@ -52,6 +52,9 @@ bench-edit: $(DEV)  ## Latency of exact, warm and cold edits through HTTP
 
 bench-prime: $(DEV)  ## Gaps between running edits' steps while a template is primed
 	$(BIN)/python -m benchmarks.prime_gap $(ARGS)
+
+bench-load-or-prime: $(DEV)  ## Edits whose pages lie on disk: the cost model's choice against the better of both
+	$(BIN)/python -m benchmarks.load_or_prime $(ARGS)
 
 bench-step: $(DEV)  ## One denoising step, mask-aware against exact and against diffusers
 	$(BIN)/python -m benchmarks.denoiser_step $(ARGS)

@@ -23,7 +23,7 @@ from PIL import Image
 from benchmarks.pipeline_loop import DTYPES
 from benchmarks.report import percentile, print_report
 from benchmarks.workload import IMAGE
-from core.config import EMBEDDED_MODEL, EngineConfig, ModelConfig, SchedulerConfig
+from core.config import EMBEDDED_MODEL, CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from core.handles import PAGE_ARENA, ArrayRef
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages import BatchResult, EditRequest, ModelInfo, PageCopied, StepPlan, TransferDone
@@ -49,14 +49,19 @@ class Loop:
     """The engine's loop, with a clock on the running edits' steps."""
 
     def __init__(
-        self, args: argparse.Namespace, executor: Executor, models: dict[str, ModelInfo], arena: Arena
+        self,
+        args: argparse.Namespace,
+        executor: Executor,
+        models: dict[str, ModelInfo],
+        arena: Arena,
+        cache: CacheConfig | None = None,
     ) -> None:
         self._args = args
         self._executor = executor
         self._results = executor.results()
         self._model = next(iter(models.values()))
         limits = SchedulerConfig(max_num_seqs=args.running + 1)
-        self.scheduler = StepScheduler(limits, models)
+        self.scheduler = StepScheduler(limits, models, cache=cache)
         self._arena = arena
         self._allocator = ArenaAllocator(arena)
         self._ids = count()
@@ -123,6 +128,10 @@ class Loop:
         self._executor.submit(plan)
         return len(plan.batches) + len(plan.transfers) + len(plan.copies)
 
+    async def finish(self, request_id: str) -> None:
+        """Iterate until this edit has left."""
+        await self.watch(request_id, Gaps())
+
     async def watch(self, newcomer: str, gaps: Gaps) -> None:
         """Iterate until the newcomer has left, noting the gaps until it took its first step."""
         last, before = None, self.scheduler.pages.num_chunks
@@ -154,13 +163,13 @@ async def _measure(args: argparse.Namespace, running_masked: bool) -> tuple[Gaps
         gaps = Gaps(), Gaps()
         await loop.watch(loop.add(loop.template, 8, mask_aware=True), Gaps())
         for number in range(args.rounds):
-            for template, kind in ((loop.template, gaps[0]), (_unseen(loop.template, number), gaps[1])):
+            for template, kind in ((loop.template, gaps[0]), (unseen(loop.template, number), gaps[1])):
                 await loop.watch(loop.add(template, args.steps, mask_aware=True), kind)
         loop.scheduler.abort(running)
     return gaps
 
 
-def _unseen(template: Pixels, seed: int) -> Pixels:
+def unseen(template: Pixels, seed: int) -> Pixels:
     """The template with a little noise: another one, as far as the cache knows."""
     noise = np.random.default_rng(seed).integers(-2, 3, template.shape, np.int16)
     pixels: Pixels = (template + noise).clip(0, 255).astype(np.uint8)
