@@ -79,10 +79,13 @@ def plan_subset(compute_full: Times, compute_cached: Times, load: Times) -> tupl
     computing ends), of which only pairs are kept that no other pair beats in both.
 
     Exact. With equal loads there are at most as many pairs as blocks before; with loads all different this is a
-    knapsack problem and their number may grow much faster. Pairs that cannot beat the best plan known are dropped.
+    knapsack problem and their number may grow much faster. Pairs that cannot beat the best plan known are dropped. For
+    equal blocks the best prefix is the best subset.
     """
     num_blocks = len(load)
     plan = prefix_of(plan_prefix(compute_full, compute_cached, load), num_blocks)
+    if len(set(zip(compute_full, compute_cached, load, strict=True))) <= 1:
+        return plan
     best = finish_time(plan, compute_full, compute_cached, load)
     rest = _Rest(compute_full, compute_cached, load)
     states: list[_State] = [(0.0, 0.0, 0)]
