@@ -26,13 +26,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.denoiser_step import flux_shape
+from benchmarks.denoiser_step import flux_shape, primed_entry
 from benchmarks.report import Value, print_report
 from core.block_plan import algorithm_1, finish_time, plan_prefix, plan_subset, prefix_of
 from core.handles import EntryRef
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages import PageCopied, PageCopy
-from model_executor.models.base import PrimeRow, Row
+from model_executor.models.base import Row
 from model_executor.models.flux_transformer import FluxTransformer
 from model_executor.page_files import Bytes, PageFiles
 from model_executor.page_store import OnBlock, PageStore
@@ -88,7 +88,7 @@ class Step:
         self._transformer = FluxTransformer(module, 1000)
         self.layout = self._transformer.page_layout("int8")
         self._num_tokens, self._row = shape.image_tokens, _row(shape.grid, shape.text_tokens, module.config)
-        near, far = self._primed(0.75), self._primed(0.5)
+        near, far = primed_entry(self._transformer, self._row, 0.75), primed_entry(self._transformer, self._row, 0.5)
         arena = Arena.create(1, -(-2 * len(far) // 4096) * 4096)
         self._far = EntryRef("far", len(far), ArenaAllocator(arena).alloc(len(far)))
         self._files = SlowFiles(directory, 2 * len(far))
@@ -159,22 +159,6 @@ class Step:
         start = time.perf_counter()
         step()
         return time.perf_counter() - start
-
-    def _primed(self, sigma: float) -> torch.Tensor:
-        row, entry = self._row, torch.empty(self.layout.entry_bytes(self._num_tokens), dtype=torch.uint8)
-        template = PrimeRow(
-            latents=row.latents,
-            condition=row.condition,
-            prompt_embeds=row.prompt_embeds,
-            pooled_prompt_embeds=row.pooled_prompt_embeds,
-            sigma=torch.tensor(sigma),
-            guidance_scale=row.guidance_scale,
-            grid=row.grid,
-            hidden=None,
-            entry=entry,
-        )
-        self._transformer.prime([template], (0, self.layout.num_blocks))
-        return entry
 
 
 def main() -> None:

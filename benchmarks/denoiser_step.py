@@ -118,22 +118,25 @@ class Bench:
         return replace(row, modulation=table)
 
     def _primed(self, sigma: float) -> Tensor:
-        """The entry of the row's own inputs at a keyframe."""
-        row = self._row
-        entry = torch.empty(self._ours.page_layout("int8").entry_bytes(self.shape.image_tokens), dtype=torch.uint8)
-        template = PrimeRow(
-            latents=row.latents,
-            condition=row.condition,
-            prompt_embeds=row.prompt_embeds,
-            pooled_prompt_embeds=row.pooled_prompt_embeds,
-            sigma=torch.tensor(sigma),
-            guidance_scale=row.guidance_scale,
-            grid=row.grid,
-            hidden=None,
-            entry=entry,
-        )
-        self._ours.prime([template], (0, self._ours.num_blocks))
-        return entry
+        return primed_entry(self._ours, self._row, sigma)
+
+
+def primed_entry(transformer: FluxTransformer, row: Row, sigma: float) -> Tensor:
+    """The int8 entry of a row's own inputs at a keyframe, uint8 [entry bytes]."""
+    entry = torch.empty(transformer.page_layout("int8").entry_bytes(len(row.latents)), dtype=torch.uint8)
+    template = PrimeRow(
+        latents=row.latents,
+        condition=row.condition,
+        prompt_embeds=row.prompt_embeds,
+        pooled_prompt_embeds=row.pooled_prompt_embeds,
+        sigma=torch.tensor(sigma),
+        guidance_scale=row.guidance_scale,
+        grid=row.grid,
+        hidden=None,
+        entry=entry,
+    )
+    transformer.prime([template], (0, transformer.num_blocks))
+    return entry
 
 
 def main() -> None:

@@ -128,7 +128,8 @@ def _keyframes(config: ModelConfig, calibration: Calibration | None) -> tuple[fl
 def _dtype(config: ModelConfig, calibration: Calibration | None) -> PageDtype:
     if config.cache_dtype == "auto":
         return DEFAULT_DTYPE if calibration is None else calibration.dtype
-    for dtype in get_args(PageDtype):
+    dtypes: tuple[PageDtype, ...] = get_args(PageDtype)
+    for dtype in dtypes:
         if dtype == config.cache_dtype:
-            return dtype  # type: ignore[no-any-return]
-    raise ConfigError(f"--cache-dtype {config.cache_dtype}: use auto, {', '.join(get_args(PageDtype))}")
+            return dtype
+    raise ConfigError(f"--cache-dtype {config.cache_dtype}: use auto, {', '.join(dtypes)}")

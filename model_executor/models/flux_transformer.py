@@ -8,6 +8,7 @@ alone; their queries also see the keys and values of the template's other tokens
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -318,7 +319,7 @@ class _Modulation:
         return parts
 
 
-class _Block:
+class _Block(ABC):
     """What both kinds of block have: modulation, and the image tokens' projections to queries, keys and values."""
 
     def __init__(self, block: Any, norms: Sequence[Any], group: _MakeGroup) -> None:
@@ -331,9 +332,9 @@ class _Block:
         self._qk_weight = _qk_weight(attn.norm_q, attn.norm_k)
         self._qkv = group(attn.to_q, attn.to_k, attn.to_v)
 
+    @abstractmethod
     def run(self, stream: _Stream, number: int) -> None:
         """Take the stream through this block, the `number`-th."""
-        raise NotImplementedError
 
     def finish(self, stream: _Stream, number: int) -> None:
         """Only the keys and values of the image tokens, into the pages of the stream's templates."""
