@@ -98,13 +98,20 @@ class ImageConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_pixels: int = 64 * 1024 * 1024
 
 
+RouterPolicy = Literal["round-robin", "least-requests", "least-tokens", "batch-cost", "mask-aware"]
+"""How the router picks an engine, see core/routing.py."""
+
+
 class StencilConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything an AsyncEngine needs. max_queue: images waiting or running before new ones are refused; arena_bytes:
+    """Everything an AsyncEngine needs. data_parallel_size: engines of `engine`'s kind, that requests are spread over by
+    router_policy. max_queue: images waiting or running before new ones are refused; arena_bytes:
     address space of the shared arena, whose memory is only taken while in use; template_bytes: encoded uploads kept for
     registered templates.
     """
 
     engine: EngineConfig = EngineConfig()
+    data_parallel_size: int = 1
+    router_policy: RouterPolicy = "mask-aware"
     image: ImageConfig = ImageConfig()
     max_queue: int = 256
     arena_bytes: int = 8 * 1024**3

@@ -14,6 +14,7 @@ from core.config import CacheConfig, ModelConfig
 from core.cost_model import Work
 from core.failure import Failure
 from core.handles import ArrayRef, EntryRef, ModelKey, TensorKey, TensorRef, Tier
+from core.load_report import EngineStats, LoadReport
 from core.page_scheme import PageDtype, PageScheme
 from core.request import SamplingParams
 
@@ -257,50 +258,6 @@ class Aborted(Message, frozen=True):
     request_id: str
 
 
-class CacheStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What the activation cache did since start, counted in entries (one template at one noise level), and what it
-    holds. Dictionaries are by tier.
-
-    hits, misses: entries asked for that were on any tier, or on none. loads: copies into a faster tier, and how many of
-    them found a file that was missing, torn or foreign. used_bytes <= budget_bytes always.
-    """
-
-    hits: dict[str, int]
-    misses: int
-    primed: int
-    evictions: dict[str, int]
-    loads: dict[str, int]
-    failed_loads: int
-    entries: dict[str, int]
-    used_bytes: dict[str, int]
-    budget_bytes: dict[str, int]
-    load_seconds: float
-
-
-class LoadReport(Message, frozen=True):
-    """How busy an engine is. drain_seconds: predicted time until all it holds now is done. Counters are totals since
-    start.
-
-    stage_seconds: predicted work left per stage. resident_models: loaded components. page_digest: which templates are
-    warm (empty without a cache). r_squared: how well each stage's cost is predicted, 1 = exactly.
-    """
-
-    num_running: int
-    num_waiting: int
-    drain_seconds: float
-    stage_seconds: dict[str, float]
-    resident_models: tuple[ModelKey, ...]
-    page_digest: str
-    r_squared: dict[str, float]
-    steps: int
-    batch_tokens: int  # sum over steps of tokens computed
-    batch_requests: int  # sum over steps of requests in the batch
-    tokens_skipped: int  # sum over steps of image tokens that mask-aware execution left out
-    prime_chunks: int
-    busy_seconds: float  # worker time, all ranks
-    cache: CacheStats | None = None  # None without mask-aware execution
-
-
 class EngineFailed(Message, frozen=True):
     """The engine cannot go on (or could not start); every request it held is failed by the receiver."""
 
@@ -308,10 +265,11 @@ class EngineFailed(Message, frozen=True):
 
 
 class EngineOutputs(Message, frozen=True):
-    """What one iteration of the engine has to say."""
+    """What an iteration of the engine has to say. stats: None where the last ones are recent enough."""
 
     outputs: tuple[PartialImage | Finished | TemplatePrimed | Failed | Aborted, ...]
     load: LoadReport
+    stats: EngineStats | None = None
 
 
 FromEngine = EngineReady | EngineOutputs | EngineFailed
