@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import platform
-import resource
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,9 +21,10 @@ from core.config import EMBEDDED_MODEL, ModelConfig
 from engine.similarity import ssim
 from model_executor.models.base import Family
 from model_executor.models.vae_region import CELLS_PER_TOKEN, WORTH, Region, RegionDecoder, times
-from model_executor.resident import ResidentModels, keep_freed_memory
+from model_executor.resident import ResidentModels
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "person.png"
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "person.png"
 GRID = (16, 16)
 
 
@@ -102,17 +104,38 @@ def test_whole_in_bfloat16_is_as_close_as_diffusers_is() -> None:
     assert (ours - exact).abs().mean() <= 1.1 * (theirs - exact).abs().mean()
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the setting is glibc's")
-@torch.inference_mode()
-def test_a_warm_decoder_asks_the_system_for_no_memory(embedded: Family) -> None:
-    latents = torch.zeros(256, 64)
+COUNT_FAULTS = """
+import resource
+import torch
+from core.config import EMBEDDED_MODEL, ModelConfig
+from core.handles import ModelKey
+from model_executor.resident import ResidentModels, keep_freed_memory
+
+torch.set_num_threads(1)
+models = ResidentModels.open([ModelConfig(model=EMBEDDED_MODEL, served_model_name="m", dtype="float32")])
+models.load(ModelKey("m", "vae"))
+
+def decode():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    models.families["m"].decode(torch.zeros(256, 64), 256, 256)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+with torch.inference_mode():
+    before = [decode() for _ in range(3)]
     keep_freed_memory()
-    faults = []
-    for _ in range(6):
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        embedded.decode(latents, 256, 256)
-        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-    assert min(faults) < 1000, "of 5000 without the setting; where the heap is full, some calls find a new place in it"
+    after = [decode() for _ in range(4)]
+print(min(before), min(after))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the setting is glibc's")
+def test_a_warm_decoder_asks_the_system_for_no_memory() -> None:
+    """Page faults, in a process of its own: the heap of this one is what the tests before have made of it."""
+    command = [sys.executable, "-c", COUNT_FAULTS]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    assert result.returncode == 0, result.stderr
+    before, after = map(int, result.stdout.split())
+    assert after < 1000 < before, "the least of some calls, since the heap takes two or three to grow"
 
 
 # ------------------------------------------------------------------------------------------------------ the region
