@@ -1,4 +1,4 @@
-"""GET /v1/engine/stats: what the engine knows of itself, as JSON."""
+"""GET /v1/engine/stats: what the engines know of themselves, as JSON."""
 
 from __future__ import annotations
 
@@ -6,21 +6,29 @@ from typing import Any
 
 import msgspec
 
-from core.messages import CacheStats, LoadReport, ModelInfo
+from core.load_report import CacheStats, EngineStats, LoadReport
+from core.messages import ModelInfo
 from engine.async_engine import AsyncEngine
+from engine.engine_metrics import sum_cache_stats
+
+_LOAD_FIELDS = ("num_received", "num_running", "num_waiting", "base_seconds", "priming_seconds", "drain_seconds")
+_TOTAL_FIELDS = ("steps", "batch_tokens", "batch_requests", "tokens_skipped", "prime_chunks", "busy_seconds")
 
 
 def engine_stats(engine: AsyncEngine) -> dict[str, Any]:
-    """The queue, the engine's last load report, its cache and cost model, the templates and the models. What is not
-    known yet, or not there, is null.
+    """The queue, each engine, what all of them did and hold together, the templates and the models. What is not known
+    yet, or not there, is null.
     """
-    load = engine.load
+    known = [stats for stats in engine.stats if stats is not None]
     return {
         "object": "engine.stats",
         "queue": _queue(engine),
-        "load": None if load is None else _load(load),
-        "cost_model": None if load is None else {"r_squared": load.r_squared},
-        "cache": None if load is None or load.cache is None else _cache(load.cache),
+        "engines": [
+            _engine(index, *facts)
+            for index, facts in enumerate(zip(engine.alive, engine.loads, engine.stats, strict=True))
+        ],
+        "totals": {field: sum(getattr(stats, field) for stats in known) for field in _TOTAL_FIELDS},
+        "cache": _cache(sum_cache_stats(stats.cache for stats in known)) if any(s.cache for s in known) else None,
         "templates": _templates(engine),
         "models": [_model(model) for model in engine.models.values()],
     }
@@ -35,11 +43,17 @@ def _queue(engine: AsyncEngine) -> dict[str, Any]:
     }
 
 
-def _load(load: LoadReport) -> dict[str, Any]:
-    fields = msgspec.to_builtins(load)
-    for elsewhere in ("type", "cache", "r_squared"):
-        fields.pop(elsewhere, None)
-    return dict(fields)
+def _engine(index: int, alive: bool, load: LoadReport | None, stats: EngineStats | None) -> dict[str, Any]:
+    return {
+        "index": index,
+        "alive": alive,
+        "load": None if load is None else {field: getattr(load, field) for field in _LOAD_FIELDS},
+        "stage_seconds": None if stats is None else stats.stage_seconds,
+        "resident_models": None if stats is None else msgspec.to_builtins(stats.resident_models),
+        "totals": None if stats is None else {field: getattr(stats, field) for field in _TOTAL_FIELDS},
+        "cost_model": None if stats is None else {"r_squared": stats.r_squared},
+        "cache": None if stats is None or stats.cache is None else _cache(stats.cache),
+    }
 
 
 def _cache(stats: CacheStats) -> dict[str, Any]:

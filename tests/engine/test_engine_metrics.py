@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from core.messages import CacheStats, LoadReport
+from core.load_report import CacheStats, EngineStats, LoadReport, StepSample
 from engine.metrics import Metrics
+
+LOAD = LoadReport(num_received=9, num_running=2, num_waiting=3, drain_seconds=1.5)
+MS = {"queue": 500, "preprocess": 1, "encode": 2, "prime": 0.0, "denoise": 1000, "decode": 3, "postprocess": 4}
 
 
 def values(metrics: Metrics) -> dict[str, float]:
@@ -18,22 +24,27 @@ def values(metrics: Metrics) -> dict[str, float]:
     }
 
 
-def load(steps: int, requests: int, tokens: int, busy: float = 0.0, cache: CacheStats | None = None) -> LoadReport:
-    return LoadReport(
-        num_running=0,
-        num_waiting=0,
-        drain_seconds=1.5,
+def engine_stats(
+    steps: int,
+    tokens: int,
+    busy: float = 0.0,
+    *,
+    cache: CacheStats | None = None,
+    r_squared: dict[str, float] | None = None,
+    samples: tuple[StepSample, ...] = (),
+) -> EngineStats:
+    return EngineStats(
         stage_seconds={},
         resident_models=(),
-        page_digest="",
-        r_squared={"denoise": 0.97},
+        r_squared=r_squared or {},
         steps=steps,
         batch_tokens=tokens,
-        batch_requests=requests,
+        batch_requests=3 * steps,
         tokens_skipped=10 * tokens,
         prime_chunks=steps,
         busy_seconds=busy,
         cache=cache,
+        recent_steps=samples,
     )
 
 
@@ -52,6 +63,10 @@ def cache_stats(hits: int = 0, primed: int = 0, used: int = 0) -> CacheStats:
     )
 
 
+def finish(metrics: Metrics, ms: dict[str, float] = MS) -> None:
+    metrics.observe_finished("m", seconds=2.0, ms=ms, mask_ratio=0.3, cache="hit", num_inference_steps=8)
+
+
 def test_queue_gauges_are_read_at_each_scrape_under_both_names() -> None:
     metrics, queue = Metrics(), [3, 5]
     metrics.watch_queue(lambda: queue[0], lambda: queue[1])
@@ -62,16 +77,19 @@ def test_queue_gauges_are_read_at_each_scrape_under_both_names() -> None:
     assert values(metrics)["vllm:num_requests_running"] == 4
 
 
+def test_image_processors_are_read_at_each_scrape() -> None:
+    metrics, pool = Metrics(), SimpleNamespace(num_waiting=4, num_running=2, num_deaths=0, num_retries=0)
+    metrics.watch_image_processors(pool)
+    assert values(metrics)["stencil:image_processor_deaths_total"] == 0
+    pool.num_deaths, pool.num_retries = 2, 1
+    seen = values(metrics)
+    assert (seen["stencil:image_jobs_waiting"], seen["stencil:image_jobs_running"]) == (4, 2)
+    assert (seen["stencil:image_processor_deaths_total"], seen["stencil:image_job_retries_total"]) == (2, 1)
+
+
 def test_finished_aborted_failed_rejected() -> None:
     metrics = Metrics()
-    metrics.observe_finished(
-        "m",
-        seconds=2.0,
-        ms={"queue": 500, "denoise": 1000, "prime": 0.0},
-        mask_ratio=0.3,
-        cache="hit",
-        num_inference_steps=8,
-    )
+    finish(metrics)
     metrics.observe_aborted("m")
     metrics.observe_failed("m")
     metrics.observe_rejected("queue_full")
@@ -83,34 +101,102 @@ def test_finished_aborted_failed_rejected() -> None:
     assert seen["stencil:request_mask_ratio_sum,m"] == 0.3
     assert seen["stencil:request_cache_result_total,m,hit"] == 1
     assert [seen[f"stencil:request_success_total,{reason},m"] for reason in ("stop", "abort", "error")] == [1, 1, 1]
-    assert seen["stencil:request_aborts_total,m"] == 1
     assert seen["stencil:request_rejects_total,queue_full"] == 1
 
 
-def test_load_totals_become_counters_across_restarts_and_engines() -> None:
+def test_priming_counts_for_those_it_was_done_for() -> None:
     metrics = Metrics()
-    metrics.observe_load(load(2, 6, 600, 1.0))
-    metrics.observe_load(load(3, 14, 700, 1.5))
-    metrics.observe_load(load(1, 1, 10, 0.5))  # restarted
-    metrics.observe_load(load(4, 4, 40), engine=1)
+    finish(metrics)
+    finish(metrics, MS | {"prime": 7000})
+    seen = values(metrics)
+    assert seen["stencil:request_stage_time_seconds_count,m,prime"] == 1
+    assert seen["stencil:request_stage_time_seconds_sum,m,prime"] == 7.0
+
+
+def test_known_series_begin_at_zero() -> None:
+    metrics = Metrics()
+    metrics.expect(["m"], num_engines=2)
+    before = values(metrics)
+    finish(metrics)
+    for engine in range(2):
+        metrics.observe_load(engine, LOAD, engine_stats(1, 10, 1.0))
+        metrics.observe_routed(engine)
+    metrics.observe_rejected("not_ready")
+    assert values(metrics).keys() == before.keys()
+    levels = {
+        name: value for name, value in before.items() if not name.startswith("stencil:") or "_created" not in name
+    }
+    assert set(levels.values()) == {0.0}
+
+
+def test_totals_become_counters_across_restarts_and_engines() -> None:
+    metrics = Metrics()
+    metrics.observe_load(0, LOAD, engine_stats(2, 600, 1.0))
+    metrics.observe_load(0, LOAD, engine_stats(3, 700, 1.5))
+    metrics.observe_load(0, LOAD, None)  # nothing but load
+    metrics.observe_load(0, LOAD, engine_stats(1, 10, 0.5))  # restarted
+    metrics.observe_load(1, LOAD, engine_stats(4, 40))
     seen = values(metrics)
     assert seen["stencil:steps_total"] == 8
     assert seen["stencil:tokens_computed_total"] == 750
-    assert seen["stencil:worker_busy_seconds_total"] == 2.0
-    assert seen["stencil:step_batch_size_count"] == 8
-    assert seen["stencil:step_batch_size_sum"] == 19
-    assert seen["stencil:predicted_drain_seconds"] == 3.0
+    assert (seen["stencil:worker_busy_seconds_total,0"], seen["stencil:worker_busy_seconds_total,1"]) == (2.0, 0.0)
     assert seen["stencil:tokens_skipped_total"] == 7500
     assert seen["stencil:prime_chunks_total"] == 8
 
 
+def test_load_by_engine() -> None:
+    metrics = Metrics()
+    metrics.observe_load(0, LOAD, None)
+    metrics.observe_load(1, LoadReport(num_received=0, num_running=0, num_waiting=1, drain_seconds=0.5), None)
+    metrics.observe_load(0, LoadReport(num_received=9, num_running=1, num_waiting=0, drain_seconds=0.25), None)
+    seen = values(metrics)
+    assert [seen[f"stencil:predicted_drain_seconds,{engine}"] for engine in (0, 1)] == [0.25, 0.5]
+    assert [seen[f"stencil:engine_requests_running,{engine}"] for engine in (0, 1)] == [1, 0]
+    assert [seen[f"stencil:engine_requests_waiting,{engine}"] for engine in (0, 1)] == [0, 1]
+
+
+def test_each_step_is_seen_beside_its_prediction() -> None:
+    metrics = Metrics()
+    metrics.observe_load(0, LOAD, engine_stats(2, 0, samples=(StepSample(8, 900, 0.04, 0.05, 0.02),)))
+    metrics.observe_load(1, LOAD, engine_stats(1, 0, samples=(StepSample(1, 100, 0.01, 0.01, 0.005),)))
+    seen = values(metrics)
+    assert (seen["stencil:step_batch_size_count"], seen["stencil:step_batch_size_sum"]) == (2, 9)
+    assert seen["stencil:step_batch_size_bucket,1.0"] == 1
+    assert seen["stencil:step_tokens_sum"] == 1000
+    assert seen["stencil:step_time_seconds_sum"] == pytest.approx(0.05)
+    assert seen["stencil:step_predicted_seconds_total"] == pytest.approx(0.06)
+    assert seen["stencil:step_bound_seconds_total"] == pytest.approx(0.025)
+
+
+def test_the_cost_models_worst_fit_is_shown() -> None:
+    metrics, nan = Metrics(), float("nan")
+    metrics.observe_load(0, LOAD, engine_stats(1, 0, r_squared={"denoise": 0.9, "prime": nan, "decode": nan}))
+    metrics.observe_load(1, LOAD, engine_stats(1, 0, r_squared={"denoise": 0.97, "prime": 0.5}))
+    seen = values(metrics)
+    assert (seen["stencil:cost_model_r_squared,denoise"], seen["stencil:cost_model_r_squared,prime"]) == (0.9, 0.5)
+    assert "stencil:cost_model_r_squared,decode" not in seen
+
+
+def test_what_the_router_did_and_foresaw() -> None:
+    metrics = Metrics()
+    metrics.observe_routed(3)
+    metrics.observe_prediction(predicted_seconds=1.5, actual_seconds=1.0)
+    metrics.observe_prediction(predicted_seconds=0.5, actual_seconds=1.0)
+    seen = values(metrics)
+    assert seen["stencil:router_requests_total,3"] == 1
+    errors = "stencil:router_prediction_error_ratio"
+    assert (seen[f"{errors}_bucket,-0.75"], seen[f"{errors}_bucket,-0.5"]) == (0, 1)
+    assert (seen[f"{errors}_bucket,0.3"], seen[f"{errors}_bucket,0.5"], seen[f"{errors}_count"]) == (1, 2, 2)
+
+
 def test_cache_totals_and_levels_by_tier() -> None:
     metrics = Metrics()
-    metrics.observe_load(load(0, 0, 0, 1.0, cache_stats(hits=4, primed=5, used=300)))
-    metrics.observe_load(load(0, 0, 0, 2.0, cache_stats(hits=6, primed=7, used=500)))
-    metrics.observe_load(load(0, 0, 0, 0.5, cache_stats(hits=1, primed=2, used=100)))  # restarted
-    metrics.observe_load(load(0, 0, 0, 0.5, cache_stats(used=10)), engine=1)
-    metrics.observe_load(load(0, 0, 0, 0.5), engine=2)  # serves without
+    metrics.observe_load(0, LOAD, engine_stats(0, 0, 1.0, cache=cache_stats(hits=4, primed=5, used=300)))
+    metrics.observe_load(0, LOAD, engine_stats(0, 0, 2.0, cache=cache_stats(hits=6, primed=7, used=500)))
+    restarted = cache_stats(hits=1, primed=2, used=100)
+    metrics.observe_load(0, LOAD, engine_stats(0, 0, 0.5, cache=restarted))
+    metrics.observe_load(1, LOAD, engine_stats(0, 0, 0.5, cache=cache_stats(used=10)))
+    metrics.observe_load(2, LOAD, engine_stats(0, 0, 0.5))  # serves without
     seen = values(metrics)
     assert (seen["stencil:cache_hits_total,host"], seen["stencil:cache_hits_total,disk"]) == (7, 14)
     assert (seen["stencil:cache_misses_total"], seen["stencil:cache_primed_total"]) == (7 + 2 + 1, 9)
@@ -124,4 +210,4 @@ def test_cache_totals_and_levels_by_tier() -> None:
 def test_two_objects_share_nothing() -> None:
     first, second = Metrics(), Metrics()
     first.observe_rejected("not_ready")
-    assert "stencil:request_rejects_total,not_ready" not in values(second)
+    assert values(second)["stencil:request_rejects_total,not_ready"] == 0

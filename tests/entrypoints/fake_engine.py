@@ -13,7 +13,8 @@ import msgspec
 
 from core.config import StencilConfig
 from core.errors import ModelNotFoundError
-from core.messages import LoadReport, ModelInfo
+from core.load_report import EngineStats, LoadReport
+from core.messages import ModelInfo
 from engine.edit import EditInput, EditReport, ImageOutput
 from engine.metrics import Metrics
 from engine.templates import Template, TemplateStore
@@ -61,7 +62,9 @@ class FakeEngine:
         self.files: dict[str, bytes] = {}  # content of the last edit's uploads
         self.num_open = 0
         self.templates = TemplateStore(1000)
-        self.load: LoadReport | None = None
+        self.loads: tuple[LoadReport | None, ...] = (None, None)
+        self.stats: tuple[EngineStats | None, ...] = (None, None)
+        self.alive = (True, True)
         self.num_requests_running = 2
         self.num_requests_waiting = 1
 

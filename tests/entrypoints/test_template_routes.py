@@ -13,7 +13,7 @@ import pytest
 from api_calls import IMAGE, MASK, assert_refused, post_edit, post_json
 from fake_engine import FakeEngine
 
-from core.messages import CacheStats, LoadReport
+from core.load_report import CacheStats, EngineStats, LoadReport
 from engine.mask_aware import ExactReason
 from entrypoints.openai.app import ServerSettings, create_app
 
@@ -224,58 +224,71 @@ async def test_results_name_the_templates_they_became(client: httpx.AsyncClient,
 # --------------------------------------------------------------------------------------------------------- the engine
 
 
-def load_report() -> LoadReport:
-    cache = CacheStats(
-        hits={"host": 6, "disk": 3},
-        misses=1,
-        primed=5,
-        evictions={},
-        loads={"disk": 3},
-        failed_loads=0,
-        entries={"host": 6},
-        used_bytes={"host": 100},
-        budget_bytes={"host": 200},
-        load_seconds=0.25,
-    )
-    return LoadReport(
-        num_running=2,
-        num_waiting=1,
-        drain_seconds=1.5,
-        stage_seconds={"denoise": 1.25},
-        resident_models=(),
-        page_digest="",
-        r_squared={"denoise": 0.98, "prime": float("nan")},
-        steps=4,
-        batch_tokens=100,
-        batch_requests=8,
-        tokens_skipped=900,
-        prime_chunks=5,
-        busy_seconds=0.5,
-        cache=cache,
-    )
+LOAD = LoadReport(num_received=5, num_running=2, num_waiting=1, drain_seconds=1.5)
+CACHE = CacheStats(
+    hits={"host": 6, "disk": 3},
+    misses=1,
+    primed=5,
+    evictions={},
+    loads={"disk": 3},
+    failed_loads=0,
+    entries={"host": 6},
+    used_bytes={"host": 100},
+    budget_bytes={"host": 200},
+    load_seconds=0.25,
+)
+STATS = EngineStats(
+    stage_seconds={"denoise": 1.25},
+    resident_models=(),
+    r_squared={"denoise": 0.98, "prime": float("nan")},
+    steps=4,
+    batch_tokens=100,
+    batch_requests=8,
+    tokens_skipped=900,
+    prime_chunks=5,
+    busy_seconds=0.5,
+    cache=CACHE,
+)
 
 
 async def test_engine_stats(client: httpx.AsyncClient, engine: FakeEngine) -> None:
-    engine.load = load_report()
+    engine.loads, engine.alive = (LOAD, None), (True, False)
+    engine.stats = (STATS, None)
     stats = (await client.get("/v1/engine/stats")).json()
     assert stats["object"] == "engine.stats"
     assert stats["queue"] == {"running": 2, "waiting": 1, "admitted": 0, "limit": 4}
-    assert stats["cost_model"]["r_squared"] == {"denoise": 0.98, "prime": None}
-    assert stats["cache"]["hit_ratio"] == 0.9
-    assert stats["cache"]["used_bytes"] == {"host": 100}
-    assert (stats["load"]["tokens_skipped"], stats["load"]["drain_seconds"]) == (900, 1.5)
-    assert not {"cache", "type", "r_squared"} & stats["load"].keys()
+    first, second = stats["engines"]
+    assert (first["index"], first["alive"], first["load"]["drain_seconds"]) == (0, True, 1.5)
+    assert first["stage_seconds"] == {"denoise": 1.25}
+    assert first["cost_model"]["r_squared"] == {"denoise": 0.98, "prime": None}
+    assert first["cache"]["hit_ratio"] == 0.9
+    assert first["totals"]["tokens_skipped"] == 900
+    nothing = dict.fromkeys(("load", "stage_seconds", "resident_models", "totals", "cost_model", "cache"))
+    assert second == {"index": 1, "alive": False} | nothing
     assert stats["templates"] == {"count": 0, "used_bytes": 0, "budget_bytes": 1000}
     assert stats["models"][0]["id"] == "tiny/fill"
     assert stats["models"][0]["page_scheme"] is None
 
 
+async def test_what_engines_did_together(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    other = msgspec.structs.replace(CACHE, hits={"host": 1}, misses=9, used_bytes={"host": 50, "disk": 7})
+    engine.stats = (STATS, msgspec.structs.replace(STATS, steps=6, busy_seconds=1.0, cache=other))
+    stats = (await client.get("/v1/engine/stats")).json()
+    totals, cache = stats["totals"], stats["cache"]
+    assert (totals["steps"], totals["tokens_skipped"], totals["busy_seconds"]) == (10, 1800, 1.5)
+    assert (cache["hit_ratio"], cache["hits"]) == (0.5, {"host": 7, "disk": 3})
+    assert cache["used_bytes"] == {"host": 150, "disk": 7}
+    engine.stats = (msgspec.structs.replace(STATS, cache=None), None)
+    assert (await client.get("/v1/engine/stats")).json()["cache"] is None
+
+
 async def test_engine_stats_before_anything_is_known(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     engine.models = {}
     stats = (await client.get("/v1/engine/stats")).json()
-    assert (stats["load"], stats["cache"], stats["cost_model"], stats["models"]) == (None, None, None, [])
-    nothing_asked = msgspec.structs.replace(load_report().cache, hits={}, misses=0)
-    engine.load = msgspec.structs.replace(load_report(), cache=nothing_asked)
+    assert [each["load"] for each in stats["engines"]] == [None, None]
+    assert (stats["cache"], stats["totals"]["steps"], stats["models"]) == (None, 0, [])
+    nothing_asked = msgspec.structs.replace(CACHE, hits={}, misses=0)
+    engine.stats = (msgspec.structs.replace(STATS, cache=nothing_asked), None)
     assert (await client.get("/v1/engine/stats")).json()["cache"]["hit_ratio"] is None
 
 

@@ -1,0 +1,179 @@
+"""What the engines say of themselves, as metrics: steps, tokens, the cost model, the activation cache.
+
+Series are sums over the engines; those that show how evenly work is spread have one value per engine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from core.load_report import CacheStats, EngineStats, LoadReport, StepSample
+from engine.metric_registry import MetricRegistry
+
+STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+_STEP_TOKENS = tuple(2.0**power for power in range(4, 18))
+
+_NO_STATS = EngineStats(
+    stage_seconds={},
+    resident_models=(),
+    r_squared={},
+    steps=0,
+    batch_tokens=0,
+    batch_requests=0,
+    tokens_skipped=0,
+    prime_chunks=0,
+    busy_seconds=0.0,
+)
+_NO_CACHE = CacheStats(
+    hits={},
+    misses=0,
+    primed=0,
+    evictions={},
+    loads={},
+    failed_loads=0,
+    entries={},
+    used_bytes={},
+    budget_bytes={},
+    load_seconds=0.0,
+)
+_TOTALS = {  # field of EngineStats -> name, text
+    "steps": ("steps", "Denoising steps run."),
+    "batch_tokens": ("tokens_computed", "Tokens computed in denoising steps."),
+    "tokens_skipped": ("tokens_skipped", "Image tokens left out of denoising steps by mask-aware execution."),
+    "prime_chunks": ("prime_chunks", "Chunks of priming run."),
+}
+_CACHE_TOTALS = {
+    "misses": "Entries asked for that were on no tier.",
+    "primed": "Entries computed.",
+    "failed_loads": "Loads that found a file missing, torn or foreign.",
+    "load_seconds": "Time spent copying entries into a faster tier.",
+}
+_CACHE_TIER_TOTALS = {
+    "hits": "Entries asked for that were there.",
+    "evictions": "Entries given up for others.",
+    "loads": "Entries copied into a faster tier.",
+}
+_CACHE_TIER_LEVELS = {
+    "entries": "Entries held.",
+    "used_bytes": "Bytes that they take.",
+    "budget_bytes": "Bytes that they may take at most.",
+}
+
+
+class EngineMetrics:
+    """Collectors fed by load reports. `expect` first, then `observe` in any order of engines."""
+
+    def __init__(self, registry: MetricRegistry) -> None:
+        self._stats: dict[int, EngineStats] = {}  # engine -> the last one it sent
+        self._make_engine_collectors(registry)
+        self._make_step_collectors(registry)
+        self._make_cache_collectors(registry)
+
+    def _make_engine_collectors(self, registry: MetricRegistry) -> None:
+        self._running = registry.gauge("engine_requests_running", "Images that an engine has begun.", "engine")
+        self._waiting = registry.gauge("engine_requests_waiting", "Images queued in an engine.", "engine")
+        self._drain_seconds = registry.gauge(
+            "predicted_drain_seconds", "Predicted time until all that an engine holds is done.", "engine"
+        )
+        self._busy_seconds = registry.counter(
+            "worker_busy_seconds", "Time an engine's workers spent computing.", "engine"
+        )
+        self._totals = {field: registry.counter(name, text) for field, (name, text) in _TOTALS.items()}
+
+    def _make_step_collectors(self, registry: MetricRegistry) -> None:
+        self._batch_size = registry.histogram("step_batch_size", "Images in one denoising step.", _BATCH_SIZES)
+        self._step_tokens = registry.histogram("step_tokens", "Tokens computed in one denoising step.", _STEP_TOKENS)
+        self._step_seconds = registry.histogram("step_time_seconds", "Time of one denoising step.", STEP_SECONDS)
+        self._predicted_seconds = registry.counter(
+            "step_predicted_seconds", "What the cost model predicted for the steps of step_time_seconds."
+        )
+        self._bound_seconds = registry.counter(
+            "step_bound_seconds", "The part of these predictions that grows with the tokens, which no batching saves."
+        )
+        self._r_squared = registry.gauge(
+            "cost_model_r_squared", "How well a stage's cost is predicted; 1 = exactly. The worst engine's.", "stage"
+        )
+
+    def _make_cache_collectors(self, registry: MetricRegistry) -> None:
+        """Each by the field of CacheStats that it shows."""
+        self._cache_totals = {field: registry.counter(f"cache_{field}", text) for field, text in _CACHE_TOTALS.items()}
+        self._cache_tier_totals = {
+            field: registry.counter(f"cache_{field}", text, "tier") for field, text in _CACHE_TIER_TOTALS.items()
+        }
+        self._cache_tier_levels = {
+            field: registry.gauge(f"cache_{field}", text, "tier") for field, text in _CACHE_TIER_LEVELS.items()
+        }
+
+    def expect(self, num_engines: int) -> None:
+        """Have the series of engines 0..num_engines - 1 from now on."""
+        for engine in range(num_engines):
+            for collector in (self._running, self._waiting, self._drain_seconds, self._busy_seconds):
+                collector.labels(str(engine))
+
+    def observe(self, engine: int, load: LoadReport, stats: EngineStats | None) -> None:
+        """Take over what engine number `engine` says; totals that went down belong to a restarted one."""
+        self._running.labels(str(engine)).set(load.num_running)
+        self._waiting.labels(str(engine)).set(load.num_waiting)
+        self._drain_seconds.labels(str(engine)).set(load.drain_seconds)
+        if stats is not None:
+            last = self._stats.get(engine, _NO_STATS)
+            is_restarted = stats.steps < last.steps or stats.busy_seconds < last.busy_seconds
+            self._stats[engine] = stats
+            self._observe_stats(engine, stats, _NO_STATS if is_restarted else last)
+
+    def _observe_stats(self, engine: int, stats: EngineStats, last: EngineStats) -> None:
+        self._busy_seconds.labels(str(engine)).inc(stats.busy_seconds - last.busy_seconds)
+        for field, total in self._totals.items():
+            total.inc(getattr(stats, field) - getattr(last, field))
+        for step in stats.recent_steps:
+            self._observe_step(step)
+        for stage, value in self._worst_r_squared().items():
+            self._r_squared.labels(stage).set(value)
+        self._observe_cache(stats.cache or _NO_CACHE, last.cache or _NO_CACHE)
+
+    def _observe_step(self, step: StepSample) -> None:
+        self._batch_size.observe(step.num_requests)
+        self._step_tokens.observe(step.num_tokens)
+        self._step_seconds.observe(step.seconds)
+        self._predicted_seconds.inc(step.predicted_seconds)
+        self._bound_seconds.inc(step.bound_seconds)
+
+    def _worst_r_squared(self) -> dict[str, float]:
+        """By stage; what is not known yet (NaN) is left out."""
+        worst: dict[str, float] = {}
+        for stats in self._stats.values():
+            for stage, value in stats.r_squared.items():
+                if not math.isnan(value):
+                    worst[stage] = min(value, worst.get(stage, value))
+        return worst
+
+    def _observe_cache(self, stats: CacheStats, last: CacheStats) -> None:
+        for field, total in self._cache_totals.items():
+            total.inc(getattr(stats, field) - getattr(last, field))
+        for field, by_tier in self._cache_tier_totals.items():
+            before = getattr(last, field)
+            for tier, value in getattr(stats, field).items():
+                by_tier.labels(tier).inc(value - before.get(tier, 0))
+        total_stats = sum_cache_stats(stats.cache for stats in self._stats.values())
+        for field, level in self._cache_tier_levels.items():
+            for tier, value in getattr(total_stats, field).items():
+                level.labels(tier).set(value)
+
+
+def sum_cache_stats(every: Iterable[CacheStats | None]) -> CacheStats:
+    """One CacheStats that counts what all of `every` did and hold; None counts nothing."""
+    known = [stats or _NO_CACHE for stats in every]
+    return CacheStats(
+        **{field: _sum([getattr(stats, field) for stats in known]) for field in CacheStats.__struct_fields__}
+    )
+
+
+def _sum(values: Sequence[Any]) -> Any:
+    """Of numbers, or of dictionaries of numbers by key."""
+    if not any(isinstance(value, dict) for value in values):
+        return sum(values)
+    keys = [key for value in values for key in value]
+    return {key: sum(value.get(key, 0) for value in values) for key in dict.fromkeys(keys)}
