@@ -53,7 +53,6 @@ def main(config: bytes, fds: list[int]) -> None:
     # A terminal or supervisor signals the whole group; draining is led by the parent, which says Drain.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     settings = msgspec.msgpack.decode(config, type=EngineProcessConfig)
-    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
     uvloop.run(_serve(settings, arena_fd=fds[0]))
 
 

@@ -22,6 +22,7 @@ import uvloop
 from fastapi import FastAPI
 
 from core.errors import ConfigError, StencilError
+from core.ipc import logs
 from engine.async_engine import AsyncEngine
 from entrypoints.openai.app import ServerSettings, create_app
 from entrypoints.openai.submission import STALL_SECONDS
@@ -36,7 +37,7 @@ _STARTED = time.monotonic()
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status: 0 after a signal, 1 for a failure told in one line on stderr, 2 for a bad flag."""
     options = parse_options(argv)
-    _configure_logging(options.log_level)
+    _configure_logging(options)
     try:
         check_model(options.model.model)
         with (
@@ -156,11 +157,10 @@ def _url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _configure_logging(level: str) -> None:
-    logging.basicConfig(
-        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
-    logging.getLogger("uvicorn").setLevel(logging.DEBUG if level == "debug" else logging.WARNING)
+def _configure_logging(options: ServeOptions) -> None:
+    level = logging.getLevelNamesMapping()[options.log_level.upper()]
+    logs.configure(logs.LogConfig(level, options.log_format), "stencil")
+    logging.getLogger("uvicorn").setLevel(logging.DEBUG if level == logging.DEBUG else logging.WARNING)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from core.config import (
     StencilConfig,
 )
 from core.errors import ConfigError
+from core.ipc.logs import LogFormat
 
 API_KEY_VARIABLE = "STENCIL_API_KEY"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -37,6 +38,7 @@ class ServeOptions:
     port: int
     api_key: str | None
     log_level: str
+    log_format: LogFormat
     config: StencilConfig
 
     @property
@@ -53,7 +55,7 @@ def parse_options(argv: Sequence[str] | None) -> ServeOptions:
     except ConfigError as error:
         parser.error(str(error))
     api_key = args.api_key or os.environ.get(API_KEY_VARIABLE) or None
-    return ServeOptions(args.host, args.port, api_key, args.log_level, config)
+    return ServeOptions(args.host, args.port, api_key, args.log_level, args.log_format, config)
 
 
 def _config(args: argparse.Namespace) -> StencilConfig:
@@ -175,6 +177,7 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--log-level", default="info", choices=("debug", "info", "warning", "error"), help="what is logged to stderr"
     )
+    group.add_argument("--log-format", default="text", choices=("text", "json"), help="json: one object a line")
     group.add_argument(
         "--drain-seconds",
         default=EngineConfig().drain_seconds,

@@ -6,7 +6,6 @@ after the settings that PyTorch reads once at import, so that a failing import i
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import tempfile
@@ -50,7 +49,6 @@ def main(config: bytes, fds: list[int]) -> None:
     """
     # A supervisor signals the whole group: the parent leads the shutdown, and running edits are still to be finished.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     settings = msgspec.msgpack.decode(config, type=WorkerConfig)
     link = EngineLink(Channel.attach(fds[0], fds[1]))
     with suppress(PeerClosedError):

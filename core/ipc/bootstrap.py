@@ -1,7 +1,7 @@
 """First code of a child process, run by path as `python -P bootstrap.py NAME FD` by `core.ipc.process.spawn`.
 
-FD holds one line of JSON (`path`, `target`, `fds`, `lifeline`) and then the config's bytes. Nothing of the project can
-be imported before the parent's `sys.path` is in place.
+FD holds one line of JSON, `path` and what `process.run_child` reads, and then the config's bytes. Nothing of the
+project can be imported before the parent's `sys.path` is in place.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def main() -> None:
     sys.path[:] = header["path"]
     from core.ipc import process
 
-    process.run_child(sys.argv[1], header["target"], config, header["fds"], header["lifeline"], header["remove"])
+    process.run_child(sys.argv[1], header, config)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,12 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from core.errors import EngineError
+from core.ipc import logs
 
 EX_PARENT_GONE = 69
 """Exit code of a child that left because its parent is gone (sysexits.h calls it EX_UNAVAILABLE)."""
@@ -106,13 +110,20 @@ def spawn(target: str, config: bytes, fds: Sequence[int], name: str, *, remove: 
 
     config travels in a memfd, never in argv. The child sees `fds` under the same numbers. **Sockets among them change
     hands**: the parent's copies are closed, so that EOF works; memfds and pipes stay the caller's as well. `name` is
-    what `ps` and `top` show. The child ignores SIGINT, and SIGTERM if this process does; it ends with EX_PARENT_GONE
-    when this process ends, and then deletes the folders `remove` first. Takes a few milliseconds and does not wait for
-    the child to start.
+    what `ps` and `top` show. The child logs as this process does, and ignores SIGINT, and SIGTERM if this process does;
+    it ends with EX_PARENT_GONE when this process ends, and then deletes the folders `remove` first. Takes a few
+    milliseconds and does not wait for the child to start.
     """
     theirs, ours = os.pipe2(os.O_CLOEXEC)
     try:
-        header = {"path": sys.path, "target": target, "fds": list(fds), "lifeline": theirs, "remove": list(remove)}
+        header = {
+            "path": sys.path,
+            "target": target,
+            "fds": list(fds),
+            "lifeline": theirs,
+            "remove": list(remove),
+            "logs": msgspec.to_builtins(logs.current()),
+        }
         popen = _popen(name, json.dumps(header).encode() + b"\n" + config, [*fds, theirs])
     except BaseException:
         os.close(ours)
@@ -133,15 +144,17 @@ def on_parent_gone(cleanup: Callable[[], object]) -> None:
     _when_parent_gone.callback(cleanup)
 
 
-def run_child(name: str, target: str, config: bytes, fds: list[int], lifeline_fd: int, remove: list[str]) -> None:
+def run_child(name: str, header: dict[str, Any], config: bytes) -> None:
     """The child's side of `spawn`, called by the bootstrap."""
-    for folder in remove:
+    fds, lifeline_fd = header["fds"], header["lifeline"]
+    for folder in header["remove"]:
         on_parent_gone(functools.partial(shutil.rmtree, folder, ignore_errors=True))
     threading.Thread(target=_leave_with_parent, args=(lifeline_fd,), name="lifeline", daemon=True).start()
+    logs.configure(msgspec.convert(header["logs"], logs.LogConfig), name)
     for fd in (*fds, lifeline_fd):
         os.set_inheritable(fd, False)  # grandchildren get what they are given, nothing else
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
-    module, _, function = target.partition(":")
+    module, _, function = header["target"].partition(":")
     getattr(importlib.import_module(module), function)(config, fds)
 
 

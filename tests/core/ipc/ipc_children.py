@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import logging
 import os
 import signal
 import sys
@@ -127,3 +128,13 @@ def family_member(config: bytes, fds: list[int]) -> None:
     if target.startswith("grand:"):
         spawn("ipc_children:family_member", json.dumps(target.removeprefix("grand:")).encode(), fds, "grandchild")
     globals()[target.removeprefix("grand:")](b"", fds)
+
+
+def log_and_spawn(config: bytes, fds: list[int]) -> None:
+    """Log a line of ours and two of a library's, and have as many generations as `config` says do the same."""
+    logging.getLogger("stencil.test").info("ours")
+    logging.getLogger("library").info("not heard")
+    logging.getLogger("library").warning("theirs")
+    if left := int(config):
+        child = spawn("ipc_children:log_and_spawn", str(left - 1).encode(), [], f"generation-{left - 1}")
+        asyncio.run(child.wait())

@@ -1,0 +1,121 @@
+"""How every process logs: to stderr, as text or as JSON lines, with the id of the request that a line belongs to.
+
+The server configures itself; its children take over what it does (`core.ipc.process.spawn` hands it on).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Literal
+
+import msgspec
+
+LogFormat = Literal["text", "json"]
+LOGGER = "stencil"
+"""The root of all loggers of the project."""
+
+_request_id: ContextVar[str] = ContextVar("request_id", default="")
+
+
+class LogConfig(msgspec.Struct, frozen=True):
+    """level: of the project's own lines; libraries are heard from warnings on."""
+
+    level: int = logging.WARNING
+    format: LogFormat = "text"
+
+
+def configure(config: LogConfig, process: str) -> None:
+    """Log to stderr from now on. process: the name that JSON lines carry."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter(process) if config.format == "json" else TextFormatter())
+    logging.basicConfig(level=max(config.level, logging.WARNING), handlers=[handler])
+    logging.getLogger(LOGGER).setLevel(config.level)
+
+
+def current() -> LogConfig:
+    """What this process was configured with, or what comes nearest to it where its embedder set up logging."""
+    is_json = any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
+    return LogConfig(logging.getLogger(LOGGER).getEffectiveLevel(), "json" if is_json else "text")
+
+
+@contextmanager
+def request_context(request_id: str) -> Iterator[None]:
+    """Lines logged inside, and in tasks started inside, are this request's."""
+    token = _request_id.set(request_id)
+    try:
+        yield
+    finally:
+        _request_id.reset(token)
+
+
+def current_request() -> str:
+    """The id that lines logged here carry; "" outside of a request."""
+    return _request_id.get()
+
+
+def of_request(request_id: str) -> dict[str, str]:
+    """`extra` of a line about a request in whose context it is not logged."""
+    return {"request_id": request_id}
+
+
+def with_facts(**facts: Any) -> dict[str, Any]:
+    """`extra` of a line that carries values beside its message."""
+    return {"facts": facts}
+
+
+class TextFormatter(logging.Formatter):
+    """time LEVEL logger [request id] message key=value ..."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s %(request)s%(message)s%(shown_facts)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        request_id = _request_of(record)
+        record.request = f"[{request_id}] " if request_id else ""
+        record.shown_facts = "".join(f" {key}={value}" for key, value in _flat(_facts_of(record)))
+        return super().formatMessage(record)
+
+
+class JsonFormatter(logging.Formatter):
+    """One object a line: time (UTC), level, logger, process, request_id, message, facts, exception."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "process": self._process,
+        }
+        if request_id := _request_of(record):
+            line["request_id"] = request_id
+        line["message"] = record.getMessage()
+        line |= _facts_of(record)
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line).decode()
+
+
+def _request_of(record: logging.LogRecord) -> str:
+    return str(getattr(record, "request_id", "") or _request_id.get())
+
+
+def _facts_of(record: logging.LogRecord) -> Mapping[str, Any]:
+    facts: Mapping[str, Any] = getattr(record, "facts", {})
+    return facts
+
+
+def _flat(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in facts.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value

@@ -1,0 +1,122 @@
+"""Log lines: whose request they belong to, their two formats, and that children log as their parent does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import ipc_children
+
+from core.ipc.logs import JsonFormatter, TextFormatter, of_request, request_context, with_facts
+
+ROOT = Path(__file__).resolve().parents[3]
+FACTS = {"status": 200, "ms": {"queue": 1.5, "decode": 2.0}}
+
+
+class Lines(logging.Handler):
+    """Everything logged, formatted."""
+
+    def __init__(self, formatter: logging.Formatter) -> None:
+        super().__init__()
+        self.setFormatter(formatter)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(self.format(record))
+
+
+def logger_to(formatter: logging.Formatter) -> tuple[logging.Logger, list[str]]:
+    logger, handler = logging.Logger("stencil.test"), Lines(formatter)
+    logger.addHandler(handler)
+    return logger, handler.lines
+
+
+def test_text() -> None:
+    logger, lines = logger_to(TextFormatter())
+    logger.info("nobody's")
+    with request_context("req_1"):
+        logger.warning("done in %d ms", 5, extra=with_facts(**FACTS))
+        try:
+            raise ValueError("why")
+        except ValueError:
+            logger.exception("broken")
+    logger.info("of another", extra=of_request("req_2"))
+    assert lines[0].endswith(" INFO stencil.test nobody's")
+    assert lines[1].endswith(" WARNING stencil.test [req_1] done in 5 ms status=200 ms.queue=1.5 ms.decode=2.0")
+    assert " ERROR stencil.test [req_1] broken\nTraceback" in lines[2]
+    assert lines[2].endswith("ValueError: why")
+    assert lines[3].endswith("[req_2] of another")
+
+
+def test_json() -> None:
+    logger, lines = logger_to(JsonFormatter("stencil-engine"))
+    with request_context("req_1"):
+        logger.info('a "quoted" %s\nof two lines', "text", extra=with_facts(**FACTS))
+        try:
+            raise ValueError("why")
+        except ValueError:
+            logger.exception("broken")
+    logger.warning("nobody's")
+    assert not any("\n" in line for line in lines)
+    first, second, third = (json.loads(line) for line in lines)
+    time = first.pop("time")
+    assert (len(time), time[10], time[-1]) == (24, "T", "Z")
+    assert first == {
+        "level": "info",
+        "logger": "stencil.test",
+        "process": "stencil-engine",
+        "request_id": "req_1",
+        "message": 'a "quoted" text\nof two lines',
+        **FACTS,
+    }
+    assert second["exception"].endswith("ValueError: why")
+    assert third.keys() == {"time", "level", "logger", "process", "message"}
+
+
+async def test_tasks_log_for_the_request_they_were_started_by() -> None:
+    logger, lines = logger_to(TextFormatter())
+    begun = asyncio.Event()
+
+    async def work(number: int) -> None:
+        await begun.wait()
+        logger.info("work %d", number)
+
+    async with asyncio.TaskGroup() as tasks:
+        for number in (1, 2):
+            with request_context(f"req_{number}"):
+                tasks.create_task(work(number))
+        begun.set()
+    assert [line.split("stencil.test ")[1] for line in lines] == ["[req_1] work 1", "[req_2] work 2"]
+
+
+def child_lines(level: str, form: str) -> list[str]:
+    """What a process that logs so, and its child and grandchild, write to stderr."""
+    code = f"""
+import logging, ipc_children
+from core.ipc import logs
+logs.configure(logs.LogConfig(logging.{level}, {form!r}), "parent")
+ipc_children.log_and_spawn(b"2", [])
+"""
+    path = {"PYTHONPATH": f"{ROOT}:{Path(ipc_children.__file__).parent}"}
+    result = subprocess.run([sys.executable, "-c", code], env=path, capture_output=True, text=True, check=True)
+    return result.stderr.splitlines()
+
+
+def test_children_log_as_their_parent() -> None:
+    lines: list[dict[str, Any]] = [json.loads(line) for line in child_lines("INFO", "json")]
+    assert [(line["process"], line["logger"], line["level"]) for line in lines] == [
+        (process, logger, level)
+        for process in ("parent", "generation-1", "generation-0")
+        for logger, level in (("stencil.test", "info"), ("library", "warning"))
+    ]
+
+
+def test_children_log_no_more_than_their_parent() -> None:
+    lines = child_lines("ERROR", "text")
+    assert lines == []
+    assert len(child_lines("WARNING", "text")) == 3
