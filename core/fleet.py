@@ -1,0 +1,270 @@
+"""Fleet: all that a router knows of its engines, as arrays over engines, so that a decision is one expression.
+
+An engine is seen as a FIFO queue in front of `max_num_seqs` places, all of which advance by one step at a time. Its
+load report says what is left of each request it holds; from that follows when a place is free for a newcomer and how
+much is left in the other places by then, which is what is kept here:
+
+    free_at [engines]                 when a place is free, in seconds of the caller's clock; in the past: since then
+    steps, seconds [places, engines]  steps left in each place at `free_at`, and what it adds to each step
+
+Reports come when something changed, not at every step: in between, steps go by at the pace that was predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from core.fleet_costs import Features, FleetCosts, SizeCosts, Vector, work_features
+from core.load_report import LoadReport, RequestLoad
+from core.messages import EditRequest, ModelInfo, PrimeTemplate
+from core.template_map import Counts, TemplateMap
+
+Place = tuple[float, float]
+"""Steps left of a request, and the seconds it adds to each of them."""
+
+TINY = 1e-9
+"""Seconds; keeps divisions by the step time of an idle engine finite."""
+
+
+@dataclass(frozen=True)
+class EditShape:
+    """What routing needs to know of an edit, or of a template to prime (which has no steps).
+
+    num_steps: denoising steps; the first full_steps of them compute all tokens, the others active_tokens of the
+    image_tokens, all of them with text_tokens. template: PageScheme.template_key, None for an edit that is computed
+    exactly. num_keyframes: how many keyframes of its template it reads, at most; entry_bytes: bytes of each.
+    """
+
+    model: str
+    num_steps: int
+    full_steps: int
+    active_tokens: int
+    image_tokens: int
+    text_tokens: int
+    template: str | None = None
+    num_keyframes: int = 0
+    entry_bytes: int = 0
+
+    @classmethod
+    def of_edit(cls, edit: EditRequest, info: ModelInfo) -> EditShape:
+        num_steps, num_tokens, scheme = edit.sampling.num_denoising_steps, edit.num_tokens, info.page_scheme
+        if not edit.is_mask_aware or scheme is None:
+            return cls(edit.model, num_steps, num_steps, num_tokens, num_tokens, edit.max_text_tokens)
+        full_steps = min(num_steps, edit.sampling.full_steps or 0)
+        return cls(
+            edit.model,
+            num_steps,
+            full_steps,
+            edit.active.size,
+            num_tokens,
+            edit.max_text_tokens,
+            scheme.template_key(edit.content_id),
+            len(scheme.keyframes) or num_steps - full_steps,
+            scheme.layout.entry_bytes(num_tokens),
+        )
+
+    @classmethod
+    def of_template(cls, prime: PrimeTemplate, info: ModelInfo) -> EditShape:
+        """The model must have a page scheme with keyframes."""
+        scheme = info.page_scheme
+        assert scheme is not None
+        tokens, entry_bytes = prime.num_tokens, scheme.layout.entry_bytes(prime.num_tokens)
+        key, num_keyframes = scheme.template_key(prime.content_id), len(scheme.keyframes)
+        return cls(prime.model, 0, 0, tokens, tokens, info.max_text_tokens, key, num_keyframes, entry_bytes)
+
+    @property
+    def step_features(self) -> Features:
+        """What it adds to a step, the mean over its steps."""
+        every, active = self.image_tokens + self.text_tokens, self.active_tokens + self.text_tokens
+        if self.full_steps == self.num_steps:
+            return work_features(every, every, 0.0)
+        masked = work_features(active, every, 0.0)
+        if not self.full_steps:
+            return masked
+        share, full = self.full_steps / self.num_steps, work_features(every, every, 0.0)
+        return tuple(share * f + (1 - share) * m for f, m in zip(full, masked, strict=True))
+
+
+class Pages(NamedTuple):
+    """A template's keyframes on each engine as far as an edit needs them, int64 [engines] each. below: to be loaded
+    from a slower tier. missing: on none, to be primed; unclaimed: of those, the ones that nobody is known to prime.
+    """
+
+    below: Counts
+    missing: Counts
+    unclaimed: Counts
+
+
+@dataclass(slots=True)
+class Sent:
+    """An edit or a template that an engine's last report does not count yet."""
+
+    number: int  # how many had been sent there, itself included
+    load: RequestLoad | None  # None for a template
+    base_seconds: float
+    priming_seconds: float
+
+
+class Fleet:
+    """Owned by one router. Times are seconds of one clock, which never goes back."""
+
+    def __init__(self, num_engines: int, max_num_seqs: int) -> None:
+        self.num_engines = num_engines
+        self.max_num_seqs = max_num_seqs
+        self.costs = FleetCosts(num_engines)
+        self.templates = TemplateMap(num_engines)
+        self.is_alive: npt.NDArray[np.bool_] = np.ones(num_engines, bool)
+        self.num_requests: Counts = np.zeros(num_engines, np.int64)  # held, running or not
+        self.held_seconds: Vector = np.zeros(num_engines)  # what all that it holds would add to one step
+        self.base_seconds: Vector = np.zeros(num_engines)  # of a step, whoever is in it; 0: nobody is
+        self.priming_seconds: Vector = np.zeros(num_engines)  # work left on templates' pages
+        self.free_at: Vector = np.zeros(num_engines)
+        self.steps: Vector = np.zeros((max_num_seqs, num_engines))
+        self.seconds: Vector = np.zeros((max_num_seqs, num_engines))
+        self.pace: Vector = np.full(num_engines, TINY)  # seconds of a step of those in the places
+        self.last_sent: Counts = np.full(num_engines, -1)  # when something was last sent there, in sends
+        self._num_sends = 0
+        self._num_sent = [0] * num_engines  # since it was (re)started
+        self._pending: list[list[Sent]] = [[] for _ in range(num_engines)]
+
+    # ------------------------------------------------------------------------------------------------- what happens
+
+    def observe(self, engine: int, report: LoadReport, now: float) -> None:
+        """Take a report in. One from an engine that was lost means nothing any more."""
+        if not self.is_alive[engine]:
+            return
+        if report.costs is not None:
+            self.costs.observe(engine, report.costs)
+        for residency in report.residency:
+            self.templates.observe(engine, residency)
+        pending = [sent for sent in self._pending[engine] if sent.number > report.num_received]
+        self._pending[engine] = pending
+        if not (pending or report.requests or report.priming_seconds):
+            self.templates.settle(engine)
+        self.num_requests[engine] = report.num_running + report.num_waiting + len(pending)
+        self.base_seconds[engine] = max([report.base_seconds, *(sent.base_seconds for sent in pending)])
+        self.priming_seconds[engine] = report.priming_seconds + sum(sent.priming_seconds for sent in pending)
+        self._set_loads(engine, now, [*report.requests, *(sent.load for sent in pending if sent.load is not None)])
+
+    def sent(self, engine: int, shape: EditShape, now: float) -> None:
+        """Count what was just sent to an engine, until it says itself that it has it."""
+        self._num_sent[engine] += 1
+        self.last_sent[engine] = self._num_sends
+        self._num_sends += 1
+        sent = self._make_sent(engine, shape)
+        self._pending[engine].append(sent)
+        self.num_requests[engine] += 1
+        self.priming_seconds[engine] += sent.priming_seconds
+        if sent.load is not None:
+            self.held_seconds[engine] += sent.load.step_seconds
+            self.base_seconds[engine] = max(self.base_seconds[engine], sent.base_seconds)
+            start = max(now, float(self.free_at[engine]))
+            self._set_places(engine, start, [*self._places(engine, now), _place(sent.load)])
+
+    def lose(self, engine: int) -> None:
+        """The engine is dead: no candidate, and all that was known of it is forgotten."""
+        self.is_alive[engine] = False
+        self.costs.forget(engine)
+        self.templates.forget(engine)
+        self._pending[engine].clear()
+        self._num_sent[engine] = 0
+        self.last_sent[engine] = -1
+        self.num_requests[engine] = 0
+        self.base_seconds[engine] = self.priming_seconds[engine] = 0.0
+        self._set_loads(engine, 0.0, [])
+
+    def restore(self, engine: int) -> None:
+        """The engine was started anew, and holds nothing."""
+        self.is_alive[engine] = True
+
+    # ------------------------------------------------------------------------------------------------- what is known
+
+    def step_seconds(self, shape: EditShape) -> Vector:
+        """What the edit adds to a step of each engine, shape [engines]."""
+        return self.costs.step(shape.model, shape.step_features)
+
+    def size_costs(self, shape: EditShape) -> SizeCosts:
+        """What does not depend on its mask; valid until the next report."""
+        return self.costs.of_size(shape.model, shape.image_tokens, shape.text_tokens)
+
+    def pages(self, shape: EditShape) -> Pages | None:
+        """Where its template's pages are; None for an exact edit. Engines prime what would take longer to load."""
+        if shape.template is None:
+            return None
+        ready, below, expected = self.templates.counts(shape.template)
+        lacking = np.maximum(shape.num_keyframes - ready, 0)
+        loads = self.costs.copy_seconds(shape.entry_bytes) <= self.size_costs(shape).prime
+        below = np.minimum(below, lacking) * loads
+        missing = lacking - below
+        return Pages(below, missing, np.minimum(missing, np.maximum(shape.num_keyframes - expected, 0)))
+
+    # ------------------------------------------------------------------------------------------------- inside
+
+    def _make_sent(self, engine: int, shape: EditShape) -> Sent:
+        number, priming, costs = self._num_sent[engine], self._expect_pages(engine, shape), self.size_costs(shape)
+        if not shape.num_steps:
+            return Sent(number, None, 0.0, priming)
+        step, other = float(self.step_seconds(shape)[engine]), float(costs.other[engine])
+        return Sent(number, RequestLoad(shape.num_steps, step, other), float(costs.base[engine]), priming)
+
+    def _expect_pages(self, engine: int, shape: EditShape) -> float:
+        """Note what the engine will have to prime for it; the seconds that takes."""
+        pages = self.pages(shape)
+        if shape.template is None or pages is None or not pages.unclaimed[engine]:
+            return 0.0
+        self.templates.expect(engine, shape.template, shape.num_keyframes)
+        costs = self.size_costs(shape)
+        return float(pages.unclaimed[engine] * costs.prime[engine] + costs.template[engine])
+
+    def _set_loads(self, engine: int, now: float, loads: Sequence[RequestLoad]) -> None:
+        """The engine holds these requests, most urgent first."""
+        self.held_seconds[engine] = sum(load.step_seconds for load in loads)
+        alone = sum(load.other_seconds for load in loads if not load.steps_left)
+        self._set_places(engine, now + alone, [_place(load) for load in loads if load.steps_left])
+
+    def _places(self, engine: int, now: float) -> list[Place]:
+        """Who is in the engine's places when the next one is free."""
+        passed = max(now - self.free_at[engine], 0.0) / self.pace[engine]
+        rows = zip(self.steps[:, engine].tolist(), self.seconds[:, engine].tolist(), strict=True)
+        return [(steps - passed, seconds) for steps, seconds in rows if steps > passed]
+
+    def _set_places(self, engine: int, start: float, loads: Iterable[Place]) -> None:
+        """These requests, in this order, go through the engine's places from `start` on."""
+        base = float(self.base_seconds[engine])
+        waited, left = until_free(loads, self.max_num_seqs, base)
+        padding = [(0.0, 0.0)] * (self.max_num_seqs - len(left))
+        self.steps[:, engine], self.seconds[:, engine] = zip(*left, *padding, strict=True)
+        self.free_at[engine] = start + waited
+        self.pace[engine] = max(base + sum(seconds for _, seconds in left), TINY)
+
+
+def until_free(loads: Iterable[Place], num_places: int, base_seconds: float) -> tuple[float, list[Place]]:
+    """Seconds until one of the places is free if these requests, in this order, go through them one step at a time, and
+    who is in the other places then.
+
+    A place that ends is taken by the next in line at once. Exact for a FIFO queue and O(log places) per request: steps
+    are counted from now on for all, so that each request has one end, and a heap tells the next.
+    """
+    ends: list[Place] = []
+    step = elapsed = 0.0
+    pace = base_seconds
+    for steps, seconds in loads:
+        heappush(ends, (step + steps, seconds))
+        pace += seconds
+        if len(ends) == num_places:
+            end, gone = heappop(ends)
+            elapsed += (end - step) * pace
+            step = end
+            pace -= gone
+    return elapsed, [(end - step, seconds) for end, seconds in ends if end > step]
+
+
+def _place(load: RequestLoad) -> Place:
+    """What a request costs per step left, its encoding and decoding spread over them."""
+    return float(load.steps_left), load.step_seconds + load.other_seconds / load.steps_left

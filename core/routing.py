@@ -1,0 +1,181 @@
+"""Which engine an edit goes to: policies over what is known of the fleet.
+
+A policy is a pure function of the edit, the fleet and the time. Ties go to the engine that was sent to least recently.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from core.config import RouterPolicy
+from core.errors import EngineDeadError
+from core.fleet import TINY, EditShape, Fleet
+from core.fleet_costs import Vector
+from core.scheduling_pass import PRIME_SHARE
+
+JOIN_STEPS = 1.5
+"""Steps of a busy engine that pass before a newcomer's first: half of the one under way, and the one beside which it is
+encoded.
+"""
+
+IMPOSED_WEIGHT = 1.0
+"""What a second of delay to others counts, in seconds of the request's own."""
+
+PRIMING_WEIGHT = 1.0
+"""What a second of priming counts besides, for those who come later: it makes pages that another engine has."""
+
+TIE = 1e-9
+"""Relative difference of costs that are equal but for rounding."""
+
+
+NONE = np.zeros(1)
+
+Matrix = npt.NDArray[np.float64]
+
+
+class Choice(NamedTuple):
+    """The engine, and in how many seconds the request is predicted to be done there, where the policy predicts that."""
+
+    engine: int
+    predicted_seconds: float | None = None
+
+
+class RoutingPolicy(Protocol):
+    def choose(self, shape: EditShape, fleet: Fleet, now: float) -> Choice:
+        """Raises EngineDeadError if no engine is alive."""
+        ...
+
+
+class Forecast(NamedTuple):
+    """Seconds by engine, float64 [engines] each. finish: until the request is done, if it goes there now. imposed: how
+    much later all that the engine holds is done then, added up. priming: worker time spent on its template's pages.
+    """
+
+    finish: Vector
+    imposed: Vector
+    priming: Vector
+
+
+def forecast(shape: EditShape, fleet: Fleet, now: float) -> Forecast:
+    """What would become of the request on each engine.
+
+    It waits for a place, is encoded, waits for pages (a load runs beside the others' steps, priming takes a share of
+    each) and then makes its steps together with those that are left in the other places. A step takes base + sum of
+    step seconds, so s steps beside others with S_i left, at C_i each, take s * (base + c) + sum min(s, S_i) * C_i.
+    """
+    costs, step = fleet.size_costs(shape), fleet.step_seconds(shape)
+    base = np.maximum(costs.base, fleet.base_seconds)
+    since_free = now - fleet.free_at
+    wait = np.maximum(-since_free, 0.0)
+    lead = JOIN_STEPS * fleet.pace
+    priming, own_priming = fleet.priming_seconds, NONE
+    pages = fleet.pages(shape)
+    if pages is not None and pages.below.any():
+        lead += np.maximum(pages.below * fleet.costs.copy_seconds(shape.entry_bytes) - wait - lead, 0.0)
+    before = wait + lead  # a load has the time in the queue to itself
+    steps = _after(fleet.steps, (since_free + before) / fleet.pace)
+    num_others = (steps > 0.0).sum(axis=0)
+    other = costs.other if shape.num_steps else NONE
+    finish = before + other
+    if pages is not None and pages.missing.any():
+        is_waiting = pages.missing > 0
+        own_priming = pages.unclaimed * costs.prime + (pages.unclaimed > 0) * costs.template
+        work = np.where(is_waiting, priming + own_priming, 0.0)
+        rounds = work / (PRIME_SHARE * np.maximum(fleet.pace - fleet.base_seconds, TINY))
+        finish += work + _shared(steps, fleet.seconds, rounds) + np.minimum(steps.max(axis=0), rounds) * base
+        steps = _after(steps, rounds)
+        priming = np.where(is_waiting, 0.0, priming)
+    making = shape.num_steps * (base + step) + _shared(steps, fleet.seconds, shape.num_steps)
+    finish += making + np.minimum(priming, PRIME_SHARE * making)
+    overlap = np.minimum(steps, shape.num_steps).sum(axis=0)
+    return Forecast(finish, step * overlap + (own_priming + other) * num_others, own_priming)
+
+
+class RoundRobin:
+    """Each engine in turn."""
+
+    def choose(self, shape: EditShape, fleet: Fleet, now: float) -> Choice:
+        return Choice(cheapest(np.zeros(fleet.num_engines), fleet))
+
+
+class LeastRequests:
+    """The engine that holds the fewest requests (FlashPS, section 6.5: request-granularity load balance)."""
+
+    def choose(self, shape: EditShape, fleet: Fleet, now: float) -> Choice:
+        return Choice(cheapest(fleet.num_requests.astype(np.float64), fleet))
+
+
+class LeastTokens:
+    """The engine that computes the fewest tokens in a step of all it holds (FlashPS, section 6.5: token-granularity).
+
+    Engines report seconds: they are turned into tokens at the price that the engine has for this request's.
+    """
+
+    def choose(self, shape: EditShape, fleet: Fleet, now: float) -> Choice:
+        per_token = np.maximum(fleet.step_seconds(shape), TINY)
+        return Choice(cheapest(fleet.held_seconds / per_token, fleet))
+
+
+class BatchCost:
+    """FlashPS, Algorithm 2 as printed: among the engines with slack in their running batch, the one where a step of
+    that batch and the request is cheapest.
+
+    The paper does not say what happens where none has slack. Here all are candidates then, and what they hold counts as
+    one batch.
+    """
+
+    def choose(self, shape: EditShape, fleet: Fleet, now: float) -> Choice:
+        base = np.maximum(fleet.size_costs(shape).base, fleet.base_seconds)
+        batch_seconds = base + fleet.held_seconds + fleet.step_seconds(shape)
+        has_slack = fleet.is_alive & (fleet.num_requests < fleet.max_num_seqs)
+        return Choice(cheapest(np.where(has_slack | ~has_slack.any(), batch_seconds, np.inf), fleet))
+
+
+class MaskAware:
+    """The engine where the request is predicted to be done first, what it delays counted in."""
+
+    def choose(self, shape: EditShape, fleet: Fleet, now: float) -> Choice:
+        ahead = forecast(shape, fleet, now)
+        costs = ahead.finish + IMPOSED_WEIGHT * ahead.imposed + PRIMING_WEIGHT * ahead.priming
+        engine = cheapest(costs, fleet)
+        return Choice(engine, float(ahead.finish[engine]) if fleet.costs.is_known(shape.model) else None)
+
+
+_POLICIES: dict[RouterPolicy, type[RoutingPolicy]] = {
+    "round-robin": RoundRobin,
+    "least-requests": LeastRequests,
+    "least-tokens": LeastTokens,
+    "batch-cost": BatchCost,
+    "mask-aware": MaskAware,
+}
+
+
+def make_policy(name: RouterPolicy) -> RoutingPolicy:
+    return _POLICIES[name]()
+
+
+def cheapest(costs: Vector, fleet: Fleet) -> int:
+    """The living engine of least cost; among equals the one that was sent to least recently. Raises EngineDeadError if
+    none is alive.
+    """
+    costs = np.where(fleet.is_alive, costs, np.inf)
+    least = costs.min()
+    if not np.isfinite(least):
+        raise EngineDeadError("No engine is alive.")
+    equals = np.flatnonzero(costs <= least * (1 + TIE))
+    return int(equals[fleet.last_sent[equals].argmin()])
+
+
+def _after(steps: Matrix, passed: Vector) -> Matrix:
+    """What is left of steps [places, engines] after so many of each engine's have passed."""
+    left: Matrix = np.maximum(steps - passed, 0.0)
+    return left
+
+
+def _shared(steps: Matrix, seconds: Matrix, num_steps: Vector | int) -> Vector:
+    """Seconds that the places' steps add to an engine's next num_steps."""
+    shared: Vector = (np.minimum(steps, num_steps) * seconds).sum(axis=0)
+    return shared

@@ -1,0 +1,192 @@
+"""Fleet: what is known of engines is what they reported, what was sent to them since, and the time that has passed."""
+
+from __future__ import annotations
+
+import pytest
+from fakes import MODEL, PIXELS, make_edit
+from hypothesis import given
+from hypothesis import strategies as st
+from load_reports import COSTS, SLOW_COSTS, load, make_report, make_shape
+
+from core.cost_model import FEATURES, CostKey, CostModel, Work
+from core.fleet import EditShape, Fleet, until_free
+from core.fleet_costs import MAX_SIZES, work_features
+from core.handles import ModelKey
+from core.load_report import EngineCosts, Residency
+from core.messages import PrimeTemplate
+from core.page_scheme import PageLayout, PageScheme
+from core.template_map import MAX_EXPECTED
+
+SCHEME = PageScheme(
+    layout=PageLayout(num_blocks=2, num_heads=2, head_dim=8, dtype="int8"),
+    keyframes=(1.0, 0.5, 0.0),
+    latent_bytes=128,
+    fingerprint="f",
+    guidance_scale=30.0,
+    mask_margin=8,
+    full_steps=0,
+)
+
+
+def brute_force(loads: list[tuple[float, float]], num_places: int, base: float) -> tuple[float, list[float]]:
+    """Seconds until a place is free, and steps left in the others, by making one step after the other."""
+    waiting, running, elapsed = [list(one) for one in loads], [], 0.0
+    while True:
+        while waiting and len(running) < num_places:
+            running.append(waiting.pop(0))
+        if len(running) < num_places:
+            return elapsed, sorted(steps for steps, _ in running)
+        elapsed += base + sum(seconds for _, seconds in running)
+        for one in running:
+            one[0] -= 1
+        running = [one for one in running if one[0] > 0]
+
+
+@given(
+    loads=st.lists(st.tuples(st.integers(1, 12), st.floats(0.0, 1.0)), max_size=20),
+    num_places=st.integers(1, 5),
+    base=st.floats(0.0, 1.0),
+)
+def test_a_place_is_free_when_a_step_by_step_run_says_so(
+    loads: list[tuple[float, float]], num_places: int, base: float
+) -> None:
+    seconds, left = until_free(loads, num_places, base)
+    expected, steps = brute_force(loads, num_places, base)
+    assert seconds == pytest.approx(expected)
+    assert sorted(steps for steps, _ in left) == steps
+
+
+def test_features_are_those_of_the_cost_model() -> None:
+    work = Work.of_pairs([(300, 1024)])
+    assert work_features(300, 1024) == pytest.approx(work.features().tolist())
+    assert len(FEATURES) == len(work_features(1, 1))
+
+
+def test_a_shape_costs_what_the_cost_model_predicts() -> None:
+    key, model = CostKey(ModelKey("m", "transformer"), "denoise", "cpu", 1), CostModel()
+    for active in (100, 700, 2000, 4000):
+        for number in (1, 2, 5):
+            work = Work.of_pairs([(active + 512, 4608)] * number)
+            model.observe(key, work, 0.006 + 2e-5 * (active + 512) * number + 1e-4 * number)
+    fleet, shape = Fleet(1, 8), make_shape(active_tokens=900)
+    coefficients = tuple(model._lines[key].coefficients().tolist())
+    line = COSTS.lines[0].__class__(key.model, "denoise", coefficients)
+    fleet.observe(0, make_report(costs=EngineCosts((line,), ())), 0.0)
+    seconds = fleet.size_costs(shape).base[0] + 3 * fleet.step_seconds(shape)[0]
+    assert seconds == pytest.approx(model.predict(key, Work.of_pairs([(900 + 512, 4608)] * 3)))
+
+
+def test_the_shape_of_an_edit() -> None:
+    info = type(MODEL)(**{field: getattr(MODEL, field) for field in MODEL.__struct_fields__} | {"page_scheme": SCHEME})
+    exact = EditShape.of_edit(make_edit("a", steps=7), info)
+    assert (exact.num_steps, exact.full_steps, exact.template, exact.num_keyframes) == (7, 7, None, 0)
+    edit = make_edit("a", steps=7)
+    masked = type(edit)(**{f: getattr(edit, f) for f in edit.__struct_fields__} | {"is_mask_aware": True})
+    shape = EditShape.of_edit(masked, info)
+    assert shape.template == SCHEME.template_key("0")
+    assert (shape.full_steps, shape.num_keyframes) == (0, 3)
+    assert shape.entry_bytes == SCHEME.layout.entry_bytes(256)
+    prime = PrimeTemplate("t", "m", PIXELS, 256, 256, "0", 256, 0.0)
+    assert EditShape.of_template(prime, info).template == shape.template
+    assert EditShape.of_template(prime, info).num_steps == 0
+
+
+def test_what_was_sent_counts_until_it_is_acknowledged() -> None:
+    fleet, shape = Fleet(2, 8), make_shape()
+    fleet.observe(0, make_report(costs=COSTS), 0.0)
+    fleet.sent(0, shape, 0.0)
+    fleet.sent(0, shape, 0.0)
+    assert fleet.num_requests.tolist() == [2, 0]
+    fleet.observe(0, make_report(num_received=1, requests=[load(28, 0.02)]), 0.0)
+    assert fleet.num_requests.tolist() == [2, 0], "the second is still on its way"
+    both = fleet.held_seconds[0]
+    fleet.observe(0, make_report(num_received=2, requests=[load(28, 0.02)]), 0.0)
+    assert fleet.num_requests.tolist() == [1, 0], "the first has ended since"
+    assert fleet.held_seconds[0] == pytest.approx(0.02)
+    assert both > 0.02
+
+
+def test_steps_go_by_between_reports() -> None:
+    fleet = Fleet(1, 2)
+    fleet.observe(0, make_report(requests=[load(10, 0.1), load(20, 0.1)], base_seconds=0.1), 5.0)
+    assert fleet.free_at[0] == pytest.approx(5.0 + 10 * 0.3)
+    assert sorted(fleet.steps[:, 0]) == pytest.approx([0.0, 10.0])
+    fleet.sent(0, make_shape(num_steps=4), 5.0 + 3.0 + 5 * 0.2)
+    assert sorted(fleet.steps[:, 0])[-1] == pytest.approx(1.0), "five of ten are done, and four are ahead of it"
+
+
+def test_an_engine_that_was_lost_is_forgotten() -> None:
+    fleet, shape = Fleet(2, 8), make_shape(template="t")
+    report = make_report(requests=[load(5, 0.1)], base_seconds=0.1, residency=[Residency("t", 3, 0)], costs=COSTS)
+    fleet.observe(0, report, 0.0)
+    fleet.sent(0, shape, 0.0)
+    fleet.sent(0, make_shape(template="other"), 0.0)
+    fleet.lose(0)
+    assert not fleet.is_alive[0]
+    assert len(fleet.templates) == 0
+    assert not fleet.steps.any()
+    assert fleet.num_requests.tolist() == [0, 0]
+    fleet.observe(0, report, 0.0)
+    assert fleet.num_requests.tolist() == [0, 0], "a report that was on its way when it died"
+    fleet.restore(0)
+    fleet.sent(0, shape, 1.0)
+    assert fleet.num_requests.tolist() == [1, 0]
+    fleet.observe(0, make_report(num_received=1, requests=[load(5, 0.1)], base_seconds=0.1), 1.0)
+    assert fleet.num_requests.tolist() == [1, 0], "a new engine counts from the start"
+
+
+def test_engines_of_different_speed() -> None:
+    fleet, shape = Fleet(3, 8), make_shape()
+    fleet.observe(0, make_report(costs=COSTS), 0.0)
+    fleet.observe(1, make_report(costs=SLOW_COSTS), 0.0)
+    fast, slow, unknown = fleet.step_seconds(shape)
+    assert slow == pytest.approx(2 * fast)
+    assert unknown == pytest.approx(1.5 * fast), "taken for the mean of the others"
+    before = fleet.size_costs(shape).prime.tolist()
+    fleet.observe(2, make_report(costs=SLOW_COSTS), 0.0)
+    assert fleet.size_costs(shape).prime[2] == pytest.approx(2 * before[0]), "kept costs follow the reports"
+    fleet.lose(1)
+    assert fleet.step_seconds(shape)[1] == pytest.approx(1.5 * fast)
+
+
+def test_pages_on_their_way_are_expected_until_they_come() -> None:
+    fleet, shape = Fleet(2, 8), make_shape(template="t", num_keyframes=3)
+
+    def pages() -> list[list[int]]:
+        found = fleet.pages(shape)
+        assert found is not None
+        return [counts.tolist() for counts in found]  # below, missing, unclaimed
+
+    fleet.observe(0, make_report(costs=COSTS), 0.0)
+    assert pages() == [[0, 0], [3, 3], [3, 3]]
+    fleet.sent(0, shape, 0.0)
+    assert pages() == [[0, 0], [3, 3], [0, 3]]
+    first = fleet.priming_seconds[0]
+    assert first > 0
+    fleet.sent(0, shape, 0.0)
+    assert fleet.priming_seconds[0] == first, "both wait for the same pages"
+    fleet.observe(0, make_report(num_received=2, requests=[load()], residency=[Residency("t", 1, 0)]), 1.0)
+    assert pages() == [[0, 0], [2, 3], [0, 3]]
+    fleet.observe(0, make_report(num_received=2, requests=[load()], residency=[Residency("t", 2, 1)]), 2.0)
+    assert pages() == [[1, 0], [0, 3], [0, 3]]
+    fleet.observe(0, make_report(num_received=2, residency=[Residency("t", 0, 0)]), 3.0)
+    assert len(fleet.templates) == 0
+
+
+def test_an_idle_engine_makes_no_pages() -> None:
+    fleet = Fleet(1, 8)
+    fleet.sent(0, make_shape(template="t"), 0.0)
+    fleet.observe(0, make_report(num_received=1, requests=[load()]), 0.0)
+    assert len(fleet.templates) == 1
+    fleet.observe(0, make_report(num_received=1), 1.0)
+    assert len(fleet.templates) == 0, "the edit was given up before they were made"
+
+
+def test_memory_is_bounded() -> None:
+    fleet = Fleet(1, 8)
+    for i in range(500):
+        fleet.sent(0, make_shape(template=f"t{i}", image_tokens=100 + i), 0.0)
+        fleet.observe(0, make_report(num_received=i + 1, requests=[load()]), 0.0)
+    assert len(fleet.templates) == MAX_EXPECTED
+    assert len(fleet.costs._sizes) <= MAX_SIZES
+    assert not fleet._pending[0]

@@ -1,0 +1,212 @@
+"""Policies: where an edit goes, and what is predicted of it, against engines that are run step by step."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from load_reports import BASE, COSTS, PER_KILOTOKEN, SLOW_COSTS, load, make_report, make_shape
+
+from core import routing
+from core.config import RouterPolicy
+from core.errors import EngineDeadError
+from core.fleet import Fleet
+from core.load_report import CopyLine, EngineCosts, Residency
+from core.routing import forecast, make_policy
+
+POLICIES: tuple[RouterPolicy, ...] = get_args(RouterPolicy)
+
+STEP = PER_KILOTOKEN * (600 + 512) / 1e3
+"""What a step of make_shape() costs."""
+
+Loads = list[tuple[int, float]]
+
+
+def finish_by_hand(loads: Loads, num_places: int, base: float) -> list[float]:
+    """When each request of a FIFO queue is done, by making one step after the other."""
+    done, now = [0.0] * len(loads), 0.0
+    waiting, running = list(range(len(loads))), []
+    left = [steps for steps, _ in loads]
+    while waiting or running:
+        while waiting and len(running) < num_places:
+            running.append(waiting.pop(0))
+        now += base + sum(loads[i][1] for i in running)
+        for i in running:
+            left[i] -= 1
+            done[i] = now
+        running = [i for i in running if left[i]]
+    return done
+
+
+def fleet_of(*engines: Loads, num_places: int = 8, **report: object) -> Fleet:
+    """Engines that report these loads at time 0."""
+    fleet = Fleet(len(engines), num_places)
+    for engine, loads in enumerate(engines):
+        requests = [load(steps, seconds) for steps, seconds in loads]
+        fleet.observe(engine, make_report(0, requests, BASE if loads else 0.0, costs=COSTS, **report), 0.0)  # type: ignore[arg-type]
+    return fleet
+
+
+@pytest.fixture
+def joins_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing, "JOIN_STEPS", 0.0)
+
+
+@pytest.mark.usefixtures("joins_at_once")
+@given(
+    loads=st.lists(st.tuples(st.integers(1, 12), st.floats(0.0, 1.0)), max_size=20),
+    num_places=st.integers(1, 5),
+    num_steps=st.integers(1, 12),
+)
+def test_the_forecast_is_what_a_step_by_step_run_gives(loads: Loads, num_places: int, num_steps: int) -> None:
+    fleet, shape = fleet_of(loads, num_places=num_places), make_shape(num_steps)
+    alone = finish_by_hand(loads, num_places, BASE)
+    together = finish_by_hand([*loads, (num_steps, STEP)], num_places, BASE)
+    ahead = forecast(shape, fleet, 0.0)
+    assert ahead.finish[0] == pytest.approx(together[-1])
+    assert ahead.imposed[0] == pytest.approx(sum(together[:-1]) - sum(alone))
+
+
+@pytest.mark.usefixtures("joins_at_once")
+def test_the_forecast_between_two_reports() -> None:
+    fleet, shape = fleet_of([(10, 0.1), (20, 0.1)]), make_shape()
+    later = fleet_of([(7, 0.1), (17, 0.1)])
+    assert forecast(shape, fleet, 3 * (BASE + 0.2)).finish == pytest.approx(forecast(shape, later, 0.0).finish)
+
+
+def test_what_is_sent_is_forecast_as_what_is_reported() -> None:
+    sent, reported = fleet_of([], num_places=2), fleet_of([(28, STEP)] * 5, num_places=2)
+    for _ in range(5):
+        sent.sent(0, make_shape(), 0.0)
+    assert forecast(make_shape(), sent, 0.0).finish == pytest.approx(forecast(make_shape(), reported, 0.0).finish)
+
+
+def test_a_mask_makes_the_difference() -> None:
+    """One large edit is more than two small ones, unlike to a policy that counts requests."""
+    fleet = fleet_of([(28, 0.1)], [(28, 0.01), (28, 0.01)])
+    assert make_policy("mask-aware").choose(make_shape(), fleet, 0.0).engine == 1
+    assert make_policy("least-requests").choose(make_shape(), fleet, 0.0).engine == 0
+
+
+def test_steps_left_make_the_difference() -> None:
+    fleet = fleet_of([(28, 0.03)], [(2, 0.1)])
+    assert make_policy("mask-aware").choose(make_shape(), fleet, 0.0).engine == 1
+    assert make_policy("least-tokens").choose(make_shape(), fleet, 0.0).engine == 0
+
+
+def test_an_edit_goes_where_its_template_is() -> None:
+    shape, policy = make_shape(template="t"), make_policy("mask-aware")
+    fleet = fleet_of([], [(5, 0.02)], [])
+    assert policy.choose(shape, fleet, 0.0).engine != 1
+    fleet.templates.observe(1, Residency("t", 3, 0))
+    assert policy.choose(shape, fleet, 0.0).engine == 1
+    assert policy.choose(make_shape(template="other"), fleet, 0.0).engine != 1
+
+
+def test_a_busy_engine_loses_its_templates_edits() -> None:
+    shape, fleet = make_shape(template="t"), fleet_of([], [(50, 0.05)] * 8, [])
+    fleet.templates.observe(1, Residency("t", 3, 0))
+    assert make_policy("mask-aware").choose(shape, fleet, 0.0).engine != 1
+
+
+def test_pages_on_a_slower_tier_are_worth_what_loading_them_saves() -> None:
+    shape, policy = make_shape(template="t"), make_policy("mask-aware")
+    fleet = fleet_of([], [], [])
+    fleet.templates.observe(1, Residency("t", 0, 3))
+    assert policy.choose(shape, fleet, 0.0).engine == 1, "loading is quicker than priming"
+    fleet.templates.observe(2, Residency("t", 3, 0))
+    assert policy.choose(shape, fleet, 0.0).engine == 2
+
+
+def test_pages_that_would_take_longer_to_load_are_primed() -> None:
+    shape, fleet = make_shape(template="t"), fleet_of([], [])
+    slow = EngineCosts(COSTS.lines, (CopyLine("host", (0.0, 1.0)),))
+    fleet.observe(1, make_report(costs=slow, residency=[Residency("t", 0, 3)]), 0.0)
+    cold, below = forecast(shape, fleet, 0.0).finish
+    assert below == pytest.approx(cold)
+
+
+def test_edits_of_one_new_template_go_one_way() -> None:
+    """The second edit of a template follows the first, before any report says that its pages are made."""
+    shape, policy, fleet = make_shape(template="t"), make_policy("mask-aware"), fleet_of([], [], [])
+    first = policy.choose(shape, fleet, 0.0).engine
+    fleet.sent(first, make_shape(2, template="t"), 0.0)
+    assert policy.choose(shape, fleet, 0.0).engine == first
+
+
+def test_priming_under_way_is_in_the_way() -> None:
+    fleet = fleet_of([], [])
+    fleet.observe(0, make_report(priming_seconds=3.0), 0.0)
+    assert make_policy("mask-aware").choose(make_shape(template="t"), fleet, 0.0).engine == 1
+    assert make_policy("mask-aware").choose(make_shape(), fleet, 0.0).engine == 1
+
+
+def test_a_faster_engine_is_preferred() -> None:
+    fleet = fleet_of([], [], [])
+    for engine in (0, 2):
+        fleet.observe(engine, make_report(costs=SLOW_COSTS), 0.0)
+    assert make_policy("mask-aware").choose(make_shape(), fleet, 0.0).engine == 1
+
+
+def test_batch_cost_wants_slack_and_then_the_cheapest_batch() -> None:
+    full, long, short = [(1, 0.001)] * 2, [(100, 0.02)], [(1, 0.03)]
+    policy, shape = make_policy("batch-cost"), make_shape()
+    fleet = fleet_of(full, long, short, num_places=2)
+    assert policy.choose(shape, fleet, 0.0).engine == 1, "steps left do not count, and the first is full"
+    fleet = fleet_of(full, long * 2, short * 2, num_places=2)
+    assert policy.choose(shape, fleet, 0.0).engine == 0, "all are full: the cheapest"
+
+
+def test_round_robin_takes_turns() -> None:
+    policy, fleet, shape = make_policy("round-robin"), fleet_of([(9, 0.1)], [], []), make_shape()
+    order = []
+    for _ in range(6):
+        order.append(policy.choose(shape, fleet, 0.0).engine)
+        fleet.sent(order[-1], shape, 0.0)
+    assert order == [0, 1, 2] * 2
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_equals_take_turns(name: RouterPolicy) -> None:
+    policy, fleet, order = make_policy(name), fleet_of([], [], [], []), []
+    for i in range(8):
+        order.append(policy.choose(make_shape(), fleet, float(i)).engine)
+        fleet.sent(order[-1], make_shape(), float(i))
+        fleet.observe(order[-1], make_report(num_received=i // 4 + 1), float(i))
+    assert sorted(order[:4]) == sorted(order[4:]) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_dead_are_not_chosen(name: RouterPolicy) -> None:
+    policy, fleet = make_policy(name), fleet_of([], [(28, 0.1)] * 9, [(28, 0.1)] * 9)
+    fleet.lose(0)
+    chosen = set()
+    for _ in range(6):
+        engine = policy.choose(make_shape(template="t"), fleet, 0.0).engine
+        fleet.sent(engine, make_shape(template="t"), 0.0)
+        chosen.add(engine)
+    assert chosen == {1, 2}
+    fleet.restore(0)
+    assert policy.choose(make_shape(), fleet, 0.0).engine == 0
+    for engine in range(3):
+        fleet.lose(engine)
+    with pytest.raises(EngineDeadError):
+        policy.choose(make_shape(), fleet, 0.0)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_before_any_report_load_is_spread_by_what_was_sent(name: RouterPolicy) -> None:
+    policy, fleet = make_policy(name), Fleet(4, 8)
+    for _ in range(8):
+        choice = policy.choose(make_shape(), fleet, 0.0)
+        assert choice.predicted_seconds is None, "nothing is known that could be predicted from"
+        fleet.sent(choice.engine, make_shape(), 0.0)
+    assert fleet.num_requests.tolist() == [2] * 4
+
+
+def test_a_prediction_is_the_chosen_engines() -> None:
+    fleet, shape = fleet_of([], [(5, 0.1)]), make_shape()
+    choice = make_policy("mask-aware").choose(shape, fleet, 0.0)
+    assert choice.predicted_seconds == forecast(shape, fleet, 0.0).finish[choice.engine]

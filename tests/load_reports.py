@@ -1,0 +1,66 @@
+"""Load reports and shapes of edits as a router sees them; a step of the reference engine takes 6 ms and 0.1 s for each
+4608 tokens in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from core.fleet import EditShape
+from core.handles import ModelKey
+from core.load_report import CopyLine, CostLine, EngineCosts, LoadReport, RequestLoad, Residency
+
+PER_KILOTOKEN = 0.1 / 4.608
+BASE = 0.006
+
+
+def make_costs(factor: float = 1.0, other: float = 0.0) -> EngineCosts:
+    """An engine so many times slower than the reference. other: seconds of each encode and decode."""
+    key = ModelKey("m", "transformer")
+    steps = tuple(factor * seconds for seconds in (BASE, 0.0, PER_KILOTOKEN, 0.0, 0.0, 0.0))
+    alone = (other, 0.0, 0.0, 0.0, 0.0, 0.0)
+    lines = [CostLine(key, stage, steps) for stage in ("denoise", "prime")]
+    lines += [CostLine(key, stage, alone) for stage in ("text_encode", "image_encode", "decode")]
+    return EngineCosts(tuple(lines), (CopyLine("host", (0.0, factor * 2e-5)),))
+
+
+COSTS, SLOW_COSTS = make_costs(), make_costs(2.0)
+
+
+def load(steps_left: int = 10, step_seconds: float = 0.01, other_seconds: float = 0.0) -> RequestLoad:
+    return RequestLoad(steps_left, step_seconds, other_seconds)
+
+
+def make_report(
+    num_received: int = 0,
+    requests: Sequence[RequestLoad] = (),
+    base_seconds: float = 0.0,
+    priming_seconds: float = 0.0,
+    residency: Sequence[Residency] = (),
+    costs: EngineCosts | None = None,
+    max_num_seqs: int = 8,
+) -> LoadReport:
+    num_running = min(len(requests), max_num_seqs)
+    return LoadReport(
+        num_received=num_received,
+        num_running=num_running,
+        num_waiting=len(requests) - num_running,
+        requests=tuple(requests),
+        base_seconds=base_seconds,
+        priming_seconds=priming_seconds,
+        residency=tuple(residency),
+        costs=costs,
+    )
+
+
+def make_shape(
+    num_steps: int = 28,
+    active_tokens: int = 600,
+    template: str | None = None,
+    num_keyframes: int = 3,
+    image_tokens: int = 4096,
+) -> EditShape:
+    is_exact = template is None and active_tokens == image_tokens
+    full_steps = num_steps if is_exact else 0
+    pages = (template, num_keyframes, 10**9) if template is not None else (None, 0, 0)
+    return EditShape("m", num_steps, full_steps, active_tokens, image_tokens, 512, *pages)
