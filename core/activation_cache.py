@@ -20,9 +20,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from core.handles import ArrayRef, EntryRef, Tier
+from core.load_report import CacheStats, Residency
 from core.memory_tier import MemoryTier
-from core.messages import CacheStats, PageCopied, PageCopy
-from core.page_scheme import template_of
+from core.messages import PageCopied, PageCopy
+from core.page_scheme import latents_key, template_of
 
 LoadWins = Callable[[Tier, int], bool]
 """Whether loading so many bytes from a tier is predicted to be faster than priming them."""
@@ -109,6 +110,7 @@ class ActivationCacheManager:
         self._entries: dict[str, _Entry] = {}  # key -> entry, on any tier in memory
         self._templates: dict[str, set[str]] = {}  # template key -> keys of its entries
         self._registered: set[str] = set()  # keys
+        self._moved: set[str] = set()  # templates with an entry that has come or gone since `take_residency`
         # orders not handed out yet
         self._copies: list[PageCopy] = []
         self._forget: list[str] = []
@@ -163,6 +165,7 @@ class ActivationCacheManager:
         if entry is None or entry.state is not EntryState.EMPTY:
             raise ValueError(f"entry {key} is {self.state(key).value}, not empty")
         entry.state = EntryState.READY
+        self._moved.add(template_of(key))
         self._primed += 1
         self._sink(entry)
 
@@ -227,6 +230,19 @@ class ActivationCacheManager:
             entry.is_doomed, entry.was_on_disk, entry.has_sunk = True, False, False
             self._judge(entry)
             self._settle(entry)
+
+    def take_residency(self) -> tuple[Residency, ...]:
+        """What is here now of the templates whose pages have come or gone since the last call."""
+        moved, self._moved = self._moved, set()
+        return tuple(self._residency(template_key) for template_key in sorted(moved))
+
+    def _residency(self, template_key: str) -> Residency:
+        latents = latents_key(template_key)
+        keys = [key for key in self._templates.get(template_key, ()) if key != latents]
+        num_ready = sum(self._entries[key].state is _READY for key in keys)
+        below = self._below
+        num_below = sum(below is not None and key in below and self._entries[key].state is not _READY for key in keys)
+        return Residency(template_key, num_ready, num_below)
 
     # ------------------------------------------------------------------------------------------------- orders
 
@@ -398,6 +414,7 @@ class ActivationCacheManager:
         self._hits[entry.source] += entry.num_waiting
         entry.num_waiting = 0
         entry.state = EntryState.READY
+        self._moved.add(template_of(done.key))
 
     def _fail_load(self, entry: _Entry, copy: PageCopy) -> None:
         self._failed_loads += 1
@@ -460,6 +477,7 @@ class ActivationCacheManager:
     def _left(self, tier: MemoryTier, entry: _Entry) -> None:
         """An entry has no place on `tier` any more."""
         key = entry.want.key
+        self._moved.add(template_of(key))
         if tier is self._compute:
             entry.state, entry.ref = EntryState.ABSENT, None
             if tier.name == "device":

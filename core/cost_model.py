@@ -7,7 +7,7 @@ how many ranks at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -88,6 +88,20 @@ class Work(msgspec.Struct, frozen=True):
         cached = [k - q for q, k in pairs if k > q]
         tokens = sum(self.queries) / 1e3
         return np.array([1.0, len(pairs), tokens, attention, len(cached), sum(cached) / 1e3])
+
+
+def extra_seconds(coefficients: Sequence[float], queries: int, keys: int) -> float:
+    """What one more request of so many tokens adds to a batch, by the coefficients of FEATURES."""
+    _, request, kilotokens, attention, cached, cached_kilotokens = coefficients
+    seconds = request + kilotokens * queries / 1e3 + attention * queries * keys / 1e6
+    return seconds + cached + cached_kilotokens * (keys - queries) / 1e3 if keys > queries else seconds
+
+
+def token_seconds(coefficients: Sequence[float], work: Work) -> float:
+    """The part of a batch's time that grows with its computed tokens."""
+    _, _, kilotokens, attention, _, _ = coefficients
+    pairs = zip(work.queries, work.keys, strict=True)
+    return sum(kilotokens * queries / 1e3 + attention * queries * keys / 1e6 for queries, keys in pairs)
 
 
 class Line:
@@ -176,6 +190,20 @@ class CostModel:
         """Seconds a copy of pages from this tier to the next faster one will take; 0 when none was seen yet."""
         line = self._copies.get((source, _NEXT_FASTER[source]))
         return line.predict(_copy_features(nbytes)) if line else 0.0
+
+    def coefficients(self, key: CostKey) -> tuple[float, ...]:
+        """Seconds per feature of FEATURES; zeros when nothing like it was seen yet."""
+        line = self._lines.get(key)
+        return tuple(line.coefficients().tolist()) if line else (0.0,) * len(FEATURES)
+
+    def lines(self) -> dict[CostKey, tuple[float, ...]]:
+        """All that was seen, with the seconds per feature."""
+        return {key: self.coefficients(key) for key in self._lines}
+
+    def copy_lines(self) -> dict[Tier, tuple[float, ...]]:
+        """Tier that pages were copied from, to the next faster one -> seconds per feature of COPY_FEATURES."""
+        loads = {source: line for (source, target), line in self._copies.items() if _NEXT_FASTER.get(source) == target}
+        return {source: tuple(line.coefficients().tolist()) for source, line in loads.items()}
 
     def r_squared(self) -> dict[CostKey, float]:
         return {key: line.r_squared for key, line in self._lines.items()}

@@ -10,7 +10,6 @@ One iteration is schedule -> (a worker runs the plan) -> apply; `take_outputs` s
 from __future__ import annotations
 
 from bisect import insort
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
@@ -22,6 +21,7 @@ from core.cost_model import CostKey, CostModel, Work
 from core.errors import DeadlineExceededError
 from core.failure import Failure
 from core.handles import PAGE_ARENA, ModelKey, TensorKey, Tier
+from core.load_report import EngineStats, LoadReport
 from core.messages import (
     Aborted,
     Batch,
@@ -31,7 +31,6 @@ from core.messages import (
     Failed,
     Finished,
     ItemResult,
-    LoadReport,
     ModelInfo,
     PageCopied,
     PartialImage,
@@ -43,9 +42,9 @@ from core.messages import (
 from core.page_scheme import latents_key, page_key
 from core.priming import Chunk, PrimingJob, TemplateInfo
 from core.registrations import Registrations
+from core.reporter import Reporter
 from core.request import Request, Status
 from core.scheduling_pass import SchedulingPass
-from core.stage_work import node_work
 from core.stages import INPAINT, Node, Placement, Progress, Workflow, place, preview_steps
 from core.template_pages import PageHold, TemplatePages, keyframes_needed
 
@@ -62,17 +61,6 @@ class Flight:
     batch: Batch
     work: Work
     job: tuple[PrimingJob, Chunk | None] | None = None
-
-
-@dataclass(slots=True)
-class Counters:
-    """Totals since start, for the load report."""
-
-    steps: int = 0
-    batch_tokens: int = 0
-    batch_requests: int = 0
-    tokens_skipped: int = 0
-    busy_seconds: float = 0.0
 
 
 def urgency(request: Request) -> tuple[int, float, float, str]:
@@ -120,7 +108,7 @@ class StepScheduler:
         self._plan_of: dict[int | TensorKey, int] = {}  # batch id or tensor under transfer -> plan seq
         self._free: list[TensorKey] = []
         self._outputs: list[Output] = []
-        self._counters = Counters()
+        self._reporter = Reporter(config, self.models, workflow, self.cost, self.pages)
         self._plan_seqs = count()
         self._batch_ids = count()
 
@@ -130,6 +118,7 @@ class StepScheduler:
         """Take a request in. An id that is already here raises ValueError."""
         if edit.request_id in self._requests:
             raise ValueError(f"request {edit.request_id} is here already")
+        self._reporter.note_received()
         num_steps = edit.sampling.num_denoising_steps
         progress = Progress(num_steps, preview_steps(num_steps, edit.num_partial_images))
         request = Request(edit, progress)
@@ -140,6 +129,7 @@ class StepScheduler:
         """Take a template to be primed and kept. An id that is already here raises ValueError."""
         if prime.request_id in self._requests or prime.request_id in self._registrations:
             raise ValueError(f"request {prime.request_id} is here already")
+        self._reporter.note_received()
         template = self._template(prime.model, prime.content_id, prime.width, prime.height, prime.num_tokens)
         hold = PageHold(prime.request_id, template, prime.template, template.scheme.keyframes)
         hold.is_idle_work = prime.is_idle_work
@@ -182,6 +172,12 @@ class StepScheduler:
     def num_requests(self) -> int:
         return len(self._requests) + len(self._registrations)
 
+    @property
+    def counts(self) -> tuple[int, int]:
+        """(running, waiting) edits."""
+        running = sum(request.status is Status.RUNNING for request in self._order)
+        return running, len(self._order) - running
+
     # ------------------------------------------------------------------------------------------------- one iteration
 
     def schedule(self, now: float) -> StepPlan | None:
@@ -211,7 +207,9 @@ class StepScheduler:
         """Take in what came of one batch. An unknown batch raises KeyError: results are never guessed at."""
         flight = self._flights.pop(result.batch_id)
         self._settle(result.batch_id, result.rank)
-        self._count(flight, result)
+        is_ok = not any(item.failure for item in result.items)
+        key = self.cost_key(flight.batch.model, flight.batch.stage)
+        self._reporter.note_batch(key, flight.work, result.seconds, is_ok=is_ok)
         if flight.job is not None:
             self._apply_job(*flight.job, result)
             return
@@ -246,27 +244,15 @@ class StepScheduler:
         return (request for request in self._order if request.is_live)
 
     def cost_key(self, model: ModelKey, stage: str) -> CostKey:
-        return CostKey(model, stage, self.models[model.model].device, 1)
+        return self._reporter.cost_key(model, stage)
 
     def load_report(self) -> LoadReport:
-        running = sum(request.status is Status.RUNNING for request in self._order)
-        stage_seconds = self._stage_seconds_left()
-        return LoadReport(
-            num_running=running,
-            num_waiting=len(self._order) - running,
-            drain_seconds=sum(stage_seconds.values()),
-            stage_seconds=stage_seconds,
-            resident_models=self._resident_models(),
-            r_squared={key.stage: value for key, value in self.cost.r_squared().items()},
-            page_digest="",
-            steps=self._counters.steps,
-            batch_tokens=self._counters.batch_tokens,
-            batch_requests=self._counters.batch_requests,
-            tokens_skipped=self._counters.tokens_skipped,
-            prime_chunks=self.pages.num_chunks,
-            cache=self.pages.cache.stats(),
-            busy_seconds=self._counters.busy_seconds,
-        )
+        """How busy it is. What has changed since the last report is told once."""
+        return self._reporter.load(self._order, self.counts)
+
+    def stats(self) -> EngineStats:
+        """What was done since start."""
+        return self._reporter.stats(self._order)
 
     def check_integrity(self) -> None:
         """Every count agrees with every other; raises AssertionError otherwise. Cheap enough to run when idle."""
@@ -404,20 +390,6 @@ class StepScheduler:
             failure = Failure.of(DeadlineExceededError("The request's timeout passed before it finished."))
             self._end(request, Status.FAILED, Failed(request_id=request.id, failure=failure))
 
-    def _count(self, flight: Flight, result: BatchResult) -> None:
-        self._counters.busy_seconds += result.seconds
-        if flight.batch.stage == "denoise":
-            self._counters.steps += 1
-            self._counters.batch_tokens += sum(flight.work.queries)
-            self._counters.tokens_skipped += sum(flight.work.keys) - sum(flight.work.queries)
-            self._counters.batch_requests += len(flight.batch.items)
-        if not any(item.failure for item in result.items):
-            self.cost.observe(self.cost_key(flight.batch.model, flight.batch.stage), flight.work, result.seconds)
-
-    def _resident_models(self) -> tuple[ModelKey, ...]:
-        components = sorted({node.component for node in self.workflow.nodes})
-        return tuple(ModelKey(name, component) for name in self.models for component in components)
-
     # ------------------------------------------------------------------------------------------------- cached pages
 
     def _template(self, model: str, content_id: str, width: int, height: int, num_tokens: int) -> TemplateInfo:
@@ -504,37 +476,6 @@ class StepScheduler:
                 self._registrations.fail(hold.owner_id, failure)
             elif request.is_live:
                 self._end(request, Status.FAILED, Failed(request_id=request.id, failure=failure))
-
-    # ------------------------------------------------------------------------------------------------- predictions
-
-    def _stage_seconds_left(self) -> dict[str, float]:
-        """Predicted worker time left per stage, if batches are as full as the queue lets them be."""
-        left: dict[str, float] = {}
-        for (node, model, size), number in self._runs_left().items():
-            seconds = number * self._share(node, model, size)
-            if seconds:
-                left[node.stage] = left.get(node.stage, 0.0) + seconds
-        priming = sum(self._priming_seconds(job) for job in self.pages.all_jobs())
-        return left | {"prime": priming} if priming else left
-
-    def _priming_seconds(self, job: PrimingJob) -> float:
-        key = self.cost_key(ModelKey(job.template.model, self.workflow.loop.component), "prime")
-        return self.cost.predict(key, Work((self.pages.tokens_left(job),), (job.template.pass_tokens,)))
-
-    def _runs_left(self) -> Counter[tuple[Node, ModelKey, tuple[int, int]]]:
-        """How often a node of this model has still to run over so many (queries, keys)."""
-        runs: Counter[tuple[Node, ModelKey, tuple[int, int]]] = Counter()
-        for request in self.in_order():
-            for node in self.workflow.nodes:
-                model = ModelKey(request.edit.model, node.component)
-                runs[node, model, node_work(request, node)] += request.progress.times_left(node)
-        return runs
-
-    def _share(self, node: Node, model: ModelKey, size: tuple[int, int]) -> float:
-        """Predicted seconds that one run of `node` over such a request adds to a batch."""
-        together = min(self.config.max_num_seqs, max(1, len(self._order))) if node.kind == "loop" else 1
-        work = Work.of_pairs([size] * together)
-        return self.cost.predict(self.cost_key(model, node.stage), work) / together
 
 
 def _masked_sigmas(request: Request, first: int) -> tuple[float, ...]:

@@ -23,6 +23,7 @@ from core.messages import (
     FromEngine,
     FromWorker,
     PageCopied,
+    PartialImage,
     PrimeTemplate,
     StepPlan,
     ToEngine,
@@ -30,7 +31,10 @@ from core.messages import (
     WorkerFailed,
     WorkerReady,
 )
-from core.scheduler import StepScheduler
+from core.scheduler import Output, StepScheduler
+
+REPORT_SECONDS = 1.0
+"""How old what an engine says of itself may get while it works."""
 
 
 class PlanSink(Protocol):
@@ -49,14 +53,22 @@ class EngineCore:
         self._emit = emit
         self._is_draining = False
         self._is_idle = True
+        self._told_counts = (0, 0)
+        self._next_report: asyncio.TimerHandle | None = None
+        self._stats_sent = -REPORT_SECONDS
 
     async def run(self) -> None:
         """Serve until told to drain and all is done. Raises EngineDeadError, after every request got its answer, when a
         worker dies."""
-        while not (self._is_draining and self._scheduler.num_requests == 0):
-            await self._drain_mailbox()
-            self._step()
-            self._report()
+        self._send_report()
+        try:
+            while not (self._is_draining and self._scheduler.num_requests == 0):
+                await self._drain_mailbox()
+                self._step()
+                self._report()
+        finally:
+            if self._next_report is not None:
+                self._next_report.cancel()
 
     def _step(self) -> None:
         plan = self._scheduler.schedule(time.monotonic())
@@ -64,11 +76,30 @@ class EngineCore:
             self._executor.submit(plan)
 
     def _report(self) -> None:
+        """Say what there is to say: at once what clients wait for and what changes an engine's place among others, all
+        else within REPORT_SECONDS.
+        """
         outputs = self._scheduler.take_outputs()
-        self._emit(EngineOutputs(outputs=outputs, load=self._scheduler.load_report()))
+        counts = self._scheduler.counts
+        if outputs or counts != self._told_counts:
+            self._told_counts = counts
+            self._send_report(outputs)
+        elif self._next_report is None:
+            self._next_report = asyncio.get_running_loop().call_later(REPORT_SECONDS, self._send_report)
         was_idle, self._is_idle = self._is_idle, self._scheduler.num_requests == 0
         if self._is_idle and not was_idle:  # it walks over all that is cached: not at every message that comes later
             self._scheduler.check_integrity()
+
+    def _send_report(self, outputs: tuple[Output, ...] = ()) -> None:
+        if self._next_report is not None:
+            self._next_report.cancel()
+            self._next_report = None
+        now = time.monotonic()
+        has_ended = any(not isinstance(output, PartialImage) for output in outputs)
+        stats = None
+        if has_ended or now - self._stats_sent >= REPORT_SECONDS:
+            stats, self._stats_sent = self._scheduler.stats(), now
+        self._emit(EngineOutputs(outputs=outputs, load=self._scheduler.load_report(), stats=stats))
 
     async def _drain_mailbox(self) -> None:
         """Wait for a message, then take all that are there: one scheduling pass serves them all."""
@@ -101,6 +132,6 @@ class EngineCore:
 
     def _fail(self, message: WorkerFailed) -> None:
         self._scheduler.fail_all(message.failure)
-        self._report()
+        self._send_report(self._scheduler.take_outputs())
         self._emit(EngineFailed(failure=message.failure))
         raise EngineDeadError(message.failure.message)

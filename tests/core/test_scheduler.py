@@ -264,9 +264,15 @@ def test_the_load_report_counts_and_predicts() -> None:
     scheduler.add(make_edit("a", steps=4))
     run(scheduler, workers)
     scheduler.add(make_edit("b", steps=4))
-    report = scheduler.load_report()
-    assert (report.num_running, report.num_waiting, report.steps) == (0, 1, 4)
-    assert report.stage_seconds["denoise"] == pytest.approx(0.04, rel=0.05)
+    report, stats = scheduler.load_report(), scheduler.stats()
+    assert (report.num_running, report.num_waiting, report.num_received, stats.steps) == (0, 1, 2, 4)
+    assert stats.stage_seconds["denoise"] == pytest.approx(0.04, rel=0.05)
+    assert report.drain_seconds == pytest.approx(sum(stats.stage_seconds.values()))
+    (left,) = report.requests
+    assert left.steps_left == 4
+    assert left.steps_left * (left.step_seconds + report.base_seconds) == pytest.approx(0.04, rel=0.05)
+    assert [sample.num_requests for sample in stats.recent_steps] == [1, 1, 1, 1]
+    assert scheduler.stats().recent_steps == (), "each is told once"
 
 
 @settings(max_examples=60, deadline=None)

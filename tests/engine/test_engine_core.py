@@ -25,6 +25,7 @@ from core.messages import (
     WorkerFailed,
 )
 from core.scheduler import StepScheduler
+from engine import engine_core
 from engine.engine_core import EngineCore
 
 
@@ -71,13 +72,14 @@ async def test_it_serves_then_drains(core: EngineCore, said: list[FromEngine]) -
     assert len(ended) == 5
     last = said[-1]
     assert isinstance(last, EngineOutputs)
-    assert (last.load.num_running, last.load.num_waiting, last.load.steps) == (0, 0, 5)
+    assert last.stats is not None
+    assert (last.load.num_running, last.load.num_waiting, last.stats.steps) == (0, 0, 5)
 
 
 async def test_an_abort_ends_a_running_request(core: EngineCore, said: list[FromEngine]) -> None:
     core.mailbox.put_nowait(make_edit("a", steps=200))
     running = asyncio.create_task(core.run())
-    while not any(isinstance(m, EngineOutputs) and m.load.steps > 3 for m in said):
+    while not any(isinstance(m, EngineOutputs) and m.load.num_running for m in said):
         await asyncio.sleep(0)
     core.mailbox.put_nowait(Abort(request_ids=("a",)))
     core.mailbox.put_nowait(Drain())
@@ -102,20 +104,48 @@ async def test_the_books_are_checked_when_the_engine_becomes_idle_and_not_while_
     core = loopback.core = EngineCore(scheduler, loopback, said.append)
     running = asyncio.create_task(core.run())
 
-    async def say(message: ToEngine, num_reports: int) -> None:
+    async def say(message: ToEngine) -> None:
         core.mailbox.put_nowait(message)
-        num_reports += len(said)
-        while len(said) < num_reports or scheduler.num_requests:
-            await asyncio.sleep(0)
+        async with asyncio.timeout(5):
+            while not core.mailbox.empty() or scheduler.num_requests:
+                await asyncio.sleep(0)
+            for _ in range(3):  # the last message is taken and worked on
+                await asyncio.sleep(0)
 
     for number in (1, 2):
-        await say(make_edit(f"r{number}"), 1)
+        await say(make_edit(f"r{number}"))
         for _ in range(3):
-            await say(DropTemplate(model="m", content_id="c"), 1)
+            await say(DropTemplate(model="m", content_id="c"))
         assert scheduler.num_checks == number
-    await say(Drain(), 1)
+    core.mailbox.put_nowait(Drain())
     await asyncio.wait_for(running, 5)
     assert scheduler.num_checks == 2
+
+
+async def test_it_reports_what_changes_at_once_and_all_else_within_a_second(
+    said: list[FromEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_core, "REPORT_SECONDS", 0.05)
+    scheduler, loopback = StepScheduler(SchedulerConfig(), {"m": MODEL}), Loopback()
+    core = loopback.core = EngineCore(scheduler, loopback, said.append)
+    running = asyncio.create_task(core.run())
+    core.mailbox.put_nowait(make_edit("a", steps=50))
+    async with asyncio.timeout(5):
+        while not outputs(said):
+            await asyncio.sleep(0)
+    first, *others = [message for message in said if isinstance(message, EngineOutputs)]
+    assert (first.load.num_received, first.load.num_running) == (0, 0), "what it knows when it begins"
+    assert len(others) < 10, "of some 50 iterations, those that changed something"
+    assert others[-1].stats is not None, "what ends is counted at once"
+    told = len(said)
+    core.mailbox.put_nowait(DropTemplate(model="m", content_id="c"))  # changes nothing that is told at once
+    await asyncio.sleep(0.01)
+    assert len(said) == told
+    async with asyncio.timeout(5):
+        while len(said) == told:
+            await asyncio.sleep(0.01)
+    core.mailbox.put_nowait(Drain())
+    await asyncio.wait_for(running, 5)
 
 
 async def test_a_dead_worker_reaches_every_request(core: EngineCore, said: list[FromEngine]) -> None:

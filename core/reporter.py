@@ -1,0 +1,201 @@
+"""Reporter: what a scheduler says of itself. It counts what was done and predicts what is left, and decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from core.config import SchedulerConfig
+from core.cost_model import CostKey, CostModel, Work, extra_seconds, token_seconds
+from core.handles import ModelKey
+from core.load_report import CopyLine, CostLine, EngineCosts, EngineStats, LoadReport, RequestLoad, StepSample
+from core.messages import ModelInfo
+from core.request import Request
+from core.stage_work import node_work
+from core.stages import Node, Workflow
+from core.template_pages import TemplatePages
+
+COSTS_EVERY = 32
+"""Batches after which the cost model is told again."""
+
+MAX_RECENT_STEPS = 512
+"""Steps told of one by one between two `stats`; of more, the last ones."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since start."""
+
+    steps: int = 0
+    batch_tokens: int = 0
+    batch_requests: int = 0
+    tokens_skipped: int = 0
+    busy_seconds: float = 0.0
+
+
+class Reporter:
+    """One per scheduler, which tells it of every request and every batch."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        models: Mapping[str, ModelInfo],
+        workflow: Workflow,
+        cost: CostModel,
+        pages: TemplatePages,
+    ) -> None:
+        self._config = config
+        self._models = models
+        self._workflow = workflow
+        self._cost = cost
+        self._pages = pages
+        self._num_received = 0
+        self._counters = Counters()
+        self._recent_steps: list[StepSample] = []
+        self._batches_since_costs = COSTS_EVERY
+
+    def cost_key(self, model: ModelKey, stage: str) -> CostKey:
+        return CostKey(model, stage, self._models[model.model].device, 1)
+
+    # ------------------------------------------------------------------------------------------------- counting
+
+    def note_received(self) -> None:
+        """An edit or a template was taken in."""
+        self._num_received += 1
+
+    def note_batch(self, key: CostKey, work: Work, seconds: float, *, is_ok: bool) -> None:
+        """A batch is done. The cost model learns from it, unless part of it failed."""
+        self._counters.busy_seconds += seconds
+        self._batches_since_costs += 1
+        if key.stage == "denoise":
+            self._note_step(key, work, seconds)
+        if is_ok:
+            self._cost.observe(key, work, seconds)
+
+    def _note_step(self, key: CostKey, work: Work, seconds: float) -> None:
+        counters, tokens = self._counters, sum(work.queries)
+        counters.steps += 1
+        counters.batch_tokens += tokens
+        counters.tokens_skipped += sum(work.keys) - tokens
+        counters.batch_requests += len(work.queries)
+        predicted, bound = self._cost.predict(key, work), token_seconds(self._cost.coefficients(key), work)
+        self._recent_steps.append(StepSample(len(work.queries), tokens, seconds, predicted, bound))
+        del self._recent_steps[:-MAX_RECENT_STEPS]
+
+    # ------------------------------------------------------------------------------------------------- telling
+
+    def load(self, requests: Sequence[Request], counts: tuple[int, int]) -> LoadReport:
+        """The report on these requests, most urgent first, of which so many are running and waiting. What has changed
+        since the last one is told once.
+        """
+        loads = tuple(self._request_load(request) for request in requests if request.is_live)
+        base = self._base_seconds(requests)
+        priming = self._priming_seconds()
+        return LoadReport(
+            num_received=self._num_received,
+            num_running=counts[0],
+            num_waiting=counts[1],
+            requests=loads,
+            base_seconds=base,
+            priming_seconds=priming,
+            drain_seconds=priming + _drain_seconds(loads, base, self._config.max_num_seqs),
+            residency=self._pages.cache.take_residency(),
+            costs=self._take_costs(),
+        )
+
+    def stats(self, requests: Sequence[Request]) -> EngineStats:
+        """Totals, and what was learnt; recent steps are told once."""
+        counters = self._counters
+        recent, self._recent_steps = tuple(self._recent_steps), []
+        return EngineStats(
+            stage_seconds=self._stage_seconds_left(requests),
+            resident_models=self._resident_models(),
+            r_squared={key.stage: value for key, value in self._cost.r_squared().items()},
+            steps=counters.steps,
+            batch_tokens=counters.batch_tokens,
+            batch_requests=counters.batch_requests,
+            tokens_skipped=counters.tokens_skipped,
+            prime_chunks=self._pages.num_chunks,
+            busy_seconds=counters.busy_seconds,
+            recent_steps=recent,
+            cache=self._pages.cache.stats(),
+        )
+
+    def _take_costs(self) -> EngineCosts | None:
+        """The cost model, if it has learnt something since it was told last."""
+        if self._batches_since_costs < COSTS_EVERY:
+            return None
+        self._batches_since_costs = 0
+        lines = tuple(CostLine(key.model, key.stage, line) for key, line in self._cost.lines().items())
+        copies = tuple(CopyLine(source, line) for source, line in self._cost.copy_lines().items())
+        return EngineCosts(lines, copies)
+
+    def _resident_models(self) -> tuple[ModelKey, ...]:
+        components = sorted({node.component for node in self._workflow.nodes})
+        return tuple(ModelKey(name, component) for name in self._models for component in components)
+
+    # ------------------------------------------------------------------------------------------------- predicting
+
+    def _coefficients(self, request: Request, node: Node) -> tuple[float, ...]:
+        return self._cost.coefficients(self.cost_key(ModelKey(request.edit.model, node.component), node.stage))
+
+    def _request_load(self, request: Request) -> RequestLoad:
+        steps = request.progress.steps_left
+        step_seconds = self._step_seconds_left(request) / steps if steps else 0.0
+        return RequestLoad(steps, step_seconds, sum(seconds for _, seconds in self._other_seconds(request)))
+
+    def _step_seconds_left(self, request: Request) -> float:
+        """What its steps left add to the steps of its batch."""
+        progress, every, active = request.progress, request.num_all_tokens, request.num_active_tokens
+        steps = progress.steps_left
+        num_full = steps
+        if request.edit.is_mask_aware:
+            num_full = min(steps, max(0, (request.edit.sampling.full_steps or 0) - progress.steps_scheduled))
+        line = self._coefficients(request, self._workflow.loop)
+        full, masked = extra_seconds(line, every, every), extra_seconds(line, active, every)
+        return num_full * full + (steps - num_full) * masked
+
+    def _other_seconds(self, request: Request) -> Iterable[tuple[str, float]]:
+        """(stage, seconds) of what is left but its steps."""
+        for node in self._workflow.nodes:
+            if node.kind == "once" and request.progress.times_left(node):
+                line = self._coefficients(request, node)
+                yield node.stage, line[0] + extra_seconds(line, *node_work(request, node))
+
+    def _base_seconds(self, requests: Sequence[Request]) -> float:
+        """What a step takes whoever is in it."""
+        model = requests[0].edit.model if requests else next(iter(self._models))
+        loop = self._workflow.loop
+        return self._cost.coefficients(self.cost_key(ModelKey(model, loop.component), loop.stage))[0]
+
+    def _priming_seconds(self) -> float:
+        """Predicted work left on templates' pages."""
+        component = self._workflow.loop.component
+        return sum(
+            self._cost.predict(
+                self.cost_key(ModelKey(job.template.model, component), "prime"),
+                Work((self._pages.tokens_left(job),), (job.template.pass_tokens,)),
+            )
+            for job in self._pages.all_jobs()
+        )
+
+    def _stage_seconds_left(self, requests: Sequence[Request]) -> dict[str, float]:
+        """Predicted worker time left per stage, if batches are as full as the queue lets them be."""
+        live = [request for request in requests if request.is_live]
+        left = {"prime": self._priming_seconds(), "denoise": self._denoise_seconds_left(live)}
+        for request in live:
+            for stage, seconds in self._other_seconds(request):
+                left[stage] = left.get(stage, 0.0) + seconds
+        return {stage: seconds for stage, seconds in left.items() if seconds}
+
+    def _denoise_seconds_left(self, live: Sequence[Request]) -> float:
+        steps = sum(request.progress.steps_left for request in live)
+        together = min(self._config.max_num_seqs, max(1, len(live)))
+        return sum(map(self._step_seconds_left, live)) + steps * self._base_seconds(live) / together
+
+
+def _drain_seconds(loads: Sequence[RequestLoad], base_seconds: float, max_num_seqs: int) -> float:
+    """Until all these are done, if batches are as full as they can be."""
+    together = min(max_num_seqs, max(1, len(loads)))
+    base = base_seconds / together
+    return sum(load.steps_left * (load.step_seconds + base) + load.other_seconds for load in loads)
