@@ -2,6 +2,10 @@
 
 It owns the processes and the queue, and knows nothing of pixels. A job is answered exactly once. When its caller has an
 answer or an exception, cancellation included, no processor touches the job's memory any more: the caller may free it.
+
+What a job may take is bounded: processor time and memory by the kernel (see ImageProcessorConfig), a standstill by
+STALL_SECONDS, a cancelled one by CANCEL_SECONDS. How many may wait is not decided here: the AsyncEngine admits edits,
+and each has one job at a time.
 """
 
 from __future__ import annotations
@@ -9,13 +13,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import deque
+import signal
+import time
 from dataclasses import dataclass
 
 import msgspec
 
 from core.config import ImageConfig
-from core.errors import EngineDeadError, EngineError
+from core.errors import EngineDeadError, EngineError, InvalidRequestError
 from core.ipc.process import ChildProcess, spawn
 from core.ipc.ring import Channel, PeerClosedError
 from core.ipc.shared_array import Arena
@@ -28,12 +33,23 @@ from core.messages import (
     PrepareEdit,
     ToImageProcessor,
 )
+from engine.image_jobs import ImageJob, JobQueue
 from engine.image_processor import ImageProcessorConfig
 
 logger = logging.getLogger("stencil.images")
 
-JOB_SECONDS = 120.0
-"""A processor that works longer than this on one job hangs and is killed; 64 megapixels take a tenth of it."""
+STALL_SECONDS = 5.0
+"""A processor with a job that uses no processor time for so long hangs, and is killed. A working one that gets little
+of a full machine is not: at its niceness it still gets 1 % of a core beside ten busy processes."""
+PROGRESS_SECONDS = 0.001
+"""Processor time that counts as some."""
+CPU_SECONDS, CPU_SECONDS_PER_PIXEL = 10.0, 1e-6
+"""Processor time that one job may take, by the most pixels a file may have. 64 megapixels: 15 s at worst (decoded from
+WebP, encoded to lossless WebP) of the 77 allowed."""
+MEMORY_BYTES, MEMORY_BYTES_PER_PIXEL = 256 * 1024**2, 40
+"""Memory of one processor, likewise. 28 bytes a pixel were the most that a job took."""
+CANCEL_SECONDS = 1.0
+"""A cancelled caller waits no longer for its processor, which is killed then: a new one takes 0.3 s to start."""
 STOP_SECONDS = 1.0
 """How long a processor may take to leave when its channel is closed; it has nothing to clean up."""
 MAX_DEATHS = 2
@@ -41,34 +57,68 @@ MAX_DEATHS = 2
 
 
 @dataclass(eq=False, slots=True)
-class _Job:
-    message: ToImageProcessor
-    answer: asyncio.Future[PreparedEdit | ComposedImage]
-    deaths: int = 0  # processors that died with it in hand
-    abandoned: bool = False  # its caller was cancelled: not worth a second try
-
-
-@dataclass(eq=False, slots=True)
 class _Processor:
     child: ChildProcess
     channel: Channel
-    job: _Job | None = None  # what it works on now
-    limit: asyncio.TimerHandle | None = None  # kills it when the job takes too long
+    job: ImageJob | None = None  # what it works on now
+    stall: asyncio.TimerHandle | None = None  # the next look at whether it moves
+    cpu_seconds: float = 0.0  # used at the last look
+    is_dismissed: bool = False  # killed because nobody wants its job's result any more
+
+    def take(self, job: ImageJob) -> None:
+        """Send it a job. Raises PeerClosedError when it is gone."""
+        self.channel.send(msgspec.msgpack.encode(job.message))
+        self.job = job
+        self.cpu_seconds = self._read_cpu_seconds()
+        self._look_later()
+
+    def drop_job(self) -> ImageJob | None:
+        """It is done with its job, one way or another."""
+        job, self.job = self.job, None
+        if self.stall is not None:
+            self.stall.cancel()
+        return job
+
+    def dismiss(self) -> None:
+        """Kill it in the middle of a job that nobody wants any more."""
+        self.is_dismissed = True
+        self.child.kill()
+
+    def _look_later(self) -> None:
+        self.stall = asyncio.get_running_loop().call_later(STALL_SECONDS, self._look)
+
+    def _look(self) -> None:
+        """Kill it if it stands still: stopped, or stuck in the kernel."""
+        before, self.cpu_seconds = self.cpu_seconds, self._read_cpu_seconds()
+        if self.cpu_seconds - before < PROGRESS_SECONDS:
+            logger.error("%s (pid %d) stands still and is killed", self.child.name, self.child.pid)
+            self.child.kill()
+        else:
+            self._look_later()
+
+    def _read_cpu_seconds(self) -> float:
+        """Processor time it has used so far; 0 when it is gone, as its channel is about to say."""
+        clock = ~self.child.pid << 3 | 2  # clock_getcpuclockid(3), which Python has for threads only
+        with contextlib.suppress(OSError):
+            return time.clock_gettime(clock)
+        return 0.0
 
 
 class ImagePool:
-    """`config.image_workers` processes, one job in flight each, first come first served.
+    """`config.image_workers` processes, one job in flight each; whose turn it is, the JobQueue knows.
 
     A processor that dies is replaced when the next job needs one; its job is tried once more, then fails with
-    EngineDeadError, so that one poisonous upload cannot keep all of them down.
+    EngineDeadError, so that one poisonous upload cannot keep all of them down. One that used up its processor time is
+    not tried again: InvalidRequestError for an upload, EngineError for a result.
     """
 
     def __init__(self, config: ImageConfig, arena: Arena) -> None:
         """arena: where all handles in jobs point to; it stays the caller's."""
         self.num_deaths = 0  # processors that ended unasked, since start
+        self.num_retries = 0  # jobs tried again after such a death, since start
         self._config = config
         self._arena = arena
-        self._queue: deque[_Job] = deque()
+        self._queue = JobQueue()
         self._processors: list[_Processor] = []  # alive, as far as is known
         self._last_job_id = 0
         self._stopping = asyncio.Event()
@@ -143,8 +193,8 @@ class ImagePool:
     async def _submit(self, message: ToImageProcessor) -> PreparedEdit | ComposedImage:
         if self._stopping.is_set():
             raise EngineDeadError("the image processors have stopped")
-        job = _Job(message, asyncio.get_running_loop().create_future())
-        self._queue.append(job)
+        job = ImageJob(message, asyncio.get_running_loop().create_future())
+        self._queue.push(job)
         self._dispatch()
         try:
             await asyncio.wait([job.answer])
@@ -153,38 +203,41 @@ class ImagePool:
             raise
         return job.answer.result()
 
-    async def _abandon(self, job: _Job) -> None:
+    async def _abandon(self, job: ImageJob) -> None:
         """Take a cancelled caller's job off the queue, or wait until no processor works on it."""
-        job.abandoned = True
+        job.is_abandoned = True
         if job in self._queue:
             self._queue.remove(job)
             return
+        patience = asyncio.get_running_loop().call_later(CANCEL_SECONDS, self._dismiss, job)
         while not job.answer.done():
             with contextlib.suppress(asyncio.CancelledError):  # again: the memory is still in use
                 await asyncio.wait([job.answer])
+        patience.cancel()
         job.answer.exception()  # seen, though by nobody
+
+    def _dismiss(self, job: ImageJob) -> None:
+        for processor in self._processors:
+            if processor.job is job:
+                processor.dismiss()
 
     def _dispatch(self) -> None:
         """Hand queued jobs to idle processors, replacing dead ones first."""
         while self._queue and not self._stopping.is_set() and (processor := self._idle_processor()) is not None:
-            job = self._queue.popleft()
+            job = self._queue.pop()
             try:
-                processor.channel.send(msgspec.msgpack.encode(job.message))
+                processor.take(job)
             except PeerClosedError:  # it died idle, which is not the job's fault; its task will notice, too
                 self._processors.remove(processor)
-                self._queue.appendleft(job)
-            else:
-                processor.job = job
-                loop = asyncio.get_running_loop()
-                processor.limit = loop.call_later(JOB_SECONDS, processor.child.kill)
+                self._queue.push_first(job)
 
     def _fail_queue(self, reason: str) -> None:
         while self._queue:
-            _fail(self._queue.popleft(), reason)
+            self._queue.pop().fail(EngineDeadError(reason))
 
     def _idle_processor(self) -> _Processor | None:
         for processor in self._processors:
-            if processor.job is None:
+            if processor.job is None and not processor.is_dismissed:
                 return processor
         if len(self._processors) == self._config.image_workers:
             return None
@@ -197,7 +250,7 @@ class ImagePool:
             return None
 
     def _take_answer(self, processor: _Processor, answer: FromImageProcessor) -> None:
-        job = self._take_job(processor)
+        job = processor.drop_job()
         if job is None or job.message.job_id != answer.job_id:
             raise RuntimeError(f"{processor.child.name} answered a job it does not have: {answer}")
         match answer:
@@ -208,19 +261,13 @@ class ImagePool:
                     logger.error("an image job failed: %s\n%s", failure.message, failure.detail)
                 job.answer.set_exception(failure.to_error())
 
-    def _take_job(self, processor: _Processor) -> _Job | None:
-        job, processor.job = processor.job, None
-        if processor.limit is not None:
-            processor.limit.cancel()
-        return job
-
     # ------------------------------------------------------------------------------------------------- processors
 
     def _start_processor(self) -> _Processor:
         """Takes a few milliseconds; the process itself needs a few hundred until it takes its first job."""
         assert self._tasks is not None
         channel, channel_fds = Channel.create()
-        config = msgspec.msgpack.encode(ImageProcessorConfig(self._arena.id))
+        config = msgspec.msgpack.encode(_limits(self._arena.id, self._config.max_pixels))
         fds = [self._arena.fd, *channel_fds]
         try:
             child = spawn("engine.image_processor:main", config, fds, "stencil-images")
@@ -256,19 +303,34 @@ class ImagePool:
         await processor.child.wait()
         if processor in self._processors:
             self._processors.remove(processor)
-        if not self._stopping.is_set():
+        if not self._stopping.is_set() and not processor.is_dismissed:
             self.num_deaths += 1
             logger.error("an image processor died: %s", processor.child.describe_exit())
-        if (job := self._take_job(processor)) is not None:
-            self._retry(job)
+        if (job := processor.drop_job()) is not None:
+            self._settle(job, has_run_out=processor.child.returncode == -signal.SIGPROF)
 
-    def _retry(self, job: _Job) -> None:
+    def _settle(self, job: ImageJob, *, has_run_out: bool) -> None:
+        """Decide on a job whose processor is dead. has_run_out: the kernel ended it, for using up its time."""
         job.deaths += 1
-        if self._stopping.is_set() or job.abandoned or job.deaths == MAX_DEATHS:
-            _fail(job, "the process that handled the image died")
+        if has_run_out:
+            job.fail(_out_of_time(job))
+        elif self._stopping.is_set() or job.is_abandoned or job.deaths == MAX_DEATHS:
+            job.fail(EngineDeadError("the process that handled the image died"))
         else:
-            self._queue.appendleft(job)
+            self.num_retries += 1
+            self._queue.push_first(job)
 
 
-def _fail(job: _Job, reason: str) -> None:
-    job.answer.set_exception(EngineDeadError(reason))
+def _limits(arena_id: int, max_pixels: int) -> ImageProcessorConfig:
+    return ImageProcessorConfig(
+        arena_id=arena_id,
+        cpu_seconds=CPU_SECONDS + CPU_SECONDS_PER_PIXEL * max_pixels,
+        memory_bytes=MEMORY_BYTES + MEMORY_BYTES_PER_PIXEL * max_pixels,
+    )
+
+
+def _out_of_time(job: ImageJob) -> InvalidRequestError | EngineError:
+    if isinstance(job.message, PrepareEdit):
+        message = "Invalid 'image' or mask: it takes too long to decode; save it anew, with fewer pixels."
+        return InvalidRequestError(message, param="image", code="image_too_large")
+    return EngineError("the result takes too long to encode")

@@ -12,7 +12,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ import pytest
 from PIL import Image
 
 from core.config import ImageConfig
-from core.errors import EngineDeadError, EngineError, InvalidImageError
+from core.errors import EngineDeadError, EngineError, InvalidImageError, InvalidRequestError, OutOfMemoryError
 from core.handles import ArrayRef
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages import (
@@ -32,6 +33,7 @@ from core.messages import (
 )
 from engine import image_ops, image_pool
 from engine.image_pool import ImagePool
+from engine.image_processor import NICENESS, OOM_SCORE
 
 NATIVE, TOKEN = 256, 16
 Bytes = npt.NDArray[np.uint8]
@@ -101,6 +103,22 @@ def slow_image() -> Bytes:
     return png(noise(2000, 3000, 3))
 
 
+def png_of_zeros(width: int, height: int) -> Bytes:
+    """A large picture in a small file."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (width, height)).save(buffer, "PNG", compress_level=1)
+    return np.frombuffer(buffer.getvalue(), np.uint8)
+
+
+def endless_jpeg() -> Bytes:
+    """A progressive file of 4 megapixels whose last scan, a few bytes, is repeated 20,000 times: a minute or more."""
+    buffer = io.BytesIO()
+    Image.new("L", (2000, 2000), 90).save(buffer, "JPEG", progressive=True)
+    data = buffer.getvalue()
+    last_scan, end = data.rindex(b"\xff\xda"), data.rindex(b"\xff\xd9")
+    return np.frombuffer(data[:end] + data[last_scan:end] * 20_000 + data[end:], np.uint8)
+
+
 def processors(pool: ImagePool) -> list[psutil.Process]:
     return [psutil.Process(processor.child.pid) for processor in pool._processors]
 
@@ -113,10 +131,25 @@ def anonymous_kilobytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/smaps_rollup").read_text().split("Anonymous:")[1].split()[0])
 
 
+def oom_score_adjustment(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
+
+
 async def until_running(pool: ImagePool, count: int) -> None:
     async with asyncio.timeout(10):
         while pool.num_running != count:
             await asyncio.sleep(0.005)
+
+
+async def busy_processor(pool: ImagePool) -> psutil.Process:
+    """The one that has a job, once it has worked on it for a while."""
+    await until_running(pool, 1)
+    process = psutil.Process(next(processor.child.pid for processor in pool._processors if processor.job is not None))
+    before = process.cpu_times().user
+    async with asyncio.timeout(10):
+        while process.cpu_times().user < before + 0.1:
+            await asyncio.sleep(0.005)
+    return process
 
 
 @pytest.fixture
@@ -126,15 +159,21 @@ def arena() -> Iterator[Arena]:
     arena.close()
 
 
-@pytest.fixture
-async def desk(arena: Arena) -> AsyncIterator[Desk]:
+@asynccontextmanager
+async def started_pool(arena: Arena, config: ImageConfig) -> AsyncIterator[Desk]:
     others = children()
-    pool = ImagePool(ImageConfig(image_workers=2), arena)
+    pool = ImagePool(config, arena)
     await pool.start()
     yield Desk(pool, arena)
     await pool.stop()
     assert children() <= others
     assert (pool.num_waiting, pool.num_running) == (0, 0)
+
+
+@pytest.fixture
+async def desk(arena: Arena) -> AsyncIterator[Desk]:
+    async with started_pool(arena, ImageConfig(image_workers=2)) as desk:
+        yield desk
 
 
 async def test_an_edit_goes_there_and_back(desk: Desk) -> None:
@@ -245,22 +284,93 @@ async def test_when_no_processor_can_be_started_nobody_hangs(desk: Desk, monkeyp
     await desk.pool.prepare(desk.prepare_job(png(noise(16, 16, 3))))
 
 
-async def test_a_processor_that_hangs_is_replaced(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_processor_that_is_stopped_in_its_work_is_replaced(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_pool, "STALL_SECONDS", 0.3)
+    task = asyncio.create_task(desk.pool.compose(desk.slow_job()))
+    stopped = await busy_processor(desk.pool)
+    stopped.suspend()
+    composed = await asyncio.wait_for(task, 10)
+    assert (composed.width, composed.height) == (3000, 2000)
+    assert (desk.pool.num_deaths, desk.pool.num_retries) == (1, 1)
+    assert not stopped.is_running()
+
+
+async def test_a_processor_that_works_for_long_is_left_alone(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_pool, "STALL_SECONDS", 0.1)
+    monkeypatch.setattr(image_pool, "PROGRESS_SECONDS", 1e-6)  # of a machine that may be busy
+    started = time.perf_counter()
+    await desk.pool.compose(desk.slow_job())
+    assert time.perf_counter() - started > 0.3  # several looks
+    assert desk.pool.num_deaths == 0
+
+
+async def test_an_upload_that_takes_too_much_processor_time_is_refused_once(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image_pool, "CPU_SECONDS", 0.5)
+    async with started_pool(arena, ImageConfig(image_workers=1, max_pixels=64_000)) as desk:
+        before = processors(desk.pool)
+        with pytest.raises(InvalidRequestError, match="too long") as caught:
+            await asyncio.wait_for(desk.pool.prepare(desk.prepare_job(endless_jpeg())), 20)
+        assert caught.value.param == "image"
+        assert (desk.pool.num_deaths, desk.pool.num_retries) == (1, 0)
+        await desk.pool.prepare(desk.prepare_job(png(noise(16, 16, 3))))
+        assert processors(desk.pool) != before
+
+
+async def test_processor_time_is_counted_for_each_job_alone(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_pool, "CPU_SECONDS", 0.3)
+    async with started_pool(arena, ImageConfig(image_workers=1, max_pixels=64_000)) as desk:
+        used = 0.0
+        while used < 1.0:
+            await desk.pool.prepare(desk.prepare_job(png(noise(700, 700, 3))))
+            used = sum(processors(desk.pool)[0].cpu_times()[:2])
+        assert desk.pool.num_deaths == 0
+
+
+async def test_a_job_that_needs_more_memory_than_allowed_fails_alone(arena: Arena) -> None:
+    flat = png_of_zeros(8000, 8000)
+    async with started_pool(arena, ImageConfig(image_workers=1, max_pixels=64_000)) as desk:
+        with pytest.raises(OutOfMemoryError):
+            await desk.pool.prepare(desk.prepare_job(flat))
+        await desk.pool.prepare(desk.prepare_job(png(noise(16, 16, 3))))
+        assert desk.pool.num_deaths == 0
+    async with started_pool(arena, ImageConfig(image_workers=1, max_pixels=64_000_000)) as desk:
+        prepared = await desk.pool.prepare(desk.prepare_job(flat))
+        assert (prepared.upload_width, prepared.upload_height) == (8000, 8000)
+
+
+async def test_processors_give_way_to_every_other_process(desk: Desk) -> None:
     await asyncio.gather(*(desk.pool.prepare(desk.prepare_job(png(noise(16, 16, 3)))) for _ in range(4)))
-    monkeypatch.setattr(image_pool, "JOB_SECONDS", 0.2)
     for child in processors(desk.pool):
-        child.suspend()
-    job = desk.prepare_job(png(noise(16, 16, 3)))
-    task = asyncio.create_task(desk.pool.prepare(job))
-    await until_running(desk.pool, 1)
-    monkeypatch.undo()
-    os.kill(next(p.child.pid for p in desk.pool._processors if p.job is None), signal.SIGCONT)
-    await task
-    assert desk.pool.num_deaths == 1
+        assert child.nice() == min(19, psutil.Process().nice() + NICENESS)
+        assert oom_score_adjustment(child.pid) == int(OOM_SCORE)
 
 
-async def test_a_cancelled_caller_returns_when_nobody_writes_to_its_memory(desk: Desk) -> None:
+async def test_results_go_before_uploads(arena: Arena) -> None:
+    async with started_pool(arena, ImageConfig(image_workers=1)) as desk:
+        order: list[str] = []
+
+        async def do(name: str, work: Coroutine[None, None, object]) -> None:
+            await work
+            order.append(name)
+
+        small, pixels = png(noise(16, 16, 3)), noise(16, 16, 3)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(do("running", desk.pool.compose(desk.slow_job())))
+            await until_running(desk.pool, 1)
+            for name in ("upload 1", "upload 2", "upload 3"):
+                group.create_task(do(name, desk.pool.prepare(desk.prepare_job(small))))
+            for name in ("result 1", "result 2"):
+                group.create_task(do(name, desk.pool.compose(desk.compose_job(small, None, pixels, 1_000_000))))
+        assert order == ["running", "result 1", "result 2", "upload 1", "upload 2", "upload 3"]
+
+
+async def test_a_cancelled_caller_returns_when_nobody_writes_to_its_memory(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = desk.slow_job()
+    monkeypatch.setattr(image_pool, "CANCEL_SECONDS", 60.0)
     task = asyncio.create_task(desk.pool.compose(job))
     await until_running(desk.pool, 1)
     for _ in range(3):  # however often
@@ -275,6 +385,20 @@ async def test_a_cancelled_caller_returns_when_nobody_writes_to_its_memory(desk:
     out[:1000] = 0
     await asyncio.sleep(0.2)
     assert not out[:1000].any()
+
+
+async def test_a_cancelled_caller_does_not_wait_for_a_long_job(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_pool, "CANCEL_SECONDS", 0.1)
+    job = desk.slow_job()
+    task = asyncio.create_task(desk.pool.compose(job))
+    dismissed = await busy_processor(desk.pool)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not dismissed.is_running()  # so nobody writes to its memory
+    await asyncio.gather(*(desk.pool.prepare(desk.prepare_job(png(noise(16, 16, 3)))) for _ in range(4)))
+    assert len(processors(desk.pool)) == 2
+    assert (desk.pool.num_deaths, desk.pool.num_retries) == (0, 0)  # it was asked to
 
 
 async def test_a_cancelled_caller_in_the_queue_leaves_at_once(desk: Desk) -> None:

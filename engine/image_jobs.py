@@ -1,0 +1,58 @@
+"""Jobs for the image processors, and whose turn it is. Knows nothing of processes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+
+from core.messages import ComposedImage, ComposeImage, PreparedEdit, ToImageProcessor
+
+
+@dataclass(eq=False, slots=True)
+class ImageJob:
+    message: ToImageProcessor
+    answer: asyncio.Future[PreparedEdit | ComposedImage]
+    deaths: int = 0  # processors that died with it in hand
+    is_abandoned: bool = False  # its caller was cancelled: not worth a second try
+
+    def fail(self, error: Exception) -> None:
+        """Answer its caller with `error`."""
+        self.answer.set_exception(error)
+
+
+class JobQueue:
+    """Jobs that wait. Results go before uploads, each first come first served.
+
+    A result is the last of its request's work, and frees its memory; behind a burst of uploads, a finished edit would
+    wait for all of them. Uploads are not starved: a result comes from an upload that had its turn.
+    """
+
+    def __init__(self) -> None:
+        self._results: deque[ImageJob] = deque()
+        self._uploads: deque[ImageJob] = deque()
+
+    def __len__(self) -> int:
+        return len(self._results) + len(self._uploads)
+
+    def __contains__(self, job: ImageJob) -> bool:
+        return job in self._line(job)
+
+    def push(self, job: ImageJob) -> None:
+        """Line up."""
+        self._line(job).append(job)
+
+    def push_first(self, job: ImageJob) -> None:
+        """Go back to the head of its line: a job that had its turn, through no fault of its own, in vain."""
+        self._line(job).appendleft(job)
+
+    def pop(self) -> ImageJob:
+        """The next one. Raises IndexError when there is none."""
+        return (self._results or self._uploads).popleft()
+
+    def remove(self, job: ImageJob) -> None:
+        """Raises ValueError when it does not wait."""
+        self._line(job).remove(job)
+
+    def _line(self, job: ImageJob) -> deque[ImageJob]:
+        return self._results if isinstance(job.message, ComposeImage) else self._uploads
