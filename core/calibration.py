@@ -16,14 +16,16 @@ CALIBRATION = "calibration.json"
 class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Written by `python -m entrypoints.calibrate`.
 
-    keyframes: noise levels 1..0, falling, or pages at every step. full_steps: leading steps to compute in full.
-    mask_margin: px. safe: whether the error asked for was reached; where not, the rest is the best that was found.
-    ssim_mean, ssim_p10: inside the mask's box, against exact, over `num_edits` edits of `num_inference_steps` steps.
+    keyframes: noise levels 1..0, falling, or pages at every step. full_steps: leading steps to compute in full where
+    the mask ratio (0..1) is at least full_steps_from. mask_margin: px. safe: whether the error asked for was reached;
+    where not, the rest is the best that was found. ssim_mean: inside the mask's box, against exact, over `num_edits`
+    edits of `num_inference_steps` steps. ssim_p10: the same, of the masks among them, by size, where it is least.
     """
 
     keyframes: tuple[float, ...] | Literal["per-step"]
     dtype: PageDtype
     full_steps: int
+    full_steps_from: float = 0.0
     mask_margin: int
     safe: bool
     ssim_mean: float
@@ -32,7 +34,9 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     num_inference_steps: int
 
     def __post_init__(self) -> None:
-        """ValueError for keyframes that no noise level lies between."""
+        """ValueError for keyframes that no noise level lies between, and for a share of the picture outside 0..1."""
+        if not 0.0 <= self.full_steps_from <= 1.0:
+            raise ValueError(f"full_steps_from is a mask ratio, 0 to 1, not {self.full_steps_from}")
         if self.keyframes == "per-step":
             return
         falling = sorted(set(self.keyframes), reverse=True) == list(self.keyframes)

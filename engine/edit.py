@@ -44,9 +44,9 @@ class EditInput:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EditReport:
     """How one image came about. mask_ratio: tokens under the mask and its margin / image tokens. active_tokens: those
-    computed per step, which are all in an exact run. exact_reason: why it was one; None: it ran mask-aware. cache,
-    tier, primed, full_blocks: see `core.messages.Finished`. ms: milliseconds by part. template_id: the template that
-    the image became, if it did.
+    computed per step, which are all in an exact run. exact_reason: why it was one; None: it ran mask-aware. full_steps:
+    steps that computed every token. cache, tier, primed, full_blocks: see `core.messages.Finished`. ms: milliseconds by
+    part. template_id: the template that the image became, if it did.
     """
 
     mask_ratio: float
@@ -62,6 +62,7 @@ class EditReport:
     cache: Literal["hit", "miss", "off"] = "off"
     tier: Tier | None = None
     primed: bool = False
+    full_steps: int = 0
     full_blocks: int = 0
     template_id: str | None = None
 

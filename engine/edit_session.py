@@ -121,6 +121,8 @@ class EditSession:
                 )
             )
             image_ops.check_output_size(*self._output_size, edit.output_format)
+        full_steps = resolve_full_steps(edit.sampling, model, self._mask_ratio)
+        self._sampling = msgspec.structs.replace(self._sampling, full_steps=full_steps)
         if self._template is not None and self._template.model == model.name:
             self._engine.templates.set_content(self._template.id, self._prepared.content_id)
         self._timing.prepared = time.monotonic()
@@ -192,6 +194,18 @@ class EditSession:
         prepared, side = self._prepared, self._model.token_size
         assert prepared is not None
         return (prepared.width // side) * (prepared.height // side)
+
+    @property
+    def _mask_ratio(self) -> float:
+        """Tokens under the mask and its margin / image tokens."""
+        assert self._prepared is not None
+        return self._prepared.active.size / self._num_tokens
+
+    @property
+    def _num_full_steps(self) -> int:
+        """Steps that compute every token."""
+        assert self._sampling.full_steps is not None
+        return self._sampling.num_denoising_steps if self._exact_reason else self._sampling.full_steps
 
     @property
     def _exact_reason(self) -> ExactReason | None:
@@ -310,7 +324,7 @@ class EditSession:
         assert prepared is not None
         ms = output.ms
         return EditReport(
-            mask_ratio=prepared.active.size / self._num_tokens,
+            mask_ratio=self._mask_ratio,
             active_tokens=self._num_tokens if self._exact_reason else prepared.active.size,
             image_tokens=self._num_tokens,
             text_tokens=output.text_tokens,
@@ -322,6 +336,7 @@ class EditSession:
             cache=output.cache,
             tier=output.tier,
             primed=output.is_primed,
+            full_steps=self._num_full_steps,
             full_blocks=output.full_blocks,
             template_id=template_id,
             ms={
@@ -369,7 +384,9 @@ def _find_template(edit: EditInput, templates: TemplateStore) -> Template | None
 
 
 def resolve(sampling: SamplingParams, model: ModelInfo) -> SamplingParams:
-    """Fill in the model's defaults and draw a seed. Raises InvalidRequestError for what the model cannot take."""
+    """Fill in the model's defaults, but those that depend on the mask, and draw a seed. Raises InvalidRequestError for
+    what the model cannot take.
+    """
     length = sampling.max_sequence_length or model.max_text_tokens
     check_integer("max_sequence_length", length, high=model.max_text_tokens)
     resolved = msgspec.structs.replace(
@@ -378,7 +395,6 @@ def resolve(sampling: SamplingParams, model: ModelInfo) -> SamplingParams:
         guidance_scale=model.default_guidance_scale if sampling.guidance_scale is None else sampling.guidance_scale,
         seed=secrets.randbelow(MAX_RANDOM_SEED) if sampling.seed is None else sampling.seed,
         max_sequence_length=length,
-        full_steps=resolve_full_steps(sampling, model),
     )
     if resolved.num_denoising_steps < 1:
         message = f"Invalid 'strength': {sampling.strength} leaves no step to do; give more than 0."

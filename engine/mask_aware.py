@@ -27,11 +27,11 @@ def resolve_margin(sampling: SamplingParams, model: ModelInfo) -> int:
     return model.page_scheme.mask_margin if sampling.mask_margin is None else sampling.mask_margin
 
 
-def resolve_full_steps(sampling: SamplingParams, model: ModelInfo) -> int:
-    """Leading steps that compute every token."""
+def resolve_full_steps(sampling: SamplingParams, model: ModelInfo, mask_ratio: float) -> int:
+    """Leading steps that compute every token. mask_ratio: active tokens / image tokens, margin included."""
     if sampling.full_steps is not None:
         return sampling.full_steps
-    return 0 if model.page_scheme is None else model.page_scheme.full_steps
+    return 0 if model.page_scheme is None else model.page_scheme.full_steps_at(mask_ratio)
 
 
 def why_exact(
@@ -48,7 +48,7 @@ def why_exact(
         return "unsafe" if _is_wanted(model, engine) else "disabled"
     if num_active >= num_tokens:
         return "mask_covers_all"
-    if resolve_full_steps(sampling, model) >= sampling.num_denoising_steps:
+    if resolve_full_steps(sampling, model, num_active / num_tokens) >= sampling.num_denoising_steps:
         return "full_steps"
     if not fits(scheme, engine.cache, num_tokens, sampling.num_denoising_steps):
         return "too_large"

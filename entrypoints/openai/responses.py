@@ -74,6 +74,7 @@ def stencil(call: ImagesCall, images: Sequence[ImageOutput]) -> dict[str, Any]:
         "cache": first.cache,
         "tier": first.tier,
         "primed": any(report.primed for report in reports),
+        "full_steps": first.full_steps,
         "full_blocks": max(report.full_blocks for report in reports),
         **_template_ids(reports),
         "ms": {part: round(max(report.ms[part] for report in reports), 3) for part in first.ms},

@@ -105,7 +105,7 @@ def test_stencil_key(client: openai.OpenAI) -> None:
     result = client.images.edit(image=PHOTO, mask=ALPHA, **extra(guidance_scale=3, who_knows=1), input_fidelity="high")
     stencil = result.stencil
     assert set(stencil) >= {"ignored", "notes", "prompt_truncated", "seed", "mask_ratio", "active_tokens"}
-    assert set(stencil) >= {"image_tokens", "cache", "tier", "primed", "full_blocks", "ms"}
+    assert set(stencil) >= {"image_tokens", "cache", "tier", "primed", "full_steps", "full_blocks", "ms"}
     assert stencil["seed"] == result.data[0].seed == 1
     assert sorted(stencil["ignored"]) == ["guidance_scale", "input_fidelity", "who_knows"]
     assert 0 < stencil["mask_ratio"] < 1

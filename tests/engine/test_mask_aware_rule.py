@@ -19,6 +19,7 @@ SCHEME = PageScheme(
     guidance_scale=30.0,
     mask_margin=8,
     full_steps=1,
+    full_steps_from=0.25,
 )
 PER_STEP = msgspec.structs.replace(SCHEME, keyframes=())
 MODEL = msgspec.structs.replace(fakes.MODEL, page_scheme=SCHEME)
@@ -58,8 +59,12 @@ def test_full_steps_must_leave_a_step() -> None:
     assert why_exact(sampling(full_steps=7), MODEL, engine(), 9, TOKENS) is None
     assert why_exact(sampling(full_steps=8), MODEL, engine(), 9, TOKENS) == "full_steps"
     assert why_exact(sampling(full_steps=4, strength=0.5), MODEL, engine(), 9, TOKENS) == "full_steps"
+
+
+def test_the_schemes_own_full_steps_must_leave_one_too() -> None:
     one_step = SamplingParams(num_inference_steps=1)
-    assert why_exact(one_step, MODEL, engine(), 9, TOKENS) == "full_steps"  # the scheme's own default
+    assert why_exact(one_step, MODEL, engine(), TOKENS // 4, TOKENS) == "full_steps"
+    assert why_exact(one_step, MODEL, engine(), TOKENS // 4 - 1, TOKENS) is None  # below full_steps_from
 
 
 @pytest.mark.parametrize("tier", ["host_bytes", "device_bytes"])
@@ -84,11 +89,23 @@ def test_per_step_pages_count_by_the_steps_that_run() -> None:
 
 
 def test_defaults_come_from_the_scheme_and_zero_is_a_value() -> None:
-    assert (resolve_margin(sampling(), MODEL), resolve_full_steps(sampling(), MODEL)) == (8, 1)
+    assert (resolve_margin(sampling(), MODEL), resolve_full_steps(sampling(), MODEL, 0.5)) == (8, 1)
     given = sampling(mask_margin=0, full_steps=0)
-    assert (resolve_margin(given, MODEL), resolve_full_steps(given, MODEL)) == (0, 0)
+    assert (resolve_margin(given, MODEL), resolve_full_steps(given, MODEL, 0.5)) == (0, 0)
     assert resolve_margin(sampling(mask_aware=False, mask_margin=5), MODEL) == 0
-    assert (resolve_margin(sampling(mask_margin=5), fakes.MODEL), resolve_full_steps(sampling(), fakes.MODEL)) == (0, 0)
+    assert resolve_margin(sampling(mask_margin=5), fakes.MODEL) == 0
+    assert resolve_full_steps(sampling(), fakes.MODEL, 0.5) == 0
+
+
+@pytest.mark.parametrize(("mask_ratio", "expected"), [(0.0, 0), (0.2499, 0), (0.25, 1), (1.0, 1)])
+def test_large_masks_get_full_steps(mask_ratio: float, expected: int) -> None:
+    assert resolve_full_steps(sampling(), MODEL, mask_ratio) == expected
+    assert resolve_full_steps(sampling(full_steps=3), MODEL, mask_ratio) == 3
+
+
+def test_without_a_ratio_every_mask_gets_full_steps() -> None:
+    model = msgspec.structs.replace(MODEL, page_scheme=msgspec.structs.replace(SCHEME, full_steps_from=0.0))
+    assert resolve_full_steps(sampling(), model, 1 / TOKENS) == 1
 
 
 def test_what_can_be_primed_before_any_edit() -> None:

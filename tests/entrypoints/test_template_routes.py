@@ -202,11 +202,12 @@ async def test_mask_aware_fields_have_an_effect(client: httpx.AsyncClient, engin
 
 
 async def test_cache_facts(client: httpx.AsyncClient, engine: FakeEngine) -> None:
-    engine.report = replace(engine.report, cache="miss", tier="host", primed=True, full_blocks=3)
+    engine.report = replace(engine.report, cache="miss", tier="host", primed=True, full_steps=1, full_blocks=3)
     engine.report.ms["prime"] = 7.5
     stencil = (await post_edit(client)).json()["stencil"]
     engine.report.ms["prime"] = 0.0
-    assert (stencil["cache"], stencil["tier"], stencil["primed"], stencil["full_blocks"]) == ("miss", "host", True, 3)
+    assert (stencil["cache"], stencil["tier"], stencil["primed"]) == ("miss", "host", True)
+    assert (stencil["full_steps"], stencil["full_blocks"]) == (1, 3)
     assert stencil["ms"]["prime"] == 7.5
     assert stencil["template_id"] is None
 
