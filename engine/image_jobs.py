@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from core.ipc.logs import current_request
 from core.messages import ComposedImage, ComposeImage, PreparedEdit, ToImageProcessor
 
 
@@ -13,6 +14,7 @@ from core.messages import ComposedImage, ComposeImage, PreparedEdit, ToImageProc
 class ImageJob:
     message: ToImageProcessor
     answer: asyncio.Future[PreparedEdit | ComposedImage]
+    request_id: str = field(default_factory=current_request)  # whose it is, for the log
     deaths: int = 0  # processors that died with it in hand
     is_abandoned: bool = False  # its caller was cancelled: not worth a second try
 

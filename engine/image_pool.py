@@ -21,6 +21,7 @@ import msgspec
 
 from core.config import ImageConfig
 from core.errors import EngineDeadError, EngineError, InvalidRequestError
+from core.ipc.logs import of_request
 from core.ipc.process import ChildProcess, spawn
 from core.ipc.ring import Channel, PeerClosedError
 from core.ipc.shared_array import Arena
@@ -84,6 +85,11 @@ class _Processor:
         self.is_dismissed = True
         self.child.kill()
 
+    @property
+    def log_extra(self) -> dict[str, str]:
+        """A line about it is one about the request that it works for; tasks and timers run in anybody's context."""
+        return of_request(self.job.request_id if self.job else "")
+
     def _look_later(self) -> None:
         self.stall = asyncio.get_running_loop().call_later(STALL_SECONDS, self._look)
 
@@ -91,7 +97,8 @@ class _Processor:
         """Kill it if it stands still: stopped, or stuck in the kernel."""
         before, self.cpu_seconds = self.cpu_seconds, self._read_cpu_seconds()
         if self.cpu_seconds - before < PROGRESS_SECONDS:
-            logger.error("%s (pid %d) stands still and is killed", self.child.name, self.child.pid)
+            extra = self.log_extra
+            logger.error("%s (pid %d) stands still and is killed", self.child.name, self.child.pid, extra=extra)
             self.child.kill()
         else:
             self._look_later()
@@ -244,7 +251,7 @@ class ImagePool:
         try:
             return self._start_processor()
         except OSError as error:
-            logger.error("cannot replace an image processor: %s", error)
+            logger.error("cannot replace an image processor: %s", error, extra=of_request(""))
             if not self._processors:  # else one of them comes back for the queue
                 self._fail_queue("no image processor can be started")
             return None
@@ -258,7 +265,8 @@ class ImagePool:
                 job.answer.set_result(answer)
             case JobFailed(failure=failure):
                 if failure.detail:
-                    logger.error("an image job failed: %s\n%s", failure.message, failure.detail)
+                    extra = of_request(job.request_id)
+                    logger.error("an image job failed: %s\n%s", failure.message, failure.detail, extra=extra)
                 job.answer.set_exception(failure.to_error())
 
     # ------------------------------------------------------------------------------------------------- processors
@@ -305,7 +313,7 @@ class ImagePool:
             self._processors.remove(processor)
         if not self._stopping.is_set() and not processor.is_dismissed:
             self.num_deaths += 1
-            logger.error("an image processor died: %s", processor.child.describe_exit())
+            logger.error("an image processor died: %s", processor.child.describe_exit(), extra=processor.log_extra)
         if (job := processor.drop_job()) is not None:
             self._settle(job, has_run_out=processor.child.returncode == -signal.SIGPROF)
 

@@ -59,7 +59,7 @@ def current_request() -> str:
 
 
 def of_request(request_id: str) -> dict[str, str]:
-    """`extra` of a line about a request in whose context it is not logged."""
+    """`extra` of a line about this request, "" = none, in whosever context it is logged."""
     return {"request_id": request_id}
 
 
@@ -105,7 +105,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def _request_of(record: logging.LogRecord) -> str:
-    return str(getattr(record, "request_id", "") or _request_id.get())
+    return str(getattr(record, "request_id", _request_id.get()))
 
 
 def _facts_of(record: logging.LogRecord) -> Mapping[str, Any]:

@@ -25,6 +25,7 @@ from PIL import Image
 from core.config import ImageConfig
 from core.errors import EngineDeadError, EngineError, InvalidImageError, InvalidRequestError, OutOfMemoryError
 from core.handles import ArrayRef
+from core.ipc.logs import request_context
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages import (
     ComposeImage,
@@ -209,9 +210,10 @@ async def test_a_bad_upload_is_the_users_error_and_harms_nobody(desk: Desk) -> N
 
 async def test_a_region_too_small_is_an_engine_error_with_a_trace(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
     job = desk.compose_job(png(noise(64, 64, 3)), None, noise(64, 64, 3), 1000)
-    with caplog.at_level(logging.ERROR), pytest.raises(EngineError, match="does not fit"):
+    with caplog.at_level(logging.ERROR), pytest.raises(EngineError, match="does not fit"), request_context("req_1"):
         await desk.pool.compose(job)
     assert "Traceback" in caplog.text
+    assert vars(caplog.records[0])["request_id"] == "req_1"
 
 
 async def test_fifty_jobs_at_once_each_get_their_own_answer(desk: Desk) -> None:
