@@ -142,6 +142,7 @@ class EditRequest(Message, frozen=True):
     sampler's state between ranks. num_tokens: the picture's image tokens. sampling: resolved, nothing in it is None
     that the model needs. is_mask_aware: steps after the first `sampling.full_steps` compute only the active tokens,
     over the template's pages; decided from the request and the server's flags alone. deadline: absolute, or None.
+    trace_context: W3C traceparent of the span that the engine's own go under; "" = not traced.
     """
 
     request_id: str
@@ -161,6 +162,7 @@ class EditRequest(Message, frozen=True):
     arrival: float
     deadline: float | None = None
     is_mask_aware: bool = False
+    trace_context: str = ""
 
     @property
     def num_partial_images(self) -> int:
