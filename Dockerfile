@@ -1,0 +1,49 @@
+# Stencil on CPUs. docs/docker.md says how to build it and run it.
+
+ARG PYTHON_VERSION=3.11
+FROM python:${PYTHON_VERSION}-slim-bookworm AS base
+ENV PIP_NO_CACHE_DIR=1 \
+    PIP_DISABLE_PIP_VERSION_CHECK=1
+
+# The project's requirements as two lists. Later layers depend on what the lists say, not on pyproject.toml: only another
+# range of versions for PyTorch installs it again.
+FROM base AS requirements
+WORKDIR /requirements
+COPY pyproject.toml ./
+RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" > all.txt \
+    && grep '^torch[<>=]' all.txt > torch.txt \
+    && grep -v '^torch[<>=]' all.txt > other.txt
+
+FROM base AS packages
+WORKDIR /source
+COPY pyproject.toml README.md LICENSE ./
+COPY core core
+COPY engine engine
+COPY entrypoints entrypoints
+COPY model_executor model_executor
+RUN pip install --no-deps --target /packages .
+
+FROM base
+RUN useradd --uid 10001 --user-group --create-home stencil \
+    && install --directory --owner stencil --group stencil /home/stencil/.cache \
+    && python -m venv /opt/stencil
+ENV PATH=/opt/stencil/bin:$PATH \
+    PYTHONPATH=/opt/stencil/packages \
+    PYTHONUNBUFFERED=1 \
+    HOME=/home/stencil
+
+# From PyTorch's own index: the wheels of pypi.org bring CUDA along, some gigabytes of it.
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+COPY --from=requirements /requirements/torch.txt /opt/stencil/requirements/
+RUN pip install --index-url "${TORCH_INDEX}" --requirement /opt/stencil/requirements/torch.txt
+COPY --from=requirements /requirements/other.txt /opt/stencil/requirements/
+RUN pip install --requirement /opt/stencil/requirements/other.txt
+COPY --from=packages /packages /opt/stencil/packages
+
+USER 10001:10001
+WORKDIR /home/stencil
+EXPOSE 8000
+HEALTHCHECK --interval=15s --timeout=5s --start-period=30s \
+    CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
+# The exec form: SIGTERM reaches the server itself, which drains.
+ENTRYPOINT ["python", "-m", "entrypoints.serve", "--host", "0.0.0.0"]
