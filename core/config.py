@@ -74,13 +74,19 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine: its models, its scheduler, its workers. Raises ConfigError for several workers with a device tier."""
+    """One engine: its models, its scheduler, its workers. data_parallel_size: engines of this kind on this machine,
+    which share its cores; data_parallel_rank: which of them this one is, counted from 0; its workers have GPUs of their
+    own. Raises ConfigError for several workers with a device tier.
+    """
 
     models: tuple[ModelConfig, ...] = (ModelConfig(),)
     scheduler: SchedulerConfig = SchedulerConfig()
     cache: CacheConfig = CacheConfig()
     workers_per_engine: int = 1
+    data_parallel_size: int = 1
+    data_parallel_rank: int = 0
     drain_seconds: float = 60.0
+    otlp_traces_endpoint: str = ""  # URL that spans are sent to; "" = none are made
 
     def __post_init__(self) -> None:
         if self.workers_per_engine > 1 and self.cache.device_bytes > 0:
@@ -103,14 +109,12 @@ RouterPolicy = Literal["round-robin", "least-requests", "least-tokens", "batch-c
 
 
 class StencilConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything an AsyncEngine needs. data_parallel_size: engines of `engine`'s kind, that requests are spread over by
-    router_policy. max_queue: images waiting or running before new ones are refused; arena_bytes:
-    address space of the shared arena, whose memory is only taken while in use; template_bytes: encoded uploads kept for
-    registered templates.
+    """Everything an AsyncEngine needs. router_policy: how edits are spread over engines. max_queue: images waiting or
+    running before new ones are refused; arena_bytes: address space of the shared arena, whose memory is only taken
+    while in use; template_bytes: encoded uploads kept for registered templates.
     """
 
     engine: EngineConfig = EngineConfig()
-    data_parallel_size: int = 1
     router_policy: RouterPolicy = "mask-aware"
     image: ImageConfig = ImageConfig()
     max_queue: int = 256

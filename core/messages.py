@@ -464,6 +464,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     page_arena_id: int
     cache: CacheConfig
     num_workers: int = 1  # worker processes that share this machine's cores
+    device_index: int = 0  # its place among them: the GPU it takes where no other one was named
 
 
 class CostSample(msgspec.Struct, frozen=True):

@@ -19,16 +19,14 @@ from core.config import StencilConfig
 from core.errors import EngineDeadError, EngineError, ModelNotFoundError, OverloadedError, StencilError
 from core.handles import ArrayRef
 from core.ipc.shared_array import Arena, ArenaAllocator
-from core.messages import (
-    LoadReport,
-    ModelInfo,
-)
+from core.load_report import EngineStats, LoadReport
+from core.messages import ModelInfo
 from engine.captures import Captures
 from engine.edit import EditInput, ImageOutput
 from engine.edit_session import EditSession
-from engine.engine_client import EngineClient
 from engine.image_pool import ImagePool
 from engine.metrics import Metrics
+from engine.router import Router
 from engine.template_session import TemplateSession
 from engine.templates import Template, TemplateStore
 from engine.upload import KeptUpload, Upload
@@ -72,10 +70,10 @@ class AsyncEngine:
         self._arena = Arena.create(0, self.config.arena_bytes)
         self.allocator = ArenaAllocator(self._arena)
         self.images = ImagePool(self.config.image, self._arena)
-        self.client = EngineClient(self.config.engine, self._arena, self._log_level, self.metrics.observe_load)
+        self.router = Router(self.config, self._arena, self._log_level, self.metrics)
         self.metrics.watch_queue(lambda: self.num_requests_running, lambda: self.num_requests_waiting)
         try:
-            self.client.start()
+            self.router.start()
             await self.images.start()
         except BaseException:
             await self._dismantle()
@@ -84,7 +82,7 @@ class AsyncEngine:
 
     async def ready(self) -> None:
         """Wait until edits are served. Raises what kept the engine from starting."""
-        self.models = await self.client.ready()
+        self.models = await self.router.ready()
 
     async def shutdown(self, drain_seconds: float) -> None:
         """Refuse new edits, let running ones finish within `drain_seconds`, leave no process and no memory behind."""
@@ -102,20 +100,20 @@ class AsyncEngine:
 
     async def failed(self) -> StencilError:
         """Wait for the engine's death and return its reason; never returns while all is well."""
-        return await self.client.failed()
+        return await self.router.failed()
 
     async def _run(self) -> None:
         """The actor: every background task of the engine lives in this group, and whatever ends it ends the engine."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                self._tasks.create_task(self.client.run())
+                self._tasks.create_task(self.router.run())
                 self._tasks.create_task(self.images.closed())
                 await self._stopping.wait()
-                await asyncio.gather(self.client.stop(), self._settle())
+                await asyncio.gather(self.router.stop(), self._settle())
                 await self.images.stop()
         except Exception as error:  # the actor's edge: unheard, a bug here would leave every caller waiting
             logger.exception("the engine's client failed")
-            self.client.fail(EngineError(f"internal error: {error}"))
+            self.router.fail(EngineError(f"internal error: {error}"))
         finally:
             await self._dismantle()
 
@@ -127,7 +125,7 @@ class AsyncEngine:
 
     async def _dismantle(self) -> None:
         """End what still runs and free what is held; after an orderly end there is little left to do."""
-        await self.client.close()
+        await self.router.close()
         with suppress(Exception):  # its failure, if it failed, is what brought us here
             await self.images.stop()
         self._arena.close()
@@ -182,8 +180,8 @@ class AsyncEngine:
 
     def _check_room(self, session: EditSession | TemplateSession) -> None:
         """Whether the queue has n places, all or none."""
-        if self.client.error is not None:
-            raise EngineDeadError(str(self.client.error))
+        if self.router.error is not None:
+            raise EngineDeadError(str(self.router.error))
         if self.num_admitted + session.num_images > self.config.max_queue:
             self.metrics.observe_rejected("queue_full")
             raise OverloadedError("The queue is full.", retry_after=self.retry_after())
@@ -202,8 +200,7 @@ class AsyncEngine:
 
     def retry_after(self) -> float:
         """Seconds after which a refused client is likely to find room: the predicted time to drain what is here."""
-        drain = self.load.drain_seconds if self.load else 0.0
-        return min(MAX_RETRY_SECONDS, max(MIN_RETRY_SECONDS, drain))
+        return min(MAX_RETRY_SECONDS, max(MIN_RETRY_SECONDS, self.router.drain_seconds))
 
     async def release(self, region: ArrayRef) -> None:
         """Free a region of the arena, giving its memory back to the kernel piece by piece: 36 MB at once take 12 ms."""
@@ -256,7 +253,7 @@ class AsyncEngine:
         """Have pages forgotten, unless a template has them still, or will; "" is a template that never was prepared."""
         has_pages = content_id and self.models[model].page_scheme is not None
         if has_pages and not self._is_wanted(model, content_id):
-            self.client.drop(model, content_id)
+            self.router.drop(model, content_id)
 
     def _is_wanted(self, model: str, content_id: str) -> bool:
         sessions = (session for session in self._sessions if isinstance(session, TemplateSession))
@@ -271,11 +268,22 @@ class AsyncEngine:
 
     @property
     def is_ready(self) -> bool:
-        return bool(self.models) and self.client.is_ready and not self.is_closing
+        return bool(self.models) and self.router.is_ready and not self.is_closing
 
     @property
-    def load(self) -> LoadReport | None:
-        return self.client.load
+    def alive(self) -> tuple[bool, ...]:
+        """Which engines serve."""
+        return tuple(self.router.alive)
+
+    @property
+    def loads(self) -> tuple[LoadReport | None, ...]:
+        """The last report of each engine; None before the first."""
+        return tuple(self.router.loads)
+
+    @property
+    def stats(self) -> tuple[EngineStats | None, ...]:
+        """What each engine has done; None before the first report."""
+        return tuple(self.router.stats)
 
     @property
     def num_admitted(self) -> int:
@@ -286,10 +294,10 @@ class AsyncEngine:
 
     @property
     def num_requests_running(self) -> int:
-        return self.load.num_running if self.load else 0
+        return self.router.num_running
 
     @property
     def num_requests_waiting(self) -> int:
         """Images that no worker has begun: queued in the engine, or still in preparation."""
         in_preparation = sum(session.num_images for session in self._sessions if not session.is_submitted)
-        return in_preparation + (self.load.num_waiting if self.load else 0)
+        return in_preparation + self.router.num_waiting

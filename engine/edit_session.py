@@ -150,7 +150,7 @@ class EditSession:
         """Hand one request per image to the engine."""
         for index in range(self.num_images):
             picture = self._make_picture(index)
-            self._engine.client.submit(picture.request, self._hear)
+            self._engine.router.submit(picture.request, self._hear)
             self._pictures[picture.request.request_id] = picture
 
     def _make_picture(self, index: int) -> Picture:
@@ -358,7 +358,7 @@ class EditSession:
         for _ in running:
             self._count_end(self._model.name)
         if running:
-            self._engine.client.abort(running)
+            self._engine.router.abort(running)
         if not self._pictures:
             self.done.set()
 

@@ -22,6 +22,7 @@ from core.errors import ConfigError, EngineDeadError, StencilError
 from core.failure import Failure
 from core.ipc.process import ChildProcess, spawn
 from core.ipc.shared_array import Arena
+from core.load_report import EngineStats, LoadReport
 from core.messages import (
     Abort,
     Aborted,
@@ -34,7 +35,6 @@ from core.messages import (
     Failed,
     Finished,
     FromEngine,
-    LoadReport,
     ModelInfo,
     PartialImage,
     PrimeTemplate,
@@ -56,16 +56,18 @@ Waiter = Callable[[RequestOutput], None]
 """Called in the event loop with every output of one request; must not block or raise."""
 
 
+OnReport = Callable[[LoadReport, EngineStats | None], None]
+"""Called with what an engine says of itself, before its outputs are handed out."""
+
+
 class EngineClient:
     """start, ready, submit and abort, stop, close. One task (`run`) of the owner's group drives it."""
 
-    def __init__(
-        self, config: EngineConfig, arena: Arena, log_level: str, on_load: Callable[[LoadReport], None]
-    ) -> None:
+    def __init__(self, config: EngineConfig, arena: Arena, log_level: str, on_report: OnReport) -> None:
         self._config = config
         self._arena = arena
         self._log_level = log_level
-        self._on_load = on_load
+        self._on_report = on_report
         self._runtime_dir = Path(tempfile.mkdtemp(prefix="stencil-"))  # mode 0700; holds the socket until connected
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -74,7 +76,6 @@ class EngineClient:
         self._encoder = msgspec.msgpack.Encoder()
         self._ready: asyncio.Future[dict[str, ModelInfo]] = asyncio.get_running_loop().create_future()
         self._gone = asyncio.Event()
-        self.load: LoadReport | None = None
         self.error: StencilError | None = None  # why it is gone, once it is
 
     # ---------------------------------------------------------------------------------- life
@@ -92,7 +93,7 @@ class EngineClient:
             "engine.engine_process:main",
             msgspec.msgpack.encode(EngineProcessConfig(self._config, address, self._arena.id, self._log_level)),
             [self._arena.fd],
-            "stencil-engine",
+            f"stencil-engine-{self._config.data_parallel_rank}",
             remove=[str(self._runtime_dir)],
         )
 
@@ -122,7 +123,8 @@ class EngineClient:
 
     async def stop(self) -> None:
         """Abort what still runs and leave no process behind."""
-        assert self._process is not None
+        if self._process is None:
+            return
         if self.is_ready:
             self.abort(tuple(self._waiters))
             self._send(Drain())
@@ -192,8 +194,7 @@ class EngineClient:
     def _handle(self, message: FromEngine) -> None:
         match message:
             case EngineOutputs():
-                self.load = message.load
-                self._on_load(message.load)
+                self._on_report(message.load, message.stats)
                 for output in message.outputs:
                     self._deliver(output)
             case EngineReady():

@@ -80,7 +80,7 @@ class TemplateSession:
 
     async def prime(self) -> TemplatePrimed:
         """Have its pages made. Raises EngineError, or OverloadedError when the server shuts down."""
-        self._engine.client.submit(self._make_request(), self._hear)
+        self._engine.router.submit(self._make_request(), self._hear)
         self.is_submitted = True
         await self.done.wait()
         match self._answer:
@@ -118,7 +118,7 @@ class TemplateSession:
         if not self.is_submitted:
             self.done.set()
         elif not self.done.is_set():
-            self._engine.client.abort((self._id,))
+            self._engine.router.abort((self._id,))
 
     def wants_pages(self, model: str, content_id: str) -> bool:
         """Whether it has these pages made for a template that is kept afterwards; a captured one is kept already, or

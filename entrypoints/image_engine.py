@@ -77,7 +77,8 @@ class ImageEngine:
     """A loaded model, ready to edit. Use as a context manager, or call `close`.
 
     model: diffusers directory or hub id, default the embedded model. dtype, device, threads, mask_aware,
-    cache_keyframes, cache_dtype, priming_prompt: see ModelConfig; cache: see CacheConfig. Raises ConfigError when the
+    cache_keyframes, cache_dtype, priming_prompt: see ModelConfig; cache: see CacheConfig; data_parallel_size: engines
+    that edits are spread over. Raises ConfigError when the
     model cannot be loaded.
     """
 
@@ -95,6 +96,7 @@ class ImageEngine:
         cache: CacheConfig = _CACHE,
         max_num_seqs: int = SchedulerConfig().max_num_seqs,
         image_workers: int = ImageConfig().image_workers,
+        data_parallel_size: int = EngineConfig().data_parallel_size,
     ) -> None:
         config = StencilConfig(
             engine=EngineConfig(
@@ -112,6 +114,7 @@ class ImageEngine:
                 ),
                 scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
                 cache=cache,
+                data_parallel_size=data_parallel_size,
             ),
             image=ImageConfig(image_workers=image_workers),
             max_queue=MAX_IN_FLIGHT * 10,

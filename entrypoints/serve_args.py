@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, get_args
 
 from core.config import (
     EMBEDDED_MODEL,
@@ -17,6 +17,7 @@ from core.config import (
     EngineConfig,
     ImageConfig,
     ModelConfig,
+    RouterPolicy,
     SchedulerConfig,
     StencilConfig,
 )
@@ -89,12 +90,19 @@ def _config(args: argparse.Namespace) -> StencilConfig:
         scheduler=scheduler,
         cache=cache,
         workers_per_engine=args.workers_per_engine,
+        data_parallel_size=args.data_parallel_size,
         drain_seconds=args.drain_seconds,
     )
     image = ImageConfig(
         image_workers=args.image_workers, max_upload_bytes=args.max_upload_bytes, max_pixels=args.max_pixels
     )
-    return StencilConfig(engine=engine, image=image, max_queue=args.max_queue, template_bytes=args.template_bytes)
+    return StencilConfig(
+        engine=engine,
+        router_policy=args.router_policy,
+        image=image,
+        max_queue=args.max_queue,
+        template_bytes=args.template_bytes,
+    )
 
 
 def check_model(model: str) -> None:
@@ -179,6 +187,13 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--log-format", default="text", choices=("text", "json"), help="json: one object a line")
     group.add_argument(
+        "--otlp-traces-endpoint",
+        default=EngineConfig().otlp_traces_endpoint,
+        type=_http_url,
+        metavar="URL",
+        help="OpenTelemetry collector that traces are sent to, such as http://localhost:4318/v1/traces; empty: none",
+    )
+    group.add_argument(
         "--drain-seconds",
         default=EngineConfig().drain_seconds,
         type=_decimal(0, 86400),
@@ -222,7 +237,21 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         default=EngineConfig().workers_per_engine,
         type=_integer(1, 64),
         metavar="N",
-        help="worker processes of the engine",
+        help="worker processes of each engine",
+    )
+    group.add_argument(
+        "--data-parallel-size",
+        default=EngineConfig().data_parallel_size,
+        type=_integer(1, 256),
+        metavar="N",
+        help="engines that edits are spread over, each with its own model, cache and workers; they share the cores, or "
+        "take one GPU a worker",
+    )
+    group.add_argument(
+        "--router-policy",
+        choices=get_args(RouterPolicy),
+        default=StencilConfig().router_policy,
+        help="how an engine is picked for an edit; mask-aware: where it is predicted to be done first",
     )
 
 
@@ -352,6 +381,12 @@ def _decimal(low: float, high: float) -> Callable[[str], float]:
         return value
 
     return parse
+
+
+def _http_url(text: str) -> str:
+    if text and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", text):
+        raise argparse.ArgumentTypeError(f"'{text}' is not an http:// or https:// URL")
+    return text
 
 
 def _device(text: str) -> str:

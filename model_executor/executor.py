@@ -99,7 +99,14 @@ class Executor:
 
     def _worker_config(self, rank: int) -> WorkerConfig:
         config = self._config
-        return WorkerConfig(rank, config.models, *self._arena_ids, config.cache, config.workers_per_engine)
+        return WorkerConfig(
+            rank,
+            config.models,
+            *self._arena_ids,
+            config.cache,
+            num_workers=config.workers_per_engine * config.data_parallel_size,
+            device_index=config.workers_per_engine * config.data_parallel_rank + rank,
+        )
 
 
 def _part_of(plan: StepPlan, rank: int) -> StepPlan | None:

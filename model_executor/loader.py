@@ -66,13 +66,15 @@ class Checkpoint:
     device: torch.device
 
     @classmethod
-    def open(cls, model: ModelConfig) -> Checkpoint:
-        """Find the checkpoint and read its index; a hub id is downloaded first. Raises ConfigError."""
+    def open(cls, model: ModelConfig, device_index: int = 0) -> Checkpoint:
+        """Find the checkpoint and read its index; a hub id is downloaded first. device_index: the GPU that is taken
+        where no other one was named. Raises ConfigError.
+        """
         path = _locate(model.model)
         index = _read_json(path / INDEX)
         if "_class_name" not in index:
             raise ConfigError(f"{path / INDEX} names no _class_name; is this a diffusers checkpoint?")
-        device = resolve_device(model.device)
+        device = resolve_device(model.device, device_index)
         return cls(path, index, _read_defaults(path), resolve_dtype(model.dtype, device), device)
 
     @property
@@ -115,8 +117,8 @@ class Checkpoint:
         return getattr(importlib.import_module(MODULES[name]), name)
 
 
-def resolve_device(name: str) -> torch.device:
-    """`auto` takes a GPU when there is one."""
+def resolve_device(name: str, index: int = 0) -> torch.device:
+    """`auto` takes a GPU when there is one, of several the one at `index`, as does `cuda`. Raises ConfigError."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -125,7 +127,19 @@ def resolve_device(name: str) -> torch.device:
         raise ConfigError(f"unknown device {name!r}; use auto, cpu, cuda or cuda:N") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device {name} was asked for, but PyTorch sees no GPU; use --device cpu")
+    if device.type == "cuda" and device.index is None:
+        return _gpu(index)
     return device
+
+
+def _gpu(index: int) -> torch.device:
+    """Raises ConfigError where there are fewer."""
+    if index >= torch.cuda.device_count():
+        raise ConfigError(
+            f"worker {index} would need a GPU of its own, but PyTorch sees {torch.cuda.device_count()}; "
+            "give a smaller --data-parallel-size or --workers-per-engine"
+        )
+    return torch.device("cuda", index)
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -51,11 +51,13 @@ class ResidentModels:
         self.families = families
 
     @classmethod
-    def open(cls, configs: Sequence[ModelConfig], *, has_device_tier: bool = False) -> ResidentModels:
-        """has_device_tier: there is room for pages in device memory, which a GPU cannot do without. Raises ConfigError
-        for a checkpoint that cannot be served.
+    def open(
+        cls, configs: Sequence[ModelConfig], *, has_device_tier: bool = False, device_index: int = 0
+    ) -> ResidentModels:
+        """has_device_tier: there is room for pages in device memory, which a GPU cannot do without. device_index: the
+        GPU that is taken where no other one was named. Raises ConfigError for a checkpoint that cannot be served.
         """
-        checkpoints = {config.name: Checkpoint.open(config) for config in configs}
+        checkpoints = {config.name: Checkpoint.open(config, device_index) for config in configs}
         if any(checkpoint.device.type != "cpu" for checkpoint in checkpoints.values()) and not has_device_tier:
             logger.warning("every token is computed: mask-aware edits on a GPU need --cache-device-bytes")
             configs = [msgspec.structs.replace(config, mask_aware=False) for config in configs]

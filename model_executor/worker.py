@@ -76,7 +76,9 @@ def _start(settings: WorkerConfig, link: EngineLink, arena: Arena, page_arena: A
 
     set_threads(num_threads)
     quiet_libraries()
-    models = ResidentModels.open(settings.models, has_device_tier=settings.cache.device_bytes > 0)
+    models = ResidentModels.open(
+        settings.models, has_device_tier=settings.cache.device_bytes > 0, device_index=settings.device_index
+    )
     models.load_all()
     models.warm_up()
     ready = models.ready(settings.rank)

@@ -76,15 +76,20 @@ async def test_it_serves_then_drains(core: EngineCore, said: list[FromEngine]) -
     assert (last.load.num_running, last.load.num_waiting, last.stats.steps) == (0, 0, 5)
 
 
-async def test_an_abort_ends_a_running_request(core: EngineCore, said: list[FromEngine]) -> None:
+async def test_an_abort_ends_a_running_request_within_two_steps(said: list[FromEngine]) -> None:
+    loopback = Loopback()
+    workers = loopback.workers
+    core = loopback.core = EngineCore(StepScheduler(SchedulerConfig(), {"m": MODEL}), loopback, said.append)
     core.mailbox.put_nowait(make_edit("a", steps=200))
     running = asyncio.create_task(core.run())
     while not any(isinstance(m, EngineOutputs) and m.load.num_running for m in said):
         await asyncio.sleep(0)
     core.mailbox.put_nowait(Abort(request_ids=("a",)))
+    steps = workers.next_step.get("a", 0)
     core.mailbox.put_nowait(Drain())
     await asyncio.wait_for(running, 5)
     assert outputs(said) == [Aborted(request_id="a")]
+    assert workers.next_step.get("a", 0) - steps <= 2, "it takes effect within two steps"
 
 
 class CountingScheduler(StepScheduler):
