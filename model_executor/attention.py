@@ -20,18 +20,27 @@ SCORE_BYTES = 5 << 18
 core's cache: with 166 queries over 1,088 keys, this took 0.82 of the time that 512 KiB did."""
 
 
-class KeyValueBuffer:
-    """Room for the keys and values of one request at a time, used for every request and block of a pass."""
+class KeysValues:
+    """Keys and values of one request in the block at hand, [2, heads, text and image tokens, head dim].
 
-    def __init__(self, heads: int, tokens: int, head_dim: int, like: Tensor) -> None:
-        """tokens: of the longest request. like: a tensor with the dtype and device."""
-        self._heads, self._head_dim = heads, head_dim
-        self._room = like.new_empty(2 * heads * tokens * head_dim)
+    The views that every block needs are made once: a step of few tokens spends as long on making views as on some of
+    its products.
+    """
 
-    def of(self, tokens: int) -> Tensor:
-        """[2, heads, tokens, head dim], with whatever is in it."""
-        size = 2 * self._heads * tokens * self._head_dim
-        return self._room[:size].view(2, self._heads, tokens, self._head_dim)
+    def __init__(self, room: Tensor, heads: int, head_dim: int, text_tokens: int, image_tokens: int) -> None:
+        """room: memory for them, which other requests may use before and after: [numbers]."""
+        tokens = text_tokens + image_tokens
+        self.joint = room[: 2 * heads * tokens * head_dim].view(2, heads, tokens, head_dim)
+        self.image = self.joint[:, :, text_tokens:]
+        self.keys, values = self.joint
+        self.value_heads = values.transpose(1, 2).unbind()  # each [head dim, tokens]
+
+    def put(self, fresh: Tensor, rows: Tensor | None) -> None:
+        """What the block computed, [computed tokens, 2, heads, head dim], into these rows; None for all."""
+        if rows is None:
+            self.joint.copy_(head_major(fresh))
+        else:
+            self.joint.index_copy_(2, rows, head_major(fresh))
 
 
 def head_major(x: Tensor) -> Tensor:
@@ -39,27 +48,28 @@ def head_major(x: Tensor) -> Tensor:
     return x.permute(1, 2, 0, 3)
 
 
-def attend(query: Tensor, key_value: Tensor, linear: Linear) -> Tensor:
-    """query: [queries, heads, head dim]; key_value: [2, heads, keys, head dim] -> [queries, heads * head dim].
+def attend(query: Tensor, keys_values: KeysValues, linear: Linear) -> Sequence[Tensor]:
+    """query: [queries, heads, head dim] -> parts of [queries, heads * head dim], left to right.
 
     With `fused_linear` a query's result has the same bits whatever the number of other queries.
     """
     if linear is fused_linear and has_onednn(query):
-        return _attend_by_products(query, key_value)
-    key, value = key_value[None].unbind(1)
-    return F.scaled_dot_product_attention(query.transpose(0, 1)[None], key, value)[0].transpose(0, 1).flatten(1)
+        return _attend_by_products(query, keys_values)
+    key, value = keys_values.joint[None].unbind(1)
+    return [F.scaled_dot_product_attention(query.transpose(0, 1)[None], key, value)[0].transpose(0, 1).flatten(1)]
 
 
-def _attend_by_products(query: Tensor, key_value: Tensor) -> Tensor:
+def _attend_by_products(query: Tensor, keys_values: KeysValues) -> Sequence[Tensor]:
     """Two oneDNN products a head. Of the time of PyTorch's scaled-dot-product attention, whose products are MKL's, this
     took 0.5 to 0.7 from 100 queries over 1,100 keys up in float32 and bfloat16, 0.7 with 280 queries over 280 keys and
     1.2 with 50, on one Zen 5 core; `torch.bmm` took 2 in float32 where keys are many.
     """
-    scaled = (query.float() * query.shape[-1] ** -0.5).transpose(0, 1).contiguous()
-    keys, values = key_value[0].float(), key_value[1].transpose(1, 2)
-    step = max(2, SCORE_BYTES // (keys.shape[1] * keys.element_size()))
-    heads = [_attend_head(*parts, step) for parts in zip(scaled, keys, values, strict=True)]
-    return torch.cat(heads, dim=1)
+    queries, heads, head_dim = query.shape
+    scaled = query.new_empty(heads, queries, head_dim, dtype=torch.float32)
+    scaled.copy_(query.transpose(0, 1)).mul_(head_dim**-0.5)
+    step = max(2, SCORE_BYTES // (keys_values.joint.shape[2] * scaled.element_size()))
+    parts = zip(scaled.unbind(), keys_values.keys.float().unbind(), keys_values.value_heads, strict=True)
+    return [_attend_head(*part, step) for part in parts]
 
 
 def _attend_head(query: Tensor, key: Tensor, value: Tensor, step: int) -> Tensor:
@@ -79,8 +89,8 @@ def normalise_and_rotate_(
 ) -> None:
     """Norm and rotary embedding of queries and keys, in place, with the roundings of diffusers' attention.
 
-    x: [tokens, n, heads, head dim]; rotary: complex64 [tokens, 1, 1, head dim / 2]; weights: float32 [n, 1, head dim]
-    of the norm, and the tokens that they are for.
+    x: [tokens, n, heads, head dim]; rotary: complex64 [tokens, 1, 1, head dim / 2]; weights: float32 [n, heads, head
+    dim] of the norm, and the tokens that they are for.
     """
     wide = x.float()  # x itself in float32
     _rms_norm_(wide, eps)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Span = tuple[int, int]
@@ -71,13 +72,21 @@ def gather(x: Tensor, where: Sequence[Span]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def modulate_(x: Tensor, where: Sequence[Span], scale: Tensor, shift: Tensor) -> Tensor:
-    """x * (1 + scale) + shift in place, request by request; x: [tokens, width], scale and shift: [requests, width]."""
-    scale, number = 1 + scale, len(where)
-    # chunk, since split is a Python function: 5 us more.
-    for piece, factor, offset in zip(pieces(x, where), scale.chunk(number), shift.chunk(number), strict=True):
-        piece.mul_(factor).add_(offset)
-    return x
+def norm_modulate(
+    x: Tensor, where: Sequence[Span], eps: float, factor: Tensor, shift: Tensor, *, fused: bool
+) -> Tensor:
+    """Layer norm of these rows of x, times factor, plus shift, request by request: [rows, width], one span after the
+    other. factor, shift: [requests, width].
+
+    fused: in one pass, rounded less often than by diffusers. It took 0.4 of the time.
+    """
+    shape = x.shape[-1:]
+    requests = zip(pieces(x, where), factor.unbind(), shift.unbind(), strict=True)
+    if fused:
+        parts = [F.layer_norm(piece, shape, weight, bias, eps) for piece, weight, bias in requests]
+    else:
+        parts = [F.layer_norm(piece, shape, eps=eps).mul_(weight).add_(bias) for piece, weight, bias in requests]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def add_gated_(x: Tensor, where: Sequence[Span], y: Tensor, rows: Sequence[Span], gate: Tensor) -> None:

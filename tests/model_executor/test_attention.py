@@ -1,0 +1,61 @@
+"""Attention by products, against softmax in float64; queries and keys may come in any number."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from model_executor import attention
+from model_executor.attention import KeysValues, attend
+from model_executor.linear import fused_linear, plain_linear
+
+HEADS, HEAD_DIM, TEXT = 3, 16, 5
+
+
+def keys_values(image_tokens: int, dtype: torch.dtype = torch.float32) -> KeysValues:
+    """Filled, in room for more."""
+    room = torch.full([2 * HEADS * 100 * HEAD_DIM], 7.0, dtype=dtype)
+    holder = KeysValues(room, HEADS, HEAD_DIM, TEXT, image_tokens)
+    holder.put(torch.randn(TEXT + image_tokens, 2, HEADS, HEAD_DIM).to(dtype), None)
+    return holder
+
+
+def attended(query: Tensor, holder: KeysValues) -> Tensor:
+    return torch.cat(list(attend(query, holder, fused_linear)), dim=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("queries", "image_tokens"), [(1, 1), (7, 40), (45, 40), (3, 95)])
+def test_matches_softmax_in_float64(dtype: torch.dtype, queries: int, image_tokens: int) -> None:
+    holder = keys_values(image_tokens, dtype)
+    query = torch.randn(queries, HEADS, HEAD_DIM).to(dtype)
+    keys, values = holder.joint.double()
+    weights = (query.double().transpose(0, 1) @ keys.transpose(1, 2) / HEAD_DIM**0.5).softmax(-1)
+    expected = (weights @ values).transpose(0, 1).flatten(1)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for linear in (fused_linear, plain_linear):
+        out = torch.cat(list(attend(query, holder, linear)), dim=1)
+        torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_few_queries_get_the_bits_they_have_among_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the many are taken in several goes."""
+    holder, query = keys_values(60), torch.randn(33, HEADS, HEAD_DIM)
+    together = attended(query, holder)
+    for rows in ([0], [31, 32], list(range(1, 33, 3))):
+        assert torch.equal(attended(query[rows], holder), together[rows])
+    monkeypatch.setattr(attention, "SCORE_BYTES", 65 * 4 * 8)
+    assert torch.equal(attended(query, holder), together)
+
+
+def test_put_replaces_the_computed_rows_alone() -> None:
+    holder = keys_values(9)
+    before = holder.joint.clone()
+    rows = torch.tensor([0, 1, 2, 3, 4, 7, 12])
+    fresh = torch.randn(len(rows), 2, HEADS, HEAD_DIM)
+    holder.put(fresh, rows)
+    rest = torch.tensor([row for row in range(TEXT + 9) if row not in rows])
+    assert torch.equal(holder.joint[:, :, rest], before[:, :, rest])
+    assert torch.equal(holder.joint[:, :, rows], fresh.permute(1, 2, 0, 3))
+    assert torch.equal(holder.image, holder.joint[:, :, TEXT:])
