@@ -1,7 +1,8 @@
-"""The edits that the embedded model's own calibration was made on: `python -m benchmarks.calibration_images DIR`
+"""The edits that a calibration of the embedded model is made on: `python -m benchmarks.calibration_images DIR`
 
-Half silhouettes, half boxes, of scenes that neither training nor the quality benchmark sees. Writes images and masks to
-DIR/images and their prompts, in the same order, to DIR/prompts.txt, as `python -m entrypoints.calibrate` takes them.
+Silhouettes, boxes and parts of boxes in equal shares, of scenes that neither training nor the quality benchmark sees.
+Writes images and masks to DIR/images and their prompts, in the same order, to DIR/prompts.txt, as `python -m
+entrypoints.calibrate` takes them.
 """
 
 from __future__ import annotations
@@ -13,20 +14,22 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from benchmarks.quality_masks import part_of_box
 from tools.train_embedded import seeds
 from tools.train_embedded.cases import Case, cases
 
-SILHOUETTES, BOXES = seeds.TUNING + 1_000, seeds.TUNING + 51_000
+SILHOUETTES, BOXES, PARTS = seeds.TUNING + 1_000, seeds.TUNING + 51_000, seeds.TUNING + 53_000
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where to write")
-    parser.add_argument("--num-edits", type=int, default=16, help="an even number (default: 16)")
+    parser.add_argument("--num-edits", type=int, default=48, help="a multiple of three (default: 48)")
     args = parser.parse_args(argv)
-    half = args.num_edits // 2
-    pairs = zip(cases(SILHOUETTES, half), cases(BOXES, half, "box"), strict=True)
-    write([case for pair in pairs for case in pair], args.folder)
+    third = args.num_edits // 3
+    parts = [part_of_box(case, seed) for seed, case in enumerate(cases(PARTS, third, "box"))]
+    triples = zip(cases(SILHOUETTES, third), cases(BOXES, third, "box"), parts, strict=True)
+    write([case for triple in triples for case in triple], args.folder)
 
 
 def write(asked: Sequence[Case], folder: Path) -> None:

@@ -56,12 +56,12 @@ def settings_around(default: Setting) -> list[Setting]:
 
 
 def shipped_setting(model: ModelInfo) -> Setting:
-    """What a server without flags uses for this model."""
+    """What a server without flags uses for this model; full steps go by the mask ratio."""
     scheme = model.page_scheme
     if scheme is None:
         raise SystemExit("this model is served without mask-aware execution; there is nothing to compare")
     keyframes = str(len(scheme.keyframes)) if scheme.keyframes else "per-step"
-    return Setting(keyframes, scheme.layout.dtype, scheme.mask_margin, scheme.full_steps)
+    return Setting(keyframes, scheme.layout.dtype, scheme.mask_margin)
 
 
 def measure_table(
@@ -144,7 +144,7 @@ def _cells(row: Row) -> list[str]:
         s.keyframes,
         s.dtype,
         str(s.margin),
-        str(s.full_steps),
+        "by ratio" if s.full_steps is None else str(s.full_steps),
         f"{row.active_ratio:.3f}",
         f"{like.mean:.4f} / {like.p10:.4f} / {like.in_box.min():.3f}",
         f"{like.whole.mean():.4f}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -24,8 +24,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     keyframes: tuple[float, ...] | Literal["per-step"]
     dtype: PageDtype
-    full_steps: int
-    full_steps_from: float = 0.0
+    full_steps: Annotated[int, msgspec.Meta(ge=0)]
+    full_steps_from: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     mask_margin: int
     safe: bool
     ssim_mean: float
@@ -34,9 +34,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     num_inference_steps: int
 
     def __post_init__(self) -> None:
-        """ValueError for keyframes that no noise level lies between, and for a share of the picture outside 0..1."""
-        if not 0.0 <= self.full_steps_from <= 1.0:
-            raise ValueError(f"full_steps_from is a mask ratio, 0 to 1, not {self.full_steps_from}")
+        """ValueError for keyframes that no noise level lies between."""
         if self.keyframes == "per-step":
             return
         falling = sorted(set(self.keyframes), reverse=True) == list(self.keyframes)

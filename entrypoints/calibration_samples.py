@@ -20,7 +20,7 @@ from entrypoints.image_engine import Edit
 
 SUFFIXES = frozenset({".png", ".webp", ".jpg", ".jpeg"})
 MASK_ENDING = "_mask"
-SMALLEST_BOX, LARGEST_BOX = 0.05, 0.3
+SMALLEST_BOX, LARGEST_BOX = 0.03, 0.5
 """Share of the picture that a random box covers."""
 
 Mask = npt.NDArray[np.bool_]

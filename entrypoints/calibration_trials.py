@@ -12,12 +12,15 @@ from core.errors import ConfigError
 from core.request import SamplingParams
 from engine.similarity import ssim_in_box
 from entrypoints.calibration_samples import Sample
-from entrypoints.calibration_search import CHEAPEST, Search, Setting, Trial
+from entrypoints.calibration_search import CHEAPEST, ClassTrial, Search, Setting, Trial, by_size
 from entrypoints.image_engine import EditResult, ImageEngine
 
 Pixels = npt.NDArray[np.uint8]
 StartEngine = Callable[[str, str], ImageEngine]
 """(--cache-keyframes, --cache-dtype) -> an engine of the checkpoint in question."""
+
+MIN_CLASS, MAX_CLASSES = 8, 4
+"""Fewest edits of a class of masks, whose tenth percentile means little of less; most classes."""
 
 
 class Trials:
@@ -32,6 +35,7 @@ class Trials:
         self._say = say
         self._samples: Sequence[Sample] = ()
         self._exact: list[Pixels] = []
+        self._classes: list[list[int]] = []  # indices of samples, smallest masks first
         self._known: dict[Setting, Trial] = {}
         self._engine: ImageEngine | None = None
         self._flags: tuple[str, str] | None = None  # that the engine was started with
@@ -54,7 +58,9 @@ class Trials:
         """The setting to use for such edits; see Search. Raises ConfigError where they cannot tell, and an edit's own
         error."""
         self._samples = samples
-        self._exact = [_pixels(result) for result in self._run(CHEAPEST, SamplingParams(mask_aware=False))]
+        exact = self._run(CHEAPEST, [SamplingParams(mask_aware=False)] * len(samples))
+        self._exact = [_pixels(result) for result in exact]
+        self._classes = by_size([_ratio(result) for result in exact], MIN_CLASS, MAX_CLASSES)
         if not self._measure(CHEAPEST).num_edits:
             raise ConfigError("no edit ran mask-aware: give masks that leave part of the picture, or larger images")
         return Search(self._measure, self.num_inference_steps, target).run()
@@ -73,26 +79,33 @@ class Trials:
         return self._known[setting]
 
     def _try(self, setting: Setting) -> Trial:
-        results = self._run(setting, SamplingParams(mask_margin=setting.margin, full_steps=setting.full_steps))
-        alike = [
-            ssim_in_box(exact, _pixels(result), sample.mask)
-            for exact, result, sample in zip(self._exact, results, self._samples, strict=True)
-            if result.reports[0].exact_reason is None
+        results = self._run(setting, self._params(setting))
+        return Trial(setting, tuple(self._judge(indices, results) for indices in self._classes))
+
+    def _params(self, setting: Setting) -> list[SamplingParams]:
+        """Of each sample."""
+        class_of = {index: number for number, indices in enumerate(self._classes) for index in indices}
+        return [
+            SamplingParams(mask_margin=setting.margin, full_steps=setting.full_steps_of(class_of[index]))
+            for index in range(len(self._samples))
         ]
-        return Trial(
-            setting=setting,
-            ssim_mean=float(np.mean(alike)) if alike else 0.0,
-            ssim_p10=float(np.percentile(alike, 10)) if alike else 0.0,
-            active_ratio=float(np.mean([result.reports[0].mask_ratio for result in results])),
-            num_edits=len(alike),
+
+    def _judge(self, indices: Sequence[int], results: Sequence[EditResult]) -> ClassTrial:
+        alike = [index for index in indices if results[index].reports[0].exact_reason is None]
+        return ClassTrial(
+            ssim=tuple(
+                ssim_in_box(self._exact[index], _pixels(results[index]), self._samples[index].mask) for index in alike
+            ),
+            ratios=tuple(_ratio(results[index]) for index in indices),
         )
 
-    def _run(self, setting: Setting, sampling: SamplingParams) -> list[EditResult]:
-        params = [
+    def _run(self, setting: Setting, params: Sequence[SamplingParams]) -> list[EditResult]:
+        """One of `params` for each sample; seed and steps are added."""
+        seeded = [
             msgspec.structs.replace(sampling, seed=sample.seed, num_inference_steps=self._steps)
-            for sample in self._samples
+            for sampling, sample in zip(params, self._samples, strict=True)
         ]
-        results = self._open(setting).generate([sample.as_edit() for sample in self._samples], params, use_tqdm=False)
+        results = self._open(setting).generate([sample.as_edit() for sample in self._samples], seeded, use_tqdm=False)
         for result in results:
             if result.error is not None:
                 raise result.error
@@ -113,3 +126,7 @@ class Trials:
 
 def _pixels(result: EditResult) -> Pixels:
     return np.asarray(result.images[0].convert("RGB"))
+
+
+def _ratio(result: EditResult) -> float:
+    return result.reports[0].mask_ratio

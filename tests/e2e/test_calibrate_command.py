@@ -40,7 +40,7 @@ def test_what_it_saves_is_what_the_engine_uses(
     found = msgspec.json.decode(saved.read_bytes(), type=Calibration)
     assert found.safe
     assert (found.keyframes, found.dtype) == ((1.0, 0.0), "int8")
-    assert (found.mask_margin, found.full_steps) == (0, 0)
+    assert (found.mask_margin, found.full_steps, found.full_steps_from) == (0, 0, 0.0)
     assert (found.num_edits, found.num_inference_steps) == (3, 4)
     with ImageEngine(str(tiny_checkpoint), dtype="float32") as engine:
         scheme = engine.model.page_scheme

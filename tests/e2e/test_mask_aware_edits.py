@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from pictures import Pixels, photo
 
+from core.calibration import CALIBRATION, Calibration
 from core.config import CacheConfig
 from core.request import SamplingParams
 from engine.edit import EditReport
@@ -19,6 +22,18 @@ from entrypoints import Edit, ImageEngine
 
 SIDE, TOKENS = 128, 64
 HOST_BYTES = 2**28
+FOUND = Calibration(
+    keyframes=(1.0, 0.75, 0.5, 0.25, 0.0),
+    dtype="int8",
+    full_steps=2,
+    full_steps_from=0.4,
+    mask_margin=8,
+    safe=True,
+    ssim_mean=0.99,
+    ssim_p10=0.98,
+    num_edits=16,
+    num_inference_steps=6,
+)
 
 
 @contextmanager
@@ -29,8 +44,12 @@ def engine_of(checkpoint: Path, **settings: Any) -> Iterator[ImageEngine]:
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_checkpoint: Path) -> Iterator[ImageEngine]:
-    with engine_of(tiny_checkpoint) as engine:
+def engine(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ImageEngine]:
+    """With a calibration that gives large masks full steps."""
+    calibrated = tmp_path_factory.mktemp("calibrated") / "tiny"
+    shutil.copytree(tiny_checkpoint, calibrated)
+    (calibrated / CALIBRATION).write_bytes(msgspec.json.encode(FOUND))
+    with engine_of(calibrated) as engine:
         yield engine
 
 
@@ -118,7 +137,7 @@ def test_exact_is_what_a_server_without_mask_aware_execution_paints(
     assert (plain.exact_reason, plain.cache, plain.tier) == ("disabled", "off", None)
     exact, report = run(engine, edit, seed=7, mask_aware=False)
     np.testing.assert_array_equal(exact, expected)
-    assert (report.exact_reason, report.cache, report.primed) == ("asked", "off", False)
+    assert (report.exact_reason, report.cache, report.primed, report.full_steps) == ("asked", "off", False, 6)
     assert (report.active_tokens, report.mask_ratio) == (TOKENS, 6 / TOKENS)
     all_full, report = run(engine, edit, seed=7, full_steps=6)
     np.testing.assert_array_equal(all_full, expected)
@@ -143,13 +162,17 @@ def test_the_margin_grows_what_is_computed_alone(engine: ImageEngine) -> None:
     assert counts == [3 * 2, 3 * 2, 4 * 4, 5 * 4]
 
 
-def test_defaults_are_the_schemes(engine: ImageEngine) -> None:
-    scheme = engine.model.page_scheme
-    assert scheme is not None
-    by_default, report = run(engine, make_edit(seed=8), mask_margin=None, full_steps=None)
-    by_value, same = run(engine, make_edit(seed=8), mask_margin=scheme.mask_margin, full_steps=scheme.full_steps)
+@pytest.mark.parametrize(("right", "full_steps"), [(58, 0), (122, 2)])
+def test_defaults_are_the_calibrations(engine: ImageEngine, right: int, full_steps: int) -> None:
+    """Full steps for a mask ratio of 32/64 with the margin, none for one of 20/64."""
+    edit = make_edit(seed=8, right=right)
+    by_default, report = run(engine, edit, mask_margin=None, full_steps=None)
+    by_value, same = run(engine, edit, mask_margin=FOUND.mask_margin, full_steps=full_steps)
     np.testing.assert_array_equal(by_default, by_value)
-    assert (report.active_tokens, report.exact_reason) == (same.active_tokens, None)
+    assert (report.active_tokens, report.exact_reason, report.full_steps) == (same.active_tokens, None, full_steps)
+    other, report = run(engine, edit, mask_margin=None, full_steps=1)
+    assert report.full_steps == 1
+    assert not np.array_equal(other, by_default)
 
 
 def test_full_steps_come_nearer_to_exact(engine: ImageEngine) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from core.calibration import CALIBRATION, Calibration, calibration_file
-from core.config import ModelConfig
+from core.config import EMBEDDED_MODEL, ModelConfig
 from core.errors import ConfigError
 from core.page_scheme import PageScheme
 from model_executor import fingerprint as fingerprint_module
@@ -238,3 +238,11 @@ def test_keyframes_that_do_not_fall_from_1_to_0_are_no_calibration(keyframes: tu
 def test_flags_that_cannot_be_are_config_errors(path: Path, cache: Path, flag: str, value: str) -> None:
     with pytest.raises(ConfigError, match=value):
         scheme_of(path, cache, **{flag: value})
+
+
+def test_the_embedded_models_large_masks_get_a_full_step() -> None:
+    """Small ones, of which one full step costs as much as several others, do without."""
+    found = msgspec.json.decode((Path(EMBEDDED_MODEL) / CALIBRATION).read_bytes(), type=Calibration)
+    assert found.safe
+    assert found.full_steps == 1
+    assert 0.15 < found.full_steps_from < 1 / 3

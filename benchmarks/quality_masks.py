@@ -1,0 +1,39 @@
+"""Boxes of other sizes than garments have; functions of their arguments alone."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+
+from tools.train_embedded.cases import Case
+from tools.train_embedded.scenes import SIZE
+
+SMALLEST = 16  # pixels of a part's side
+
+
+def part_of_box(case: Case, seed: int) -> Case:
+    """The case with a box inside its mask's own, of 0.15 to 0.8 of its area."""
+    dice = random.Random(seed)
+    rows, columns = (np.flatnonzero(case.mask.any(axis)) for axis in (1, 0))
+    top, bottom, left, right = int(rows[0]), int(rows[-1]) + 1, int(columns[0]), int(columns[-1]) + 1
+    side = dice.uniform(0.15, 0.8) ** 0.5
+    height, width = max(SMALLEST, int((bottom - top) * side)), max(SMALLEST, int((right - left) * side))
+    y, x = dice.randint(top, max(top, bottom - height)), dice.randint(left, max(left, right - width))
+    return _with_box(case, x, y, width, height)
+
+
+def box_anywhere(case: Case, seed: int) -> Case:
+    """The case with a box of 0.02 to 0.55 of the picture."""
+    dice = random.Random(seed + 7)
+    share, aspect = dice.uniform(0.02, 0.55), dice.uniform(0.6, 1.6)
+    height, width = (min(SIZE, int(side**0.5 * SIZE)) for side in (share / aspect, share * aspect))
+    y, x = dice.randint(0, SIZE - height), dice.randint(0, SIZE - width)
+    return _with_box(case, x, y, width, height)
+
+
+def _with_box(case: Case, x: int, y: int, width: int, height: int) -> Case:
+    mask = np.zeros_like(case.mask)
+    mask[y : y + height, x : x + width] = True
+    return replace(case, mask=mask)
