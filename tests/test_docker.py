@@ -1,0 +1,155 @@
+"""The image, and the services around it, agree with the project: paths, ports, users, times."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pytest
+from deployment import ROOT, find, health_command, image_environment, mounts, read_dockerfile, read_yaml, services
+from packaging.specifiers import SpecifierSet
+
+from core.cache_folder import user_cache_folder
+from entrypoints.serve import FLUSH_SECONDS
+from entrypoints.serve_args import ServeOptions, parse_options
+
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROCESS_SECONDS = 10.0  # to end processes that did not leave by themselves
+
+
+def copied_paths() -> set[str]:
+    """What the Dockerfile takes from the repository."""
+    return {source for copy in find("COPY") if "from" not in copy.flags for source in copy.words[:-1]}
+
+
+def served() -> ServeOptions:
+    """What the server makes of the image's entry point and of compose.yaml's flags."""
+    (entrypoint,) = find("ENTRYPOINT")
+    interpreter, flag, module, *flags = entrypoint.words
+    assert (interpreter, flag, module) == ("python", "-m", "entrypoints.serve")
+    return parse_options([*flags, *services()["stencil"].get("command", [])])
+
+
+def test_every_copied_path_exists() -> None:
+    assert [path for path in copied_paths() if not (ROOT / path).exists()] == []
+
+
+def test_the_build_is_sent_what_it_copies_and_nothing_else() -> None:
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    rules = [line for line in lines if line and not line.startswith("#")]
+    assert rules[0] == "*"
+    assert {rule[1:] for rule in rules if rule.startswith("!")} == copied_paths()
+
+
+def test_all_that_the_wheel_is_made_of_is_copied() -> None:
+    packages = {pattern.rstrip("*") for pattern in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]}
+    texts = {"pyproject.toml", PROJECT["project"]["readme"], *PROJECT["project"]["license-files"]}
+    assert copied_paths() == packages | texts
+
+
+def test_the_base_image_has_a_python_that_the_project_supports() -> None:
+    version = next(arg.arguments for arg in find("ARG") if arg.arguments.startswith("PYTHON_VERSION="))
+    minor = version.partition("=")[2]
+    assert minor in SpecifierSet(PROJECT["project"]["requires-python"])
+    assert f"Programming Language :: Python :: {minor}" in PROJECT["project"]["classifiers"]
+
+
+def test_torch_is_told_apart_from_all_other_requirements(tmp_path: Path) -> None:
+    """Runs the Dockerfile's own command."""
+    (split,) = [run for run in find("RUN") if "tomllib" in run.arguments]
+    command = split.arguments.replace("python -c", f"{sys.executable} -c", 1)
+    (tmp_path / "pyproject.toml").write_bytes((ROOT / "pyproject.toml").read_bytes())
+    subprocess.run(["sh", "-c", command], cwd=tmp_path, check=True)
+    torch, other = ((tmp_path / name).read_text().splitlines() for name in ("torch.txt", "other.txt"))
+    assert [re.split("[<>=]", line)[0] for line in torch] == ["torch"]
+    assert sorted(torch + other) == sorted(PROJECT["project"]["dependencies"])
+
+
+def test_code_is_copied_after_everything_is_installed() -> None:
+    """Else a change of code would install PyTorch again."""
+    instructions = read_dockerfile()
+    own = [each for each in instructions if each.stage == instructions[-1].stage and each.name in ("RUN", "COPY")]
+    assert own[-1].flags["from"] == "packages"
+    assert own[-1].words[-1] == image_environment()["PYTHONPATH"]
+
+
+def test_the_server_listens_where_the_image_says() -> None:
+    options = served()
+    (expose,) = find("EXPOSE")
+    assert options.host == "0.0.0.0"
+    assert expose.words == [str(options.port)]
+    assert f"http://127.0.0.1:{options.port}/health" in health_command()[-1]
+
+
+def test_the_server_is_a_numbered_user_without_rights() -> None:
+    """A number, since Kubernetes' runAsNonRoot cannot tell what a name stands for."""
+    (user,) = find("USER")
+    assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", user.arguments)
+
+
+def test_what_users_should_keep_lies_in_the_volume() -> None:
+    (name, target), *others = (volume.split(":") for volume in services()["stencil"]["volumes"])
+    assert not others
+    assert name in read_yaml("compose.yaml")["volumes"]
+    assert PurePosixPath(target) == user_cache_folder(image_environment()).parent
+
+
+def test_the_container_is_given_time_to_drain() -> None:
+    seconds = float(services()["stencil"]["stop_grace_period"].removesuffix("s"))
+    assert seconds >= served().config.engine.drain_seconds + FLUSH_SECONDS + PROCESS_SECONDS
+
+
+def test_ports_are_published_to_this_host_alone() -> None:
+    for name, port in (("stencil", served().port), ("prometheus", 9090), ("grafana", 3000)):
+        assert services()[name]["ports"] == [f"127.0.0.1:{port}:{port}"]
+
+
+@pytest.mark.parametrize("service", ["prometheus", "grafana"])
+def test_every_mounted_file_exists(service: str) -> None:
+    assert [source for source in mounts(service).values() if not (ROOT / source).is_file()] == []
+
+
+def test_prometheus_asks_the_server() -> None:
+    assert "/etc/prometheus/prometheus.yml" in mounts("prometheus")
+    (job,) = read_yaml("deploy/prometheus.yml")["scrape_configs"]
+    assert job["static_configs"] == [{"targets": [f"stencil:{served().port}"]}]
+
+
+def test_grafana_asks_prometheus() -> None:
+    (source,) = read_yaml(mounts("grafana")["/etc/grafana/provisioning/datasources/stencil.yml"])["datasources"]
+    assert source["type"] == "prometheus"
+    assert source["url"] == "http://prometheus:9090"
+    assert source["jsonData"]["timeInterval"] == read_yaml("deploy/prometheus.yml")["global"]["scrape_interval"]
+
+
+def test_grafana_finds_the_dashboard() -> None:
+    (provider,) = read_yaml(mounts("grafana")["/etc/grafana/provisioning/dashboards/stencil.yml"])["providers"]
+    path = f"{provider['options']['path']}/stencil.json"
+    assert mounts("grafana")[path] == "./docs/grafana/stencil.json"
+    assert services()["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"] == path
+
+
+def datasources(node: object) -> set[str]:
+    """Every data source that a dashboard's panels and variables name, by uid."""
+    if isinstance(node, list):
+        return set().union(*map(datasources, node))
+    if not isinstance(node, dict):
+        return set()
+    named = node.get("datasource")
+    here = {named["uid"]} if isinstance(named, dict) and "uid" in named else set()
+    return here.union(*map(datasources, node.values()))
+
+
+def test_the_dashboard_names_data_sources_that_exist() -> None:
+    dashboard = json.loads((ROOT / "docs/grafana/stencil.json").read_text())
+    variables = {f"${{{each['name']}}}" for each in dashboard["templating"]["list"] if each["type"] == "datasource"}
+    provisioned = {each["uid"] for each in read_yaml("deploy/grafana/datasources.yml")["datasources"]}
+    grafana_itself = {"grafana", "-- Grafana --"}  # annotations
+    used = datasources(dashboard)
+    assert used
+    assert used <= variables | provisioned | grafana_itself
