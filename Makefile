@@ -20,9 +20,10 @@ serve: $(RUNTIME)  ## Start the server on 127.0.0.1:8000; flags by ARGS="--port 
 test: $(DEV)  ## Run the tests; pytest options by ARGS="-k scheduler"
 	$(BIN)/python -m pytest -q $(ARGS)
 
-lint: $(DEV)  ## Check style and formatting
+lint: $(DEV)  ## Check style and formatting, the Dockerfile's too
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/hadolint Dockerfile
 
 types: $(DEV)  ## Check types
 	$(BIN)/mypy $(TYPED)
