@@ -72,6 +72,7 @@ class AsyncEngine:
         self.images = ImagePool(self.config.image, self._arena)
         self.router = Router(self.config, self._arena, self._log_level, self.metrics)
         self.metrics.watch_queue(lambda: self.num_requests_running, lambda: self.num_requests_waiting)
+        self.metrics.watch_image_processors(self.images)
         try:
             self.router.start()
             await self.images.start()
@@ -82,7 +83,9 @@ class AsyncEngine:
 
     async def ready(self) -> None:
         """Wait until edits are served. Raises what kept the engine from starting."""
-        self.models = await self.router.ready()
+        models = await self.router.ready()
+        self.metrics.expect(models, self.config.engine.data_parallel_size)
+        self.models = models
 
     async def shutdown(self, drain_seconds: float) -> None:
         """Refuse new edits, let running ones finish within `drain_seconds`, leave no process and no memory behind."""

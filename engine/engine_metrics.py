@@ -9,6 +9,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from prometheus_client import Gauge
+
 from core.load_report import CacheStats, EngineStats, LoadReport, StepSample
 from engine.metric_registry import MetricRegistry
 
@@ -73,6 +75,7 @@ class EngineMetrics:
         self._make_cache_collectors(registry)
 
     def _make_engine_collectors(self, registry: MetricRegistry) -> None:
+        self._alive = registry.gauge("engine_alive", "1 while an engine serves, 0 once it has ended.", "engine")
         self._running = registry.gauge("engine_requests_running", "Images that an engine has begun.", "engine")
         self._waiting = registry.gauge("engine_requests_waiting", "Images queued in an engine.", "engine")
         self._drain_seconds = registry.gauge(
@@ -110,11 +113,12 @@ class EngineMetrics:
     def expect(self, num_engines: int) -> None:
         """Have the series of engines 0..num_engines - 1 from now on."""
         for engine in range(num_engines):
-            for collector in (self._running, self._waiting, self._drain_seconds, self._busy_seconds):
+            for collector in (self._alive, *self._load_gauges(), self._busy_seconds):
                 collector.labels(str(engine))
 
     def observe(self, engine: int, load: LoadReport, stats: EngineStats | None) -> None:
         """Take over what engine number `engine` says; totals that went down belong to a restarted one."""
+        self._alive.labels(str(engine)).set(1)
         self._running.labels(str(engine)).set(load.num_running)
         self._waiting.labels(str(engine)).set(load.num_waiting)
         self._drain_seconds.labels(str(engine)).set(load.drain_seconds)
@@ -123,6 +127,14 @@ class EngineMetrics:
             is_restarted = stats.steps < last.steps or stats.busy_seconds < last.busy_seconds
             self._stats[engine] = stats
             self._observe_stats(engine, stats, _NO_STATS if is_restarted else last)
+
+    def observe_lost(self, engine: int) -> None:
+        """An engine has ended, and holds nothing any more."""
+        for gauge in (self._alive, *self._load_gauges()):
+            gauge.labels(str(engine)).set(0)
+
+    def _load_gauges(self) -> tuple[Gauge, ...]:
+        return self._running, self._waiting, self._drain_seconds
 
     def _observe_stats(self, engine: int, stats: EngineStats, last: EngineStats) -> None:
         self._busy_seconds.labels(str(engine)).inc(stats.busy_seconds - last.busy_seconds)

@@ -15,7 +15,7 @@ from engine.metric_registry import CONTENT_TYPE, MetricRegistry
 
 __all__ = ["CONTENT_TYPE", "CacheResult", "Metrics", "RejectReason"]
 
-RejectReason = Literal["queue_full", "not_ready", "shutting_down"]
+RejectReason = Literal["queue_full", "not_ready", "shutting_down", "invalid", "unauthorized"]
 CacheResult = Literal["hit", "miss", "off"]
 FinishedReason = Literal["stop", "abort", "error"]
 
@@ -175,6 +175,10 @@ class Metrics:
     def observe_load(self, engine: int, load: LoadReport, stats: EngineStats | None) -> None:
         """Take over what engine number `engine` says of itself."""
         self._engines.observe(engine, load, stats)
+
+    def observe_lost(self, engine: int) -> None:
+        """Engine number `engine` has ended; nothing is sent there any more."""
+        self._engines.observe_lost(engine)
 
     def exposition(self) -> bytes:
         """All metrics in Prometheus' text format (CONTENT_TYPE)."""

@@ -17,6 +17,7 @@ import msgspec
 from core.config import StencilConfig
 from core.errors import ConfigError, EngineDeadError, StencilError
 from core.fleet import EditShape, Fleet
+from core.ipc.logs import of_request
 from core.ipc.shared_array import Arena
 from core.load_report import EngineStats, LoadReport
 from core.messages import EditRequest, Finished, ModelInfo, PartialImage, PrimeTemplate
@@ -217,5 +218,6 @@ class Router:
     def _lose(self, engine: int, error: StencilError) -> None:
         """Send nothing there any more."""
         if self._fleet.is_alive[engine] and not self._is_stopping:
-            logger.error("engine %d is gone: %s", engine, error)
+            logger.error("engine %d is gone: %s", engine, error, extra=of_request(""))
         self._fleet.lose(engine)
+        self._metrics.observe_lost(engine)

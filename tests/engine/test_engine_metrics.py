@@ -155,6 +155,17 @@ def test_load_by_engine() -> None:
     assert [seen[f"stencil:engine_requests_waiting,{engine}"] for engine in (0, 1)] == [0, 1]
 
 
+def test_an_engine_that_is_lost_holds_nothing() -> None:
+    metrics = Metrics()
+    metrics.observe_load(0, LOAD, None)
+    metrics.observe_load(1, LOAD, None)
+    metrics.observe_lost(1)
+    seen = values(metrics)
+    assert [seen[f"stencil:engine_alive,{engine}"] for engine in (0, 1)] == [1, 0]
+    for gauge in ("engine_requests_running", "engine_requests_waiting", "predicted_drain_seconds"):
+        assert seen[f"stencil:{gauge},0"] > 0 == seen[f"stencil:{gauge},1"]
+
+
 def test_each_step_is_seen_beside_its_prediction() -> None:
     metrics = Metrics()
     metrics.observe_load(0, LOAD, engine_stats(2, 0, samples=(StepSample(8, 900, 0.04, 0.05, 0.02),)))
