@@ -46,7 +46,7 @@ class EditReport:
     """How one image came about. mask_ratio: tokens under the mask and its margin / image tokens. active_tokens: those
     computed per step, which are all in an exact run. exact_reason: why it was one; None: it ran mask-aware. full_steps:
     steps that computed every token. cache, tier, primed, full_blocks: see `core.messages.Finished`. ms: milliseconds by
-    part. template_id: the template that the image became, if it did.
+    part. engine: the number of the engine that made it. template_id: the template that the image became, if it did.
     """
 
     mask_ratio: float
@@ -64,6 +64,7 @@ class EditReport:
     primed: bool = False
     full_steps: int = 0
     full_blocks: int = 0
+    engine: int | None = None
     template_id: str | None = None
 
 

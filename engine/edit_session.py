@@ -40,6 +40,7 @@ from engine.edit import EditInput, EditReport, ImageOutput
 from engine.mask_aware import ExactReason, resolve_full_steps, resolve_margin, why_exact
 from engine.session_memory import SessionMemory
 from engine.templates import Template, TemplateStore
+from engine.tracing import current_span
 
 if TYPE_CHECKING:
     from engine.async_engine import AsyncEngine
@@ -59,6 +60,7 @@ class Picture:
     index: int
     seed: int
     request: EditRequest
+    engine: int | None = None  # where it was sent
     num_partials: int = 0  # partial images handed out so far
     is_done: bool = False  # its terminal output has come
 
@@ -87,6 +89,7 @@ class EditSession:
         self._template = _find_template(edit, engine.templates)
         self._upload = self._template.upload if self._template else edit.image
         self._timing = Timing()
+        self._span = current_span()
         timeout = edit.sampling.timeout
         self._deadline = None if timeout is None else self._timing.arrival + timeout
         self._memory = SessionMemory(engine)
@@ -126,6 +129,7 @@ class EditSession:
         if self._template is not None and self._template.model == model.name:
             self._engine.templates.set_content(self._template.id, self._prepared.content_id)
         self._timing.prepared = time.monotonic()
+        self._span.child("prepare", self._timing.arrival, self._timing.prepared, {})
 
     @property
     def _output_size(self) -> tuple[int, int]:
@@ -151,6 +155,7 @@ class EditSession:
         for index in range(self.num_images):
             picture = self._make_picture(index)
             self._engine.router.submit(picture.request, self._hear)
+            picture.engine = self._engine.router.engine_of(picture.request.request_id)
             self._pictures[picture.request.request_id] = picture
 
     def _make_picture(self, index: int) -> Picture:
@@ -187,6 +192,7 @@ class EditSession:
             arrival=self._timing.prepared,
             deadline=self._deadline,
             is_mask_aware=self._exact_reason is None,
+            trace_context=self._span.traceparent,
         )
 
     @property
@@ -253,15 +259,16 @@ class EditSession:
                 raise AssertionError(f"{output.request_id} is an edit, and was answered as a template")
 
     async def _take_partial(self, picture: Picture, output: PartialImage) -> ImageOutput:
-        composed = await self._compose(picture.request.pixels[output.index])
+        composed = await self._compose(picture, picture.request.pixels[output.index])
         picture.num_partials += 1
         return self._make_output(picture, composed, partial_index=picture.num_partials - 1)
 
     async def _take_finished(self, picture: Picture, output: Finished) -> ImageOutput:
         start = time.monotonic()
-        composed = await self._compose(picture.request.pixels[-1])
+        composed = await self._compose(picture, picture.request.pixels[-1])
         postprocess = time.monotonic() - start
-        report = self._make_report(output, postprocess, await self._capture(composed))
+        self._span.child("queue", *self._queue_times(output), {"stencil.image": picture.index})
+        report = self._make_report(picture, output, postprocess, await self._capture(composed))
         self._engine.metrics.observe_finished(
             self._model.name,
             seconds=time.monotonic() - self._timing.arrival,
@@ -272,6 +279,10 @@ class EditSession:
         )
         return self._make_output(picture, composed, report=report)
 
+    def _queue_times(self, output: Finished) -> tuple[float, float]:
+        """When the image was handed over, and when a worker began with it."""
+        return self._timing.prepared, self._timing.prepared + output.ms["queue"] / 1e3
+
     async def _capture(self, composed: ComposedImage) -> str | None:
         """Make a template of a result whose every token was to be computed; its id, if it became one."""
         if self._exact_reason not in ("asked", "mask_covers_all"):
@@ -279,8 +290,8 @@ class EditSession:
         edit = self._edit
         return await self._engine.captures.keep(composed, self._model, edit.owner, is_base64=edit.base64)
 
-    async def _compose(self, pixels: ArrayRef) -> ComposedImage:
-        edit, (width, height) = self._edit, self._output_size
+    async def _compose(self, picture: Picture, pixels: ArrayRef) -> ComposedImage:
+        edit, (width, height), start = self._edit, self._output_size, time.monotonic()
         out = self._memory.alloc(image_ops.encoded_bytes(width, height, 4, edit.base64, edit.output_format))
         composed = await self._engine.images.compose(
             ComposeImage(
@@ -300,6 +311,7 @@ class EditSession:
         )
         # The room for the worst case is many times what most pictures take, and all outputs stay until the end.
         self._memory.trim(out, composed.encoded.size)
+        self._span.child("compose", start, time.monotonic(), {"stencil.image": picture.index})
         return composed
 
     def _make_output(
@@ -319,7 +331,9 @@ class EditSession:
             report=report,
         )
 
-    def _make_report(self, output: Finished, postprocess: float, template_id: str | None) -> EditReport:
+    def _make_report(
+        self, picture: Picture, output: Finished, postprocess: float, template_id: str | None
+    ) -> EditReport:
         prepared = self._prepared
         assert prepared is not None
         ms = output.ms
@@ -338,6 +352,7 @@ class EditSession:
             primed=output.is_primed,
             full_steps=self._num_full_steps,
             full_blocks=output.full_blocks,
+            engine=picture.engine,
             template_id=template_id,
             ms={
                 "queue": ms["queue"],

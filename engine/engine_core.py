@@ -32,6 +32,8 @@ from core.messages import (
     WorkerReady,
 )
 from core.scheduler import Output, StepScheduler
+from engine.engine_trace import EngineTrace
+from engine.tracing import NoTracer
 
 REPORT_SECONDS = 1.0
 """How old what an engine says of itself may get while it works."""
@@ -46,11 +48,18 @@ class PlanSink(Protocol):
 class EngineCore:
     """Runs until it has drained or its workers are gone. `emit` must not block."""
 
-    def __init__(self, scheduler: StepScheduler, executor: PlanSink, emit: Callable[[FromEngine], None]) -> None:
+    def __init__(
+        self,
+        scheduler: StepScheduler,
+        executor: PlanSink,
+        emit: Callable[[FromEngine], None],
+        trace: EngineTrace | None = None,
+    ) -> None:
         self.mailbox: asyncio.Queue[ToEngine | FromWorker] = asyncio.Queue()
         self._scheduler = scheduler
         self._executor = executor
         self._emit = emit
+        self._trace = trace or EngineTrace(NoTracer())
         self._is_draining = False
         self._is_idle = True
         self._told_counts = (0, 0)
@@ -73,6 +82,7 @@ class EngineCore:
     def _step(self) -> None:
         plan = self._scheduler.schedule(time.monotonic())
         if plan is not None:
+            self._trace.planned(plan)
             self._executor.submit(plan)
 
     def _report(self) -> None:
@@ -99,6 +109,7 @@ class EngineCore:
         stats = None
         if has_ended or now - self._stats_sent >= REPORT_SECONDS:
             stats, self._stats_sent = self._scheduler.stats(), now
+        self._trace.said(outputs)
         self._emit(EngineOutputs(outputs=outputs, load=self._scheduler.load_report(), stats=stats))
 
     async def _drain_mailbox(self) -> None:
@@ -108,6 +119,7 @@ class EngineCore:
             self._receive(self.mailbox.get_nowait())
 
     def _receive(self, message: ToEngine | FromWorker) -> None:
+        self._trace.received(message)
         match message:
             case EditRequest():
                 self._scheduler.add(message)

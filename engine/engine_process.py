@@ -31,6 +31,8 @@ from core.messages import (
 )
 from core.scheduler import StepScheduler
 from engine.engine_core import EngineCore
+from engine.engine_trace import EngineTrace
+from engine.tracing import create_tracer
 from model_executor.executor import Executor
 
 logger = logging.getLogger("stencil.engine")
@@ -53,10 +55,12 @@ def main(config: bytes, fds: list[int]) -> None:
     # A terminal or supervisor signals the whole group; draining is led by the parent, which says Drain.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     settings = msgspec.msgpack.decode(config, type=EngineProcessConfig)
-    uvloop.run(_serve(settings, arena_fd=fds[0]))
+    engine = settings.engine
+    with closing(create_tracer(engine.otlp_traces_endpoint, f"engine-{engine.data_parallel_rank}")) as tracer:
+        uvloop.run(_serve(settings, fds[0], EngineTrace(tracer)))
 
 
-async def _serve(settings: EngineProcessConfig, arena_fd: int) -> None:
+async def _serve(settings: EngineProcessConfig, arena_fd: int, trace: EngineTrace) -> None:
     with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, LINGER_MS)
         socket.set_hwm(0)
@@ -65,7 +69,7 @@ async def _serve(settings: EngineProcessConfig, arena_fd: int) -> None:
         try:
             with closing(_page_arena(settings.engine)) as pages:
                 async with Executor(settings.engine, settings.arena_id, arena_fd, pages.id, pages.fd) as executor:
-                    await _run_engine(settings.engine, executor, link)
+                    await _run_engine(settings.engine, executor, link, trace)
         except StencilError as error:
             link.emit(EngineFailed(failure=Failure.of(error)))
         except BaseExceptionGroup as group:
@@ -79,12 +83,12 @@ def _page_arena(config: EngineConfig) -> Arena:
     return Arena.create(PAGE_ARENA, max(1, -(-config.cache.host_bytes // mmap.PAGESIZE)) * mmap.PAGESIZE)
 
 
-async def _run_engine(config: EngineConfig, executor: Executor, link: _Link) -> None:
+async def _run_engine(config: EngineConfig, executor: Executor, link: _Link, trace: EngineTrace) -> None:
     models = await executor.ready()
     scheduler = StepScheduler(config.scheduler, models, config.workers_per_engine, cache=config.cache)
     for sample in executor.cost_samples:
         scheduler.cost.observe(scheduler.cost_key(sample.model, sample.stage), sample.work, sample.seconds)
-    core = EngineCore(scheduler, executor, link.emit)
+    core = EngineCore(scheduler, executor, link.emit, trace)
     link.emit(EngineReady(models=tuple(models.values())))
     async with asyncio.TaskGroup() as tasks:
         feeders = [tasks.create_task(link.feed(core)), tasks.create_task(_feed_results(executor, core))]

@@ -24,6 +24,7 @@ from fastapi import FastAPI
 from core.errors import ConfigError, StencilError
 from core.ipc import logs
 from engine.async_engine import AsyncEngine
+from engine.tracing import Tracer, create_tracer
 from entrypoints.openai.app import ServerSettings, create_app
 from entrypoints.openai.submission import STALL_SECONDS
 from entrypoints.racing import run_until
@@ -41,10 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         check_model(options.model.model)
         with (
+            contextlib.closing(create_tracer(options.config.engine.otlp_traces_endpoint, "api")) as tracer,
             bind(options.host, options.port) as listener,
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
         ):
-            return runner.run(_serve(options, listener))
+            return runner.run(_serve(options, listener, tracer))
     except StencilError as error:
         print(f"stencil: error: {error}", file=sys.stderr)
         return 1
@@ -63,10 +65,10 @@ class _Signals:
         (self.forced if self.asked.is_set() else self.asked).set()
 
 
-async def _serve(options: ServeOptions, listener: socket.socket) -> int:
+async def _serve(options: ServeOptions, listener: socket.socket, tracer: Tracer) -> int:
     engine = AsyncEngine(options.config, log_level=options.log_level)
     settings = ServerSettings(options.api_key, options.config.image.max_upload_bytes)
-    server = http_server(create_app(engine, settings))
+    server = http_server(create_app(engine, settings, tracer))
     signals = _Signals(asyncio.Event(), asyncio.Event())
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, signals.on_signal)

@@ -92,6 +92,7 @@ def _config(args: argparse.Namespace) -> StencilConfig:
         workers_per_engine=args.workers_per_engine,
         data_parallel_size=args.data_parallel_size,
         drain_seconds=args.drain_seconds,
+        otlp_traces_endpoint=args.otlp_traces_endpoint,
     )
     image = ImageConfig(
         image_workers=args.image_workers, max_upload_bytes=args.max_upload_bytes, max_pixels=args.max_pixels

@@ -65,6 +65,7 @@ LAWS = {
         ("core", "engine", "model_executor.executor"),
         frozenset({"PIL", "msgspec", "numpy", "prometheus_client", "uvloop", "zmq"}),
     ),
+    "engine.otlp_tracing": Law(("engine",), frozenset({"opentelemetry"})),
     "entrypoints": Law(
         ("core", "engine", "entrypoints"),
         frozenset(
@@ -143,6 +144,7 @@ def test_imports_go_one_way(path: Path) -> None:
         ("engine.engine_core", "from model_executor import worker"),
         ("engine.engine_core", "import torch.nn as nn"),
         ("engine.engine_core", "import fastapi"),
+        ("engine.engine_core", "from opentelemetry import trace"),
         ("entrypoints.serve", "from model_executor.executor import Executor"),
         ("entrypoints.serve", "from . import openai"),
         ("entrypoints.serve", "if TYPE_CHECKING:\n    from torch import Tensor"),

@@ -18,12 +18,13 @@ from core.messages import ModelInfo
 from engine.async_engine import AsyncEngine
 from engine.metrics import CONTENT_TYPE
 from engine.templates import Template
+from engine.tracing import NoTracer, Tracer
 from entrypoints.openai.edit_request import LOADING_RETRY_SECONDS, Operation, build_call, missing
 from entrypoints.openai.edit_response import EditResponse, disconnected
 from entrypoints.openai.engine_stats import engine_stats
-from entrypoints.openai.errors import describe, describe_http, log_internal
+from entrypoints.openai.errors import describe_http, log_internal
 from entrypoints.openai.fields import GENERATION_FIELDS
-from entrypoints.openai.middleware import OWNER, REQUEST_ID, ApiKeyGuard, RequestContext
+from entrypoints.openai.middleware import OWNER, RECORD, REQUEST_ID, ApiKeyGuard, RequestContext, answer
 from entrypoints.openai.reading_places import ReadingPlaces
 from entrypoints.openai.schema import (
     DELETED_ANSWERS,
@@ -47,8 +48,10 @@ class ServerSettings:
     max_upload_bytes: int
 
 
-def create_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
-    """The application on a started engine, which may still be loading."""
+def create_app(engine: AsyncEngine, settings: ServerSettings, tracer: Tracer | None = None) -> FastAPI:
+    """The application on a started engine, which may still be loading. tracer: records a span of what engines work
+    for; None = nothing.
+    """
     app = FastAPI(title="Stencil", summary="Masked image editing behind the OpenAI images API.", redirect_slashes=False)
     places = ReadingPlaces(engine)
     _add_image_routes(app, engine, settings, places)
@@ -60,7 +63,9 @@ def create_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     if settings.api_key:
         app.add_middleware(ApiKeyGuard, api_key=settings.api_key)
-    app.add_middleware(RequestContext)  # the last one added is the outermost
+    app.add_middleware(
+        RequestContext, metrics=engine.metrics, tracer=tracer or NoTracer()
+    )  # the last one added is the outermost
     return app
 
 
@@ -68,7 +73,7 @@ def _add_image_routes(app: FastAPI, engine: AsyncEngine, settings: ServerSetting
     @app.post("/v1/images/edits", response_model=None, openapi_extra=EDIT_BODY, responses=IMAGE_ANSWERS)
     async def edit_image(request: Request) -> Response:
         """Repaint the masked part of an image. With `stream` the answer is a stream of server-sent events."""
-        _require_ready(engine)
+        _admit(engine)
         with places.take():
             submission = await read_edit(request, settings.max_upload_bytes)
         return _answer(engine, request, "image_edit", submission)
@@ -76,7 +81,7 @@ def _add_image_routes(app: FastAPI, engine: AsyncEngine, settings: ServerSetting
     @app.post("/v1/images/generations", response_model=None, openapi_extra=GENERATION_BODY, responses=IMAGE_ANSWERS)
     async def generate_image(request: Request) -> Response:
         """Paint a whole image: an edit of an empty canvas."""
-        _require_ready(engine)
+        _admit(engine)
         with places.take():
             submission = await read_generation(request, GENERATION_FIELDS)
         return _answer(engine, request, "image_generation", submission)
@@ -92,14 +97,14 @@ def _answer(engine: AsyncEngine, request: Request, operation: Operation, submiss
     except StencilError:
         submission.close()
         raise
-    return EditResponse(engine, request.scope[REQUEST_ID], call, submission)
+    return EditResponse(engine, call, submission)
 
 
 def _add_template_routes(app: FastAPI, engine: AsyncEngine, settings: ServerSettings, places: ReadingPlaces) -> None:
     @app.post("/v1/templates", response_model=None, openapi_extra=TEMPLATE_BODY, responses=TEMPLATE_ANSWERS)
     async def create_template(request: Request) -> Response:
         """Register an image and prepare what edits of it need; the answer comes when that is done."""
-        _require_ready(engine)
+        _admit(engine)
         with places.take():
             submission = await read_template(request, settings.max_upload_bytes)
         try:
@@ -187,8 +192,14 @@ def _add_operator_routes(app: FastAPI, engine: AsyncEngine) -> None:
         return _json(engine_stats(engine))
 
 
-def _require_ready(engine: AsyncEngine) -> None:
+def _admit(engine: AsyncEngine) -> None:
     """Checked before a body is read, so that nobody uploads in vain."""
+    if not engine.is_ready:
+        engine.metrics.observe_rejected("shutting_down" if engine.is_closing else "not_ready")
+    _require_ready(engine)
+
+
+def _require_ready(engine: AsyncEngine) -> None:
     if not engine.is_ready:
         raise OverloadedError(
             "The server is not ready: the model is loading, or the server is shutting down.",
@@ -217,14 +228,16 @@ def _json(content: dict[str, Any]) -> Response:
 
 
 async def _on_stencil_error(request: Request, error: Exception) -> Response:
-    log_internal(request.scope[REQUEST_ID], error)
-    return describe(error).response()
+    log_internal(error)
+    return answer(request.scope, error)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return describe_http(error, request.method, request.url.path).response()
+    reply = describe_http(error, request.method, request.url.path)
+    request.scope[RECORD].note_error(reply.code)
+    return reply.response()
 
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:
-    return describe(InvalidRequestError(str(error))).response()
+    return answer(request.scope, InvalidRequestError(str(error)))

@@ -14,10 +14,11 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from engine.async_engine import AsyncEngine
-from engine.edit import ImageOutput
+from engine.edit import EditReport, ImageOutput
 from entrypoints.openai.edit_request import ImagesCall
 from entrypoints.openai.errors import describe, log_internal
-from entrypoints.openai.middleware import CLIENT_GONE
+from entrypoints.openai.middleware import RECORD
+from entrypoints.openai.request_record import RequestRecord
 from entrypoints.openai.responses import Parts, error_event, image_event, images_response, send_pieces
 from entrypoints.openai.submission import STALL_SECONDS, Submission
 from entrypoints.racing import run_until
@@ -39,53 +40,62 @@ class _ClientStalledError(Exception):
 class EditResponse(Response):
     """Everything that can be refused is refused (raised) before the first byte is sent."""
 
-    def __init__(self, engine: AsyncEngine, request_id: str, call: ImagesCall, submission: Submission) -> None:
+    def __init__(self, engine: AsyncEngine, call: ImagesCall, submission: Submission) -> None:
         self._engine = engine
-        self._request_id = request_id
         self._call = call
         self._submission = submission
+        self._reports: list[EditReport] = []  # of the images that are done
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        record: RequestRecord = scope[RECORD]
         try:
-            if not await run_until(disconnected(receive), self._run(_impatient(send))):
-                scope[CLIENT_GONE] = True
+            if not await run_until(disconnected(receive), self._run(record, _impatient(send))):
+                record.is_client_gone = True
         except _ClientStalledError:
-            _log.warning("%s given up: its client reads nothing", self._request_id)
-            scope[CLIENT_GONE] = True  # the server closes the connection of an answer that is not complete
+            _log.warning("given up: its client reads nothing")
+            record.is_client_gone = True  # the server closes the connection of an answer that is not complete
         finally:
             self._submission.close()
+            record.note_reports(self._reports)
 
-    async def _run(self, send: Send) -> None:
-        async with self._engine.edit(self._request_id, self._call.edit) as outputs:
+    async def _run(self, record: RequestRecord, send: Send) -> None:
+        async with self._engine.edit(record.request_id, self._call.edit) as outputs:
             self._submission.close()  # the engine has its own copy by now
             if self._call.stream:
-                await self._send_events(outputs, send)
+                await self._send_events(record, outputs, send)
             else:
                 await self._send_json(outputs, send)
 
     async def _send_json(self, outputs: AsyncIterator[ImageOutput], send: Send) -> None:
         images = [output async for output in outputs if output.partial_index is None]
+        for image in images:
+            self._note(image)
         parts = images_response(self._call, sorted(images, key=lambda image: image.image_index))
         length = sum(len(part) for part in parts)
         await _start(send, {"content-type": "application/json", "content-length": str(length)})
         await _send_parts(send, parts)
         await send({"type": "http.response.body", "body": b""})
 
-    async def _send_events(self, outputs: AsyncIterator[ImageOutput], send: Send) -> None:
+    async def _send_events(self, record: RequestRecord, outputs: AsyncIterator[ImageOutput], send: Send) -> None:
         await _start(send, _STREAM_HEADERS)
         try:
             async with aclosing(_with_silences(outputs)) as events:
                 async for output in events:
+                    self._note(output)
                     await _send_parts(send, [_KEEP_ALIVE] if output is None else image_event(self._call, output))
         except _ClientStalledError:
             raise  # it would not read of an error either
         except Exception as error:  # the edge: a stream that just ends would look like a success without an image
-            log_internal(self._request_id, error)
+            log_internal(error)
             reply = describe(error)
-            _log.warning("%s ended its stream with %s", self._request_id, reply.code)
+            record.note_error(reply.code)
             await _send_parts(send, [error_event(reply.envelope)])
         await send({"type": "http.response.body", "body": b""})
+
+    def _note(self, output: ImageOutput | None) -> None:
+        if output is not None and output.report is not None:
+            self._reports.append(output.report)
 
 
 async def _with_silences(outputs: AsyncIterator[ImageOutput]) -> AsyncGenerator[ImageOutput | None]:

@@ -108,10 +108,10 @@ def describe(error: BaseException) -> ErrorReply:
     )
 
 
-def log_internal(request_id: str, error: BaseException) -> None:
+def log_internal(error: BaseException) -> None:
     """Logs what the client is not told: everything that is answered with 500."""
     if describe(error).status == 500:
-        _log.error("%s failed: %s", request_id, error, exc_info=error)
+        _log.error("failed: %s", error, exc_info=error)
 
 
 def describe_http(error: HTTPException, method: str, path: str) -> ErrorReply:

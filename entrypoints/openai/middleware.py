@@ -1,76 +1,77 @@
-"""What every request passes: a request id, timing, one log line, the API key. Plain ASGI, so nothing is buffered."""
+"""What every request passes: a request id, a record, the API key. Plain ASGI, so nothing is buffered."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import hmac
-import logging
 import time
 import uuid
+from collections.abc import MutableMapping
+from typing import Any
 
 from starlette.datastructures import MutableHeaders
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from core.errors import OverloadedError
+from engine.metrics import Metrics
+from engine.tracing import Tracer
 from entrypoints.openai.errors import InvalidApiKeyError, describe, log_internal
+from entrypoints.openai.request_record import RequestRecord
 
 REQUEST_ID = "stencil.request_id"  # keys of the ASGI scope
-CLIENT_GONE = "stencil.client_gone"
+RECORD = "stencil.record"
 OWNER = "stencil.owner"  # digest of the key that came; only where keys are asked for
-CLIENT_GONE_STATUS = 499  # only ever in the log
-_PROBES = ("/health", "/ready", "/metrics")  # asked every few seconds by machines
-
-_access_log = logging.getLogger("stencil.access")
 
 
 class RequestContext:
-    """Outermost: gives each request its id, `x-request-id` and `openai-processing-ms`, turns what nobody caught into
-    a 500, and logs one line that holds no prompt and no image."""
+    """Outermost: gives each request its id and its record, `x-request-id` and `openai-processing-ms`, and turns what
+    nobody caught into a 500."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, tracer: Tracer) -> None:
         self._app = app
+        self._metrics = metrics
+        self._tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        started = time.monotonic()
         request_id = scope[REQUEST_ID] = f"req_{uuid.uuid4().hex}"
-        status = 0
+        record = scope[RECORD] = RequestRecord(request_id, scope, self._metrics, self._tracer)
+        with record.open():
+            await self._serve(record, scope, receive, send)
 
+    async def _serve(self, record: RequestRecord, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_headers(message: Message) -> None:
-            nonlocal status
             if message["type"] == "http.response.start":
-                status = message["status"]
+                record.status = message["status"]
                 headers = MutableHeaders(scope=message)
-                headers["x-request-id"] = request_id
-                headers["openai-processing-ms"] = str(round((time.monotonic() - started) * 1e3))
+                headers["x-request-id"] = record.request_id
+                headers["openai-processing-ms"] = str(round((time.monotonic() - record.started) * 1e3))
             await send(message)
 
         try:
             await self._app(scope, receive, send_with_headers)
         except asyncio.CancelledError:  # the server leaves and waits no longer, which is no error to log
-            if status:
-                scope[CLIENT_GONE] = True
+            if record.status:
+                record.is_client_gone = True
             else:
                 leaving = OverloadedError("The server is shutting down.", retry_after=1.0)
-                await describe(leaving).response()(scope, receive, send_with_headers)
+                await answer(scope, leaving)(scope, receive, send_with_headers)
         except Exception as error:  # the edge: a bug must reach its client as an answer and the log as a traceback
-            log_internal(request_id, error)
-            if status:
+            log_internal(error)
+            if record.status:
                 raise
-            await describe(error).response()(scope, receive, send_with_headers)
-        finally:
-            shown = CLIENT_GONE_STATUS if scope.get(CLIENT_GONE) else status or CLIENT_GONE_STATUS
-            _log_access(scope, request_id, shown, time.monotonic() - started)
+            await answer(scope, error)(scope, receive, send_with_headers)
 
 
-def _log_access(scope: Scope, request_id: str, status: int, seconds: float) -> None:
-    client = (scope.get("client") or ("-",))[0]
-    path = scope["path"].encode("unicode_escape").decode()
-    level = logging.DEBUG if path in _PROBES else logging.INFO
-    _access_log.log(level, "%s %s %s %s %d %.0f ms", client, request_id, scope["method"], path, status, seconds * 1e3)
+def answer(scope: MutableMapping[str, Any], error: BaseException) -> Response:
+    """What the client is told of `error`, which goes on its record."""
+    reply = describe(error)
+    scope[RECORD].note_error(reply.code)
+    return reply.response()
 
 
 class ApiKeyGuard:
@@ -87,7 +88,7 @@ class ApiKeyGuard:
             await self._app(scope, receive, send)
             return
         error = InvalidApiKeyError("Missing or incorrect API key. Send it as 'Authorization: Bearer <key>'.")
-        await describe(error).response()(scope, receive, send)
+        await answer(scope, error)(scope, receive, send)
 
     def _is_allowed(self, scope: Scope) -> bool:
         value = dict(scope["headers"]).get(b"authorization", b"")

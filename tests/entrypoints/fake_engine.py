@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -52,8 +52,10 @@ class FakeEngine:
         self.config = StencilConfig(max_queue=4)
         self.models = {model.name: model}
         self.is_ready = True
+        self.is_closing = False
         self.payload = payload
         self.report = REPORT  # of every image; its template_id gets the image's index
+        self.report_of: Callable[[int], EditReport] = self._own_report
         self.entering: Exception | None = None
         self.failing: Exception | None = None
         self.gate = asyncio.Event()  # outputs wait for it
@@ -133,9 +135,9 @@ class FakeEngine:
             width=48,
             height=32,
             seed=(edit.sampling.seed or 0) + index,
-            report=self._report(index) if partial is None else None,
+            report=self.report_of(index) if partial is None else None,
         )
 
-    def _report(self, index: int) -> EditReport:
+    def _own_report(self, index: int) -> EditReport:
         template_id = self.report.template_id
         return replace(self.report, template_id=f"{template_id}-{index}" if template_id else None)

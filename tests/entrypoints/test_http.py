@@ -21,6 +21,7 @@ from core.errors import (
     OutOfMemoryError,
     OverloadedError,
 )
+from core.ipc.logs import TextFormatter
 from entrypoints.openai import edit_response, submission
 from entrypoints.openai.app import ServerSettings, create_app
 from entrypoints.openai.uploads import SpooledUpload
@@ -72,6 +73,7 @@ async def test_internal_errors_are_told_in_the_log(
     client: httpx.AsyncClient, engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The client has the request id, the log its reason; what is no fault of the server is not logged as one."""
+    caplog.handler.setFormatter(TextFormatter())
     for error, is_internal in (
         (EngineDeadError("/secret/path"), True),
         (OverloadedError("full", retry_after=1), False),
@@ -82,7 +84,7 @@ async def test_internal_errors_are_told_in_the_log(
         logged = [record for record in caplog.records if record.levelno >= logging.ERROR]
         assert len(logged) == is_internal
         for record in logged:
-            assert response.headers["x-request-id"] in record.getMessage()
+            assert f"[{response.headers['x-request-id']}] failed: " in caplog.text
             assert "/secret/path" in record.getMessage()
             assert record.exc_info is not None
 
@@ -419,6 +421,7 @@ def form(**fields: str) -> bytes:
 @pytest.mark.parametrize("stream", ["true", "false"])
 async def test_disconnect_leaves_the_edit(engine: FakeEngine, stream: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "stencil.access")
+    caplog.handler.setFormatter(TextFormatter())
     engine.gate.clear()
     app = create_app(engine, ServerSettings(api_key=None, max_upload_bytes=MAX_UPLOAD_BYTES))
     exchange = Exchange(app, form(stream=stream, partial_images="1"), MULTIPART)
@@ -429,7 +432,8 @@ async def test_disconnect_leaves_the_edit(engine: FakeEngine, stream: str, caplo
         exchange.gone.set()
         await task
     assert engine.num_open == 0
-    assert " 499 " in caplog.text
+    assert "cancelled" in caplog.text
+    assert "status=499" in caplog.text
 
 
 async def test_big_answers_leave_in_pieces(engine: FakeEngine) -> None:
@@ -446,10 +450,11 @@ async def test_big_answers_leave_in_pieces(engine: FakeEngine) -> None:
 
 async def test_access_log_holds_no_content(client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
+    caplog.handler.setFormatter(TextFormatter())
     response = await post_edit(client, prompt="a secret wish", user="somebody")
-    lines = [record.getMessage() for record in caplog.records if record.name == "stencil.access"]
+    lines = [line for line in caplog.text.splitlines() if " stencil.access " in line]
     assert len(lines) == 1
-    assert response.headers["x-request-id"] in lines[0]
-    assert "POST /v1/images/edits 200" in lines[0]
+    assert f"[{response.headers['x-request-id']}] finished" in lines[0]
+    assert "method=POST path=/v1/images/edits status=200" in lines[0]
     assert "secret" not in caplog.text
     assert "somebody" not in caplog.text

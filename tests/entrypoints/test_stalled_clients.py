@@ -13,6 +13,7 @@ import uvicorn
 from fake_engine import FakeEngine
 
 from core.errors import ConfigError
+from core.ipc.logs import TextFormatter
 from entrypoints import serve
 from entrypoints.openai import edit_response
 from entrypoints.openai.app import ServerSettings, create_app
@@ -69,6 +70,7 @@ async def test_a_client_that_does_not_read_is_given_up(
     engine: FakeEngine, stream: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
+    caplog.handler.setFormatter(TextFormatter())
     monkeypatch.setattr(edit_response, "STALL_SECONDS", 0.3)
     monkeypatch.setattr(serve, "STALL_SECONDS", 0.5)
     async with running(engine) as (server, address):
@@ -77,7 +79,7 @@ async def test_a_client_that_does_not_read_is_given_up(
             await until(lambda: engine.num_open == 0)
             await until(lambda: not server.server_state.connections)
     assert "its client reads nothing" in caplog.text
-    assert " 499 " in caplog.text
+    assert "status=499" in caplog.text
     assert not [record for record in caplog.records if record.exc_info]
 
 

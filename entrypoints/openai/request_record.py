@@ -1,0 +1,118 @@
+"""RequestRecord: what an HTTP request leaves behind for whoever operates the server. One log line, one span, a count
+where it was refused; never a prompt, an image or a key.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from starlette.types import Scope
+
+from core.ipc.logs import request_context, with_facts
+from engine.edit import EditReport
+from engine.metrics import Metrics
+from engine.tracing import NO_SPAN, Span, Tracer, span_context
+
+CLIENT_GONE_STATUS = 499  # never sent, as nobody is there to read it
+PROBES = ("/health", "/ready", "/metrics")  # asked every few seconds by machines
+TRACED = ("/v1/images/edits", "/v1/images/generations", "/v1/templates")  # what engines work for
+
+Outcome = Literal["finished", "refused", "failed", "cancelled"]
+
+_SPAN_FACTS = ("images", "mask_ratio", "steps", "cache")
+
+_log = logging.getLogger("stencil.access")
+
+
+class RequestRecord:
+    """One per request. It is open while the request is served, and hears on the way what comes of it."""
+
+    def __init__(self, request_id: str, scope: Scope, metrics: Metrics, tracer: Tracer) -> None:
+        self.request_id = request_id
+        self.started = time.monotonic()
+        self.status = 0  # of the answer, once it has begun
+        self.is_client_gone = False
+        self._scope = scope
+        self._metrics = metrics
+        self._facts: dict[str, Any] = {}
+        self._error: str | None = None
+        self._span = self._begin_span(tracer)
+
+    def _begin_span(self, tracer: Tracer) -> Span:
+        method, path = self._scope["method"], self._scope["path"]
+        if method != "POST" or path not in TRACED:
+            return NO_SPAN
+        carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in self._scope["headers"]}
+        return tracer.begin(f"{method} {path}", "server", carrier, self.started)
+
+    def note_error(self, code: str | None) -> None:
+        """The client was told this code."""
+        self._error = code
+
+    def note_reports(self, reports: Iterable[EditReport]) -> None:
+        """These images were made. Of `ms` each part is the slowest one's, all else is the same for all."""
+        if not (reports := list(reports)):
+            return
+        first = reports[0]
+        self._facts = {
+            "images": len(reports),
+            "mask_ratio": round(first.mask_ratio, 4),
+            "steps": first.num_inference_steps,
+            "cache": first.cache,
+            "engines": sorted({report.engine for report in reports if report.engine is not None}),
+            "ms": {part: round(max(report.ms[part] for report in reports), 1) for part in first.ms},
+        }
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Log lines and spans of what happens inside are this request's."""
+        with request_context(self.request_id), span_context(self._span):
+            try:
+                yield
+            finally:
+                self._close(time.monotonic())
+
+    def _close(self, now: float) -> None:
+        status = CLIENT_GONE_STATUS if self.is_client_gone or not self.status else self.status
+        outcome = outcome_of(status, self._error)
+        error = {"error": self._error} if self._error else {}
+        self._log(outcome, status, now - self.started, error | self._facts)
+        if outcome == "refused" and status != 503 and self._scope["path"].startswith("/v1/"):
+            self._metrics.observe_rejected("unauthorized" if status == 401 else "invalid")
+        self._end_span(outcome, status, now)
+
+    def _log(self, outcome: Outcome, status: int, seconds: float, facts: dict[str, Any]) -> None:
+        scope = self._scope
+        line = {
+            "client": (scope.get("client") or ("-",))[0],
+            "method": scope["method"],
+            "path": scope["path"].encode("unicode_escape").decode(),
+            "status": status,
+            "seconds": round(seconds, 4),
+        }
+        level = logging.DEBUG if scope["path"] in PROBES else logging.INFO
+        _log.log(level, outcome, extra=with_facts(**line, **facts))
+
+    def _end_span(self, outcome: Outcome, status: int, now: float) -> None:
+        attributes = {
+            "http.request.method": self._scope["method"],
+            "http.route": self._scope["path"],
+            "http.response.status_code": status,
+            "stencil.request_id": self.request_id,
+            "stencil.outcome": outcome,
+        }
+        about_images = {f"stencil.{name}": self._facts[name] for name in _SPAN_FACTS if name in self._facts}
+        self._span.end(now, attributes | about_images, (self._error or str(status)) if outcome == "failed" else "")
+
+
+def outcome_of(status: int, error: str | None) -> Outcome:
+    """failed: what we should have done and did not. A stream may fail after its 200."""
+    if status == CLIENT_GONE_STATUS:
+        return "cancelled"
+    if status in (500, 504) or (status < 400 and error):
+        return "failed"
+    return "finished" if status < 400 else "refused"
