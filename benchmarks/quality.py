@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +49,8 @@ SCENES = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """The shipped default at one number of steps. other_seed: exact against exact with another seed, the scale, of the
-    first SCALE_EDITS edits."""
+    """The shipped default, but for --full-steps, at one number of steps. other_seed: exact against exact with another
+    seed, the scale, of the first SCALE_EDITS edits."""
 
     steps: int
     likeness: Likeness
@@ -73,8 +73,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = _parse(argv)
     machine = Machine(args.dtype, args.threads, args.priming_prompt)
     asked = cases(SCENES[args.scenes, args.masks], args.num_edits, args.masks)
-    outcomes, model = _measure_default(machine, asked, args.steps)
-    default = shipped_setting(model)
+    outcomes, model = _measure_default(machine, asked, args.steps, Setting(full_steps=args.full_steps))
+    default = replace(shipped_setting(model), full_steps=args.full_steps)
     print(_heading(args, asked, model))
     for outcome in outcomes:
         print(_outcome_markdown(outcome), flush=True)
@@ -87,12 +87,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.json.write_text(json.dumps(_as_json(args, default, outcomes, rows), indent=1) + "\n")
 
 
-def _measure_default(machine: Machine, asked: Sequence[Case], steps: Sequence[int]) -> tuple[list[Outcome], ModelInfo]:
+def _measure_default(
+    machine: Machine, asked: Sequence[Case], steps: Sequence[int], setting: Setting
+) -> tuple[list[Outcome], ModelInfo]:
     with machine.engine(Setting()) as engine:
         outcomes = []
         for number in steps:
             exact = run_exact(engine, asked, number)
-            aware = [pixels(result) for result in run_aware(engine, asked, number, Setting())]
+            aware = [pixels(result) for result in run_aware(engine, asked, number, setting)]
             scaled = asked[:SCALE_EDITS]
             other = run_exact(engine, scaled, number, OTHER_SEEDS)
             accuracy = score(exact, asked)
@@ -124,11 +126,11 @@ def _heading(args: argparse.Namespace, asked: Sequence[Case], model: ModelInfo) 
     area = float(np.mean([case.mask.mean() for case in asked]))
     default, scheme = shipped_setting(model), model.page_scheme
     assert scheme is not None
-    full_steps = describe_full_steps(scheme.full_steps, scheme.full_steps_from)
+    rule = (scheme.full_steps, scheme.full_steps_from) if args.full_steps is None else (args.full_steps, 0.0)
     return (
         f"{len(asked)} {args.scenes} edits, {args.masks} masks (mean area {area:.2f}), compute {args.dtype}; shipped"
-        f" default: {default.keyframes} keyframes, {default.dtype} pages, margin {default.margin} px, {full_steps}"
-        + (f", primed with {args.priming_prompt!r}" if args.priming_prompt else "")
+        f" default: {default.keyframes} keyframes, {default.dtype} pages, margin {default.margin} px,"
+        f" {describe_full_steps(*rule)}" + (f", primed with {args.priming_prompt!r}" if args.priming_prompt else "")
     )
 
 
@@ -234,6 +236,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--masks", choices=("silhouette", "box"), default="silhouette", help="a garment's outline or box"
     )
+    parser.add_argument("--full-steps", type=int, help="of every edit, instead of what its mask ratio says")
     parser.add_argument("--priming-prompt", default="", help="prompt that templates are primed with")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="compute type of both modes")
     parser.add_argument("--threads", type=int, default=0, help="torch threads of the worker; 0 = its own choice")
