@@ -9,7 +9,7 @@ TYPED := core engine model_executor entrypoints benchmarks tools
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint types format wheel train-embedded bench-throughput bench-startup bench-responsiveness bench-edit bench-prime bench-load-or-prime bench-step bench-vae bench-cache bench-quality bench-cost-model bench-block-plan calibrate clean
+.PHONY: help serve test lint types format wheel train-embedded bench-throughput bench-startup bench-responsiveness bench-images bench-edit bench-prime bench-load-or-prime bench-step bench-vae bench-cache bench-quality bench-cost-model bench-block-plan calibrate clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 24
@@ -47,6 +47,9 @@ bench-startup: $(DEV)  ## Time to alive and ready, memory, latency of a lone edi
 
 bench-responsiveness: $(DEV)  ## Latency of /health while 12-megapixel edits pass through
 	$(BIN)/python -m benchmarks.responsiveness $(ARGS)
+
+bench-images: $(DEV)  ## Photos of 1 to 12 megapixels: static batches, image work in line, image processors
+	$(BIN)/python -m benchmarks.image_work $(ARGS)
 
 bench-edit: $(DEV)  ## Latency of exact, warm and cold edits through HTTP
 	$(BIN)/python -m benchmarks.edit_latency $(ARGS)
