@@ -217,7 +217,7 @@ class Router:
 
     def _lose(self, engine: int, error: StencilError) -> None:
         """Send nothing there any more."""
-        if self._fleet.is_alive[engine] and not self._is_stopping:
+        if self._fleet.is_alive[engine] and self.error is None and self._models and not self._is_stopping:
             logger.error("engine %d is gone: %s", engine, error, extra=of_request(""))
         self._fleet.lose(engine)
         self._metrics.observe_lost(engine)

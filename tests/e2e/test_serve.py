@@ -126,7 +126,7 @@ def test_dead_engine_ends_the_server(server_flags: tuple[str, ...], tmp_path: Pa
     """Nothing can be served any more: the supervisor is told by an exit status, the operator by one line."""
     server = start(tmp_path / "scratch", *server_flags)
     children = server.children()
-    worker = next(child for child in children if "stencil-engine" in child.cmdline())
+    worker = next(child for child in children if "stencil-engine-0" in child.cmdline())
     worker.kill()
     assert server.wait(children) == 1
     assert "stencil: error: " in server.log.read_text()

@@ -1,0 +1,176 @@
+"""Two engines behind one router: same pictures, warm templates found, the death of one told and survived."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+import pytest
+from checkpoints import make_flux_fill
+from PIL import Image
+from prometheus_client.parser import text_string_to_metric_families
+
+from core.config import EngineConfig, ModelConfig, RouterPolicy, StencilConfig
+from core.errors import ConfigError, EngineDeadError, EngineError
+from core.request import SamplingParams
+from engine.async_engine import AsyncEngine
+from engine.edit import EditInput, EditReport
+from engine.upload import BytesUpload
+
+Pixels = npt.NDArray[np.uint8]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_flux_fill(tmp_path_factory.mktemp("model") / "flux", generation_config={"num_inference_steps": 4})
+
+
+async def start(checkpoint: Path, policy: RouterPolicy = "mask-aware") -> AsyncIterator[AsyncEngine]:
+    model = ModelConfig(model=str(checkpoint), threads=1)
+    config = EngineConfig(models=(model,), data_parallel_size=2)
+    engine = AsyncEngine(StencilConfig(engine=config, router_policy=policy))
+    await engine.start()
+    try:
+        await engine.ready()
+        yield engine
+    finally:
+        await engine.shutdown(drain_seconds=5)
+
+
+@pytest.fixture
+async def two(checkpoint: Path) -> AsyncIterator[AsyncEngine]:
+    async with aclosing(start(checkpoint)) as engines:
+        async for engine in engines:
+            yield engine
+
+
+def file_of(pixels: Pixels) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def make_input(seed: int = 0, steps: int = 4, **sampling: object) -> EditInput:
+    """An edit of the middle of a random picture of 96 x 96 pixels, which `seed` makes."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (96, 96, 3), np.uint8)
+    mask = np.zeros((96, 96), np.uint8)
+    mask[32:64, 32:64] = 255
+    params = SamplingParams(num_inference_steps=steps, seed=7, **sampling)  # type: ignore[arg-type]
+    image, mask_image = BytesUpload(file_of(pixels)), BytesUpload(file_of(mask))
+    return EditInput(prompt="a red shirt", image=image, mask=mask_image, mask_kind="luminance", sampling=params)
+
+
+async def run(engine: AsyncEngine, request_id: str, edit: EditInput) -> tuple[bytes, EditReport]:
+    async with engine.edit(request_id, edit) as outputs:
+        output = await anext(outputs)
+        assert output.report is not None
+        return bytes(output.data), output.report
+
+
+def routed(engine: AsyncEngine) -> dict[str, float]:
+    """Images sent to each engine since start."""
+    families = text_string_to_metric_families(engine.metrics.exposition().decode())
+    samples = next(family.samples for family in families if family.name == "stencil:router_requests")
+    return {s.labels["engine"]: s.value for s in samples if s.name.endswith("_total")}
+
+
+async def test_engines_take_turns_and_paint_the_same(checkpoint: Path) -> None:
+    async with aclosing(start(checkpoint, "round-robin")) as engines:
+        async for engine in engines:
+            results = [await run(engine, f"r{i}", make_input()) for i in range(4)]
+            assert routed(engine) == {"0": 2, "1": 2}
+            assert len({data for data, _ in results}) == 1
+            assert [report.cache for _, report in results] == ["miss", "miss", "hit", "hit"], "each has its own pages"
+
+
+async def test_an_edit_goes_where_its_template_is_warm(two: AsyncEngine) -> None:
+    edits = [make_input(seed) for seed in range(4)]
+    for round_number in range(3):
+        for number, edit in enumerate(edits):
+            _, report = await run(two, f"r{round_number}-{number}", edit)
+            assert report.cache == ("hit" if round_number else "miss")
+    assert min(routed(two).values()) >= 3, "cold templates were spread"
+
+
+async def test_a_burst_is_spread(two: AsyncEngine) -> None:
+    await asyncio.gather(*(run(two, f"r{i}", make_input(seed=i, steps=12)) for i in range(8)))
+    assert min(routed(two).values()) >= 3
+    families = text_string_to_metric_families(two.metrics.exposition().decode())
+    errors = next(family for family in families if family.name == "stencil:router_prediction_error_ratio")
+    assert next(s.value for s in errors.samples if s.name.endswith("_count")) == 8
+
+
+async def test_a_template_is_registered_once_found_and_dropped_everywhere(two: AsyncEngine) -> None:
+    image = make_input().image
+    assert image is not None
+    template = await two.prime_template("prime", image)
+    assert template.primed
+    _, report = await run(two, "edit", replace(make_input(), image=None, template_id=template.id))
+    assert report.cache == "hit"
+    two.delete_template(template.id, "")
+    _, report = await run(two, "again", make_input())
+    assert report.cache == "miss"
+
+
+async def test_aborts_reach_the_engine_that_has_the_request(two: AsyncEngine) -> None:
+    async with asyncio.timeout(20):
+        tasks = [asyncio.create_task(run(two, f"r{i}", make_input(seed=i, steps=200))) for i in range(4)]
+        while two.num_requests_running < 4:
+            await asyncio.sleep(0.01)
+        for task in tasks:
+            task.cancel()
+        while two.allocator.used_bytes:
+            await asyncio.sleep(0.01)
+    assert [load.num_running for load in two.loads if load] == [0, 0]
+
+
+def engine_processes() -> Iterator[psutil.Process]:
+    for child in psutil.Process().children(recursive=True):
+        if any(word.startswith("stencil-engine-") for word in child.cmdline()):
+            yield child
+
+
+async def test_the_death_of_an_engine_is_told_and_the_others_go_on(two: AsyncEngine) -> None:
+    """Every request ends: with a picture, or with why there is none."""
+    runs = [asyncio.create_task(run(two, f"r{i}", make_input(seed=i, steps=200))) for i in range(6)]
+    async with asyncio.timeout(20):
+        while two.num_requests_running < 6:
+            await asyncio.sleep(0.01)
+    next(engine_processes()).kill()
+    results = await asyncio.wait_for(asyncio.gather(*runs, return_exceptions=True), 30)
+    lost = [result for result in results if isinstance(result, BaseException)]
+    assert all(isinstance(error, EngineDeadError) for error in lost)
+    assert 1 <= len(lost) <= 5
+    assert sorted(two.alive) == [False, True]
+    assert two.is_ready
+    before = routed(two)
+    for i in range(3):
+        await run(two, f"later-{i}", make_input(seed=i))
+    alive = str(two.alive.index(True))
+    assert routed(two)[alive] == before[alive] + 3
+    next(engine_processes()).kill()
+    assert isinstance(await asyncio.wait_for(two.failed(), 10), EngineDeadError)
+    with pytest.raises(EngineError):
+        await run(two, "too late", make_input())
+
+
+async def test_an_engine_that_cannot_start_is_told(tmp_path: Path) -> None:
+    model = make_flux_fill(tmp_path / "flux")
+    (model / "transformer" / "config.json").write_text("{}")
+    engine = AsyncEngine(
+        StencilConfig(engine=EngineConfig(models=(ModelConfig(model=str(model)),), data_parallel_size=2))
+    )
+    await engine.start()
+    try:
+        with pytest.raises(ConfigError, match="cannot load transformer"):
+            await asyncio.wait_for(engine.ready(), 60)
+    finally:
+        await engine.shutdown(drain_seconds=0)
+    assert not list(engine_processes())
