@@ -1,23 +1,27 @@
 """The Prometheus metrics of one AsyncEngine: what is counted, under which names.
 
-Names follow vLLM's under the prefix ``stencil:``. Gateways that look for ``vllm:num_requests_running`` and
-``vllm:num_requests_waiting`` find these two as well. Knows nothing of HTTP; docs/observability.md lists all names.
+Names follow vLLM's under the prefix ``stencil:``. What gateways look for (llm-d, production-stack) they find under
+vLLM's own prefix as well. Knows nothing of HTTP; docs/observability.md lists all names.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, Protocol, get_args
 
 from core.load_report import EngineStats, LoadReport
 from engine.engine_metrics import EngineMetrics
-from engine.metric_registry import CONTENT_TYPE, MetricRegistry
+from engine.metric_registry import CONTENT_TYPE, PREFIX, MetricRegistry
 
 __all__ = ["CONTENT_TYPE", "CacheResult", "Metrics", "RejectReason"]
 
 RejectReason = Literal["queue_full", "not_ready", "shutting_down", "invalid", "unauthorized"]
 CacheResult = Literal["hit", "miss", "off"]
 FinishedReason = Literal["stop", "abort", "error"]
+
+GATEWAYS = "vllm:"
+"""The prefix that gateways know."""
 
 STAGES = ("preprocess", "encode", "prime", "denoise", "decode", "postprocess")
 """Parts of the response's `stencil.ms`, but for queue."""
@@ -50,6 +54,7 @@ class Metrics:
         self._engines = EngineMetrics(self._registry)
         self._make_request_collectors(self._registry)
         self._make_router_collectors(self._registry)
+        self._make_gateway_collectors(self._registry)
 
     def _make_request_collectors(self, registry: MetricRegistry) -> None:
         self._e2e_seconds = registry.histogram(
@@ -85,6 +90,12 @@ class Metrics:
             _ERRORS,
         )
 
+    def _make_gateway_collectors(self, registry: MetricRegistry) -> None:
+        """A gateway's view of adapters, whose absence it takes for a broken server: there is room for none."""
+        labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+        adapters = registry.gauge("lora_requests_info", "Adapters; the time of the scrape.", *labels, prefix=GATEWAYS)
+        adapters.labels("0", "", "").set_function(time.time)
+
     # ---------------------------------------------------------------------------------- what is there
 
     def expect(self, models: Iterable[str], num_engines: int) -> None:
@@ -104,7 +115,7 @@ class Metrics:
 
     def watch_queue(self, running: Callable[[], int], waiting: Callable[[], int]) -> None:
         """Read the queue gauges from these at each scrape. Waiting includes images queued inside the scheduler."""
-        for prefix in ("stencil:", "vllm:"):
+        for prefix in (PREFIX, GATEWAYS):
             for name, value in (("running", running), ("waiting", waiting)):
                 gauge = self._registry.gauge(f"num_requests_{name}", f"Images {name}.", prefix=prefix)
                 gauge.set_function(value)
