@@ -47,8 +47,9 @@ PROGRESS_SECONDS = 0.001
 CPU_SECONDS, CPU_SECONDS_PER_PIXEL = 10.0, 1e-6
 """Processor time that one job may take, by the most pixels a file may have. 64 megapixels: 15 s at worst (decoded from
 WebP, encoded to lossless WebP) of the 77 allowed."""
-MEMORY_BYTES, MEMORY_BYTES_PER_PIXEL = 256 * 1024**2, 40
-"""Memory of one processor, likewise. 28 bytes a pixel were the most that a job took."""
+MEMORY_BYTES, MEMORY_BYTES_PER_PIXEL = 768 * 1024**2, 40
+"""Memory of one processor, likewise: 28 bytes a pixel were the most that a job took. The first part is for results that
+are larger than any upload may be."""
 CANCEL_SECONDS = 1.0
 """A cancelled caller waits no longer for its processor, which is killed then: a new one takes 0.3 s to start."""
 STOP_SECONDS = 1.0

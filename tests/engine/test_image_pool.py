@@ -330,7 +330,10 @@ async def test_processor_time_is_counted_for_each_job_alone(arena: Arena, monkey
         assert desk.pool.num_deaths == 0
 
 
-async def test_a_job_that_needs_more_memory_than_allowed_fails_alone(arena: Arena) -> None:
+async def test_a_job_that_needs_more_memory_than_allowed_fails_alone(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image_pool, "MEMORY_BYTES", 256 * 1024**2)
     flat = png_of_zeros(8000, 8000)
     async with started_pool(arena, ImageConfig(image_workers=1, max_pixels=64_000)) as desk:
         with pytest.raises(OutOfMemoryError):
