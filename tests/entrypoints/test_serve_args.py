@@ -83,6 +83,8 @@ def test_key_from_the_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         "--cache-disk-bytes 1.5G",
         "--cache-admission never",
         "--block-plan on",
+        "--log-format xml",
+        "--otlp-traces-endpoint localhost:4317",
         "--nonsense",
         "--max-q 3",
         "stray",
