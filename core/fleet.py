@@ -223,10 +223,15 @@ class Fleet:
         return float(pages.unclaimed[engine] * costs.prime[engine] + costs.template[engine])
 
     def _set_loads(self, engine: int, now: float, loads: Sequence[RequestLoad]) -> None:
-        """The engine holds these requests, most urgent first."""
+        """The engine holds these requests, most urgent first, and has just begun a step, which is in nobody's steps
+        left.
+        """
         self.held_seconds[engine] = sum(load.step_seconds for load in loads)
         alone = sum(load.other_seconds for load in loads if not load.steps_left)
-        self._set_places(engine, now + alone, [_place(load) for load in loads if load.steps_left])
+        places = [_place(load) for load in loads if load.steps_left]
+        begun = sum(seconds for _, seconds in places[: self.max_num_seqs])
+        under_way = begun + float(self.base_seconds[engine]) if places else 0.0
+        self._set_places(engine, now + alone + under_way, places)
 
     def _places(self, engine: int, now: float) -> list[Place]:
         """Who is in the engine's places when the next one is free."""
@@ -241,7 +246,7 @@ class Fleet:
         padding = [(0.0, 0.0)] * (self.max_num_seqs - len(left))
         self.steps[:, engine], self.seconds[:, engine] = zip(*left, *padding, strict=True)
         self.free_at[engine] = start + waited
-        self.pace[engine] = max(base + sum(seconds for _, seconds in left), TINY)
+        self.pace[engine] = max(base + sum(seconds for _, seconds in left), TINY) if left else TINY
 
 
 def until_free(loads: Iterable[Place], num_places: int, base_seconds: float) -> tuple[float, list[Place]]:

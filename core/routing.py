@@ -16,16 +16,8 @@ from core.fleet import TINY, EditShape, Fleet
 from core.fleet_costs import Vector
 from core.scheduling_pass import PRIME_SHARE
 
-JOIN_STEPS = 1.5
-"""Steps of a busy engine that pass before a newcomer's first: half of the one under way, and the one beside which it is
-encoded.
-"""
-
-IMPOSED_WEIGHT = 1.0
-"""What a second of delay to others counts, in seconds of the request's own."""
-
-PRIMING_WEIGHT = 1.0
-"""What a second of priming counts besides, for those who come later: it makes pages that another engine has."""
+FIRST_KEYFRAMES = 2
+"""An edit begins when it has the pages around its first noise levels; the others come beside its steps."""
 
 TIE = 1e-9
 """Relative difference of costs that are equal but for rounding."""
@@ -70,24 +62,26 @@ def forecast(shape: EditShape, fleet: Fleet, now: float) -> Forecast:
     base = np.maximum(costs.base, fleet.base_seconds)
     since_free = now - fleet.free_at
     wait = np.maximum(-since_free, 0.0)
-    lead = JOIN_STEPS * fleet.pace
+    # It is encoded beside a step; before that, half of the one under way passes, unless a place is free at its end.
+    lead = (1.0 + 0.5 * (since_free > 0.0)) * fleet.pace
     priming, own_priming = fleet.priming_seconds, NONE
     pages = fleet.pages(shape)
     if pages is not None and pages.below.any():
-        lead += np.maximum(pages.below * fleet.costs.copy_seconds(shape.entry_bytes) - wait - lead, 0.0)
-    before = wait + lead  # a load has the time in the queue to itself
+        loading = np.minimum(pages.below, FIRST_KEYFRAMES) * fleet.costs.copy_seconds(shape.entry_bytes)
+        lead = np.maximum(lead, loading - wait)  # a load has the time in the queue to itself
+    before = wait + lead
     steps = _after(fleet.steps, (since_free + before) / fleet.pace)
     num_others = (steps > 0.0).sum(axis=0)
     other = costs.other if shape.num_steps else NONE
     finish = before + other
     if pages is not None and pages.missing.any():
-        is_waiting = pages.missing > 0
         own_priming = pages.unclaimed * costs.prime + (pages.unclaimed > 0) * costs.template
-        work = np.where(is_waiting, priming + own_priming, 0.0)
-        rounds = work / (PRIME_SHARE * np.maximum(fleet.pace - fleet.base_seconds, TINY))
-        finish += work + _shared(steps, fleet.seconds, rounds) + np.minimum(steps.max(axis=0), rounds) * base
+        later = np.maximum(pages.unclaimed - FIRST_KEYFRAMES, 0) * costs.prime if shape.num_steps else NONE
+        first = np.where(pages.missing > 0, priming + own_priming - later, 0.0)
+        rounds = first / (PRIME_SHARE * np.maximum(fleet.pace - fleet.base_seconds, TINY))
+        finish += first + _shared(steps, fleet.seconds, rounds) + np.minimum(steps.max(axis=0), rounds) * base
         steps = _after(steps, rounds)
-        priming = np.where(is_waiting, 0.0, priming)
+        priming = np.where(pages.missing > 0, later, priming)
     making = shape.num_steps * (base + step) + _shared(steps, fleet.seconds, shape.num_steps)
     finish += making + np.minimum(priming, PRIME_SHARE * making)
     overlap = np.minimum(steps, shape.num_steps).sum(axis=0)
@@ -135,12 +129,18 @@ class BatchCost:
 
 
 class MaskAware:
-    """The engine where the request is predicted to be done first, what it delays counted in."""
+    """The engine where the request adds least to what all requests wait together: its own time until it is done, the
+    delay of those that are there, and that of those who come later.
+
+    This is the greedy step on the sum of all latencies. Who comes later is delayed by work that another engine would not
+    have: by a second for each second of it and each request that an engine holds on average (Little's law). Only priming
+    differs in that way between engines; so a template's edits gather where its pages are, as long as that pays.
+    """
 
     def choose(self, shape: EditShape, fleet: Fleet, now: float) -> Choice:
         ahead = forecast(shape, fleet, now)
-        costs = ahead.finish + IMPOSED_WEIGHT * ahead.imposed + PRIMING_WEIGHT * ahead.priming
-        engine = cheapest(costs, fleet)
+        num_held = float(fleet.num_requests.sum()) / max(1, int(fleet.is_alive.sum()))
+        engine = cheapest(ahead.finish + ahead.imposed + num_held * ahead.priming, fleet)
         return Choice(engine, float(ahead.finish[engine]) if fleet.costs.is_known(shape.model) else None)
 
 

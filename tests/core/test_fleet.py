@@ -108,8 +108,8 @@ def test_what_was_sent_counts_until_it_is_acknowledged() -> None:
 
 def test_steps_go_by_between_reports() -> None:
     fleet = Fleet(1, 2)
-    fleet.observe(0, make_report(requests=[load(10, 0.1), load(20, 0.1)], base_seconds=0.1), 5.0)
-    assert fleet.free_at[0] == pytest.approx(5.0 + 10 * 0.3)
+    fleet.observe(0, make_report(requests=[load(9, 0.1), load(19, 0.1)], base_seconds=0.1), 5.0)
+    assert fleet.free_at[0] == pytest.approx(5.0 + 10 * 0.3), "one step is under way"
     assert sorted(fleet.steps[:, 0]) == pytest.approx([0.0, 10.0])
     fleet.sent(0, make_shape(num_steps=4), 5.0 + 3.0 + 5 * 0.2)
     assert sorted(fleet.steps[:, 0])[-1] == pytest.approx(1.0), "five of ten are done, and four are ahead of it"

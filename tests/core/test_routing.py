@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from load_reports import BASE, COSTS, PER_KILOTOKEN, SLOW_COSTS, load, make_report, make_shape
 
-from core import routing
 from core.config import RouterPolicy
 from core.errors import EngineDeadError
 from core.fleet import Fleet
@@ -24,20 +23,27 @@ STEP = PER_KILOTOKEN * (600 + 512) / 1e3
 Loads = list[tuple[int, float]]
 
 
-def finish_by_hand(loads: Loads, num_places: int, base: float) -> list[float]:
-    """When each request of a FIFO queue is done, by making one step after the other."""
-    done, now = [0.0] * len(loads), 0.0
-    waiting, running = list(range(len(loads))), []
-    left = [steps for steps, _ in loads]
+def finish_by_hand(requests: list[list[float | None]], num_places: int) -> list[float]:
+    """When each request of a FIFO queue is done, by making one step after the other. A request is what each of its
+    steps adds; None: it holds a place and does not compute.
+    """
+    done, now = [0.0] * len(requests), 0.0
+    waiting, running, passed = list(range(len(requests))), list[int](), [0] * len(requests)
     while waiting or running:
         while waiting and len(running) < num_places:
             running.append(waiting.pop(0))
-        now += base + sum(loads[i][1] for i in running)
+        computing = [seconds for i in running if (seconds := requests[i][passed[i]]) is not None]
+        now += BASE + sum(computing) if computing else 0.0
         for i in running:
-            left[i] -= 1
+            passed[i] += 1
             done[i] = now
-        running = [i for i in running if left[i]]
+        running = [i for i in running if passed[i] < len(requests[i])]
     return done
+
+
+def held_steps(loads: Loads, num_places: int) -> list[list[float | None]]:
+    """Those who are in places have one step more, which has just begun as the report is made."""
+    return [[seconds] * (steps + (place < num_places)) for place, (steps, seconds) in enumerate(loads)]
 
 
 def fleet_of(*engines: Loads, num_places: int = 8, **report: object) -> Fleet:
@@ -49,38 +55,43 @@ def fleet_of(*engines: Loads, num_places: int = 8, **report: object) -> Fleet:
     return fleet
 
 
-@pytest.fixture
-def joins_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routing, "JOIN_STEPS", 0.0)
-
-
-@pytest.mark.usefixtures("joins_at_once")
 @given(
     loads=st.lists(st.tuples(st.integers(1, 12), st.floats(0.0, 1.0)), max_size=20),
     num_places=st.integers(1, 5),
     num_steps=st.integers(1, 12),
 )
 def test_the_forecast_is_what_a_step_by_step_run_gives(loads: Loads, num_places: int, num_steps: int) -> None:
-    fleet, shape = fleet_of(loads, num_places=num_places), make_shape(num_steps)
-    alone = finish_by_hand(loads, num_places, BASE)
-    together = finish_by_hand([*loads, (num_steps, STEP)], num_places, BASE)
-    ahead = forecast(shape, fleet, 0.0)
+    """The newcomer waits for the step under way or for a place, and is encoded beside another step."""
+    held = held_steps(loads, num_places)
+    is_queued = len(loads) >= num_places
+    newcomer: list[float | None] = [None] * (1 if is_queued else 2) + [STEP] * num_steps
+    alone, together = finish_by_hand(held, num_places), finish_by_hand([*held, newcomer], num_places)
+    ahead = forecast(make_shape(num_steps), fleet_of(loads, num_places=num_places), 0.0)
     assert ahead.finish[0] == pytest.approx(together[-1])
     assert ahead.imposed[0] == pytest.approx(sum(together[:-1]) - sum(alone))
 
 
-@pytest.mark.usefixtures("joins_at_once")
-def test_the_forecast_between_two_reports() -> None:
-    fleet, shape = fleet_of([(10, 0.1), (20, 0.1)]), make_shape()
-    later = fleet_of([(7, 0.1), (17, 0.1)])
-    assert forecast(shape, fleet, 3 * (BASE + 0.2)).finish == pytest.approx(forecast(shape, later, 0.0).finish)
+@given(
+    loads=st.lists(st.tuples(st.integers(8, 20), st.floats(0.0, 1.0)), min_size=1, max_size=4),
+    num_passed=st.integers(1, 6),
+    num_steps=st.integers(1, 12),
+)
+def test_the_forecast_between_two_reports(loads: Loads, num_passed: int, num_steps: int) -> None:
+    """In the middle of a step."""
+    now = (num_passed + 0.5) * (BASE + sum(seconds for _, seconds in loads))
+    newcomer: list[float | None] = [None] * (num_passed + 2) + [STEP] * num_steps
+    together = finish_by_hand([*held_steps(loads, 8), newcomer], 8)
+    ahead = forecast(make_shape(num_steps), fleet_of(loads), now)
+    assert ahead.finish[0] == pytest.approx(together[-1] - now)
 
 
 def test_what_is_sent_is_forecast_as_what_is_reported() -> None:
     sent, reported = fleet_of([], num_places=2), fleet_of([(28, STEP)] * 5, num_places=2)
     for _ in range(5):
         sent.sent(0, make_shape(), 0.0)
-    assert forecast(make_shape(), sent, 0.0).finish == pytest.approx(forecast(make_shape(), reported, 0.0).finish)
+    step_under_way = BASE + 2 * STEP
+    expected = forecast(make_shape(), reported, step_under_way).finish
+    assert forecast(make_shape(), sent, 0.0).finish == pytest.approx(expected)
 
 
 def test_a_mask_makes_the_difference() -> None:
