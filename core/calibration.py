@@ -16,10 +16,11 @@ CALIBRATION = "calibration.json"
 class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Written by `python -m entrypoints.calibrate`.
 
-    keyframes: noise levels 1..0, falling, or pages at every step. full_steps: leading steps to compute in full where
-    the mask ratio (0..1) is at least full_steps_from. mask_margin: px. safe: whether the error asked for was reached;
-    where not, the rest is the best that was found. ssim_mean: inside the mask's box, against exact, over `num_edits`
-    edits of `num_inference_steps` steps. ssim_p10: the same, of the masks among them, by size, where it is least.
+    keyframes: noise levels 1..0, falling, or pages at every step. full_steps: leading steps, of num_inference_steps, to
+    compute in full where the mask ratio (0..1) is at least full_steps_from; of other numbers of steps the same share.
+    mask_margin: px. safe: whether the error asked for was reached; where not, the rest is the best that was found.
+    ssim_mean: inside the mask's box, against exact, over `num_edits` edits of `num_inference_steps` steps. ssim_p10:
+    the same, of the masks among them, by size, where it is least.
     """
 
     keyframes: tuple[float, ...] | Literal["per-step"]
@@ -31,7 +32,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ssim_mean: float
     ssim_p10: float
     num_edits: int
-    num_inference_steps: int
+    num_inference_steps: Annotated[int, msgspec.Meta(ge=1)]
 
     def __post_init__(self) -> None:
         """ValueError for keyframes that no noise level lies between."""

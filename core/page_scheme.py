@@ -56,8 +56,9 @@ class PageScheme(msgspec.Struct, frozen=True, kw_only=True):
 
     keyframes: noise levels 1..0, falling, at least two; () keeps pages at every step's own noise level. latent_bytes:
     bytes per token of a template's clean latents. fingerprint: hash over all weights and the compute dtype. prompt and
-    guidance_scale: the conditioning of priming. mask_margin (px) and full_steps: what an edit that names none gets,
-    the latter where its mask ratio (0..1) is at least full_steps_from; below it is 0.
+    guidance_scale: the conditioning of priming. mask_margin (px): what an edit that names none gets. full_steps,
+    full_steps_of, full_steps_from: so many leading steps of so many compute every token where the mask ratio (0..1) is
+    at least so large, and none below; see `full_steps_at`.
     environment: hash of what changes bits without changing the model: device type, its name, threads, torch version.
     """
 
@@ -68,13 +69,18 @@ class PageScheme(msgspec.Struct, frozen=True, kw_only=True):
     guidance_scale: float
     mask_margin: int
     full_steps: int
+    full_steps_of: int = 1
     full_steps_from: float = 0.0
     prompt: str = ""
     environment: str = ""
 
-    def full_steps_at(self, mask_ratio: float) -> int:
-        """Leading steps that compute every token, for an edit that names none."""
-        return self.full_steps if mask_ratio >= self.full_steps_from else 0
+    def full_steps_at(self, mask_ratio: float, num_steps: int) -> int:
+        """Leading steps that compute every token, for an edit that names none: the same share of any number of steps,
+        rounded up, since what they settle is settled by the noise level, not by their number.
+        """
+        if mask_ratio < self.full_steps_from:
+            return 0
+        return -(-self.full_steps * num_steps // self.full_steps_of)
 
     def template_key(self, content_id: str) -> str:
         """Hex digest of all that a template's pages depend on, but the noise level."""

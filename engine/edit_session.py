@@ -124,7 +124,7 @@ class EditSession:
                 )
             )
             image_ops.check_output_size(*self._output_size, edit.output_format)
-        full_steps = resolve_full_steps(edit.sampling, model, self._mask_ratio)
+        full_steps = resolve_full_steps(self._sampling, model, self._mask_ratio)
         self._sampling = msgspec.structs.replace(self._sampling, full_steps=full_steps)
         if self._template is not None and self._template.model == model.name:
             self._engine.templates.set_content(self._template.id, self._prepared.content_id)

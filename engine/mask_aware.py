@@ -28,10 +28,12 @@ def resolve_margin(sampling: SamplingParams, model: ModelInfo) -> int:
 
 
 def resolve_full_steps(sampling: SamplingParams, model: ModelInfo, mask_ratio: float) -> int:
-    """Leading steps that compute every token. mask_ratio: active tokens / image tokens, margin included."""
+    """Leading steps that compute every token. sampling: with its number of steps. mask_ratio: active tokens / image
+    tokens, margin included.
+    """
     if sampling.full_steps is not None:
         return sampling.full_steps
-    return 0 if model.page_scheme is None else model.page_scheme.full_steps_at(mask_ratio)
+    return 0 if model.page_scheme is None else model.page_scheme.full_steps_at(mask_ratio, sampling.num_denoising_steps)
 
 
 def why_exact(

@@ -59,6 +59,7 @@ def page_scheme(
         prompt=config.priming_prompt,
         mask_margin=DEFAULT_MASK_MARGIN if calibration is None else calibration.mask_margin,
         full_steps=DEFAULT_FULL_STEPS if calibration is None else calibration.full_steps,
+        full_steps_of=1 if calibration is None else calibration.num_inference_steps,
         full_steps_from=0.0 if calibration is None else calibration.full_steps_from,
         environment=environment(checkpoint.device),
     )

@@ -19,6 +19,7 @@ SCHEME = PageScheme(
     guidance_scale=30.0,
     mask_margin=8,
     full_steps=1,
+    full_steps_of=8,
     full_steps_from=0.25,
 )
 PER_STEP = msgspec.structs.replace(SCHEME, keyframes=())
@@ -101,6 +102,17 @@ def test_defaults_come_from_the_scheme_and_zero_is_a_value() -> None:
 def test_large_masks_get_full_steps(mask_ratio: float, expected: int) -> None:
     assert resolve_full_steps(sampling(), MODEL, mask_ratio) == expected
     assert resolve_full_steps(sampling(full_steps=3), MODEL, mask_ratio) == 3
+
+
+@pytest.mark.parametrize(("num_steps", "expected"), [(1, 1), (4, 1), (8, 1), (9, 2), (16, 2), (28, 4), (200, 25)])
+def test_full_steps_are_a_share_of_all_steps(num_steps: int, expected: int) -> None:
+    asked = SamplingParams(num_inference_steps=num_steps)
+    assert resolve_full_steps(asked, MODEL, 0.5) == expected
+    assert resolve_full_steps(asked, MODEL, 0.2) == 0
+
+
+def test_a_weak_edit_has_full_steps_of_those_it_runs() -> None:
+    assert resolve_full_steps(SamplingParams(num_inference_steps=28, strength=0.5), MODEL, 0.5) == 2
 
 
 def test_without_a_ratio_every_mask_gets_full_steps() -> None:

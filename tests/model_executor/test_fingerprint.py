@@ -169,7 +169,7 @@ def test_a_calibration_decides_what_no_flag_says(path: Path, cache: Path) -> Non
     assert scheme is not None
     assert scheme.keyframes == (1.0, 0.25, 0.0)
     assert (scheme.layout.dtype, scheme.full_steps, scheme.mask_margin) == ("bfloat16", 2, 16)
-    assert scheme.full_steps_from == 0.3
+    assert (scheme.full_steps_of, scheme.full_steps_from) == (28, 0.3)
     flagged = scheme_of(path, cache, cache_keyframes="2", cache_dtype="float32")
     assert flagged is not None
     assert flagged.keyframes == (1.0, 0.0)
