@@ -66,7 +66,7 @@ async def _serve(args: EngineArgs) -> None:
     config = StencilConfig(
         engine=EngineConfig(models=(model,)), image=ImageConfig(image_workers=args.image_workers), max_queue=4096
     )
-    engine = AsyncEngine(config, log_level="warning")
+    engine = AsyncEngine(config)
     await engine.start()
     try:
         await engine.ready()

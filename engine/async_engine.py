@@ -46,13 +46,12 @@ MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
 class AsyncEngine:
     """start, ready, edit and prime_template (many at once), shutdown. All methods belong to one event loop."""
 
-    def __init__(self, config: StencilConfig, metrics: Metrics | None = None, log_level: str = "info") -> None:
+    def __init__(self, config: StencilConfig, metrics: Metrics | None = None) -> None:
         self.config = config
         self.metrics = metrics or Metrics()
         self.models: dict[str, ModelInfo] = {}  # name -> info; empty until ready
         self.templates = TemplateStore(config.template_bytes)
         self.captures = Captures(self)
-        self._log_level = log_level
         self._sessions: set[EditSession | TemplateSession] = set()  # begun and not yet cleaned up
         self.is_closing = False  # refuses new edits
         self._actor: asyncio.Task[None] | None = None
@@ -70,7 +69,7 @@ class AsyncEngine:
         self._arena = Arena.create(0, self.config.arena_bytes)
         self.allocator = ArenaAllocator(self._arena)
         self.images = ImagePool(self.config.image, self._arena)
-        self.router = Router(self.config, self._arena, self._log_level, self.metrics)
+        self.router = Router(self.config, self._arena, self.metrics)
         self.metrics.watch_queue(lambda: self.num_requests_running, lambda: self.num_requests_waiting)
         self.metrics.watch_image_processors(self.images)
         try:

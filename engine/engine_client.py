@@ -63,10 +63,9 @@ OnReport = Callable[[LoadReport, EngineStats | None], None]
 class EngineClient:
     """start, ready, submit and abort, stop, close. One task (`run`) of the owner's group drives it."""
 
-    def __init__(self, config: EngineConfig, arena: Arena, log_level: str, on_report: OnReport) -> None:
+    def __init__(self, config: EngineConfig, arena: Arena, on_report: OnReport) -> None:
         self._config = config
         self._arena = arena
-        self._log_level = log_level
         self._on_report = on_report
         self._runtime_dir = Path(tempfile.mkdtemp(prefix="stencil-"))  # mode 0700; holds the socket until connected
         self._context = zmq.asyncio.Context()
@@ -91,7 +90,7 @@ class EngineClient:
             raise ConfigError(f"cannot make a socket at {address}: {error}; set TMPDIR to a shorter path") from error
         self._process = spawn(
             "engine.engine_process:main",
-            msgspec.msgpack.encode(EngineProcessConfig(self._config, address, self._arena.id, self._log_level)),
+            msgspec.msgpack.encode(EngineProcessConfig(self._config, address, self._arena.id)),
             [self._arena.fd],
             f"stencil-engine-{self._config.data_parallel_rank}",
             remove=[str(self._runtime_dir)],

@@ -47,7 +47,6 @@ class EngineProcessConfig(msgspec.Struct, frozen=True):
     engine: EngineConfig
     address: str  # the ZeroMQ endpoint to connect to
     arena_id: int
-    log_level: str
 
 
 def main(config: bytes, fds: list[int]) -> None:

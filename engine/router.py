@@ -40,7 +40,7 @@ class Placement:
 class Router:
     """start, ready, submit and abort, stop, close. One task (`run`) of the owner's group drives it."""
 
-    def __init__(self, config: StencilConfig, arena: Arena, log_level: str, metrics: Metrics) -> None:
+    def __init__(self, config: StencilConfig, arena: Arena, metrics: Metrics) -> None:
         size = config.engine.data_parallel_size
         self.loads: list[LoadReport | None] = [None] * size  # by engine
         self.stats: list[EngineStats | None] = [None] * size
@@ -48,7 +48,6 @@ class Router:
             EngineClient(
                 msgspec.structs.replace(config.engine, data_parallel_rank=rank),
                 arena,
-                log_level,
                 partial(self._on_report, rank),
             )
             for rank in range(size)

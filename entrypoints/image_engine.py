@@ -213,7 +213,7 @@ async def _outcome(task: asyncio.Task[T]) -> T:
 
 
 async def _start(config: StencilConfig) -> AsyncEngine:
-    engine = AsyncEngine(config, log_level="warning")
+    engine = AsyncEngine(config)
     await engine.start()
     try:
         await engine.ready()

@@ -66,7 +66,7 @@ class _Signals:
 
 
 async def _serve(options: ServeOptions, listener: socket.socket, tracer: Tracer) -> int:
-    engine = AsyncEngine(options.config, log_level=options.log_level)
+    engine = AsyncEngine(options.config)
     settings = ServerSettings(options.api_key, options.config.image.max_upload_bytes)
     server = http_server(create_app(engine, settings, tracer))
     signals = _Signals(asyncio.Event(), asyncio.Event())
