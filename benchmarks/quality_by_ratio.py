@@ -1,6 +1,6 @@
 """How close mask-aware edits come to exact ones as masks grow, and what a full step buys and costs there.
 
-Silhouettes of garments, and boxes: those of garments, parts of them, and boxes anywhere in the picture. The scenes are
+Silhouettes of garments, and boxes: those of garments, parts and middles of them, and boxes anywhere in the picture. The scenes are
 held out from training and not those of `benchmarks.quality`: the embedded model's `full_steps_from` was chosen here.
 Prints Markdown (docs/quality.md holds a run).
 """
@@ -26,7 +26,7 @@ from benchmarks.quality_edits import (
     run_aware,
     run_exact,
 )
-from benchmarks.quality_masks import box_anywhere, part_of_box
+from benchmarks.quality_masks import box_anywhere, box_in_the_middle, part_of_box
 from core.request import SamplingParams
 from engine.similarity import ssim_in_box
 from entrypoints import EditResult, ImageEngine
@@ -66,6 +66,7 @@ def edits(number: int) -> dict[str, list[Case]]:
         "silhouettes": silhouettes,
         "boxes": boxes,
         "parts of boxes": [part_of_box(case, seed) for seed, case in enumerate(boxes)],
+        "boxes in the middle": [box_in_the_middle(case, seed) for seed, case in enumerate(boxes)],
         "boxes anywhere": [box_anywhere(case, seed) for seed, case in enumerate(silhouettes)],
     }
 

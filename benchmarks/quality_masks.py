@@ -10,7 +10,7 @@ import numpy as np
 from tools.train_embedded.cases import Case
 from tools.train_embedded.scenes import SIZE
 
-SMALLEST = 16  # pixels of a part's side
+TOKEN = 16  # pixels of its side
 
 
 def part_of_box(case: Case, seed: int) -> Case:
@@ -19,7 +19,7 @@ def part_of_box(case: Case, seed: int) -> Case:
     rows, columns = (np.flatnonzero(case.mask.any(axis)) for axis in (1, 0))
     top, bottom, left, right = int(rows[0]), int(rows[-1]) + 1, int(columns[0]), int(columns[-1]) + 1
     side = dice.uniform(0.15, 0.8) ** 0.5
-    height, width = max(SMALLEST, int((bottom - top) * side)), max(SMALLEST, int((right - left) * side))
+    height, width = max(TOKEN, int((bottom - top) * side)), max(TOKEN, int((right - left) * side))
     y, x = dice.randint(top, max(top, bottom - height)), dice.randint(left, max(left, right - width))
     return _with_box(case, x, y, width, height)
 
@@ -31,6 +31,15 @@ def box_anywhere(case: Case, seed: int) -> Case:
     height, width = (min(SIZE, int(side**0.5 * SIZE)) for side in (share / aspect, share * aspect))
     y, x = dice.randint(0, SIZE - height), dice.randint(0, SIZE - width)
     return _with_box(case, x, y, width, height)
+
+
+def box_in_the_middle(case: Case, seed: int) -> Case:
+    """The case with a box about the middle of its mask's own, of 5 to 9 tokens high and wide."""
+    dice = random.Random(seed + 13)
+    height, width = (dice.randint(5, 9) * TOKEN - TOKEN for _ in range(2))  # the margin adds a token
+    rows, columns = (np.flatnonzero(case.mask.any(axis)) for axis in (1, 0))
+    y, x = (int(each[0] + each[-1] - side) // 2 for each, side in ((rows, height), (columns, width)))
+    return _with_box(case, min(max(0, x), SIZE - width), min(max(0, y), SIZE - height), width, height)
 
 
 def _with_box(case: Case, x: int, y: int, width: int, height: int) -> Case:
