@@ -1,8 +1,8 @@
 """How close mask-aware edits come to exact ones as masks grow, and what a full step buys and costs there.
 
-Silhouettes of garments, and boxes: those of garments, parts and middles of them, and boxes anywhere in the picture. The scenes are
-held out from training and not those of `benchmarks.quality`: the embedded model's `full_steps_from` was chosen here.
-Prints Markdown (docs/quality.md holds a run).
+Silhouettes of garments, and boxes: those of garments, parts and middles of them, and boxes anywhere in the picture. The
+scenes are held out from training and not those of `benchmarks.quality`: the embedded model's `full_steps_from` was
+chosen here. Prints Markdown (docs/quality.md holds a run).
 """
 
 from __future__ import annotations
