@@ -9,7 +9,7 @@ TYPED := core engine model_executor entrypoints benchmarks tools
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint types format wheel train-embedded bench-throughput bench-startup bench-responsiveness bench-images bench-edit bench-prime bench-load-or-prime bench-step bench-vae bench-cache bench-quality bench-cost-model bench-block-plan calibrate clean
+.PHONY: help serve test lint types format wheel train-embedded bench-throughput bench-startup bench-responsiveness bench-images bench-edit bench-prime bench-load-or-prime bench-step bench-vae bench-cache bench-quality bench-cost-model bench-block-plan bench-router calibrate clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 24
@@ -74,6 +74,9 @@ bench-quality: $(DEV)  ## SSIM and accuracy of mask-aware edits against exact on
 
 bench-block-plan: $(DEV)  ## A step whose pages come from a slow tier: naive, pipelined, Algorithm 1, ours, ideal
 	$(BIN)/python -m benchmarks.block_plan $(ARGS)
+
+bench-router: $(DEV)  ## Router policies on real engines: mean and P95 latency of one and the same load
+	$(BIN)/python -m benchmarks.router_policies $(ARGS)
 
 bench-cost-model: $(DEV)  ## How well the cost model predicts held-out batches
 	$(BIN)/python -m benchmarks.cost_model $(ARGS)

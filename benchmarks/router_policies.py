@@ -1,0 +1,196 @@
+"""Router policies on real engines: mean and P95 latency through HTTP, each policy given the same arrivals.
+
+Open loop: edits are sent when they are due, whatever has come back, and latency counts from then. Templates are drawn
+by Zipf's law, so that some are warm, some cold; masks and step counts are mixed, as benchmarks/simulate.py has them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import io
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+import numpy as np
+from openai import AsyncOpenAI
+from PIL import Image
+
+from benchmarks.report import percentile, print_report
+from benchmarks.server import Server, ready_server
+from benchmarks.workload import IMAGE, PROMPTS, available_cores, openai_client
+from core.config import RouterPolicy
+
+POLICIES: tuple[RouterPolicy, ...] = get_args(RouterPolicy)
+STEPS = (8, 16, 28, 50)
+MASK_SHAPE, MASK_MEAN = 1.6, 0.15
+"""Of the gamma distribution that mask ratios are drawn from."""
+NUM_TEMPLATES, ZIPF = 60, 1.05
+CAPACITY_CLIENTS = 16
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """One edit. due: seconds after the start. template: its number. mask_ratio: share of the picture under its mask."""
+
+    due: float
+    template: int
+    mask_ratio: float
+    steps: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """seconds: from when it was due to its picture."""
+
+    seconds: float
+    was_hit: bool
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = _parse(argv)
+    rate = args.request_rate or args.load * _capacity(args)
+    outcomes: dict[RouterPolicy, list[list[Outcome]]] = {policy: [] for policy in POLICIES}
+    for seed in range(args.seeds):
+        for policy in POLICIES:
+            outcomes[policy].append(_measure(args, policy, arrivals(args.num_prompts, rate, seed)))
+    _report(args, rate, outcomes)
+
+
+def arrivals(number: int, rate: float, seed: int) -> list[Arrival]:
+    """Poisson arrivals of `rate` edits per second."""
+    random = np.random.default_rng(seed)
+    due = np.cumsum(random.exponential(1 / rate, number))
+    popularity = 1.0 / np.arange(1, NUM_TEMPLATES + 1) ** ZIPF
+    templates = random.choice(NUM_TEMPLATES, number, p=popularity / popularity.sum())
+    ratios = np.clip(random.gamma(MASK_SHAPE, MASK_MEAN / MASK_SHAPE, number), 0.01, 1.0)
+    steps = random.choice(STEPS, number)
+    rows = zip(due.tolist(), templates.tolist(), ratios.tolist(), steps.tolist(), strict=True)
+    return [Arrival(*row, seed=index) for index, row in enumerate(rows)]
+
+
+def _measure(args: argparse.Namespace, policy: RouterPolicy, edits: Sequence[Arrival]) -> list[Outcome]:
+    """Serve them with a fresh server of this policy."""
+    with ready_server([*_flags(args), "--router-policy", policy]) as server:
+        asyncio.run(_warm_up(server))
+        return asyncio.run(_send_all(server, edits))
+
+
+def _capacity(args: argparse.Namespace) -> float:
+    """Edits per second with clients that never wait: of the same mix, half of it to warm the caches."""
+    edits = arrivals(2 * args.num_prompts // 3, 1.0, seed=99)
+    half = len(edits) // 2
+    with ready_server(_flags(args)) as server:
+        asyncio.run(_send_in_turn(server, edits[:half]))
+        start = time.perf_counter()
+        asyncio.run(_send_in_turn(server, edits[half:]))
+        return (len(edits) - half) / (time.perf_counter() - start)
+
+
+def _flags(args: argparse.Namespace) -> list[str]:
+    return ["--data-parallel-size", str(args.data_parallel_size), "--threads", str(args.threads)]
+
+
+async def _warm_up(server: Server) -> None:
+    """Both ends' first calls; of templates that are not used again."""
+    edits = [Arrival(0.0, -1 - i, 0.1, STEPS[0], i) for i in range(8)]
+    await _send_in_turn(server, edits)
+
+
+async def _send_in_turn(server: Server, edits: Sequence[Arrival]) -> None:
+    queue = iter(edits)
+
+    async def one_client(client: AsyncOpenAI) -> None:
+        for edit in queue:
+            await _send(client, edit, time.perf_counter())
+
+    async with openai_client(server.url) as client, asyncio.TaskGroup() as clients:
+        for _ in range(CAPACITY_CLIENTS):
+            clients.create_task(one_client(client))
+
+
+async def _send_all(server: Server, edits: Sequence[Arrival]) -> list[Outcome]:
+    async with openai_client(server.url) as client, asyncio.TaskGroup() as group:
+        start = time.perf_counter()
+        tasks = []
+        for edit in edits:
+            await asyncio.sleep(max(0.0, start + edit.due - time.perf_counter()))
+            tasks.append(group.create_task(_send(client, edit, start + edit.due)))
+    return [task.result() for task in tasks]
+
+
+async def _send(client: AsyncOpenAI, edit: Arrival, due: float) -> Outcome:
+    result = await client.images.edit(
+        image=("image.png", _template(edit.template), "image/png"),
+        prompt=PROMPTS[edit.seed % len(PROMPTS)],
+        extra_body={"seed": edit.seed, "num_inference_steps": edit.steps},
+        mask=("mask.png", _mask(edit), "image/png"),
+    )
+    facts = result.to_dict()["stencil"]
+    assert isinstance(facts, dict)
+    return Outcome(time.perf_counter() - due, facts["cache"] == "hit")
+
+
+def _template(number: int) -> bytes:
+    """The example picture, moved to the side: another content each time."""
+    with Image.open(IMAGE) as image:
+        return _png(Image.fromarray(np.roll(np.asarray(image.convert("RGB")), number, axis=1)))
+
+
+def _mask(edit: Arrival) -> bytes:
+    """Transparent where to edit: a square of its share of the picture, somewhere."""
+    with Image.open(IMAGE) as image:
+        width, height = image.size
+    random = np.random.default_rng(edit.seed)
+    side = math.sqrt(edit.mask_ratio)
+    box_width, box_height = max(1, round(width * side)), max(1, round(height * side))
+    left, top = random.integers(0, width - box_width + 1), random.integers(0, height - box_height + 1)
+    alpha = np.full((height, width), 255, np.uint8)
+    alpha[top : top + box_height, left : left + box_width] = 0
+    mask = Image.new("RGBA", (width, height))
+    mask.putalpha(Image.fromarray(alpha))
+    return _png(mask)
+
+
+def _png(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG", compress_level=1)
+    return file.getvalue()
+
+
+def _report(args: argparse.Namespace, rate: float, outcomes: dict[RouterPolicy, list[list[Outcome]]]) -> None:
+    rows, result = [], {"request_rate": rate}
+    for policy, runs in outcomes.items():
+        mean = statistics.mean(outcome.seconds for run in runs for outcome in run)
+        p95 = statistics.mean(percentile([outcome.seconds for outcome in run], 0.95) for run in runs)
+        hits = statistics.mean(outcome.was_hit for run in runs for outcome in run)
+        rows.append((policy, f"mean {mean:6.3f} s   P95 {p95:6.3f} s   edits with all pages there {hits:4.0%}"))
+        name = policy.replace("-", "_")
+        result |= {f"{name}_mean_s": mean, f"{name}_p95_s": p95, f"{name}_hit_share": hits}
+    size, number = args.data_parallel_size, args.num_prompts
+    title = (
+        f"Router policies: {size} engines of {args.threads} thread(s) on {available_cores()} cores, {args.seeds} runs "
+        f"of {number} edits at {rate:.2f} edits/s; steps {'/'.join(map(str, STEPS))}, mean mask {MASK_MEAN}, "
+        f"{NUM_TEMPLATES} templates by Zipf {ZIPF}"
+    )
+    print_report(title, rows, result)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--data-parallel-size", type=int, default=2, help="engines")
+    parser.add_argument("--threads", type=int, default=1, help="of each engine")
+    parser.add_argument("--num-prompts", type=int, default=240, help="edits in each run")
+    parser.add_argument("--seeds", type=int, default=2, help="runs of each policy")
+    parser.add_argument("--load", type=float, default=0.7, help="share of the measured capacity")
+    parser.add_argument("--request-rate", type=float, help="edits per second, instead of --load")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main()
