@@ -15,6 +15,7 @@ from core.messages import Aborted, Failed, ModelInfo, PreparedEdit, PrepareEdit,
 from engine import image_ops
 from engine.mask_aware import can_prime_ahead
 from engine.session_memory import SessionMemory
+from engine.tracing import NO_SPAN, current_span
 from engine.upload import Upload
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class TemplateSession:
         self._id = request_id
         self._upload = upload
         self._model = model
+        self._span = NO_SPAN if is_idle_work else current_span()  # whose answer has left when idle work begins
         self._memory = SessionMemory(engine)
         self._prepared: PreparedEdit | None = None
         self._answer: RequestOutput | None = None
@@ -49,7 +51,7 @@ class TemplateSession:
 
     async def prepare(self) -> PreparedEdit:
         """Have the upload checked and turned into a template. Raises InvalidRequestError, OverloadedError."""
-        model = self._model
+        model, start = self._model, time.monotonic()
         self._prepared = await self._engine.images.prepare(
             PrepareEdit(
                 job_id=0,
@@ -64,6 +66,7 @@ class TemplateSession:
                 scratch=self._memory.alloc(image_ops.scratch_bytes(model.native_size, model.token_size)),
             )
         )
+        self._span.child("prepare", start, time.monotonic(), {})
         return self._prepared
 
     @property
@@ -80,9 +83,11 @@ class TemplateSession:
 
     async def prime(self) -> TemplatePrimed:
         """Have its pages made. Raises EngineError, or OverloadedError when the server shuts down."""
+        start = time.monotonic()
         self._engine.router.submit(self._make_request(), self._hear)
         self.is_submitted = True
         await self.done.wait()
+        self._span.child("prime", start, time.monotonic(), {})
         match self._answer:
             case TemplatePrimed():
                 return self._answer

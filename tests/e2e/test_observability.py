@@ -22,6 +22,7 @@ from server_process import ServerProcess, start
 
 FILES = {"image": encode(photo()), "mask": alpha_mask()}
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+OTHER = "2af7651916cd43dd8448eb211c80319e"
 UNSAMPLED = "1af7651916cd43dd8448eb211c80319d"
 
 
@@ -62,6 +63,7 @@ def seen(server_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
 
 def use(server: ServerProcess) -> dict[str, httpx.Response]:
     parent = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+    other = {"traceparent": f"00-{OTHER}-{PARENT}-01"}
     answers = {
         "edit": post(server, parent, n="2", stream="true", partial_images="1"),
         "unsampled": post(server, {"traceparent": f"00-{UNSAMPLED}-{PARENT}-00"}),
@@ -70,7 +72,10 @@ def use(server: ServerProcess) -> dict[str, httpx.Response]:
             f"{server.base_url}/images/edits", data={"prompt": "p"}, files={"image": b"nonsense"}, timeout=60
         ),
     }
-    httpx.get(f"{server.url}/v1/models")
+    answers["template"] = httpx.post(
+        f"{server.base_url}/templates", files={"image": FILES["image"]}, headers=other, timeout=60
+    )
+    httpx.get(f"{server.base_url}/models")
     assert kill_an_image_processor(server)
     answers["after a death"] = post(server)
     return answers
@@ -131,6 +136,13 @@ def test_one_trace_from_the_client_to_both_engines(seen: Seen) -> None:
     assert not any(span.is_error for span in spans)
 
 
+def test_a_template_is_traced_as_well(seen: Seen) -> None:
+    assert seen.answers["template"].status_code == 200
+    root = next(span for span in seen.spans if span.name == "POST /v1/templates")
+    below = [span.name for span in seen.of(root.trace_id) if span.parent_id == root.span_id]
+    assert below == ["prepare", "prime"]
+
+
 def test_steps_are_events_of_one_span(seen: Seen) -> None:
     denoise = next(span for span in seen.of(TRACE) if span.name == "denoise")
     assert denoise.events == ("step",) * 4
@@ -159,7 +171,7 @@ def test_requests_without_a_trace_begin_one(seen: Seen) -> None:
     (refused,) = (span for span in seen.spans if span.attributes.get("stencil.request_id") == request_id)
     assert (refused.parent_id, refused.attributes["stencil.outcome"]) == ("", "refused")
     assert len(seen.of(refused.trace_id)) == 1
-    assert len({span.trace_id for span in seen.spans}) == 4  # /v1/models and /metrics leave none
+    assert len({span.trace_id for span in seen.spans}) == 5  # /v1/models and /metrics leave none
 
 
 def test_spans_hold_no_prompt(seen: Seen) -> None:
@@ -201,7 +213,7 @@ def test_metrics_of_two_engines(seen: Seen) -> None:
     metrics = seen.metrics
     model = "tiny/fill"
     assert [metrics[f"stencil:engine_alive,{engine}"] for engine in (0, 1)] == [1, 1]
-    assert sum(metrics[f"stencil:router_requests_total,{engine}"] for engine in (0, 1)) == 4
+    assert sum(metrics[f"stencil:router_requests_total,{engine}"] for engine in (0, 1)) == 5
     assert all(metrics[f"stencil:worker_busy_seconds_total,{engine}"] > 0 for engine in (0, 1))
     assert metrics[f"stencil:request_success_total,stop,{model}"] == 4
     assert metrics["stencil:request_rejects_total,invalid"] == 2
