@@ -6,7 +6,8 @@ Series are sums over the engines; those that show how evenly work is spread have
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from prometheus_client import Gauge
@@ -70,6 +71,7 @@ class EngineMetrics:
 
     def __init__(self, registry: MetricRegistry) -> None:
         self._stats: dict[int, EngineStats] = {}  # engine -> the last one it sent
+        self._watched_stages: set[str] = set()
         self._make_engine_collectors(registry)
         self._make_step_collectors(registry)
         self._make_cache_collectors(registry)
@@ -127,11 +129,14 @@ class EngineMetrics:
             is_restarted = stats.steps < last.steps or stats.busy_seconds < last.busy_seconds
             self._stats[engine] = stats
             self._observe_stats(engine, stats, _NO_STATS if is_restarted else last)
+            self._move_levels(last.cache or _NO_CACHE, stats.cache or _NO_CACHE)
 
     def observe_lost(self, engine: int) -> None:
         """An engine has ended, and holds nothing any more."""
         for gauge in (self._alive, *self._load_gauges()):
             gauge.labels(str(engine)).set(0)
+        gone = self._stats.pop(engine, _NO_STATS)
+        self._move_levels(gone.cache or _NO_CACHE, _NO_CACHE)
 
     def _load_gauges(self) -> tuple[Gauge, ...]:
         return self._running, self._waiting, self._drain_seconds
@@ -140,27 +145,30 @@ class EngineMetrics:
         self._busy_seconds.labels(str(engine)).inc(stats.busy_seconds - last.busy_seconds)
         for field, total in self._totals.items():
             total.inc(getattr(stats, field) - getattr(last, field))
-        for step in stats.recent_steps:
-            self._observe_step(step)
-        for stage, value in self._worst_r_squared().items():
-            self._r_squared.labels(stage).set(value)
+        self._observe_steps(stats.recent_steps)
+        self._watch_r_squared(stats.r_squared)
         self._observe_cache(stats.cache or _NO_CACHE, last.cache or _NO_CACHE)
 
-    def _observe_step(self, step: StepSample) -> None:
-        self._batch_size.observe(step.num_requests)
-        self._step_tokens.observe(step.num_tokens)
-        self._step_seconds.observe(step.seconds)
-        self._predicted_seconds.inc(step.predicted_seconds)
-        self._bound_seconds.inc(step.bound_seconds)
+    def _observe_steps(self, steps: Sequence[StepSample]) -> None:
+        for step in steps:
+            self._batch_size.observe(step.num_requests)
+            self._step_tokens.observe(step.num_tokens)
+            self._step_seconds.observe(step.seconds)
+        self._predicted_seconds.inc(sum(step.predicted_seconds for step in steps))
+        self._bound_seconds.inc(sum(step.bound_seconds for step in steps))
 
-    def _worst_r_squared(self) -> dict[str, float]:
-        """By stage; what is not known yet (NaN) is left out."""
-        worst: dict[str, float] = {}
-        for stats in self._stats.values():
-            for stage, value in stats.r_squared.items():
-                if not math.isnan(value):
-                    worst[stage] = min(value, worst.get(stage, value))
-        return worst
+    def _watch_r_squared(self, r_squared: Mapping[str, float]) -> None:
+        """Have a series of each stage for which it is known (not NaN). The worst one is looked for when scraped: at
+        every report that would cost the number of engines squared.
+        """
+        for stage, value in r_squared.items():
+            if stage not in self._watched_stages and not math.isnan(value):
+                self._watched_stages.add(stage)
+                self._r_squared.labels(stage).set_function(partial(self._worst_r_squared, stage))
+
+    def _worst_r_squared(self, stage: str) -> float:
+        values = [stats.r_squared.get(stage, math.nan) for stats in self._stats.values()]
+        return min((value for value in values if not math.isnan(value)), default=math.nan)
 
     def _observe_cache(self, stats: CacheStats, last: CacheStats) -> None:
         for field, total in self._cache_totals.items():
@@ -169,10 +177,13 @@ class EngineMetrics:
             before = getattr(last, field)
             for tier, value in getattr(stats, field).items():
                 by_tier.labels(tier).inc(value - before.get(tier, 0))
-        total_stats = sum_cache_stats(stats.cache for stats in self._stats.values())
+
+    def _move_levels(self, before: CacheStats, now: CacheStats) -> None:
+        """An engine holds what `now` says instead of what `before` did."""
         for field, level in self._cache_tier_levels.items():
-            for tier, value in getattr(total_stats, field).items():
-                level.labels(tier).set(value)
+            held, holds = getattr(before, field), getattr(now, field)
+            for tier in held | holds:
+                level.labels(tier).inc(holds.get(tier, 0) - held.get(tier, 0))
 
 
 def sum_cache_stats(every: Iterable[CacheStats | None]) -> CacheStats:

@@ -216,6 +216,20 @@ def test_cache_totals_and_levels_by_tier() -> None:
     assert seen["stencil:cache_budget_bytes,host"] == 2000
 
 
+def test_what_a_lost_engine_held_is_gone() -> None:
+    metrics = Metrics()
+    for engine in (0, 1):
+        metrics.observe_load(engine, LOAD, engine_stats(2, 20, 1.0, cache=cache_stats(hits=4, primed=5, used=300)))
+    metrics.observe_lost(1)
+    seen = values(metrics)
+    assert (seen["stencil:cache_used_bytes,host"], seen["stencil:cache_entries,host"]) == (300, 5)
+    assert (seen["stencil:cache_hits_total,host"], seen["stencil:steps_total"]) == (8, 4)
+    metrics.observe_load(1, LOAD, engine_stats(3, 20, 2.0, cache=cache_stats(hits=1, used=50)))  # started anew
+    seen = values(metrics)
+    assert (seen["stencil:cache_used_bytes,host"], seen["stencil:engine_alive,1"]) == (350, 1)
+    assert (seen["stencil:cache_hits_total,host"], seen["stencil:steps_total"]) == (9, 7)
+
+
 def test_two_objects_share_nothing() -> None:
     first, second = Metrics(), Metrics()
     first.observe_rejected("not_ready")
