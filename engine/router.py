@@ -86,10 +86,13 @@ class Router:
         """
         try:
             await self._clients[0].ready()
-            client.start()
+            if not self._is_stopping:
+                client.start()
+                return True
         except StencilError as error:
             client.fail(error)
-        return client.error is None
+        client.fail(EngineDeadError("the engine was not started"))
+        return False
 
     async def ready(self) -> dict[str, ModelInfo]:
         """Wait until every engine serves; model name -> info. Raises what kept one from starting."""
