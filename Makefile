@@ -9,7 +9,7 @@ TYPED := core engine model_executor entrypoints benchmarks tools
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint types format wheel train-embedded bench-throughput bench-startup bench-responsiveness bench-images bench-edit bench-prime bench-load-or-prime bench-step bench-vae bench-cache bench-quality bench-cost-model bench-block-plan bench-router calibrate clean
+.PHONY: help serve test lint types format wheel train-embedded bench-throughput bench-startup bench-responsiveness bench-images bench-edit bench-prime bench-load-or-prime bench-step bench-vae bench-cache bench-quality bench-cost-model bench-block-plan simulate bench-router-decision bench-router calibrate clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 24
@@ -80,6 +80,12 @@ bench-router: $(DEV)  ## Router policies on real engines: mean and P95 latency o
 
 bench-cost-model: $(DEV)  ## How well the cost model predicts held-out batches
 	$(BIN)/python -m benchmarks.cost_model $(ARGS)
+
+simulate: $(DEV)  ## Latency by routing policy on simulated fleets of 8 to 256 engines
+	$(BIN)/python -m benchmarks.simulate $(ARGS)
+
+bench-router-decision: $(DEV)  ## Time of a routing decision, and what router and schedulers cost
+	$(BIN)/python -m benchmarks.router_decision $(ARGS)
 
 calibrate: $(RUNTIME)  ## Choose keyframes, page dtype, margin and full_steps on your images; flags by ARGS
 	$(BIN)/python -m entrypoints.calibrate $(ARGS)

@@ -132,9 +132,9 @@ class MaskAware:
     """The engine where the request adds least to what all requests wait together: its own time until it is done, the
     delay of those that are there, and that of those who come later.
 
-    This is the greedy step on the sum of all latencies. Who comes later is delayed by work that another engine would not
-    have: by a second for each second of it and each request that an engine holds on average (Little's law). Only priming
-    differs in that way between engines; so a template's edits gather where its pages are, as long as that pays.
+    This is the greedy step on the sum of all latencies. Who comes later is delayed by work that another engine would
+    not have: a second of it delays as many as an engine holds on average (Little's law). Only priming differs in that
+    way between engines; so a template's edits gather where its pages are, as long as that pays.
     """
 
     def choose(self, shape: EditShape, fleet: Fleet, now: float) -> Choice:

@@ -1,0 +1,305 @@
+"""Cluster: engines, a router and the time that passes between them, as one queue of events.
+
+Every engine has a StepScheduler with its ActivationCacheManager and CostModel, the router a Fleet and a policy: the
+code that serves. A virtual worker answers each batch after the time a Machine says. Engines report as EngineCore does:
+at once when an edit begins or ends, all else within a second.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from heapq import heappop, heappush
+from itertools import count
+
+from benchmarks.simulation.machine import Machine
+from benchmarks.simulation.scenario import MODEL, Scenario, make_trace, prime_template
+from core.config import RouterPolicy, SchedulerConfig
+from core.fleet import EditShape, Fleet
+from core.load_report import LoadReport
+from core.messages import (
+    Batch,
+    BatchResult,
+    EditRequest,
+    Finished,
+    ItemResult,
+    PageCopied,
+    PageCopy,
+    StepPlan,
+    TemplatePrimed,
+)
+from core.routing import make_policy
+from core.scheduler import Output, StepScheduler
+from engine.engine_core import REPORT_SECONDS
+
+MESSAGE_SECONDS = 0.0003
+"""From the router to an engine, and back."""
+
+
+class Clock:
+    """Simulated seconds, and what is to happen when."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = count()  # of events at one time: as they were made
+
+    def at(self, when: float, event: Callable[[], None]) -> None:
+        heappush(self._events, (when, next(self._order), event))
+
+    def after(self, seconds: float, event: Callable[[], None]) -> None:
+        self.at(self.now + seconds, event)
+
+    def run(self) -> None:
+        """Until nothing is left to happen."""
+        while self._events:
+            self.now, _, event = heappop(self._events)
+            event()
+
+
+@dataclass
+class Stopwatch:
+    """Time spent inside `with`, which does nothing but compute; processor time costs too much to ask for."""
+
+    seconds: float = 0.0
+    _start: float = 0.0
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += time.perf_counter() - self._start
+
+
+class VirtualEngine:
+    """A scheduler and a worker that only lets time pass. tell: how a report and outputs leave."""
+
+    def __init__(
+        self, clock: Clock, scenario: Scenario, machine: Machine, tell: Callable[[LoadReport, tuple[Output, ...]], None]
+    ) -> None:
+        self.busy_seconds = 0.0
+        self.cpu = Stopwatch()
+        config = SchedulerConfig(max_num_seqs=scenario.max_num_seqs)
+        self.scheduler = StepScheduler(config, {MODEL.name: MODEL}, cache=scenario.cache)
+        for sample in machine.samples(MODEL.name):
+            self.scheduler.cost.observe(
+                self.scheduler.cost_key(sample.model, sample.stage), sample.work, sample.seconds
+            )
+        if not scenario.learns:
+            self.scheduler.cost.observe = _forget  # type: ignore[assignment, method-assign]
+        self._clock = clock
+        self._machine = machine
+        self._tell = tell
+        self._edits: dict[str, EditRequest] = {}
+        self._told_counts = (0, 0)
+        self._link_free: dict[str, float] = {"device": 0.0, "host": 0.0}  # by target: each way has its own link
+        self._reports = 0  # sent so far: a timer that finds another number is void
+        self._has_timer = False
+
+    def prime(self, template: int) -> None:
+        self.scheduler.add_template(prime_template(template))
+        self._step()
+
+    def receive(self, edit: EditRequest) -> None:
+        self._edits[edit.request_id] = edit
+        with self.cpu:
+            self.scheduler.add(edit)
+        self._step()
+
+    def report(self, outputs: tuple[Output, ...] = ()) -> None:
+        with self.cpu:
+            report = self.scheduler.load_report()
+        self._reports += 1
+        self._has_timer = False
+        self._tell(report, outputs)
+
+    def _step(self) -> None:
+        """What EngineCore does after each message."""
+        with self.cpu:
+            plan = self.scheduler.schedule(self._clock.now)
+            outputs = self.scheduler.take_outputs()
+            counts = self.scheduler.counts
+        if plan is not None:
+            self._run(plan)
+        for output in outputs:
+            self._edits.pop(output.request_id, None)
+        if outputs or counts != self._told_counts:
+            self._told_counts = counts
+            self.report(outputs)
+        elif not self._has_timer:
+            self._has_timer, number = True, self._reports
+            self._clock.after(REPORT_SECONDS, lambda: self._report_late(number))
+
+    def _report_late(self, number: int) -> None:
+        if number == self._reports:
+            self.report()
+
+    def _run(self, plan: StepPlan) -> None:
+        end = self._clock.now
+        for copy in plan.copies:
+            self._copy(copy)
+        for batch in plan.batches:
+            start, seconds = end, self._machine.batch_seconds(batch, self._edits)
+            end += seconds
+            self.busy_seconds += seconds
+            result = BatchResult(batch.id, batch.ranks[0], start, seconds, _item_results(batch))
+            self._clock.at(end, lambda result=result: self._finish(result))  # type: ignore[misc]
+
+    def _finish(self, result: BatchResult) -> None:
+        with self.cpu:
+            self.scheduler.apply(result)
+        self._step()
+
+    def _copy(self, copy: PageCopy) -> None:
+        """Copies queue up, and run beside whatever is computed."""
+        seconds = self._machine.copy_seconds(copy)
+        end = max(self._clock.now, self._link_free[copy.target]) + seconds
+        self._link_free[copy.target] = end
+        done = PageCopied(0, copy.key, copy.nbytes, copy.source, copy.target, True, seconds)
+        self._clock.at(end, lambda: self._finish_copy(done))
+
+    def _finish_copy(self, done: PageCopied) -> None:
+        with self.cpu:
+            self.scheduler.apply_copy(done)
+        self._step()
+
+
+@dataclass
+class Outcome:
+    """What came of a trace's counted edits, in the order they came. latencies: seconds from arrival to the answer.
+    predicted: likewise, as the router foretold, None where it did not. primed: keyframes computed, loaded: copied up.
+    cpu seconds are those of this process.
+    """
+
+    latencies: list[float]
+    predicted: list[float | None]
+    engines: list[int]
+    busy_seconds: list[float]
+    scheduler_cpu_seconds: list[float]
+    router_cpu_seconds: float
+    primed: int
+    loaded: int
+    seconds: float
+    most_in_flight: int
+
+
+@dataclass
+class Cluster:
+    """One run: make it, `run` it once."""
+
+    scenario: Scenario
+    policy: RouterPolicy
+    seed: int
+    clock: Clock = field(default_factory=Clock)
+
+    def __post_init__(self) -> None:
+        scenario = self.scenario
+        self.fleet = Fleet(scenario.num_engines, scenario.max_num_seqs)
+        self.engines = [self._engine(index) for index in range(scenario.num_engines)]
+        self._policy = make_policy(self.policy)
+        self._router_cpu = Stopwatch()
+        self._latencies: dict[int, float] = {}
+        self._predicted: dict[int, float | None] = {}
+        self._chosen: dict[int, int] = {}
+        self._most_in_flight = 0
+        self._started = 0.0
+
+    def run(self) -> Outcome:
+        trace = make_trace(self.scenario, self.seed)
+        for engine in self.engines:
+            engine.report()
+            for template in range(self.scenario.num_templates if self.scenario.is_warm else 0):
+                engine.prime(template)
+        self.clock.run()
+        self._start_counting()
+        for edit in trace:
+            moved = _moved(edit, self._started)
+            self.clock.at(moved.arrival, lambda edit=moved: self._route(edit))  # type: ignore[misc]
+        self.clock.run()
+        return self._outcome()
+
+    def note_report(self, engine: int, report: LoadReport) -> None:
+        """A report has arrived; for who records them."""
+
+    def note_sent(self, engine: int, edit: EditRequest) -> None:
+        """An edit was sent; likewise."""
+
+    def _engine(self, index: int) -> VirtualEngine:
+        return VirtualEngine(
+            self.clock, self.scenario, self.scenario.machine, lambda report, outputs: self._tell(index, report, outputs)
+        )
+
+    def _start_counting(self) -> None:
+        """Priming beforehand does not count."""
+        self._started = self.clock.now
+        for engine in self.engines:
+            engine.busy_seconds = engine.cpu.seconds = 0.0
+        self._router_cpu.seconds = 0.0
+
+    def _route(self, edit: EditRequest) -> None:
+        index, now = int(edit.request_id), self.clock.now
+        with self._router_cpu:
+            shape = EditShape.of_edit(edit, MODEL)
+            choice = self._policy.choose(shape, self.fleet, now)
+            self.fleet.sent(choice.engine, shape, now)
+        self.note_sent(choice.engine, edit)
+        self._chosen[index], self._predicted[index] = choice
+        self._most_in_flight = max(self._most_in_flight, len(self._chosen) - len(self._latencies))
+        self.clock.after(MESSAGE_SECONDS, lambda: self.engines[choice.engine].receive(edit))
+
+    def _tell(self, engine: int, report: LoadReport, outputs: tuple[Output, ...]) -> None:
+        self.clock.after(MESSAGE_SECONDS, lambda: self._hear(engine, report, outputs))
+
+    def _hear(self, engine: int, report: LoadReport, outputs: tuple[Output, ...]) -> None:
+        self.note_report(engine, report)
+        with self._router_cpu:
+            self.fleet.observe(engine, report, self.clock.now)
+        for output in outputs:
+            assert isinstance(output, Finished | TemplatePrimed), f"a simulated request ended badly: {output}"
+            if isinstance(output, Finished):
+                self._latencies[int(output.request_id)] = self.clock.now
+
+    def _outcome(self) -> Outcome:
+        scenario, started = self.scenario, self._started
+        counted = range(scenario.num_warm_up, scenario.num_warm_up + scenario.num_edits)
+        arrivals = make_trace(scenario, self.seed)
+        stats = [engine.scheduler.pages.cache.stats() for engine in self.engines]
+        return Outcome(
+            latencies=[self._latencies[index] - started - arrivals[index].arrival for index in counted],
+            predicted=[self._predicted[index] for index in counted],
+            engines=[self._chosen[index] for index in counted],
+            busy_seconds=[engine.busy_seconds for engine in self.engines],
+            scheduler_cpu_seconds=[engine.cpu.seconds for engine in self.engines],
+            router_cpu_seconds=self._router_cpu.seconds,
+            primed=sum(stat.primed for stat in stats),
+            loaded=sum(sum(stat.loads.values()) for stat in stats),
+            seconds=self.clock.now - started,
+            most_in_flight=self._most_in_flight,
+        )
+
+
+def _moved(edit: EditRequest, seconds: float) -> EditRequest:
+    """The same edit, so much later."""
+    fields = {name: getattr(edit, name) for name in edit.__struct_fields__}
+    return EditRequest(**fields | {"arrival": edit.arrival + seconds})
+
+
+def _forget(*_: object) -> None:
+    """A machine that does not drift has nothing to teach, and learning takes half of a simulated step."""
+
+
+def _item_results(batch: Batch) -> tuple[ItemResult, ...]:
+    if batch.stage != "image_encode":
+        return tuple(ItemResult(item.request_id, item.node) for item in batch.items)
+    return tuple(
+        ItemResult(item.request_id, item.node, sigmas=_sigmas(getattr(item.work, "num_inference_steps", 0)))
+        for item in batch.items
+    )
+
+
+@cache
+def _sigmas(num_steps: int) -> tuple[float, ...]:
+    """Noise levels of a run: evenly from 1 to 0."""
+    return tuple(1.0 - step / num_steps for step in range(num_steps + 1)) if num_steps else ()

@@ -1,0 +1,89 @@
+"""Machine: how long a made-up worker takes. The reference step is 6 ms and 0.1 s for each 4608 tokens in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from core.cost_model import Work
+from core.handles import ModelKey
+from core.messages import Batch, CostSample, Denoise, EditRequest, Item, PageCopy, Prime
+from core.page_scheme import PageLayout, PageScheme
+
+IMAGE_TOKENS, TEXT_TOKENS = 4096, 512
+
+SCHEME = PageScheme(
+    layout=PageLayout(num_blocks=57, num_heads=24, head_dim=128, dtype="int8"),
+    keyframes=(1.0, 0.5, 0.0),
+    latent_bytes=128,
+    fingerprint="simulation",
+    guidance_scale=30.0,
+    mask_margin=16,
+    full_steps=0,
+)
+"""Pages of FLUX.1: 1.5 GB a keyframe of 1024 x 1024 px."""
+
+_COMPONENTS = {
+    "text_encode": "text_encoder",
+    "image_encode": "vae",
+    "decode": "vae",
+    "denoise": "transformer",
+    "prime": "transformer",
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Times in seconds. speed: 2.0 halves all but copies. copy_bytes_per_second: between host and device, each way."""
+
+    step: float = 0.006
+    token: float = 0.1 / 4608
+    text_encode: float = 0.0
+    image_encode: float = 0.0
+    decode: float = 0.0
+    copy_bytes_per_second: float = 25e9
+    speed: float = 1.0
+
+    def batch_seconds(self, batch: Batch, edits: dict[str, EditRequest]) -> float:
+        """edits: those that the engine holds, by id."""
+        work = batch.items[0].work
+        if isinstance(work, Denoise):
+            return self.step_seconds(sum(_step_tokens(item, edits) for item in batch.items))
+        if isinstance(work, Prime):
+            share = (work.blocks[1] - work.blocks[0]) / SCHEME.layout.num_blocks
+            return share * self.step_seconds(len(batch.items) * (IMAGE_TOKENS + TEXT_TOKENS))
+        return self._alone(batch.stage) * len(batch.items)
+
+    def step_seconds(self, tokens: int) -> float:
+        return (self.step + self.token * tokens) / self.speed
+
+    def copy_seconds(self, copy: PageCopy) -> float:
+        return copy.nbytes / self.copy_bytes_per_second
+
+    def samples(self, model: str) -> Iterator[CostSample]:
+        """What a start-up calibration would measure."""
+        every = IMAGE_TOKENS + TEXT_TOKENS
+        for number in (1, 2, 4, 8):
+            for active in (64, 256, 640, 1536, IMAGE_TOKENS):
+                tokens = active + TEXT_TOKENS
+                work = Work.of_pairs([(tokens, every)] * number)
+                yield self._sample(model, "denoise", work, self.step_seconds(number * tokens))
+        for blocks in (1, 8, 57):
+            share = blocks / SCHEME.layout.num_blocks
+            work = Work.of_pairs([(int(share * every), every)])
+            yield self._sample(model, "prime", work, share * self.step_seconds(every))
+        for stage, tokens in (("text_encode", TEXT_TOKENS), ("image_encode", IMAGE_TOKENS), ("decode", IMAGE_TOKENS)):
+            for number in (1, 2):
+                yield self._sample(model, stage, Work.of([tokens] * number), number * self._alone(stage))
+
+    def _alone(self, stage: str) -> float:
+        seconds: float = getattr(self, stage)
+        return seconds / self.speed
+
+    def _sample(self, model: str, stage: str, work: Work, seconds: float) -> CostSample:
+        return CostSample(ModelKey(model, _COMPONENTS[stage]), stage, work, seconds)
+
+
+def _step_tokens(item: Item, edits: dict[str, EditRequest]) -> int:
+    is_exact = isinstance(item.work, Denoise) and item.work.active is None
+    return TEXT_TOKENS + (IMAGE_TOKENS if is_exact else edits[item.request_id].active.size)

@@ -1,0 +1,113 @@
+"""Scenario: a fleet and what is asked of it; `make_trace` draws the edits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from benchmarks.simulation.machine import IMAGE_TOKENS, SCHEME, TEXT_TOKENS, Machine
+from benchmarks.simulation.masks import MASKS
+from core.config import CacheConfig
+from core.handles import ArrayRef
+from core.messages import EditRequest, ModelInfo, PrimeTemplate
+from core.request import SamplingParams
+
+MODEL = ModelInfo(
+    name="m",
+    family="flux-fill",
+    native_size=1024,
+    token_size=16,
+    latent_width=64,
+    max_text_tokens=TEXT_TOKENS,
+    default_num_inference_steps=28,
+    default_guidance_scale=30.0,
+    has_guidance=True,
+    has_true_cfg=False,
+    device="cuda",
+    dtype="bfloat16",
+    page_scheme=SCHEME,
+)
+
+SIDE = 1024  # px
+
+PIXELS = ArrayRef(0, 0, (SIDE, SIDE, 3), "uint8")
+_MASK = ArrayRef(0, 0, (SIDE, SIDE), "uint8")
+_LATENTS = ArrayRef(0, 0, (IMAGE_TOKENS, 64), "float32")
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """load: share of `capacity`. burstiness: shape of the Gamma distribution of the times between arrivals; 1 is a
+    Poisson process, less comes in bursts. num_templates: drawn by a Zipf law of exponent `zipf`; where they are warm,
+    all are primed on every engine before the first edit. num_warm_up: edits before those that are counted. learns: the
+    cost model goes on learning from every batch.
+    """
+
+    name: str
+    num_engines: int = 8
+    max_num_seqs: int = 8
+    load: float = 0.8
+    burstiness: float = 1.0
+    masks: str = "reference"
+    steps: tuple[int, ...] = (28,)
+    num_edits: int = 4000
+    num_warm_up: int = 0
+    num_templates: int = 1
+    zipf: float = 1.0
+    is_warm: bool = True
+    learns: bool = False
+    machine: Machine = field(default_factory=Machine)
+    cache: CacheConfig = field(default_factory=lambda: CacheConfig(host_bytes=16 * 10**9))
+
+    @property
+    def capacity(self) -> float:
+        """Edits per second that all engines together can do at most: always max_num_seqs edits in a step, all pages
+        there.
+        """
+        machine = self.machine
+        tokens = TEXT_TOKENS + IMAGE_TOKENS * float(MASKS[self.masks](np.random.default_rng(0), 200_000).mean())
+        step = machine.step / self.max_num_seqs + machine.token * tokens
+        alone = machine.text_encode + machine.image_encode + machine.decode
+        seconds = sum(self.steps) / len(self.steps) * step + alone
+        return self.num_engines * machine.speed / seconds
+
+
+def make_trace(scenario: Scenario, seed: int) -> list[EditRequest]:
+    """The edits in the order they come; the same seed draws the same."""
+    random = np.random.default_rng(seed)
+    number = scenario.num_warm_up + scenario.num_edits
+    shape, mean = scenario.burstiness, 1.0 / (scenario.load * scenario.capacity)
+    arrivals = random.gamma(shape, mean / shape, number).cumsum().tolist()
+    active = np.ceil(MASKS[scenario.masks](random, number) * IMAGE_TOKENS).astype(int).tolist()
+    steps = random.choice(scenario.steps, number).tolist()
+    weights = 1.0 / np.arange(1, scenario.num_templates + 1) ** scenario.zipf
+    templates = random.choice(scenario.num_templates, number, p=weights / weights.sum()).tolist()
+    drawn = zip(arrivals, active, steps, templates, strict=True)
+    return [_edit(index, *values) for index, values in enumerate(drawn)]
+
+
+def prime_template(template: int) -> PrimeTemplate:
+    """A registration that has this template's pages made."""
+    return PrimeTemplate(f"prime {template}", MODEL.name, PIXELS, SIDE, SIDE, str(template), IMAGE_TOKENS, 0.0)
+
+
+def _edit(index: int, arrival: float, active: int, steps: int, template: int) -> EditRequest:
+    return EditRequest(
+        request_id=str(index),
+        model=MODEL.name,
+        prompt="",
+        sampling=SamplingParams(num_inference_steps=steps, guidance_scale=30.0, seed=0, full_steps=0),
+        width=SIDE,
+        height=SIDE,
+        template=PIXELS,
+        mask=_MASK,
+        active=ArrayRef(0, 0, (active,), "int32"),
+        content_id=str(template),
+        num_tokens=IMAGE_TOKENS,
+        max_text_tokens=TEXT_TOKENS,
+        pixels=(PIXELS,),
+        latents=_LATENTS,
+        arrival=arrival,
+        is_mask_aware=True,
+    )
