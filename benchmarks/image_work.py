@@ -2,7 +2,7 @@
 
 Static: a batch is prepared, denoised until all are through, encoded; then the next. Continuous: requests join and leave
 between steps, and so does their image work, in line. Disaggregated: Stencil, whose image processors are other
-processes. The first two run in one process, with the number of torch threads that serves most edits a second.
+processes. The first two run in one process, with the number of torch threads that serves most.
 
 Edits arrive at random (Poisson), at the same times for all, whatever the engine is doing; latency counts from then. The
 load is a share of what the continuous engine can serve. The three take turns.
@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
+import psutil
+
 from benchmarks.image_work_run import Arrival, Batching, EngineArgs, EngineProcess, Kind, Outcome, start_engine
 from benchmarks.image_work_uploads import FORMATS, MEGAPIXELS, write_uploads
 from benchmarks.pipeline_loop import DTYPES
@@ -35,16 +37,22 @@ NUM_UPLOADS = len(MEGAPIXELS) * len(FORMATS)
 
 @dataclass
 class Measured:
-    """All rounds of one way of batching; seconds: how long they took."""
+    """All rounds of one way of batching; seconds: how long they took. machine_cpu_seconds: of all processes."""
 
     outcomes: list[Outcome] = field(default_factory=list)
     cpu_seconds: float = 0.0
+    machine_cpu_seconds: float = 0.0
     seconds: float = 0.0
 
     @property
     def cores(self) -> float:
         """Cores in use, on average."""
         return self.cpu_seconds / self.seconds
+
+    @property
+    def foreign_cores(self) -> float:
+        """Cores that others had of the machine, on average: a measurement is worth something near 0 only."""
+        return (self.machine_cpu_seconds - self.cpu_seconds) / self.seconds
 
     def values(self, name: str) -> list[float]:
         """An attribute of every Outcome."""
@@ -92,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _best_inline(args: argparse.Namespace, start: Callable[[Kind, int], EngineProcess]) -> Inline:
     candidates = []
-    for threads in sorted({1, available_cores()}):
+    for threads in args.inline_threads:
         engine = start("inline", threads)
         outcomes, _ = engine.run("continuous", [Arrival(0.0, i % NUM_UPLOADS, i) for i in range(args.capacity_edits)])
         candidates.append(Inline(engine, threads, len(outcomes) / max(outcome.done for outcome in outcomes)))
@@ -106,12 +114,19 @@ def _measure(
     for number in range(args.rounds):
         arrivals = _arrivals(args.load * inline.capacity, args.seconds, seed=number)
         for batching in BATCHINGS:
-            start = time.monotonic()
+            start, busy = time.monotonic(), _machine_cpu_seconds()
             outcomes, cpu_seconds = engines[batching].run(batching, arrivals)
             measured[batching].seconds += time.monotonic() - start
+            measured[batching].machine_cpu_seconds += _machine_cpu_seconds() - busy
             measured[batching].cpu_seconds += cpu_seconds
             measured[batching].outcomes += outcomes
     return measured
+
+
+def _machine_cpu_seconds() -> float:
+    """Of all processes, since the machine started."""
+    times = psutil.cpu_times()
+    return float(times.user + times.nice + times.system)
 
 
 def _arrivals(rate: float, seconds: float, seed: int) -> list[Arrival]:
@@ -160,6 +175,7 @@ def _rows(measured: Mapping[Batching, Measured]) -> list[tuple[str, str]]:
         ),
         row("interrupted, P95 / mean (s)", seconds("interrupted_seconds")),
         row("cores in use", lambda one: f"{one.cores:.2f}"),
+        row("cores in use by others", lambda one: f"{one.foreign_cores:.2f}"),
     ]
 
 
@@ -178,6 +194,7 @@ def _figures(one: Measured) -> dict[str, float]:
         "interruptions_mean": one.mean("interruptions"),
         "interrupted_mean_s": one.mean("interrupted_seconds"),
         "cores": one.cores,
+        "foreign_cores": one.foreign_cores,
     }
 
 
@@ -187,6 +204,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="compute type")
     parser.add_argument("--steps", type=int, default=28, help="denoising steps of an edit")
     parser.add_argument("--threads", type=int, default=default_threads(1), help="torch threads of Stencil's worker")
+    parser.add_argument(
+        "--inline-threads",
+        type=int,
+        nargs="+",
+        default=sorted({1, available_cores()}),
+        help="torch threads of the one-process engine; what serves most edits is taken",
+    )
     parser.add_argument("--image-workers", type=int, default=ImageConfig().image_workers, help="image processors")
     parser.add_argument("--load", type=float, default=0.7, help="share of the continuous engine's capacity")
     parser.add_argument("--capacity-edits", type=int, default=16, help="edits that capacity is measured with")
