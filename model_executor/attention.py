@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from model_executor.kernels import Kernels, can_attend, can_rotate
 from model_executor.linear import Linear, fused_linear, has_onednn, onednn_product
 from model_executor.ragged import Span, pieces
 
@@ -48,11 +49,13 @@ def head_major(x: Tensor) -> Tensor:
     return x.permute(1, 2, 0, 3)
 
 
-def attend(query: Tensor, keys_values: KeysValues, linear: Linear) -> Sequence[Tensor]:
+def attend(query: Tensor, keys_values: KeysValues, linear: Linear, kernels: Kernels | None = None) -> Sequence[Tensor]:
     """query: [queries, heads, head dim] -> parts of [queries, heads * head dim], left to right.
 
-    With `fused_linear` a query's result has the same bits whatever the number of other queries.
+    With `fused_linear` or kernels a query's result has the same bits whatever the number of other queries.
     """
+    if kernels is not None and can_attend(query, keys_values.joint.shape[2]):
+        return [kernels.attend(query, keys_values.joint)]
     if linear is fused_linear and has_onednn(query):
         return _attend_by_products(query, keys_values)
     key, value = keys_values.joint[None].unbind(1)
@@ -85,13 +88,23 @@ def _attend_head(query: Tensor, key: Tensor, value: Tensor, step: int) -> Tensor
 
 
 def normalise_and_rotate_(
-    x: Tensor, rotary: Tensor, eps: float, weights: Sequence[tuple[Sequence[Span], Tensor]]
+    x: Tensor,
+    rotary: Tensor,
+    eps: float,
+    weights: Sequence[tuple[Sequence[Span], Tensor]],
+    kernels: Kernels | None = None,
 ) -> None:
-    """Norm and rotary embedding of queries and keys, in place, with the roundings of diffusers' attention.
+    """Norm and rotary embedding of queries and keys, in place, without kernels with the roundings of diffusers'
+    attention.
 
     x: [tokens, n, heads, head dim]; rotary: complex64 [tokens, 1, 1, head dim / 2]; weights: float32 [n, heads, head
     dim] of the norm, and the tokens that they are for.
     """
+    if kernels is not None and can_rotate(x):
+        for where, weight in weights:
+            for piece, turn in zip(pieces(x, where), pieces(rotary, where), strict=True):
+                kernels.normalise_and_rotate_(piece, turn, eps, weight)
+        return
     wide = x.float()  # x itself in float32
     _rms_norm_(wide, eps)
     for where, weight in weights:

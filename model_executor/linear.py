@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model_executor.kernels import PANEL, Kernels, pack
+
 Linear = Callable[..., Tensor]
 """(layer, x [rows, in], gelu=False) -> [rows, out]; gelu applies the tanh approximation to the result."""
 
@@ -61,21 +63,26 @@ PACKED_BYTES = 1 << 30
 class LinearGroup:
     """Layers that read the same input, as one product.
 
-    Where `pack` asks for it and all are plain `nn.Linear`s, their weights are held once more, together and in the order
-    that oneDNN computes in: without rearranging them every time, products of some tens of tokens took 0.5 to 0.9 of the
-    time, with the same bits. Other layers run as themselves, one after the other. Made when weights and adapters are in
-    place; what is changed later is not seen.
+    Where `keep_packed` asks for it and all are plain `nn.Linear`s, their weights are held once more, together and in
+    the order that our own kernels, if given, or oneDNN compute in: without rearranging them every time, oneDNN's
+    products of some tens of tokens took 0.5 to 0.9 of the time, with the same bits. Other layers run as themselves, one
+    after the other. Made when weights and adapters are in place; what is changed later is not seen.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], linear: Linear, pack: bool) -> None:
+    def __init__(
+        self, layers: Sequence[nn.Module], linear: Linear, keep_packed: bool, kernels: Kernels | None = None
+    ) -> None:
         self._linear = linear
         self._layers = layers
         plain = [layer for layer in layers if type(layer) is nn.Linear]
-        can_pack = pack and linear is fused_linear and len(plain) == len(layers) and has_onednn(plain[0].weight)
-        self._packed = _pack(plain) if can_pack else None
+        can_pack = keep_packed and linear is fused_linear and len(plain) == len(layers) and has_onednn(plain[0].weight)
+        self._kernels = kernels if can_pack and _suits_kernels(plain) else None
+        self._packed = _pack(plain, self._kernels) if can_pack else None
 
     def __call__(self, x: Tensor, *, gelu: bool = False) -> Tensor:
         """x: [rows, in] -> [rows, sum of out], layer after layer."""
+        if self._packed is not None and self._kernels is not None:
+            return self._kernels.linear(x, *self._packed, gelu=gelu)
         if self._packed is not None:
             return onednn_product(x, *self._packed, gelu=gelu)
         outputs = [self._linear(layer, x, gelu=gelu) for layer in self._layers]
@@ -83,12 +90,18 @@ class LinearGroup:
 
 
 @torch.no_grad()
-def _pack(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor]:
+def _pack(layers: Sequence[nn.Linear], kernels: Kernels | None) -> tuple[Tensor, Tensor]:
     """One weight, opaque, and one bias for all of them."""
     weights: list[Tensor] = [layer.weight for layer in layers]
     biases: list[Tensor] = [
         w.new_zeros(len(w)) if (b := layer.bias) is None else b for layer, w in zip(layers, weights, strict=True)
     ]
-    weight = torch.cat(weights)
+    weight, bias = torch.cat(weights), torch.cat(biases)
+    if kernels is not None:
+        return pack(weight), bias
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, USUAL_ROWS)
-    return packed, torch.cat(biases)
+    return packed, bias
+
+
+def _suits_kernels(layers: Sequence[nn.Linear]) -> bool:
+    return layers[0].weight.dtype == torch.float32 and sum(layer.out_features for layer in layers) % PANEL == 0

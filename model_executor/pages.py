@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from core.page_scheme import PageDtype, PageLayout
+from model_executor.kernels import Kernels
 
 INT8_MAX = 127
 
@@ -34,16 +35,17 @@ class Pages:
     weight: float
     wait: Callable[[int], None] | None = None
 
-    def open(self) -> PageReader:
+    def open(self, kernels: Kernels | None = None) -> PageReader:
         """Ready to read; the entries' bytes must stay as they are meanwhile."""
-        return PageReader(self)
+        return PageReader(self, kernels)
 
 
 class PageReader:
     """Reads blocks at the pages' noise level. Views of all blocks are made at once, and the weights of the two
     keyframes folded into their scales; where blocks are still to come, when each has."""
 
-    def __init__(self, pages: Pages) -> None:
+    def __init__(self, pages: Pages, kernels: Kernels | None) -> None:
+        self._kernels = kernels
         near = Entry(pages.near, pages.layout, pages.num_tokens)
         far = None if pages.far is None else Entry(pages.far, pages.layout, pages.num_tokens)
         self._wait, self._weight = pages.wait, pages.weight
@@ -66,11 +68,19 @@ class PageReader:
         if self._near_scales is None:
             self._read_floats(block, wide)
         else:
-            wide.copy_(self._near[block]).mul_(self._near_scales(block))
-            if self._far is not None and self._far_scales is not None:
-                wide.addcmul_(self._room.copy_(self._far[block]), self._far_scales(block))
+            self._read_int8(block, wide, self._near_scales(block))
         if wide is not out:
             out.copy_(wide)
+
+    def _read_int8(self, block: int, wide: Tensor, near_scales: Tensor) -> None:
+        near = self._near[block]
+        if self._far is None or self._far_scales is None:
+            wide.copy_(near).mul_(near_scales)
+        elif self._kernels is not None:
+            self._kernels.interpolate(near, near_scales, self._far[block], self._far_scales(block), wide)
+        else:
+            wide.copy_(near).mul_(near_scales)
+            wide.addcmul_(self._room.copy_(self._far[block]), self._far_scales(block))
 
     def _read_floats(self, block: int, wide: Tensor) -> None:
         wide.copy_(self._near[block])

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from model_executor.attention import KeysValues, attend, head_major, normalise_and_rotate_
+from model_executor.kernels import Kernels
 from model_executor.linear import Linear, LinearGroup, plain_linear
 from model_executor.models.base import Row
 from model_executor.pages import Entry, PageReader
@@ -45,7 +46,7 @@ class Source(Protocol):
 class Edit:
     """A request of which the blocks before `full_blocks` compute all image tokens, the others the active ones."""
 
-    def __init__(self, row: Row, num_blocks: int) -> None:
+    def __init__(self, row: Row, num_blocks: int, kernels: Kernels | None) -> None:
         """Raises ValueError for a row that leaves tokens out and has no pages."""
         self.num_tokens = row.latents.shape[0]
         self._active, self._full_blocks = row.active, row.full_blocks
@@ -57,7 +58,7 @@ class Edit:
             text_tokens = row.prompt_embeds.shape[0]
             text = torch.arange(text_tokens, device=row.active.device)
             self._rows = torch.cat([text, row.active + text_tokens])
-        self._pages: PageReader | None = None if row.pages is None else row.pages.open()
+        self._pages: PageReader | None = None if row.pages is None else row.pages.open(kernels)
 
     def computed(self, number: int) -> Tensor | None:
         """The image tokens that block `number` computes, None for all."""
@@ -111,6 +112,7 @@ class Stream:
     sources: Sequence[Source]
     keys_values: Sequence[KeysValues]
     linear: Linear
+    kernels: Kernels | None
 
     @property
     def fused(self) -> bool:
@@ -142,7 +144,7 @@ class Stream:
         source.load(number, keys_values.image)
         keys_values.put(qkv[:, 1:], source.rows(number))
         source.store(number, keys_values.image)
-        return attend(qkv[:, 0], keys_values, self.linear)
+        return attend(qkv[:, 0], keys_values, self.linear, self.kernels)
 
 
 class Modulation:
@@ -199,7 +201,9 @@ class Block(ABC):
         # Queries come along: without their columns the product would round differently.
         key_value = self._heads(self._qkv(image), 3)[:, 1:]
         rotary = gather(stream.rotary, packing.joint_image)
-        normalise_and_rotate_(key_value[:, :1], rotary, self._qk_eps, [(packing.image, self._qk_weight[1:])])
+        normalise_and_rotate_(
+            key_value[:, :1], rotary, self._qk_eps, [(packing.image, self._qk_weight[1:])], stream.kernels
+        )
         for source, (start, stop) in zip(stream.sources, packing.image, strict=True):
             source.store(number, head_major(key_value[start:stop]))
 
@@ -243,7 +247,7 @@ class DoubleBlock(Block):
         packing = stream.packing
         qkv = self._heads(packing.join(self._text_qkv(text), self._qkv(image)), 3)
         weights = [(packing.joint_text, self._text_qk_weight), (packing.joint_image, self._qk_weight)]
-        normalise_and_rotate_(qkv[:, :2], stream.rotary, self._qk_eps, weights)
+        normalise_and_rotate_(qkv[:, :2], stream.rotary, self._qk_eps, weights, stream.kernels)
         return qkv
 
     def _add(self, stream: Stream, text: Tensor, text_gate: Tensor, image: Tensor, gate: Tensor) -> None:
@@ -268,7 +272,7 @@ class SingleBlock(Block):
         normed = self._normed(stream, joint, factor, shift)
         inner = self._up(normed, gelu=True)
         qkv = self._heads(self._qkv(normed), 3)
-        normalise_and_rotate_(qkv[:, :2], stream.rotary, self._qk_eps, [(joint, self._qk_weight)])
+        normalise_and_rotate_(qkv[:, :2], stream.rotary, self._qk_eps, [(joint, self._qk_weight)], stream.kernels)
         out = self._out(_side_by_side([*stream.attention(number, qkv), inner]))
         add_gated_(stream.hidden, joint, out, joint, gate)
         _clip_float16_(stream.hidden)

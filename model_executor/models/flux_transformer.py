@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from core.page_scheme import PageDtype, PageLayout
 from model_executor.attention import KeysValues
+from model_executor.kernels import best_kernels
 from model_executor.linear import PACKED_BYTES, Linear, LinearGroup, best_linear
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.flux_blocks import (
@@ -43,7 +44,8 @@ MODULATION_BYTES = 64 * 1024**2
 class FluxTransformer:
     """A ragged forward pass. `module` is a diffusers FluxTransformer2DModel; `num_train_timesteps` is its scheduler's.
 
-    Weights and adapters must be in place when it is made (see `LinearGroup`).
+    linear: how layers run; None for the fastest that this process has, on one thread with compiled kernels. Weights and
+    adapters must be in place, and the number of threads set, when it is made (see `LinearGroup`).
     """
 
     def __init__(self, module: Any, num_train_timesteps: int, linear: Linear | None = None) -> None:
@@ -51,6 +53,7 @@ class FluxTransformer:
         self.dtype: torch.dtype = module.dtype  # diffusers looks through all modules for it, 0.6 ms each time
         self._num_train_timesteps = num_train_timesteps
         self._linear = linear or best_linear()
+        self._kernels = best_kernels() if linear is None and module.device.type == "cpu" else None
         self._pack = sum(parameter.nbytes for parameter in module.parameters()) <= PACKED_BYTES
         self._image_in, self._text_in = self._group(module.x_embedder), self._group(module.context_embedder)
         self._blocks: list[Block] = [DoubleBlock(block, self._group) for block in module.transformer_blocks]
@@ -70,7 +73,7 @@ class FluxTransformer:
         return PageLayout(num_blocks=self.num_blocks, num_heads=heads, head_dim=head_dim, dtype=dtype)
 
     def _group(self, *layers: nn.Module) -> LinearGroup:
-        return LinearGroup(layers, self._linear, self._pack)
+        return LinearGroup(layers, self._linear, self._pack, self._kernels)
 
     # ------------------------------------------------------------------------------------------------------- passes
 
@@ -79,7 +82,7 @@ class FluxTransformer:
 
         Raises ValueError for a row that leaves tokens out and has no pages.
         """
-        edits = [Edit(row, self.num_blocks) for row in rows]
+        edits = [Edit(row, self.num_blocks, self._kernels) for row in rows]
         stream = self._start(rows, edits, [edit.computed(0) for edit in edits])
         for number, block in enumerate(self._blocks):
             stream.keep([edit.kept(number) for edit in edits])
@@ -131,7 +134,8 @@ class FluxTransformer:
         rotary = torch.cat([self._rotary(row, source.rows(0)) for row, source in zip(rows, sources, strict=True)])
         joint = torch.cat(hidden) if hidden else self._embed(rows, computed, packing)
         keys_values = self._keys_values(rows, joint)
-        return Stream(joint, packing, rotary, self._modulation_of(rows), sources, keys_values, self._linear)
+        modulation = self._modulation_of(rows)
+        return Stream(joint, packing, rotary, modulation, sources, keys_values, self._linear, self._kernels)
 
     def _keys_values(self, rows: Sequence[Row | PrimeRow], like: Tensor) -> list[KeysValues]:
         """Room for one request at a time, used for every request and block of a pass; dtype and device of `like`."""

@@ -1,0 +1,239 @@
+/* The denoiser's float32 products, attention and page reading for one core with AVX-512; kernels.py compiles and calls them.
+ *
+ * All matrices are row-major. A row of a result is computed by the same operations in the same order whatever the
+ * number of rows, so that a request's bits depend neither on its batch nor on how many of its tokens are computed.
+ */
+#include <math.h>
+#include <stdint.h>
+
+#define LANES 16
+#define PANEL 64   /* output columns at a time: four vectors */
+#define ROWS 6     /* rows at a time: 6 x 4 accumulators, which with operands fill the 32 vector registers */
+#define DEPTH 256  /* inputs at a time: a panel's weights stay in the core's second cache */
+#define QUERIES 64 /* queries at a time */
+
+typedef float vec __attribute__((vector_size(64), aligned(4)));
+typedef int32_t ints __attribute__((vector_size(64), aligned(4)));
+
+#ifdef __clang__
+#define SHUFFLE(x, ...) __builtin_shufflevector(x, x, __VA_ARGS__)
+#else
+#define SHUFFLE(x, ...) __builtin_shuffle(x, (ints){__VA_ARGS__})
+#endif
+
+static inline vec load(const float *p) { return *(const vec *)p; }
+static inline void store(float *p, vec x) { *(vec *)p = x; }
+static inline vec all(float x) { return (vec){} + x; }
+static inline vec choose(ints where, vec x, vec y) { return (vec)(((ints)x & where) | ((ints)y & ~where)); }
+static inline vec larger(vec x, vec y) { return choose(x > y, x, y); }
+static inline vec smaller(vec x, vec y) { return choose(x < y, x, y); }
+
+/* e^x within 2 units in the last place, for x from -87 to 87 and as at these ends beyond. Cephes' expf. */
+static inline vec exponential(vec x) {
+    x = smaller(larger(x, all(-87.0f)), all(87.0f));
+    vec magic = all(12582912.0f); /* 1.5 * 2^23: adding it rounds to a whole number */
+    vec n = (x * 1.44269504f + magic) - magic;
+    vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    vec p = all(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    return p * (vec)((__builtin_convertvector(n, ints) + 127) << 23);
+}
+
+/* GELU by its tanh approximation: x / (1 + e^-2u), u = sqrt(2 / pi) * (x + 0.044715 x^3). */
+static inline vec gelu_of(vec x) { return x / (1.0f + exponential(-1.59576912f * (x + 0.044715f * x * x * x))); }
+
+/* ------------------------------------------------------------------------------------------------------- linear */
+
+/* m x PANEL outputs over `depth` inputs. next: weights that are needed soon, fetched meanwhile: one core that waits for
+ * its weights otherwise loses a fourth of the time with 50 rows. */
+#define DEFINE_TILE(M)                                                                                                 \
+    static void tile_##M(const float *x, long x_step, int depth, const float *weight, const float *next,               \
+                         const float *bias, int first, int last, int gelu, float *out, long out_step) {                \
+        vec sum[M][4];                                                                                                 \
+        for (int i = 0; i < M; i++)                                                                                    \
+            for (int v = 0; v < 4; v++) sum[i][v] = first ? all(0) : load(out + i * out_step + v * LANES);             \
+        for (int k = 0; k < depth; k++) {                                                                              \
+            vec w[4];                                                                                                  \
+            _Pragma("GCC unroll 4") for (int v = 0; v < 4; v++) w[v] = load(weight + k * PANEL + v * LANES);           \
+            __builtin_prefetch(next + k * PANEL, 0, 2);                                                                \
+            _Pragma("GCC unroll 8") for (int i = 0; i < M; i++) {                                                      \
+                float factor = x[i * x_step + k];                                                                      \
+                _Pragma("GCC unroll 4") for (int v = 0; v < 4; v++) sum[i][v] += factor * w[v];                        \
+            }                                                                                                          \
+        }                                                                                                              \
+        for (int i = 0; i < M; i++)                                                                                    \
+            for (int v = 0; v < 4; v++) {                                                                              \
+                vec y = sum[i][v];                                                                                     \
+                if (last) y += load(bias + v * LANES);                                                                 \
+                store(out + i * out_step + v * LANES, last && gelu ? gelu_of(y) : y);                                  \
+            }                                                                                                          \
+    }
+DEFINE_TILE(1)
+DEFINE_TILE(2)
+DEFINE_TILE(3)
+DEFINE_TILE(4)
+DEFINE_TILE(5)
+DEFINE_TILE(6)
+
+typedef void (*Tile)(const float *, long, int, const float *, const float *, const float *, int, int, int, float *, long);
+static const Tile tiles[] = {0, tile_1, tile_2, tile_3, tile_4, tile_5, tile_6};
+
+/* out [rows, outputs] = x [rows, inputs] times weight, plus bias [outputs], and its GELU. weight: [outputs / PANEL,
+ * inputs, PANEL]; outputs is a multiple of PANEL. x_step: numbers from one row of x to the next. */
+void stencil_linear(const float *x, long x_step, int rows, int inputs, const float *weight, const float *bias,
+                    int outputs, int gelu, float *out) {
+    for (int k = 0; k < inputs; k += DEPTH) {
+        int depth = inputs - k < DEPTH ? inputs - k : DEPTH, last = k + depth == inputs;
+        for (int n = 0; n < outputs; n += PANEL) {
+            const float *panel = weight + (long)n * inputs + (long)k * PANEL;
+            const float *next = n + PANEL < outputs ? panel + (long)inputs * PANEL : panel;
+            for (int r = 0; r < rows; r += ROWS) {
+                int m = rows - r < ROWS ? rows - r : ROWS, quarter = r / ROWS;
+                const float *fetched = quarter < 4 ? next + quarter * LANES : panel;
+                tiles[m](x + r * x_step + k, x_step, depth, panel, fetched, bias + n, k == 0, last, gelu,
+                         out + (long)r * outputs + n, outputs);
+            }
+        }
+    }
+}
+
+/* ---------------------------------------------------------------------------------------------------- attention */
+
+/* scores [keys, V * LANES] = key [keys, width] times query [width, V * LANES]; K keys at a time fill the registers. */
+#define DEFINE_SCORES(V, K)                                                                                            \
+    static void scores_##V(const float *key, int keys, int width, const float *query, float *scores) {                 \
+        for (int k = 0; k < keys; k += K) {                                                                            \
+            int start = keys - k < K ? keys - K : k; /* the last ones overlap */                                       \
+            const float *rows = key + (long)start * width;                                                             \
+            vec sum[K][V];                                                                                             \
+            for (int i = 0; i < K; i++)                                                                                \
+                for (int v = 0; v < V; v++) sum[i][v] = all(0);                                                        \
+            for (int d = 0; d < width; d++) {                                                                          \
+                vec q[V];                                                                                              \
+                _Pragma("GCC unroll 4") for (int v = 0; v < V; v++) q[v] = load(query + (d * V + v) * LANES);          \
+                _Pragma("GCC unroll 16") for (int i = 0; i < K; i++) {                                                 \
+                    float factor = rows[i * width + d];                                                                \
+                    _Pragma("GCC unroll 4") for (int v = 0; v < V; v++) sum[i][v] += factor * q[v];                    \
+                }                                                                                                      \
+            }                                                                                                          \
+            for (int i = 0; i < K; i++)                                                                                \
+                for (int v = 0; v < V; v++) store(scores + ((long)(start + i) * V + v) * LANES, sum[i][v]);            \
+        }                                                                                                              \
+    }
+DEFINE_SCORES(1, 16)
+DEFINE_SCORES(2, 12)
+DEFINE_SCORES(3, 8)
+DEFINE_SCORES(4, 6)
+
+typedef void (*Scores)(const float *, int, int, const float *, float *);
+static const Scores scores_of[] = {0, scores_1, scores_2, scores_3, scores_4};
+
+/* M queries' outputs, PANEL numbers wide: their weights, one column each, times value [keys, width]. */
+#define DEFINE_MIX(M)                                                                                                  \
+    static void mix_##M(const float *weights, int step, const float *value, int keys, int width, const float *inverse, \
+                        float *out, long out_step) {                                                                   \
+        vec sum[M][4];                                                                                                 \
+        for (int i = 0; i < M; i++)                                                                                    \
+            for (int v = 0; v < 4; v++) sum[i][v] = all(0);                                                            \
+        for (int k = 0; k < keys; k++) {                                                                               \
+            vec x[4];                                                                                                  \
+            _Pragma("GCC unroll 4") for (int v = 0; v < 4; v++) x[v] = load(value + (long)k * width + v * LANES);      \
+            _Pragma("GCC unroll 8") for (int i = 0; i < M; i++) {                                                      \
+                float factor = weights[(long)k * step + i];                                                            \
+                _Pragma("GCC unroll 4") for (int v = 0; v < 4; v++) sum[i][v] += factor * x[v];                        \
+            }                                                                                                          \
+        }                                                                                                              \
+        for (int i = 0; i < M; i++)                                                                                    \
+            for (int v = 0; v < 4; v++) store(out + i * out_step + v * LANES, sum[i][v] * inverse[i]);                 \
+    }
+DEFINE_MIX(1)
+DEFINE_MIX(2)
+DEFINE_MIX(3)
+DEFINE_MIX(4)
+DEFINE_MIX(5)
+DEFINE_MIX(6)
+
+typedef void (*Mix)(const float *, int, const float *, int, int, const float *, float *, long);
+static const Mix mixes[] = {0, mix_1, mix_2, mix_3, mix_4, mix_5, mix_6};
+
+/* e^(score - largest of its column) in place; inverse: 1 / their sum. step: numbers from one key to the next. */
+static void soften(float *scores, int keys, int step, float *inverse) {
+    for (int q = 0; q < step; q += LANES) {
+        vec top = load(scores + q), sum = all(0);
+        for (int k = 1; k < keys; k++) top = larger(load(scores + (long)k * step + q), top);
+        for (int k = 0; k < keys; k++) {
+            vec weight = exponential(load(scores + (long)k * step + q) - top);
+            store(scores + (long)k * step + q, weight);
+            sum += weight;
+        }
+        store(inverse + q, 1.0f / sum);
+    }
+}
+
+/* out [queries, heads * width] = softmax(scale * query key^T) value, head by head. query: [queries, heads, width], rows
+ * query_step numbers apart; key, value: [heads, keys, width]; width is a multiple of PANEL; at least 16 keys.
+ * room: (width + keys + 1) * QUERIES numbers to work in. */
+void stencil_attend(const float *query, long query_step, int queries, int heads, int width, float scale,
+                    const float *key, const float *value, int keys, float *room, float *out) {
+    float *turned = room, *scores = turned + width * QUERIES, *inverse = scores + (long)keys * QUERIES;
+    long out_step = (long)heads * width;
+    for (int h = 0; h < heads; h++, key += (long)keys * width, value += (long)keys * width) {
+        for (int first = 0; first < queries; first += QUERIES) {
+            int count = queries - first < QUERIES ? queries - first : QUERIES;
+            int vectors = (count + LANES - 1) / LANES, step = vectors * LANES;
+            const float *rows = query + first * query_step + h * width;
+            for (int q = 0; q < step; q++)
+                for (int d = 0; d < width; d++) turned[d * step + q] = q < count ? rows[q * query_step + d] * scale : 0;
+            scores_of[vectors](key, keys, width, turned, scores);
+            soften(scores, keys, step, inverse);
+            for (int q = 0; q < count; q += ROWS) {
+                int m = count - q < ROWS ? count - q : ROWS;
+                for (int d = 0; d < width; d += PANEL)
+                    mixes[m](scores + q, step, value + d, keys, width, inverse + q,
+                             out + (first + q) * out_step + h * width + d, out_step);
+            }
+        }
+    }
+}
+
+/* Root-mean-square norm and rotary embedding of interleaved pairs, in place. x: [tokens, heads, width], tokens step
+ * numbers apart; weight: [heads, width]; rotary: [tokens, width], cosine and sine in turn; width is a multiple of LANES. */
+void stencil_normalise_and_rotate(float *x, long step, int tokens, int heads, int width, float eps,
+                                  const float *weight, const float *rotary) {
+    const vec sign = {-1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1};
+    for (int t = 0; t < tokens; t++, x += step, rotary += width) {
+        float *head = x;
+        for (int h = 0; h < heads; h++, head += width) {
+            vec squares = all(0);
+            for (int d = 0; d < width; d += LANES) squares += load(head + d) * load(head + d);
+            float sum = 0;
+            for (int i = 0; i < LANES; i++) sum += squares[i];
+            float scale = 1.0f / sqrtf(sum / (float)width + eps);
+            for (int d = 0; d < width; d += LANES) {
+                vec y = load(head + d) * scale * load(weight + (long)h * width + d), turn = load(rotary + d);
+                vec other = SHUFFLE(y, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+                vec cosine = SHUFFLE(turn, 0, 0, 2, 2, 4, 4, 6, 6, 8, 8, 10, 10, 12, 12, 14, 14);
+                vec sine = SHUFFLE(turn, 1, 1, 3, 3, 5, 5, 7, 7, 9, 9, 11, 11, 13, 13, 15, 15);
+                store(head + d, y * cosine + other * (sine * sign));
+            }
+        }
+    }
+}
+
+/* -------------------------------------------------------------------------------------------------------- pages */
+
+/* out = near_scale * near + far_scale * far. near, far: [groups, tokens, width]; scales: [groups, tokens]; out:
+ * [groups, tokens, width], groups group_step numbers apart. */
+void stencil_interpolate(const int8_t *near, const float *near_scale, const int8_t *far, const float *far_scale,
+                         int groups, int tokens, int width, float *out, long group_step) {
+    for (int g = 0; g < groups; g++)
+        for (int t = 0; t < tokens; t++, near += width, far += width) {
+            float x = *near_scale++, y = *far_scale++, *row = out + g * group_step + (long)t * width;
+            for (int d = 0; d < width; d++) row[d] = x * near[d] + y * far[d];
+        }
+}

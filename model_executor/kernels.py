@@ -1,0 +1,145 @@
+"""Compiled kernels for the denoiser on one core: products, attention and page reading (kernels.c).
+
+A step of few tokens spends more time on calling oneDNN than on some of its products, and waits for its weights. These
+kernels are compiled by the machine's own C compiler when a process makes its first denoiser, which takes about half a
+second. Without a compiler or AVX-512, or with more than one thread, the same goes through PyTorch; results differ by
+rounding.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from ctypes import c_float, c_int, c_long, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger("stencil.worker")
+
+PANEL = 64
+"""Outputs of a layer, and head dims, come in multiples of this."""
+
+LANES = 16
+QUERIES = 64
+MIN_KEYS = 16
+COMPILE_SECONDS = 60.0
+
+_FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-ffp-contract=fast", "-shared", "-fPIC")
+_SIGNATURES: dict[str, list[Any]] = {
+    "stencil_linear": [c_void_p, c_long, c_int, c_int, c_void_p, c_void_p, c_int, c_int, c_void_p],
+    "stencil_attend": [
+        *(c_void_p, c_long, c_int, c_int, c_int, c_float),
+        *(c_void_p, c_void_p, c_int, c_void_p, c_void_p),
+    ],
+    "stencil_normalise_and_rotate": [c_void_p, c_long, c_int, c_int, c_int, c_float, c_void_p, c_void_p],
+    "stencil_interpolate": [c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_int, c_void_p, c_long],
+}
+
+
+class Kernels:
+    """The compiled functions on tensors, float32 on the CPU unless they say otherwise.
+
+    A row's result has the same bits whatever the number of other rows.
+    """
+
+    def __init__(self, library: ctypes.CDLL, digest: str) -> None:
+        """digest: of the compiled library; another compiler may round otherwise."""
+        self.digest = digest
+        functions = (_function(library, name) for name in _SIGNATURES)
+        self._linear, self._attend, self._normalise_and_rotate, self._interpolate = functions
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor, *, gelu: bool) -> Tensor:
+        """x [rows, in] times weight, of `pack`, plus bias [out]; gelu applies the tanh approximation to the result."""
+        x = x if x.stride(1) == 1 else x.contiguous()
+        (rows, inputs), outputs = x.shape, len(bias)
+        out = x.new_empty(rows, outputs)
+        weights = weight.data_ptr(), bias.data_ptr()
+        self._linear(x.data_ptr(), x.stride(0), rows, inputs, *weights, outputs, gelu, out.data_ptr())
+        return out
+
+    def attend(self, query: Tensor, key_value: Tensor) -> Tensor:
+        """query: [queries, heads, head dim], a query's numbers side by side; key_value: [2, heads, keys, head dim] ->
+        [queries, heads * head dim]."""
+        queries, heads, width = query.shape
+        keys = key_value.shape[2]
+        out, room = query.new_empty(queries, heads * width), query.new_empty((width + keys + 1) * QUERIES)
+        key = key_value.data_ptr()
+        value = key + key_value.stride(0) * key_value.element_size()
+        sizes = query.stride(0), queries, heads, width, width**-0.5
+        self._attend(query.data_ptr(), *sizes, key, value, keys, room.data_ptr(), out.data_ptr())
+        return out
+
+    def normalise_and_rotate_(self, x: Tensor, rotary: Tensor, eps: float, weight: Tensor) -> None:
+        """Root-mean-square norm and rotary embedding in place. x: [tokens, n, heads, head dim], a token's numbers side
+        by side; rotary: complex64 [tokens, 1, 1, head dim / 2]; weight: [n, heads, head dim]."""
+        tokens, kinds, heads, width = x.shape
+        sizes = x.stride(0), tokens, kinds * heads, width
+        self._normalise_and_rotate(x.data_ptr(), *sizes, eps, weight.data_ptr(), rotary.data_ptr())
+
+    def interpolate(self, near: Tensor, near_scale: Tensor, far: Tensor, far_scale: Tensor, out: Tensor) -> None:
+        """near_scale * near + far_scale * far into out. near, far: int8 [2, heads, tokens, head dim]; scales: [2,
+        heads, tokens, 1]; out: shaped as near, its heads evenly apart."""
+        kinds, heads, tokens, width = near.shape
+        pages = near.data_ptr(), near_scale.data_ptr(), far.data_ptr(), far_scale.data_ptr()
+        self._interpolate(*pages, kinds * heads, tokens, width, out.data_ptr(), out.stride(1))
+
+
+def pack(weight: Tensor) -> Tensor:
+    """weight: [out, in], out a multiple of PANEL -> in the order that `Kernels.linear` reads."""
+    outputs, inputs = weight.shape
+    return weight.view(outputs // PANEL, PANEL, inputs).transpose(1, 2).contiguous()
+
+
+def can_rotate(x: Tensor) -> bool:
+    """Whether `Kernels.normalise_and_rotate_` takes these queries and keys."""
+    return x.dtype == torch.float32 and x.shape[3] % LANES == 0
+
+
+def can_attend(query: Tensor, keys: int) -> bool:
+    """Whether `Kernels.attend` takes these. It does not depend on the number of queries."""
+    return query.dtype == torch.float32 and query.shape[2] % PANEL == 0 and keys >= MIN_KEYS
+
+
+def best_kernels() -> Kernels | None:
+    """The kernels where they are the fastest that this process has: on one thread."""
+    return _compiled() if torch.get_num_threads() == 1 else None
+
+
+@cache
+def _compiled() -> Kernels | None:
+    """Once a process. None, and a line in the log, where they cannot be had."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if torch.backends.cpu.get_cpu_capability() != "AVX512" or compiler is None:
+        logger.info("no compiled kernels: they need AVX-512 and a C compiler (cc)")
+        return None
+    try:
+        return _compile(compiler)
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning("no compiled kernels: %s %s", error, getattr(error, "stderr", None) or "")
+        return None
+
+
+def _compile(compiler: str) -> Kernels:
+    """Leaves no file behind. Raises OSError or SubprocessError."""
+    source = Path(__file__).with_suffix(".c")
+    with tempfile.TemporaryDirectory(prefix="stencil-kernels-") as folder:
+        library = Path(folder) / "kernels.so"
+        command = [compiler, *_FLAGS, "-o", str(library), str(source)]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_SECONDS)
+        return Kernels(ctypes.CDLL(str(library)), hashlib.sha256(library.read_bytes()).hexdigest())
+
+
+def _function(library: ctypes.CDLL, name: str) -> Callable[..., None]:
+    function = getattr(library, name)
+    function.argtypes, function.restype = _SIGNATURES[name], None
+    call: Callable[..., None] = function
+    return call

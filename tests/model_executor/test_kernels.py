@@ -1,0 +1,194 @@
+"""Compiled kernels against plain references, and the denoiser on them. Not every machine can have them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
+from torch import Tensor
+
+from model_executor import kernels as module
+from model_executor.attention import normalise_and_rotate_
+from model_executor.kernels import Kernels, best_kernels, can_attend, pack
+from model_executor.linear import fused_linear
+from model_executor.models.base import PrimeRow, Row
+from model_executor.models.flux_transformer import FluxTransformer
+from model_executor.pages import Pages
+
+GRID, TEXT = (6, 8), 8
+TOKENS = GRID[0] * GRID[1]
+ACTIVE = torch.tensor([3, 4, 5, 11, 12, 13, 30, 47])
+
+
+@pytest.fixture
+def kernels() -> Kernels:
+    found = best_kernels()
+    if found is None:
+        pytest.skip("no compiled kernels on this machine")
+    return found
+
+
+@pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 8, 64), (5, 64, 128), (50, 300, 192), (27, 1280, 256)])
+def test_linear(kernels: Kernels, rows: int, inputs: int, outputs: int, gelu: bool) -> None:
+    """Against float64; and chosen rows have the bits they have among all, as has a matrix within a wider one."""
+    wide = torch.randn(rows, inputs + 3)
+    x, weight, bias = wide[:, :inputs], torch.randn(outputs, inputs) / inputs**0.5, torch.randn(outputs)
+    out = kernels.linear(x, pack(weight), bias, gelu=gelu)
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    exact = F.gelu(exact, approximate="tanh") if gelu else exact
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+    for count in range(1, min(rows, 8)):
+        chosen = torch.randperm(rows)[:count]
+        assert torch.equal(kernels.linear(x[chosen], pack(weight), bias, gelu=gelu), out[chosen])
+
+
+def test_gelu_far_from_zero(kernels: Kernels) -> None:
+    x = torch.tensor([[-1e4], [-90.0], [-6.0], [-0.0], [6.0], [90.0], [1e4]])
+    out = kernels.linear(x, pack(torch.ones(64, 1)), torch.zeros(64), gelu=True)
+    torch.testing.assert_close(out, F.gelu(x, approximate="tanh").expand(-1, 64), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 16), (50, 280), (70, 17), (49, 33), (130, 100)])
+def test_attend(kernels: Kernels, queries: int, keys: int, head_dim: int) -> None:
+    """Against softmax in float64; and chosen queries have the bits they have among all."""
+    qkv, key_value = torch.randn(queries, 3, 3, head_dim), torch.randn(2, 3, keys, head_dim)
+    query = qkv[:, 0] * 3
+    weights = query.double().transpose(0, 1) @ key_value[0].double().transpose(1, 2) / head_dim**0.5
+    exact = (weights.softmax(-1) @ key_value[1].double()).transpose(0, 1).flatten(1)
+    out = kernels.attend(query, key_value)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+    for count in (1, 2, 17, 33, 48, 64):
+        chosen = torch.randperm(queries)[:count]
+        assert torch.equal(kernels.attend(query[chosen], key_value), out[chosen])
+
+
+def test_attend_survives_large_scores(kernels: Kernels) -> None:
+    key_value = torch.ones(2, 1, 20, 64)
+    key_value[0, 0, 3] = 100.0
+    key_value[1, 0, 3] = 5.0
+    out = kernels.attend(torch.full((2, 1, 64), 100.0), key_value)
+    torch.testing.assert_close(out, torch.full((2, 64), 5.0))
+
+
+@pytest.mark.parametrize(("tokens", "kinds", "head_dim"), [(1, 1, 16), (9, 2, 64), (50, 2, 128)])
+def test_normalise_and_rotate(kernels: Kernels, tokens: int, kinds: int, head_dim: int) -> None:
+    """Against PyTorch; what lies beside queries and keys stays."""
+    qkv, weight = torch.randn(tokens, 3, 3, head_dim), torch.randn(kinds, 3, head_dim)
+    rotary = torch.polar(torch.ones(tokens, 1, 1, head_dim // 2), torch.randn(tokens, 1, 1, head_dim // 2))
+    expected = qkv.clone()
+    normalise_and_rotate_(expected[:, :kinds], rotary, 1e-6, [([(0, tokens)], weight)])
+    kernels.normalise_and_rotate_(qkv[:, :kinds], rotary, 1e-6, weight)
+    torch.testing.assert_close(qkv, expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(qkv[:, kinds:], expected[:, kinds:])
+
+
+def test_interpolate(kernels: Kernels) -> None:
+    near, far = (torch.randint(-127, 128, (2, 3, 13, 24), dtype=torch.int8) for _ in range(2))
+    near_scale, far_scale = torch.rand(2, 3, 13, 1), torch.rand(2, 3, 13, 1)
+    room = torch.full((2, 3, 17, 24), 7.0)
+    kernels.interpolate(near, near_scale, far, far_scale, room[:, :, 4:])
+    torch.testing.assert_close(room[:, :, 4:], near * near_scale + far * far_scale, rtol=1e-5, atol=1e-4)
+    assert (room[:, :, :4] == 7.0).all()
+
+
+def test_what_attention_takes_does_not_depend_on_the_queries() -> None:
+    assert all(can_attend(torch.empty(n, 2, 64), 16) for n in (1, 500))
+    assert not can_attend(torch.empty(1, 2, 32), 16)
+    assert not can_attend(torch.empty(1, 2, 64, dtype=torch.bfloat16), 16)
+    assert not can_attend(torch.empty(1, 2, 64), 15)
+
+
+def test_only_on_one_thread() -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert best_kernels() is None
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("compiler", [None, "false", "/nonexistent/cc"])
+def test_none_without_a_compiler_that_works(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, compiler: str | None
+) -> None:
+    monkeypatch.setattr(module.shutil, "which", lambda name: compiler)
+    with caplog.at_level(logging.INFO, "stencil.worker"):
+        assert module._compiled.__wrapped__() is None
+    assert "no compiled kernels" in caplog.text
+
+
+def test_compiling_again_gives_the_same_library(kernels: Kernels) -> None:
+    """So what is kept under its digest is found again."""
+    again = module._compiled.__wrapped__()
+    assert again is not None
+    assert again.digest == kernels.digest
+
+
+# --------------------------------------------------------------------------------------------------------- denoiser
+
+
+@pytest.fixture(scope="module")
+def flux() -> Any:
+    """Head dim 64, which the kernels take."""
+    torch.manual_seed(0)
+    return FluxTransformer2DModel(
+        in_channels=32,
+        out_channels=16,
+        num_layers=1,
+        num_single_layers=2,
+        attention_head_dim=64,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
+        guidance_embeds=False,
+        axes_dims_rope=(16, 24, 24),
+    ).eval()
+
+
+def make_row(seed: int) -> Row:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    return Row(
+        latents=draw(TOKENS, 16),
+        condition=draw(TOKENS, 16),
+        prompt_embeds=draw(TEXT, 32),
+        pooled_prompt_embeds=draw(32),
+        sigma=torch.tensor(0.6),
+        guidance_scale=1.0,
+        grid=GRID,
+    )
+
+
+def own_pages(denoiser: FluxTransformer, row: Row) -> Pages:
+    """Pages of what the row itself computes."""
+    layout = denoiser.page_layout("float32")
+    entry = torch.empty(layout.entry_bytes(TOKENS), dtype=torch.uint8)
+    shared = ("latents", "condition", "prompt_embeds", "pooled_prompt_embeds", "sigma", "guidance_scale", "grid")
+    template = PrimeRow(**{name: getattr(row, name) for name in shared}, hidden=None, entry=entry)
+    denoiser.prime([template], (0, denoiser.num_blocks))
+    return Pages(layout, TOKENS, entry, None, 0.0)
+
+
+@torch.inference_mode()
+def test_denoiser_on_kernels(kernels: Kernels, flux: Any) -> None:
+    """As without them within rounding; own content gives the bits of the exact pass, and company changes none."""
+    denoiser, rows = FluxTransformer(flux, 1000), [make_row(0), make_row(1)]
+    exact = [denoiser.forward([row])[0] for row in rows]
+    for row, output in zip(rows, exact, strict=True):
+        (plain,) = FluxTransformer(flux, 1000, fused_linear).forward([row])
+        torch.testing.assert_close(output, plain, rtol=1e-4, atol=1e-5)
+        assert not torch.equal(output, plain), "the kernels are not used"
+    edits = [replace(row, active=ACTIVE[n:], pages=own_pages(denoiser, row)) for n, row in enumerate(rows)]
+    together = denoiser.forward([edits[1], rows[0], edits[0]])
+    for output, expected in zip(together, (exact[1][ACTIVE[1:]], exact[0], exact[0][ACTIVE]), strict=True):
+        assert torch.equal(output, expected)
