@@ -15,13 +15,15 @@ from typing import get_args
 
 from benchmarks.report import percentile, print_report
 from benchmarks.simulation.cluster import Cluster, Outcome
-from benchmarks.simulation.scenario import MODEL
+from benchmarks.simulation.scenario import MODEL, Scenario
 from benchmarks.simulation.scenarios import SCENARIOS
 from core.config import RouterPolicy
 from core.fleet import EditShape, Fleet
 from core.load_report import LoadReport
 from core.messages import EditRequest
 from core.routing import make_policy
+
+REPEATS = 5
 
 Event = tuple[float, int, LoadReport] | tuple[float, int, EditRequest]
 """When, which engine, and what it reported or was sent."""
@@ -60,8 +62,13 @@ def replay(events: list[Event], fleet: Fleet, choose: Callable[[EditShape, float
             fleet.sent(engine, shape, now)
 
 
-def decision_times(events: list[Event], fleet: Fleet, policy: RouterPolicy) -> list[float]:
-    """Seconds of each decision."""
+def decision_times(events: list[Event], scenario: Scenario, policy: RouterPolicy) -> list[float]:
+    """Seconds of each decision, the best of REPEATS: what another process took is not the router's."""
+    runs = (_decision_times(events, _fleet(scenario), policy) for _ in range(REPEATS))
+    return [min(times) for times in zip(*runs, strict=True)]
+
+
+def _decision_times(events: list[Event], fleet: Fleet, policy: RouterPolicy) -> list[float]:
     chooser, times = make_policy(policy), list[float]()
 
     def choose(shape: EditShape, now: float) -> None:
@@ -81,17 +88,21 @@ def router_seconds(events: list[Event], fleet: Fleet) -> float:
     return time.process_time() - start
 
 
+def _fleet(scenario: Scenario) -> Fleet:
+    return Fleet(scenario.num_engines, scenario.max_num_seqs)
+
+
 def measure(scenario: str) -> None:
     setting = SCENARIOS[scenario]
     cluster, outcome, all_seconds = record(scenario)
     rows, result = [], dict[str, float | str]()
     for policy in get_args(RouterPolicy):
-        times = decision_times(cluster.events, Fleet(setting.num_engines, setting.max_num_seqs), policy)
+        times = decision_times(cluster.events, setting, policy)
         median, p99 = statistics.median(times) * 1e6, percentile(times, 0.99) * 1e6
         rows.append((f"decision, {policy}", f"median {median:.0f} us, P99 {p99:.0f} us"))
         result |= {f"{policy}_median_us": median, f"{policy}_p99_us": p99}
     busy = statistics.mean(outcome.busy_seconds)
-    router = router_seconds(cluster.events, Fleet(setting.num_engines, setting.max_num_seqs)) / busy
+    router = router_seconds(cluster.events, _fleet(setting)) / busy
     scheduler = all_seconds / sum(outcome.busy_seconds)
     rows += [
         ("reports, edits", f"{len(cluster.events)} events, {outcome.most_in_flight} edits in flight at most"),
@@ -104,7 +115,7 @@ def measure(scenario: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--scenarios", nargs="+", default=["mix", "control-plane"], choices=SCENARIOS)
+    parser.add_argument("--scenarios", nargs="+", default=["decision-8", "decision-256"], choices=SCENARIOS)
     for scenario in parser.parse_args().scenarios:
         measure(scenario)
 

@@ -45,14 +45,14 @@ class SizeCosts:
     template: Vector
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Size:
     """costs are views of `seconds`, shape [fields of SizeCosts, engines]; weights [fields, stages * features]."""
 
-    model: str
     weights: Vector
     seconds: Vector
     costs: SizeCosts
+    num_learnt: int  # how much of what was reported is in them
 
 
 def work_features(queries: int, keys: int, constant: float = 1.0) -> Features:
@@ -69,6 +69,7 @@ class FleetCosts:
         self._tables: dict[str, Vector] = {}  # model -> coefficients
         self._known: dict[str, set[int]] = {}  # model -> engines that have reported theirs
         self._sizes: dict[tuple[str, int, int], _Size] = {}  # (model, image tokens, text tokens) -> costs, oldest first
+        self._num_learnt = 0  # times that a table has changed
         self._copies: Vector = np.zeros((len(COPY_FEATURES), num_engines))  # from the tier below the one that computes
         self._guess = np.tile(_guessed()[:, None], num_engines)
 
@@ -86,11 +87,10 @@ class FleetCosts:
         key = (model, image_tokens, text_tokens)
         size = self._sizes.get(key)
         if size is None:
-            if len(self._sizes) == MAX_SIZES:
-                del self._sizes[next(iter(self._sizes))]
-            weights = _size_weights(image_tokens, text_tokens)
-            seconds = weights @ self._table(model)
-            size = self._sizes[key] = _Size(model, weights, seconds, SizeCosts(*seconds))
+            size = self._add_size(key)
+        elif size.num_learnt != self._num_learnt:
+            np.matmul(size.weights, self._table(model), out=size.seconds)
+            size.num_learnt = self._num_learnt
         return size.costs
 
     def copy_seconds(self, nbytes: int) -> Vector:
@@ -110,6 +110,15 @@ class FleetCosts:
             self._fill_unknown(model)
         self._copies[:, engine] = 0.0
 
+    def _add_size(self, key: tuple[str, int, int]) -> _Size:
+        if len(self._sizes) == MAX_SIZES:
+            del self._sizes[next(iter(self._sizes))]
+        model, image_tokens, text_tokens = key
+        weights = _size_weights(image_tokens, text_tokens)
+        seconds = weights @ self._table(model)
+        size = self._sizes[key] = _Size(weights, seconds, SizeCosts(*seconds), self._num_learnt)
+        return size
+
     def _table(self, model: str) -> Vector:
         return self._tables.get(model, self._guess)
 
@@ -119,22 +128,16 @@ class FleetCosts:
             self._known[model] = set()
         self._known[model].add(engine)
         self._tables[model][:, engine] = coefficients
+        self._num_learnt += 1
         if len(self._known[model]) < self._num_engines:
             self._fill_unknown(model)
-        else:
-            self._refresh_sizes(model, [engine])
 
     def _fill_unknown(self, model: str) -> None:
         """Take engines that have said nothing for the mean of the others."""
         known, table = sorted(self._known[model]), self._tables[model]
         unknown = [engine for engine in range(self._num_engines) if engine not in self._known[model]]
         table[:, unknown] = (table[:, known].mean(axis=1) if known else self._guess[:, 0])[:, None]
-        self._refresh_sizes(model, list(range(self._num_engines)))
-
-    def _refresh_sizes(self, model: str, engines: list[int]) -> None:
-        for size in self._sizes.values():
-            if size.model == model:
-                size.seconds[:, engines] = size.weights @ self._table(model)[:, engines]
+        self._num_learnt += 1
 
 
 def _size_weights(image_tokens: int, text_tokens: int) -> Vector:

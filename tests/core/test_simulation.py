@@ -12,6 +12,7 @@ from benchmarks.simulation.machine import IMAGE_TOKENS, TEXT_TOKENS
 from benchmarks.simulation.masks import MASKS
 from benchmarks.simulation.scenario import make_trace
 from benchmarks.simulation.scenarios import MIX, REFERENCE
+from core.config import CacheConfig
 
 SMALL = replace(REFERENCE, num_engines=2, num_edits=40)
 SMALL_MIX = replace(MIX, num_engines=2, num_edits=60, num_warm_up=20, num_templates=30, load=0.9)
@@ -58,7 +59,8 @@ def test_cold_templates_are_primed() -> None:
 
 
 def test_pages_that_made_room_come_back_from_host_memory() -> None:
-    scenario = replace(SMALL_MIX, num_engines=1, num_edits=80, num_templates=12, zipf=0.5)
+    cache = CacheConfig(device_bytes=30 * 10**9, host_bytes=90 * 10**9)  # room for 6 templates, and for 20
+    scenario = replace(SMALL_MIX, num_engines=1, num_edits=80, num_templates=12, zipf=0.5, cache=cache)
     outcome = Cluster(scenario, "round-robin", 0).run()
     assert outcome.loaded > 0
     assert outcome.primed < 3 * 80
