@@ -17,7 +17,7 @@ import msgspec
 PageDtype = Literal["int8", "bfloat16", "float32"]
 """int8: symmetric, one scale per token and head; bfloat16 and float32 as they are."""
 
-SCHEME_VERSION = 1
+SCHEME_VERSION = 2
 """Part of every key: raise it when the same template would get other pages."""
 
 _ITEM_BYTES: dict[PageDtype, int] = {"int8": 1, "bfloat16": 2, "float32": 4}

@@ -26,6 +26,7 @@ from core.handles import ModelKey
 from core.ipc.atomic_file import write_atomically
 from core.messages import CostSample, ModelInfo
 from core.stages import INPAINT
+from model_executor.kernels import kernels_digest
 from model_executor.models.base import EncodedImage, EncodedText, Family, PrimeRow, Row
 from model_executor.pages import Pages
 
@@ -79,10 +80,10 @@ def _samples(family: Family, info: ModelInfo, cache_folder: Path) -> list[CostSa
 
 
 def _conditions(info: ModelInfo) -> str:
-    """Hex digest of all that costs depend on: the model as it is served, the processor, threads, PyTorch."""
+    """Hex digest of all that costs depend on: the model as it is served, the processor, threads, PyTorch, kernels."""
     device = torch.device(info.device)
     processor = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
-    parts = [processor, platform.node(), torch.get_num_threads(), torch.__version__]
+    parts = [processor, platform.node(), torch.get_num_threads(), torch.__version__, kernels_digest()]
     return hashlib.sha256(msgspec.json.encode(info) + repr(parts).encode()).hexdigest()
 
 

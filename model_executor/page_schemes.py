@@ -18,6 +18,7 @@ from core.errors import ConfigError
 from core.messages import ModelInfo
 from core.page_scheme import PageDtype, PageScheme
 from model_executor.fingerprint import fingerprint
+from model_executor.kernels import kernels_digest
 from model_executor.loader import Checkpoint
 from model_executor.models.base import Family
 
@@ -66,8 +67,11 @@ def page_scheme(
 
 
 def environment(device: torch.device) -> str:
-    """PageScheme.environment of this process as it is now: with other threads, sums are taken in another order."""
-    parts = [device.type, _device_name(device), torch.get_num_threads(), torch.__version__]
+    """PageScheme.environment of this process as it is now: with other threads or kernels, sums are taken in another
+    order.
+    """
+    kernels = kernels_digest() if device.type == "cpu" else ""
+    parts = [device.type, _device_name(device), torch.get_num_threads(), torch.__version__, kernels]
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
