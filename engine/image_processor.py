@@ -38,7 +38,7 @@ from engine.image_codec import Bytes
 M_MMAP_THRESHOLD = -3  # malloc.h
 
 NICENESS = 5
-"""Above the server's own. On 2 cores with 6 other busy processes, a step beside two jobs took 3.2 times as long as alone
+"""Above the server's own. On 2 cores with 6 other busy processes, a step beside two jobs took 3.2 times its time alone
 at equal niceness, 1.7 times at 5, 1.2 times at 10; the jobs went at 1.1, 0.9 and 0.25 a second, so 5 is where an
 edit of 28 steps is fastest from end to end. An idle core is used all the same."""
 OOM_SCORE = "500"
