@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.simulation.cluster import Cluster, Outcome
+from benchmarks.simulation.free_moves import latencies_moving_freely
 from benchmarks.simulation.scenarios import SCENARIOS
 from core.config import RouterPolicy
 
@@ -96,6 +97,8 @@ def print_table(runs: Sequence[Run]) -> None:
             of_policy = [run for run in runs if (run.scenario, run.policy) == (scenario, policy)]
             if of_policy:
                 print(_row(policy, of_policy, runs))
+        if SCENARIOS[scenario].is_warm:
+            print(_free_row(scenario, sorted({run.seed for run in runs if run.scenario == scenario})))
 
 
 def _row(policy: RouterPolicy, of_policy: Sequence[Run], runs: Iterable[Run]) -> str:
@@ -107,6 +110,14 @@ def _row(policy: RouterPolicy, of_policy: Sequence[Run], runs: Iterable[Run]) ->
     )
     against = f"{statistics.mean(ratios):+.1%} ({min(ratios):+.1%} .. {max(ratios):+.1%})" if ratios else ""
     return f"{columns}  {p99:5.2f}  {against}"
+
+
+def _free_row(scenario: str, seeds: Sequence[int]) -> str:
+    """A bound: edits that could move between engines at any time."""
+    latencies = [np.array(latencies_moving_freely(SCENARIOS[scenario], seed)) for seed in seeds]
+    p50, p95, p99 = ([float(np.quantile(of_seed, share)) for of_seed in latencies] for share in (0.5, 0.95, 0.99))
+    mean = _spread(float(of_seed.mean()) for of_seed in latencies)
+    return f"{'(moving freely)':<16} {mean}  {statistics.mean(p50):5.2f}  {_spread(p95)}  {statistics.mean(p99):5.2f}"
 
 
 def _spread(values: Iterable[float]) -> str:

@@ -92,8 +92,9 @@ class EditShape:
 
 
 class Pages(NamedTuple):
-    """A template's keyframes on each engine as far as an edit needs them, int64 [engines] each. below: to be loaded
-    from a slower tier. missing: on none, to be primed; unclaimed: of those, the ones that nobody is known to prime.
+    """A template's keyframes as far as an edit needs them: counts on each engine, shape [engines] each.
+    below: to be loaded from a slower tier. missing: on none, to be primed; unclaimed: of those, the ones that nobody is
+    known to prime.
     """
 
     below: Counts
@@ -120,7 +121,7 @@ class Fleet:
         self.costs = FleetCosts(num_engines)
         self.templates = TemplateMap(num_engines)
         self.is_alive: npt.NDArray[np.bool_] = np.ones(num_engines, bool)
-        self.num_requests: Counts = np.zeros(num_engines, np.int64)  # held, running or not
+        self.num_requests: Counts = np.zeros(num_engines)  # held, running or not
         self.held_seconds: Vector = np.zeros(num_engines)  # what all that it holds would add to one step
         self.base_seconds: Vector = np.zeros(num_engines)  # of a step, whoever is in it; 0: nobody is
         self.priming_seconds: Vector = np.zeros(num_engines)  # work left on templates' pages
@@ -128,7 +129,9 @@ class Fleet:
         self.steps: Vector = np.zeros((max_num_seqs, num_engines))
         self.seconds: Vector = np.zeros((max_num_seqs, num_engines))
         self.pace: Vector = np.full(num_engines, TINY)  # seconds of a step of those in the places
-        self.last_sent: Counts = np.full(num_engines, -1)  # when something was last sent there, in sends
+        self.num_placed: Counts = np.zeros(num_engines)  # who are in the places
+        self.last_sent: Counts = np.full(num_engines, -1.0)  # when something was last sent there, in sends
+        self._num_alive, self._num_held = num_engines, 0.0
         self._num_sends = 0
         self._num_sent = [0] * num_engines  # since it was (re)started
         self._pending: list[list[Sent]] = [[] for _ in range(num_engines)]
@@ -147,7 +150,7 @@ class Fleet:
         self._pending[engine] = pending
         if not (pending or report.requests or report.priming_seconds):
             self.templates.settle(engine)
-        self.num_requests[engine] = report.num_running + report.num_waiting + len(pending)
+        self._set_held(engine, report.num_running + report.num_waiting + len(pending))
         self.base_seconds[engine] = max([report.base_seconds, *(sent.base_seconds for sent in pending)])
         self.priming_seconds[engine] = report.priming_seconds + sum(sent.priming_seconds for sent in pending)
         self._set_loads(engine, now, [*report.requests, *(sent.load for sent in pending if sent.load is not None)])
@@ -159,7 +162,7 @@ class Fleet:
         self._num_sends += 1
         sent = self._make_sent(engine, shape)
         self._pending[engine].append(sent)
-        self.num_requests[engine] += 1
+        self._set_held(engine, float(self.num_requests[engine]) + 1)
         self.priming_seconds[engine] += sent.priming_seconds
         if sent.load is not None:
             self.held_seconds[engine] += sent.load.step_seconds
@@ -169,18 +172,20 @@ class Fleet:
 
     def lose(self, engine: int) -> None:
         """The engine is dead: no candidate, and all that was known of it is forgotten."""
+        self._num_alive -= bool(self.is_alive[engine])
         self.is_alive[engine] = False
         self.costs.forget(engine)
         self.templates.forget(engine)
         self._pending[engine].clear()
         self._num_sent[engine] = 0
         self.last_sent[engine] = -1
-        self.num_requests[engine] = 0
+        self._set_held(engine, 0)
         self.base_seconds[engine] = self.priming_seconds[engine] = 0.0
         self._set_loads(engine, 0.0, [])
 
     def restore(self, engine: int) -> None:
         """The engine was started anew, and holds nothing."""
+        self._num_alive += not self.is_alive[engine]
         self.is_alive[engine] = True
 
     # ------------------------------------------------------------------------------------------------- what is known
@@ -191,36 +196,51 @@ class Fleet:
 
     def size_costs(self, shape: EditShape) -> SizeCosts:
         """What does not depend on its mask; valid until the next report."""
-        return self.costs.of_size(shape.model, shape.image_tokens, shape.text_tokens)
+        return self.costs.of_size((shape.model, shape.image_tokens, shape.text_tokens, shape.entry_bytes))
 
     def pages(self, shape: EditShape) -> Pages | None:
         """Where its template's pages are; None for an exact edit. Engines prime what would take longer to load."""
         if shape.template is None:
             return None
         ready, below, expected = self.templates.counts(shape.template)
-        lacking = np.maximum(shape.num_keyframes - ready, 0)
-        loads = self.costs.copy_seconds(shape.entry_bytes) <= self.size_costs(shape).prime
-        below = np.minimum(below, lacking) * loads
+        needed = shape.num_keyframes
+        lacking = np.maximum(needed - ready, 0.0)
+        below = np.minimum(below, lacking) * self.size_costs(shape).loads
         missing = lacking - below
-        return Pages(below, missing, np.minimum(missing, np.maximum(shape.num_keyframes - expected, 0)))
+        return Pages(below, missing, np.maximum(np.minimum(missing, needed - expected), 0.0))
+
+    @property
+    def mean_held(self) -> float:
+        """Requests that a living engine holds, on average."""
+        return self._num_held / max(1, self._num_alive)
 
     # ------------------------------------------------------------------------------------------------- inside
 
     def _make_sent(self, engine: int, shape: EditShape) -> Sent:
-        number, priming, costs = self._num_sent[engine], self._expect_pages(engine, shape), self.size_costs(shape)
+        number, priming = self._num_sent[engine], self._expect_pages(engine, shape)
         if not shape.num_steps:
             return Sent(number, None, 0.0, priming)
-        step, other = float(self.step_seconds(shape)[engine]), float(costs.other[engine])
-        return Sent(number, RequestLoad(shape.num_steps, step, other), float(costs.base[engine]), priming)
+        costs, step = self.size_costs(shape), self.costs.step_at(engine, shape.model, shape.step_features)
+        load = RequestLoad(shape.num_steps, step, float(costs.other[engine]))
+        return Sent(number, load, float(costs.base[engine]), priming)
 
     def _expect_pages(self, engine: int, shape: EditShape) -> float:
         """Note what the engine will have to prime for it; the seconds that takes."""
-        pages = self.pages(shape)
-        if shape.template is None or pages is None or not pages.unclaimed[engine]:
+        if shape.template is None:
+            return 0.0
+        ready, below, expected = self.templates.counts(shape.template)[:, engine].tolist()
+        lacking = max(shape.num_keyframes - ready, 0.0)
+        costs = self.size_costs(shape)
+        missing = max(lacking - below * costs.loads[engine], 0.0)
+        unclaimed = min(missing, shape.num_keyframes - expected)
+        if unclaimed <= 0:
             return 0.0
         self.templates.expect(engine, shape.template, shape.num_keyframes)
-        costs = self.size_costs(shape)
-        return float(pages.unclaimed[engine] * costs.prime[engine] + costs.template[engine])
+        return float(unclaimed * costs.prime[engine] + costs.template[engine])
+
+    def _set_held(self, engine: int, number: float) -> None:
+        self._num_held += number - float(self.num_requests[engine])
+        self.num_requests[engine] = number
 
     def _set_loads(self, engine: int, now: float, loads: Sequence[RequestLoad]) -> None:
         """The engine holds these requests, most urgent first, and has just begun a step, which is in nobody's steps
@@ -245,6 +265,7 @@ class Fleet:
         waited, left = until_free(loads, self.max_num_seqs, base)
         padding = [(0.0, 0.0)] * (self.max_num_seqs - len(left))
         self.steps[:, engine], self.seconds[:, engine] = zip(*left, *padding, strict=True)
+        self.num_placed[engine] = len(left)
         self.free_at[engine] = start + waited
         self.pace[engine] = max(base + sum(seconds for _, seconds in left), TINY) if left else TINY
 

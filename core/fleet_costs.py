@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,9 @@ GUESS_PER_KILOTOKEN = 0.02
 MAX_SIZES = 64
 """Sizes of pictures whose costs are kept; most clients send a few."""
 
+Size = tuple[str, int, int, int]
+"""Model, image tokens, text tokens, and bytes of a keyframe's pages."""
+
 Features = tuple[float, ...]
 """One value for each of `core.cost_model.FEATURES`."""
 
@@ -36,23 +40,16 @@ _NUM_FEATURES = len(FEATURES)
 @dataclass(frozen=True, slots=True)
 class SizeCosts:
     """What does not depend on the mask: seconds on each engine, shape [engines] each. base: a step, whoever is in it.
-    other: encoding prompt and image, and decoding. prime: one keyframe of the template. template: encoding it.
+    other: encoding prompt and image, and decoding. prime: one keyframe of the template. template: encoding it. load:
+    one keyframe from the next slower tier. loads: 1 where that is done, 0 where priming is quicker.
     """
 
     base: Vector
     other: Vector
     prime: Vector
     template: Vector
-
-
-@dataclass(slots=True)
-class _Size:
-    """costs are views of `seconds`, shape [fields of SizeCosts, engines]; weights [fields, stages * features]."""
-
-    weights: Vector
-    seconds: Vector
-    costs: SizeCosts
-    num_learnt: int  # how much of what was reported is in them
+    load: Vector
+    loads: Vector
 
 
 def work_features(queries: int, keys: int, constant: float = 1.0) -> Features:
@@ -68,7 +65,7 @@ class FleetCosts:
         self._num_engines = num_engines
         self._tables: dict[str, Vector] = {}  # model -> coefficients
         self._known: dict[str, set[int]] = {}  # model -> engines that have reported theirs
-        self._sizes: dict[tuple[str, int, int], _Size] = {}  # (model, image tokens, text tokens) -> costs, oldest first
+        self._sizes: dict[Size, tuple[int, SizeCosts]] = {}  # with how much had been learnt, oldest first
         self._num_learnt = 0  # times that a table has changed
         self._copies: Vector = np.zeros((len(COPY_FEATURES), num_engines))  # from the tier below the one that computes
         self._guess = np.tile(_guessed()[:, None], num_engines)
@@ -82,42 +79,40 @@ class FleetCosts:
         seconds: Vector = np.dot(features, self._table(model)[:_NUM_FEATURES])
         return seconds
 
-    def of_size(self, model: str, image_tokens: int, text_tokens: int) -> SizeCosts:
-        """Valid until the next report."""
-        key = (model, image_tokens, text_tokens)
-        size = self._sizes.get(key)
-        if size is None:
-            size = self._add_size(key)
-        elif size.num_learnt != self._num_learnt:
-            np.matmul(size.weights, self._table(model), out=size.seconds)
-            size.num_learnt = self._num_learnt
-        return size.costs
+    def step_at(self, engine: int, model: str, features: Features) -> float:
+        """The same on one engine."""
+        return float(np.dot(features, self._table(model)[:_NUM_FEATURES, engine]))
 
-    def copy_seconds(self, nbytes: int) -> Vector:
-        """Seconds to copy so many bytes of pages to where they are computed from, shape [engines]."""
-        seconds: Vector = np.dot((1.0, nbytes / 1e6), self._copies)
-        return seconds
+    def of_size(self, size: Size) -> SizeCosts:
+        """Valid until the next report."""
+        known = self._sizes.get(size)
+        if known is not None and known[0] == self._num_learnt:
+            return known[1]
+        if known is None and len(self._sizes) == MAX_SIZES:
+            del self._sizes[next(iter(self._sizes))]
+        costs = self._costs_of(size)
+        self._sizes[size] = self._num_learnt, costs
+        return costs
 
     def observe(self, engine: int, costs: EngineCosts) -> None:
         for model in {line.model.model for line in costs.lines}:
             self._learn(engine, model, _coefficients(model, costs))
         copies: dict[Tier, Sequence[float]] = {line.source: line.coefficients for line in costs.copies}
         self._copies[:, engine] = copies.get("host") or copies.get("disk") or 0.0
+        self._num_learnt += 1
 
     def forget(self, engine: int) -> None:
         for model, known in self._known.items():
             known.discard(engine)
             self._fill_unknown(model)
         self._copies[:, engine] = 0.0
+        self._num_learnt += 1
 
-    def _add_size(self, key: tuple[str, int, int]) -> _Size:
-        if len(self._sizes) == MAX_SIZES:
-            del self._sizes[next(iter(self._sizes))]
-        model, image_tokens, text_tokens = key
-        weights = _size_weights(image_tokens, text_tokens)
-        seconds = weights @ self._table(model)
-        size = self._sizes[key] = _Size(weights, seconds, SizeCosts(*seconds), self._num_learnt)
-        return size
+    def _costs_of(self, size: Size) -> SizeCosts:
+        model, image_tokens, text_tokens, entry_bytes = size
+        base, other, prime, template = _size_weights(image_tokens, text_tokens) @ self._table(model)
+        load = np.dot((1.0, entry_bytes / 1e6), self._copies)
+        return SizeCosts(base, other, prime, template, load, (load <= prime).astype(float))
 
     def _table(self, model: str) -> Vector:
         return self._tables.get(model, self._guess)
@@ -128,7 +123,6 @@ class FleetCosts:
             self._known[model] = set()
         self._known[model].add(engine)
         self._tables[model][:, engine] = coefficients
-        self._num_learnt += 1
         if len(self._known[model]) < self._num_engines:
             self._fill_unknown(model)
 
@@ -137,11 +131,11 @@ class FleetCosts:
         known, table = sorted(self._known[model]), self._tables[model]
         unknown = [engine for engine in range(self._num_engines) if engine not in self._known[model]]
         table[:, unknown] = (table[:, known].mean(axis=1) if known else self._guess[:, 0])[:, None]
-        self._num_learnt += 1
 
 
+@lru_cache(MAX_SIZES)
 def _size_weights(image_tokens: int, text_tokens: int) -> Vector:
-    """What a table is multiplied by for the fields of SizeCosts."""
+    """What a table is multiplied by for the first fields of SizeCosts."""
     every = image_tokens + text_tokens
     text, image = work_features(text_tokens, text_tokens), work_features(image_tokens, image_tokens)
     fields = (

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from core.config import RouterPolicy
 from core.errors import EngineDeadError
-from core.fleet import TINY, EditShape, Fleet
+from core.fleet import TINY, EditShape, Fleet, Pages
 from core.fleet_costs import Vector
 from core.scheduling_pass import PRIME_SHARE
 
@@ -22,8 +22,6 @@ FIRST_KEYFRAMES = 2
 TIE = 1e-9
 """Relative difference of costs that are equal but for rounding."""
 
-
-NONE = np.zeros(1)
 
 Matrix = npt.NDArray[np.float64]
 
@@ -59,33 +57,56 @@ def forecast(shape: EditShape, fleet: Fleet, now: float) -> Forecast:
     step seconds, so s steps beside others with S_i left, at C_i each, take s * (base + c) + sum min(s, S_i) * C_i.
     """
     costs, step = fleet.size_costs(shape), fleet.step_seconds(shape)
-    base = np.maximum(costs.base, fleet.base_seconds)
     since_free = now - fleet.free_at
-    wait = np.maximum(-since_free, 0.0)
+    idle = np.maximum(since_free, 0.0)
+    wait = idle - since_free
     # It is encoded beside a step; before that, half of the one under way passes, unless a place is free at its end.
     lead = (1.0 + 0.5 * (since_free > 0.0)) * fleet.pace
-    priming, own_priming = fleet.priming_seconds, NONE
     pages = fleet.pages(shape)
-    if pages is not None and pages.below.any():
-        loading = np.minimum(pages.below, FIRST_KEYFRAMES) * fleet.costs.copy_seconds(shape.entry_bytes)
+    if pages is not None:
+        loading = np.minimum(pages.below, FIRST_KEYFRAMES) * costs.load
         lead = np.maximum(lead, loading - wait)  # a load has the time in the queue to itself
-    before = wait + lead
-    steps = _after(fleet.steps, (since_free + before) / fleet.pace)
-    num_others = (steps > 0.0).sum(axis=0)
-    other = costs.other if shape.num_steps else NONE
-    finish = before + other
-    if pages is not None and pages.missing.any():
-        own_priming = pages.unclaimed * costs.prime + (pages.unclaimed > 0) * costs.template
-        later = np.maximum(pages.unclaimed - FIRST_KEYFRAMES, 0) * costs.prime if shape.num_steps else NONE
-        first = np.where(pages.missing > 0, priming + own_priming - later, 0.0)
-        rounds = first / (PRIME_SHARE * np.maximum(fleet.pace - fleet.base_seconds, TINY))
-        finish += first + _shared(steps, fleet.seconds, rounds) + np.minimum(steps.max(axis=0), rounds) * base
-        steps = _after(steps, rounds)
-        priming = np.where(pages.missing > 0, later, priming)
-    making = shape.num_steps * (base + step) + _shared(steps, fleet.seconds, shape.num_steps)
-    finish += making + np.minimum(priming, PRIME_SHARE * making)
-    overlap = np.minimum(steps, shape.num_steps).sum(axis=0)
-    return Forecast(finish, step * overlap + (own_priming + other) * num_others, own_priming)
+    steps = _after(fleet.steps, (idle + lead) / fleet.pace)
+    base = np.maximum(costs.base, fleet.base_seconds)
+    priming = _no_priming(fleet) if pages is None else _priming(shape, fleet, pages, steps, base)
+    steps = steps if pages is None else _after(steps, priming.rounds)
+    shared = np.minimum(steps, float(shape.num_steps))
+    making = shape.num_steps * (base + step) + np.add.reduce(shared * fleet.seconds)
+    other = costs.other if shape.num_steps else 0.0
+    beside = np.minimum(priming.beside, PRIME_SHARE * making)
+    finish = wait + lead + other + priming.before + making + beside
+    imposed = step * np.add.reduce(shared) + (priming.own + other) * fleet.num_placed
+    return Forecast(finish, imposed, priming.own)
+
+
+class Priming(NamedTuple):
+    """Seconds on each engine. own: work on the request's own template. before: until it can begin, in which the others
+    make `rounds` steps. beside: work that goes along with its steps.
+    """
+
+    own: Vector
+    before: Vector
+    rounds: Vector
+    beside: Vector
+
+
+def _no_priming(fleet: Fleet) -> Priming:
+    """Of an exact edit: only others' goes along."""
+    nothing = np.zeros(fleet.num_engines)
+    return Priming(nothing, nothing, nothing, fleet.priming_seconds)
+
+
+def _priming(shape: EditShape, fleet: Fleet, pages: Pages, steps: Matrix, base: Vector) -> Priming:
+    """Jobs are primed one after the other, in a share of each step's time, or at once where nobody makes steps."""
+    costs = fleet.size_costs(shape)
+    own = pages.unclaimed * costs.prime + (pages.unclaimed > 0.0) * costs.template
+    later = np.maximum(pages.unclaimed - FIRST_KEYFRAMES, 0.0) * costs.prime if shape.num_steps else 0.0
+    is_waiting = pages.missing > 0.0
+    first = (fleet.priming_seconds + own - later) * is_waiting
+    rounds = first / (PRIME_SHARE * np.maximum(fleet.pace - fleet.base_seconds, TINY))
+    stepping = np.add.reduce(np.minimum(steps, rounds) * fleet.seconds)
+    before = first + stepping + np.minimum(np.maximum.reduce(steps), rounds) * base
+    return Priming(own, before, rounds, fleet.priming_seconds + own - first)
 
 
 class RoundRobin:
@@ -99,7 +120,7 @@ class LeastRequests:
     """The engine that holds the fewest requests (FlashPS, section 6.5: request-granularity load balance)."""
 
     def choose(self, shape: EditShape, fleet: Fleet, now: float) -> Choice:
-        return Choice(cheapest(fleet.num_requests.astype(np.float64), fleet))
+        return Choice(cheapest(fleet.num_requests, fleet))
 
 
 class LeastTokens:
@@ -139,8 +160,7 @@ class MaskAware:
 
     def choose(self, shape: EditShape, fleet: Fleet, now: float) -> Choice:
         ahead = forecast(shape, fleet, now)
-        num_held = float(fleet.num_requests.sum()) / max(1, int(fleet.is_alive.sum()))
-        engine = cheapest(ahead.finish + ahead.imposed + num_held * ahead.priming, fleet)
+        engine = cheapest(ahead.finish + ahead.imposed + fleet.mean_held * ahead.priming, fleet)
         return Choice(engine, float(ahead.finish[engine]) if fleet.costs.is_known(shape.model) else None)
 
 
@@ -173,9 +193,3 @@ def _after(steps: Matrix, passed: Vector) -> Matrix:
     """What is left of steps [places, engines] after so many of each engine's have passed."""
     left: Matrix = np.maximum(steps - passed, 0.0)
     return left
-
-
-def _shared(steps: Matrix, seconds: Matrix, num_steps: Vector | int) -> Vector:
-    """Seconds that the places' steps add to an engine's next num_steps."""
-    shared: Vector = (np.minimum(steps, num_steps) * seconds).sum(axis=0)
-    return shared

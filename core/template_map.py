@@ -9,7 +9,8 @@ import numpy.typing as npt
 
 from core.load_report import Residency
 
-Counts = npt.NDArray[np.int64]
+Counts = npt.NDArray[np.float64]
+"""Whole numbers, as floats: they are multiplied with seconds."""
 
 READY, BELOW, EXPECTED = range(3)
 
@@ -27,7 +28,7 @@ class TemplateMap:
     def __init__(self, num_engines: int) -> None:
         self._rows: dict[str, Counts] = {}  # template key -> counts
         self._expected: list[OrderedDict[str, None]] = [OrderedDict() for _ in range(num_engines)]  # oldest first
-        self._nothing: Counts = np.zeros((3, num_engines), np.int64)
+        self._nothing: Counts = np.zeros((3, num_engines))
 
     def __len__(self) -> int:
         return len(self._rows)
