@@ -120,7 +120,8 @@ class Fleet:
         self.max_num_seqs = max_num_seqs
         self.costs = FleetCosts(num_engines)
         self.templates = TemplateMap(num_engines)
-        self.is_alive: npt.NDArray[np.bool_] = np.ones(num_engines, bool)
+        self.death: Vector = np.zeros(num_engines)  # added to what an engine costs: 0, or infinite where it is dead
+        self.num_alive = num_engines
         self.num_requests: Counts = np.zeros(num_engines)  # held, running or not
         self.held_seconds: Vector = np.zeros(num_engines)  # what all that it holds would add to one step
         self.base_seconds: Vector = np.zeros(num_engines)  # of a step, whoever is in it; 0: nobody is
@@ -131,7 +132,7 @@ class Fleet:
         self.pace: Vector = np.full(num_engines, TINY)  # seconds of a step of those in the places
         self.num_placed: Counts = np.zeros(num_engines)  # who are in the places
         self.last_sent: Counts = np.full(num_engines, -1.0)  # when something was last sent there, in sends
-        self._num_alive, self._num_held = num_engines, 0.0
+        self._num_held = 0.0
         self._num_sends = 0
         self._num_sent = [0] * num_engines  # since it was (re)started
         self._pending: list[list[Sent]] = [[] for _ in range(num_engines)]
@@ -140,7 +141,7 @@ class Fleet:
 
     def observe(self, engine: int, report: LoadReport, now: float) -> None:
         """Take a report in. One from an engine that was lost means nothing any more."""
-        if not self.is_alive[engine]:
+        if self.death[engine]:
             return
         if report.costs is not None:
             self.costs.observe(engine, report.costs)
@@ -172,8 +173,8 @@ class Fleet:
 
     def lose(self, engine: int) -> None:
         """The engine is dead: no candidate, and all that was known of it is forgotten."""
-        self._num_alive -= bool(self.is_alive[engine])
-        self.is_alive[engine] = False
+        self.death[engine] = np.inf
+        self.num_alive = int(self.is_alive.sum())
         self.costs.forget(engine)
         self.templates.forget(engine)
         self._pending[engine].clear()
@@ -185,8 +186,14 @@ class Fleet:
 
     def restore(self, engine: int) -> None:
         """The engine was started anew, and holds nothing."""
-        self._num_alive += not self.is_alive[engine]
-        self.is_alive[engine] = True
+        self.death[engine] = 0.0
+        self.num_alive = int(self.is_alive.sum())
+
+    @property
+    def is_alive(self) -> npt.NDArray[np.bool_]:
+        """Which engines are candidates, shape [engines]."""
+        is_alive: npt.NDArray[np.bool_] = self.death == 0.0
+        return is_alive
 
     # ------------------------------------------------------------------------------------------------- what is known
 
@@ -198,21 +205,23 @@ class Fleet:
         """What does not depend on its mask; valid until the next report."""
         return self.costs.of_size((shape.model, shape.image_tokens, shape.text_tokens, shape.entry_bytes))
 
-    def pages(self, shape: EditShape) -> Pages | None:
-        """Where its template's pages are; None for an exact edit. Engines prime what would take longer to load."""
+    def pages(self, shape: EditShape, costs: SizeCosts) -> Pages | None:
+        """Where its template's pages are; None for an exact edit. Engines prime what would take longer to load. costs:
+        those of the shape's size.
+        """
         if shape.template is None:
             return None
         ready, below, expected = self.templates.counts(shape.template)
         needed = shape.num_keyframes
         lacking = np.maximum(needed - ready, 0.0)
-        below = np.minimum(below, lacking) * self.size_costs(shape).loads
+        below = np.minimum(below, lacking) * costs.loads
         missing = lacking - below
         return Pages(below, missing, np.maximum(np.minimum(missing, needed - expected), 0.0))
 
     @property
     def mean_held(self) -> float:
         """Requests that a living engine holds, on average."""
-        return self._num_held / max(1, self._num_alive)
+        return self._num_held / max(1, self.num_alive)
 
     # ------------------------------------------------------------------------------------------------- inside
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from core.config import RouterPolicy
 from core.errors import EngineDeadError
 from core.fleet import TINY, EditShape, Fleet, Pages
-from core.fleet_costs import Vector
+from core.fleet_costs import SizeCosts, Vector
 from core.scheduling_pass import PRIME_SHARE
 
 FIRST_KEYFRAMES = 2
@@ -62,13 +62,13 @@ def forecast(shape: EditShape, fleet: Fleet, now: float) -> Forecast:
     wait = idle - since_free
     # It is encoded beside a step; before that, half of the one under way passes, unless a place is free at its end.
     lead = (1.0 + 0.5 * (since_free > 0.0)) * fleet.pace
-    pages = fleet.pages(shape)
+    pages = fleet.pages(shape, costs)
     if pages is not None:
         loading = np.minimum(pages.below, FIRST_KEYFRAMES) * costs.load
         lead = np.maximum(lead, loading - wait)  # a load has the time in the queue to itself
     steps = _after(fleet.steps, (idle + lead) / fleet.pace)
     base = np.maximum(costs.base, fleet.base_seconds)
-    priming = _no_priming(fleet) if pages is None else _priming(shape, fleet, pages, steps, base)
+    priming = _no_priming(fleet) if pages is None else _priming(shape, fleet, pages, steps, costs, base)
     steps = steps if pages is None else _after(steps, priming.rounds)
     shared = np.minimum(steps, float(shape.num_steps))
     making = shape.num_steps * (base + step) + np.add.reduce(shared * fleet.seconds)
@@ -96,16 +96,16 @@ def _no_priming(fleet: Fleet) -> Priming:
     return Priming(nothing, nothing, nothing, fleet.priming_seconds)
 
 
-def _priming(shape: EditShape, fleet: Fleet, pages: Pages, steps: Matrix, base: Vector) -> Priming:
+def _priming(shape: EditShape, fleet: Fleet, pages: Pages, steps: Matrix, costs: SizeCosts, base: Vector) -> Priming:
     """Jobs are primed one after the other, in a share of each step's time, or at once where nobody makes steps."""
-    costs = fleet.size_costs(shape)
     own = pages.unclaimed * costs.prime + (pages.unclaimed > 0.0) * costs.template
     later = np.maximum(pages.unclaimed - FIRST_KEYFRAMES, 0.0) * costs.prime if shape.num_steps else 0.0
     is_waiting = pages.missing > 0.0
     first = (fleet.priming_seconds + own - later) * is_waiting
     rounds = first / (PRIME_SHARE * np.maximum(fleet.pace - fleet.base_seconds, TINY))
-    stepping = np.add.reduce(np.minimum(steps, rounds) * fleet.seconds)
-    before = first + stepping + np.minimum(np.maximum.reduce(steps), rounds) * base
+    stepping = np.minimum(steps, rounds)
+    stepping *= fleet.seconds
+    before = first + np.add.reduce(stepping) + np.minimum(np.maximum.reduce(steps), rounds) * base
     return Priming(own, before, rounds, fleet.priming_seconds + own - first)
 
 
@@ -145,7 +145,7 @@ class BatchCost:
     def choose(self, shape: EditShape, fleet: Fleet, now: float) -> Choice:
         base = np.maximum(fleet.size_costs(shape).base, fleet.base_seconds)
         batch_seconds = base + fleet.held_seconds + fleet.step_seconds(shape)
-        has_slack = fleet.is_alive & (fleet.num_requests < fleet.max_num_seqs)
+        has_slack = (fleet.num_requests < fleet.max_num_seqs) & fleet.is_alive
         return Choice(cheapest(np.where(has_slack | ~has_slack.any(), batch_seconds, np.inf), fleet))
 
 
@@ -181,15 +181,16 @@ def cheapest(costs: Vector, fleet: Fleet) -> int:
     """The living engine of least cost; among equals the one that was sent to least recently. Raises EngineDeadError if
     none is alive.
     """
-    costs = np.where(fleet.is_alive, costs, np.inf)
-    least = costs.min()
-    if not np.isfinite(least):
+    if not fleet.num_alive:
         raise EngineDeadError("No engine is alive.")
-    equals = np.flatnonzero(costs <= least * (1 + TIE))
-    return int(equals[fleet.last_sent[equals].argmin()])
+    costs = costs + fleet.death
+    best = int(costs.argmin())
+    equals = (costs <= float(costs[best]) * (1 + TIE)).nonzero()[0]
+    return best if len(equals) == 1 else int(equals[fleet.last_sent[equals].argmin()])
 
 
 def _after(steps: Matrix, passed: Vector) -> Matrix:
     """What is left of steps [places, engines] after so many of each engine's have passed."""
-    left: Matrix = np.maximum(steps - passed, 0.0)
+    left: Matrix = steps - passed
+    np.maximum(left, 0.0, out=left)
     return left

@@ -26,6 +26,7 @@ MIX = Scenario(
 SCENARIOS: dict[str, Scenario] = {
     "reference": REFERENCE,
     "mix": MIX,
+    "calm": replace(REFERENCE, name="calm", load=0.65, num_edits=2000),
     "production": replace(REFERENCE, name="production", masks="production", num_edits=2000),
     "public": replace(REFERENCE, name="public", masks="public", num_edits=2000),
     "tryon": replace(REFERENCE, name="tryon", masks="tryon", num_edits=2000),

@@ -153,7 +153,7 @@ def test_pages_on_their_way_are_expected_until_they_come() -> None:
     fleet, shape = Fleet(2, 8), make_shape(template="t", num_keyframes=3)
 
     def pages() -> list[list[int]]:
-        found = fleet.pages(shape)
+        found = fleet.pages(shape, fleet.size_costs(shape))
         assert found is not None
         return [counts.tolist() for counts in found]  # below, missing, unclaimed
 
