@@ -5,7 +5,7 @@ load report says what is left of each request it holds; from that follows when a
 much is left in the other places by then, which is what is kept here:
 
     free_at [engines]                 when a place is free, in seconds of the caller's clock; in the past: since then
-    steps, seconds [places, engines]  steps left in each place at `free_at`, and what it adds to each step
+    steps, seconds [places, engines]  steps left in each place at `free_at`, most first, and what it adds to each step
 
 Reports come when something changed, not at every step: in between, steps go by at the pace that was predicted.
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +22,7 @@ import numpy.typing as npt
 from core.fleet_costs import Features, FleetCosts, SizeCosts, Vector, work_features
 from core.load_report import LoadReport, RequestLoad
 from core.messages import EditRequest, ModelInfo, PrimeTemplate
-from core.template_map import Counts, TemplateMap
+from core.template_map import Counts, Pages, TemplateMap
 
 Place = tuple[float, float]
 """Steps left of a request, and the seconds it adds to each of them."""
@@ -91,17 +90,6 @@ class EditShape:
         return tuple(share * f + (1 - share) * m for f, m in zip(full, masked, strict=True))
 
 
-class Pages(NamedTuple):
-    """A template's keyframes as far as an edit needs them: counts on each engine, shape [engines] each.
-    below: to be loaded from a slower tier. missing: on none, to be primed; unclaimed: of those, the ones that nobody is
-    known to prime.
-    """
-
-    below: Counts
-    missing: Counts
-    unclaimed: Counts
-
-
 @dataclass(slots=True)
 class Sent:
     """An edit or a template that an engine's last report does not count yet."""
@@ -122,15 +110,12 @@ class Fleet:
         self.templates = TemplateMap(num_engines)
         self.death: Vector = np.zeros(num_engines)  # added to what an engine costs: 0, or infinite where it is dead
         self.num_alive = num_engines
-        self.num_requests: Counts = np.zeros(num_engines)  # held, running or not
-        self.held_seconds: Vector = np.zeros(num_engines)  # what all that it holds would add to one step
-        self.base_seconds: Vector = np.zeros(num_engines)  # of a step, whoever is in it; 0: nobody is
-        self.priming_seconds: Vector = np.zeros(num_engines)  # work left on templates' pages
-        self.free_at: Vector = np.zeros(num_engines)
-        self.steps: Vector = np.zeros((max_num_seqs, num_engines))
-        self.seconds: Vector = np.zeros((max_num_seqs, num_engines))
-        self.pace: Vector = np.full(num_engines, TINY)  # seconds of a step of those in the places
-        self.num_placed: Counts = np.zeros(num_engines)  # who are in the places
+        # One row each, shape [engines], of one array: what is known of an engine is one column.
+        self._rows: Vector = np.zeros((7 + 2 * max_num_seqs, num_engines))
+        self.num_requests, self.held_seconds, self.base_seconds, self.priming_seconds = self._rows[:4]
+        self.free_at, self.pace, self.num_placed = self._rows[4:7]
+        self.pace[:] = TINY
+        self.steps, self.seconds = self._rows[7 : 7 + max_num_seqs], self._rows[7 + max_num_seqs :]
         self.last_sent: Counts = np.full(num_engines, -1.0)  # when something was last sent there, in sends
         self._num_held = 0.0
         self._num_sends = 0
@@ -205,18 +190,9 @@ class Fleet:
         """What does not depend on its mask; valid until the next report."""
         return self.costs.of_size((shape.model, shape.image_tokens, shape.text_tokens, shape.entry_bytes))
 
-    def pages(self, shape: EditShape, costs: SizeCosts) -> Pages | None:
-        """Where its template's pages are; None for an exact edit. Engines prime what would take longer to load. costs:
-        those of the shape's size.
-        """
-        if shape.template is None:
-            return None
-        ready, below, expected = self.templates.counts(shape.template)
-        needed = shape.num_keyframes
-        lacking = np.maximum(needed - ready, 0.0)
-        below = np.minimum(below, lacking) * costs.loads
-        missing = lacking - below
-        return Pages(below, missing, np.maximum(np.minimum(missing, needed - expected), 0.0))
+    def pages(self, shape: EditShape) -> Pages | None:
+        """Where its template's pages are; None for an exact edit. Valid until the next call."""
+        return None if shape.template is None else self.templates.pages(shape.template, shape.num_keyframes)
 
     @property
     def mean_held(self) -> float:
@@ -237,15 +213,12 @@ class Fleet:
         """Note what the engine will have to prime for it; the seconds that takes."""
         if shape.template is None:
             return 0.0
-        ready, below, expected = self.templates.counts(shape.template)[:, engine].tolist()
-        lacking = max(shape.num_keyframes - ready, 0.0)
-        costs = self.size_costs(shape)
-        missing = max(lacking - below * costs.loads[engine], 0.0)
-        unclaimed = min(missing, shape.num_keyframes - expected)
-        if unclaimed <= 0:
+        pages, costs = self.templates.pages(shape.template, shape.num_keyframes), self.size_costs(shape)
+        if not pages.is_new[engine]:
             return 0.0
+        number = pages.prime_first[engine] + pages.prime_later[engine]
         self.templates.expect(engine, shape.template, shape.num_keyframes)
-        return float(unclaimed * costs.prime[engine] + costs.template[engine])
+        return float(number * costs.prime[engine] + costs.template[engine])
 
     def _set_held(self, engine: int, number: float) -> None:
         self._num_held += number - float(self.num_requests[engine])
@@ -273,6 +246,7 @@ class Fleet:
         base = float(self.base_seconds[engine])
         waited, left = until_free(loads, self.max_num_seqs, base)
         padding = [(0.0, 0.0)] * (self.max_num_seqs - len(left))
+        left.sort(reverse=True)
         self.steps[:, engine], self.seconds[:, engine] = zip(*left, *padding, strict=True)
         self.num_placed[engine] = len(left)
         self.free_at[engine] = start + waited

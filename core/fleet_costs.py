@@ -41,7 +41,7 @@ _NUM_FEATURES = len(FEATURES)
 class SizeCosts:
     """What does not depend on the mask: seconds on each engine, shape [engines] each. base: a step, whoever is in it.
     other: encoding prompt and image, and decoding. prime: one keyframe of the template. template: encoding it. load:
-    one keyframe from the next slower tier. loads: 1 where that is done, 0 where priming is quicker.
+    one keyframe from the next slower tier; engines prime what would take longer to load.
     """
 
     base: Vector
@@ -49,7 +49,6 @@ class SizeCosts:
     prime: Vector
     template: Vector
     load: Vector
-    loads: Vector
 
 
 def work_features(queries: int, keys: int, constant: float = 1.0) -> Features:
@@ -112,7 +111,7 @@ class FleetCosts:
         model, image_tokens, text_tokens, entry_bytes = size
         base, other, prime, template = _size_weights(image_tokens, text_tokens) @ self._table(model)
         load = np.dot((1.0, entry_bytes / 1e6), self._copies)
-        return SizeCosts(base, other, prime, template, load, (load <= prime).astype(float))
+        return SizeCosts(base, other, prime, template, np.minimum(load, prime))
 
     def _table(self, model: str) -> Vector:
         return self._tables.get(model, self._guess)

@@ -12,16 +12,16 @@ import numpy.typing as npt
 
 from core.config import RouterPolicy
 from core.errors import EngineDeadError
-from core.fleet import TINY, EditShape, Fleet, Pages
+from core.fleet import TINY, EditShape, Fleet
 from core.fleet_costs import SizeCosts, Vector
 from core.scheduling_pass import PRIME_SHARE
-
-FIRST_KEYFRAMES = 2
-"""An edit begins when it has the pages around its first noise levels; the others come beside its steps."""
+from core.template_map import Pages
 
 TIE = 1e-9
 """Relative difference of costs that are equal but for rounding."""
 
+
+NOTHING: Vector = np.zeros(1)
 
 Matrix = npt.NDArray[np.float64]
 
@@ -61,22 +61,22 @@ def forecast(shape: EditShape, fleet: Fleet, now: float) -> Forecast:
     idle = np.maximum(since_free, 0.0)
     wait = idle - since_free
     # It is encoded beside a step; before that, half of the one under way passes, unless a place is free at its end.
-    lead = (1.0 + 0.5 * (since_free > 0.0)) * fleet.pace
-    pages = fleet.pages(shape, costs)
+    lead = fleet.pace + np.minimum(0.5 * fleet.pace, idle)
+    pages = fleet.pages(shape)
     if pages is not None:
-        loading = np.minimum(pages.below, FIRST_KEYFRAMES) * costs.load
-        lead = np.maximum(lead, loading - wait)  # a load has the time in the queue to itself
+        lead = np.maximum(lead, pages.loads_first * costs.load - wait)  # a load has the time in the queue to itself
     steps = _after(fleet.steps, (idle + lead) / fleet.pace)
     base = np.maximum(costs.base, fleet.base_seconds)
-    priming = _no_priming(fleet) if pages is None else _priming(shape, fleet, pages, steps, costs, base)
-    steps = steps if pages is None else _after(steps, priming.rounds)
+    finish, own, beside = wait + lead, NOTHING, fleet.priming_seconds
+    if pages is not None:
+        priming = _priming(shape, fleet, pages, steps, costs, base)
+        finish, own, beside = finish + priming.before, priming.own, priming.beside
+        steps = _after(steps, priming.rounds)
     shared = np.minimum(steps, float(shape.num_steps))
     making = shape.num_steps * (base + step) + np.add.reduce(shared * fleet.seconds)
-    other = costs.other if shape.num_steps else 0.0
-    beside = np.minimum(priming.beside, PRIME_SHARE * making)
-    finish = wait + lead + other + priming.before + making + beside
-    imposed = step * np.add.reduce(shared) + (priming.own + other) * fleet.num_placed
-    return Forecast(finish, imposed, priming.own)
+    alone = own + costs.other if shape.num_steps else own
+    finish += alone - own + making + np.minimum(beside, PRIME_SHARE * making)
+    return Forecast(finish, step * np.add.reduce(shared) + alone * fleet.num_placed, own)
 
 
 class Priming(NamedTuple):
@@ -90,22 +90,18 @@ class Priming(NamedTuple):
     beside: Vector
 
 
-def _no_priming(fleet: Fleet) -> Priming:
-    """Of an exact edit: only others' goes along."""
-    nothing = np.zeros(fleet.num_engines)
-    return Priming(nothing, nothing, nothing, fleet.priming_seconds)
-
-
 def _priming(shape: EditShape, fleet: Fleet, pages: Pages, steps: Matrix, costs: SizeCosts, base: Vector) -> Priming:
     """Jobs are primed one after the other, in a share of each step's time, or at once where nobody makes steps."""
-    own = pages.unclaimed * costs.prime + (pages.unclaimed > 0.0) * costs.template
-    later = np.maximum(pages.unclaimed - FIRST_KEYFRAMES, 0.0) * costs.prime if shape.num_steps else 0.0
-    is_waiting = pages.missing > 0.0
-    first = (fleet.priming_seconds + own - later) * is_waiting
+    own_first, later = pages.prime_first * costs.prime + pages.is_new * costs.template, pages.prime_later * costs.prime
+    if not shape.num_steps:
+        own_first += later
+        later = np.zeros_like(later)
+    first = (fleet.priming_seconds + own_first) * pages.is_missing
     rounds = first / (PRIME_SHARE * np.maximum(fleet.pace - fleet.base_seconds, TINY))
     stepping = np.minimum(steps, rounds)
     stepping *= fleet.seconds
-    before = first + np.add.reduce(stepping) + np.minimum(np.maximum.reduce(steps), rounds) * base
+    before = first + np.add.reduce(stepping) + np.minimum(steps[0], rounds) * base
+    own = own_first + later
     return Priming(own, before, rounds, fleet.priming_seconds + own - first)
 
 

@@ -152,23 +152,23 @@ def test_engines_of_different_speed() -> None:
 def test_pages_on_their_way_are_expected_until_they_come() -> None:
     fleet, shape = Fleet(2, 8), make_shape(template="t", num_keyframes=3)
 
-    def pages() -> list[list[int]]:
-        found = fleet.pages(shape, fleet.size_costs(shape))
-        assert found is not None
-        return [counts.tolist() for counts in found]  # below, missing, unclaimed
+    def pages() -> list[list[float]]:
+        found = fleet.templates.pages("t", 3)
+        to_prime = found.prime_first + found.prime_later
+        return [found.loads_first.tolist(), found.is_missing.tolist(), to_prime.tolist()]
 
     fleet.observe(0, make_report(costs=COSTS), 0.0)
-    assert pages() == [[0, 0], [3, 3], [3, 3]]
+    assert pages() == [[0, 0], [1, 1], [3, 3]]
     fleet.sent(0, shape, 0.0)
-    assert pages() == [[0, 0], [3, 3], [0, 3]]
+    assert pages() == [[0, 0], [1, 1], [0, 3]]
     first = fleet.priming_seconds[0]
     assert first > 0
     fleet.sent(0, shape, 0.0)
     assert fleet.priming_seconds[0] == first, "both wait for the same pages"
     fleet.observe(0, make_report(num_received=2, requests=[load()], residency=[Residency("t", 1, 0)]), 1.0)
-    assert pages() == [[0, 0], [2, 3], [0, 3]]
+    assert pages() == [[0, 0], [1, 1], [0, 3]]
     fleet.observe(0, make_report(num_received=2, requests=[load()], residency=[Residency("t", 2, 1)]), 2.0)
-    assert pages() == [[1, 0], [0, 3], [0, 3]]
+    assert pages() == [[1, 0], [0, 1], [0, 3]]
     fleet.observe(0, make_report(num_received=2, residency=[Residency("t", 0, 0)]), 3.0)
     assert len(fleet.templates) == 0
 

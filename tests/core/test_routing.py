@@ -136,7 +136,7 @@ def test_pages_that_would_take_longer_to_load_are_primed() -> None:
     slow = EngineCosts(COSTS.lines, (CopyLine("host", (0.0, 1.0)),))
     fleet.observe(1, make_report(costs=slow, residency=[Residency("t", 0, 3)]), 0.0)
     cold, below = forecast(shape, fleet, 0.0).finish
-    assert below == pytest.approx(cold)
+    assert below <= cold
 
 
 def test_edits_of_one_new_template_go_one_way() -> None:
