@@ -18,10 +18,11 @@ EMBEDDED_MODEL = str(Path(__file__).resolve().parent.parent / "model_executor" /
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Which checkpoint a worker loads and how. `model` is a diffusers directory or a Hugging Face hub id.
 
-    dtype: auto, float32, bfloat16 or float16. device: auto, cpu, cuda or cuda:N. threads: CPU threads per worker, 0 = a
-    measured default. mask_aware: whether edits may skip untouched tokens. cache_keyframes: auto (the checkpoint's
-    calibration, else 5), per-step, or a number from 2 on, spread evenly over noise levels 0..1. cache_dtype: how pages
-    are kept: auto (likewise, else int8), int8, bfloat16 or float32. priming_prompt: what templates are primed with.
+    dtype: auto, float32, bfloat16 or float16. device: auto, cpu, cuda or cuda:N. threads: CPU threads per worker, 0 =
+    its share of the cores but one. mask_aware: whether edits may skip untouched tokens. cache_keyframes: auto (the
+    checkpoint's calibration, else 5), per-step, or a number from 2 on, spread evenly over noise levels 0..1.
+    cache_dtype: how pages are kept: auto (likewise, else int8), int8, bfloat16 or float32. priming_prompt: what
+    templates are primed with.
     """
 
     model: str = EMBEDDED_MODEL
@@ -76,7 +77,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One engine: its models, its scheduler, its workers. data_parallel_size: engines of this kind on this machine,
     which share its cores; data_parallel_rank: which of them this one is, counted from 0; its workers have GPUs of their
-    own. Raises ConfigError for several workers with a device tier.
+    own. Raises ConfigError for several workers with a device tier, or with one GPU between them.
     """
 
     models: tuple[ModelConfig, ...] = (ModelConfig(),)
@@ -93,6 +94,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 f"{self.workers_per_engine} workers cannot share pages in device memory: the last worker decodes, "
                 "and these pages lie with the first; give --workers-per-engine 1 or --cache-device-bytes 0"
+            )
+        numbered = next((model.device for model in self.models if ":" in model.device), None)
+        if numbered and self.workers_per_engine * self.data_parallel_size > 1:
+            raise ConfigError(
+                f"--device {numbered} is one device, and each worker takes one of its own; give --device "
+                f"{numbered.partition(':')[0]}, or one engine with one worker"
             )
 
 

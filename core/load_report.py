@@ -24,7 +24,7 @@ class RequestLoad(msgspec.Struct, frozen=True, array_like=True):
 
 class Residency(msgspec.Struct, frozen=True, array_like=True):
     """Which of a template's pages an engine has: keyframes that are ready where they are computed from, and those that
-    lie on a slower tier only.
+    lie on a slower tier in memory only; what is in files only the disk knows.
 
     template: PageScheme.template_key of its content.
     """

@@ -28,7 +28,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     native_size: side in pixels of the square whose area caps the generation size. token_size: pixels per token side.
     latent_width: floats per token of the packed latents. max_text_tokens: the text encoder's length. page_scheme: how
-    templates are cached, None where the model is served without mask-aware execution.
+    templates are cached, None where the model is served without mask-aware execution. device: its type; which
+    of several alike it is makes no difference to anybody.
     """
 
     name: str

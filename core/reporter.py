@@ -9,8 +9,8 @@ from core.config import SchedulerConfig
 from core.cost_model import CostKey, CostModel, Work, extra_seconds, token_seconds
 from core.handles import ModelKey
 from core.load_report import CopyLine, CostLine, EngineCosts, EngineStats, LoadReport, RequestLoad, StepSample
-from core.messages import ModelInfo
-from core.request import Request
+from core.messages import ModelInfo, PageCopied
+from core.request import Request, Status
 from core.stage_work import node_work
 from core.stages import Node, Workflow
 from core.template_pages import TemplatePages
@@ -71,6 +71,12 @@ class Reporter:
             self._note_step(key, work, seconds)
         if is_ok:
             self._cost.observe(key, work, seconds)
+
+    def note_copy(self, done: PageCopied) -> None:
+        """An entry's pages were copied. The first copy from a tier is told of at once: until then loads look free."""
+        if done.source not in self._cost.copy_lines():
+            self._batches_since_costs = COSTS_EVERY
+        self._cost.observe_copy(done.source, done.target, done.nbytes, done.seconds)
 
     def _note_step(self, key: CostKey, work: Work, seconds: float) -> None:
         counters, tokens = self._counters, sum(work.queries)
@@ -140,6 +146,12 @@ class Reporter:
         return self._cost.coefficients(self.cost_key(ModelKey(request.edit.model, node.component), node.stage))
 
     def _request_load(self, request: Request) -> RequestLoad:
+        """Of a request that waits, as it was at first: nothing of it has changed, and a queue is long."""
+        if request.waiting_load is None or request.status is not Status.WAITING:
+            request.waiting_load = self._make_request_load(request)
+        return request.waiting_load
+
+    def _make_request_load(self, request: Request) -> RequestLoad:
         steps = request.progress.steps_left
         step_seconds = self._step_seconds_left(request) / steps if steps else 0.0
         return RequestLoad(steps, step_seconds, sum(seconds for _, seconds in self._other_seconds(request)))

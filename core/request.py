@@ -16,6 +16,7 @@ from core.validation import check_decimal, check_integer
 
 if TYPE_CHECKING:
     from core.handles import ArrayRef, TensorKey
+    from core.load_report import RequestLoad
     from core.messages import EditRequest
     from core.stages import Progress
     from core.template_pages import PageHold
@@ -132,6 +133,7 @@ class Request:
     sigmas: tuple[float, ...] = ()  # noise levels from the first step to 0; set by the image encoder's result
     hold: PageHold | None = None  # what it needs of the activation cache, once its noise levels are known
     full_blocks: int = 0  # most leading blocks that a mask-aware step of it computed in full
+    waiting_load: RequestLoad | None = None  # what is left of it, reckoned once while it waits
     text_tokens: int = 0  # set by the text encoder's result
     prompt_truncated: bool = False  # likewise
 

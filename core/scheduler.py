@@ -228,7 +228,7 @@ class StepScheduler:
     def apply_copy(self, done: PageCopied) -> None:
         """An entry of the cache has come up, or gone down, a tier; or it could not."""
         if done.ok:
-            self.cost.observe_copy(done.source, done.target, done.nbytes, done.seconds)
+            self._reporter.note_copy(done)
         self.pages.finish_copy(done)
         self._outputs += self._registrations.settle()
 

@@ -1,7 +1,8 @@
 """AsyncEngine: the client side of the engine. Admits edits, has their images prepared, submits, streams, cleans up.
 
-Owns the shared arena, the image processors and the engine process; one EditSession per edit owns that edit's memory.
-The same object serves HTTP (entrypoints/openai) and offline use (entrypoints/image_engine.py). Never loads torch.
+Owns the shared arena, the image processors and the router with its engines; one EditSession per edit owns that edit's
+memory. The same object serves HTTP (entrypoints/openai) and offline use (entrypoints/image_engine.py). Never loads
+torch.
 """
 
 from __future__ import annotations

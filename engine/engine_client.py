@@ -67,7 +67,7 @@ class EngineClient:
         self._config = config
         self._arena = arena
         self._on_report = on_report
-        self._runtime_dir = Path(tempfile.mkdtemp(prefix="stencil-"))  # mode 0700; holds the socket until connected
+        self._runtime_dir: Path | None = None  # holds the socket until connected
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._process: ChildProcess | None = None
@@ -81,6 +81,7 @@ class EngineClient:
 
     def start(self) -> None:
         """Spawn the process; the model loads while this process goes on. Raises ConfigError."""
+        self._runtime_dir = Path(tempfile.mkdtemp(prefix="stencil-"))  # mode 0700
         address = f"ipc://{self._runtime_dir}/engine"
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.set_hwm(0)
@@ -155,7 +156,8 @@ class EngineClient:
             self._deliver(Failed(request_id=request_id, failure=failure))
 
     def _remove_runtime_dir(self) -> None:
-        shutil.rmtree(self._runtime_dir, ignore_errors=True)
+        if self._runtime_dir is not None:
+            shutil.rmtree(self._runtime_dir, ignore_errors=True)
 
     # ---------------------------------------------------------------------------------- messages
 
@@ -191,6 +193,8 @@ class EngineClient:
             self._handle(decoder.decode(await self._socket.recv()))
 
     def _handle(self, message: FromEngine) -> None:
+        if self.error is not None:
+            return  # everybody has been told that it is gone
         match message:
             case EngineOutputs():
                 self._on_report(message.load, message.stats)

@@ -23,7 +23,6 @@ from core.messages import (
     FromEngine,
     FromWorker,
     PageCopied,
-    PartialImage,
     PrimeTemplate,
     StepPlan,
     ToEngine,
@@ -45,6 +44,10 @@ class PlanSink(Protocol):
     def submit(self, plan: StepPlan) -> None: ...
 
 
+class _ReportDue:
+    """A note to itself: something has changed that was not told at once."""
+
+
 class EngineCore:
     """Runs until it has drained or its workers are gone. `emit` must not block."""
 
@@ -55,14 +58,15 @@ class EngineCore:
         emit: Callable[[FromEngine], None],
         trace: EngineTrace | None = None,
     ) -> None:
-        self.mailbox: asyncio.Queue[ToEngine | FromWorker] = asyncio.Queue()
+        self.mailbox: asyncio.Queue[ToEngine | FromWorker | _ReportDue] = asyncio.Queue()
         self._scheduler = scheduler
         self._executor = executor
         self._emit = emit
         self._trace = trace or EngineTrace(NoTracer())
         self._is_draining = False
         self._is_idle = True
-        self._told_counts = (0, 0)
+        self._num_running_told = 0
+        self._is_report_due = False
         self._next_report: asyncio.TimerHandle | None = None
         self._stats_sent = -REPORT_SECONDS
 
@@ -86,16 +90,18 @@ class EngineCore:
             self._executor.submit(plan)
 
     def _report(self) -> None:
-        """Say what there is to say: at once what clients wait for and what changes an engine's place among others, all
-        else within REPORT_SECONDS.
+        """Say what there is to say: at once what clients wait for and who has begun, all else within REPORT_SECONDS.
+        That a request has come is known to whoever sent it.
         """
         outputs = self._scheduler.take_outputs()
-        counts = self._scheduler.counts
-        if outputs or counts != self._told_counts:
-            self._told_counts = counts
+        num_running, _ = self._scheduler.counts
+        if outputs or self._is_report_due or num_running != self._num_running_told:
+            self._num_running_told = num_running
             self._send_report(outputs)
         elif self._next_report is None:
-            self._next_report = asyncio.get_running_loop().call_later(REPORT_SECONDS, self._send_report)
+            self._next_report = asyncio.get_running_loop().call_later(
+                REPORT_SECONDS, self.mailbox.put_nowait, _ReportDue()
+            )
         was_idle, self._is_idle = self._is_idle, self._scheduler.num_requests == 0
         if self._is_idle and not was_idle:  # it walks over all that is cached: not at every message that comes later
             self._scheduler.check_integrity()
@@ -103,11 +109,10 @@ class EngineCore:
     def _send_report(self, outputs: tuple[Output, ...] = ()) -> None:
         if self._next_report is not None:
             self._next_report.cancel()
-            self._next_report = None
-        now = time.monotonic()
-        has_ended = any(not isinstance(output, PartialImage) for output in outputs)
+        self._next_report, self._is_report_due = None, False
+        now, is_idle = time.monotonic(), self._scheduler.num_requests == 0
         stats = None
-        if has_ended or now - self._stats_sent >= REPORT_SECONDS:
+        if is_idle or now - self._stats_sent >= REPORT_SECONDS:
             stats, self._stats_sent = self._scheduler.stats(), now
         self._trace.said(outputs)
         self._emit(EngineOutputs(outputs=outputs, load=self._scheduler.load_report(), stats=stats))
@@ -118,7 +123,10 @@ class EngineCore:
         while not self.mailbox.empty():
             self._receive(self.mailbox.get_nowait())
 
-    def _receive(self, message: ToEngine | FromWorker) -> None:
+    def _receive(self, message: ToEngine | FromWorker | _ReportDue) -> None:
+        if isinstance(message, _ReportDue):
+            self._is_report_due = True
+            return
         self._trace.received(message)
         match message:
             case EditRequest():

@@ -43,7 +43,7 @@ ImageLike = Image.Image | str | Path | bytes | npt.NDArray[np.uint8]
 
 _CACHE = CacheConfig()
 MAX_IN_FLIGHT = 64
-"""Edits handed to the engine at once: enough to keep any batch full, little enough to bound their memory."""
+"""Edits handed to each engine at once: enough to keep any batch full, little enough to bound their memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +117,7 @@ class ImageEngine:
                 data_parallel_size=data_parallel_size,
             ),
             image=ImageConfig(image_workers=image_workers),
-            max_queue=MAX_IN_FLIGHT * 10,
+            max_queue=MAX_IN_FLIGHT * data_parallel_size * 10,
         )
         self._loop = uvloop.new_event_loop()
         # A daemon: a program that forgets `close` still exits, and the engine's processes leave with it.
@@ -175,7 +175,7 @@ class ImageEngine:
     async def _generate(
         self, edits: Sequence[Edit], params: Sequence[SamplingParams], progress: tqdm[Any]
     ) -> list[EditResult]:
-        places = asyncio.Semaphore(MAX_IN_FLIGHT)
+        places = asyncio.Semaphore(MAX_IN_FLIGHT * self._engine.config.engine.data_parallel_size)
 
         async def one(edit: Edit, sampling: SamplingParams) -> EditResult:
             async with places:

@@ -169,7 +169,7 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
         default=default.threads,
         type=_integer(0, 1024),
         metavar="N",
-        help="CPU threads per worker; 0: a measured default",
+        help="CPU threads per worker; 0: the cores but one, split between the workers of all engines",
     )
 
 
@@ -293,7 +293,7 @@ def _add_tier_flags(group: argparse._ArgumentGroup) -> None:
     cache = CacheConfig()
     for flag, default, what in (
         ("--cache-device-bytes", cache.device_bytes, "device memory for cached activations; 0: a CPU reads the host's"),
-        ("--cache-host-bytes", cache.host_bytes, "shared memory for cached activations"),
+        ("--cache-host-bytes", cache.host_bytes, "shared memory for cached activations, of each engine"),
         ("--cache-disk-bytes", cache.disk_bytes, "files of cached activations, made of users' images; 0: none"),
         ("--template-bytes", StencilConfig().template_bytes, "encoded uploads kept for registered templates"),
     ):

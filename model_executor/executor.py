@@ -137,7 +137,7 @@ class _Worker:
             "model_executor.worker:main",
             msgspec.msgpack.encode(config),
             [*child_fds, *arena_fds],
-            name=f"stencil-worker-{config.rank}",
+            name=f"stencil-worker-{config.device_index}",
         )
         self._channel.close_child_fds()
 

@@ -58,6 +58,9 @@ class ResidentModels:
         GPU that is taken where no other one was named. Raises ConfigError for a checkpoint that cannot be served.
         """
         checkpoints = {config.name: Checkpoint.open(config, device_index) for config in configs}
+        for checkpoint in checkpoints.values():
+            if checkpoint.device.type == "cuda":
+                torch.cuda.set_device(checkpoint.device)  # what names no device means this one, not the first
         if any(checkpoint.device.type != "cpu" for checkpoint in checkpoints.values()) and not has_device_tier:
             logger.warning("every token is computed: mask-aware edits on a GPU need --cache-device-bytes")
             configs = [msgspec.structs.replace(config, mask_aware=False) for config in configs]

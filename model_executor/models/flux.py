@@ -85,7 +85,7 @@ class FluxFill:
             default_guidance_scale=self._checkpoint.defaults.guidance_scale,
             has_guidance=self._checkpoint.config("transformer").get("guidance_embeds", False),
             has_true_cfg=False,
-            device=str(self._device),
+            device=self._device.type,
             dtype=str(self._checkpoint.dtype).removeprefix("torch."),
         )
 

@@ -404,7 +404,9 @@ async def test_a_bug_in_the_client_side_ends_the_engine_instead_of_hanging_it(
 
 async def test_the_sockets_folder_is_gone_once_connected(one_worker: AsyncEngine) -> None:
     assert one_worker.is_ready
-    assert not one_worker.router._clients[0]._runtime_dir.exists()
+    runtime_dir = one_worker.router._clients[0]._runtime_dir
+    assert runtime_dir is not None
+    assert not runtime_dir.exists()
 
 
 async def test_a_socket_that_cannot_be_made_is_a_config_error(

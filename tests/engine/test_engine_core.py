@@ -140,7 +140,7 @@ async def test_it_reports_what_changes_at_once_and_all_else_within_a_second(
             await asyncio.sleep(0)
     first, *others = [message for message in said if isinstance(message, EngineOutputs)]
     assert (first.load.num_received, first.load.num_running) == (0, 0), "what it knows when it begins"
-    assert len(others) < 10, "of some 50 iterations, those that changed something"
+    assert len(others) < 6, "of some 50 iterations, those in which it began, or ended"
     assert others[-1].stats is not None, "what ends is counted at once"
     told = len(said)
     core.mailbox.put_nowait(DropTemplate(model="m", content_id="c"))  # changes nothing that is told at once

@@ -18,16 +18,26 @@ def test_defaults_are_the_configurations(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (options.host, options.port, options.api_key) == ("127.0.0.1", 8000, None)
 
 
+@pytest.mark.parametrize("flag", ["--workers-per-engine", "--data-parallel-size"])
+def test_one_gpu_cannot_be_shared(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_options(["--device", "cuda:1", flag, "2"])
+    assert "--device cuda:1 is one device" in capsys.readouterr().err
+    assert parse_options(["--device", "cuda:1"]).model.device == "cuda:1"
+
+
 def test_every_flag_lands() -> None:
-    flags = "--model m/n --served-model-name x --dtype bfloat16 --device cuda:1 --threads 3 --max-num-seqs 2"
+    flags = "--model m/n --served-model-name x --dtype bfloat16 --device cuda --threads 3 --max-num-seqs 2"
     flags += " --max-num-batched-tokens 99 --max-queue 5 --image-workers 4 --workers-per-engine 2 --max-stage-ms 7.5"
+    flags += " --data-parallel-size 3 --router-policy least-tokens"
     flags += " --max-upload-bytes 1000 --max-pixels 4096 --drain-seconds 1.5 --api-key k --port 0 --log-level debug"
     options = parse_options(flags.split())
     model, scheduler, image = options.model, options.config.engine.scheduler, options.config.image
-    assert (model.model, model.name, model.dtype, model.device, model.threads) == ("m/n", "x", "bfloat16", "cuda:1", 3)
+    assert (model.model, model.name, model.dtype, model.device, model.threads) == ("m/n", "x", "bfloat16", "cuda", 3)
     assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens, scheduler.max_stage_ms) == (2, 99, 7.5)
     assert (image.image_workers, image.max_upload_bytes, image.max_pixels) == (4, 1000, 4096)
     assert (options.config.max_queue, options.config.engine.workers_per_engine) == (5, 2)
+    assert (options.config.engine.data_parallel_size, options.config.router_policy) == (3, "least-tokens")
     assert (options.config.engine.drain_seconds, options.api_key, options.port) == (1.5, "k", 0)
 
 
