@@ -245,12 +245,11 @@ class Fleet:
         """These requests, in this order, go through the engine's places from `start` on."""
         base = float(self.base_seconds[engine])
         waited, left = until_free(loads, self.max_num_seqs, base)
-        padding = [(0.0, 0.0)] * (self.max_num_seqs - len(left))
         left.sort(reverse=True)
-        self.steps[:, engine], self.seconds[:, engine] = zip(*left, *padding, strict=True)
-        self.num_placed[engine] = len(left)
-        self.free_at[engine] = start + waited
-        self.pace[engine] = max(base + sum(seconds for _, seconds in left), TINY) if left else TINY
+        pace = max(base + sum([seconds for _, seconds in left]), TINY) if left else TINY
+        padding = [0.0] * (self.max_num_seqs - len(left))
+        steps, seconds = [steps for steps, _ in left], [seconds for _, seconds in left]
+        self._rows[4:, engine] = [start + waited, pace, len(left), *steps, *padding, *seconds, *padding]
 
 
 def until_free(loads: Iterable[Place], num_places: int, base_seconds: float) -> tuple[float, list[Place]]:

@@ -35,6 +35,7 @@ Features = tuple[float, ...]
 """One value for each of `core.cost_model.FEATURES`."""
 
 _NUM_FEATURES = len(FEATURES)
+_STARTS = {stage: index * _NUM_FEATURES for index, stage in enumerate(STAGES)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +95,8 @@ class FleetCosts:
         return costs
 
     def observe(self, engine: int, costs: EngineCosts) -> None:
-        for model in {line.model.model for line in costs.lines}:
-            self._learn(engine, model, _coefficients(model, costs))
+        for model, column in _columns(costs).items():
+            self._learn(engine, model, column)
         copies: dict[Tier, Sequence[float]] = {line.source: line.coefficients for line in costs.copies}
         self._copies[:, engine] = copies.get("host") or copies.get("disk") or 0.0
         self._num_learnt += 1
@@ -116,12 +117,12 @@ class FleetCosts:
     def _table(self, model: str) -> Vector:
         return self._tables.get(model, self._guess)
 
-    def _learn(self, engine: int, model: str, coefficients: Vector) -> None:
+    def _learn(self, engine: int, model: str, column: list[float]) -> None:
         if model not in self._tables:
             self._tables[model] = self._guess.copy()
             self._known[model] = set()
         self._known[model].add(engine)
-        self._tables[model][:, engine] = coefficients
+        self._tables[model][:, engine] = column
         if len(self._known[model]) < self._num_engines:
             self._fill_unknown(model)
 
@@ -150,13 +151,15 @@ def _size_weights(image_tokens: int, text_tokens: int) -> Vector:
     return weights.reshape(len(fields), -1)
 
 
-def _coefficients(model: str, costs: EngineCosts) -> Vector:
-    """One engine's column of a table."""
-    column = np.zeros((len(STAGES), _NUM_FEATURES))
+def _columns(costs: EngineCosts) -> dict[str, list[float]]:
+    """One engine's column of each model's table."""
+    columns: dict[str, list[float]] = {}
     for line in costs.lines:
-        if line.model.model == model and line.stage in STAGES:
-            column[STAGES.index(line.stage)] = line.coefficients
-    return column.reshape(-1)
+        start = _STARTS.get(line.stage)
+        if start is not None:
+            column = columns.setdefault(line.model.model, [0.0] * (len(STAGES) * _NUM_FEATURES))
+            column[start : start + _NUM_FEATURES] = line.coefficients
+    return columns
 
 
 def _guessed() -> Vector:
