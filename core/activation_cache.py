@@ -240,8 +240,7 @@ class ActivationCacheManager:
         latents = latents_key(template_key)
         keys = [key for key in self._templates.get(template_key, ()) if key != latents]
         num_ready = sum(self._entries[key].state is _READY for key in keys)
-        below = self._below
-        num_below = sum(below is not None and key in below and self._entries[key].state is not _READY for key in keys)
+        num_below = sum(self.tier_of(key) == "host" and self._entries[key].state is not _READY for key in keys)
         return Residency(template_key, num_ready, num_below)
 
     # ------------------------------------------------------------------------------------------------- orders
@@ -356,6 +355,7 @@ class ActivationCacheManager:
         entry.ref = EntryRef(want.key, want.nbytes, self._host_ref(entry) if self._below is None else None)
         entry.source = self._choose_source(want, wanted, load_wins)
         entry.state = EntryState.EMPTY if entry.source is None else EntryState.LOADING
+        self._moved.add(template_of(want.key))
         if entry.source is not None and entry.copy is None:
             self._load(entry)
 
@@ -399,6 +399,7 @@ class ActivationCacheManager:
 
     def _finish_load(self, entry: _Entry, copy: PageCopy, done: PageCopied) -> None:
         self._load_seconds += done.seconds
+        self._moved.add(template_of(done.key))
         if not done.ok:
             self._fail_load(entry, copy)
             return
@@ -414,7 +415,6 @@ class ActivationCacheManager:
         self._hits[entry.source] += entry.num_waiting
         entry.num_waiting = 0
         entry.state = EntryState.READY
-        self._moved.add(template_of(done.key))
 
     def _fail_load(self, entry: _Entry, copy: PageCopy) -> None:
         self._failed_loads += 1

@@ -18,7 +18,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from core.activation_cache import ActivationCacheManager, EntryState, TierBudget, Want
 from core.handles import ArrayRef, Tier
 from core.messages import PageCopied, PageCopy
-from core.page_scheme import template_of
+from core.page_scheme import latents_key, template_of
 
 ARENA = 5
 SIZES = {"a": 700, "b": 1300, "c": 1300, "d": 2600, "e": 4000}
@@ -62,6 +62,7 @@ class AnyOrder(RuleBasedStateMachine):
         )
         self.model = Model()
         self.registered: set[str] = set()
+        self.told: dict[str, tuple[int, int]] = {}  # template -> (ready, below) as last told
 
     @property
     def on_device(self) -> bool:
@@ -216,6 +217,17 @@ class AnyOrder(RuleBasedStateMachine):
             if pins:
                 self.a_pinned_entry_is_there(key)
         self.budgets_are_kept()
+        self.residency_is_told()
+
+    def residency_is_told(self) -> None:
+        """Whoever has heard every report knows what is here now."""
+        self.told |= {told.template: (told.num_ready, told.num_below) for told in self.manager.take_residency()}
+        for template, wants in WANTS.items():
+            keys = [want.key for want in wants if want.key != latents_key(template)]
+            states = {key: self.manager.state(key) for key in keys}
+            ready = sum(state is EntryState.READY for state in states.values())
+            below = sum(states[key] is not EntryState.READY and self.manager.tier_of(key) == "host" for key in keys)
+            assert self.told.get(template, (0, 0)) == (ready, below)
 
     def a_pinned_entry_is_there(self, key: str) -> None:
         state = self.manager.state(key)
