@@ -19,13 +19,17 @@ def engine_stats(engine: AsyncEngine) -> dict[str, Any]:
     """The queue, each engine, what all of them did and hold together, the templates and the models. What is not known
     yet, or not there, is null.
     """
-    known = [stats for stats in engine.stats if stats is not None]
+    every = [
+        stats if stats is None or is_alive else _of_the_dead(stats)
+        for stats, is_alive in zip(engine.stats, engine.alive, strict=True)
+    ]
+    known = [stats for stats in every if stats is not None]
     return {
         "object": "engine.stats",
         "queue": _queue(engine),
         "engines": [
             _engine(index, *facts)
-            for index, facts in enumerate(zip(engine.alive, engine.loads, engine.stats, strict=True))
+            for index, facts in enumerate(zip(engine.alive, engine.loads, every, strict=True))
         ],
         "totals": {field: sum(getattr(stats, field) for stats in known) for field in _TOTAL_FIELDS},
         "cache": _cache(sum_cache_stats(stats.cache for stats in known)) if any(s.cache for s in known) else None,
@@ -47,13 +51,21 @@ def _engine(index: int, alive: bool, load: LoadReport | None, stats: EngineStats
     return {
         "index": index,
         "alive": alive,
-        "load": None if load is None else {field: getattr(load, field) for field in _LOAD_FIELDS},
+        "load": None if load is None or not alive else {field: getattr(load, field) for field in _LOAD_FIELDS},
         "stage_seconds": None if stats is None else stats.stage_seconds,
         "resident_models": None if stats is None else msgspec.to_builtins(stats.resident_models),
         "totals": None if stats is None else {field: getattr(stats, field) for field in _TOTAL_FIELDS},
         "cost_model": None if stats is None else {"r_squared": stats.r_squared},
         "cache": None if stats is None or stats.cache is None else _cache(stats.cache),
     }
+
+
+def _of_the_dead(stats: EngineStats) -> EngineStats:
+    """What it did stays true; it holds nothing any more."""
+    if stats.cache is None:
+        return stats
+    cache = msgspec.structs.replace(stats.cache, entries={}, used_bytes={}, budget_bytes={})
+    return msgspec.structs.replace(stats, stage_seconds={}, resident_models=(), cache=cache)
 
 
 def _cache(stats: CacheStats) -> dict[str, Any]:

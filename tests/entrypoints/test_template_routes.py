@@ -279,6 +279,11 @@ async def test_what_engines_did_together(client: httpx.AsyncClient, engine: Fake
     assert (totals["steps"], totals["tokens_skipped"], totals["busy_seconds"]) == (10, 1800, 1.5)
     assert (cache["hit_ratio"], cache["hits"]) == (0.5, {"host": 7, "disk": 3})
     assert cache["used_bytes"] == {"host": 150, "disk": 7}
+    engine.alive, engine.loads = (True, False), (LOAD, LOAD)
+    after = (await client.get("/v1/engine/stats")).json()
+    assert (after["totals"], after["cache"]["hits"]) == (totals, cache["hits"]), "what the dead one did stays done"
+    assert after["cache"]["used_bytes"] == {"host": 100}, "it holds nothing"
+    assert after["engines"][1]["load"] is None
     engine.stats = (msgspec.structs.replace(STATS, cache=None), None)
     assert (await client.get("/v1/engine/stats")).json()["cache"] is None
 
