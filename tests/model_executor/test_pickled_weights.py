@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from core.config import ModelConfig
 from core.errors import ConfigError
@@ -59,6 +61,20 @@ def test_pickled_weights_are_refused(copy: Path, mark: Path, part: str) -> None:
     with pytest.raises(ConfigError, match=f"{part}.*only safetensors weights are read") as caught:
         load(copy)
     assert "\n" not in str(caught.value)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("part", MODULES)
+def test_an_index_that_names_a_pickle(copy: Path, mark: Path, part: str) -> None:
+    """Diffusers and transformers pick the reader by the suffix of the file that an index names."""
+    plant(copy / part, mark)
+    for file in (copy / part).glob("*.safetensors"):
+        tensors = load_file(file)
+        file.unlink()
+        index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "model.pt")}
+        file.with_name(f"{file.name}.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"unpickling model\.pt could run code"):
+        load(copy)
     assert not mark.exists()
 
 
