@@ -194,7 +194,7 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="keys, one a line, # begins a comment line; may be repeated; a file of yours must be readable by you alone",
+        help="keys, one a line, # begins a comment; may be repeated; a file of yours must be readable by you alone",
     )
     group.add_argument(
         "--rate-limit",

@@ -53,8 +53,11 @@ def _caller(scope: Scope) -> str:
     """The key's digest, or the client's address; of IPv6 its network, else one client would have 2^64 shares."""
     if OWNER in scope:
         return str(scope[OWNER])
-    host = (scope.get("client") or ("",))[0]
-    if ":" not in host:
-        return str(host)
-    address = ipaddress.IPv6Address(host.partition("%")[0])
+    host = str((scope.get("client") or ("",))[0])
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:  # a proxy may forward any text; all that is no address is one caller
+        return ""
+    if isinstance(address, ipaddress.IPv4Address):
+        return str(address)
     return str(address.ipv4_mapped or ipaddress.IPv6Network((address, _IPV6_PREFIX), strict=False))

@@ -6,7 +6,6 @@ import base64
 import json
 import os
 import stat
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +33,7 @@ class Seen:
 
 
 @pytest.fixture(scope="module")
-def seen(server_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
+def seen(server_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Seen:
     folder = tmp_path_factory.mktemp("private")
     keys = folder / "keys"
     keys.write_text("# two\n" + "\n".join(KEYS))
@@ -59,7 +58,7 @@ def seen(server_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
         if connection.status == psutil.CONN_LISTEN
     }
     assert server.stop() == 0, server.log.read_text()
-    yield Seen(server.log.read_text(), command_lines, modes, memory, listening, answers)
+    return Seen(server.log.read_text(), command_lines, modes, memory, listening, answers)
 
 
 def modes_below(folder: Path) -> dict[str, str]:

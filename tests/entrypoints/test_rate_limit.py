@@ -78,6 +78,8 @@ async def test_keys_have_shares_of_their_own_and_wrong_ones_none(engine: FakeEng
         ("2001:db8::1", "2001:db8:0:1::1", False),
         ("::ffff:10.0.0.1", "::ffff:10.0.0.2", False),
         ("fe80::1%eth0", "fe80::2", True),
+        ("::ffff:10.0.0.1", "10.0.0.1", True),
+        ("what:a proxy", "forwards", True),
     ],
 )
 async def test_addresses_without_keys(engine: FakeEngine, host: str, other: str, is_same: bool) -> None:
