@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn, get_args
 
@@ -23,8 +23,8 @@ from core.config import (
 )
 from core.errors import ConfigError
 from core.ipc.logs import LogFormat
+from entrypoints.api_keys import KEY_VARIABLE, KEYS_VARIABLE, find_keys
 
-API_KEY_VARIABLE = "STENCIL_API_KEY"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _PAGE_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # other spellings
 _UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
@@ -37,7 +37,8 @@ class ServeOptions:
 
     host: str
     port: int
-    api_key: str | None
+    api_keys: tuple[str, ...] = field(repr=False)
+    rate_limit: int  # requests per minute and caller; 0: none
     log_level: str
     log_format: LogFormat
     config: StencilConfig
@@ -53,10 +54,10 @@ def parse_options(argv: Sequence[str] | None) -> ServeOptions:
     args = parser.parse_args(argv)
     try:
         config = _config(args)
+        api_keys = find_keys(args.api_keys, args.api_key_files, os.environ)
     except ConfigError as error:
         parser.error(str(error))
-    api_key = args.api_key or os.environ.get(API_KEY_VARIABLE) or None
-    return ServeOptions(args.host, args.port, api_key, args.log_level, args.log_format, config)
+    return ServeOptions(args.host, args.port, api_keys, args.rate_limit, args.log_level, args.log_format, config)
 
 
 def _config(args: argparse.Namespace) -> StencilConfig:
@@ -128,7 +129,7 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Shows defaults, but not that there is none."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        return super()._get_help_string(action) if action.default not in ("", None) else action.help
+        return super()._get_help_string(action) if action.default not in ("", None, []) else action.help
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -179,9 +180,29 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--port", default=8000, type=_integer(0, 65535), help="TCP port; 0: any free one")
     group.add_argument(
         "--api-key",
-        default="",
+        dest="api_keys",
+        action="append",
+        default=[],
         metavar="KEY",
-        help=f"key that /v1/* asks for; also from {API_KEY_VARIABLE}, where other users cannot see it; empty: none",
+        help="a key that opens /v1/*; may be repeated; every user of the machine sees it in ps, so rather give "
+        f"--api-key-file, or without either {KEY_VARIABLE} or {KEYS_VARIABLE} (comma-separated) in the environment; "
+        "no key at all: open to everybody",
+    )
+    group.add_argument(
+        "--api-key-file",
+        dest="api_key_files",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="keys, one a line, # begins a comment; may be repeated; a file of yours must be readable by you alone",
+    )
+    group.add_argument(
+        "--rate-limit",
+        default=0,
+        type=_integer(0, 1_000_000),
+        metavar="N",
+        help="edits, generations and registrations of templates per minute and key, or client address where there are "
+        "no keys, before 429; 0: no limit",
     )
     group.add_argument(
         "--log-level", default="info", choices=("debug", "info", "warning", "error"), help="what is logged to stderr"

@@ -40,6 +40,9 @@ MODULES = {
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+"""Suffixes of files that torch.save or pickle wrote."""
+
 LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, SafetensorError)
 """What diffusers, transformers and safetensors raise for files that are missing, torn or of another shape."""
 
@@ -98,6 +101,7 @@ class Checkpoint:
             raise ConfigError(f"cannot load {part} of {self.path}: {_first_line(error)}") from error
 
     def _load_module(self, cls: Any, part: str) -> torch.nn.Module:
+        _refuse_pickles(self.path / part)
         module, report = cls.from_pretrained(
             self.path,
             subfolder=part,
@@ -115,6 +119,22 @@ class Checkpoint:
         if name not in MODULES:
             raise ConfigError(f"{self.path}: {part} is of class {name}; supported: {', '.join(sorted(MODULES))}")
         return getattr(importlib.import_module(MODULES[name]), name)
+
+
+def _refuse_pickles(folder: Path) -> None:
+    """Raises ValueError where weights are there as pickles alone, or an index of safetensors names other files, which
+    diffusers and transformers would open as pickles.
+    """
+    indexes = folder.glob("*.safetensors.index.json")
+    named = {str(name) for index in indexes for name in _read_json(index).get("weight_map", {}).values()}
+    others = sorted(name for name in named if not name.endswith(".safetensors"))
+    if not others and not any(folder.glob("*.safetensors")):
+        others = sorted(path.name for path in folder.glob("*") if path.suffix in PICKLES)
+    if others:
+        raise ValueError(
+            f"only safetensors weights are read, as unpickling {others[0]} could run code; convert it with "
+            "save_pretrained(..., safe_serialization=True) where you trust it"
+        )
 
 
 def resolve_device(name: str, index: int = 0) -> torch.device:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from core.errors import AbortedError, InvalidRequestError, ModelNotFoundError, OverloadedError, StencilError
 from core.messages import ModelInfo
+from core.rate_limiter import RateLimiter
 from engine.async_engine import AsyncEngine
 from engine.metrics import CONTENT_TYPE
 from engine.templates import Template
@@ -25,6 +26,7 @@ from entrypoints.openai.engine_stats import engine_stats
 from entrypoints.openai.errors import describe_http, log_internal
 from entrypoints.openai.fields import GENERATION_FIELDS
 from entrypoints.openai.middleware import OWNER, RECORD, REQUEST_ID, ApiKeyGuard, RequestContext, answer
+from entrypoints.openai.rate_limit import RateLimit
 from entrypoints.openai.reading_places import ReadingPlaces
 from entrypoints.openai.schema import (
     DELETED_ANSWERS,
@@ -42,10 +44,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """What the HTTP side needs beyond the engine. max_upload_bytes: per file."""
+    """What the HTTP side needs beyond the engine. api_keys: any one of them opens /v1/*; none: it is open to all.
+    max_upload_bytes: per file. rate_limit: requests per minute and caller, 0 = no limit.
+    """
 
-    api_key: str | None
+    api_keys: tuple[str, ...] = field(repr=False)
     max_upload_bytes: int
+    rate_limit: int = 0
 
 
 def create_app(engine: AsyncEngine, settings: ServerSettings, tracer: Tracer | None = None) -> FastAPI:
@@ -61,8 +66,10 @@ def create_app(engine: AsyncEngine, settings: ServerSettings, tracer: Tracer | N
     app.add_exception_handler(StencilError, _on_stencil_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
-    if settings.api_key:
-        app.add_middleware(ApiKeyGuard, api_key=settings.api_key)
+    if settings.rate_limit:
+        app.add_middleware(RateLimit, limiter=RateLimiter(settings.rate_limit))
+    if settings.api_keys:
+        app.add_middleware(ApiKeyGuard, api_keys=settings.api_keys)
     app.add_middleware(
         RequestContext, metrics=engine.metrics, tracer=tracer or NoTracer()
     )  # the last one added is the outermost

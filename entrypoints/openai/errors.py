@@ -52,6 +52,15 @@ class InvalidApiKeyError(StencilError):
     """The authorization header is missing or holds another key."""
 
 
+class RateLimitError(StencilError):
+    """The caller has sent its share of requests for now; the next one is accepted in `retry_after` seconds."""
+
+    def __init__(self, limit: int, retry_after: float) -> None:
+        message = f"Rate limit reached: {limit} requests per minute. Please try again in {math.ceil(retry_after)}s."
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
 @dataclass(frozen=True)
 class ErrorReply:
     """An error as it leaves the server."""
@@ -77,6 +86,7 @@ class ErrorReply:
 # The first row whose class matches wins. A None type or code is taken from the exception.
 _TABLE: tuple[tuple[type[BaseException], int, str | None, str | None], ...] = (
     (InvalidApiKeyError, 401, INVALID_REQUEST, "invalid_api_key"),
+    (RateLimitError, 429, "requests", "rate_limit_exceeded"),
     (RequestTooLargeError, 413, INVALID_REQUEST, None),
     (UnsupportedContentTypeError, 415, INVALID_REQUEST, None),
     (ModelNotFoundError, 404, INVALID_REQUEST, None),
@@ -140,7 +150,7 @@ def _message(error: BaseException, status: int) -> str:
 
 def _headers(error: BaseException) -> dict[str, str]:
     match error:
-        case OverloadedError():
+        case OverloadedError() | RateLimitError():
             # A client library ignores 0 and gives up above 120 s.
             return {"retry-after": str(min(120, max(1, math.ceil(error.retry_after))))}
         case DeadlineExceededError():

@@ -14,7 +14,7 @@ from starlette.types import Scope
 
 from core.ipc.logs import request_context, with_facts
 from engine.edit import EditReport
-from engine.metrics import Metrics
+from engine.metrics import Metrics, RejectReason
 from engine.tracing import NO_SPAN, Span, Tracer, span_context
 
 CLIENT_GONE_STATUS = 499  # never sent, as nobody is there to read it
@@ -24,6 +24,8 @@ TRACED = ("/v1/images/edits", "/v1/images/generations", "/v1/templates")  # what
 Outcome = Literal["finished", "refused", "failed", "cancelled"]
 
 _SPAN_FACTS = ("images", "mask_ratio", "steps", "cache")
+
+_REJECT_REASONS: dict[int, RejectReason] = {401: "unauthorized", 429: "rate_limit"}  # of other 4xx: invalid
 
 _log = logging.getLogger("stencil.access")
 
@@ -82,7 +84,7 @@ class RequestRecord:
         error = {"error": self._error} if self._error else {}
         self._log(outcome, status, now - self.started, error | self._facts)
         if outcome == "refused" and status != 503 and self._scope["path"].startswith("/v1/"):
-            self._metrics.observe_rejected("unauthorized" if status == 401 else "invalid")
+            self._metrics.observe_rejected(_REJECT_REASONS.get(status, "invalid"))
         self._end_span(outcome, status, now)
 
     def _log(self, outcome: Outcome, status: int, seconds: float, facts: dict[str, Any]) -> None:

@@ -20,6 +20,6 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 async def client(engine: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
-    app = create_app(engine, ServerSettings(api_key=None, max_upload_bytes=MAX_UPLOAD_BYTES))
+    app = create_app(engine, ServerSettings(api_keys=(), max_upload_bytes=MAX_UPLOAD_BYTES))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
         yield client

@@ -132,7 +132,7 @@ async def test_openapi_document(client: httpx.AsyncClient) -> None:
 
 @pytest.fixture
 async def guarded(engine: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
-    app = create_app(engine, ServerSettings(api_key="sésame", max_upload_bytes=MAX_UPLOAD_BYTES))
+    app = create_app(engine, ServerSettings(api_keys=("sésame",), max_upload_bytes=MAX_UPLOAD_BYTES))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
         yield client
 
@@ -423,7 +423,7 @@ async def test_disconnect_leaves_the_edit(engine: FakeEngine, stream: str, caplo
     caplog.set_level(logging.INFO, "stencil.access")
     caplog.handler.setFormatter(TextFormatter())
     engine.gate.clear()
-    app = create_app(engine, ServerSettings(api_key=None, max_upload_bytes=MAX_UPLOAD_BYTES))
+    app = create_app(engine, ServerSettings(api_keys=(), max_upload_bytes=MAX_UPLOAD_BYTES))
     exchange = Exchange(app, form(stream=stream, partial_images="1"), MULTIPART)
     task = asyncio.create_task(exchange.run())
     async with asyncio.timeout(5):
@@ -438,7 +438,7 @@ async def test_disconnect_leaves_the_edit(engine: FakeEngine, stream: str, caplo
 
 async def test_big_answers_leave_in_pieces(engine: FakeEngine) -> None:
     engine.payload = bytes(range(256)) * 8192  # 2 MiB, 2.7 MB of base64
-    app = create_app(engine, ServerSettings(api_key=None, max_upload_bytes=MAX_UPLOAD_BYTES))
+    app = create_app(engine, ServerSettings(api_keys=(), max_upload_bytes=MAX_UPLOAD_BYTES))
     for stream in ("true", "false"):
         exchange = Exchange(app, form(stream=stream), MULTIPART)
         await exchange.run()

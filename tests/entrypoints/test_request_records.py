@@ -155,7 +155,7 @@ def test_outcomes(status: int, error: str | None, outcome: str) -> None:
 
 @pytest.fixture
 async def guarded(engine: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
-    app = create_app(engine, ServerSettings(api_key="k", max_upload_bytes=1000))
+    app = create_app(engine, ServerSettings(api_keys=("k",), max_upload_bytes=1000))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
         yield client
 

@@ -13,9 +13,11 @@ from entrypoints.serve_args import check_model, parse_options
 
 def test_defaults_are_the_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("STENCIL_API_KEY", raising=False)
+    monkeypatch.delenv("STENCIL_API_KEYS", raising=False)
     options = parse_options([])
     assert options.config == StencilConfig()
-    assert (options.host, options.port, options.api_key) == ("127.0.0.1", 8000, None)
+    assert (options.host, options.port, options.api_keys) == ("127.0.0.1", 8000, ())
+    assert options.rate_limit == 0
 
 
 @pytest.mark.parametrize("flag", ["--workers-per-engine", "--data-parallel-size"])
@@ -30,7 +32,8 @@ def test_every_flag_lands() -> None:
     flags = "--model m/n --served-model-name x --dtype bfloat16 --device cuda --threads 3 --max-num-seqs 2"
     flags += " --max-num-batched-tokens 99 --max-queue 5 --image-workers 4 --workers-per-engine 2 --max-stage-ms 7.5"
     flags += " --data-parallel-size 3 --router-policy least-tokens"
-    flags += " --max-upload-bytes 1000 --max-pixels 4096 --drain-seconds 1.5 --api-key k --port 0 --log-level debug"
+    flags += " --max-upload-bytes 1000 --max-pixels 4096 --drain-seconds 1.5 --api-key k --api-key l --port 0"
+    flags += " --log-level debug --rate-limit 30"
     options = parse_options(flags.split())
     model, scheduler, image = options.model, options.config.engine.scheduler, options.config.image
     assert (model.model, model.name, model.dtype, model.device, model.threads) == ("m/n", "x", "bfloat16", "cuda", 3)
@@ -38,7 +41,9 @@ def test_every_flag_lands() -> None:
     assert (image.image_workers, image.max_upload_bytes, image.max_pixels) == (4, 1000, 4096)
     assert (options.config.max_queue, options.config.engine.workers_per_engine) == (5, 2)
     assert (options.config.engine.data_parallel_size, options.config.router_policy) == (3, "least-tokens")
-    assert (options.config.engine.drain_seconds, options.api_key, options.port) == (1.5, "k", 0)
+    assert (options.config.engine.drain_seconds, options.rate_limit, options.port) == (1.5, 30, 0)
+    assert options.api_keys == ("k", "l")
+    assert "'k'" not in repr(options)
 
 
 def test_cache_flags_land() -> None:
@@ -66,8 +71,8 @@ def test_spellings_of_cache_flags(flag: str, value: str, kept: str) -> None:
 
 def test_key_from_the_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("STENCIL_API_KEY", "from-env")
-    assert parse_options([]).api_key == "from-env"
-    assert parse_options(["--api-key", "flag"]).api_key == "flag"
+    assert parse_options([]).api_keys == ("from-env",)
+    assert parse_options(["--api-key", "flag"]).api_keys == ("flag",)
     with pytest.raises(SystemExit, match="0"):
         parse_options(["--help"])
     assert "from-env" not in capsys.readouterr().out
@@ -94,6 +99,9 @@ def test_key_from_the_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         "--cache-admission never",
         "--block-plan on",
         "--log-format xml",
+        "--rate-limit -1",
+        "--api-key= --api-key k",
+        "--api-key-file /nowhere/keys",
         "--otlp-traces-endpoint localhost:4317",
         "--nonsense",
         "--max-q 3",

@@ -37,7 +37,7 @@ def engine() -> FakeEngine:
 
 @asynccontextmanager
 async def running(engine: FakeEngine) -> AsyncIterator[tuple[uvicorn.Server, tuple[str, int]]]:
-    server = serve.http_server(create_app(engine, ServerSettings(api_key=None, max_upload_bytes=1000)))
+    server = serve.http_server(create_app(engine, ServerSettings(api_keys=(), max_upload_bytes=1000)))
     with serve.bind("127.0.0.1", 0) as listener:
         address = listener.getsockname()
         task = asyncio.create_task(server.serve(sockets=[listener]))

@@ -89,7 +89,7 @@ async def test_a_template_is_its_keys(engine: FakeEngine) -> None:
     """One engine behind two doors with a key each, and one without keys."""
 
     def door(api_key: str | None) -> httpx.AsyncClient:
-        app = create_app(engine, ServerSettings(api_key=api_key, max_upload_bytes=1000))
+        app = create_app(engine, ServerSettings(api_keys=(api_key,) if api_key else (), max_upload_bytes=1000))
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", headers=headers)
 
@@ -108,7 +108,7 @@ async def test_a_template_is_its_keys(engine: FakeEngine) -> None:
 
 async def test_a_client_that_goes_away_ends_the_registration(engine: FakeEngine) -> None:
     engine.gate.clear()
-    app = create_app(engine, ServerSettings(api_key=None, max_upload_bytes=1000))
+    app = create_app(engine, ServerSettings(api_keys=(), max_upload_bytes=1000))
     body = b'--b\r\nContent-Disposition: form-data; name="image"; filename="a"\r\n\r\ni\r\n--b--\r\n'
     messages = [{"type": "http.request", "body": body, "more_body": False}, {"type": "http.disconnect"}]
     sent: list[Any] = []
@@ -300,7 +300,7 @@ async def test_engine_stats_before_anything_is_known(client: httpx.AsyncClient, 
 
 @pytest.fixture
 async def guarded(engine: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
-    app = create_app(engine, ServerSettings(api_key="k", max_upload_bytes=1000))
+    app = create_app(engine, ServerSettings(api_keys=("k",), max_upload_bytes=1000))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
         yield client
 

@@ -1,0 +1,63 @@
+"""The rate limit as middleware: who a caller is, what is counted, OpenAI's headers. Plain ASGI."""
+
+from __future__ import annotations
+
+import ipaddress
+import time
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from core.rate_limiter import RateLimiter, Share
+from entrypoints.openai.errors import RateLimitError
+from entrypoints.openai.middleware import OWNER, answer
+from entrypoints.openai.request_record import TRACED
+
+_IPV6_PREFIX = 64  # bits; a client has at least the rest to itself
+
+
+class RateLimit:
+    """Answers 429 before the body is read. Only what engines work for is counted, and only with a valid key, where keys
+    are asked for: it stands behind their guard. Every answer to what is counted has OpenAI's ``x-ratelimit-*`` headers.
+    """
+
+    def __init__(self, app: ASGIApp, limiter: RateLimiter) -> None:
+        self._app = app
+        self._limiter = limiter
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in TRACED:
+            await self._app(scope, receive, send)
+            return
+        share = self._limiter.take(_caller(scope), time.monotonic())
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(rate_limit_headers(share))
+            await send(message)
+
+        refusal = None if share.is_allowed else answer(scope, RateLimitError(share.limit, share.retry_after))
+        await (refusal or self._app)(scope, receive, send_with_headers)
+
+
+def rate_limit_headers(share: Share) -> dict[str, str]:
+    """What OpenAI's API sends, with the reset as seconds such as ``1.5s``."""
+    return {
+        "x-ratelimit-limit-requests": str(share.limit),
+        "x-ratelimit-remaining-requests": str(share.remaining),
+        "x-ratelimit-reset-requests": f"{round(share.reset_after, 3):g}s",
+    }
+
+
+def _caller(scope: Scope) -> str:
+    """The key's digest, or the client's address; of IPv6 its network, else one client would have 2^64 shares."""
+    if OWNER in scope:
+        return str(scope[OWNER])
+    host = str((scope.get("client") or ("",))[0])
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:  # a proxy may forward any text; all that is no address is one caller
+        return ""
+    if isinstance(address, ipaddress.IPv4Address):
+        return str(address)
+    return str(address.ipv4_mapped or ipaddress.IPv6Network((address, _IPV6_PREFIX), strict=False))

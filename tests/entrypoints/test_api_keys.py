@@ -1,0 +1,86 @@
+"""Where keys come from, which files are refused, and what several keys open."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import httpx
+import pytest
+from api_calls import IMAGE, assert_refused, post_edit
+from fake_engine import FakeEngine
+
+from core.errors import ConfigError
+from entrypoints.api_keys import find_keys, read_key_file
+from entrypoints.openai.app import ServerSettings, create_app
+
+
+def key_file(tmp_path: Path, text: str | bytes, mode: int = 0o600) -> Path:
+    path = tmp_path / "keys"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    path.chmod(mode)
+    return path
+
+
+def test_a_file_of_keys(tmp_path: Path) -> None:
+    path = key_file(tmp_path, "# ours\n\n  first \r\nsésame\n  # theirs\na#b\nlast")
+    assert read_key_file(path) == ["first", "sésame", "a#b", "last"]
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o666])
+def test_a_file_that_others_may_read(tmp_path: Path, mode: int) -> None:
+    with pytest.raises(ConfigError, match="chmod 600") as caught:
+        read_key_file(key_file(tmp_path, "topsecret", mode))
+    assert "topsecret" not in str(caught.value)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may give files away")
+def test_a_mounted_secret_is_its_owners_matter(tmp_path: Path) -> None:
+    path = key_file(tmp_path, "k", 0o644)
+    os.chown(path, 12345, 12345)
+    assert read_key_file(path) == ["k"]
+
+
+@pytest.mark.parametrize("content", ["", "\n \n", "# only words\n", b"\xff\xfe"])
+def test_a_file_without_keys(tmp_path: Path, content: str | bytes) -> None:
+    with pytest.raises(ConfigError, match="key file"):
+        read_key_file(key_file(tmp_path, content))
+
+
+def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
+    for path in (tmp_path / "missing", tmp_path):
+        with pytest.raises(ConfigError, match="cannot read the key file"):
+            read_key_file(path)
+
+
+def test_where_keys_come_from(tmp_path: Path) -> None:
+    """The command line and files add up and hide the environment, whose two variables add up."""
+    environment = {"STENCIL_API_KEY": "a,b", "STENCIL_API_KEYS": "c, d,,c"}
+    path = str(key_file(tmp_path, "f\ng\n"))
+    assert find_keys([], [], {}) == ()
+    assert find_keys([], [], {"STENCIL_API_KEY": ""}) == ()
+    assert find_keys([], [], environment) == ("a,b", "c", "d")
+    assert find_keys(["x", "f"], [path], environment) == ("x", "f", "g")
+    assert find_keys([], [path], environment) == ("f", "g")
+
+
+def test_promised_keys_that_are_not_there() -> None:
+    for flags, environment in ((["k", " "], {}), ([], {"STENCIL_API_KEYS": " ,"})):
+        with pytest.raises(ConfigError):
+            find_keys(flags, [], environment)
+
+
+async def test_each_key_opens_and_owns_its_templates(engine: FakeEngine) -> None:
+    app = create_app(engine, ServerSettings(api_keys=("first", "sésame", "third"), max_upload_bytes=1000))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        for key in ("first", "sésame", "third"):
+            client.headers = httpx.Headers({"authorization": f"Bearer {key}"}, encoding="utf-8")
+            assert (await post_edit(client)).status_code == 200
+        assert len({edit.owner for edit in engine.edits}) == 3
+        path = f"/v1/templates/{(await client.post('/v1/templates', files=[IMAGE])).json()['id']}"
+        assert (await client.get(path)).status_code == 200
+        client.headers["authorization"] = "Bearer first"
+        assert_refused(await client.get(path), 404, "template_not_found", None)
+        for key in ("", "second", "firstt", "firs", "first third"):
+            client.headers["authorization"] = f"Bearer {key}"
+            assert_refused(await post_edit(client), 401, "invalid_api_key", None)
