@@ -28,8 +28,7 @@ def engine_stats(engine: AsyncEngine) -> dict[str, Any]:
         "object": "engine.stats",
         "queue": _queue(engine),
         "engines": [
-            _engine(index, *facts)
-            for index, facts in enumerate(zip(engine.alive, engine.loads, every, strict=True))
+            _engine(index, *facts) for index, facts in enumerate(zip(engine.alive, engine.loads, every, strict=True))
         ],
         "totals": {field: sum(getattr(stats, field) for stats in known) for field in _TOTAL_FIELDS},
         "cache": _cache(sum_cache_stats(stats.cache for stats in known)) if any(s.cache for s in known) else None,
