@@ -196,12 +196,16 @@ async def test_a_worker_that_gives_no_answer_is_killed_and_no_other(said: list[F
 
 async def test_requests_that_no_worker_had_begun_are_told_so(said: list[FromEngine]) -> None:
     loopback = Loopback()
-    core = loopback.core = EngineCore(StepScheduler(SchedulerConfig(max_num_seqs=1), {"m": MODEL}), loopback, said.append)
+    core = loopback.core = EngineCore(
+        StepScheduler(SchedulerConfig(max_num_seqs=1), {"m": MODEL}), loopback, said.append
+    )
     for name in "ab":
         core.mailbox.put_nowait(make_edit(name, steps=200))
     running = asyncio.create_task(core.run())
     await asyncio.sleep(0.01)
-    core.mailbox.put_nowait(WorkerFailed(rank=0, failure=Failure("engine", "RuntimeError: broken", detail="a traceback")))
+    core.mailbox.put_nowait(
+        WorkerFailed(rank=0, failure=Failure("engine", "RuntimeError: broken", detail="a traceback"))
+    )
     with pytest.raises(EngineDeadError):
         await asyncio.wait_for(running, 5)
     failures = {output.request_id: output.failure for output in outputs(said) if isinstance(output, Failed)}
