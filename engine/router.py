@@ -150,8 +150,8 @@ class Router:
 
     @property
     def alive(self) -> list[bool]:
-        """Which engines serve."""
-        return [replica.is_alive for replica in self._replicas]
+        """Which engines serve. One that tells its requests of its death does not, whatever its process still does."""
+        return [replica.is_alive and bool(self._fleet.is_alive[replica.rank]) for replica in self._replicas]
 
     @property
     def drain_seconds(self) -> float:
