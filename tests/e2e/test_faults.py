@@ -107,8 +107,7 @@ def file_of(pixels: object) -> bytes:
 
 
 def make_input(seed: int = 0, steps: int = 30, prompt: str = "a red shirt", partial_images: int = 0) -> EditInput:
-    """An edit of the middle of a random picture of 96 x 96 pixels, which `seed` makes. It computes every token: a batch
-    of other requests then changes nothing in its picture."""
+    """An edit of the middle of a random picture of 96 x 96 pixels, which `seed` makes."""
     pixels = np.random.default_rng(seed).integers(0, 256, (96, 96, 3), np.uint8)
     mask = np.zeros((96, 96), np.uint8)
     mask[32:64, 32:64] = 255
