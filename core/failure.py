@@ -20,6 +20,9 @@ FailureKind = Literal[
     "config",
 ]
 
+NEVER_BEGUN = "never_begun"
+"""Code of an engine's death, said to a request of which no worker had begun anything."""
+
 
 class Failure(msgspec.Struct, frozen=True):
     """An error on its way between processes. `detail` (a traceback) is for logs, never for clients."""

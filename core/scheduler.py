@@ -14,12 +14,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 
+import msgspec
+
 from core.activation_cache import ActivationCacheManager, CacheOrders, TierBudget
 from core.block_plan import plan_prefix
 from core.config import CacheConfig, SchedulerConfig
 from core.cost_model import CostKey, CostModel, Work
 from core.errors import DeadlineExceededError
-from core.failure import Failure
+from core.failure import NEVER_BEGUN, Failure
 from core.handles import PAGE_ARENA, ModelKey, TensorKey, Tier
 from core.load_report import EngineStats, LoadReport
 from core.messages import (
@@ -49,6 +51,9 @@ from core.stages import INPAINT, Node, Placement, Progress, Workflow, place, pre
 from core.template_pages import PageHold, TemplatePages, keyframes_needed
 
 Output = PartialImage | Finished | TemplatePrimed | Failed | Aborted
+
+UNKNOWN_SECONDS = 30.0
+"""What work unlike any seen so far may be expected to take: a large model's first step on a CPU."""
 
 PATIENCE_SECONDS = 60.0
 """How much younger a request with a deadline may be and still go first."""
@@ -97,7 +102,7 @@ class StepScheduler:
         # A step whose pages get lost is done again: no later one of the same request may be out by then.
         self._may_plan_blocks = cache.block_plan == "auto" and config.max_plans_in_flight == 1
         self._registrations = Registrations(self.pages)
-        self._num_workers = num_workers
+        self.num_workers = num_workers
         self._requests: dict[str, Request] = {}  # request id -> Request, until its terminal output
         self._order: list[Request] = []  # the same requests, most urgent first
         self._endings: dict[str, Failed | Aborted] = {}  # request id -> what to say once nothing of it is in flight
@@ -156,17 +161,21 @@ class StepScheduler:
         self._outputs += self._registrations.settle()
 
     def fail_all(self, failure: Failure) -> None:
-        """The workers are gone: end every request now, whatever was in flight."""
+        """The workers are gone: end every request now, whatever was in flight. Those that no worker had begun are told
+        so, since they cannot be what ended it.
+        """
         self.pages.abandon()
+        bystander = msgspec.structs.replace(failure, code=NEVER_BEGUN)
         for request in list(self._requests.values()):
-            ending = self._endings.pop(request.id, Failed(request_id=request.id, failure=failure))
+            told = bystander if request.status is Status.WAITING else failure
+            ending = self._endings.pop(request.id, Failed(request_id=request.id, failure=told))
             self._remove(request)
             self._outputs.append(ending)
         self._fail_waiters(self._registrations.holds(), failure)
         self._outputs += self._registrations.settle()
         self._flights.clear()
         self._plan_of.clear()
-        self._plans_out = [{} for _ in range(self._num_workers)]
+        self._plans_out = [{} for _ in range(self.num_workers)]
 
     @property
     def num_requests(self) -> int:
@@ -242,6 +251,14 @@ class StepScheduler:
     def in_order(self) -> Iterator[Request]:
         """Live requests, most urgent first."""
         return (request for request in self._order if request.is_live)
+
+    def predict_out(self) -> dict[int, float]:
+        """Ranks that have work, and the seconds that it may be expected to take."""
+        seconds = {rank: 0.0 for rank, plans in enumerate(self._plans_out) if plans}
+        for flight in self._flights.values():
+            key = self.cost_key(flight.batch.model, flight.batch.stage)
+            seconds[flight.batch.ranks[0]] += self.cost.predict(key, flight.work) or UNKNOWN_SECONDS
+        return seconds
 
     def cost_key(self, model: ModelKey, stage: str) -> CostKey:
         return self._reporter.cost_key(model, stage)

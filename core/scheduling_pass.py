@@ -64,14 +64,23 @@ class SchedulingPass:
         self._choose_priming(self._choose_step())
 
     def _admit(self, requests: Iterable[Request]) -> list[Request]:
-        """Those that run, and as many waiting ones as there are places among those that have steps to do."""
+        """Those that run, and as many waiting ones as there are places among those that have steps to do. One that runs
+        alone waits until nobody runs, and nobody overtakes it meanwhile.
+        """
         requests = list(requests)
+        if any(r.edit.runs_alone and r.status is Status.RUNNING for r in requests):
+            return [r for r in requests if r.status is Status.RUNNING]
         stepping = sum(r.status is Status.RUNNING and r.progress.steps_left > 0 for r in requests)
         places = self.config.max_num_seqs - stepping
-        admitted = []
+        is_idle = not any(r.status is Status.RUNNING for r in requests)
+        admitted: list[Request] = []
         for request in requests:
             if request.status is Status.RUNNING:
                 admitted.append(request)
+            elif request.edit.runs_alone:
+                if is_idle and not admitted:
+                    return [request]
+                places = 0
             elif places > 0:
                 places -= 1
                 admitted.append(request)

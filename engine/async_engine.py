@@ -102,7 +102,9 @@ class AsyncEngine:
             await self._actor
 
     async def failed(self) -> StencilError:
-        """Wait for the engine's death and return its reason; never returns while all is well."""
+        """Wait until the last engine is gone for good and return why; never returns while one serves or is started
+        anew.
+        """
         return await self.router.failed()
 
     async def _run(self) -> None:

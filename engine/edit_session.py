@@ -60,7 +60,7 @@ class Picture:
     index: int
     seed: int
     request: EditRequest
-    engine: int | None = None  # where it was sent
+    engine: int | None = None  # where it was done, once it is
     num_partials: int = 0  # partial images handed out so far
     is_done: bool = False  # its terminal output has come
 
@@ -155,7 +155,6 @@ class EditSession:
         for index in range(self.num_images):
             picture = self._make_picture(index)
             self._engine.router.submit(picture.request, self._hear)
-            picture.engine = self._engine.router.engine_of(picture.request.request_id)
             self._pictures[picture.request.request_id] = picture
 
     def _make_picture(self, index: int) -> Picture:
@@ -222,7 +221,9 @@ class EditSession:
 
     def _hear(self, output: RequestOutput) -> None:
         if not isinstance(output, PartialImage):
-            self._pictures[output.request_id].is_done = True
+            picture = self._pictures[output.request_id]
+            picture.is_done = True
+            picture.engine = self._engine.router.engine_of(output.request_id)
             if all(picture.is_done for picture in self._pictures.values()):
                 self.done.set()
         self._outputs.put_nowait(output)

@@ -56,6 +56,9 @@ Waiter = Callable[[RequestOutput], None]
 """Called in the event loop with every output of one request; must not block or raise."""
 
 
+OnReady = Callable[[dict[str, ModelInfo]], None]
+"""Called once, with the models by name, before anything else that the engine says is handed out."""
+
 OnReport = Callable[[LoadReport, EngineStats | None], None]
 """Called with what an engine says of itself, before its outputs are handed out."""
 
@@ -63,9 +66,10 @@ OnReport = Callable[[LoadReport, EngineStats | None], None]
 class EngineClient:
     """start, ready, submit and abort, stop, close. One task (`run`) of the owner's group drives it."""
 
-    def __init__(self, config: EngineConfig, arena: Arena, on_report: OnReport) -> None:
+    def __init__(self, config: EngineConfig, arena: Arena, on_ready: OnReady, on_report: OnReport) -> None:
         self._config = config
         self._arena = arena
+        self._on_ready = on_ready
         self._on_report = on_report
         self._runtime_dir: Path | None = None  # holds the socket until connected
         self._context = zmq.asyncio.Context()
@@ -122,13 +126,13 @@ class EngineClient:
         return self._ready.done() and self.error is None
 
     async def stop(self) -> None:
-        """Abort what still runs and leave no process behind."""
+        """Abort what still runs and leave no process behind. One that has failed is leaving by itself."""
         if self._process is None:
             return
         if self.is_ready:
             self.abort(tuple(self._waiters))
             self._send(Drain())
-        else:
+        elif self.error is None:
             self._process.kill()  # it is loading and reads no messages; its workers leave with it
         await self._process.stop(STOP_SECONDS)
 
@@ -151,7 +155,7 @@ class EngineClient:
         if not self._ready.done():
             self._ready.set_exception(error)
             self._ready.exception()  # not everyone waits for readiness: mark it as seen
-        failure = Failure.of(error)
+        failure = Failure.of(EngineDeadError(str(error)))  # whatever ended the engine: to its requests it is dead
         for request_id in list(self._waiters):
             self._deliver(Failed(request_id=request_id, failure=failure))
 
@@ -162,9 +166,9 @@ class EngineClient:
     # ---------------------------------------------------------------------------------- messages
 
     def submit(self, request: EditRequest | PrimeTemplate, waiter: Waiter) -> None:
-        """Hand a request over; `waiter` hears every output, the last one terminal. Raises what killed a dead engine."""
+        """Hand a request over; `waiter` hears every output, the last one terminal. Raises EngineDeadError."""
         if self.error is not None:
-            raise self.error
+            raise EngineDeadError(str(self.error))
         self._waiters[request.request_id] = waiter
         self._send(request)
 
@@ -202,7 +206,9 @@ class EngineClient:
                     self._deliver(output)
             case EngineReady():
                 self._remove_runtime_dir()  # it is connected; a server killed from now on leaves nothing behind
-                self._ready.set_result({info.name: info for info in message.models})
+                models = {info.name: info for info in message.models}
+                self._ready.set_result(models)
+                self._on_ready(models)
             case EngineFailed():
                 if message.failure.detail:
                     logger.error("the engine failed: %s\n%s", message.failure.message, message.failure.detail)

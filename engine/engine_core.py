@@ -7,11 +7,15 @@ signals or processes (engine_process.py does) and never touches a pixel.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from typing import Protocol
 
+from core.config import EngineConfig
 from core.errors import EngineDeadError
+from core.failure import Failure
+from core.ipc.logs import of_request
 from core.messages import (
     Abort,
     BatchResult,
@@ -33,6 +37,9 @@ from core.messages import (
 from core.scheduler import Output, StepScheduler
 from engine.engine_trace import EngineTrace
 from engine.tracing import NoTracer
+from engine.watchdog import Watchdog
+
+logger = logging.getLogger("stencil.engine")
 
 REPORT_SECONDS = 1.0
 """How old what an engine says of itself may get while it works."""
@@ -42,6 +49,7 @@ class PlanSink(Protocol):
     """Where plans go; `model_executor.executor.Executor` is the real one."""
 
     def submit(self, plan: StepPlan) -> None: ...
+    def kill(self, rank: int) -> None: ...
 
 
 class _ReportDue:
@@ -57,12 +65,14 @@ class EngineCore:
         executor: PlanSink,
         emit: Callable[[FromEngine], None],
         trace: EngineTrace | None = None,
+        hang_seconds: float = EngineConfig().hang_seconds,
     ) -> None:
         self.mailbox: asyncio.Queue[ToEngine | FromWorker | _ReportDue] = asyncio.Queue()
         self._scheduler = scheduler
         self._executor = executor
         self._emit = emit
         self._trace = trace or EngineTrace(NoTracer())
+        self._watchdog = Watchdog(hang_seconds, self._on_hang)
         self._is_draining = False
         self._is_idle = True
         self._num_running_told = 0
@@ -80,6 +90,7 @@ class EngineCore:
                 self._step()
                 self._report()
         finally:
+            self._watchdog.close()
             if self._next_report is not None:
                 self._next_report.cancel()
 
@@ -88,6 +99,13 @@ class EngineCore:
         if plan is not None:
             self._trace.planned(plan)
             self._executor.submit(plan)
+        for rank, seconds in self._scheduler.predict_out().items():
+            if not self._watchdog.is_watching(rank):
+                self._watchdog.expect(rank, seconds)
+
+    def _on_hang(self, rank: int, seconds: float) -> None:
+        logger.error("worker %d has given no answer in %.1f s, and is killed", rank, seconds, extra=of_request(""))
+        self._executor.kill(rank)
 
     def _report(self) -> None:
         """Say what there is to say: at once what clients wait for and who has begun, all else within REPORT_SECONDS.
@@ -140,8 +158,10 @@ class EngineCore:
             case Drain():
                 self._is_draining = True
             case BatchResult():
+                self._watchdog.heard(message.rank)
                 self._scheduler.apply(message)
             case TransferDone():
+                self._watchdog.heard(message.rank)
                 self._scheduler.apply_transfer(message)
             case PageCopied():
                 self._scheduler.apply_copy(message)
@@ -151,7 +171,11 @@ class EngineCore:
                 raise AssertionError(f"worker {message.rank} said twice that it is ready")
 
     def _fail(self, message: WorkerFailed) -> None:
-        self._scheduler.fail_all(message.failure)
+        # The other workers must not touch any request's memory once its end has been told.
+        for rank in range(self._scheduler.num_workers):
+            self._executor.kill(rank)
+        # Whatever ended the worker: to its requests the engine is dead, and another one may do them.
+        self._scheduler.fail_all(Failure("engine_dead", message.failure.message))
         self._send_report(self._scheduler.take_outputs())
         self._emit(EngineFailed(failure=message.failure))
         raise EngineDeadError(message.failure.message)

@@ -77,7 +77,8 @@ class EngineMetrics:
         self._make_cache_collectors(registry)
 
     def _make_engine_collectors(self, registry: MetricRegistry) -> None:
-        self._alive = registry.gauge("engine_alive", "1 while an engine serves, 0 once it has ended.", "engine")
+        self._alive = registry.gauge("engine_alive", "1 while an engine serves, 0 while it does not.", "engine")
+        self._restarts = registry.counter("engine_restarts", "Starts of an engine after its death.", "engine")
         self._running = registry.gauge("engine_requests_running", "Images that an engine has begun.", "engine")
         self._waiting = registry.gauge("engine_requests_waiting", "Images queued in an engine.", "engine")
         self._drain_seconds = registry.gauge(
@@ -115,7 +116,7 @@ class EngineMetrics:
     def expect(self, num_engines: int) -> None:
         """Have the series of engines 0..num_engines - 1 from now on."""
         for engine in range(num_engines):
-            for collector in (self._alive, *self._load_gauges(), self._busy_seconds):
+            for collector in (self._alive, self._restarts, *self._load_gauges(), self._busy_seconds):
                 collector.labels(str(engine))
 
     def observe(self, engine: int, load: LoadReport, stats: EngineStats | None) -> None:
@@ -130,6 +131,10 @@ class EngineMetrics:
             self._stats[engine] = stats
             self._observe_stats(engine, stats, _NO_STATS if is_restarted else last)
             self._move_levels(last.cache or _NO_CACHE, stats.cache or _NO_CACHE)
+
+    def observe_restart(self, engine: int) -> None:
+        """An engine is started anew."""
+        self._restarts.labels(str(engine)).inc()
 
     def observe_lost(self, engine: int) -> None:
         """An engine has ended, and holds nothing any more."""

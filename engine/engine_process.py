@@ -87,7 +87,7 @@ async def _run_engine(config: EngineConfig, executor: Executor, link: _Link, tra
     scheduler = StepScheduler(config.scheduler, models, config.workers_per_engine, cache=config.cache)
     for sample in executor.cost_samples:
         scheduler.cost.observe(scheduler.cost_key(sample.model, sample.stage), sample.work, sample.seconds)
-    core = EngineCore(scheduler, executor, link.emit, trace)
+    core = EngineCore(scheduler, executor, link.emit, trace, config.hang_seconds)
     link.emit(EngineReady(models=tuple(models.values())))
     async with asyncio.TaskGroup() as tasks:
         feeders = [tasks.create_task(link.feed(core)), tasks.create_task(_feed_results(executor, core))]

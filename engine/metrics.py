@@ -84,6 +84,9 @@ class Metrics:
 
     def _make_router_collectors(self, registry: MetricRegistry) -> None:
         self._routed = registry.counter("router_requests", "Images by the engine they were sent to.", "engine")
+        self._retries = registry.counter(
+            "request_retries", "Images and templates begun anew after the death of the engine that had them."
+        )
         self._prediction_error = registry.histogram(
             "router_prediction_error_ratio",
             "How far the time predicted for a finished image was off: predicted / actual - 1.",
@@ -187,8 +190,16 @@ class Metrics:
         """Take over what engine number `engine` says of itself."""
         self._engines.observe(engine, load, stats)
 
+    def observe_retried(self) -> None:
+        """One image is begun anew, since the engine that had it has died."""
+        self._retries.inc()
+
+    def observe_restart(self, engine: int) -> None:
+        """Engine number `engine` is started anew."""
+        self._engines.observe_restart(engine)
+
     def observe_lost(self, engine: int) -> None:
-        """Engine number `engine` has ended; nothing is sent there any more."""
+        """Engine number `engine` has ended; nothing is sent there until it serves again."""
         self._engines.observe_lost(engine)
 
     def exposition(self) -> bytes:

@@ -1,6 +1,8 @@
 """Router: N engines as one. Picks an engine for every request, remembers which, and hears them all.
 
-What it knows of them and how it picks is core's (fleet.py, routing.py); the processes and sockets are EngineClient's.
+A request whose engine dies is sent to another one, or waits until one is up again: the same message, so the same
+picture. What it knows of the engines and how it picks is core's (fleet.py, routing.py); their processes are
+EngineReplica's.
 """
 
 from __future__ import annotations
@@ -9,32 +11,46 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
 
 from core.config import StencilConfig
 from core.errors import ConfigError, EngineDeadError, StencilError
+from core.failure import NEVER_BEGUN, Failure
 from core.fleet import EditShape, Fleet
 from core.ipc.logs import of_request
 from core.ipc.shared_array import Arena
 from core.load_report import EngineStats, LoadReport
-from core.messages import EditRequest, Finished, ModelInfo, PartialImage, PrimeTemplate
+from core.messages import Aborted, EditRequest, Failed, Finished, ModelInfo, PartialImage, PrimeTemplate
 from core.routing import make_policy
-from engine.engine_client import EngineClient, RequestOutput, Waiter
+from engine.engine_client import RequestOutput, Waiter
+from engine.engine_replica import EngineReplica
 from engine.metrics import Metrics
 
 logger = logging.getLogger("stencil.router")
 
+SUSPECT_DEATHS = 2
+"""Deaths of engines after which a request that was there runs alone, so that it can take no others along."""
+
 
 @dataclass(slots=True)
 class Placement:
-    """Where a request was sent and when, and after how many seconds it is predicted to be done."""
+    """A request, from submission to its terminal output.
 
-    engine: int
-    sent: float
-    predicted_seconds: float | None
+    engine: where it is; None: it waits for one to be up. sent: when it was sent there; predicted_seconds: how long it
+    was then predicted to take.
+    """
+
+    message: EditRequest | PrimeTemplate
+    waiter: Waiter
+    engine: int | None = None
+    sent: float = 0.0
+    predicted_seconds: float | None = None
+    num_deaths: int = 0  # of engines that had begun it
+    is_aborted: bool = False  # nobody wants it any more
+    partials_told: set[int] = field(default_factory=set)  # indices of partial images
 
 
 class Router:
@@ -44,17 +60,14 @@ class Router:
         size = config.engine.data_parallel_size
         self.loads: list[LoadReport | None] = [None] * size  # by engine
         self.stats: list[EngineStats | None] = [None] * size
-        self._clients = [
-            EngineClient(
-                msgspec.structs.replace(config.engine, data_parallel_rank=rank),
-                arena,
-                partial(self._on_report, rank),
-            )
+        self._replicas = [
+            EngineReplica(msgspec.structs.replace(config.engine, data_parallel_rank=rank), arena, self)
             for rank in range(size)
         ]
         self._models: dict[str, ModelInfo] = {}
         self._fleet = Fleet(size, config.engine.scheduler.max_num_seqs)
         self._policy = make_policy(config.router_policy)
+        self._max_retries = config.max_retries
         self._metrics = metrics
         self._is_stopping = False
         self._placements: dict[str, Placement] = {}  # request id -> where it is, until its terminal output
@@ -63,40 +76,35 @@ class Router:
 
     def start(self) -> None:
         """Spawn the first engine; the others follow when it is ready. Raises ConfigError."""
-        self._clients[0].start()
+        self._replicas[0].start()
 
     async def run(self) -> None:
-        """Serve until the last engine is gone."""
+        """Serve until the last engine is gone for good."""
         async with asyncio.TaskGroup() as tasks:
-            for rank in range(len(self._clients)):
-                tasks.create_task(self._run_engine(rank), name=f"engine-{rank}")
+            for replica in self._replicas:
+                tasks.create_task(self._run_engine(replica), name=f"engine-{replica.rank}")
 
-    async def _run_engine(self, rank: int) -> None:
-        client = self._clients[rank]
-        if rank > 0 and not await self._follow(client):
-            return
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(client.run())
-            error = await client.failed()
-            self._lose(rank, error)
+    async def _run_engine(self, replica: EngineReplica) -> None:
+        if replica.rank == 0 or await self._follow(replica):
+            await replica.run()
 
-    async def _follow(self, client: EngineClient) -> bool:
+    async def _follow(self, replica: EngineReplica) -> bool:
         """Start an engine once the first one is ready: that one measures what work costs, which they all read, and
         nothing may disturb it. False: there is nothing to follow.
         """
         try:
-            await self._clients[0].ready()
+            await self._replicas[0].ready()
             if not self._is_stopping:
-                client.start()
+                replica.start()
                 return True
         except StencilError as error:
-            client.fail(error)
-        client.fail(EngineDeadError("the engine was not started"))
+            replica.give_up(error)
+        replica.give_up(EngineDeadError("the engine was not started"))
         return False
 
     async def ready(self) -> dict[str, ModelInfo]:
         """Wait until every engine serves; model name -> info. Raises what kept one from starting."""
-        models, *others = await asyncio.gather(*(client.ready() for client in self._clients))
+        models, *others = await asyncio.gather(*(replica.ready() for replica in self._replicas))
         if any(other != models for other in others):
             raise ConfigError(
                 "the engines do not serve the same models in the same way; give all of them one device type"
@@ -105,31 +113,34 @@ class Router:
         return models
 
     async def failed(self) -> StencilError:
-        """Wait for the last engine's end and return why it came; never returns while one of them lives."""
-        errors = [await client.failed() for client in self._clients]
+        """Wait until the last engine is given up and return why; never returns while one serves or is started anew."""
+        errors = [await replica.failed() for replica in self._replicas]
         return errors[-1]
 
     def fail(self, error: StencilError) -> None:
         """Tell everyone who waits that all engines are gone."""
-        for client in self._clients:
-            client.fail(error)
+        self._is_stopping = True
+        for replica in self._replicas:
+            replica.give_up(error)
 
     async def stop(self) -> None:
         """Abort what still runs and leave no process behind."""
         self._is_stopping = True
-        await asyncio.gather(*(client.stop() for client in self._clients))
+        self.abort([request_id for request_id, placement in self._placements.items() if placement.engine is None])
+        await asyncio.gather(*(replica.stop() for replica in self._replicas))
 
     async def close(self) -> None:
         """Kill what still runs, and free the sockets; nobody waits for anything any more."""
-        for client in self._clients:
-            await client.close()
+        self._is_stopping = True
+        for replica in self._replicas:
+            await replica.close()
 
     # ---------------------------------------------------------------------------------- what it knows
 
     @property
     def error(self) -> StencilError | None:
-        """Why nothing is served any more; None while an engine lives."""
-        errors = [client.error for client in self._clients]
+        """Why nothing is served any more; None while an engine serves or is started anew."""
+        errors = [replica.error for replica in self._replicas]
         return None if None in errors else errors[-1]
 
     @property
@@ -139,63 +150,77 @@ class Router:
 
     @property
     def alive(self) -> list[bool]:
-        """Which engines serve."""
-        return [client.is_ready for client in self._clients]
+        """Which engines serve. One that tells its requests of its death does not, whatever its process still does."""
+        return [replica.is_alive and bool(self._fleet.is_alive[replica.rank]) for replica in self._replicas]
 
     @property
     def drain_seconds(self) -> float:
         """Predicted time until an engine has done all that it holds."""
-        return min((load.drain_seconds for load in self._living(self.loads) if load is not None), default=0.0)
+        return min((load.drain_seconds for load in self.loads if load is not None), default=0.0)
 
     @property
     def num_running(self) -> int:
-        return sum(load.num_running for load in self._living(self.loads) if load is not None)
+        return sum(load.num_running for load in self.loads if load is not None)
 
     @property
     def num_waiting(self) -> int:
-        """Requests queued in the engines."""
-        return sum(load.num_waiting for load in self._living(self.loads) if load is not None)
+        """Requests queued in the engines, or waiting for one."""
+        num_homeless = sum(placement.engine is None for placement in self._placements.values())
+        return num_homeless + sum(load.num_waiting for load in self.loads if load is not None)
 
     def engine_of(self, request_id: str) -> int | None:
-        """The engine that has a request, until its terminal output."""
+        """The engine that has a request, its terminal output included; None while it waits for one."""
         placement = self._placements.get(request_id)
         return placement.engine if placement else None
-
-    def _living(self, reports: Iterable[LoadReport | None]) -> Iterable[LoadReport | None]:
-        return (report for report, client in zip(reports, self._clients, strict=True) if client.error is None)
 
     # ---------------------------------------------------------------------------------- messages
 
     def submit(self, request: EditRequest | PrimeTemplate, waiter: Waiter) -> None:
-        """Hand a request to an engine; `waiter` hears every output, the last one terminal. Raises EngineDeadError."""
-        shape = self._shape(request)
-        while True:
-            now = time.monotonic()
-            choice = self._policy.choose(shape, self._fleet, now)
-            self._placements[request.request_id] = Placement(choice.engine, now, choice.predicted_seconds)
-            try:
-                self._clients[choice.engine].submit(request, partial(self._hear, waiter))
-                break
-            except EngineDeadError as error:  # it died a moment ago
-                del self._placements[request.request_id]
-                self._lose(choice.engine, error)
-        self._fleet.sent(choice.engine, shape, now)
-        self._metrics.observe_routed(choice.engine)
+        """Hand a request to an engine; `waiter` hears every output, the last one terminal. Raises EngineDeadError when
+        all are gone for good.
+        """
+        if self.error is not None:
+            raise EngineDeadError(str(self.error))
+        placement = self._placements[request.request_id] = Placement(request, waiter)
+        self._place(placement)
 
     def drop(self, model: str, content_id: str) -> None:
         """Have a template's pages forgotten by every engine."""
-        for client in self._clients:
-            client.drop(model, content_id)
+        for replica in self._replicas:
+            replica.drop(model, content_id)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Ask for an early end; the terminal output still comes."""
+        """Ask for an early end; the terminal output still comes, at once where no engine has the request."""
         by_engine: dict[int, list[str]] = {}
         for request_id in request_ids:
             placement = self._placements.get(request_id)
-            if placement is not None:
+            if placement is None:
+                continue
+            placement.is_aborted = True
+            if placement.engine is None:
+                self._end(placement, Aborted(request_id=request_id))
+            else:
                 by_engine.setdefault(placement.engine, []).append(request_id)
         for engine, ids in by_engine.items():
-            self._clients[engine].abort(tuple(ids))
+            self._replicas[engine].abort(tuple(ids))
+
+    def _place(self, placement: Placement) -> None:
+        """Send a request to the engine of choice; it waits if there is none."""
+        shape = self._shape(placement.message)
+        while self._fleet.is_alive.any():
+            now = time.monotonic()
+            choice = self._policy.choose(shape, self._fleet, now)
+            try:
+                self._replicas[choice.engine].submit(placement.message, partial(self._hear, choice.engine))
+            except EngineDeadError as error:  # it died a moment ago
+                self.on_down(choice.engine, error)
+                continue
+            placement.engine, placement.sent = choice.engine, now
+            placement.predicted_seconds = choice.predicted_seconds
+            self._fleet.sent(choice.engine, shape, now)
+            self._metrics.observe_routed(choice.engine)
+            return
+        placement.engine = None
 
     def _shape(self, request: EditRequest | PrimeTemplate) -> EditShape:
         info = self._models[request.model]
@@ -203,23 +228,81 @@ class Router:
             return EditShape.of_template(request, info)
         return EditShape.of_edit(request, info)
 
-    def _hear(self, waiter: Waiter, output: RequestOutput) -> None:
-        if not isinstance(output, PartialImage):
-            placement = self._placements.pop(output.request_id)
-            if isinstance(output, Finished) and placement.predicted_seconds is not None:
-                seconds = time.monotonic() - placement.sent
-                self._metrics.observe_prediction(placement.predicted_seconds, seconds)
-        waiter(output)
+    def _hear(self, engine: int, output: RequestOutput) -> None:
+        placement = self._placements[output.request_id]
+        match output:
+            case PartialImage():
+                if output.index not in placement.partials_told:
+                    placement.partials_told.add(output.index)
+                    placement.waiter(output)
+            case Failed(failure=Failure(kind="engine_dead") as failure):
+                self.on_down(engine, EngineDeadError(failure.message))
+                self._survive(placement, failure)
+            case _:
+                if isinstance(output, Finished) and placement.predicted_seconds is not None:
+                    seconds = time.monotonic() - placement.sent
+                    self._metrics.observe_prediction(placement.predicted_seconds, seconds)
+                self._end(placement, output)
 
-    def _on_report(self, engine: int, load: LoadReport, stats: EngineStats | None) -> None:
-        self.loads[engine] = load
-        self.stats[engine] = stats or self.stats[engine]
-        self._fleet.observe(engine, load, time.monotonic())
-        self._metrics.observe_load(engine, load, stats)
+    def _end(self, placement: Placement, output: RequestOutput) -> None:
+        """Hand out a terminal output."""
+        placement.waiter(output)
+        del self._placements[output.request_id]
 
-    def _lose(self, engine: int, error: StencilError) -> None:
-        """Send nothing there any more."""
-        if self._fleet.is_alive[engine] and self.error is None and self._models and not self._is_stopping:
-            logger.error("engine %d is gone: %s", engine, error, extra=of_request(""))
-        self._fleet.lose(engine)
-        self._metrics.observe_lost(engine)
+    def _survive(self, placement: Placement, failure: Failure) -> None:
+        """Begin a request anew whose engine has died, unless that has become pointless."""
+        request_id = placement.message.request_id
+        placement.num_deaths += failure.code != NEVER_BEGUN
+        if placement.is_aborted:
+            self._end(placement, Aborted(request_id=request_id))
+        elif self._is_stopping or self.error is not None:
+            self._end(placement, Failed(request_id=request_id, failure=failure))
+        elif placement.num_deaths > self._max_retries:
+            times = f"{placement.num_deaths} engines" if placement.num_deaths > 1 else "The engine"
+            message = f"{times} died while running this request (retries allowed: {self._max_retries}): "
+            told = Failure("engine_dead", message + failure.message)
+            logger.error("%s", told.message, extra=of_request(request_id))
+            self._end(placement, Failed(request_id=request_id, failure=told))
+        else:
+            self._metrics.observe_retried()
+            if placement.num_deaths >= SUSPECT_DEATHS and isinstance(placement.message, EditRequest):
+                placement.message = msgspec.structs.replace(placement.message, runs_alone=True)
+            self._place(placement)
+
+    # ---------------------------------------------------------------------------------- what engines say of themselves
+
+    def on_up(self, rank: int) -> None:
+        """Those who wait for an engine go there."""
+        self._fleet.restore(rank)
+        for placement in list(self._placements.values()):
+            if placement.engine is None:
+                self._place(placement)
+
+    def on_report(self, rank: int, load: LoadReport, stats: EngineStats | None) -> None:
+        """Take it in."""
+        self.loads[rank] = load
+        self.stats[rank] = stats or self.stats[rank]
+        self._fleet.observe(rank, load, time.monotonic())
+        self._metrics.observe_load(rank, load, stats)
+
+    def on_down(self, rank: int, error: StencilError) -> None:
+        """Send nothing there."""
+        if self._fleet.is_alive[rank] and self._models and not self._is_stopping:
+            logger.error("engine %d is gone: %s", rank, error, extra=of_request(""))
+        self._fleet.lose(rank)
+        self.loads[rank] = self.stats[rank] = None
+        self._metrics.observe_lost(rank)
+
+    def on_restart(self, rank: int) -> None:
+        """Count it."""
+        self._metrics.observe_restart(rank)
+
+    def on_given_up(self, rank: int) -> None:
+        """With the last engine, those who wait for one are told."""
+        error = self.error
+        if error is None:
+            return
+        failure = Failure.of(EngineDeadError(str(error)))
+        for request_id, placement in list(self._placements.items()):
+            if placement.engine is None:
+                self._end(placement, Failed(request_id=request_id, failure=failure))

@@ -101,6 +101,7 @@ def _config(args: argparse.Namespace) -> StencilConfig:
     return StencilConfig(
         engine=engine,
         router_policy=args.router_policy,
+        max_retries=args.max_retries,
         image=image,
         max_queue=args.max_queue,
         template_bytes=args.template_bytes,
@@ -253,6 +254,13 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         type=_integer(1, 1_000_000),
         metavar="N",
         help="images waiting or running before new ones are refused with 503",
+    )
+    group.add_argument(
+        "--max-retries",
+        default=StencilConfig().max_retries,
+        type=_integer(0, 100),
+        metavar="N",
+        help="times that an edit is begun anew after the death of the engine that had it",
     )
     group.add_argument(
         "--workers-per-engine",

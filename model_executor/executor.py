@@ -92,6 +92,10 @@ class Executor:
             if part is not None:
                 worker.send(part)
 
+    def kill(self, rank: int) -> None:
+        """End a worker that does not answer; its death is then reported by `results`."""
+        self._workers[rank].kill()
+
     async def results(self) -> AsyncIterator[FromWorker]:
         """What the workers say, as it comes; the death of a rank is a WorkerFailed."""
         while True:
@@ -158,6 +162,9 @@ class _Worker:
             await self._process.wait()
             error = EngineDeadError(f"worker {self.rank} died ({self._process.describe_exit()})")
             mailbox.put_nowait(WorkerFailed(rank=self.rank, failure=Failure.of(error)))
+
+    def kill(self) -> None:
+        self._process.kill()
 
     async def stop(self) -> None:
         self.send(Shutdown())

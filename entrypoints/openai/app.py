@@ -179,12 +179,17 @@ def _add_model_routes(app: FastAPI, engine: AsyncEngine) -> None:
 def _add_operator_routes(app: FastAPI, engine: AsyncEngine) -> None:
     @app.get("/health", response_model=None)
     async def health() -> Response:
-        """200 while the server process is alive."""
-        return _json({"status": "ok"})
+        """200 while the server process is alive; which engines serve. Those that do not are being started anew, or have
+        been given up.
+        """
+        engines = [{"index": index, "alive": alive} for index, alive in enumerate(engine.alive)]
+        return _json({"status": _status(engine), "engines": engines})
 
     @app.get("/ready", response_model=None)
     async def ready() -> Response:
-        """200 when edits are served; 503 while the model loads and during shutdown."""
+        """200 when edits are served; 503 while the model loads, also anew after its engine's death, and during
+        shutdown.
+        """
         _require_ready(engine)
         return _json({"status": "ready"})
 
@@ -209,9 +214,16 @@ def _admit(engine: AsyncEngine) -> None:
 def _require_ready(engine: AsyncEngine) -> None:
     if not engine.is_ready:
         raise OverloadedError(
-            "The server is not ready: the model is loading, or the server is shutting down.",
+            "The server is not ready: the model is loading, its engine is being restarted, or the server is shutting "
+            "down.",
             retry_after=LOADING_RETRY_SECONDS,
         )
+
+
+def _status(engine: AsyncEngine) -> str:
+    if not engine.models:
+        return "loading"
+    return "ok" if all(engine.alive) else "degraded"
 
 
 def _model_object(model: ModelInfo, created: int) -> dict[str, Any]:

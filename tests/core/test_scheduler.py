@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import msgspec
 import pytest
 from fakes import MODEL, FakeWorkers, make_edit
 from hypothesis import given, settings
@@ -105,6 +106,26 @@ def test_a_request_above_the_token_budget_runs_alone() -> None:
     scheduler.add(make_edit("big", num_tokens=4096))
     scheduler.add(make_edit("small", arrival=1.0))
     assert len(run(scheduler, workers)) == 2
+
+
+def test_a_request_that_runs_alone_waits_for_others_and_then_nobody_runs_beside_it() -> None:
+    scheduler, workers = make_scheduler(), FakeWorkers()
+    scheduler.add(make_edit("first", steps=4))
+    assert [step(scheduler, workers) for _ in range(2)] == [[], ["first"]]
+    scheduler.add(msgspec.structs.replace(make_edit("suspect", steps=3, arrival=1.0), runs_alone=True))
+    scheduler.add(make_edit("later", arrival=2.0))
+    others = set()
+    while scheduler.num_requests:
+        plan = scheduler.schedule(now=0.0)
+        if plan is not None:
+            workers.submit(plan)
+            names = {item.request_id for batch in plan.batches for item in batch.items}
+            assert "suspect" not in names or names == {"suspect"}
+            others |= names
+            assert "later" not in names or "suspect" in others, "nobody overtakes it"
+        apply_all(scheduler, workers.run_one(0))
+        scheduler.check_integrity()
+    assert [output.request_id for output in scheduler.take_outputs()] == ["first", "suspect", "later"]
 
 
 def test_priority_before_deadline_before_arrival() -> None:

@@ -1,4 +1,4 @@
-"""Two engines behind one router: same pictures, warm templates found, the death of one told and survived."""
+"""Two engines behind one router: same pictures, warm templates found."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
 from core.config import EngineConfig, ModelConfig, RouterPolicy, StencilConfig
-from core.errors import ConfigError, EngineDeadError, EngineError
+from core.errors import ConfigError
 from core.request import SamplingParams
 from engine.async_engine import AsyncEngine
 from engine.edit import EditInput, EditReport
@@ -135,30 +135,6 @@ def engine_processes() -> Iterator[psutil.Process]:
     for child in psutil.Process().children(recursive=True):
         if any(word.startswith("stencil-engine-") for word in child.cmdline()):
             yield child
-
-
-async def test_the_death_of_an_engine_is_told_and_the_others_go_on(two: AsyncEngine) -> None:
-    """Every request ends: with a picture, or with why there is none."""
-    runs = [asyncio.create_task(run(two, f"r{i}", make_input(seed=i, steps=200))) for i in range(6)]
-    async with asyncio.timeout(20):
-        while two.num_requests_running < 6:
-            await asyncio.sleep(0.01)
-    next(engine_processes()).kill()
-    results = await asyncio.wait_for(asyncio.gather(*runs, return_exceptions=True), 30)
-    lost = [result for result in results if isinstance(result, BaseException)]
-    assert all(isinstance(error, EngineDeadError) for error in lost)
-    assert 1 <= len(lost) <= 5
-    assert sorted(two.alive) == [False, True]
-    assert two.is_ready
-    before = routed(two)
-    for i in range(3):
-        await run(two, f"later-{i}", make_input(seed=i))
-    alive = str(two.alive.index(True))
-    assert routed(two)[alive] == before[alive] + 3
-    next(engine_processes()).kill()
-    assert isinstance(await asyncio.wait_for(two.failed(), 10), EngineDeadError)
-    with pytest.raises(EngineError):
-        await run(two, "too late", make_input())
 
 
 async def test_an_engine_that_cannot_start_is_told(tmp_path: Path) -> None:

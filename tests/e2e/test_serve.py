@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import subprocess
@@ -15,7 +16,9 @@ from typing import Any
 import httpx
 import psutil
 from pictures import alpha_mask, encode, photo
-from server_process import ROOT, ServerProcess, spawn, start
+from server_process import ROOT, ServerProcess, spawn, start, wait_until_ready
+
+from engine.engine_replica import MAX_RESTARTS
 
 LONG_EDIT = {"prompt": "p", "num_inference_steps": "200"}
 FILES = {"image": encode(photo()), "mask": alpha_mask()}
@@ -122,12 +125,39 @@ def test_killed_server_takes_its_children_along(server_flags: tuple[str, ...], t
     assert not alive
 
 
-def test_dead_engine_ends_the_server(server_flags: tuple[str, ...], tmp_path: Path) -> None:
-    """Nothing can be served any more: the supervisor is told by an exit status, the operator by one line."""
+def kill_engine(server: ServerProcess, killed: set[int]) -> list[psutil.Process]:
+    """Wait for an engine that has not been killed before, and do it. All children that there were then."""
+
+    def living() -> list[psutil.Process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return [c for c in server.children() if "stencil-engine-0" in c.cmdline() and c.pid not in killed]
+        return []
+
+    wait_for(lambda: bool(living()))
+    children, (engine,) = server.children(), living()
+    killed.add(engine.pid)
+    engine.kill()
+    return children
+
+
+def test_a_dead_engine_is_started_anew_and_one_that_keeps_dying_ends_the_server(
+    server_flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    """In the end the supervisor is told by an exit status, the operator by one line."""
     server = start(tmp_path / "scratch", *server_flags)
-    children = server.children()
-    worker = next(child for child in children if "stencil-engine-0" in child.cmdline())
-    worker.kill()
+    killed: set[int] = set()
+    kill_engine(server, killed)
+    wait_for(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
+    health = httpx.get(f"{server.url}/health")
+    assert health.status_code == 200
+    assert health.json() == {"status": "degraded", "engines": [{"index": 0, "alive": False}]}
+    refused = httpx.post(f"{server.url}/v1/images/edits")
+    assert refused.status_code == 503
+    assert int(refused.headers["retry-after"]) >= 1
+    wait_until_ready(server.url)
+    assert 'stencil:engine_restarts_total{engine="0"} 1.0' in httpx.get(f"{server.url}/metrics").text
+    for _ in range(MAX_RESTARTS):
+        children = kill_engine(server, killed)
     assert server.wait(children) == 1
     assert "stencil: error: " in server.log.read_text()
 

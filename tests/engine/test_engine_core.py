@@ -9,7 +9,7 @@ from fakes import MODEL, FakeWorkers, make_edit
 
 from core.config import SchedulerConfig
 from core.errors import EngineDeadError
-from core.failure import Failure
+from core.failure import NEVER_BEGUN, Failure
 from core.messages import (
     Abort,
     Aborted,
@@ -35,12 +35,19 @@ class Loopback:
     def __init__(self) -> None:
         self.core: EngineCore | None = None
         self.workers = FakeWorkers()
+        self.killed: list[int] = []
+        self.is_hung = False
 
     def submit(self, plan: StepPlan) -> None:
         self.workers.submit(plan)
         asyncio.get_running_loop().call_soon(self._run)
 
+    def kill(self, rank: int) -> None:
+        self.killed.append(rank)
+
     def _run(self) -> None:
+        if self.is_hung:
+            return
         assert self.core is not None
         for result in self.workers.run_one(0):
             self.core.mailbox.put_nowait(result)
@@ -163,3 +170,45 @@ async def test_a_dead_worker_reaches_every_request(core: EngineCore, said: list[
         await asyncio.wait_for(running, 5)
     assert {output.request_id for output in outputs(said) if isinstance(output, Failed)} == {"a", "b"}
     assert isinstance(said[-1], EngineFailed)
+
+
+async def test_a_worker_that_gives_no_answer_is_killed_and_no_other(said: list[FromEngine]) -> None:
+    loopback = Loopback()
+    scheduler = StepScheduler(SchedulerConfig(), {"m": MODEL})
+    core = loopback.core = EngineCore(scheduler, loopback, said.append, hang_seconds=0.2)
+    running = asyncio.create_task(core.run())
+    core.mailbox.put_nowait(make_edit("a", steps=20))
+    async with asyncio.timeout(5):
+        while not outputs(said):
+            await asyncio.sleep(0)
+    await asyncio.sleep(0.5)
+    assert not loopback.killed, "idle is not hung"
+    loopback.is_hung = True
+    core.mailbox.put_nowait(make_edit("b"))
+    await asyncio.sleep(0.1)
+    assert not loopback.killed
+    async with asyncio.timeout(5):
+        while not loopback.killed:
+            await asyncio.sleep(0.01)
+    assert loopback.killed == [0]
+    running.cancel()
+
+
+async def test_requests_that_no_worker_had_begun_are_told_so(said: list[FromEngine]) -> None:
+    loopback = Loopback()
+    core = loopback.core = EngineCore(
+        StepScheduler(SchedulerConfig(max_num_seqs=1), {"m": MODEL}), loopback, said.append
+    )
+    for name in "ab":
+        core.mailbox.put_nowait(make_edit(name, steps=200))
+    running = asyncio.create_task(core.run())
+    await asyncio.sleep(0.01)
+    core.mailbox.put_nowait(
+        WorkerFailed(rank=0, failure=Failure("engine", "RuntimeError: broken", detail="a traceback"))
+    )
+    with pytest.raises(EngineDeadError):
+        await asyncio.wait_for(running, 5)
+    failures = {output.request_id: output.failure for output in outputs(said) if isinstance(output, Failed)}
+    assert {failure.kind for failure in failures.values()} == {"engine_dead"}
+    assert {name: failure.code for name, failure in failures.items()} == {"a": None, "b": NEVER_BEGUN}
+    assert loopback.killed == [0], "nothing may touch the requests' memory any more"

@@ -98,6 +98,17 @@ async def test_unknown_path_and_method(client: httpx.AsyncClient) -> None:
     assert response.headers["allow"] == "POST"
 
 
+async def test_health_says_which_engines_serve(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    assert (await client.get("/health")).json()["status"] == "ok"
+    engine.alive = (True, False)
+    response = await client.get("/health")
+    assert response.status_code == 200
+    engines = [{"index": 0, "alive": True}, {"index": 1, "alive": False}]
+    assert response.json() == {"status": "degraded", "engines": engines}
+    engine.models = {}
+    assert (await client.get("/health")).json()["status"] == "loading"
+
+
 async def test_not_ready(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     engine.is_ready = False
     assert (await client.get("/health")).status_code == 200
