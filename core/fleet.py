@@ -106,7 +106,7 @@ class Fleet:
     def __init__(self, num_engines: int, max_num_seqs: int) -> None:
         self.num_engines = num_engines
         self.max_num_seqs = max_num_seqs
-        self.costs = FleetCosts(num_engines)
+        self.costs = FleetCosts()
         self.templates = TemplateMap(num_engines)
         self.death: Vector = np.zeros(num_engines)  # added to what an engine costs: 0, or infinite where it is dead
         self.num_alive = num_engines
@@ -129,7 +129,7 @@ class Fleet:
         if self.death[engine]:
             return
         if report.costs is not None:
-            self.costs.observe(engine, report.costs)
+            self.costs.observe(report.costs)
         for residency in report.residency:
             self.templates.observe(engine, residency)
         pending = [sent for sent in self._pending[engine] if sent.number > report.num_received]
@@ -160,7 +160,6 @@ class Fleet:
         """The engine is dead: no candidate, and all that was known of it is forgotten."""
         self.death[engine] = np.inf
         self.num_alive = int(self.is_alive.sum())
-        self.costs.forget(engine)
         self.templates.forget(engine)
         self._pending[engine].clear()
         self._num_sent[engine] = 0
@@ -182,8 +181,8 @@ class Fleet:
 
     # ------------------------------------------------------------------------------------------------- what is known
 
-    def step_seconds(self, shape: EditShape) -> Vector:
-        """What the edit adds to a step of each engine, shape [engines]."""
+    def step_seconds(self, shape: EditShape) -> float:
+        """What the edit adds to a step."""
         return self.costs.step(shape.model, shape.step_features)
 
     def size_costs(self, shape: EditShape) -> SizeCosts:
@@ -205,9 +204,9 @@ class Fleet:
         number, priming = self._num_sent[engine], self._expect_pages(engine, shape)
         if not shape.num_steps:
             return Sent(number, None, 0.0, priming)
-        costs, step = self.size_costs(shape), self.costs.step_at(engine, shape.model, shape.step_features)
-        load = RequestLoad(shape.num_steps, step, float(costs.other[engine]))
-        return Sent(number, load, float(costs.base[engine]), priming)
+        costs, step = self.size_costs(shape), self.step_seconds(shape)
+        load = RequestLoad(shape.num_steps, step, costs.other)
+        return Sent(number, load, costs.base, priming)
 
     def _expect_pages(self, engine: int, shape: EditShape) -> float:
         """Note what the engine will have to prime for it; the seconds that takes."""
@@ -218,7 +217,7 @@ class Fleet:
             return 0.0
         number = pages.prime_first[engine] + pages.prime_later[engine]
         self.templates.expect(engine, shape.template, shape.num_keyframes)
-        return float(number * costs.prime[engine] + costs.template[engine])
+        return float(number * costs.prime + costs.template)
 
     def _set_held(self, engine: int, number: float) -> None:
         self._num_held += number - float(self.num_requests[engine])

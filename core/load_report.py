@@ -61,8 +61,9 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
 
     num_received: edits and templates that it has taken in since start; what was sent later is not in the report.
     requests: the images it holds, most urgent first, running ones included. base_seconds: what a step takes whoever is
-    in it. priming_seconds: work left on templates' pages. drain_seconds: until all that it holds is done. residency:
-    templates whose pages have come or gone since the last report. costs: None where they are as before.
+    in it, 0 if nobody is. priming_seconds: work left on templates' pages. drain_seconds: until all that it holds is
+    done. residency: templates whose pages have come or gone since the last report. costs: None where they are as
+    before.
     """
 
     num_received: int

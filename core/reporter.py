@@ -15,7 +15,7 @@ from core.stage_work import node_work
 from core.stages import Node, Workflow
 from core.template_pages import TemplatePages
 
-COSTS_EVERY = 32
+COSTS_EVERY = 128
 """Batches after which the cost model is told again."""
 
 MAX_RECENT_STEPS = 512
@@ -175,9 +175,10 @@ class Reporter:
                 yield node.stage, line[0] + extra_seconds(line, *node_work(request, node))
 
     def _base_seconds(self, requests: Sequence[Request]) -> float:
-        """What a step takes whoever is in it."""
-        model = requests[0].edit.model if requests else next(iter(self._models))
-        loop = self._workflow.loop
+        """What a step takes whoever is in it; 0 if nobody is."""
+        if not requests:
+            return 0.0
+        model, loop = requests[0].edit.model, self._workflow.loop
         return self._cost.coefficients(self.cost_key(ModelKey(model, loop.component), loop.stage))[0]
 
     def _priming_seconds(self) -> float:

@@ -74,7 +74,7 @@ def forecast(shape: EditShape, fleet: Fleet, now: float) -> Forecast:
         steps = _after(steps, priming.rounds)
     shared = np.minimum(steps, float(shape.num_steps))
     making = shape.num_steps * (base + step) + np.add.reduce(shared * fleet.seconds)
-    alone = own + costs.other if shape.num_steps else own
+    alone = own + (costs.other if shape.num_steps else 0.0)
     finish += alone - own + making + np.minimum(beside, PRIME_SHARE * making)
     return Forecast(finish, step * np.add.reduce(shared) + alone * fleet.num_placed, own)
 
@@ -122,12 +122,11 @@ class LeastRequests:
 class LeastTokens:
     """The engine that computes the fewest tokens in a step of all it holds (FlashPS, section 6.5: token-granularity).
 
-    Engines report seconds: they are turned into tokens at the price that the engine has for this request's.
+    Engines report seconds, which stand for tokens: they all have the same price.
     """
 
     def choose(self, shape: EditShape, fleet: Fleet, now: float) -> Choice:
-        per_token = np.maximum(fleet.step_seconds(shape), TINY)
-        return Choice(cheapest(fleet.held_seconds / per_token, fleet))
+        return Choice(cheapest(fleet.held_seconds, fleet))
 
 
 class BatchCost:

@@ -72,7 +72,7 @@ def test_a_shape_costs_what_the_cost_model_predicts() -> None:
     coefficients = tuple(model._lines[key].coefficients().tolist())
     line = COSTS.lines[0].__class__(key.model, "denoise", coefficients)
     fleet.observe(0, make_report(costs=EngineCosts((line,), ())), 0.0)
-    seconds = fleet.size_costs(shape).base[0] + 3 * fleet.step_seconds(shape)[0]
+    seconds = fleet.size_costs(shape).base + 3 * fleet.step_seconds(shape)
     assert seconds == pytest.approx(model.predict(key, Work.of_pairs([(900 + 512, 4608)] * 3)))
 
 
@@ -135,18 +135,15 @@ def test_an_engine_that_was_lost_is_forgotten() -> None:
     assert fleet.num_requests.tolist() == [1, 0], "a new engine counts from the start"
 
 
-def test_engines_of_different_speed() -> None:
+def test_what_one_engine_learnt_last_holds_for_all() -> None:
     fleet, shape = Fleet(3, 8), make_shape()
     fleet.observe(0, make_report(costs=COSTS), 0.0)
+    fast, prime = fleet.step_seconds(shape), fleet.size_costs(shape).prime
     fleet.observe(1, make_report(costs=SLOW_COSTS), 0.0)
-    fast, slow, unknown = fleet.step_seconds(shape)
-    assert slow == pytest.approx(2 * fast)
-    assert unknown == pytest.approx(1.5 * fast), "taken for the mean of the others"
-    before = fleet.size_costs(shape).prime.tolist()
-    fleet.observe(2, make_report(costs=SLOW_COSTS), 0.0)
-    assert fleet.size_costs(shape).prime[2] == pytest.approx(2 * before[0]), "kept costs follow the reports"
+    assert fleet.step_seconds(shape) == pytest.approx(2 * fast)
+    assert fleet.size_costs(shape).prime == pytest.approx(2 * prime), "kept costs follow the reports"
     fleet.lose(1)
-    assert fleet.step_seconds(shape)[1] == pytest.approx(1.5 * fast)
+    assert fleet.step_seconds(shape) == pytest.approx(2 * fast)
 
 
 def test_pages_on_their_way_are_expected_until_they_come() -> None:
