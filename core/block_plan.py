@@ -14,12 +14,16 @@ hidden states are is lost at the first cached block. A family that caches the ou
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, groupby
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 Times = Sequence[float]
 
-_State = tuple[float, float, int]
-"""After some blocks: when their loads end, when their computing ends, and which of them are cached, as bits."""
+_Vector = npt.NDArray[np.float64]
+_Integers = npt.NDArray[np.intp]
 
 
 def finish_time(cached: Sequence[bool], compute_full: Times, compute_cached: Times, load: Times) -> float:
@@ -78,29 +82,67 @@ def plan_subset(compute_full: Times, compute_cached: Times, load: Times) -> tupl
     """Which blocks to cache, of all subsets, so that the step ends soonest: a dynamic program over (loads end,
     computing ends), of which only pairs are kept that no other pair beats in both.
 
-    Exact. With equal loads there are at most as many pairs as blocks before; with loads all different this is a
-    knapsack problem and their number may grow much faster. Pairs that cannot beat the best plan known are dropped. For
-    equal blocks the best prefix is the best subset.
+    Exact. It goes by runs of equal blocks: in each, those in full come first (see `_Run.after`), so that their number
+    is all there is to choose. Pairs that cannot beat the best plan known are dropped; with loads all different it is a
+    knapsack problem all the same, and their number may grow.
     """
     num_blocks = len(load)
     plan = prefix_of(plan_prefix(compute_full, compute_cached, load), num_blocks)
-    if len(set(zip(compute_full, compute_cached, load, strict=True))) <= 1:
-        return plan
+    runs = _runs_of(compute_full, compute_cached, load)
+    if len(runs) <= 1:
+        return plan  # for equal blocks the best prefix is the best subset
     best = finish_time(plan, compute_full, compute_cached, load)
     rest = _Rest(compute_full, compute_cached, load)
-    states: list[_State] = [(0.0, 0.0, 0)]
-    for block in range(num_blocks):
-        states = rest.promising(block, states, best)
-        if not states:
+    loaded = done = np.zeros(1)
+    choices: list[tuple[_Integers, _Integers]] = []  # per run and pair kept: the pair before it, blocks in full
+    start = 0
+    for run in runs:
+        promising = rest.promising(start, loaded, done, best).nonzero()[0]
+        if not len(promising):
             return plan
-        full, active, loading, bit = compute_full[block], compute_cached[block], load[block], 1 << block
-        computed = [(loaded, done + full, cached) for loaded, done, cached in states]
-        used = [
-            (loaded + loading, max(loaded + loading, done) + active, cached | bit) for loaded, done, cached in states
-        ]
-        states = _unbeaten(computed + used)
-    _, end, cached = min(states, key=lambda state: state[1])
-    return tuple(bool(cached >> block & 1) for block in range(num_blocks)) if end < best else plan
+        all_loaded, all_done = run.after(loaded[promising], done[promising])
+        kept = _unbeaten(all_loaded, all_done)
+        loaded, done = all_loaded[kept], all_done[kept]
+        choices.append((promising[kept // (run.number + 1)], kept % (run.number + 1)))
+        start += run.number
+    return _follow(choices, runs, int(done.argmin())) if done.min() < best else plan
+
+
+class _Run(NamedTuple):
+    """So many equal blocks in a row."""
+
+    full: float
+    cached: float
+    load: float
+    number: int
+
+    def after(self, loaded: _Vector, done: _Vector) -> tuple[_Vector, _Vector]:
+        """The pairs after the run, from each pair before it with 0..number blocks in full, as flat arrays.
+
+        With k in full and m = number - k cached, no order ends before the longest of: all computing; the first load and
+        all cached computing; all loads and the last computing. Full blocks first reach that.
+        """
+        in_full = np.arange(self.number + 1)
+        cached = self.number - in_full
+        computing = in_full * self.full + cached * self.cached
+        waiting = np.maximum(self.load + cached * self.cached, cached * self.load + self.cached)
+        waiting[-1] = -np.inf  # none is cached
+        loaded, done = loaded[:, None], done[:, None]
+        return (loaded + cached * self.load).ravel(), np.maximum(done + computing, loaded + waiting).ravel()
+
+
+def _runs_of(compute_full: Times, compute_cached: Times, load: Times) -> list[_Run]:
+    blocks = zip(compute_full, compute_cached, load, strict=True)
+    return [_Run(*times, len(list(equal))) for times, equal in groupby(blocks)]
+
+
+def _follow(choices: Sequence[tuple[_Integers, _Integers]], runs: Sequence[_Run], last: int) -> tuple[bool, ...]:
+    """The plan that led to pair number `last` of the last run."""
+    plan: tuple[bool, ...] = ()
+    for (before, in_full), run in zip(reversed(choices), reversed(runs), strict=True):
+        plan = prefix_of(int(in_full[last]), run.number) + plan
+        last = int(before[last])
+    return plan
 
 
 class _Rest:
@@ -115,23 +157,18 @@ class _Rest:
         self._cached = _from_each(compute_cached, min)
         self._load = _from_each(load, min)
 
-    def promising(self, block: int, states: Sequence[_State], best: float) -> list[_State]:
-        """Those before `block` from which the end may come before `best`.
+    def promising(self, block: int, loaded: _Vector, done: _Vector, best: float) -> npt.NDArray[np.bool_]:
+        """From which pairs before `block` the end may come before `best`.
 
         To make good what full blocks would take beyond `best`, some blocks must be cached: at least that time divided
         by the largest saving. Their loads take at least the shortest one each, and the last of them is then computed.
         """
         saving, load, latest = self._saving[block], self._load[block], best - self._cached[block]
-        excess, soonest = self._full[block] - best, best - self._shortest[block]
+        excess = done + (self._full[block] - best)
         if saving <= 0:
-            return [state for state in states if state[1] + excess < 0]
-        loads = load / saving
-        return [
-            state
-            for state in states
-            if state[1] < soonest
-            and (state[1] + excess < 0 or state[0] + max(load, (state[1] + excess) * loads) < latest)
-        ]
+            return excess < 0
+        soon = done < best - self._shortest[block]
+        return soon & ((excess < 0) | (loaded + np.maximum(load, excess * (load / saving)) < latest))
 
 
 def _from_each(values: Times, combine: Callable[[float, float], float]) -> list[float]:
@@ -139,12 +176,11 @@ def _from_each(values: Times, combine: Callable[[float, float], float]) -> list[
     return list(accumulate(reversed(values), combine))[::-1]
 
 
-def _unbeaten(states: list[_State]) -> list[_State]:
-    """Without those that another one beats, or equals, in both times; by rising end of loads."""
-    states.sort()
-    kept, soonest = [], float("inf")
-    for state in states:
-        if state[1] < soonest:
-            kept.append(state)
-            soonest = state[1]
-    return kept
+def _unbeaten(loaded: _Vector, done: _Vector) -> _Integers:
+    """Indices of the pairs that no other one beats, or equals, in both times; by rising end of loads."""
+    order = np.lexsort((done, loaded))
+    ordered = done[order]
+    soonest = np.minimum.accumulate(ordered)
+    is_first = np.ones(len(order), bool)
+    is_first[1:] = ordered[1:] < soonest[:-1]
+    return order[is_first]
