@@ -143,10 +143,11 @@ async def test_an_engine_that_cannot_start_is_told(tmp_path: Path) -> None:
     engine = AsyncEngine(
         StencilConfig(engine=EngineConfig(models=(ModelConfig(model=str(model)),), data_parallel_size=2))
     )
+    others = set(engine_processes())  # of servers that other tests keep
     await engine.start()
     try:
         with pytest.raises(ConfigError, match="cannot load transformer"):
             await asyncio.wait_for(engine.ready(), 60)
     finally:
         await engine.shutdown(drain_seconds=0)
-    assert not list(engine_processes())
+    assert set(engine_processes()) <= others

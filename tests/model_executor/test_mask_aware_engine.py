@@ -91,7 +91,7 @@ class Rig:
     def settle(self) -> None:
         """Wait until all pages that are going down have arrived."""
         deadline = time.monotonic() + 20
-        while self.scheduler.load_report().cache is not None and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
             self._iterate()
             try:
                 self.scheduler.apply_copy(self.copied.get(timeout=0.3))
