@@ -131,9 +131,12 @@ async def run(engine: AsyncEngine, request_id: str, edit: EditInput) -> Told:
 
 
 def processes(kind: str) -> list[psutil.Process]:
-    """Children that run as "stencil-`kind`-N", N ascending."""
+    """Processes of this one's own engines, not of a server that other tests share, that run as "stencil-`kind`-N"; N
+    ascending.
+    """
     found = {}
-    for child in psutil.Process().children(recursive=True):
+    engines = [child for child in psutil.Process().children() if "entrypoints.serve" not in child.cmdline()]
+    for child in [*engines, *(worker for engine in engines for worker in engine.children())]:
         for word in child.cmdline():
             if word.startswith(f"stencil-{kind}-"):
                 found[child.pid] = (word, child)
