@@ -78,7 +78,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One engine: its models, its scheduler, its workers. data_parallel_size: engines of this kind on this machine,
     which share its cores; data_parallel_rank: which of them this one is, counted from 0; its workers have GPUs of their
     own. hang_seconds: a worker is killed that gives no answer for so long, and for 20 times what its work is predicted
-    to take. Raises ConfigError for several workers with a device tier, or with one GPU between them.
+    to take; so is an engine that gives no sign of life for so long. start_seconds: an engine is killed that does not
+    serve after so long. Raises ConfigError for several workers with a device tier, or with one GPU between them.
     """
 
     models: tuple[ModelConfig, ...] = (ModelConfig(),)
@@ -89,6 +90,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     data_parallel_rank: int = 0
     drain_seconds: float = 60.0
     hang_seconds: float = 10.0
+    start_seconds: float = 1800.0
     otlp_traces_endpoint: str = ""  # URL that spans are sent to; "" = none are made
 
     def __post_init__(self) -> None:

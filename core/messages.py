@@ -263,12 +263,6 @@ class Aborted(Message, frozen=True):
     request_id: str
 
 
-class EngineFailed(Message, frozen=True):
-    """The engine cannot go on (or could not start); every request it held is failed by the receiver."""
-
-    failure: Failure
-
-
 class EngineOutputs(Message, frozen=True):
     """What an iteration of the engine has to say. stats: None where the last ones are recent enough."""
 
@@ -277,7 +271,20 @@ class EngineOutputs(Message, frozen=True):
     stats: EngineStats | None = None
 
 
-FromEngine = EngineReady | EngineOutputs | EngineFailed
+class EngineAlive(Message, frozen=True):
+    """The engine's event loop turns. Said every so often, from its process' start to its end."""
+
+
+class EngineFailed(Message, frozen=True):
+    """The engine cannot go on (or could not start). outputs: the ends of the requests it held; those that it has not
+    named are failed by the receiver.
+    """
+
+    failure: Failure
+    outputs: tuple[Finished | TemplatePrimed | PartialImage | Failed | Aborted, ...] = ()
+
+
+FromEngine = EngineReady | EngineOutputs | EngineAlive | EngineFailed
 
 
 # ------------------------------------------------------------------------------------------------ to a worker, and back
@@ -502,8 +509,9 @@ class ItemResult(msgspec.Struct, frozen=True):
 
 
 class BatchResult(Message, frozen=True):
-    """One batch is done (or failed as a whole: then every item carries the failure). seconds: worker time, first to
-    last kernel.
+    """One batch is done; what failed of it are the items that carry a failure. seconds: worker time, first to last
+    kernel. num_parts: how many forward passes it took; more than one where it failed as a whole and was done in halves
+    (see core/halving.py).
     """
 
     batch_id: int
@@ -511,6 +519,7 @@ class BatchResult(Message, frozen=True):
     started: float
     seconds: float
     items: tuple[ItemResult, ...]
+    num_parts: int = 1
 
 
 class TransferDone(Message, frozen=True):

@@ -48,6 +48,7 @@ from core.reporter import Reporter
 from core.request import Request, Status
 from core.scheduling_pass import SchedulingPass
 from core.stages import INPAINT, Node, Placement, Progress, Workflow, place, preview_steps
+from core.step_limit import StepLimit
 from core.template_pages import PageHold, TemplatePages, keyframes_needed
 
 Output = PartialImage | Finished | TemplatePrimed | Failed | Aborted
@@ -96,6 +97,7 @@ class StepScheduler:
         self.workflow = workflow
         self.placement: Placement = place(workflow, num_workers)
         self.cost = CostModel()
+        self._step_limit = StepLimit(config.max_num_batched_tokens)
         cache = cache or CacheConfig()
         self._has_slow_tier = bool(cache.disk_bytes or cache.device_bytes)
         self.pages = TemplatePages(_cache_manager(cache), self._load_wins)
@@ -202,6 +204,7 @@ class StepScheduler:
             self._predict,
             self._plan_blocks if self._may_plan_blocks else None,
             self._batch_ids,
+            self._step_limit.tokens,
         )
         chosen.run(self.in_order())
         self._free += [TensorKey(job_id, "", "") for job_id in self.pages.take_freed()]
@@ -218,7 +221,9 @@ class StepScheduler:
         self._settle(result.batch_id, result.rank)
         is_ok = not any(item.failure for item in result.items)
         key = self.cost_key(flight.batch.model, flight.batch.stage)
-        self._reporter.note_batch(key, flight.work, result.seconds, is_ok=is_ok)
+        self._reporter.note_batch(key, flight.work, result.seconds, is_ok=is_ok and result.num_parts == 1)
+        if is_ok and key.stage == "denoise":
+            self._note_fit(flight.work, result.num_parts)
         if flight.job is not None:
             self._apply_job(*flight.job, result)
             return
@@ -321,6 +326,13 @@ class StepScheduler:
         plans[seq] -= 1
         if not plans[seq]:
             del plans[seq]
+
+    def _note_fit(self, work: Work, num_parts: int) -> None:
+        """Learn how much fits into a step, where it failed for nobody's fault."""
+        if num_parts > 1:
+            self._step_limit.note_split(sum(work.queries), num_parts)
+        else:
+            self._step_limit.note_done()
 
     def _apply_item(self, request: Request, item: ItemResult, result: BatchResult) -> None:
         node = self.workflow.node(item.node)

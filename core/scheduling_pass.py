@@ -45,6 +45,7 @@ class SchedulingPass:
     predict: PredictWork
     block_plan: BlockPlan | None  # None: a step waits until all of its pages are there
     batch_ids: Iterator[int]
+    max_step_tokens: int  # that fit into one step
     batches: list[Batch] = field(default_factory=list)
     works: dict[int, Work] = field(default_factory=dict)  # batch id -> its size
     jobs: dict[int, tuple[PrimingJob, Chunk | None]] = field(default_factory=dict)  # batch id -> what it primes
@@ -149,7 +150,7 @@ class SchedulingPass:
             if loop not in ready or not self._can_run(request, loop):
                 continue
             tokens = num_tokens + request.num_step_tokens
-            if num_seqs == self.config.max_num_seqs or (num_seqs and tokens > self.config.max_num_batched_tokens):
+            if num_seqs == self.config.max_num_seqs or (num_seqs and tokens > self.max_step_tokens):
                 break
             self._plan_blocks(request)
             chosen.setdefault(request.edit.model, []).append(request)
