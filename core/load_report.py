@@ -82,7 +82,8 @@ class CacheStats(msgspec.Struct, frozen=True, kw_only=True):
     holds. Dictionaries are by tier.
 
     hits, misses: entries asked for that were on any tier, or on none. loads: copies into a faster tier, and how many of
-    them found a file that was missing, torn or foreign. used_bytes <= budget_bytes always.
+    them found a file that was missing, torn or foreign. failed_stores: copies to a slower tier that it did not take: no
+    room on the disk, say. used_bytes <= budget_bytes always.
     """
 
     hits: dict[str, int]
@@ -91,6 +92,7 @@ class CacheStats(msgspec.Struct, frozen=True, kw_only=True):
     evictions: dict[str, int]
     loads: dict[str, int]
     failed_loads: int
+    failed_stores: int
     entries: dict[str, int]
     used_bytes: dict[str, int]
     budget_bytes: dict[str, int]
