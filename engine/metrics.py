@@ -16,7 +16,7 @@ from engine.metric_registry import CONTENT_TYPE, PREFIX, MetricRegistry
 
 __all__ = ["CONTENT_TYPE", "CacheResult", "Metrics", "RejectReason"]
 
-RejectReason = Literal["queue_full", "not_ready", "shutting_down", "invalid", "unauthorized", "rate_limit"]
+RejectReason = Literal["queue_full", "not_ready", "shutting_down", "invalid", "unauthorized", "rate_limit", "no_disk"]
 CacheResult = Literal["hit", "miss", "off"]
 FinishedReason = Literal["stop", "abort", "error"]
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from core.errors import OverloadedError
 from engine.async_engine import AsyncEngine
+from entrypoints.openai.errors import NoDiskError
 
 
 class ReadingPlaces:
@@ -25,5 +26,8 @@ class ReadingPlaces:
         self._num_taken += 1
         try:
             yield
+        except NoDiskError:
+            self._engine.metrics.observe_rejected("no_disk")
+            raise
         finally:
             self._num_taken -= 1
