@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import random
 import shutil
 import sys
@@ -221,6 +222,7 @@ def _report(args: argparse.Namespace, ledger: Ledger, record: Record) -> bool:
         ("processes", f"{_from_to(samples.processes())}; threads {_from_to(samples.threads())}"),
         ("end", "; ".join(record.failures) or "status 0, nothing left behind"),
     ]  # fmt: skip
+    measured = {"memory_slope": slope} | {f"{role}_slope": value for role, value in slopes.items()}
     result: dict[str, Value] = {
         "minutes": args.minutes,
         "requests": counts["requests"],
@@ -232,8 +234,7 @@ def _report(args: argparse.Namespace, ledger: Ledger, record: Record) -> bool:
         "faults": record.num_faults,
         "failures": len(record.failures),
         "restarts": record.restarts,
-        "memory_slope_mb_per_min": slope,
-        **{f"{role}_slope_mb_per_min": value for role, value in slopes.items()},
+        **{f"{name}_mb_per_min": value for name, value in measured.items() if not math.isnan(value)},
     }
     print_report(
         f"Soak: {args.minutes:g} minutes, {NUM_ENGINES} engines, a fault every {FAULT_SECONDS:g} s", rows, result

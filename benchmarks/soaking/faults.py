@@ -49,8 +49,9 @@ class Site:
         return (await self.probe.get(path)).json()  # type: ignore[no-any-return]
 
     async def all_serve(self) -> bool:
-        """Whether every engine serves, and every image processor lives or is not needed."""
-        return (await self.ask("/health"))["status"] == "ok"  # type: ignore[no-any-return]
+        """Whether every engine has its worker and serves. A death is seen in the processes first, in /health next."""
+        has_all = len(self.tree.of("worker")) == NUM_ENGINES
+        return has_all and (await self.ask("/health"))["status"] == "ok"
 
     async def busy(self, rank: int) -> bool:
         """Whether an engine is in the middle of a step, as far as it has told."""
@@ -191,7 +192,6 @@ async def inject(fault: Fault, site: Site, turn: int) -> float:
 
 
 async def _recovered(site: Site) -> None:
-    await asyncio.sleep(0.5)  # a death takes a moment to be seen
     async with asyncio.timeout(RECOVERY_SECONDS):
         while not await site.all_serve():
             await asyncio.sleep(0.1)
@@ -204,7 +204,7 @@ def _signal(members: list[Member], number: signal.Signals) -> None:
 
 
 async def _freeze(members: list[Member]) -> None:
-    """Stop processes, and wait until the server has replaced them."""
+    """Stop processes, and wait until the server has ended them."""
     _signal(members, signal.SIGSTOP)
     async with asyncio.timeout(RECOVERY_SECONDS):
         while any(_is_there(member.process) for member in members):
