@@ -153,6 +153,7 @@ async def _sample(site: Site, record: Record) -> None:
         if await site.all_serve():
             held = await asyncio.to_thread(holdings, site.tree)
             record.samples.add(time.monotonic() - start, held)
+            site.crowd.ledger.note("held", "", mb={role: nbytes // 1_000_000 for role, nbytes in held.pss.items()})
 
 
 async def _until_all_serve(site: Site) -> None:
