@@ -122,8 +122,9 @@ RouterPolicy = Literal["round-robin", "least-requests", "least-tokens", "batch-c
 class StencilConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything an AsyncEngine needs. router_policy: how edits are spread over engines. max_retries: how often an
     image is begun anew after the death of the engine that had it. max_queue: images waiting or running before new ones
-    are refused; arena_bytes: address space of the shared arena, whose memory is only taken while in use;
-    template_bytes: encoded uploads kept for registered templates.
+    are refused; slo_seconds: within which edits are to be done, 0 = as long as they take; arena_bytes: address space of
+    the shared arena, whose memory is only taken while in use; template_bytes: encoded uploads kept for registered
+    templates.
     """
 
     engine: EngineConfig = EngineConfig()
@@ -131,5 +132,6 @@ class StencilConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_retries: int = 2
     image: ImageConfig = ImageConfig()
     max_queue: int = 256
+    slo_seconds: float = 0.0
     arena_bytes: int = 8 * 1024**3
     template_bytes: int = 256 * 1024**2

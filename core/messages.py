@@ -143,6 +143,8 @@ class EditRequest(Message, frozen=True):
     sampler's state between ranks. num_tokens: the picture's image tokens. sampling: resolved, nothing in it is None
     that the model needs. is_mask_aware: steps after the first `sampling.full_steps` compute only the active tokens,
     over the template's pages; decided from the request and the server's flags alone. deadline: absolute, or None.
+    objective: when the worker is to be done with it for the server's latency objective to be met, absolute; None: it
+    has none, or was let in though it will miss it.
     trace_context: W3C traceparent of the span that the engine's own go under; "" = not traced. runs_alone: no other
     request is begun or goes on while it runs, since it was there when engines died.
     """
@@ -163,6 +165,7 @@ class EditRequest(Message, frozen=True):
     latents: ArrayRef
     arrival: float
     deadline: float | None = None
+    objective: float | None = None
     is_mask_aware: bool = False
     runs_alone: bool = False
     trace_context: str = ""

@@ -94,8 +94,8 @@ class Reporter:
         """The report on these requests, most urgent first, of which so many are running and waiting. What has changed
         since the last one is told once.
         """
-        loads = tuple(self._request_load(request) for request in requests if request.is_live)
-        base = self._base_seconds(requests)
+        loads = tuple(self.left_of(request) for request in requests if request.is_live)
+        base = self.base_seconds(requests)
         priming = self._priming_seconds()
         return LoadReport(
             num_received=self._num_received,
@@ -145,8 +145,8 @@ class Reporter:
     def _coefficients(self, request: Request, node: Node) -> tuple[float, ...]:
         return self._cost.coefficients(self.cost_key(ModelKey(request.edit.model, node.component), node.stage))
 
-    def _request_load(self, request: Request) -> RequestLoad:
-        """Of a request that waits, as it was at first: nothing of it has changed, and a queue is long."""
+    def left_of(self, request: Request) -> RequestLoad:
+        """What is left of a request. Of one that waits as it was at first: nothing has changed, and a queue is long."""
         if request.waiting_load is None or request.status is not Status.WAITING:
             request.waiting_load = self._make_request_load(request)
         return request.waiting_load
@@ -174,7 +174,7 @@ class Reporter:
                 line = self._coefficients(request, node)
                 yield node.stage, line[0] + extra_seconds(line, *node_work(request, node))
 
-    def _base_seconds(self, requests: Sequence[Request]) -> float:
+    def base_seconds(self, requests: Sequence[Request]) -> float:
         """What a step takes whoever is in it; 0 if nobody is."""
         if not requests:
             return 0.0
@@ -204,7 +204,7 @@ class Reporter:
     def _denoise_seconds_left(self, live: Sequence[Request]) -> float:
         steps = sum(request.progress.steps_left for request in live)
         together = min(self._config.max_num_seqs, max(1, len(live)))
-        return sum(map(self._step_seconds_left, live)) + steps * self._base_seconds(live) / together
+        return sum(map(self._step_seconds_left, live)) + steps * self.base_seconds(live) / together
 
 
 def _drain_seconds(loads: Sequence[RequestLoad], base_seconds: float, max_num_seqs: int) -> float:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from core.config import SchedulerConfig
 from core.cost_model import Work
+from core.deadlines import MayJoin
 from core.handles import ModelKey, TensorKey, TensorRef, Tier
 from core.messages import (
     Batch,
@@ -46,6 +47,7 @@ class SchedulingPass:
     block_plan: BlockPlan | None  # None: a step waits until all of its pages are there
     batch_ids: Iterator[int]
     max_step_tokens: int  # that fit into one step
+    may_join: MayJoin | None  # None: whoever finds a place
     batches: list[Batch] = field(default_factory=list)
     works: dict[int, Work] = field(default_factory=dict)  # batch id -> its size
     jobs: dict[int, tuple[PrimingJob, Chunk | None]] = field(default_factory=dict)  # batch id -> what it primes
@@ -65,8 +67,9 @@ class SchedulingPass:
         self._choose_priming(self._choose_step())
 
     def _admit(self, requests: Iterable[Request]) -> list[Request]:
-        """Those that run, and as many waiting ones as there are places among those that have steps to do. One that runs
-        alone waits until nobody runs, and nobody overtakes it meanwhile.
+        """Those that run, and as many waiting ones as there are places among those that have steps to do. One that
+        would make others late waits, and so does one that runs alone, until nobody runs; nobody overtakes either
+        meanwhile.
         """
         requests = list(requests)
         if any(r.edit.runs_alone and r.status is Status.RUNNING for r in requests):
@@ -82,9 +85,11 @@ class SchedulingPass:
                 if is_idle and not admitted:
                     return [request]
                 places = 0
-            elif places > 0:
+            elif places > 0 and (self.may_join is None or self.may_join(request)):
                 places -= 1
                 admitted.append(request)
+            else:
+                places = 0
         return admitted
 
     # ------------------------------------------------------------------------------------------------ stage work

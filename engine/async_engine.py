@@ -23,6 +23,7 @@ from core.ipc.shared_array import Arena, ArenaAllocator
 from core.load_report import EngineStats, LoadReport
 from core.messages import ModelInfo
 from engine.captures import Captures
+from engine.door import Door
 from engine.edit import EditInput, ImageOutput
 from engine.edit_session import EditSession
 from engine.image_pool import ImagePool
@@ -53,6 +54,7 @@ class AsyncEngine:
         self.models: dict[str, ModelInfo] = {}  # name -> info; empty until ready
         self.templates = TemplateStore(config.template_bytes)
         self.captures = Captures(self)
+        self.door = Door(self)
         self._sessions: set[EditSession | TemplateSession] = set()  # begun and not yet cleaned up
         self.is_closing = False  # refuses new edits
         self._actor: asyncio.Task[None] | None = None
@@ -142,8 +144,8 @@ class AsyncEngine:
         """Run one edit. Entering admits it, checks and prepares its images and submits it; iterating yields outputs as
         they come; leaving early aborts it.
 
-        Raises on entering: InvalidRequestError and below, OverloadedError (full, loading or shutting down),
-        DeadlineExceededError. While iterating: DeadlineExceededError, EngineError.
+        Raises on entering: InvalidRequestError and below, OverloadedError (full, too busy for it, loading or shutting
+        down), DeadlineExceededError. While iterating: DeadlineExceededError, OverloadedError, EngineError.
         """
         session = EditSession(self, request_id, edit, self._choose_model(edit.model))
         self._check_room(session)
@@ -205,7 +207,11 @@ class AsyncEngine:
 
     def retry_after(self) -> float:
         """Seconds after which a refused client is likely to find room: the predicted time to drain what is here."""
-        return min(MAX_RETRY_SECONDS, max(MIN_RETRY_SECONDS, self.router.drain_seconds))
+        return self.bounded_retry(self.router.drain_seconds)
+
+    def bounded_retry(self, seconds: float) -> float:
+        """What a client that should wait so long is told."""
+        return min(MAX_RETRY_SECONDS, max(MIN_RETRY_SECONDS, seconds))
 
     async def release(self, region: ArrayRef) -> None:
         """Free a region of the arena, giving its memory back to the kernel piece by piece: 36 MB at once take 12 ms."""

@@ -16,6 +16,7 @@ from functools import partial
 
 import msgspec
 
+from core.admission import Outlook
 from core.config import StencilConfig
 from core.errors import ConfigError, EngineDeadError, StencilError
 from core.failure import NEVER_BEGUN, Failure
@@ -24,7 +25,7 @@ from core.ipc.logs import of_request
 from core.ipc.shared_array import Arena
 from core.load_report import EngineStats, LoadReport
 from core.messages import Aborted, EditRequest, Failed, Finished, ModelInfo, PartialImage, PrimeTemplate
-from core.routing import make_policy
+from core.routing import make_policy, outlook, work_seconds
 from engine.engine_client import RequestOutput, Waiter
 from engine.engine_replica import EngineReplica
 from engine.metrics import Metrics
@@ -167,6 +168,16 @@ class Router:
         """Requests queued in the engines, or waiting for one."""
         num_homeless = sum(placement.engine is None for placement in self._placements.values())
         return num_homeless + sum(load.num_waiting for load in self.loads if load is not None)
+
+    def outlook(self, shape: EditShape) -> Outlook | None:
+        """What is predicted of an edit if it is submitted now; None while nobody knows, or no engine is alive."""
+        if not self._fleet.num_alive:
+            return None
+        return outlook(shape, self._fleet, self._policy, time.monotonic())
+
+    def work_seconds(self, shape: EditShape) -> float:
+        """How much later all engines together are done, for an edit."""
+        return work_seconds(shape, self._fleet) / max(1, self._fleet.num_alive)
 
     def engine_of(self, request_id: str) -> int | None:
         """The engine that has a request, its terminal output included; None while it waits for one."""
