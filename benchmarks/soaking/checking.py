@@ -54,8 +54,11 @@ class References:
 
     def learn(self, edit: Edit, delivery: Delivery, answer: Answer) -> None:
         """Take these pictures as what this edit looks like."""
-        for key, picture in _pictures_of(edit, delivery, answer):
+        for key, picture in _finals_of(edit, delivery, answer):
             self._pictures.setdefault(key, decode(picture))
+        if _has_telling_partials(edit, delivery):
+            for index, picture in answer.partials:
+                self._pictures.setdefault((edit.name, "partial", index), decode(picture))
 
     def forget(self, edit: Edit) -> None:
         """It is not asked for again."""
@@ -70,17 +73,37 @@ class References:
             return
         if answer.seeds != list(range(edit.seed, edit.seed + edit.n)):
             self._ledger.blame("wrong", f"the answer of seeds {answer.seeds}", edit=edit, delivery=delivery)
-        for key, picture in _pictures_of(edit, delivery, answer):
-            self._judge_picture(edit, delivery, key, decode(picture), answer)
+        for key, picture in _finals_of(edit, delivery, answer):
+            self._judge_final(edit, delivery, key, decode(picture), answer)
+        if _has_telling_partials(edit, delivery):
+            self._judge_partials(edit, delivery, answer)
 
-    def _judge_picture(self, edit: Edit, delivery: Delivery, key: Key, came: Pixels, answer: Answer) -> None:
-        is_lossy = delivery.output_format in LOSSY
-        if not is_lossy and key[1] != "partial" and not _is_outside_untouched(edit, came):
+    def _judge_final(self, edit: Edit, delivery: Delivery, key: Key, came: Pixels, answer: Answer) -> None:
+        if delivery.output_format not in LOSSY and not _is_outside_untouched(edit, came):
             self._ledger.blame("wrong", "changed outside its mask", edit=edit, delivery=delivery, key=key)
-        expected = self._pictures.get(key)
-        if expected is None:
-            return
+        if key in self._pictures:
+            self._compare(edit, delivery, key, came, answer)
+
+    def _judge_partials(self, edit: Edit, delivery: Delivery, answer: Answer) -> None:
+        """A preview that is late is left out, and those after it move up: each is the reference's next one, or a later
+        one.
+        """
+        self._ledger.count("previews_skipped", edit.partial_images - len(answer.partials))
+        keys = [key for key in self._pictures if key[:2] == (edit.name, "partial")]
+        if len(keys) < edit.partial_images:
+            return  # one was late then
+        for _, picture in answer.partials:
+            came = decode(picture)
+            if not keys:
+                self._ledger.blame("wrong", "a partial image that comes too late", edit=edit, delivery=delivery)
+                return
+            nearest = min(keys, key=lambda key: Difference.between(came, self._pictures[key]).share)
+            self._compare(edit, delivery, nearest, came, answer)
+            keys = keys[keys.index(nearest) + 1 :]
+
+    def _compare(self, edit: Edit, delivery: Delivery, key: Key, came: Pixels, answer: Answer) -> None:
         self._ledger.count("compared")
+        expected, is_lossy = self._pictures[key], delivery.output_format in LOSSY
         difference = Difference.between(came, expected)
         if not difference.levels:
             return
@@ -98,19 +121,19 @@ def _incomplete(edit: Edit, delivery: Delivery, answer: Answer) -> str:
     if len(answer.pictures) != edit.n:
         return f"{len(answer.pictures)} of {edit.n} pictures"
     indices = [index for index, _ in answer.partials]
-    if delivery.way == "stream" and edit.n == 1 and indices != list(range(edit.partial_images)):
+    if edit.n == 1 and (indices != list(range(len(indices))) or len(indices) > edit.partial_images):
         return f"partial images {indices} of {edit.partial_images}"
     return ""
 
 
-def _pictures_of(edit: Edit, delivery: Delivery, answer: Answer) -> list[tuple[Key, bytes]]:
+def _finals_of(edit: Edit, delivery: Delivery, answer: Answer) -> list[tuple[Key, bytes]]:
     kind = delivery.output_format if delivery.output_format in LOSSY else "png"
-    finals: list[tuple[Key, bytes]] = [
-        ((edit.name, kind, index), picture) for index, picture in enumerate(answer.pictures)
-    ]
-    if edit.n > 1 or kind != "png":
-        return finals
-    return [*finals, *(((edit.name, "partial", index), picture) for index, picture in answer.partials)]
+    return [((edit.name, kind, index), picture) for index, picture in enumerate(answer.pictures)]
+
+
+def _has_telling_partials(edit: Edit, delivery: Delivery) -> bool:
+    """Whether its partial images are comparable; those of several images come in any order."""
+    return delivery.way == "stream" and edit.n == 1 and delivery.output_format not in LOSSY
 
 
 def _is_outside_untouched(edit: Edit, came: Pixels) -> bool:

@@ -80,14 +80,37 @@ def test_a_single_level_here_and_there_is_rounding(references: References, ledge
     assert ledger.counts == {"compared": 2, "rounded": 1}
 
 
-def test_a_stream_must_tell_its_partial_images_in_order(ledger: Ledger) -> None:
-    edit = Edit("streamed", 1, "small", "a hat", 5, 8, partial_images=2)
-    stream = Delivery(way="stream")
-    for indices in ((0, 1), (1, 0), (0,), (0, 1, 1)):
-        came = answer(painted(10))
-        came.partials = [(index, painted(10)) for index in indices]
-        References(ledger).judge(edit, stream, came)
-    assert ledger.counts == {"lost": 3}
+STREAM = Delivery(way="stream")
+STREAMED = Edit("streamed", 1, "small", "a hat", 5, 8, partial_images=3)
+
+
+def streamed(*previews: tuple[int, int]) -> Answer:
+    """previews: (index, colour)."""
+    came = answer(painted(10))
+    came.partials = [(index, painted(colour)) for index, colour in previews]
+    return came
+
+
+@pytest.mark.parametrize(
+    ("came", "expected"),
+    [
+        (streamed((0, 1), (1, 2), (2, 3)), {"compared": 4}),
+        (streamed((0, 2), (1, 3)), {"compared": 3, "previews_skipped": 1}),
+        (streamed(), {"compared": 1, "previews_skipped": 3}),
+        (streamed((1, 1), (0, 2)), {"lost": 1}),
+        (streamed((0, 1), (1, 2), (2, 3), (3, 3)), {"lost": 1}),
+        (streamed((0, 1), (1, 9)), {"compared": 3, "previews_skipped": 1, "wrong": 1}),
+        (streamed((0, 3), (1, 1)), {"compared": 2, "previews_skipped": 1, "wrong": 1}),
+    ],
+    ids=["all", "the first left out", "all left out", "out of order", "too many", "another", "an earlier one"],
+)
+def test_partial_images_may_be_left_out_but_are_those_of_the_reference(
+    ledger: Ledger, came: Answer, expected: dict[str, int]
+) -> None:
+    references = References(ledger)
+    references.learn(STREAMED, STREAM, streamed((0, 1), (1, 2), (2, 3)))
+    references.judge(STREAMED, STREAM, came)
+    assert Counter(expected) == ledger.counts
 
 
 def test_an_answer_with_the_id_of_another_is_wrong(ledger: Ledger) -> None:
