@@ -51,7 +51,7 @@ MAGIC = b"STNLPG01"
 PIECE_BYTES = 256 * 1024
 """Read or written at once: small enough for the second level cache, where the checksum then finds it."""
 
-RETRY_SECONDS = 10.0
+RETRY_SECONDS = 5.0
 """From a write that failed to the next one that is tried. An entry can be a gigabyte, and a full disk may take most of
 it before it says so."""
 
