@@ -26,6 +26,7 @@ from engine.captures import Captures
 from engine.door import Door
 from engine.edit import EditInput, ImageOutput
 from engine.edit_session import EditSession
+from engine.engine_replica import ReplicaState
 from engine.image_pool import ImagePool
 from engine.metrics import Metrics
 from engine.router import Router
@@ -285,6 +286,11 @@ class AsyncEngine:
     def alive(self) -> tuple[bool, ...]:
         """Which engines serve."""
         return tuple(self.router.alive)
+
+    @property
+    def replicas(self) -> tuple[tuple[ReplicaState, int], ...]:
+        """How each engine is, and how often it was started anew in a row."""
+        return tuple(self.router.replicas)
 
     @property
     def loads(self) -> tuple[LoadReport | None, ...]:

@@ -27,7 +27,7 @@ from core.load_report import EngineStats, LoadReport
 from core.messages import Aborted, EditRequest, Failed, Finished, ModelInfo, PartialImage, PrimeTemplate
 from core.routing import make_policy, outlook, work_seconds
 from engine.engine_client import RequestOutput, Waiter
-from engine.engine_replica import EngineReplica
+from engine.engine_replica import EngineReplica, ReplicaState
 from engine.metrics import Metrics
 
 logger = logging.getLogger("stencil.router")
@@ -153,6 +153,15 @@ class Router:
     def alive(self) -> list[bool]:
         """Which engines serve. One that tells its requests of its death does not, whatever its process still does."""
         return [replica.is_alive and bool(self._fleet.is_alive[replica.rank]) for replica in self._replicas]
+
+    @property
+    def replicas(self) -> list[tuple[ReplicaState, int]]:
+        """How each engine is, and how often it was started anew in a row."""
+        states = zip(self._replicas, self.alive, strict=True)
+        return [
+            ("restarting" if replica.is_alive and not alive else replica.state, replica.num_restarts)
+            for replica, alive in states
+        ]
 
     @property
     def drain_seconds(self) -> float:
