@@ -19,6 +19,8 @@ NUM_TEMPLATES = 8
 FIRST_FRESH_TEMPLATE = 1000
 SHAPES: tuple[MaskShape, ...] = ("small", "small", "wide", "disc", "two", "most", "all")
 CANVASES = ("128x128", "192x128", "160x208")
+HASTY_SECONDS = 0.05
+"""A timeout that most edits miss. Who is in such a hurry does not come back."""
 LOSSY: tuple[OutputFormat, ...] = ("jpeg",)
 
 
@@ -68,6 +70,10 @@ class Delivery:
         """Fields that change no pixel; webp is lossless."""
         fields: dict[str, Value] = {"priority": self.priority} if self.priority else {}
         return fields | ({"timeout": self.timeout} if self.timeout is not None else {})
+
+    @property
+    def is_hasty(self) -> bool:
+        return self.timeout is not None and self.timeout <= HASTY_SECONDS
 
 
 PLAIN = Delivery()

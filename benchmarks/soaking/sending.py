@@ -76,7 +76,8 @@ class Sender:
             raise RefusedError(200, str(error.code), error.message) from error
 
     async def _by_openai(self, edit: Edit, delivery: Delivery, template_id: str | None) -> dict[str, Any]:
-        images: Any = self._openai.images
+        client = self._openai.with_options(max_retries=0) if delivery.is_hasty else self._openai
+        images: Any = client.images
         if edit.template is None:
             return await images.generate(**_words(edit, delivery))  # type: ignore[no-any-return]
         call = images.edit(**_files(edit, delivery, template_id), **_words(edit, delivery, template_id))

@@ -9,7 +9,17 @@ from dataclasses import replace
 
 from benchmarks.soaking.bad_requests import BAD_REQUESTS, BadRequest
 from benchmarks.soaking.checking import References
-from benchmarks.soaking.edits import NUM_TEMPLATES, PLAIN, Delivery, Edit, OutputFormat, Way, catalogue, fresh
+from benchmarks.soaking.edits import (
+    HASTY_SECONDS,
+    NUM_TEMPLATES,
+    PLAIN,
+    Delivery,
+    Edit,
+    OutputFormat,
+    Way,
+    catalogue,
+    fresh,
+)
 from benchmarks.soaking.hang_ups import hang_up
 from benchmarks.soaking.ledger import Ledger
 from benchmarks.soaking.pictures import template_file
@@ -19,8 +29,8 @@ PAUSE_SECONDS = 0.6
 """Mean of a user's pauses."""
 JPEG_EVERY = 4
 """Every so many edits of the catalogue are also asked for as JPEG."""
-HASTY_SECONDS = 0.05
-"""A timeout that most edits miss."""
+LATE_CODES = ("deadline_exceeded", "server_is_overloaded")
+"""What an edit may be told whose timeout passes, or is predicted to."""
 WORKS = ("/health", "/metrics", "/v1/engine/stats", "/v1/models")
 
 
@@ -72,7 +82,7 @@ class Crowd:
         self.references.forget(edit)
 
     async def ask_hastily(self) -> None:
-        """With a timeout that leaves hardly any time: a picture or 504."""
+        """With a timeout that leaves hardly any time: a picture, 503 or 504."""
         number = self.random.randrange(len(catalogue()))
         await self.ask(catalogue()[number], replace(PLAIN, timeout=HASTY_SECONDS))
 
@@ -127,7 +137,7 @@ class Crowd:
     # ------------------------------------------------------------------------------------------------- details
 
     def _take_refusal(self, edit: Edit, delivery: Delivery, error: RefusedError) -> None:
-        if error.status == 504 and delivery.timeout is not None:
+        if delivery.timeout is not None and error.code in LATE_CODES:
             self.ledger.count("timeouts")
         elif error.code == "template_not_found":
             self.ledger.count("templates_gone")
