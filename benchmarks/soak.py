@@ -139,7 +139,8 @@ async def _inject(fault: Fault, site: Site, turn: int, record: Record) -> None:
         seconds = await inject(fault, site, turn)
         record.recoveries.append(seconds)
         outcome = f"well again after {seconds:.1f} s"
-    except TimeoutError:
+    except (TimeoutError, httpx.HTTPError) as error:
+        ledger.note("recovery", repr(error))
         outcome = "NOT WELL AGAIN"
         record.failures.append(f"{fault.name}: not well again")
     ledger.note("recovery", f"{fault.name}: {outcome}")
@@ -150,10 +151,18 @@ async def _sample(site: Site, record: Record) -> None:
     start = time.monotonic()
     while True:
         await asyncio.sleep(SAMPLE_SECONDS)
-        if await site.all_serve():
+        if await _seems_well(site):
             held = await asyncio.to_thread(holdings, site.tree)
             record.samples.add(time.monotonic() - start, held)
             site.crowd.ledger.note("held", "", mb={role: nbytes // 1_000_000 for role, nbytes in held.pss.items()})
+
+
+async def _seems_well(site: Site) -> bool:
+    """Whether all engines serve; False when it cannot be learnt, which is the faults' matter."""
+    try:
+        return await site.all_serve()
+    except httpx.HTTPError:
+        return False
 
 
 async def _until_all_serve(site: Site) -> None:

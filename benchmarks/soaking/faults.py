@@ -237,12 +237,11 @@ def _move_into_place(path: Path, away: Path, new: Path) -> None:
 
 @contextlib.asynccontextmanager
 async def _small_files(process: psutil.Process) -> AsyncIterator[None]:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        _, most = process.rlimit(psutil.RLIMIT_FSIZE)
-        process.rlimit(psutil.RLIMIT_FSIZE, (MAX_FILE_BYTES, most))
+    before = process.rlimit(psutil.RLIMIT_FSIZE)
+    process.rlimit(psutil.RLIMIT_FSIZE, (MAX_FILE_BYTES, before[1]))
     yield
     with contextlib.suppress(psutil.NoSuchProcess):
-        process.rlimit(psutil.RLIMIT_FSIZE, (most, most))
+        process.rlimit(psutil.RLIMIT_FSIZE, before)
 
 
 def _truncate(file: Path, pick: random.Random) -> None:
