@@ -1,4 +1,4 @@
-"""Disks that fail under a real server: edits go on with the same pictures, and the disk is used again when it can be."""
+"""Disks that fail under a real server: edits go on, with the same pictures, and a disk is used again once it can be."""
 
 from __future__ import annotations
 
