@@ -9,7 +9,7 @@ TYPED := core engine model_executor entrypoints benchmarks tools
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint types format wheel train-embedded bench-throughput bench-startup bench-responsiveness bench-images bench-edit bench-prime bench-load-or-prime bench-step bench-vae bench-cache bench-quality bench-cost-model bench-block-plan simulate bench-router-decision bench-router soak calibrate clean
+.PHONY: help serve test lint types format wheel train-embedded bench-throughput bench-startup bench-responsiveness bench-images bench-edit bench-prime bench-load-or-prime bench-step bench-vae bench-cache bench-quality bench-cost-model bench-block-plan simulate bench-router-decision bench-router bench-overload soak calibrate clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 24
@@ -77,6 +77,9 @@ bench-block-plan: $(DEV)  ## A step whose pages come from a slow tier: naive, pi
 
 bench-router: $(DEV)  ## Router policies on real engines: mean and P95 latency of one and the same load
 	$(BIN)/python -m benchmarks.router_policies $(ARGS)
+
+bench-overload: $(DEV)  ## Goodput under a latency objective: at the knee, and at twice its rate
+	$(BIN)/python -m benchmarks.overload $(ARGS)
 
 bench-cost-model: $(DEV)  ## How well the cost model predicts held-out batches
 	$(BIN)/python -m benchmarks.cost_model $(ARGS)

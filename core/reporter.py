@@ -53,6 +53,7 @@ class Reporter:
         self._counters = Counters()
         self._recent_steps: list[StepSample] = []
         self._batches_since_costs = COSTS_EVERY
+        self._begun: list[str] = []  # edits, since the last report
 
     def cost_key(self, model: ModelKey, stage: str) -> CostKey:
         return CostKey(model, stage, self._models[model.model].device, 1)
@@ -62,6 +63,10 @@ class Reporter:
     def note_received(self) -> None:
         """An edit or a template was taken in."""
         self._num_received += 1
+
+    def note_begun(self, request_ids: Iterable[str]) -> None:
+        """These edits run from now on."""
+        self._begun += request_ids
 
     def note_batch(self, key: CostKey, work: Work, seconds: float, *, is_ok: bool) -> None:
         """A batch is done. The cost model learns from it, unless part of it failed."""
@@ -107,6 +112,7 @@ class Reporter:
             drain_seconds=priming + _drain_seconds(loads, base, self._config.max_num_seqs),
             residency=self._pages.cache.take_residency(),
             costs=self._take_costs(),
+            begun=self._take_begun(),
         )
 
     def stats(self, requests: Sequence[Request]) -> EngineStats:
@@ -126,6 +132,10 @@ class Reporter:
             recent_steps=recent,
             cache=self._pages.cache.stats(),
         )
+
+    def _take_begun(self) -> tuple[str, ...]:
+        begun, self._begun = tuple(self._begun), []
+        return begun
 
     def _take_costs(self) -> EngineCosts | None:
         """The cost model, if it has learnt something since it was told last."""
@@ -154,7 +164,9 @@ class Reporter:
     def _make_request_load(self, request: Request) -> RequestLoad:
         steps = request.progress.steps_left
         step_seconds = self._step_seconds_left(request) / steps if steps else 0.0
-        return RequestLoad(steps, step_seconds, sum(seconds for _, seconds in self._other_seconds(request)))
+        other_seconds = sum(seconds for _, seconds in self._other_seconds(request))
+        is_running = request.status is Status.RUNNING
+        return RequestLoad(steps, step_seconds, other_seconds, request.edit.sampling.priority, is_running)
 
     def _step_seconds_left(self, request: Request) -> float:
         """What its steps left add to the steps of its batch."""

@@ -214,6 +214,7 @@ class StepScheduler:
             self._deadlines.joining(requests, now),
         )
         chosen.run(requests)
+        self._reporter.note_begun(chosen.begun)
         self._free += [TensorKey(job_id, "", "") for job_id in self.pages.take_freed()]
         orders = self.pages.cache.take_orders()
         has_work = bool(chosen.batches or chosen.transfers or orders.copies or orders.forget or orders.delete)

@@ -52,6 +52,7 @@ class SchedulingPass:
     works: dict[int, Work] = field(default_factory=dict)  # batch id -> its size
     jobs: dict[int, tuple[PrimingJob, Chunk | None]] = field(default_factory=dict)  # batch id -> what it primes
     transfers: list[Transfer] = field(default_factory=list)
+    begun: list[str] = field(default_factory=list)  # ids of requests that waited until now
     _candidates: list[tuple[Request, list[Node]]] = field(default_factory=list)  # most urgent first, with ready nodes
     _stage_ms: dict[int, float] = field(default_factory=dict)  # rank -> predicted milliseconds of stage work chosen
 
@@ -131,6 +132,7 @@ class SchedulingPass:
             self._add(node, [request])
         if request.status is Status.WAITING:
             request.move_to(Status.RUNNING)
+            self.begun.append(request.id)
 
     def _predict_alone(self, request: Request, node: Node) -> float:
         return self.predict(request.edit.model, node, Work.of_pairs([node_work(request, node)]))

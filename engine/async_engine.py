@@ -56,6 +56,7 @@ class AsyncEngine:
         self.templates = TemplateStore(config.template_bytes)
         self.captures = Captures(self)
         self.door = Door(self)
+        self._highest_class = 0  # of all requests so far, that of the default at least
         self._sessions: set[EditSession | TemplateSession] = set()  # begun and not yet cleaned up
         self.is_closing = False  # refuses new edits
         self._actor: asyncio.Task[None] | None = None
@@ -190,9 +191,36 @@ class AsyncEngine:
         """Whether the queue has n places, all or none."""
         if self.router.error is not None:
             raise EngineDeadError(str(self.router.error))
-        if self.num_admitted + session.num_images > self.config.max_queue:
+        self._highest_class = min(self._highest_class, session.priority)
+        num_missing = self.num_admitted + session.num_images - self.config.max_queue
+        if num_missing > 0 and not self._make_room(num_missing, session.priority):
             self.metrics.observe_rejected("queue_full")
             raise OverloadedError("The queue is full.", retry_after=self.retry_after())
+
+    def _make_room(self, num_images: int, priority: int) -> bool:
+        """Have waiting edits of lower classes leave the queue, the lowest and latest first; none, if that is not
+        enough.
+        """
+        leaving, num_places = [], 0
+        for session in sorted(self._lower_than(priority), key=lambda session: (-session.priority, -session.arrival)):
+            if num_places < num_images:
+                leaving.append(session)
+                num_places += session.num_images
+        if num_places < num_images:
+            return False
+        for session in leaving:
+            session.displace()
+        return True
+
+    def _lower_than(self, priority: int) -> Iterator[EditSession]:
+        for session in self._sessions:
+            if isinstance(session, EditSession) and session.priority > priority and session.can_be_displaced:
+                yield session
+
+    @property
+    def num_displaceable(self) -> int:
+        """Images in the queue that would make room for a request of the highest class that has come so far."""
+        return sum(session.num_images for session in self._lower_than(self._highest_class))
 
     def _choose_model(self, name: str) -> ModelInfo:
         if self.is_closing:
@@ -307,7 +335,7 @@ class AsyncEngine:
         """Images that take a place in the queue: from admission until their caller has left and their memory is
         free.
         """
-        return sum(session.num_images for session in self._sessions)
+        return sum(session.num_images for session in self._sessions if not session.is_displaced)
 
     @property
     def num_requests_running(self) -> int:

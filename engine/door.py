@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.admission import Margin, Outlook, RefusedFor, Terms, Verdict, judge
@@ -148,11 +149,4 @@ class Passage:
 
 def _guess(shape: EditShape, image_tokens: int, active_tokens: int) -> EditShape:
     is_exact = shape.full_steps == shape.num_steps
-    return EditShape(
-        shape.model,
-        shape.num_steps,
-        shape.full_steps,
-        image_tokens if is_exact else active_tokens,
-        image_tokens,
-        shape.text_tokens,
-    )
+    return replace(shape, image_tokens=image_tokens, active_tokens=image_tokens if is_exact else active_tokens)

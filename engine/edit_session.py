@@ -83,6 +83,8 @@ class EditSession:
 
     def __init__(self, engine: AsyncEngine, request_id: str, edit: EditInput, model: ModelInfo) -> None:
         self.num_images = edit.sampling.n
+        self.priority = edit.sampling.priority
+        self.is_displaced = False  # its places in the queue are another's
         self._engine = engine
         self._id = request_id
         self._edit = edit
@@ -150,6 +152,10 @@ class EditSession:
     # ---------------------------------------------------------------------------------- to the engine
 
     @property
+    def arrival(self) -> float:
+        return self._timing.arrival
+
+    @property
     def is_submitted(self) -> bool:
         return bool(self._pictures)
 
@@ -157,6 +163,8 @@ class EditSession:
         """Hand one request per image to the engine. Raises OverloadedError, DeadlineExceededError where they would come
         too late.
         """
+        if self.is_displaced:
+            raise self._displaced()
         pictures = [self._make_picture(index) for index in range(self.num_images)]
         self._passage.look_at_edit(EditShape.of_edit(pictures[0].request, self._model))
         for picture in pictures:
@@ -170,13 +178,30 @@ class EditSession:
         sampling, text_tokens = self._sampling, self._sampling.max_sequence_length or self._model.max_text_tokens
         is_exact = not sampling.mask_aware or self._model.page_scheme is None
         full_steps = sampling.num_denoising_steps if is_exact else 0
-        return EditShape(self._model.name, sampling.num_denoising_steps, full_steps, 1, 1, text_tokens)
+        steps, priority = sampling.num_denoising_steps, sampling.priority
+        return EditShape(self._model.name, steps, full_steps, 1, 1, text_tokens, priority=priority)
 
     @property
     def _worker_objective(self) -> float | None:
         """When a worker is to be done with it, so that its file is made in time."""
         objective = self._passage.objective
         return None if objective is None else objective - self._engine.door.compose_seconds
+
+    @property
+    def can_be_displaced(self) -> bool:
+        """Whether no worker has begun any of it."""
+        has_begun = self._engine.router.has_begun
+        return not self.is_displaced and not any(has_begun(request_id) for request_id in self._pictures)
+
+    def displace(self) -> None:
+        """Leave the queue to a request of a higher class; the caller is told as soon as possible."""
+        self.is_displaced = True
+        self._engine.router.abort(tuple(self._pictures))
+
+    def _displaced(self) -> OverloadedError:
+        self._note_dropped("displaced")
+        message = "The queue is full, and a request of a higher class has taken this one's place."
+        return OverloadedError(message, retry_after=self._engine.retry_after())
 
     def _make_picture(self, index: int) -> Picture:
         assert self._sampling.seed is not None
@@ -282,6 +307,8 @@ class EditSession:
                 if output.failure.detail:
                     logger.error("%s: %s\n%s", output.request_id, output.failure.message, output.failure.detail)
                 raise output.failure.to_error()
+            case Aborted() if self.is_displaced:
+                raise self._displaced()
             case Aborted():
                 raise OverloadedError("The server shut down before the request finished.", retry_after=1.0)
             case TemplatePrimed():

@@ -49,6 +49,7 @@ class Placement:
     engine: int | None = None
     sent: float = 0.0
     predicted_seconds: float | None = None
+    has_begun: bool = False  # a worker of that engine's has been given it
     num_deaths: int = 0  # of engines that had begun it
     is_aborted: bool = False  # nobody wants it any more
     partials_told: set[int] = field(default_factory=set)  # indices of partial images
@@ -178,6 +179,11 @@ class Router:
         num_homeless = sum(placement.engine is None for placement in self._placements.values())
         return num_homeless + sum(load.num_waiting for load in self.loads if load is not None)
 
+    def has_begun(self, request_id: str) -> bool:
+        """Whether a worker has been given a request, or it has ended."""
+        placement = self._placements.get(request_id)
+        return placement is None or placement.has_begun
+
     def outlook(self, shape: EditShape) -> Outlook | None:
         """What is predicted of an edit if it is submitted now; None while nobody knows, or no engine is alive."""
         if not self._fleet.num_alive:
@@ -235,7 +241,7 @@ class Router:
             except EngineDeadError as error:  # it died a moment ago
                 self.on_down(choice.engine, error)
                 continue
-            placement.engine, placement.sent = choice.engine, now
+            placement.engine, placement.sent, placement.has_begun = choice.engine, now, False
             placement.predicted_seconds = choice.predicted_seconds
             self._fleet.sent(choice.engine, shape, now)
             self._metrics.observe_routed(choice.engine)
@@ -303,6 +309,9 @@ class Router:
         self.loads[rank] = load
         self.stats[rank] = stats or self.stats[rank]
         self._fleet.observe(rank, load, time.monotonic())
+        for request_id in load.begun:
+            if request_id in self._placements:
+                self._placements[request_id].has_begun = True
         self._metrics.observe_load(rank, load, stats)
 
     def on_down(self, rank: int, error: StencilError) -> None:

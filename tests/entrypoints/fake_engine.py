@@ -70,6 +70,7 @@ class FakeEngine:
         self.replicas: tuple[tuple[str, int], ...] = (("serving", 0), ("serving", 0))
         self.num_requests_running = 2
         self.num_requests_waiting = 1
+        self.num_displaceable = 0
 
     @property
     def last(self) -> EditInput:
