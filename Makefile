@@ -9,7 +9,7 @@ TYPED := core engine model_executor entrypoints benchmarks tools
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint types format wheel train-embedded bench-throughput bench-startup bench-responsiveness bench-images bench-edit bench-prime bench-load-or-prime bench-step bench-vae bench-cache bench-quality bench-cost-model bench-block-plan simulate bench-router-decision bench-router bench-overload soak calibrate clean
+.PHONY: help serve test fuzz lint types format wheel train-embedded bench-throughput bench-startup bench-responsiveness bench-images bench-edit bench-prime bench-load-or-prime bench-step bench-vae bench-cache bench-quality bench-cost-model bench-block-plan simulate bench-router-decision bench-router bench-overload soak calibrate clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 24
@@ -19,6 +19,9 @@ serve: $(RUNTIME)  ## Start the server on 127.0.0.1:8000; flags by ARGS="--port 
 
 test: $(DEV)  ## Run the tests; pytest options by ARGS="-k scheduler"
 	$(BIN)/python -m pytest -q $(ARGS)
+
+fuzz: $(DEV)  ## Send a real server thousands of bad requests; how many by FUZZ_REQUESTS=20000
+	FUZZ_REQUESTS=$${FUZZ_REQUESTS:-6000} $(BIN)/python -m pytest -q -s tests/e2e/test_fuzz.py $(ARGS)
 
 lint: $(DEV)  ## Check style and formatting, the Dockerfile's too
 	$(BIN)/ruff check .
