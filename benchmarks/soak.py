@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from typing import get_args
 
 import httpx
 import psutil
@@ -27,9 +28,9 @@ from benchmarks.server import STOP_SECONDS, Server, start_server
 from benchmarks.soaking.checking import References
 from benchmarks.soaking.faults import FAULTS, NUM_ENGINES, Fault, Site, inject
 from benchmarks.soaking.ledger import Ledger
-from benchmarks.soaking.memory import Samples
+from benchmarks.soaking.memory import Sample, Samples
 from benchmarks.soaking.sending import Sender
-from benchmarks.soaking.tree import Tree, holdings, processes_of, shared_memory_files
+from benchmarks.soaking.tree import Role, Tree, holdings, processes_of, shared_memory_files
 from benchmarks.soaking.users import Crowd
 
 FLAGS = (
@@ -151,10 +152,11 @@ async def _sample(site: Site, record: Record) -> None:
     start = time.monotonic()
     while True:
         await asyncio.sleep(SAMPLE_SECONDS)
-        if await _seems_well(site):
-            held = await asyncio.to_thread(holdings, site.tree)
-            record.samples.add(time.monotonic() - start, held)
-            site.crowd.ledger.note("held", "", mb={role: nbytes // 1_000_000 for role, nbytes in held.pss.items()})
+        is_whole = await _seems_well(site)
+        held = await asyncio.to_thread(holdings, site.tree)
+        record.samples.add(Sample(time.monotonic() - start, held, is_whole))
+        megabytes = {role: nbytes // 1_000_000 for role, nbytes in held.pss.items()}
+        site.crowd.ledger.note("held", "whole" if is_whole else "in part", mb=megabytes)
 
 
 async def _seems_well(site: Site) -> bool:
@@ -213,7 +215,7 @@ def _report(args: argparse.Namespace, ledger: Ledger, record: Record) -> bool:
     """Print everything; whether all bars are held."""
     counts, samples = ledger.counts, record.samples
     slope = samples.memory_slope()
-    slopes = {role: samples.memory_slope(role) for role in ("server", "images", "engine", "worker")}
+    slopes = {role: samples.memory_slope(role) for role in get_args(Role)}
     recoveries = record.recoveries or [float("nan")]
     cache = " ".join(f"{counts[f'cache_{kind}']} {kind}" for kind in ("hit", "miss", "off"))
     rows = [
