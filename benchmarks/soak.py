@@ -39,6 +39,7 @@ FLAGS = (
 )
 """Room for a few templates on each tier, so that pages are primed, evicted, written and loaded all the time."""
 FAULT_SECONDS = 30.0
+CALM_SECONDS = 15.0
 SAMPLE_SECONDS = 10.0
 WARM_UP_SHARE, WARM_UP_SECONDS = 0.3, 300.0
 """Memory counts after this share of the time, but not later than this."""
@@ -119,17 +120,21 @@ def _begin_traffic(group: asyncio.TaskGroup, crowd: Crowd) -> None:
 
 
 async def _inject_faults(args: argparse.Namespace, site: Site, record: Record) -> None:
-    """One every FAULT_SECONDS, or as soon as the one before is over; the last one has that time to be over, too."""
+    """One every FAULT_SECONDS, later where the one before takes long; the last one has that time to be over, too.
+
+    A request that is in three deaths is given up, as it should be: so requests get a calm while to leave in.
+    """
     faults = [fault for fault in FAULTS if not args.faults or fault.name in args.faults]
-    start = time.monotonic()
+    due = time.monotonic()
+    end = due + args.minutes * 60
     for number in count():
-        due = start + (number + 1) * FAULT_SECONDS
-        if due - start > args.minutes * 60 - FAULT_SECONDS:
+        due = max(due + FAULT_SECONDS, time.monotonic() + CALM_SECONDS)
+        if due > end - FAULT_SECONDS:
             break
         await asyncio.sleep(due - time.monotonic())
         fault = faults[number % len(faults)]
         await _inject(fault, site, number // len(faults), record)
-    await asyncio.sleep(start + args.minutes * 60 - time.monotonic())
+    await asyncio.sleep(end - time.monotonic())
 
 
 async def _inject(fault: Fault, site: Site, turn: int, record: Record) -> None:
