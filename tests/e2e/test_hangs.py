@@ -44,7 +44,7 @@ async def until_restarted(engine: AsyncEngine, times: int) -> None:
 
 async def test_an_engine_that_is_stopped_is_killed_with_its_workers(tiny_checkpoint: Path) -> None:
     """Also a worker that cannot leave by itself."""
-    async with start(tiny_checkpoint, 2, hang_seconds=3.0) as engine:
+    async with start(tiny_checkpoint, 2, hang_seconds=5.0) as engine:
         expected = await run_each(engine, BRIEF)
         tasks = await begin(engine, BRIEF)
         gone = processes("engine")[0], processes("worker")[0]
@@ -62,9 +62,9 @@ async def test_an_engine_that_is_stopped_is_killed_with_its_workers(tiny_checkpo
 
 
 async def test_one_that_is_stopped_while_idle_is_noticed_before_anybody_needs_it(tiny_checkpoint: Path) -> None:
-    async with start(tiny_checkpoint, hang_seconds=2.0) as engine:
+    async with start(tiny_checkpoint, hang_seconds=5.0) as engine:
         expected = await run(engine, "before", make_input())
-        await asyncio.sleep(2 * 2.0)
+        await asyncio.sleep(2 * 5.0)
         assert engine.is_ready, "idle is not hung"
         processes("engine")[0].suspend()
         await until(lambda: not engine.is_ready)
