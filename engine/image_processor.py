@@ -8,7 +8,6 @@ out, since another can do its job again.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import resource
 import signal
@@ -21,6 +20,7 @@ import numpy as np
 from core.errors import InvalidRequestError
 from core.failure import Failure
 from core.handles import ArrayRef
+from core.ipc.heap import return_freed_memory
 from core.ipc.ring import Channel, PeerClosedError
 from core.ipc.shared_array import Arena, carve
 from core.messages import (
@@ -34,8 +34,6 @@ from core.messages import (
 )
 from engine import image_ops
 from engine.image_codec import Bytes
-
-M_MMAP_THRESHOLD = -3  # malloc.h
 
 NICENESS = 5
 """Above the server's own. On 2 cores with 6 other busy processes, a step beside two jobs took 3.2 times its time alone
@@ -61,7 +59,7 @@ def main(config: bytes, fds: list[int]) -> None:
     """Entry point of the process: answer jobs until the pool closes the channel or is gone."""
     # A supervisor signals the whole group: while the server drains, its last images are still to be encoded.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _return_freed_memory()
+    return_freed_memory()
     settings = msgspec.msgpack.decode(config, type=ImageProcessorConfig)
     _give_way(settings.memory_bytes)
     arena = Arena.attach(settings.arena_id, fds[0])
@@ -80,15 +78,6 @@ def _give_way(memory_bytes: int) -> None:
 def _data_bytes() -> int:
     """Private writable memory that is mapped now."""
     return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
-
-
-def _return_freed_memory() -> None:
-    """Have blocks of 1 MiB and more mapped, so that freeing gives them back. glibc would raise that limit to the
-    largest block freed, up to 32 MiB, and then keep decoded pixels: 93 MB of them were seen in a processor with
-    nothing to do.
-    """
-    with contextlib.suppress(AttributeError):  # other C libraries have no such call, nor such a habit
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1024 * 1024)
 
 
 def serve(arena: Arena, channel: Channel, cpu_seconds: float) -> None:

@@ -13,6 +13,8 @@ from entrypoints.openai.errors import INVALID_REQUEST, ErrorReply
 
 MAX_HEAD_BYTES = 64 * 1024
 """Of a request line and its headers together, and of trailers; what is read from the socket at once comes on top."""
+MAX_HEADERS = 256
+"""Of a request: thousands of tiny ones are small as bytes and megabytes as objects."""
 HEAD_SECONDS = 30.0
 """From the first byte of a request, or from a connection's begin, to the end of the headers."""
 REST_SECONDS = 30.0
@@ -28,6 +30,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._is_in_head = True  # the next thing to come is, or goes on with, a request's head
         self._head_bytes = 0  # received since the last progress: a whole head, a piece of a body
         self._patience: asyncio.TimerHandle | None = None
+        self._is_refused = False  # the connection closes, and what else it brings is not looked at
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -43,20 +46,29 @@ class GuardedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self._head_bytes > MAX_HEAD_BYTES:
-            self._refuse(431, "request_head_too_large", f"The request's head is larger than {MAX_HEAD_BYTES} bytes.")
+            self._refuse_head()
         elif self._is_in_head and self._patience is None and self._is_answered:
             self._wait(HEAD_SECONDS)  # a second request on this connection
 
     def on_headers_complete(self) -> None:
+        if self._is_refused:
+            return
+        if len(self.headers) > MAX_HEADERS:
+            self._refuse_head()
+            return
         super().on_headers_complete()
         self._is_in_head, self._head_bytes = False, 0
         self._end_wait()
 
     def on_body(self, body: bytes) -> None:
+        if self._is_refused:
+            return
         self._head_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._is_refused:
+            return
         self._is_in_head, self._head_bytes = True, 0
         self._end_wait()
         super().on_message_complete()
@@ -74,8 +86,13 @@ class GuardedProtocol(HttpToolsProtocol):
     def _is_answered(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
 
+    def _refuse_head(self) -> None:
+        message = f"The request's head is larger than {MAX_HEAD_BYTES} bytes or has more than {MAX_HEADERS} headers."
+        self._refuse(431, "request_head_too_large", message)
+
     def _refuse(self, status: int, code: str, message: str) -> None:
         """Answer, where that is still possible, and close."""
+        self._is_refused = True
         if self.cycle is None or not self.cycle.response_started or self._is_answered:
             body = bytes(ErrorReply(status, INVALID_REQUEST, code, message).response().body)
             head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)

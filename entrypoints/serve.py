@@ -28,6 +28,7 @@ from fastapi import FastAPI
 
 from core.errors import ConfigError, StencilError
 from core.ipc import logs
+from core.ipc.heap import return_freed_memory
 from engine.async_engine import AsyncEngine
 from engine.tracing import Tracer, create_tracer
 from entrypoints.http_protocol import GuardedProtocol
@@ -45,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The exit status: 0 after a signal, 1 for a failure told in one line on stderr, 2 for a bad flag."""
     options = parse_options(argv)
     _configure_logging(options)
+    return_freed_memory()
     try:
         check_model(options.model.model)
         with (

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -17,6 +15,7 @@ import transformers.utils.logging
 from core.cache_folder import user_cache_folder
 from core.config import ModelConfig
 from core.handles import ModelKey
+from core.ipc.heap import keep_freed_memory
 from core.messages import ModelInfo, WorkerReady
 from model_executor.loader import Checkpoint
 from model_executor.models.base import Family, PrimeRow, Row
@@ -29,9 +28,6 @@ logger = logging.getLogger("stencil.worker")
 
 WARM_UP_SIDE = 256
 """Largest side in pixels of the picture that is edited before a worker reports ready."""
-
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""glibc's names and numbers, from malloc.h."""
 
 KEPT_BYTES = 256 * 1024**2
 """Freed memory that a worker holds on to; the VAE needs about 40 MB for 256x256 pixels."""
@@ -102,7 +98,7 @@ class ResidentModels:
     def warm_up(self) -> None:
         """Edit one small picture with every model, so that the first request does not pay for first calls, nor for
         memory that was never touched."""
-        keep_freed_memory()
+        keep_freed_memory(KEPT_BYTES)
         for name, family in self.families.items():
             info = family.info(name)
             side = min(info.native_size, WARM_UP_SIDE) // info.token_size * info.token_size
@@ -152,18 +148,6 @@ def edit_masked_once(family: Family, side: int, text_tokens: int) -> None:
     active = torch.zeros(1, dtype=torch.int64, device=clean.device)
     family.predict([Row(**common, active=active, pages=Pages(layout, len(clean), entry, None, 0.0))])
     family.decode_region(clean, active, side, side)
-
-
-def keep_freed_memory() -> None:
-    """Have blocks below 32 MiB, glibc's limit, come from the heap, and the heap keep what is freed.
-
-    By default glibc returns an operator's output to the system as soon as it is freed, and the next operator pays for
-    it page by page: 7000 page faults and a third of the time to encode 256x256 pixels.
-    """
-    with contextlib.suppress(AttributeError):  # other C libraries have no such call
-        libc = ctypes.CDLL(None)
-        libc.mallopt(M_MMAP_THRESHOLD, 32 * 1024**2)
-        libc.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
 def set_threads(num_threads: int) -> None:

@@ -12,7 +12,7 @@ from fake_engine import FakeEngine
 from real_server import running, until
 
 from entrypoints import http_protocol
-from entrypoints.http_protocol import MAX_HEAD_BYTES
+from entrypoints.http_protocol import MAX_HEAD_BYTES, MAX_HEADERS
 from entrypoints.openai import submission
 
 ENDLESS_HEADS = {
@@ -94,6 +94,15 @@ async def test_the_refusal_of_a_large_head_has_the_envelope() -> None:
     async with running(FakeEngine()) as (_, address):
         answer = await talk(address, b"GET /health HTTP/1.1\r\nx: ", b"a" * MAX_HEAD_BYTES, b"a")
     assert answer.startswith(b"HTTP/1.1 431 ")
+    assert error_code(answer) == "request_head_too_large"
+
+
+async def test_many_small_headers_are_refused_even_when_they_come_at_once() -> None:
+    head = b"POST /v1/images/edits HTTP/1.1\r\nhost: a\r\ncontent-length: 3\r\n" + b"x: a\r\n" * MAX_HEADERS
+    async with running(FakeEngine()) as (_, address):
+        answer = await talk(address, head + b"\r\nabc" + GOOD)
+    assert answer.startswith(b"HTTP/1.1 431 ")
+    assert answer.count(b"HTTP/1.1") == 1
     assert error_code(answer) == "request_head_too_large"
 
 

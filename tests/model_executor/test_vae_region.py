@@ -109,7 +109,8 @@ import resource
 import torch
 from core.config import EMBEDDED_MODEL, ModelConfig
 from core.handles import ModelKey
-from model_executor.resident import ResidentModels, keep_freed_memory
+from core.ipc.heap import keep_freed_memory
+from model_executor.resident import KEPT_BYTES, ResidentModels
 
 torch.set_num_threads(1)
 models = ResidentModels.open([ModelConfig(model=EMBEDDED_MODEL, served_model_name="m", dtype="float32")])
@@ -122,7 +123,7 @@ def decode():
 
 with torch.inference_mode():
     before = [decode() for _ in range(3)]
-    keep_freed_memory()
+    keep_freed_memory(KEPT_BYTES)
     after = [decode() for _ in range(4)]
 print(min(before), min(after))
 """
