@@ -216,9 +216,8 @@ class StepScheduler:
         """Take in what came of one batch. An unknown batch raises KeyError: results are never guessed at."""
         flight = self._flights.pop(result.batch_id)
         self._settle(result.batch_id, result.rank)
-        is_ok = not any(item.failure for item in result.items)
         key = self.cost_key(flight.batch.model, flight.batch.stage)
-        self._reporter.note_batch(key, flight.work, result.seconds, is_ok=is_ok)
+        self._reporter.note_batch(key, flight.work, result)
         if flight.job is not None:
             self._apply_job(*flight.job, result)
             return
