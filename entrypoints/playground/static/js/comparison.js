@@ -4,12 +4,13 @@ import { duration } from "./format.js";
 
 const AMPLIFY = 8;
 
-/** An element that shows both. Each is {view, stencil, ms}. */
-export function comparison(aware, exact) {
+/** An element that shows both, {view, stencil, ms} each. primedMs: what the edit took when it had to prime, or null. */
+export function comparison({ aware, exact, primedMs }) {
   const { canvas, mean, most } = difference(aware.view, exact.view);
   const ratio = exact.ms / aware.ms;
   const faster = ratio >= 1 ? `${ratio.toFixed(1)}× faster` : `${(1 / ratio).toFixed(1)}× slower`;
-  const summary = `Mask-aware ${duration(aware.ms)}, exact ${duration(exact.ms)}: ${faster}${aware.stencil.primed ? ", priming included" : ""}.`;
+  const before = primedMs === null ? "" : ` It took ${duration(primedMs)} while this picture was new and had to be primed.`;
+  const summary = `Mask-aware ${duration(aware.ms)}, exact ${duration(exact.ms)}: ${faster}.${before}`;
   return el(
     "div",
     { class: "comparison" },

@@ -1,32 +1,26 @@
 // The mask as it is sent, and the tokens it touches, away from the page's own thread: twelve megapixels take a while.
+import { bilevelPng } from "./png.js";
 import { activeTokens } from "./tokens.js";
 
 const HALF = 128; // as the server binarises
 
 /**
- * In: {id, bitmap: the mask at working size, opaque = edit; size: the picture's own; grid: null, or {size, tokenSize,
- * margin}}. Out: {id, blob: PNG of that size, white = edit; tokens: null, or see activeTokens}.
+ * In: {id, bitmap: the mask at working size, opaque = edit; size: the picture's own; grid: {size, tokenSize, margin}}.
+ * Out: {id, blob: PNG of that size, white = edit; tokens: see activeTokens}.
  */
 self.onmessage = async ({ data: { id, bitmap, size, grid } }) => {
-  const canvas = new OffscreenCanvas(size.width, size.height);
-  const context = canvas.getContext("2d", { willReadFrequently: true });
-  context.drawImage(bitmap, 0, 0, size.width, size.height);
-  bitmap.close();
-  const pixels = context.getImageData(0, 0, size.width, size.height);
-  const mask = binarise(pixels.data);
-  context.putImageData(pixels, 0, 0);
-  const tokens = grid && activeTokens(mask, size, grid.size, grid.tokenSize, grid.margin);
-  self.postMessage({ id, blob: await canvas.convertToBlob({ type: "image/png" }), tokens });
+  const mask = selected(bitmap, size);
+  const tokens = activeTokens(mask, size, grid.size, grid.tokenSize, grid.margin);
+  self.postMessage({ id, blob: await bilevelPng(mask, size), tokens });
 };
 
-/** Makes `data` (RGBA) black and white in place; returns one byte per pixel, 1 = edit. */
-function binarise(data) {
-  const mask = new Uint8Array(data.length / 4);
-  for (let index = 0; index < mask.length; index += 1) {
-    const at = index * 4;
-    mask[index] = data[at + 3] >= HALF ? 1 : 0;
-    data[at] = data[at + 1] = data[at + 2] = mask[index] * 255;
-    data[at + 3] = 255;
-  }
+/** One byte per pixel of a picture of `size`, 1 = edit. */
+function selected(bitmap, { width, height }) {
+  const context = new OffscreenCanvas(width, height).getContext("2d", { willReadFrequently: true });
+  context.drawImage(bitmap, 0, 0, width, height);
+  bitmap.close();
+  const { data } = context.getImageData(0, 0, width, height);
+  const mask = new Uint8Array(width * height);
+  for (let index = 0; index < mask.length; index += 1) mask[index] = data[index * 4 + 3] >= HALF ? 1 : 0;
   return mask;
 }

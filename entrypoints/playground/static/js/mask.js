@@ -62,7 +62,7 @@ export class Mask extends EventTarget {
   /** Put the brush down. size: its diameter. */
   begin(point, size, erase) {
     this.#stroke = { erase, size, last: point, box: boxAround([point], size / 2) };
-    this.#line(point, point);
+    this.#dot(point);
   }
 
   /** Move the brush that is down. */
@@ -141,6 +141,14 @@ export class Mask extends EventTarget {
     context.fillStyle = context.strokeStyle = this.#colour;
     context.lineCap = context.lineJoin = "round";
     return context;
+  }
+
+  /** A line without a length would not be drawn. */
+  #dot({ x, y }) {
+    const context = this.#pen(this.#stroke.erase);
+    context.beginPath();
+    context.arc(x, y, this.#stroke.size / 2, 0, 2 * Math.PI);
+    context.fill();
   }
 
   #line(from, to) {

@@ -20,7 +20,7 @@ import { activeTokens, countActive, generationSize } from "./tokens.js";
 import { toast } from "./toast.js";
 import { Tools } from "./tools.js";
 
-const MASK_COLOUR = "#d4145a";
+const MASK_COLOUR = "#ff2d78";
 
 const stage = new Stage();
 const mask = new Mask(byId("mask"), MASK_COLOUR);
@@ -124,7 +124,7 @@ function onMaskChange() {
   byId("undo").disabled = !mask.canUndo;
   byId("redo").disabled = !mask.canRedo;
   byId("coverage").textContent = coverage();
-  byId("run").setAttribute("aria-disabled", String(!running && (mask.isEmpty || !model)));
+  byId("run").classList.toggle("waits", !running && (mask.isEmpty || !model)); // a click says for what
 }
 
 /** What the mask will cost, reckoned from the view; the answer of the edit says it exactly. */
@@ -204,7 +204,7 @@ function begin() {
   byId("sheet").dataset.pictures = "0";
   stage.mode = "run";
   byId("run").textContent = "Stop";
-  byId("run").setAttribute("aria-disabled", "false");
+  byId("run").classList.remove("waits");
   byId("progress").textContent = "Editing…";
 }
 
@@ -217,18 +217,20 @@ function finish(entry) {
 }
 
 function keep(of, settings, answer) {
-  const entry = { ...answer, picture: of.picture, saved: of.saved, settings: { ...settings, seed: answer.seed, n: 1 }, exactEntry: null };
+  const entry = { ...answer, picture: of.picture, saved: of.saved, settings: { ...settings, seed: answer.seed, n: 1 }, compared: null };
   history.add(entry);
   return entry;
 }
 
-/** The same edit with every token computed, beside it. */
+/** The same edit with every token computed, beside it. One that had to prime is repeated first: warm against exact. */
 async function runExact(entry) {
   if (running) return;
-  const settings = { ...entry.settings, exact: true };
+  mask.restore(entry.saved); // what is drawn may have changed since
   try {
-    mask.restore(entry.saved); // what is drawn may have changed since
-    entry.exactEntry = await runOnce(settings);
+    const isWarm = entry.stencil.cache !== "miss";
+    const aware = isWarm ? entry : await runOnce(entry.settings);
+    const exact = aware && (await runOnce({ ...entry.settings, exact: true }));
+    if (exact) entry.compared = { aware, exact, primedMs: isWarm ? null : entry.ms };
   } catch (error) {
     report(error);
   }
@@ -260,7 +262,7 @@ function showResult(entry) {
   stage.hideTokens();
   stage.mode = "result";
   byId("result").append(el("h2", {}, "What it cost"), costStrip(entry.stencil, entry.ms, entry.firstMs), actions(entry));
-  if (entry.exactEntry) byId("result").append(comparison(entry, entry.exactEntry));
+  if (entry.compared) byId("result").append(comparison(entry.compared));
 }
 
 function actions(entry) {
