@@ -3,8 +3,8 @@
 # Exit status 3: it cannot be had here.
 set -u
 
-if ! command -v node > /dev/null || [ "$(node -p 'parseInt(process.versions.node)')" -lt 20 ]; then
-  echo "browser tests: Node.js 20 or newer is needed" >&2
+if ! node -e 'const [a, b] = process.versions.node.split("."); process.exit(a > 20 || (a == 20 && b >= 19) ? 0 : 1)' 2> /dev/null; then
+  echo "browser tests: Node.js 20.19 or newer is needed" >&2
   exit 3
 fi
 for name in "${CHROMIUM:-chromium}" chromium-browser google-chrome google-chrome-stable; do

@@ -4,20 +4,17 @@ import { after, before, test } from "node:test";
 
 import { edit, openPlayground, selectedShare } from "./actions.js";
 import { launch, withPage } from "./browser.js";
-import { startServer } from "./server.js";
+import { OPEN_URL } from "./server.js";
 
 const PHONE = { viewport: { width: 360, height: 740 }, hasTouch: true, isMobile: true, deviceScaleFactor: 2 };
 
-let server, browser;
+let browser;
 
 before(async () => {
-  [server, browser] = await Promise.all([startServer(), launch()]);
+  browser = await launch();
 });
 
-after(async () => {
-  await browser?.close();
-  await server?.stop();
-});
+after(() => browser?.close());
 
 /** fingers: per moment, the places of all fingers that are down, as shares of the picture. */
 async function touch(page, moments) {
@@ -34,7 +31,7 @@ const overflow = (page) => page.evaluate(() => document.documentElement.scrollWi
 
 test("it fits, and a finger draws", () =>
   withPage(browser, PHONE, async (page) => {
-    await openPlayground(page, server.url);
+    await openPlayground(page, OPEN_URL);
     assert.equal(await overflow(page), 0, "nothing sticks out at 360 px");
     await page.locator("#sheet").scrollIntoViewIfNeeded();
     await touch(page, [[[0.4, 0.4]], [[0.5, 0.45]], [[0.6, 0.5]]]);
@@ -52,7 +49,7 @@ test("it fits, and a finger draws", () =>
 
 test("two fingers zoom and draw nothing", () =>
   withPage(browser, PHONE, async (page) => {
-    await openPlayground(page, server.url);
+    await openPlayground(page, OPEN_URL);
     await page.locator("#sheet").scrollIntoViewIfNeeded();
     const before = (await page.locator("#sheet").boundingBox()).width;
     await touch(page, [[[0.45, 0.5]], [[0.45, 0.5], [0.55, 0.5]], [[0.35, 0.5], [0.65, 0.5]], [[0.25, 0.5], [0.75, 0.5]]]);
@@ -62,7 +59,7 @@ test("two fingers zoom and draw nothing", () =>
 
 test("the status page fits", () =>
   withPage(browser, PHONE, async (page) => {
-    await page.goto(`${server.url}status`);
+    await page.goto(`${OPEN_URL}status`);
     await page.waitForSelector(".timeline");
     assert.equal(await overflow(page), 0);
   }));

@@ -1,10 +1,10 @@
-// pictures.py, called.
+// picture_facts.py, called.
 import { execFileSync } from "node:child_process";
 import { fileURLToPath } from "node:url";
 
 import { PYTHON, ROOT } from "./server.js";
 
-const SCRIPT = fileURLToPath(new URL("pictures.py", import.meta.url));
+const SCRIPT = fileURLToPath(new URL("picture_facts.py", import.meta.url));
 
 export function pictures(command, args = [], input = "") {
   const environment = { ...process.env, PYTHONPATH: ROOT };

@@ -9,22 +9,20 @@ import { after, before, test } from "node:test";
 import { chooseTool, copied, download, drag, edit, lastForm, openPlayground, selectedShare } from "./actions.js";
 import { launch, withPage } from "./browser.js";
 import { pictures } from "./pictures.js";
-import { PYTHON, ROOT, startServer } from "./server.js";
+import { OPEN_URL, PYTHON, ROOT } from "./server.js";
 
 const PERSON = join(ROOT, "entrypoints/playground/static/examples/person.png");
 const SHIRT = [0.4, 0.4, 0.6, 0.6];
-const MAX_PIXELS = 13_000_000;
 
-let server, browser, folder;
+let browser, folder;
 
 before(async () => {
   folder = mkdtempSync(join(tmpdir(), "playground-"));
-  [server, browser] = await Promise.all([startServer("--max-pixels", String(MAX_PIXELS)), launch()]);
+  browser = await launch();
 });
 
 after(async () => {
   await browser?.close();
-  await server?.stop();
   rmSync(folder, { recursive: true });
 });
 
@@ -41,7 +39,7 @@ const toast = (page) => page.locator(".toast.error p").last().textContent({ time
 
 test("a drawn mask is edited, and nothing outside it changes by a bit", () =>
   desktop(async (page) => {
-    await openPlayground(page, server.url);
+    await openPlayground(page, OPEN_URL);
     await drag(page, [0.42, 0.38], [0.66, 0.4], [0.45, 0.5], [0.66, 0.6]);
     assert.match(await page.textContent("#coverage"), /about \d+ of 256 tokens/);
     await edit(page, "a red striped shirt");
@@ -58,7 +56,7 @@ test("a drawn mask is edited, and nothing outside it changes by a bit", () =>
 
 test("partial images come in place while the edit runs", () =>
   desktop(async (page) => {
-    await openPlayground(page, server.url);
+    await openPlayground(page, OPEN_URL);
     await page.click("#parts button");
     await page.waitForFunction(() => document.querySelector("#coverage").textContent.includes("tokens"));
     await page.evaluate(() => {
@@ -75,7 +73,7 @@ test("partial images come in place while the edit runs", () =>
 
 test("the cost strip tells what the answer says, and the overlay shows as many tokens", () =>
   desktop(async (page) => {
-    await openPlayground(page, server.url);
+    await openPlayground(page, OPEN_URL);
     const tokensOf = async () => Number(/(\d+) of 256 tokens/.exec(await page.textContent("#result .facts"))[1]);
     for (const [index, end] of [[0.52, 0.45], [0.9, 0.9]].entries()) {
       if (index) await page.click("#back-to-mask");
@@ -96,7 +94,7 @@ test("the cost strip tells what the answer says, and the overlay shows as many t
 
 test("run exact shows both, with times and what differs", () =>
   desktop(async (page) => {
-    await openPlayground(page, server.url);
+    await openPlayground(page, OPEN_URL);
     await page.locator("#parts button").nth(1).click();
     await page.waitForFunction(() => document.querySelector("#coverage").textContent.includes("tokens"));
     await edit(page, "brown trousers");
@@ -114,7 +112,7 @@ test("run exact shows both, with times and what differs", () =>
 
 test("the copied Python and curl make the same file", () =>
   withClipboard(async (page) => {
-    await openPlayground(page, server.url);
+    await openPlayground(page, OPEN_URL);
     await drag(page, [0.42, 0.4], [0.6, 0.55]);
     await page.click("text=Advanced");
     await page.fill("#steps", "6");
@@ -131,7 +129,7 @@ test("the copied Python and curl make the same file", () =>
 
 test("several images, each with its own seed", () =>
   desktop(async (page) => {
-    await openPlayground(page, server.url);
+    await openPlayground(page, OPEN_URL);
     await drag(page, [0.42, 0.4], [0.6, 0.55]);
     await page.click("text=Advanced");
     await page.fill("#images", "2");
@@ -148,7 +146,7 @@ test("several images, each with its own seed", () =>
 
 test("a result becomes the picture that is edited next", () =>
   desktop(async (page) => {
-    await openPlayground(page, server.url);
+    await openPlayground(page, OPEN_URL);
     await drag(page, [0.42, 0.4], [0.6, 0.55]);
     await edit(page, "a purple shirt");
     const first = await download(page, "#download", join(folder, "first.png"));
@@ -161,7 +159,7 @@ test("a result becomes the picture that is edited next", () =>
 
 test("tools, undo and redo", () =>
   desktop(async (page) => {
-    await openPlayground(page, server.url);
+    await openPlayground(page, OPEN_URL);
     await drag(page, [0.45, 0.5], [0.55, 0.5]);
     const brushed = await selectedShare(page);
     assert.ok(brushed > 0.01 && brushed < 0.1, `brush: ${brushed}`);
@@ -191,7 +189,7 @@ test("tools, undo and redo", () =>
 
 test("all of it by keyboard", () =>
   desktop(async (page) => {
-    await openPlayground(page, server.url);
+    await openPlayground(page, OPEN_URL);
     await page.focus("#area");
     await page.keyboard.press("r");
     for (const key of ["Space", ...Array(4).fill("Shift+ArrowRight"), ...Array(4).fill("Shift+ArrowDown"), "Space"]) await page.keyboard.press(key);
@@ -219,7 +217,7 @@ test("all of it by keyboard", () =>
 
 test("zoom keeps the picture under the pen", () =>
   desktop(async (page) => {
-    await openPlayground(page, server.url);
+    await openPlayground(page, OPEN_URL);
     for (let click = 0; click < 3; click += 1) await page.click("#zoom-in");
     const sheet = await page.locator("#sheet").boundingBox();
     const viewport = await page.locator("#viewport").boundingBox();
@@ -236,7 +234,7 @@ test("zoom keeps the picture under the pen", () =>
 
 test("a file that is no picture is refused in words", () =>
   desktop(async (page) => {
-    await openPlayground(page, server.url);
+    await openPlayground(page, OPEN_URL);
     await page.setInputFiles("#upload", { name: "notes.png", mimeType: "image/png", buffer: Buffer.from("not a picture") });
     assert.match(await toast(page), /“notes\.png” is not a PNG, WebP or JPEG file/);
     const torn = readFileSync(PERSON).subarray(0, 3000);
@@ -253,7 +251,7 @@ test("a file that is no picture is refused in words", () =>
 
 test("what the server refuses is told in its words", () =>
   desktop(async (page) => {
-    await openPlayground(page, server.url);
+    await openPlayground(page, OPEN_URL);
     const path = join(folder, "large.png");
     pictures("flat", [path, "4000", "4000"]);
     await page.setInputFiles("#upload", path);
@@ -267,7 +265,7 @@ test("what the server refuses is told in its words", () =>
 
 test("fields are checked before anything is sent", () =>
   desktop(async (page) => {
-    await openPlayground(page, server.url);
+    await openPlayground(page, OPEN_URL);
     page.on("request", (request) => assert.equal(request.method(), "GET"));
     await page.click("#run");
     assert.match(await page.textContent(".toast p"), /Paint over/);
@@ -287,7 +285,7 @@ test("fields are checked before anything is sent", () =>
 
 test("an edit can be stopped", () =>
   desktop(async (page) => {
-    await openPlayground(page, server.url);
+    await openPlayground(page, OPEN_URL);
     await drag(page, [0.42, 0.4], [0.6, 0.55]);
     await page.click("text=Advanced");
     await page.fill("#steps", "200");
@@ -304,7 +302,7 @@ test("an edit can be stopped", () =>
 
 test("pictures can be dropped and pasted", () =>
   desktop(async (page) => {
-    await openPlayground(page, server.url);
+    await openPlayground(page, OPEN_URL);
     const bytes = [...readFileSync(PERSON)];
     for (const kind of ["drop", "paste"]) {
       await page.evaluate(
@@ -324,7 +322,7 @@ test("pictures can be dropped and pasted", () =>
 
 test("a photo of twelve megapixels is masked, edited and given back at its size", () =>
   desktop(async (page) => {
-    await openPlayground(page, server.url);
+    await openPlayground(page, OPEN_URL);
     const path = join(folder, "photo.jpg");
     pictures("photo", [path]);
     await page.setInputFiles("#upload", path);

@@ -7,6 +7,11 @@ import { fileURLToPath } from "node:url";
 export const ROOT = fileURLToPath(new URL("../../", import.meta.url));
 export const PYTHON = process.env.PYTHON ?? `${ROOT}.venv/bin/python`;
 
+export const KEY = "sk-browser-test";
+
+/** What run.js has started: servers without and with an API key. */
+export const [OPEN_URL, GUARDED_URL] = [process.env.OPEN_URL, process.env.GUARDED_URL];
+
 /** Started and ready: {url, stop()}. stop() fails unless it leaves with status 0. */
 export async function startServer(...flags) {
   const environment = { ...process.env, PYTHONUNBUFFERED: "1", PYTHONPATH: ROOT };

@@ -6,22 +6,18 @@ import { after, before, test } from "node:test";
 
 import { drag, edit, untilReady } from "./actions.js";
 import { launch, withPage } from "./browser.js";
-import { startServer } from "./server.js";
+import { GUARDED_URL, KEY } from "./server.js";
 
-const KEY = "sk-browser-test";
 const REFUSED = [/status of 401/];
 const AXE = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
 
-let server, browser;
+let browser;
 
 before(async () => {
-  [server, browser] = await Promise.all([startServer("--api-key", KEY), launch()]);
+  browser = await launch();
 });
 
-after(async () => {
-  await browser?.close();
-  await server?.stop();
-});
+after(() => browser?.close());
 
 async function giveKey(page, key = KEY) {
   await page.waitForSelector("#key-dialog[open]");
@@ -30,9 +26,17 @@ async function giveKey(page, key = KEY) {
 }
 
 async function openWithKey(page) {
-  await page.goto(server.url);
+  await page.goto(GUARDED_URL);
   await giveKey(page);
   await untilReady(page);
+}
+
+/** In the page: what it shows of a step of three images, null while there is none. */
+function sharedSteps() {
+  const titles = [...document.querySelectorAll(".timeline .step title")].map((title) => title.textContent.split("\n"));
+  const together = titles.find(([first]) => first.startsWith("3 images"));
+  const links = document.querySelectorAll(".timeline .link").length;
+  return together ? { together, links, summary: document.querySelector("#steps-summary").textContent } : null;
 }
 
 /** What axe-core finds, in words. */
@@ -44,7 +48,7 @@ async function violations(page) {
 
 test("the key is asked for, sent, and kept nowhere but in memory", () =>
   withPage(browser, {}, async (page, context) => {
-    await page.goto(server.url);
+    await page.goto(GUARDED_URL);
     await giveKey(page, "wrong");
     await page.waitForSelector("#key-again:not([hidden])");
     assert.equal(await page.inputValue("#key-field"), "");
@@ -61,7 +65,7 @@ test("the key is asked for, sent, and kept nowhere but in memory", () =>
 
 test("who declines is told what is missing", () =>
   withPage(browser, {}, async (page) => {
-    await page.goto(server.url);
+    await page.goto(GUARDED_URL);
     await page.waitForSelector("#key-dialog[open]");
     await page.keyboard.press("Escape");
     await page.waitForFunction(() => document.querySelector("#model").textContent === "an API key is needed");
@@ -75,17 +79,16 @@ test("images that share a step share it on the timeline", () =>
     await page.fill("#images", "3");
     await page.fill("#steps", "30");
     const status = await context.newPage();
-    await status.goto(`${server.url}status`);
+    await status.goto(`${GUARDED_URL}status`);
     await giveKey(status);
     await status.waitForSelector(".timeline");
-    await edit(page, "a teal shirt");
-    await status.waitForSelector(".timeline .link");
-    const blocks = await status.locator(".timeline .step title").evaluateAll((titles) => titles.map((title) => title.textContent.split("\n")));
-    const together = blocks.filter(([first]) => first.startsWith("3 images"));
-    assert.ok(together.length > 0);
-    assert.equal(new Set(together[0].slice(1)).size, 3);
-    assert.match(together[0][1], /^req_[0-9a-f]+-\d$/);
-    assert.match(await status.textContent("#steps-summary"), /\d+ steps, [\d.]+ images in each on average, 3 at most/);
+    const edited = edit(page, "a teal shirt");
+    const { together, links, summary } = await (await status.waitForFunction(sharedSteps)).jsonValue();
+    assert.equal(new Set(together.slice(1)).size, 3, String(together));
+    assert.match(together[1], /^req_[0-9a-f]+-\d$/);
+    assert.ok(links > 0);
+    assert.match(summary, /\d+ steps, [\d.]+ images in each on average, 3 at most/);
+    await edited;
     assert.match(await status.textContent("#cache"), /Hit ratio\d+ %/);
     assert.match(await status.textContent("#tiers"), /host.*entries/);
     assert.match(await status.textContent("#engines"), /serves/);
@@ -94,7 +97,7 @@ test("images that share a step share it on the timeline", () =>
 for (const colorScheme of ["light", "dark"]) {
   test(`axe-core finds nothing (${colorScheme})`, () =>
     withPage(browser, { colorScheme }, async (page) => {
-      await page.goto(server.url);
+      await page.goto(GUARDED_URL);
       await page.waitForSelector("#key-dialog[open]");
       assert.deepEqual(await violations(page), [], "key dialog");
       await giveKey(page);
@@ -112,7 +115,7 @@ for (const colorScheme of ["light", "dark"]) {
       await page.click("#run-exact");
       await page.waitForSelector(".comparison");
       assert.deepEqual(await violations(page), [], "result");
-      await page.goto(`${server.url}status`);
+      await page.goto(`${GUARDED_URL}status`);
       await giveKey(page);
       await page.waitForSelector(".timeline");
       assert.deepEqual(await violations(page), [], "status");

@@ -1,4 +1,4 @@
-"""Stage `gallery`: the playground's example templates, with a mask for each of their garments and prompts that fit it."""
+"""Stage `gallery`: the playground's example templates, with a mask for each garment and prompts that fit it."""
 
 import json
 import random

@@ -74,11 +74,17 @@ async function picture(text) {
 const SLICE = 1 << 20; // characters, a multiple of four
 
 /** A base64 text as a Blob; large ones are decoded slice by slice, so that the page stays responsive. */
-export async function fromBase64(text, type) {
+async function fromBase64(text, type) {
   const parts = [];
   for (let start = 0; start < text.length; start += SLICE) {
     if (start) await new Promise((resolve) => setTimeout(resolve));
-    parts.push(Uint8Array.from(atob(text.slice(start, start + SLICE)), (letter) => letter.charCodeAt(0)));
+    parts.push(bytesOf(atob(text.slice(start, start + SLICE))));
   }
   return new Blob(parts, { type });
+}
+
+function bytesOf(binary) {
+  const bytes = new Uint8Array(binary.length);
+  for (let index = 0; index < bytes.length; index += 1) bytes[index] = binary.charCodeAt(index);
+  return bytes;
 }
