@@ -10,6 +10,7 @@ export class Mask extends EventTarget {
   #context;
   #colour;
   #alpha = new Uint8Array(0); // opacity of every pixel after the last finished change
+  #count = 0; // of them, selected
   #past = []; // changes that undo takes back: {box, before, after}
   #future = [];
   #stroke = null; // {erase, size, last, box} while one runs
@@ -29,13 +30,20 @@ export class Mask extends EventTarget {
     return { width: this.#canvas.width, height: this.#canvas.height };
   }
 
-  /** One byte per pixel, row by row, 1 = selected. */
+  /** One byte per pixel, row by row, not 0 = selected. */
   get selected() {
-    return this.#alpha.map((alpha) => (alpha >= HALF ? 1 : 0));
+    const selected = new Uint8Array(this.#alpha.length);
+    for (let index = 0; index < selected.length; index += 1) selected[index] = this.#alpha[index] & HALF;
+    return selected;
+  }
+
+  /** How much of the picture is selected, 0..1. */
+  get share() {
+    return this.#count / this.#alpha.length;
   }
 
   get isEmpty() {
-    return !this.#alpha.some((alpha) => alpha >= HALF);
+    return this.#count === 0;
   }
 
   get canUndo() {
@@ -51,6 +59,7 @@ export class Mask extends EventTarget {
     this.#canvas.width = width;
     this.#canvas.height = height;
     this.#alpha = new Uint8Array(width * height);
+    this.#count = 0;
     this.#past = [];
     this.#future = [];
     this.#stroke = null;
@@ -165,7 +174,8 @@ export class Mask extends EventTarget {
     const clipped = clip(box, this.size);
     if (!clipped) return;
     const { data } = this.#context.getImageData(clipped.left, clipped.top, clipped.width, clipped.height);
-    const after = new Uint8Array(clipped.width * clipped.height).map((_, index) => data[index * 4 + 3]);
+    const after = new Uint8Array(clipped.width * clipped.height);
+    for (let index = 0; index < after.length; index += 1) after[index] = data[index * 4 + 3];
     this.#change(clipped, after);
   }
 
@@ -202,7 +212,9 @@ export class Mask extends EventTarget {
     return alpha;
   }
 
-  #paste({ left, top, width, height }, alpha) {
+  #paste(box, alpha) {
+    this.#count += countSelected(alpha) - countSelected(this.#crop(box));
+    const { left, top, width, height } = box;
     for (let row = 0; row < height; row += 1) {
       this.#alpha.set(alpha.subarray(row * width, (row + 1) * width), (top + row) * this.#canvas.width + left);
     }
@@ -214,15 +226,16 @@ export class Mask extends EventTarget {
     if (!clipped) return;
     const pixels = new ImageData(clipped.width, clipped.height);
     const colour = this.#rgb();
-    this.#crop(clipped).forEach((alpha, index) => {
-      pixels.data.set(colour, index * 4);
-      pixels.data[index * 4 + 3] = alpha;
-    });
+    const alpha = this.#crop(clipped);
+    const words = new Uint32Array(pixels.data.buffer);
+    for (let index = 0; index < alpha.length; index += 1) words[index] = colour | (alpha[index] << 24);
     this.#context.putImageData(pixels, clipped.left, clipped.top);
   }
 
+  /** The colour as a pixel's lower three bytes: red is the lowest. */
   #rgb() {
-    return [1, 3, 5].map((at) => parseInt(this.#colour.slice(at, at + 2), 16));
+    const [red, green, blue] = [1, 3, 5].map((at) => parseInt(this.#colour.slice(at, at + 2), 16));
+    return red | (green << 8) | (blue << 16);
   }
 
   #tell() {
@@ -252,6 +265,12 @@ function clip(box, size) {
   const right = Math.min(size.width, Math.ceil(box.left + box.width) + 1);
   const bottom = Math.min(size.height, Math.ceil(box.top + box.height) + 1);
   return right > left && bottom > top ? { left, top, width: right - left, height: bottom - top } : null;
+}
+
+function countSelected(alpha) {
+  let count = 0;
+  for (let index = 0; index < alpha.length; index += 1) count += alpha[index] >> 7; // the bit of HALF
+  return count;
 }
 
 function bytesOf(changes) {

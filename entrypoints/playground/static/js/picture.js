@@ -1,6 +1,6 @@
 // A picture that is edited: the file as it came, which is what is sent, and a view of bounded size, which is shown.
 
-const VIEW_PIXELS = 1_500_000; // more than a screen shows, little enough to draw at once
+const VIEW_PIXELS = 1_000_000; // more than a screen shows, little enough to draw at once
 const SIGNATURES = {
   "image/png": [0x89, 0x50, 0x4e, 0x47],
   "image/jpeg": [0xff, 0xd8, 0xff],

@@ -131,12 +131,11 @@ function onMaskChange() {
 function coverage() {
   if (!picture) return "";
   if (mask.isEmpty) return "Paint over what should change.";
-  const selected = mask.selected;
-  const area = percent(selected.reduce((sum, one) => sum + one, 0) / selected.length);
+  const area = percent(mask.share);
   if (!model?.page_scheme) return `The mask covers ${area} of the picture.`;
   const margin = byId("margin").value === "" ? null : Number(byId("margin").value);
   const { size, tokenSize, margin: grown } = gridOf(picture, model, { margin, exact: false });
-  const tokens = activeTokens(selected, mask.size, size, tokenSize, grown);
+  const tokens = activeTokens(mask.selected, mask.size, size, tokenSize, grown);
   return `The mask covers ${area} of the picture: about ${countActive(tokens)} of ${tokens.active.length} tokens to compute.`;
 }
 
