@@ -173,8 +173,8 @@ function ready() {
   return readSettings();
 }
 
-/** Edit what is open, show what comes, and keep the results. Returns the last one's entry. */
-async function runOnce(settings) {
+/** Edit what is open, and show what comes. isKept: it goes into the history. Returns the last image's entry. */
+async function runOnce(settings, isKept = true) {
   const of = { picture, saved: mask.save() };
   const abort = (running = new AbortController());
   let [entry, firstMs] = [null, null];
@@ -186,7 +186,10 @@ async function runOnce(settings) {
       if (abort.signal.aborted) return null;
       stage.showAfter(view);
       byId("sheet").dataset.pictures = Number(byId("sheet").dataset.pictures) + 1;
-      if (!answer.partial) entry = keep(of, settings, { ...answer, view, firstMs: firstMs === answer.ms ? null : firstMs });
+      if (!answer.partial) {
+        entry = entryOf(of, settings, { ...answer, view, firstMs: firstMs === answer.ms ? null : firstMs });
+        if (isKept) history.add(entry);
+      }
     }
   } finally {
     running = null;
@@ -202,6 +205,7 @@ function begin() {
   stage.showAfter(picture.view);
   byId("sheet").dataset.pictures = "0";
   stage.mode = "run";
+  byId("viewport").scrollIntoView({ block: "nearest" });
   byId("run").textContent = "Stop";
   byId("run").classList.remove("waits");
   byId("progress").textContent = "Editing…";
@@ -215,21 +219,19 @@ function finish(entry) {
   onMaskChange();
 }
 
-function keep(of, settings, answer) {
-  const entry = { ...answer, picture: of.picture, saved: of.saved, settings: { ...settings, seed: answer.seed, n: 1 }, compared: null };
-  history.add(entry);
-  return entry;
+function entryOf(of, settings, answer) {
+  return { ...answer, picture: of.picture, saved: of.saved, settings: { ...settings, seed: answer.seed, n: 1 }, compared: null };
 }
 
-/** The same edit with every token computed, beside it. One that had to prime is repeated first: warm against exact. */
+/** The same edit with every token computed, beside it. Both are timed alike: warm, and without partial images. */
 async function runExact(entry) {
   if (running) return;
   mask.restore(entry.saved); // what is drawn may have changed since
   try {
-    const isWarm = entry.stencil.cache !== "miss";
-    const aware = isWarm ? entry : await runOnce(entry.settings);
-    const exact = aware && (await runOnce({ ...entry.settings, exact: true }));
-    if (exact) entry.compared = { aware, exact, primedMs: isWarm ? null : entry.ms };
+    const settings = { ...entry.settings, partials: false };
+    const aware = await runOnce(settings, false);
+    const exact = aware && (await runOnce({ ...settings, exact: true }));
+    if (exact) entry.compared = { aware, exact };
   } catch (error) {
     report(error);
   }

@@ -11,12 +11,12 @@ export class BadField extends Error {
   }
 }
 
-/** {prompt, seed, n, steps, margin, exact}: see run.js. A random seed is drawn here, so that it can be repeated. */
+/** {prompt, seed, n, steps, margin, exact, partials}: see run.js. A random seed is drawn here, so that it can be repeated. */
 export function readSettings() {
   const prompt = byId("prompt").value.trim();
   if (!prompt) throw new BadField(byId("prompt"), "Say what should be there: the prompt is empty.");
   const n = wholeNumber("images", "Images") ?? 1;
-  return { prompt, seed: readSeed(n), n, steps: wholeNumber("steps", "Steps"), margin: wholeNumber("margin", "Margin"), exact: false };
+  return { prompt, seed: readSeed(n), n, steps: wholeNumber("steps", "Steps"), margin: wholeNumber("margin", "Margin"), exact: false, partials: true };
 }
 
 /** What the server does with the fields that are left empty. */
