@@ -68,8 +68,10 @@ class FakeEngine:
         self.stats: tuple[EngineStats | None, ...] = (None, None)
         self.recent_steps: tuple[tuple[StepSample, ...], ...] = ((), ())
         self.alive = (True, True)
+        self.replicas: tuple[tuple[str, int], ...] = (("serving", 0), ("serving", 0))
         self.num_requests_running = 2
         self.num_requests_waiting = 1
+        self.num_displaceable = 0
 
     @property
     def last(self) -> EditInput:
