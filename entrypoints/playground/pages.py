@@ -72,7 +72,7 @@ def playground_router() -> APIRouter:
     methods = ["GET", "HEAD"]
 
     async def page(request: Request) -> Response:
-        return _answer(request, files[PAGES[request.url.path]])
+        return _answer(request, files[PAGES[request.scope["path"]]])  # request.url believes the host header
 
     async def file(request: Request, path: str) -> Response:
         if path not in files or path in PAGES.values():

@@ -63,12 +63,16 @@ test("the key is asked for, sent, and kept nowhere but in memory", () =>
     await page.waitForSelector("#key-dialog[open]");
   }, REFUSED));
 
-test("who declines is told what is missing", () =>
+test("who declines is told what is missing, and asked again on the next try", () =>
   withPage(browser, {}, async (page) => {
     await page.goto(GUARDED_URL);
     await page.waitForSelector("#key-dialog[open]");
     await page.keyboard.press("Escape");
     await page.waitForFunction(() => document.querySelector("#model").textContent === "an API key is needed");
+    await page.waitForSelector("#parts button");
+    await page.click("#run");
+    await giveKey(page);
+    await untilReady(page);
   }, REFUSED));
 
 test("images that share a step share it on the timeline", () =>

@@ -80,6 +80,12 @@ async def test_nothing_else_is_served(pages: httpx.AsyncClient, path: str) -> No
     assert_refused(await pages.get(PREFIX + path), 404, "unknown_url", None)
 
 
+@pytest.mark.parametrize("host", ["a/b", "a?b", "a#b", "[", ""])
+async def test_a_strange_host_changes_nothing(pages: httpx.AsyncClient, host: str) -> None:
+    for url in PAGES:
+        assert (await pages.get(url, headers={"host": host})).status_code == 200
+
+
 async def test_pages_are_read_only(pages: httpx.AsyncClient) -> None:
     assert_refused(await pages.post("/"), 405, "method_not_allowed", None)
 

@@ -9,7 +9,7 @@ export function comparison({ aware, exact }) {
   const { canvas, mean, most } = difference(aware.view, exact.view);
   const ratio = exact.ms / aware.ms;
   const faster = ratio >= 1 ? `${ratio.toFixed(1)}× faster` : `${(1 / ratio).toFixed(1)}× slower`;
-  const summary = `Mask-aware, warm ${duration(aware.ms)}, exact ${duration(exact.ms)}: ${faster}. Both without partial images.`;
+  const summary = `Mask-aware (warm) ${duration(aware.ms)}, exact ${duration(exact.ms)}: ${faster}. Both without partial images.`;
   return el(
     "div",
     { class: "comparison" },

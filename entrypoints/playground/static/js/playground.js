@@ -30,6 +30,7 @@ const history = new History(byId("history-box"), byId("history"), (entry) => sho
 let model = null; // null until the server told
 let examples = [];
 let picture = null; // what is edited
+let connecting = null; // the promise of `connect`, while it waits
 let opening = 0; // number of the last picture asked for: an earlier one that comes later is dropped
 let running = null; // AbortController while an edit runs
 let shown = null; // the history entry on the stage, null while the mask is drawn
@@ -154,6 +155,7 @@ async function run() {
     return;
   }
   try {
+    if (!model) await connect(); // they declined to give a key, or it still loads
     const settings = ready();
     if (settings) await runOnce(settings);
   } catch (error) {
@@ -163,7 +165,7 @@ async function run() {
 
 /** The settings, or null where something is missing, which is told. */
 function ready() {
-  if (!model || !picture) return null;
+  if (!picture) return null;
   if (mask.isEmpty) {
     backToMask();
     stage.area.focus();
@@ -400,13 +402,23 @@ async function start() {
   onMaskChange();
   examples = await readExamples();
   showGallery(byId("gallery"), examples, openExample);
-  const opened = openExample(examples[0]);
+  await Promise.all([openExample(examples[0]), connect()]);
+}
+
+/** Wait until the server tells what it serves. */
+function connect() {
+  connecting ??= meetModel().finally(() => {
+    connecting = null;
+  });
+  return connecting;
+}
+
+async function meetModel() {
   model = await waitForModel((text) => {
     byId("model").textContent = text;
   });
   byId("model").textContent = `${model.id}, ${model.device}`;
   showDefaults(model);
-  await opened;
   tellSize();
   onMaskChange();
 }
