@@ -5,11 +5,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
+BROWSER := tests/browser/node_modules/.installed
 TYPED := core engine model_executor entrypoints benchmarks tools
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test fuzz lint types format wheel train-embedded bench-throughput bench-startup bench-responsiveness bench-images bench-edit bench-prime bench-load-or-prime bench-step bench-vae bench-cache bench-quality bench-cost-model bench-block-plan simulate simulate-overload bench-router-decision bench-router bench-overload soak calibrate clean
+.PHONY: help serve test test-browser fuzz lint types format wheel train-embedded bench-throughput bench-startup bench-responsiveness bench-images bench-edit bench-prime bench-load-or-prime bench-step bench-vae bench-cache bench-quality bench-cost-model bench-block-plan simulate simulate-overload bench-router-decision bench-router bench-overload bench-playground soak calibrate clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 24
@@ -19,6 +20,9 @@ serve: $(RUNTIME)  ## Start the server on 127.0.0.1:8000; flags by ARGS="--port 
 
 test: $(DEV)  ## Run the tests; pytest options by ARGS="-k scheduler"
 	$(BIN)/python -m pytest -q $(ARGS)
+
+test-browser: $(DEV) $(BROWSER)  ## Run the playground's tests in Chromium, which is installed where it may be
+	npm --prefix tests/browser test
 
 fuzz: $(DEV)  ## Send a real server thousands of bad requests; how many by FUZZ_REQUESTS=20000
 	FUZZ_REQUESTS=$${FUZZ_REQUESTS:-6000} $(BIN)/python -m pytest -q -s tests/e2e/test_fuzz.py $(ARGS)
@@ -96,6 +100,9 @@ simulate-overload: $(DEV)  ## Goodput of a simulated server by load and latency 
 bench-router-decision: $(DEV)  ## Time of a routing decision, and what router and schedulers cost
 	$(BIN)/python -m benchmarks.router_decision $(ARGS)
 
+bench-playground: $(RUNTIME) $(BROWSER)  ## A person's first edit in the playground, and drawing on a 12-megapixel photo
+	npm --prefix tests/browser run measure
+
 soak: $(DEV)  ## 20 minutes of mixed traffic with a fault every 30 s: requests, lost, wrong, restarts, memory slope
 	$(BIN)/python -m benchmarks.soak $(ARGS)
 
@@ -103,7 +110,7 @@ calibrate: $(RUNTIME)  ## Choose keyframes, page dtype, margin and full_steps on
 	$(BIN)/python -m entrypoints.calibrate $(ARGS)
 
 clean:  ## Remove .venv and all build products
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) tests/browser/node_modules build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # Stamps: nothing is installed again until pyproject.toml changes.
 $(RUNTIME): pyproject.toml | $(BIN)/python
@@ -112,6 +119,11 @@ $(RUNTIME): pyproject.toml | $(BIN)/python
 
 $(DEV): $(RUNTIME)
 	$(BIN)/python -m pip install --disable-pip-version-check --editable ".[dev]"
+	@touch $@
+
+$(BROWSER): tests/browser/package-lock.json
+	tests/browser/install.sh
+	npm --prefix tests/browser ci --no-audit --no-fund
 	@touch $@
 
 # A half-made .venv (Debian without python3-venv) must not be taken for a whole one by the next run.

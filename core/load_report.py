@@ -106,7 +106,8 @@ class CacheStats(msgspec.Struct, frozen=True, kw_only=True):
 class StepSample(msgspec.Struct, frozen=True, array_like=True):
     """One denoising step: images and computed tokens in its batch, worker seconds, and what the cost model predicted.
 
-    bound_seconds: the part of the prediction that grows with the tokens, which no batching saves.
+    bound_seconds: the part of the prediction that grows with the tokens, which no batching saves. started: monotonic
+    seconds, the same clock in all processes of a host. request_ids: whose images, one each.
     """
 
     num_requests: int
@@ -114,6 +115,8 @@ class StepSample(msgspec.Struct, frozen=True, array_like=True):
     seconds: float
     predicted_seconds: float
     bound_seconds: float
+    started: float = 0.0
+    request_ids: tuple[str, ...] = ()
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

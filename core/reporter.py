@@ -9,7 +9,7 @@ from core.config import SchedulerConfig
 from core.cost_model import CostKey, CostModel, Work, extra_seconds, token_seconds
 from core.handles import ModelKey
 from core.load_report import CopyLine, CostLine, EngineCosts, EngineStats, LoadReport, RequestLoad, StepSample
-from core.messages import ModelInfo, PageCopied
+from core.messages import BatchResult, ModelInfo, PageCopied
 from core.request import Request, Status
 from core.stage_work import node_work
 from core.stages import Node, Workflow
@@ -68,14 +68,14 @@ class Reporter:
         """These edits run from now on."""
         self._begun += request_ids
 
-    def note_batch(self, key: CostKey, work: Work, seconds: float, *, is_ok: bool) -> None:
+    def note_batch(self, key: CostKey, work: Work, result: BatchResult, *, is_ok: bool) -> None:
         """A batch is done. The cost model learns from it, unless part of it failed."""
-        self._counters.busy_seconds += seconds
+        self._counters.busy_seconds += result.seconds
         self._batches_since_costs += 1
         if key.stage == "denoise":
-            self._note_step(key, work, seconds)
+            self._note_step(key, work, result)
         if is_ok:
-            self._cost.observe(key, work, seconds)
+            self._cost.observe(key, work, result.seconds)
 
     def note_copy(self, done: PageCopied) -> None:
         """An entry's pages were copied. The first copy from a tier is told of at once: until then loads look free."""
@@ -83,14 +83,24 @@ class Reporter:
             self._batches_since_costs = COSTS_EVERY
         self._cost.observe_copy(done.source, done.target, done.nbytes, done.seconds)
 
-    def _note_step(self, key: CostKey, work: Work, seconds: float) -> None:
+    def _note_step(self, key: CostKey, work: Work, result: BatchResult) -> None:
         counters, tokens = self._counters, sum(work.queries)
         counters.steps += 1
         counters.batch_tokens += tokens
         counters.tokens_skipped += sum(work.keys) - tokens
         counters.batch_requests += len(work.queries)
         predicted, bound = self._cost.predict(key, work), token_seconds(self._cost.coefficients(key), work)
-        self._recent_steps.append(StepSample(len(work.queries), tokens, seconds, predicted, bound))
+        self._recent_steps.append(
+            StepSample(
+                num_requests=len(work.queries),
+                num_tokens=tokens,
+                seconds=result.seconds,
+                predicted_seconds=predicted,
+                bound_seconds=bound,
+                started=result.started,
+                request_ids=tuple(item.request_id for item in result.items),
+            )
+        )
         del self._recent_steps[:-MAX_RECENT_STEPS]
 
     # ------------------------------------------------------------------------------------------------- telling

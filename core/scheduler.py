@@ -208,9 +208,9 @@ class StepScheduler:
         """Take in what came of one batch. An unknown batch raises KeyError: results are never guessed at."""
         flight = self._flights.pop(result.batch_id)
         self._settle(result.batch_id, result.rank)
-        is_ok = not any(item.failure for item in result.items)
         key = self.cost_key(flight.batch.model, flight.batch.stage)
-        self._reporter.note_batch(key, flight.work, result.seconds, is_ok=is_ok and result.num_parts == 1)
+        is_ok = not any(item.failure for item in result.items)
+        self._reporter.note_batch(key, flight.work, result, is_ok=is_ok and result.num_parts == 1)
         if is_ok and key.stage == "denoise":
             self._note_fit(flight.work, result.num_parts)
         if flight.job is not None:

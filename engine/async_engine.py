@@ -20,7 +20,7 @@ from core.config import StencilConfig
 from core.errors import EngineDeadError, EngineError, ModelNotFoundError, OverloadedError, StencilError
 from core.handles import ArrayRef
 from core.ipc.shared_array import Arena, ArenaAllocator
-from core.load_report import EngineStats, LoadReport
+from core.load_report import EngineStats, LoadReport, StepSample
 from core.messages import ModelInfo
 from engine.captures import Captures
 from engine.door import Door
@@ -329,6 +329,11 @@ class AsyncEngine:
     def stats(self) -> tuple[EngineStats | None, ...]:
         """What each engine has done; None before the first report."""
         return tuple(self.router.stats)
+
+    @property
+    def recent_steps(self) -> tuple[tuple[StepSample, ...], ...]:
+        """The last denoising steps of each engine, at most MAX_RECENT_STEPS, the oldest first."""
+        return tuple(map(tuple, self.router.recent_steps))
 
     @property
     def num_admitted(self) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,8 +24,9 @@ from core.failure import NEVER_BEGUN, Failure
 from core.fleet import EditShape, Fleet
 from core.ipc.logs import of_request
 from core.ipc.shared_array import Arena
-from core.load_report import EngineStats, LoadReport
+from core.load_report import EngineStats, LoadReport, StepSample
 from core.messages import Aborted, EditRequest, Failed, Finished, ModelInfo, PartialImage, PrimeTemplate
+from core.reporter import MAX_RECENT_STEPS
 from core.routing import make_policy, outlook, work_seconds
 from engine.engine_client import RequestOutput, Waiter
 from engine.engine_replica import EngineReplica, ReplicaState
@@ -62,6 +64,7 @@ class Router:
         size = config.engine.data_parallel_size
         self.loads: list[LoadReport | None] = [None] * size  # by engine
         self.stats: list[EngineStats | None] = [None] * size
+        self.recent_steps = tuple(deque[StepSample](maxlen=MAX_RECENT_STEPS) for _ in range(size))
         self._replicas = [
             EngineReplica(msgspec.structs.replace(config.engine, data_parallel_rank=rank), arena, self)
             for rank in range(size)
@@ -307,7 +310,9 @@ class Router:
     def on_report(self, rank: int, load: LoadReport, stats: EngineStats | None) -> None:
         """Take it in."""
         self.loads[rank] = load
-        self.stats[rank] = stats or self.stats[rank]
+        if stats is not None:
+            self.stats[rank] = stats
+            self.recent_steps[rank].extend(stats.recent_steps)
         self._fleet.observe(rank, load, time.monotonic())
         for request_id in load.begun:
             if request_id in self._placements:

@@ -75,7 +75,9 @@ class _Signals:
 
 async def _serve(options: ServeOptions, listener: socket.socket, tracer: Tracer) -> int:
     engine = AsyncEngine(options.config)
-    settings = ServerSettings(options.api_keys, options.config.image.max_upload_bytes, options.rate_limit)
+    settings = ServerSettings(
+        options.api_keys, options.config.image.max_upload_bytes, options.rate_limit, options.playground
+    )
     server = http_server(create_app(engine, settings, tracer))
     signals = _Signals(asyncio.Event(), asyncio.Event())
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -39,6 +39,7 @@ class ServeOptions:
     port: int
     api_keys: tuple[str, ...] = field(repr=False)
     rate_limit: int  # requests per minute and caller; 0: none
+    playground: bool
     log_level: str
     log_format: LogFormat
     config: StencilConfig
@@ -57,7 +58,9 @@ def parse_options(argv: Sequence[str] | None) -> ServeOptions:
         api_keys = find_keys(args.api_keys, args.api_key_files, os.environ)
     except ConfigError as error:
         parser.error(str(error))
-    return ServeOptions(args.host, args.port, api_keys, args.rate_limit, args.log_level, args.log_format, config)
+    return ServeOptions(
+        args.host, args.port, api_keys, args.rate_limit, args.playground, args.log_level, args.log_format, config
+    )
 
 
 def _config(args: argparse.Namespace) -> StencilConfig:
@@ -206,6 +209,13 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="edits, generations and registrations of templates per minute and key, or client address where there are "
         "no keys, before 429; 0: no limit",
+    )
+    group.add_argument(
+        "--no-playground",
+        dest="playground",
+        action="store_false",
+        default=True,
+        help="serve the API alone, without the pages at / and /status",
     )
     group.add_argument(
         "--log-level", default="info", choices=("debug", "info", "warning", "error"), help="what is logged to stderr"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -16,6 +16,7 @@ from starlette.responses import Response
 from core.errors import AbortedError, InvalidRequestError, ModelNotFoundError, OverloadedError, StencilError
 from core.messages import ModelInfo
 from core.rate_limiter import RateLimiter
+from core.reporter import MAX_RECENT_STEPS
 from engine.async_engine import AsyncEngine
 from engine.metrics import CONTENT_TYPE
 from engine.templates import Template
@@ -37,6 +38,7 @@ from entrypoints.openai.schema import (
     TEMPLATE_BODY,
 )
 from entrypoints.openai.submission import Submission, read_edit, read_generation, read_template
+from entrypoints.playground.pages import playground_router
 from entrypoints.racing import run_until
 
 T = TypeVar("T")
@@ -46,11 +48,13 @@ T = TypeVar("T")
 class ServerSettings:
     """What the HTTP side needs beyond the engine. api_keys: any one of them opens /v1/*; none: it is open to all.
     max_upload_bytes: per file. rate_limit: requests per minute and caller, 0 = no limit.
+    playground: serve its pages, at / and /status.
     """
 
     api_keys: tuple[str, ...] = field(repr=False)
     max_upload_bytes: int
     rate_limit: int = 0
+    playground: bool = False
 
 
 def create_app(engine: AsyncEngine, settings: ServerSettings, tracer: Tracer | None = None) -> FastAPI:
@@ -63,6 +67,8 @@ def create_app(engine: AsyncEngine, settings: ServerSettings, tracer: Tracer | N
     _add_template_routes(app, engine, settings, places)
     _add_model_routes(app, engine)
     _add_operator_routes(app, engine)
+    if settings.playground:
+        app.include_router(playground_router())
     app.add_exception_handler(StencilError, _on_stencil_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
@@ -202,9 +208,9 @@ def _add_operator_routes(app: FastAPI, engine: AsyncEngine) -> None:
         return Response(engine.metrics.exposition(), headers={"content-type": CONTENT_TYPE})
 
     @app.get("/v1/engine/stats", response_model=None)
-    async def stats() -> Response:
-        """The queue, the load, the activation cache and the cost model."""
-        return _json(engine_stats(engine))
+    async def stats(steps: Annotated[int, Query(ge=0, le=MAX_RECENT_STEPS)] = 0) -> Response:
+        """The queue, the load, the activation cache and the cost model; with `steps`, each engine's last ones."""
+        return _json(engine_stats(engine, steps))
 
 
 def _admit(engine: AsyncEngine) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import msgspec
 
-from core.load_report import CacheStats, EngineStats, LoadReport
+from core.load_report import CacheStats, EngineStats, LoadReport, StepSample
 from core.messages import ModelInfo
 from engine.async_engine import AsyncEngine
 from engine.engine_metrics import sum_cache_stats
@@ -15,9 +16,9 @@ _LOAD_FIELDS = ("num_received", "num_running", "num_waiting", "base_seconds", "p
 _TOTAL_FIELDS = ("steps", "batch_tokens", "batch_requests", "tokens_skipped", "prime_chunks", "busy_seconds")
 
 
-def engine_stats(engine: AsyncEngine) -> dict[str, Any]:
+def engine_stats(engine: AsyncEngine, num_steps: int = 0) -> dict[str, Any]:
     """The queue, each engine, what all of them did and hold together, the templates and the models. What is not known
-    yet, or not there, is null.
+    yet, or not there, is null. num_steps: tell each engine's last denoising steps one by one, at most so many.
     """
     every = [
         stats if stats is None or is_alive else _of_the_dead(stats)
@@ -28,7 +29,8 @@ def engine_stats(engine: AsyncEngine) -> dict[str, Any]:
         "object": "engine.stats",
         "queue": _queue(engine),
         "engines": [
-            _engine(index, *facts) for index, facts in enumerate(zip(engine.alive, engine.loads, every, strict=True))
+            _engine(index, *facts) | _steps(engine, index, num_steps)
+            for index, facts in enumerate(zip(engine.alive, engine.loads, every, strict=True))
         ],
         "totals": {field: sum(getattr(stats, field) for stats in known) for field in _TOTAL_FIELDS},
         "cache": _cache(sum_cache_stats(stats.cache for stats in known)) if any(s.cache for s in known) else None,
@@ -56,6 +58,23 @@ def _engine(index: int, alive: bool, load: LoadReport | None, stats: EngineStats
         "totals": None if stats is None else {field: getattr(stats, field) for field in _TOTAL_FIELDS},
         "cost_model": None if stats is None else {"r_squared": stats.r_squared},
         "cache": None if stats is None or stats.cache is None else _cache(stats.cache),
+    }
+
+
+def _steps(engine: AsyncEngine, index: int, num_steps: int) -> dict[str, Any]:
+    if not num_steps:
+        return {}
+    now = time.monotonic()
+    return {"recent_steps": [_step(sample, now) for sample in engine.recent_steps[index][-num_steps:]]}
+
+
+def _step(sample: StepSample, now: float) -> dict[str, Any]:
+    """ms_ago: since it began."""
+    return {
+        "ms_ago": round((now - sample.started) * 1e3, 1),
+        "ms": round(sample.seconds * 1e3, 3),
+        "tokens": sample.num_tokens,
+        "requests": sample.request_ids,
     }
 
 

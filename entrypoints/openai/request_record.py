@@ -19,7 +19,8 @@ from engine.tracing import NO_SPAN, Span, Tracer, span_context
 
 MAX_LOGGED_CHARACTERS = 256
 CLIENT_GONE_STATUS = 499  # never sent, as nobody is there to read it
-PROBES = ("/health", "/ready", "/metrics")  # asked every few seconds by machines
+PROBES = ("/health", "/ready", "/metrics", "/v1/engine/stats")  # asked every few seconds by machines
+PAGE_FILES = "/playground/"  # two dozen to a page
 TRACED = ("/v1/images/edits", "/v1/images/generations", "/v1/templates")  # what engines work for
 
 Outcome = Literal["finished", "refused", "failed", "cancelled"]
@@ -97,8 +98,8 @@ class RequestRecord:
             "status": status,
             "seconds": round(seconds, 4),
         }
-        level = logging.DEBUG if scope["path"] in PROBES else logging.INFO
-        _log.log(level, outcome, extra=with_facts(**line, **facts))
+        is_quiet = scope["path"] in PROBES or scope["path"].startswith(PAGE_FILES)
+        _log.log(logging.DEBUG if is_quiet else logging.INFO, outcome, extra=with_facts(**line, **facts))
 
     def _end_span(self, outcome: Outcome, status: int, now: float) -> None:
         attributes = {

@@ -292,7 +292,7 @@ def test_the_load_report_counts_and_predicts() -> None:
     (left,) = report.requests
     assert left.steps_left == 4
     assert left.steps_left * (left.step_seconds + report.base_seconds) == pytest.approx(0.04, rel=0.05)
-    assert [sample.num_requests for sample in stats.recent_steps] == [1, 1, 1, 1]
+    assert [(sample.num_requests, sample.request_ids) for sample in stats.recent_steps] == [(1, ("a",))] * 4
     assert scheduler.stats().recent_steps == (), "each is told once"
 
 

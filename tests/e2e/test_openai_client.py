@@ -344,7 +344,7 @@ def test_retired_and_unknown_paths(client: openai.OpenAI, raw: httpx.Client) -> 
         client.images.create_variation(image=PHOTO)
     assert caught.value.code == "unknown_url"
     assert raw.get("/v1/images/edits").json()["error"]["code"] == "method_not_allowed"
-    assert raw.get("/").json()["error"]["code"] == "unknown_url"
+    assert raw.get("/nothing").json()["error"]["code"] == "unknown_url"
 
 
 def test_timeout_is_a_504_that_is_not_retried(server: ServerProcess) -> None:

@@ -13,7 +13,7 @@ import msgspec
 
 from core.config import StencilConfig
 from core.errors import ModelNotFoundError
-from core.load_report import EngineStats, LoadReport
+from core.load_report import EngineStats, LoadReport, StepSample
 from core.messages import ModelInfo
 from engine.edit import EditInput, EditReport, ImageOutput
 from engine.metrics import Metrics
@@ -66,6 +66,7 @@ class FakeEngine:
         self.templates = TemplateStore(1000)
         self.loads: tuple[LoadReport | None, ...] = (None, None)
         self.stats: tuple[EngineStats | None, ...] = (None, None)
+        self.recent_steps: tuple[tuple[StepSample, ...], ...] = ((), ())
         self.alive = (True, True)
         self.replicas: tuple[tuple[str, int], ...] = (("serving", 0), ("serving", 0))
         self.num_requests_running = 2

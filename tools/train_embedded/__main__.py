@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tools.train_embedded.seeds import TEST_CASES
 
-STAGES = ("vae", "denoiser", "distil", "export", "evaluate", "examples")
+STAGES = ("vae", "denoiser", "distil", "export", "evaluate", "examples", "gallery")
 SHEET_CASES = 16  # the first ones, none picked
 
 
@@ -65,6 +65,10 @@ def run(stage: str, options: argparse.Namespace) -> None:
             from tools.train_embedded.examples import write_examples
 
             write_examples(options.examples)
+        case "gallery":
+            from tools.train_embedded.gallery import FOLDER, write_gallery
+
+            write_gallery(FOLDER)
         case _:
             raise ValueError(stage)
 

@@ -1,0 +1,100 @@
+"""The playground's routes: its files, held in memory, under a policy that lets a browser reach this server alone.
+
+The pages are open where the API asks for a key; they ask their user for it. Knows nothing of the engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from fastapi import APIRouter, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+STATIC = Path(__file__).parent / "static"
+PREFIX = "/playground/"
+PAGES = {"/": "index.html", "/status": "status.html"}
+MEDIA_TYPES = {
+    ".css": "text/css; charset=utf-8",
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".json": "application/json",
+    ".png": "image/png",
+    ".svg": "image/svg+xml",
+}
+CONTENT_SECURITY_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "worker-src 'self'",
+        "connect-src 'self'",
+        "img-src 'self' blob:",  # blob: pictures that the user opened, and results
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    )
+)
+_HEADERS = {
+    "cache-control": "no-cache",  # ask again: an ETag makes that cheap, and an upgraded server is seen at once
+    "content-security-policy": CONTENT_SECURITY_POLICY,
+    "cross-origin-opener-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
+
+
+@dataclass(frozen=True)
+class StaticFile:
+    """A file as it is served. headers: all that an answer with it has, but its length."""
+
+    content: bytes
+    headers: Mapping[str, str]
+
+    @property
+    def etag(self) -> str:
+        return self.headers["etag"]
+
+
+def read_static(folder: Path = STATIC) -> dict[str, StaticFile]:
+    """Path below `folder`, with slashes -> file; those of MEDIA_TYPES alone."""
+    paths = (path for path in folder.rglob("*") if path.suffix in MEDIA_TYPES)
+    return {path.relative_to(folder).as_posix(): _read(path) for path in sorted(paths)}
+
+
+def playground_router() -> APIRouter:
+    """GET and HEAD of the pages and of their files."""
+    files = read_static()
+    router = APIRouter(include_in_schema=False)
+    methods = ["GET", "HEAD"]
+
+    async def page(request: Request) -> Response:
+        return _answer(request, files[PAGES[request.scope["path"]]])  # request.url believes the host header
+
+    async def file(request: Request, path: str) -> Response:
+        if path not in files or path in PAGES.values():
+            raise HTTPException(404)
+        return _answer(request, files[path])
+
+    for path in PAGES:
+        router.add_api_route(path, page, methods=methods, response_model=None)
+    router.add_api_route(PREFIX + "{path:path}", file, methods=methods, response_model=None)
+    return router
+
+
+def _read(path: Path) -> StaticFile:
+    content = path.read_bytes()
+    etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+    media_type = MEDIA_TYPES[PurePosixPath(path.name).suffix]
+    return StaticFile(content, _HEADERS | {"content-type": media_type, "etag": etag})
+
+
+def _answer(request: Request, file: StaticFile) -> Response:
+    asked = request.headers.get("if-none-match", "")
+    known = {tag.strip().removeprefix("W/") for tag in asked.split(",")}
+    if file.etag in known or asked.strip() == "*":
+        return Response(status_code=304, headers=file.headers)
+    return Response(file.content, headers=file.headers)

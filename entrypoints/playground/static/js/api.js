@@ -1,0 +1,90 @@
+// The server's API: calls, errors as ApiError, an edit as a stream of pictures. Paths are relative to the page's own
+// address, so a proxy may serve both under a prefix.
+import { askKey, keyHeaders } from "./key.js";
+import { events } from "./sse.js";
+
+/** What the server refused, in its own words. status 0: it could not be reached. */
+export class ApiError extends Error {
+  constructor(message, status = 0, code = null) {
+    super(message);
+    this.status = status;
+    this.code = code;
+  }
+}
+
+/** GET as JSON. */
+export async function get(path, signal) {
+  return (await call(path, { signal })).json();
+}
+
+/**
+ * Run an edit. fields: what the form says, files as Blobs with a name. Yields {partial: true, blob} and then, per image,
+ * {partial: false, blob, seed, stencil}; seed is text, since it may exceed what a number holds.
+ */
+export async function* edit(fields, signal) {
+  const response = await call("v1/images/edits", { method: "POST", body: form(fields), signal });
+  for await (const text of events(response.body)) yield await picture(text);
+}
+
+function form(fields) {
+  const body = new FormData();
+  for (const [name, value] of Object.entries(fields)) {
+    if (value instanceof File) body.append(name, value, value.name);
+    else body.append(name, String(value));
+  }
+  return body;
+}
+
+async function call(path, options) {
+  for (;;) {
+    const response = await reach(path, options);
+    if (response.ok) return response;
+    const error = await refusal(response);
+    if (error.status !== 401 || !(await askKey())) throw error;
+  }
+}
+
+async function reach(path, options) {
+  try {
+    return await fetch(path, { ...options, headers: keyHeaders(), cache: "no-store", credentials: "omit" });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError("The server cannot be reached.");
+  }
+}
+
+async function refusal(response) {
+  try {
+    const { error } = await response.json();
+    return new ApiError(error.message, response.status, error.code);
+  } catch {
+    return new ApiError(`The server answered with status ${response.status}.`, response.status);
+  }
+}
+
+async function picture(text) {
+  const event = JSON.parse(text);
+  if (event.type === "error") throw new ApiError(event.error.message, 200, event.error.code);
+  const blob = await fromBase64(event.b64_json, `image/${event.output_format}`);
+  if (!event.type.endsWith(".completed")) return { partial: true, blob };
+  const seed = /"seed":(\d+)/.exec(text.slice(event.b64_json.length))[1];
+  return { partial: false, blob, seed, stencil: event.stencil };
+}
+
+const SLICE = 1 << 20; // characters, a multiple of four
+
+/** A base64 text as a Blob; large ones are decoded slice by slice, so that the page stays responsive. */
+async function fromBase64(text, type) {
+  const parts = [];
+  for (let start = 0; start < text.length; start += SLICE) {
+    if (start) await new Promise((resolve) => setTimeout(resolve));
+    parts.push(bytesOf(atob(text.slice(start, start + SLICE))));
+  }
+  return new Blob(parts, { type });
+}
+
+function bytesOf(binary) {
+  const bytes = new Uint8Array(binary.length);
+  for (let index = 0; index < bytes.length; index += 1) bytes[index] = binary.charCodeAt(index);
+  return bytes;
+}

@@ -1,0 +1,20 @@
+// What the server serves: waited for while it loads.
+import { ApiError, get } from "./api.js";
+
+const RETRY_MS = 1000;
+
+/** The first model's facts, as /v1/engine/stats tells them. tell(text): what there is to wait for. */
+export async function waitForModel(tell) {
+  for (;;) {
+    try {
+      const { models } = await get("v1/engine/stats");
+      if (models.length) return models[0];
+      tell("the model is loading…");
+    } catch (error) {
+      if (!(error instanceof ApiError)) throw error;
+      tell(error.status === 401 ? "an API key is needed" : "the server cannot be reached");
+      if (error.status === 401) throw error;
+    }
+    await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
+  }
+}

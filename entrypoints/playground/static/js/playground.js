@@ -1,0 +1,426 @@
+// The playground's page: wires picture, mask, form and results together, and holds what is open.
+import { ApiError } from "./api.js";
+import { comparison } from "./comparison.js";
+import { costStrip } from "./cost.js";
+import { byId, el } from "./dom.js";
+import { duration, percent } from "./format.js";
+import { markExample, readExamples, showChips, showGallery } from "./gallery.js";
+import { History } from "./history.js";
+import { hasKey } from "./key.js";
+import { theWorker } from "./mask-export.js";
+import { Mask } from "./mask.js";
+import { waitForModel } from "./model.js";
+import { openPicture, UnreadablePicture, viewOf } from "./picture.js";
+import { gridOf, runEdit } from "./run.js";
+import { BadField, readSettings, showDefaults } from "./settings.js";
+import { addShortcuts } from "./shortcuts.js";
+import { asCurl, asPython, isInline } from "./snippets.js";
+import { Stage } from "./stage.js";
+import { activeTokens, countActive, generationSize } from "./tokens.js";
+import { toast } from "./toast.js";
+import { Tools } from "./tools.js";
+
+const MASK_COLOUR = "#ff2d78";
+
+const stage = new Stage();
+const mask = new Mask(byId("mask"), MASK_COLOUR);
+const tools = new Tools(stage, mask);
+const history = new History(byId("history-box"), byId("history"), (entry) => showEntry(entry));
+
+let model = null; // null until the server told
+let examples = [];
+let picture = null; // what is edited
+let connecting = null; // the promise of `connect`, while it waits
+let opening = 0; // number of the last picture asked for: an earlier one that comes later is dropped
+let running = null; // AbortController while an edit runs
+let shown = null; // the history entry on the stage, null while the mask is drawn
+
+// ----------------------------------------------------------------------------------------------------------- picture
+
+async function open(blob, name, url = null, example = null) {
+  const number = (opening += 1);
+  try {
+    const opened = await openPicture(blob, name, url);
+    if (number !== opening) return;
+    setPicture(opened);
+    mask.reset(stage.size);
+    offerParts(example);
+  } catch (error) {
+    report(error);
+  }
+}
+
+function setPicture(opened) {
+  running?.abort();
+  picture = opened;
+  stage.showPicture(opened.view);
+  showResult(null);
+  markExample(byId("gallery"), examples, examples.find(({ url }) => url === opened.url) ?? null);
+  fitBrush();
+  tellSize();
+}
+
+async function openExample(example) {
+  await fetchFile(example.url, (blob) => open(blob, example.name, example.url, example));
+}
+
+/** Offer an example's parts to select, and prompts for them; nothing for a user's own picture. */
+function offerParts(example) {
+  const garments = example?.garments ?? [];
+  byId("parts-box").hidden = !garments.length;
+  showChips(byId("parts"), garments.map(({ kind }) => `the ${kind}`), (_, index) => selectPart(garments[index]));
+  showPrompts(garments[0]?.prompts ?? []);
+}
+
+async function selectPart(garment) {
+  const of = picture;
+  await fetchFile(garment.maskUrl, async (blob) => {
+    const bitmap = await createImageBitmap(blob);
+    if (picture !== of) return;
+    backToMask();
+    mask.select(bitmap);
+    const isOurs = !byId("prompt").value || examples.some(({ garments }) => garments.some(({ prompts }) => prompts.includes(byId("prompt").value)));
+    if (isOurs) byId("prompt").value = garment.prompts[0];
+    showPrompts(garment.prompts);
+  });
+}
+
+function showPrompts(prompts) {
+  showChips(byId("chips"), prompts, (text) => {
+    byId("prompt").value = text;
+  });
+}
+
+async function fetchFile(url, use) {
+  try {
+    const response = await fetch(url);
+    if (!response.ok) throw new ApiError(`${url} cannot be had.`, response.status);
+    await use(await response.blob());
+  } catch (error) {
+    report(error);
+  }
+}
+
+/** Say at which size it is really edited. */
+function tellSize() {
+  const note = byId("size-note");
+  note.textContent = "";
+  if (!model || !picture) return;
+  const { width, height } = picture.size;
+  const size = generationSize(picture.size, model.native_size, model.token_size);
+  if (size.width === width && size.height === height) return;
+  note.textContent = `${width} × ${height} pixels. This model edits it at ${size.width} × ${size.height} and pastes what is under the mask back at full size; everything else stays as it is.`;
+}
+
+// -------------------------------------------------------------------------------------------------------------- mask
+
+function fitBrush() {
+  const slider = byId("brush-size");
+  slider.max = Math.round(Math.max(32, Math.min(picture.view.width, picture.view.height) / 2));
+  slider.value = Math.round(Math.max(8, Math.min(picture.view.width, picture.view.height) / 9));
+  tools.size = Number(slider.value);
+}
+
+function onMaskChange() {
+  byId("undo").disabled = !mask.canUndo;
+  byId("redo").disabled = !mask.canRedo;
+  byId("coverage").textContent = coverage();
+  byId("run").classList.toggle("waits", !running && (mask.isEmpty || !model)); // a click says for what
+}
+
+/** What the mask will cost, reckoned from the view; the answer of the edit says it exactly. */
+function coverage() {
+  if (!picture) return "";
+  if (mask.isEmpty) return "Paint over what should change.";
+  const area = percent(mask.share);
+  if (!model?.page_scheme) return `The mask covers ${area} of the picture.`;
+  const margin = byId("margin").value === "" ? null : Number(byId("margin").value);
+  const { size, tokenSize, margin: grown } = gridOf(picture, model, { margin, exact: false });
+  const tokens = activeTokens(mask.selected, mask.size, size, tokenSize, grown);
+  return `The mask covers ${area} of the picture: about ${countActive(tokens)} of ${tokens.active.length} tokens to compute.`;
+}
+
+function backToMask() {
+  if (running) return;
+  showResult(null);
+  stage.mode = "draw";
+  stage.hideTokens();
+}
+
+// -------------------------------------------------------------------------------------------------------------- edit
+
+async function run() {
+  if (running) {
+    running.abort();
+    return;
+  }
+  try {
+    if (!model) await connect(); // they declined to give a key, or it still loads
+    const settings = ready();
+    if (settings) await runOnce(settings);
+  } catch (error) {
+    report(error);
+  }
+}
+
+/** The settings, or null where something is missing, which is told. */
+function ready() {
+  if (!picture) return null;
+  if (mask.isEmpty) {
+    backToMask();
+    stage.area.focus();
+    toast("Paint over what should change first, or select a part.", "info");
+    return null;
+  }
+  return readSettings();
+}
+
+/** Edit what is open, and show what comes. isKept: it goes into the history. Returns the last image's entry. */
+async function runOnce(settings, isKept = true) {
+  const of = { picture, saved: mask.save() };
+  const abort = (running = new AbortController());
+  let [entry, firstMs] = [null, null];
+  begin();
+  try {
+    for await (const answer of runEdit({ picture, maskCanvas: mask.canvas, model, settings }, abort.signal)) {
+      firstMs ??= answer.ms;
+      const view = await viewOf(answer.blob, of.picture.size);
+      if (abort.signal.aborted) return null;
+      stage.showAfter(view);
+      byId("sheet").dataset.pictures = Number(byId("sheet").dataset.pictures) + 1;
+      if (!answer.partial) {
+        entry = entryOf(of, settings, { ...answer, view, firstMs: firstMs === answer.ms ? null : firstMs });
+        if (isKept) history.add(entry);
+      }
+    }
+  } finally {
+    running = null;
+    finish(entry);
+  }
+  return entry;
+}
+
+function begin() {
+  tools.cancel();
+  showResult(null);
+  stage.hideTokens();
+  stage.showAfter(picture.view);
+  byId("sheet").dataset.pictures = "0";
+  stage.mode = "run";
+  byId("viewport").scrollIntoView({ block: "nearest" });
+  byId("run").textContent = "Stop";
+  byId("run").classList.remove("waits");
+  byId("progress").textContent = "Editing…";
+}
+
+function finish(entry) {
+  byId("run").textContent = "Edit";
+  byId("progress").textContent = entry ? `Done in ${duration(entry.ms)}.` : "";
+  stage.mode = "draw";
+  if (entry) showResult(entry);
+  onMaskChange();
+}
+
+function entryOf(of, settings, answer) {
+  return { ...answer, picture: of.picture, saved: of.saved, settings: { ...settings, seed: answer.seed, n: 1 }, compared: null };
+}
+
+/** The same edit with every token computed, beside it. Both are timed alike: warm, and without partial images. */
+async function runExact(entry) {
+  if (running) return;
+  mask.restore(entry.saved); // what is drawn may have changed since
+  try {
+    const settings = { ...entry.settings, partials: false };
+    const aware = await runOnce(settings, false);
+    const exact = aware && (await runOnce({ ...settings, exact: true }));
+    if (exact) entry.compared = { aware, exact };
+  } catch (error) {
+    report(error);
+  }
+  showEntry(entry);
+}
+
+// ------------------------------------------------------------------------------------------------------------ result
+
+function showEntry(entry) {
+  if (running) return;
+  if (picture !== entry.picture) {
+    setPicture(entry.picture);
+    mask.reset(stage.size);
+    offerParts(examples.find(({ url }) => url === entry.picture.url) ?? null);
+  }
+  mask.restore(entry.saved);
+  byId("prompt").value = entry.settings.prompt;
+  showResult(entry);
+}
+
+/** Show a result on the stage and below it; null: none. */
+function showResult(entry) {
+  shown = entry;
+  history.mark(entry);
+  byId("result").hidden = byId("view-buttons").hidden = !entry;
+  byId("result").replaceChildren();
+  if (!entry) return;
+  stage.showAfter(entry.view);
+  stage.hideTokens();
+  stage.mode = "result";
+  byId("result").append(el("h2", {}, "What it cost"), costStrip(entry.stencil, entry.ms, entry.firstMs), actions(entry));
+  if (entry.compared) byId("result").append(comparison(entry.compared));
+}
+
+function actions(entry) {
+  const overlay = el("button", { type: "button", id: "show-tokens", "aria-pressed": "false", disabled: !entry.tokens }, "Show tokens");
+  overlay.addEventListener("click", () => toggleTokens(overlay, entry));
+  const button = (id, text, click) => el("button", { type: "button", id, onclick: click }, text);
+  return el(
+    "div",
+    { class: "actions" },
+    overlay,
+    !entry.settings.exact && button("run-exact", "Run exact", () => runExact(entry)),
+    el("button", { type: "button", id: "download", onclick: () => save(entry.blob, fileName(entry)) }, "Download PNG"),
+    button("copy-curl", "Copy as curl", () => copy(entry, asCurl)),
+    button("copy-python", "Copy as Python", () => copy(entry, asPython)),
+    button("save-mask", "Save mask", () => save(entry.maskBlob, "mask.png")),
+  );
+}
+
+function toggleTokens(button, entry) {
+  const isOn = button.getAttribute("aria-pressed") !== "true";
+  button.setAttribute("aria-pressed", String(isOn));
+  if (isOn) stage.showTokens(entry.tokens);
+  else stage.hideTokens();
+}
+
+async function copy(entry, asSnippet) {
+  try {
+    const maskText = await base64Of(entry.maskBlob);
+    const base = new URL("./", location.href).href;
+    await navigator.clipboard.writeText(asSnippet({ base, picture: entry.picture, maskText, settings: entry.settings, needsKey: hasKey() }));
+    toast(isInline(maskText) ? "Copied." : "Copied. It reads mask.png: save the mask beside it.");
+  } catch (error) {
+    report(error);
+  }
+}
+
+function base64Of(blob) {
+  return new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.onload = () => resolve(reader.result.slice(reader.result.indexOf(",") + 1));
+    reader.onerror = () => reject(reader.error);
+    reader.readAsDataURL(blob);
+  });
+}
+
+function fileName(entry) {
+  return `${entry.picture.file.name.replace(/\.[^.]*$/, "")}-${entry.settings.seed}.png`;
+}
+
+function save(blob, name) {
+  const url = URL.createObjectURL(blob);
+  const link = el("a", { href: url, download: name });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(url), 60_000); // a large file is still being written
+}
+
+function useResult() {
+  if (shown) open(shown.blob, fileName(shown));
+}
+
+/** Say what went wrong; what is nobody's fault goes to the console as well. */
+function report(error) {
+  if (error.name === "AbortError") return;
+  if (error instanceof BadField) {
+    error.field.closest("details")?.setAttribute("open", "");
+    error.field.focus();
+  }
+  toast(error.message, "error");
+  if (!(error instanceof BadField || error instanceof ApiError || error instanceof UnreadablePicture)) console.error(error);
+}
+
+// ------------------------------------------------------------------------------------------------------------ wiring
+
+function wire() {
+  mask.addEventListener("change", onMaskChange);
+  byId("margin").addEventListener("input", onMaskChange);
+  byId("form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    run();
+  });
+  byId("upload").addEventListener("change", ({ target }) => {
+    if (target.files.length) open(target.files[0], target.files[0].name);
+    target.value = "";
+  });
+  for (const radio of document.getElementsByName("tool")) {
+    radio.addEventListener("change", () => {
+      tools.name = radio.value;
+      backToMask();
+    });
+  }
+  byId("brush-size").addEventListener("input", ({ target }) => {
+    tools.size = Number(target.value);
+  });
+  onClick({ invert: () => mask.invert(), clear: () => mask.clear(), undo: () => mask.undo(), redo: () => mask.redo() }, backToMask);
+  onClick({ "zoom-in": () => stage.zoomBy(1.5), "zoom-out": () => stage.zoomBy(1 / 1.5), "zoom-fit": () => stage.zoomOut() });
+  onClick({ "back-to-mask": backToMask, "use-result": useResult, help: () => byId("help-dialog").showModal() });
+  addShortcuts({ run, sizeBy });
+  acceptDrops();
+}
+
+function onClick(handlers, before = () => {}) {
+  for (const [id, handler] of Object.entries(handlers)) {
+    byId(id).addEventListener("click", () => {
+      before();
+      handler();
+    });
+  }
+}
+
+function sizeBy(factor) {
+  const slider = byId("brush-size");
+  slider.value = Math.round(tools.size * factor) + Math.sign(factor - 1);
+  tools.size = Number(slider.value);
+}
+
+function acceptDrops() {
+  document.addEventListener("dragover", (event) => event.preventDefault());
+  document.addEventListener("drop", (event) => {
+    event.preventDefault();
+    openFirst(event.dataTransfer.files);
+  });
+  document.addEventListener("paste", (event) => {
+    if (event.clipboardData.files.length) openFirst(event.clipboardData.files);
+  });
+}
+
+function openFirst(files) {
+  if (files.length) open(files[0], files[0].name);
+}
+
+async function start() {
+  wire();
+  theWorker();
+  onMaskChange();
+  examples = await readExamples();
+  showGallery(byId("gallery"), examples, openExample);
+  await Promise.all([openExample(examples[0]), connect()]);
+}
+
+/** Wait until the server tells what it serves. */
+function connect() {
+  connecting ??= meetModel().finally(() => {
+    connecting = null;
+  });
+  return connecting;
+}
+
+async function meetModel() {
+  model = await waitForModel((text) => {
+    byId("model").textContent = text;
+  });
+  byId("model").textContent = `${model.id}, ${model.device}`;
+  showDefaults(model);
+  tellSize();
+  onMaskChange();
+}
+
+start().catch(report);

@@ -1,0 +1,46 @@
+// The form: what is asked for besides picture and mask.
+import { byId } from "./dom.js";
+
+const MOST_SEED = 2n ** 63n - 1n;
+
+/** A field holds what the server would refuse; `field` is its element. */
+export class BadField extends Error {
+  constructor(field, message) {
+    super(message);
+    this.field = field;
+  }
+}
+
+/** {prompt, seed, n, steps, margin, exact, partials}: see run.js. A random seed is drawn here, so that it can be repeated. */
+export function readSettings() {
+  const prompt = byId("prompt").value.trim();
+  if (!prompt) throw new BadField(byId("prompt"), "Say what should be there: the prompt is empty.");
+  const n = wholeNumber("images", "Images") ?? 1;
+  return { prompt, seed: readSeed(n), n, steps: wholeNumber("steps", "Steps"), margin: wholeNumber("margin", "Margin"), exact: false, partials: true };
+}
+
+/** What the server does with the fields that are left empty. */
+export function showDefaults(model) {
+  byId("steps").placeholder = model.default_num_inference_steps;
+  byId("margin").placeholder = model.page_scheme ? model.page_scheme.mask_margin : "none";
+  byId("margin").disabled = !model.page_scheme;
+}
+
+function readSeed(n) {
+  const text = byId("seed").value.trim();
+  if (!text) return String(crypto.getRandomValues(new Uint32Array(1))[0] % (2 ** 32 - n));
+  if (!/^\d{1,19}$/.test(text) || BigInt(text) > MOST_SEED) throw new BadField(byId("seed"), `The seed is a whole number from 0 to ${MOST_SEED}.`);
+  return BigInt(text).toString();
+}
+
+/** null: empty. */
+function wholeNumber(id, name) {
+  const field = byId(id);
+  if (!field.validity.badInput && field.value === "") return null;
+  const { min, max } = field;
+  const value = Number(field.value);
+  if (field.validity.badInput || !Number.isInteger(value) || value < Number(min) || value > Number(max)) {
+    throw new BadField(field, `${name} is a whole number from ${min} to ${max}.`);
+  }
+  return value;
+}

@@ -1,0 +1,64 @@
+// The request of a result as a curl command and as Python: with its seed, its mask and all that it asked for.
+
+const INLINE_MASK = 16384; // characters of base64; a longer mask is a file of its own
+
+/**
+ * {base: address of the server, ends in "/"; picture: {file, url}; maskText: PNG in base64; settings: see run.js, with the
+ * image's own seed; needsKey}. An example template is fetched from the server, a user's file is expected in the folder.
+ */
+export function asCurl({ base, picture, maskText, settings, needsKey }) {
+  const lines = [];
+  const file = picture.file.name;
+  if (picture.url) lines.push(`curl -sS -o ${shell(file)} ${shell(picture.url)}`);
+  const parts = Object.entries(scalars(settings)).map(([name, value]) => `--form-string ${shell(`${name}=${value}`)}`);
+  parts.push(`-F ${shell(`image=@"${file.replace(/(["\\])/g, "\\$1")}"`)}`);
+  parts.push(isInline(maskText) ? `--form-string ${shell(`mask_image=${maskText}`)}` : "-F mask_image=@mask.png");
+  if (needsKey) parts.unshift('-H "authorization: Bearer $STENCIL_API_KEY"');
+  const save = 'import base64, json, sys; sys.stdout.buffer.write(base64.b64decode(json.load(sys.stdin)["data"][0]["b64_json"]))';
+  lines.push(`curl -sS ${shell(`${base}v1/images/edits`)} \\\n  ${parts.join(" \\\n  ")} \\\n  | python3 -c '${save}' > edited.png`);
+  return `${lines.join("\n")}\n`;
+}
+
+/** The same with the official client. */
+export function asPython({ base, picture, maskText, settings, needsKey }) {
+  const { prompt, ...rest } = scalars(settings);
+  const mask = isInline(maskText) ? JSON.stringify(maskText) : 'base64.b64encode(open("mask.png", "rb").read()).decode()';
+  const name = JSON.stringify(picture.file.name);
+  const image = picture.url ? `(${name}, urllib.request.urlopen(${JSON.stringify(picture.url)}).read())` : `open(${name}, "rb")`;
+  const extra = Object.entries(rest).map(([field, value]) => `        "${field}": ${python(value)},\n`);
+  return [
+    `import base64${needsKey ? "\nimport os" : ""}${picture.url ? "\nimport urllib.request" : ""}\n`,
+    "from openai import OpenAI\n",
+    `client = OpenAI(base_url=${JSON.stringify(`${base}v1`)}, api_key=${needsKey ? 'os.environ["STENCIL_API_KEY"]' : '"none"'})`,
+    "result = client.images.edit(",
+    `    image=${image},`,
+    `    prompt=${JSON.stringify(prompt)},`,
+    `    extra_body={\n${extra.join("")}        "mask_image": ${mask},\n    },`,
+    ")",
+    'open("edited.png", "wb").write(base64.b64decode(result.data[0].b64_json))\n',
+  ].join("\n");
+}
+
+/** Whether the mask is written out; else the snippet reads mask.png. */
+export function isInline(maskText) {
+  return maskText.length <= INLINE_MASK;
+}
+
+/** Fields as the snippets write them: text, or literals of both languages but for booleans. */
+function scalars({ prompt, seed, steps, margin, exact }) {
+  const fields = { prompt, seed: BigInt(seed) };
+  if (steps !== null) fields.num_inference_steps = steps;
+  if (exact) fields.mask_aware = false;
+  else if (margin !== null) fields.mask_margin = margin;
+  return fields;
+}
+
+function python(value) {
+  if (typeof value === "boolean") return value ? "True" : "False";
+  return String(value);
+}
+
+/** One word of a shell command. */
+function shell(text) {
+  return `'${text.replaceAll("'", "'\\''")}'`;
+}

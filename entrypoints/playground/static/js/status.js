@@ -1,0 +1,104 @@
+// The status page: what the engines do, asked for every second while the page is seen.
+import { ApiError, get } from "./api.js";
+import { byId, el } from "./dom.js";
+import { bytes, count, duration, percent } from "./format.js";
+import { inWords, timeline } from "./timeline.js";
+
+const EVERY_MS = 1000;
+const SPAN_MS = 10_000;
+const MOST_STEPS = 512;
+
+async function poll() {
+  for (;;) {
+    if (!document.hidden) await update();
+    await new Promise((resolve) => setTimeout(resolve, EVERY_MS));
+  }
+}
+
+async function update() {
+  try {
+    show(await get(`v1/engine/stats?steps=${MOST_STEPS}`));
+  } catch (error) {
+    if (!(error instanceof ApiError)) throw error;
+    byId("model").textContent = error.status === 401 ? "an API key is needed: load this page again" : error.message;
+    if (error.status === 401) throw error; // asked, and declined: do not ask every second
+  }
+}
+
+function show(stats) {
+  byId("model").textContent = stats.models.map(({ id, device }) => `${id}, ${device}`).join("; ") || "the model is loading…";
+  byId("now").replaceChildren(...now(stats));
+  showTimelines(stats.engines);
+  byId("engines").replaceChildren(...stats.engines.map(engineRow));
+  showCache(stats.cache);
+}
+
+function now({ queue, engines, totals }) {
+  const alive = engines.filter((engine) => engine.alive).length;
+  const tokens = totals.batch_tokens + totals.tokens_skipped;
+  return [
+    fact("Running", count(queue.running), "images that a worker has begun"),
+    fact("Waiting", count(queue.waiting), `${count(queue.admitted)} of at most ${count(queue.limit)} admitted`),
+    fact("Engines", `${alive} of ${engines.length}`, alive === engines.length ? "all serve" : "others are being started anew"),
+    fact("Tokens skipped", tokens ? percent(totals.tokens_skipped / tokens) : "–", `${count(totals.batch_tokens)} computed, ${count(totals.tokens_skipped)} skipped`),
+  ];
+}
+
+function fact(name, value, detail) {
+  return el("div", {}, el("dt", {}, name), el("dd", {}, el("strong", {}, value), el("span", {}, detail)));
+}
+
+function showTimelines(engines) {
+  const width = byId("timelines").clientWidth;
+  const every = engines.map(({ recent_steps: steps }) => recent(steps));
+  byId("steps-summary").textContent = inWords(every.flat());
+  const shown = every.flatMap((steps, index) => [
+    engines.length > 1 && el("p", { class: "note" }, `Engine ${index}`),
+    timeline(steps, SPAN_MS, width),
+  ]);
+  byId("timelines").replaceChildren(...shown.filter(Boolean));
+}
+
+function recent(steps) {
+  return steps
+    .filter((step) => step.ms_ago < SPAN_MS)
+    .map((step) => ({ start: step.ms_ago, end: step.ms_ago - step.ms, requests: step.requests }));
+}
+
+function engineRow({ index, alive, load, totals }) {
+  const cells = [
+    alive ? "serves" : "down",
+    load ? count(load.num_running) : "–",
+    load ? count(load.num_waiting) : "–",
+    load ? duration(load.drain_seconds * 1000) : "–",
+    totals ? count(totals.steps) : "–",
+    totals?.steps ? (totals.batch_requests / totals.steps).toFixed(2) : "–",
+  ];
+  return el("tr", {}, el("th", { scope: "row" }, String(index)), ...cells.map((text) => el("td", {}, text)));
+}
+
+function showCache(cache) {
+  if (!cache) {
+    byId("cache").replaceChildren(fact("Cache", "off", "this server computes every token of every edit"));
+    byId("tiers").replaceChildren();
+    return;
+  }
+  const hits = Object.values(cache.hits).reduce((sum, some) => sum + some, 0);
+  byId("cache").replaceChildren(
+    fact("Hit ratio", cache.hit_ratio === null ? "–" : percent(cache.hit_ratio), `${count(hits)} found, ${count(cache.misses)} not`),
+    fact("Primed", count(cache.primed), "entries: a picture at one noise level"),
+  );
+  const tiers = Object.keys(cache.budget_bytes).filter((tier) => cache.budget_bytes[tier]);
+  byId("tiers").replaceChildren(...tiers.map((tier) => tierFill(tier, cache)));
+}
+
+function tierFill(tier, cache) {
+  const [used, budget] = [cache.used_bytes[tier] ?? 0, cache.budget_bytes[tier]];
+  const detail = `${bytes(used)} of ${bytes(budget)}, ${count(cache.entries[tier] ?? 0)} entries`;
+  const meter = el("progress", { max: budget, value: used, "aria-label": `${tier}: ${detail}` });
+  return el("section", {}, el("div", {}, el("b", {}, tier), el("span", { class: "note" }, detail)), meter);
+}
+
+poll().catch((error) => {
+  if (!(error instanceof ApiError)) throw error;
+});

@@ -1,0 +1,180 @@
+// The tools: pointers and keys on the drawing area become strokes and shapes of the mask. Two fingers zoom and scroll.
+import { svg } from "./dom.js";
+
+const KEY_STEP = 4; // px of the mask that an arrow key moves the pen; with Shift four times that
+const PEN_ERASER = 32; // in PointerEvent.buttons
+
+/** What a tool does between pen down and pen up. "erase" inverts brush and shapes alike. */
+const SHAPES = { rectangle: ([first, last]) => corners(first, last), lasso: (points) => points };
+
+export class Tools {
+  name = "brush"; // brush, eraser, rectangle, lasso
+  size = 24; // diameter of brush and eraser, px of the mask
+  #stage;
+  #mask;
+  #points = null; // of the gesture that runs; for a rectangle its corners
+  #isErasing = false;
+  #pointers = new Map(); // pointer id -> {x, y} on the screen, of those that are down
+  #pinch = null; // {distance, middle, zoom} at its last move
+  #pen = null; // the keyboard's pen, {x, y}
+
+  constructor(stage, mask) {
+    this.#stage = stage;
+    this.#mask = mask;
+    const area = stage.area;
+    area.addEventListener("pointerdown", (event) => this.#down(event));
+    area.addEventListener("pointermove", (event) => this.#move(event));
+    area.addEventListener("pointerup", (event) => this.#up(event));
+    area.addEventListener("pointercancel", (event) => this.#up(event));
+    area.addEventListener("pointerleave", () => this.#hover(null));
+    area.addEventListener("keydown", (event) => this.#key(event));
+    area.addEventListener("blur", () => this.#leave());
+    area.addEventListener("contextmenu", (event) => event.preventDefault());
+  }
+
+  /** Forget a gesture that has not ended, such as when the picture changes under it. */
+  cancel() {
+    this.#points = null;
+    this.#mask.cancel();
+    this.#stage.showDraft();
+  }
+
+  // ------------------------------------------------------------------------------------------------------ pointers
+
+  #down(event) {
+    if (event.pointerType === "mouse" && event.button !== 0) return;
+    this.#stage.area.setPointerCapture(event.pointerId);
+    this.#pointers.set(event.pointerId, { x: event.clientX, y: event.clientY });
+    if (this.#pointers.size === 2) {
+      this.cancel();
+      this.#pinch = this.#spread();
+    } else if (this.#pointers.size === 1) {
+      this.#pen = null;
+      this.#begin(this.#stage.toMask(event), event.altKey || (event.buttons & PEN_ERASER) !== 0);
+    }
+  }
+
+  #move(event) {
+    if (!this.#pointers.has(event.pointerId)) {
+      this.#hover(this.#stage.toMask(event));
+      return;
+    }
+    this.#pointers.set(event.pointerId, { x: event.clientX, y: event.clientY });
+    if (this.#pinch) this.#stretch();
+    else if (this.#points) {
+      const moves = event.getCoalescedEvents?.() ?? [];
+      for (const move of moves.length ? moves : [event]) this.#extend(this.#stage.toMask(move));
+      this.#draft();
+    }
+  }
+
+  #up(event) {
+    this.#pointers.delete(event.pointerId);
+    if (this.#pointers.size < 2) this.#pinch = null;
+    if (event.type === "pointercancel") this.cancel();
+    else if (this.#pointers.size === 0 && this.#points) this.#end();
+  }
+
+  #spread() {
+    const [one, other] = [...this.#pointers.values()];
+    const middle = { x: (one.x + other.x) / 2, y: (one.y + other.y) / 2 };
+    return { distance: Math.hypot(one.x - other.x, one.y - other.y), middle };
+  }
+
+  #stretch() {
+    const now = this.#spread();
+    this.#stage.zoomBy(now.distance / Math.max(1, this.#pinch.distance), now.middle);
+    this.#stage.scrollBy(this.#pinch.middle.x - now.middle.x, this.#pinch.middle.y - now.middle.y);
+    this.#pinch = now;
+  }
+
+  // ------------------------------------------------------------------------------------------------------ keyboard
+
+  #key(event) {
+    const [x, y] = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key] ?? [0, 0];
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    if (x || y) this.#walk(x, y, event.shiftKey ? 4 * KEY_STEP : KEY_STEP);
+    else if (event.key === " ") this.#press();
+    else if (event.key === "Escape") this.cancel();
+    else return;
+    event.preventDefault();
+    event.stopPropagation();
+    this.#draft();
+  }
+
+  #walk(x, y, step) {
+    const { width, height } = this.#mask.size;
+    const pen = this.#pen ?? { x: width / 2, y: height / 2 };
+    const inside = (value, most) => Math.min(Math.max(value, 0), most);
+    this.#pen = { x: inside(pen.x + x * step, width), y: inside(pen.y + y * step, height) };
+    if (this.#points) this.#extend(this.#pen);
+  }
+
+  /** Space puts the keyboard's pen down, and lifts it. */
+  #press() {
+    const { width, height } = this.#mask.size;
+    this.#pen ??= { x: width / 2, y: height / 2 };
+    if (this.#points) this.#end();
+    else this.#begin(this.#pen, false);
+  }
+
+  #leave() {
+    if (this.#pen && this.#points) this.#end();
+    this.#pen = null;
+    this.#stage.showDraft();
+  }
+
+  // ------------------------------------------------------------------------------------------------------- gesture
+
+  #begin(point, erase) {
+    this.#points = [point];
+    this.#isErasing = erase || this.name === "eraser";
+    if (!(this.name in SHAPES)) this.#mask.begin(point, this.size, this.#isErasing);
+    this.#draft();
+  }
+
+  #extend(point) {
+    if (!(this.name in SHAPES)) this.#mask.extend(point);
+    if (this.name === "rectangle") this.#points = [this.#points[0], point];
+    else this.#points.push(point);
+  }
+
+  #end() {
+    const points = this.#points;
+    this.#points = null;
+    if (!(this.name in SHAPES)) this.#mask.end();
+    else if (points.length > 1) this.#mask.fill(SHAPES[this.name](points), this.#isErasing);
+    this.#stage.showDraft();
+    this.#draft();
+  }
+
+  #hover(point) {
+    if (!this.#points && !this.#pen) this.#stage.showDraft(...(point && !(this.name in SHAPES) ? [this.#ring(point)] : []));
+  }
+
+  /** Show what is under way: a shape's outline, or where the brush is. */
+  #draft() {
+    const marks = [];
+    if (this.#points && this.name in SHAPES && this.#points.length > 1) {
+      const points = SHAPES[this.name](this.#points).map(({ x, y }) => `${x},${y}`);
+      marks.push(svg("polygon", { points: points.join(" ") }));
+    } else if (!(this.name in SHAPES)) {
+      const point = this.#points?.at(-1) ?? this.#pen;
+      if (point) marks.push(this.#ring(point));
+    }
+    if (this.#pen) marks.push(cross(this.#pen));
+    this.#stage.showDraft(...marks);
+  }
+
+  #ring({ x, y }) {
+    return svg("circle", { cx: x, cy: y, r: this.size / 2 });
+  }
+}
+
+function corners(first, last) {
+  return [first, { x: last.x, y: first.y }, last, { x: first.x, y: last.y }];
+}
+
+function cross({ x, y }) {
+  return svg("path", { d: `M${x - 6},${y}h12M${x},${y - 6}v12` });
+}

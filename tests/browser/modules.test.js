@@ -1,0 +1,95 @@
+// Modules that need no browser: the server's token rule in JavaScript, events, snippets, lanes.
+import assert from "node:assert/strict";
+import { test } from "node:test";
+
+import { events } from "../../entrypoints/playground/static/js/sse.js";
+import { asCurl, asPython } from "../../entrypoints/playground/static/js/snippets.js";
+import { lanesOf } from "../../entrypoints/playground/static/js/timeline.js";
+import { activeTokens, generationSize } from "../../entrypoints/playground/static/js/tokens.js";
+import { pictures } from "./pictures.js";
+
+/** Numbers that look random and are the same in every run. */
+function* numbers() {
+  for (let state = 7; ; state = (state * 1103515245 + 12345) % 2 ** 31) yield state / 2 ** 31;
+}
+
+function randomCase(random) {
+  const whole = (low, high) => low + Math.floor(random.next().value * (high - low + 1));
+  const [width, height] = [whole(1, 700), whole(1, 700)];
+  const box = () => {
+    const [left, top] = [whole(0, width - 1), whole(0, height - 1)];
+    return [left, top, whole(left + 1, width), whole(top + 1, height)];
+  };
+  const native = [64, 256, 1024][whole(0, 2)];
+  return { width, height, native, token: 16, margin: whole(0, 40), boxes: Array.from({ length: whole(1, 3) }, box) };
+}
+
+function maskOf({ width, height, boxes }) {
+  const mask = new Uint8Array(width * height);
+  for (const [left, top, right, bottom] of boxes) {
+    for (let y = top; y < bottom; y += 1) mask.fill(1, y * width + left, y * width + right);
+  }
+  return mask;
+}
+
+test("the page reckons sizes and active tokens as the server does", () => {
+  const random = numbers();
+  const cases = Array.from({ length: 200 }, () => randomCase(random));
+  const { answers } = pictures("tokens", [], JSON.stringify(cases));
+  for (const [index, one] of cases.entries()) {
+    const size = generationSize(one, one.native, one.token);
+    assert.deepEqual([size.width, size.height], answers[index].size, JSON.stringify(one));
+    const { active } = activeTokens(maskOf(one), one, size, one.token, one.margin);
+    const indices = [...active.keys()].filter((token) => active[token]);
+    assert.deepEqual(indices, answers[index].active, JSON.stringify(one));
+  }
+});
+
+function bodyOf(text, size) {
+  const bytes = new TextEncoder().encode(text);
+  const pieces = Array.from({ length: Math.ceil(bytes.length / size) }, (_, index) => bytes.slice(index * size, (index + 1) * size));
+  return new ReadableStream({
+    start(controller) {
+      pieces.forEach((piece) => controller.enqueue(piece));
+      controller.close();
+    },
+  });
+}
+
+test("events are read however the stream is cut", async () => {
+  const text = ': keep-alive\n\nevent: a\ndata: {"x":"é"}\n\ndata: one\r\ndata:two\r\n\r\ndata: cut off';
+  for (const size of [1, 2, 3, 7, 1000]) {
+    const found = [];
+    for await (const data of events(bodyOf(text, size))) found.push(data);
+    assert.deepEqual(found, ['{"x":"é"}', "one\ntwo"], `pieces of ${size} bytes`);
+  }
+});
+
+test("snippets quote what a user wrote", () => {
+  const settings = { prompt: 'it\'s "red" $HOME', seed: "9223372036854775807", steps: 5, margin: 0, exact: false };
+  const request = { base: "http://h/", picture: { file: { name: "a'b;.png" }, url: null }, maskText: "aGk=", settings, needsKey: true };
+  const curl = asCurl(request);
+  assert.match(curl, /--form-string 'prompt=it'\\''s "red" \$HOME'/);
+  assert.match(curl, /-F 'image=@"a'\\''b;\.png"'/);
+  assert.match(curl, /Bearer \$STENCIL_API_KEY/);
+  const python = asPython(request);
+  assert.match(python, /prompt="it's \\"red\\" \$HOME"/);
+  assert.match(python, /"seed": 9223372036854775807,/, "no digit is lost");
+  assert.match(python, /"mask_margin": 0,/);
+  assert.match(python, /os\.environ\["STENCIL_API_KEY"\]/);
+});
+
+test("a long mask is a file of its own", () => {
+  const settings = { prompt: "p", seed: "1", steps: null, margin: null, exact: true };
+  const request = { base: "http://h/", picture: { file: { name: "a.png" }, url: "http://h/a.png" }, maskText: "a".repeat(20000), settings, needsKey: false };
+  assert.match(asCurl(request), /-F mask_image=@mask\.png/);
+  assert.match(asPython(request), /open\("mask\.png", "rb"\)/);
+  assert.match(asPython(request), /"mask_aware": False,/);
+});
+
+test("an image keeps its lane, and a lane that is free is used again", () => {
+  const steps = [["a"], ["a", "b"], ["b", "c"], ["c", "d"]].map((requests) => ({ requests }));
+  const { of, count } = lanesOf(steps);
+  assert.deepEqual(Object.fromEntries(of), { a: 0, b: 1, c: 0, d: 1 });
+  assert.equal(count, 2);
+});

@@ -1,0 +1,30 @@
+// Runs the tests: two servers for all of them, then node's own test runner. Its arguments go to the runner.
+import { spawn } from "node:child_process";
+import { once } from "node:events";
+import { readdirSync } from "node:fs";
+import { fileURLToPath } from "node:url";
+
+import { KEY, startServer } from "./server.js";
+
+const HERE = fileURLToPath(new URL("./", import.meta.url));
+
+async function main() {
+  const servers = await Promise.all([startServer("--max-pixels", "13000000"), startServer("--api-key", KEY)]);
+  try {
+    const [open, guarded] = servers.map(({ url }) => url);
+    return await runTests({ OPEN_URL: open, GUARDED_URL: guarded });
+  } finally {
+    await Promise.all(servers.map((server) => server.stop()));
+  }
+}
+
+async function runTests(urls) {
+  const asked = process.argv.slice(2);
+  const files = asked.some((word) => word.endsWith(".test.js")) ? [] : readdirSync(HERE).filter((name) => name.endsWith(".test.js"));
+  const command = ["--test", "--test-concurrency=1", "--test-reporter=spec", ...asked, ...files];
+  const runner = spawn(process.execPath, command, { cwd: HERE, env: { ...process.env, ...urls }, stdio: "inherit" });
+  const [status] = await once(runner, "exit");
+  return status ?? 1;
+}
+
+process.exitCode = await main();

@@ -1,0 +1,127 @@
+// The status page, the API key and accessibility.
+import assert from "node:assert/strict";
+import { createRequire } from "node:module";
+import { readFileSync } from "node:fs";
+import { after, before, test } from "node:test";
+
+import { drag, edit, untilReady } from "./actions.js";
+import { launch, withPage } from "./browser.js";
+import { GUARDED_URL, KEY } from "./server.js";
+
+const REFUSED = [/status of 401/];
+const AXE = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
+
+let browser;
+
+before(async () => {
+  browser = await launch();
+});
+
+after(() => browser?.close());
+
+async function giveKey(page, key = KEY) {
+  await page.waitForSelector("#key-dialog[open]");
+  await page.fill("#key-field", key);
+  await page.click("#key-dialog button[value=ok]");
+}
+
+async function openWithKey(page) {
+  await page.goto(GUARDED_URL);
+  await giveKey(page);
+  await untilReady(page);
+}
+
+/** In the page: what it shows of a step of three images, null while there is none. */
+function sharedSteps() {
+  const titles = [...document.querySelectorAll(".timeline .step title")].map((title) => title.textContent.split("\n"));
+  const together = titles.find(([first]) => first.startsWith("3 images"));
+  const links = document.querySelectorAll(".timeline .link").length;
+  return together ? { together, links, summary: document.querySelector("#steps-summary").textContent } : null;
+}
+
+/** What axe-core finds, in words. */
+async function violations(page) {
+  await page.evaluate(AXE); // by the debugger's way: the page's own policy lets no script in
+  const { violations: found } = await page.evaluate(() => window.axe.run(document, { runOnly: ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"] }));
+  return found.map(({ id, nodes }) => `${id}: ${nodes.map(({ html, failureSummary }) => `${html} ${failureSummary}`).join("; ")}`);
+}
+
+test("the key is asked for, sent, and kept nowhere but in memory", () =>
+  withPage(browser, {}, async (page, context) => {
+    await page.goto(GUARDED_URL);
+    await giveKey(page, "wrong");
+    await page.waitForSelector("#key-again:not([hidden])");
+    assert.equal(await page.inputValue("#key-field"), "");
+    await giveKey(page);
+    await untilReady(page);
+    await drag(page, [0.42, 0.4], [0.6, 0.55]);
+    await edit(page, "a red shirt");
+    const kept = await page.evaluate(() => JSON.stringify([{ ...localStorage }, { ...sessionStorage }, document.cookie, location.href, document.documentElement.outerHTML]));
+    assert.ok(!kept.includes(KEY));
+    assert.deepEqual(await context.cookies(), []);
+    await page.reload();
+    await page.waitForSelector("#key-dialog[open]");
+  }, REFUSED));
+
+test("who declines is told what is missing, and asked again on the next try", () =>
+  withPage(browser, {}, async (page) => {
+    await page.goto(GUARDED_URL);
+    await page.waitForSelector("#key-dialog[open]");
+    await page.keyboard.press("Escape");
+    await page.waitForFunction(() => document.querySelector("#model").textContent === "an API key is needed");
+    await page.waitForSelector("#parts button");
+    await page.click("#run");
+    await giveKey(page);
+    await untilReady(page);
+  }, REFUSED));
+
+test("images that share a step share it on the timeline", () =>
+  withPage(browser, {}, async (page, context) => {
+    await openWithKey(page);
+    await drag(page, [0.42, 0.4], [0.6, 0.55]);
+    await page.click("text=Advanced");
+    await page.fill("#images", "3");
+    await page.fill("#steps", "30");
+    const status = await context.newPage();
+    await status.goto(`${GUARDED_URL}status`);
+    await giveKey(status);
+    await status.waitForSelector(".timeline");
+    const edited = edit(page, "a teal shirt");
+    const { together, links, summary } = await (await status.waitForFunction(sharedSteps)).jsonValue();
+    assert.equal(new Set(together.slice(1)).size, 3, String(together));
+    assert.match(together[1], /^req_[0-9a-f]+-\d$/);
+    assert.ok(links > 0);
+    assert.match(summary, /\d+ steps, [\d.]+ images in each on average, 3 at most/);
+    await edited;
+    assert.match(await status.textContent("#cache"), /Hit ratio\d+ %/);
+    assert.match(await status.textContent("#tiers"), /host.*entries/);
+    assert.match(await status.textContent("#engines"), /serves/);
+  }, REFUSED));
+
+for (const colorScheme of ["light", "dark"]) {
+  test(`axe-core finds nothing (${colorScheme})`, () =>
+    withPage(browser, { colorScheme }, async (page) => {
+      await page.goto(GUARDED_URL);
+      await page.waitForSelector("#key-dialog[open]");
+      assert.deepEqual(await violations(page), [], "key dialog");
+      await giveKey(page);
+      await untilReady(page);
+      await page.click("text=Advanced");
+      assert.deepEqual(await violations(page), [], "drawing");
+      await page.click("#run"); // with an empty mask: a message
+      await page.waitForSelector(".toast");
+      assert.deepEqual(await violations(page), [], "message");
+      await page.click("#help");
+      assert.deepEqual(await violations(page), [], "help");
+      await page.click("#help-dialog button");
+      await drag(page, [0.42, 0.4], [0.6, 0.55]);
+      await edit(page, "a red shirt");
+      await page.click("#run-exact");
+      await page.waitForSelector(".comparison");
+      assert.deepEqual(await violations(page), [], "result");
+      await page.goto(`${GUARDED_URL}status`);
+      await giveKey(page);
+      await page.waitForSelector(".timeline");
+      assert.deepEqual(await violations(page), [], "status");
+    }, REFUSED));
+}
