@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+STENCIL = "entrypoints.serve"
 READY_SECONDS = 300.0
 STOP_SECONDS = 90.0
 
@@ -52,11 +53,13 @@ class Server:
 
 
 @contextmanager
-def start_server(flags: Sequence[str] = ()) -> Iterator[Server]:
-    """Spawn ``python -m entrypoints.serve`` with these flags; it has not answered yet. Terminated on leaving."""
+def start_server(flags: Sequence[str] = (), module: str = STENCIL) -> Iterator[Server]:
+    """Spawn ``python -m entrypoints.serve``, or another module that takes a --port, with these flags; it has not
+    answered yet. Terminated on leaving.
+    """
     host, port = "127.0.0.1", free_port()
-    address = ["--host", host, "--port", str(port), "--log-level", "warning"]
-    command = [sys.executable, "-m", "entrypoints.serve", *address, *flags]
+    quiet = ["--log-level", "warning"] if module == STENCIL else []
+    command = [sys.executable, "-m", module, "--port", str(port), *quiet, *flags]
     started = time.monotonic()
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
         try:
@@ -66,9 +69,9 @@ def start_server(flags: Sequence[str] = ()) -> Iterator[Server]:
 
 
 @contextmanager
-def ready_server(flags: Sequence[str] = ()) -> Iterator[Server]:
+def ready_server(flags: Sequence[str] = (), module: str = STENCIL) -> Iterator[Server]:
     """A server whose model is loaded."""
-    with start_server(flags) as server:
+    with start_server(flags, module) as server:
         server.wait_for("/ready")
         yield server
 
