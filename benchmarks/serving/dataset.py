@@ -36,13 +36,16 @@ class EditCall:
 
 @dataclass(frozen=True)
 class Mix:
-    """What edits are drawn from; the texts are those of the command line (`draws`). num_templates: of a Zipf law."""
+    """What edits are drawn from; the texts are those of the command line (`draws`). num_templates: of a Zipf law.
+    first_template: templates are numbered from it, so that runs with others find nothing of theirs cached.
+    """
 
     mask_ratio_dist: str = "public"
     template_reuse: str = "zipf:1.05"
     num_templates: int = 60
     num_inference_steps: str = "8"
     sizes: str = "256x256"
+    first_template: int = 0
 
 
 class TraceLine(msgspec.Struct, frozen=True):
@@ -72,7 +75,7 @@ def from_trace(mix: Mix, lines: Sequence[TraceLine], random: np.random.Generator
     for seed, line in enumerate(lines):
         area = areas[seed] if line.mask_ratio is None else line.mask_ratio
         size = sizes[seed] if line.size is None else draws.size(line.size)
-        which = templates[seed] if line.template is None else line.template
+        which = mix.first_template + (templates[seed] if line.template is None else line.template)
         calls.append(
             EditCall(
                 prompt=line.prompt or PROMPTS[seed % len(PROMPTS)],
