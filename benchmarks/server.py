@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import http.client
+import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 STENCIL = "entrypoints.serve"
 READY_SECONDS = 300.0
 STOP_SECONDS = 90.0
+_LIBC, _PR_SET_PDEATHSIG = ctypes.CDLL(None), 1  # prctl(2)
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,12 @@ def start_server(flags: Sequence[str] = (), module: str = STENCIL) -> Iterator[S
     quiet = ["--log-level", "warning"] if module == STENCIL else []
     command = [sys.executable, "-m", module, "--port", str(port), *quiet, *flags]
     started = time.monotonic()
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        preexec_fn=end_with_parent,  # noqa: PLW1509 - a system call alone, which takes no lock
+    ) as process:
         try:
             yield Server(process, host, port, started)
         finally:
@@ -74,6 +82,11 @@ def ready_server(flags: Sequence[str] = (), module: str = STENCIL) -> Iterator[S
     with start_server(flags, module) as server:
         server.wait_for("/ready")
         yield server
+
+
+def end_with_parent() -> None:
+    """In a child, before it becomes another program: the kernel sends it SIGTERM when its parent ends, however."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def free_port() -> int:

@@ -54,7 +54,8 @@ def _rates(results: Results, axes: Any) -> bool:
     for ax, label in zip(axes, ("mean latency, s", "mean queue time, s"), strict=True):
         _decorate(ax, "offered edits/s", label)
         ax.set_yscale("log")
-    axes[0].legend(frameon=False, fontsize=7)
+    if by_system:
+        axes[0].legend(frameon=False, fontsize=7)
     return bool(by_system)
 
 
@@ -71,7 +72,8 @@ def _batch_sizes(results: Results, axes: Any) -> bool:
         axes[1].plot(sizes, [by_size[size] / by_size[sizes[0]] for size in sizes], "o-", **style)
     _decorate(axes[0], "batch size", "edits/s")
     _decorate(axes[1], "batch size", "against its smallest batch")
-    axes[0].legend(frameon=False)
+    if rates:
+        axes[0].legend(frameon=False)
     return bool(rates)
 
 

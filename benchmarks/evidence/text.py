@@ -8,13 +8,13 @@ is compared:
 
 - **diffusers, one at a time**: FluxFillPipeline behind FastAPI, as diffusers' guide "Create a server" has it: one
   pipeline, one call at a time.
-- **diffusers, static batches of 8**: the same; whoever waits when a call ends forms the next batch, which runs until all
-  of it is done.
-- **diffusers, static batches, first-block cache**: the same, skipping steps whose first block changed little: diffusers'
-  maintained relative of TeaCache, as fast as it gets with acceptable quality
+- **diffusers, static batches of 8**: the same; whoever waits when a call ends forms the next batch, which runs until
+  all of it is done.
+- **diffusers, static batches, first-block cache**: the same, skipping steps whose first block changed little, by
+  diffusers' maintained relative of TeaCache, as fast as it gets with acceptable quality
   (`python -m benchmarks.baselines.tune_first_block_cache`).
-- **mask-aware, one at a time (FISEdit emulated)**: Stencil with `--max-num-seqs 1`. FISEdit itself cannot run this model;
-  it does not batch edits of different masks, which is what is emulated.
+- **mask-aware, one at a time (FISEdit emulated)**: Stencil with `--max-num-seqs 1`. FISEdit itself cannot run this
+  model; it does not batch edits of different masks, which is what is emulated.
 - **Stencil, mask-aware off**: continuous batches, every token computed.
 - **Stencil's engine, image work in line**: continuous batches; files are decoded and encoded in the denoising process,
   between steps.
