@@ -247,7 +247,7 @@ def _quality(results: Results, plots: dict[str, str]) -> str:
 def _quality_table(line: Result) -> str:
     rows = [
         [
-            name,
+            f"{name} ({one['num_edits']})" if one["num_edits"] < line["num_edits"] else name,
             f"{one['ssim_box_mean']:.4f} / {one['ssim_box_p10']:.4f}",
             _number(one["psnr_box_mean_db"], 1),
             f"{one['ssim_whole_mean']:.4f}",

@@ -44,7 +44,8 @@ As FlashPS's table 2: held-out scenes, each system against what diffusers makes 
 mask's box compare after the upload's pixels were pasted back outside the mask. "As returned" compares whole pictures as
 the paper does: diffusers sends all of a picture through its autoencoder, Stencil leaves what lies outside the mask as
 it came. The feature distance is a Frechet distance on the features of a small network trained on this project's drawn
-scenes (`benchmarks/feature_net.py`); it is no FID. Another seed of diffusers is the scale on which to read the rest.
+scenes (`benchmarks/feature_net.py`); it is no FID, and it depends on the number of pictures. In brackets: edits, where
+they are fewer. Another seed of diffusers is the scale on which to read the rest.
 """
 
 BATCH_SIZES = """## Throughput by batch size
