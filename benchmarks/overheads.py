@@ -150,8 +150,8 @@ def _echo() -> Iterator[Channel]:
     try:
         yield channel
     finally:
-        channel.close()
-        child.kill()
+        channel.close()  # it leaves then
+        asyncio.run(child.wait())
 
 
 def echo(_config: bytes, fds: list[int]) -> None:

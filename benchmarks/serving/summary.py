@@ -29,7 +29,7 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """One run. Rates in edits per second; throughput and goodput over the seconds from the first edit's due time to the
+    """One run. Rates in edits per second; throughput and goodput over the seconds from the start of arrivals to the
     last answer. goodput: edits within their SLO. latency: from due to picture, all edits, a failed one infinite.
     latency_completed_ms: mean of those that came back. queue: the server's own figure. keeps_up: achieved at least 0.98
     of the offered rate, no failure. stage_ms: means of what the server says of its parts, `queue` among them.
@@ -77,8 +77,7 @@ class Context:
 
 def summarise(run: Run, context: Context) -> Summary:
     outcomes = run.outcomes
-    first = min((outcome.due for outcome in outcomes), default=0.0)
-    seconds = max(run.seconds - first, 1e-9)
+    seconds = max(run.seconds, 1e-9)
     completed = [outcome for outcome in outcomes if not outcome.is_failed]
     slos = [_slo(outcome, context) for outcome in outcomes]
     within = None if None in slos or not slos else sum(map(_is_within, outcomes, slos))

@@ -14,8 +14,8 @@ from checkpoints import make_flux_fill
 from benchmarks.baselines.systems import BALANCER, Setting, running
 from benchmarks.benchmark_serving import main
 from benchmarks.server import Server, ready_server
-from benchmarks.serving.client import Target, send_in_turn, send_on_time, worker_seconds
-from benchmarks.serving.dataset import Mix, synthetic
+from benchmarks.serving.client import MULTIPART, Target, prepare, send_in_turn, send_on_time, worker_seconds
+from benchmarks.serving.dataset import EditCall, Mix, synthetic
 
 MIX = Mix("fixed:0.2", "fixed:2", num_inference_steps="2", sizes="64x64")
 
@@ -51,6 +51,27 @@ def test_the_command_measures_a_server(stencil: Server, tmp_path: Path, capsys: 
     assert 0.1 < result["mask_ratio"] < 1
     (saved,) = tmp_path.glob("*.json")
     assert json.loads(saved.read_text())["num_edits"] == 6
+
+
+def test_image_work_in_line_makes_the_same_pictures(stencil: Server, checkpoint: str) -> None:
+    small, large = (
+        synthetic(
+            Mix(f"fixed:{area}", "fixed:1", num_inference_steps="4", sizes="128x128"), 1, np.random.default_rng(0)
+        )[0]
+        for area in (0.05, 0.5)
+    )
+    with running("stencil-inline", Setting(checkpoint)) as inline:
+        for call in (small, large):
+            assert picture(inline, call) == picture(stencil, call)
+
+
+def picture(server: Server, call: EditCall) -> str:
+    """base64 of the file that comes back."""
+    target = Target(server.url)
+    (body,) = prepare(target, [call])
+    answer = httpx.post(target.edits, content=body, headers={"content-type": MULTIPART}, timeout=60)
+    text: str = answer.json()["data"][0]["b64_json"]
+    return text
 
 
 async def test_failures_are_counted_and_not_raised(stencil: Server) -> None:

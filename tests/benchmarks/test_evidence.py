@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks import overheads
 from benchmarks.baselines.systems import SYSTEMS
 from benchmarks.benchmark_serving import as_json
 from benchmarks.evidence.document import write_document
@@ -62,6 +64,14 @@ def test_frechet_distance() -> None:
     assert frechet(a, a) == pytest.approx(0, abs=1e-9)
     assert frechet(a, a + 2.0) == pytest.approx(12.0)  # means alone differ
     assert frechet(a, random.normal(size=(4000, 3)) * 2) == pytest.approx(3.0, rel=0.15)  # 3 * (2 - 1) ** 2
+
+
+def test_overheads_are_those_of_full_batches(capsys: pytest.CaptureFixture[str]) -> None:
+    overheads.main(["--steps", "20", "--repeats", "5"])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    parts = [result[f"{name}_ms"] for name in ("step_batch_8", "copy_picture", "ring_hop", "zmq_hop")]
+    assert min(parts) > 0
+    assert result["handover_ms"] >= result["copy_picture_ms"]
 
 
 def test_a_server_ends_with_whoever_started_it() -> None:
