@@ -26,8 +26,8 @@ from tools.train_embedded.scenes import Pixels
 from tools.train_embedded.seeds import CLASSIFIER
 
 FEATURES = 64
-TRAINING_CASES = 600
-EPOCHS = 12
+TRAINING_CASES = 300
+EPOCHS = 16
 BATCH = 30
 FIRST_SEED = CLASSIFIER + 100_000
 """Scenes that neither training, nor evaluation, nor the pattern classifier has."""

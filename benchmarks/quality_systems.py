@@ -18,24 +18,28 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 from PIL import Image, ImageDraw
 
+from benchmarks.baselines.fill_pipeline import FillEdit, FillPipeline
 from benchmarks.baselines.systems import FIRST_BLOCK_CACHE
 from benchmarks.pipeline_loop import DTYPES
-from benchmarks.quality_edits import Machine, Setting, pixels, run_aware, run_exact
+from benchmarks.quality_edits import OTHER_SEEDS, Machine, Setting, pixels, run_aware, run_exact
 from benchmarks.report import print_report
 from benchmarks.server import ROOT
 from core.config import EMBEDDED_MODEL
 from engine.similarity import mask_box, ssim, ssim_in_box
 from tools.train_embedded import seeds
-from tools.train_embedded.cases import Case, cases
+from tools.train_embedded.cases import Case, MaskKind, cases
+from tools.train_embedded.masks import Mask
 from tools.train_embedded.metrics import score
 from tools.train_embedded.scenes import SIZE, Pixels
 from tools.train_embedded.sheet import masked_view
 
-SCENES = {"silhouette": seeds.TEST, "box": seeds.TEST_BOXES}
+SCENES: dict[MaskKind, int] = {"silhouette": seeds.TEST, "box": seeds.TEST_BOXES}
 REFERENCE = "diffusers"
 OTHER_SEED = "diffusers, another seed"
 SKIPPING = "diffusers, first-block cache"
@@ -54,17 +58,24 @@ class Made:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = _parse(argv)
-    if args.child:
+    if args.child is not None:
         return _make_with_pipeline(args)
-    asked = _cases(args)
-    made = _make_all(args, asked)
-    result = {"benchmark": "quality_systems", "steps": args.steps, "masks": args.masks, "num_edits": len(asked)}
-    result |= {"dtype": args.dtype, "threads": args.threads, "first_block_cache": args.first_block_cache}
-    systems = {name: judge(asked, made[REFERENCE], one) for name, one in made.items()}
-    _write_sheet(asked, made, args.sheet)
-    rows = [(name, _line(figures)) for name, figures in systems.items()]
-    print_report(f"{len(asked)} edits, {args.masks} masks, {args.steps} steps", rows, result | {"systems": systems})
+    for masks in args.masks:
+        _compare(args, masks)
     return None
+
+
+def _compare(args: argparse.Namespace, masks: MaskKind) -> None:
+    asked = cases(SCENES[masks], args.num_edits, masks)
+    made = _make_all(args, asked)
+    result: dict[str, Any] = {"benchmark": "quality_systems", "steps": args.steps, "masks": masks}
+    result |= {"num_edits": len(asked), "dtype": args.dtype, "threads": args.threads}
+    result |= {"first_block_cache": args.first_block_cache}
+    systems = {name: judge(asked, made[REFERENCE], one) for name, one in made.items()}
+    args.sheets.mkdir(parents=True, exist_ok=True)
+    _write_sheet(asked, made, args.sheets / f"benchmarks_sheet_{masks}.png")
+    rows = [(name, _line(figures)) for name, figures in systems.items()]
+    print_report(f"{len(asked)} edits, {masks} masks, {args.steps} steps", rows, result | {"systems": systems})
 
 
 def judge(asked: Sequence[Case], reference: Made, made: Made) -> dict[str, float]:
@@ -118,9 +129,9 @@ def _outside_error(case: Case, picture: Pixels) -> float:
 def _make_all(args: argparse.Namespace, asked: Sequence[Case]) -> dict[str, Made]:
     machine, few = Machine(args.dtype, args.threads, ""), max(2, len(asked) // SCALE_SHARE)
     made = {
-        REFERENCE: _ask_pipeline(args, 0, None),
-        OTHER_SEED: _ask_pipeline(args, 1_000_000, None, few),
-        SKIPPING: _ask_pipeline(args, 0, args.first_block_cache),
+        REFERENCE: _ask_pipeline(args, asked, Ask(args.steps, 0, None)),
+        OTHER_SEED: _ask_pipeline(args, asked[:few], Ask(args.steps, OTHER_SEEDS, None)),
+        SKIPPING: _ask_pipeline(args, asked, Ask(args.steps, 0, args.first_block_cache)),
     }
     with machine.engine(Setting()) as engine:
         made["Stencil, mask-aware off"] = _timed(lambda: run_exact(engine, asked[:few], args.steps))
@@ -133,51 +144,49 @@ def _timed(make: Callable[[], list[Pixels]]) -> Made:
     return Made(make(), time.perf_counter() - start)
 
 
-def _ask_pipeline(
-    args: argparse.Namespace, first_seed: int, threshold: float | None, number: int | None = None
-) -> Made:
-    """From a process of its own: threads and memory are the pipeline's alone. number: of edits, all by default."""
-    flags = ["--steps", str(args.steps), "--masks", args.masks, "--num-edits", str(number or args.num_edits)]
-    flags += ["--scenes", args.scenes, "--dtype", args.dtype, "--threads", str(args.threads)]
-    flags += ["--first-seed", str(first_seed)]
-    flags += [] if threshold is None else ["--first-block-cache", str(threshold)]
+class Ask(msgspec.Struct, frozen=True):
+    """What a pipeline's process is asked for. Case i has seed first_seed + i."""
+
+    steps: int
+    first_seed: int
+    first_block_cache: float | None
+
+
+def _ask_pipeline(args: argparse.Namespace, asked: Sequence[Case], ask: Ask) -> Made:
+    """From a process of its own: threads and memory are the pipeline's alone. Files hold what goes there and back."""
     with tempfile.TemporaryDirectory() as folder:
-        file = str(Path(folder) / "pictures.npz")
-        command = [sys.executable, "-m", "benchmarks.quality_systems", "--child", file, *flags]
-        if threshold is None:
-            command.append("--no-first-block-cache")
+        edits, made = Path(folder) / "edits.npz", Path(folder) / "made.npz"
+        np.savez(
+            edits,
+            prompts=[case.prompt for case in asked],
+            templates=np.array([case.template for case in asked]),
+            masks=np.array([case.mask for case in asked]),
+        )
+        command = [sys.executable, "-m", "benchmarks.quality_systems", "--dtype", args.dtype]
+        command += ["--threads", str(args.threads), "--child", str(edits), str(made), msgspec.json.encode(ask).decode()]
         subprocess.run(command, cwd=ROOT, check=True)
-        with np.load(file) as made:
-            return Made(list(made["pictures"]), float(made["seconds"]))
+        with np.load(made) as file:
+            return Made(list(file["pictures"]), float(file["seconds"]))
 
 
 def _make_with_pipeline(args: argparse.Namespace) -> None:
-    from benchmarks.baselines.fill_pipeline import FillPipeline
-
-    asked = _cases(args)
-    threshold = None if args.no_first_block_cache else args.first_block_cache
-    pipeline = FillPipeline(EMBEDDED_MODEL, args.dtype, args.threads, threshold)
-    made = _timed(lambda: pipeline_pictures(pipeline, asked, args.steps, args.first_seed))
-    np.savez(args.child, pictures=np.array(made.pictures), seconds=made.seconds)
-
-
-def pipeline_pictures(
-    pipeline: Callable[..., Sequence[Image.Image]], asked: Sequence[Case], steps: int, first_seed: int = 0
-) -> list[Pixels]:
-    """What the pipeline makes of each case, one at a time; case i has seed first_seed + i."""
-    from benchmarks.baselines.fill_pipeline import FillEdit
-
-    made = []
-    for i, case in enumerate(asked):
-        mask = Image.fromarray(case.mask.astype(np.uint8) * 255)
-        (picture,) = pipeline([FillEdit(case.prompt, Image.fromarray(case.template), mask, steps, first_seed + i)])
-        made.append(np.asarray(picture))
-    return made
+    edits, made, text = args.child
+    ask = msgspec.json.decode(text.encode(), type=Ask)
+    with np.load(edits) as file:
+        fills = [
+            fill_edit(str(prompt), template, mask, ask.steps, ask.first_seed + i)
+            for i, (prompt, template, mask) in enumerate(
+                zip(file["prompts"], file["templates"], file["masks"], strict=True)
+            )
+        ]
+    pipeline = FillPipeline(EMBEDDED_MODEL, args.dtype, args.threads, ask.first_block_cache)
+    result = _timed(lambda: [np.asarray(pipeline([fill])[0]) for fill in fills])
+    np.savez(made, pictures=np.array(result.pictures), seconds=result.seconds)
 
 
-def _cases(args: argparse.Namespace) -> list[Case]:
-    first = SCENES[args.masks] if args.scenes == "test" else seeds.TUNING + 60_000
-    return cases(first, args.num_edits, args.masks)
+def fill_edit(prompt: str, template: Pixels, mask: Mask, steps: int, seed: int) -> FillEdit:
+    white = Image.fromarray(mask.astype(np.uint8) * 255)
+    return FillEdit(prompt, Image.fromarray(template), white, steps, seed)
 
 
 # --------------------------------------------------------------------------------------------------------- the report
@@ -213,17 +222,14 @@ def _line(figures: Mapping[str, float]) -> str:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--num-edits", type=int, default=200, help="held-out edits")
+    parser.add_argument("--num-edits", type=int, default=100, help="held-out edits of each kind of mask")
     parser.add_argument("--steps", type=int, default=8, help="denoising steps")
-    parser.add_argument("--masks", choices=SCENES, default="silhouette", help="a garment's outline or box")
-    parser.add_argument("--scenes", choices=("test", "tuning"), default="test", help="which held-out scenes")
+    parser.add_argument("--masks", nargs="+", choices=SCENES, default=list(SCENES), help="garments' outlines or boxes")
     parser.add_argument("--first-block-cache", type=float, default=FIRST_BLOCK_CACHE, help="threshold of step skipping")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="compute type of all")
     parser.add_argument("--threads", type=int, default=1, help="torch threads of all")
-    parser.add_argument("--sheet", type=Path, default=Path("quality_systems.png"), help="where the contact sheet goes")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    parser.add_argument("--first-seed", type=int, default=0, help=argparse.SUPPRESS)
-    parser.add_argument("--no-first-block-cache", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--sheets", type=Path, default=Path(), help="folder for the contact sheets")
+    parser.add_argument("--child", nargs=3, metavar="FILE", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 

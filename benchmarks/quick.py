@@ -31,9 +31,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     ratios = asyncio.run(_servers(args))
     (line,) = run_command("benchmarks.overheads", "--steps", "200", "--repeats", "100")["lines"]
     steps = run_command("benchmarks.denoiser_step", "--rounds", "3", "--skip-batch")["lines"]
-    embedded = next(step for step in steps if step["shape"].startswith("embedded"))
     result: dict[str, Value] = {"benchmark": "quick"} | ratios
-    result |= {"step_0.1_x_exact": embedded["x_exact_0.1"], "step_0.1_x_diffusers": embedded["x_diffusers_0.1"]}
+    for name, step in zip(("flux_shaped", "embedded"), steps, strict=True):
+        result |= {f"{name}_step_x_exact": step["x_exact_0.1"], f"{name}_step_x_diffusers": step["x_diffusers_0.1"]}
     result |= {"schedule_step_ms": line["step_batch_8_ms"], "handover_ms": line["handover_ms"]}
     rows = [(name, f"{value:.3f}") for name, value in result.items() if isinstance(value, float)]
     print_report("ratios that must not fall, overheads that must not rise", rows, result)

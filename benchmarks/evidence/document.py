@@ -240,7 +240,7 @@ def _overheads(results: Results, plots: dict[str, str]) -> str:
 
 
 def _quality(results: Results, plots: dict[str, str]) -> str:
-    parts = [_quality_table(line) for found in results.all("quality/") for line in found["lines"]]
+    parts = [_quality_table(line) for found in results.all("quality") for line in found["lines"]]
     return f"{QUALITY}\n" + "\n".join(parts) if parts else ""
 
 

@@ -87,10 +87,8 @@ def overheads(sweep: Sweep) -> None:
 
 
 def quality(sweep: Sweep) -> None:
-    for masks in ("silhouette", "box"):
-        flags = ["--masks", masks, "--num-edits", str(sweep.plan.quality_edits // 2), "--steps", str(sweep.plan.steps)]
-        sheet = str(sweep.docs / f"benchmarks_sheet_{masks}.png")
-        sweep.command(f"quality/{masks}", "benchmarks.quality_systems", *flags, "--sheet", sheet)
+    flags = ["--num-edits", str(sweep.plan.quality_edits // 2), "--steps", str(sweep.plan.steps)]
+    sweep.command("quality", "benchmarks.quality_systems", *flags, "--sheets", str(sweep.docs))
 
 
 def large(sweep: Sweep) -> None:
