@@ -7,19 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.baselines.systems import SYSTEMS
+from benchmarks.evidence import text
 from benchmarks.evidence.plan import AREAS
 from benchmarks.evidence.results import Result, Results
-from benchmarks.evidence.text import (
-    BATCH_SIZES,
-    BATCHING,
-    COST_MODEL,
-    HEAD,
-    LARGE,
-    MASK_RATIOS,
-    OVERHEADS,
-    QUALITY,
-    RATES,
-)
 
 Rows = Iterable[Sequence[str]]
 
@@ -30,8 +20,8 @@ def write_document(results: Results, folder: Path) -> None:
 
     plots = write_plots(results, folder)
     sections = [section(results, plots) for section in _SECTIONS]
-    text = "\n".join([HEAD, *(section for section in sections if section)])
-    (folder / "benchmarks.md").write_text(text.rstrip() + "\n")
+    whole = "\n".join([text.HEAD, *(section for section in sections if section)])
+    (folder / "benchmarks.md").write_text(whole.rstrip() + "\n")
 
 
 def table(head: Sequence[str], rows: Rows) -> str:
@@ -139,7 +129,7 @@ def _rates(results: Results, plots: dict[str, str]) -> str:
         for result in found
     ]
     head = ["system", "load", "offered/s", "achieved/s", "mean ms", "P95 ms", "queue mean ms", "keeps up"]
-    return f"{RATES}\n{_picture(plots, 'rates', 'Latency and queue time by rate')}\n{table(head, rows)}"
+    return f"{text.RATES}\n{_picture(plots, 'rates', 'Latency and queue time by rate')}\n{table(head, rows)}"
 
 
 def _stages(results: Results, plots: dict[str, str]) -> str:
@@ -150,9 +140,9 @@ def _stages(results: Results, plots: dict[str, str]) -> str:
     rows = [[name, f"{ms:.1f}"] for name, ms in parts.items()]
     seconds = result["worker_seconds"] / result["num_edits"]
     return (
-        "## Where Stencil's time goes\n\nOf an edit under full load (8 steps, area mean 0.19), mean milliseconds; what "
-        f"shares a batch waits for the others in it, so parts add up to more than the {1e3 * seconds:.0f} ms of worker "
-        f"time that an edit takes.\n\n{table(['part', 'ms'], rows)}"
+        "## Where Stencil's time goes\n\nOf an edit under full load (8 steps, area mean 0.19), mean milliseconds. "
+        "Parts that are shared with others in a\nbatch count in full for each, so they add up to more than the "
+        f"{1e3 * seconds:.0f} ms of worker time that an edit takes.\n\n{table(['part', 'ms'], rows)}"
     )
 
 
@@ -160,12 +150,29 @@ def _stages(results: Results, plots: dict[str, str]) -> str:
 
 
 def _large(results: Results, plots: dict[str, str]) -> str:
-    theirs, ours = results.find("large/diffusers"), results.find("large/stencil")
-    if theirs is None or ours is None:
-        return ""
-    rows = [[SYSTEMS[r["system"]].label, f"{r['throughput']:.3f}", _number(r["mask_ratio"])] for r in (theirs, ours)]
-    gain = ours["throughput"] / theirs["throughput"]
-    return f"{LARGE}\n{table(['system', 'edits/s', 'mask ratio'], rows)}\n{gain:.1f}x.\n"
+    return _compared(text.LARGE, list(results.all("large/")))
+
+
+def _two_engines(results: Results, plots: dict[str, str]) -> str:
+    return _compared(text.TWO_ENGINES, list(results.all("two-engines/")))
+
+
+def _compared(about: str, found: Sequence[Result]) -> str:
+    """Throughput against diffusers'."""
+    base = [result["throughput"] for result in found if result["system"] == "diffusers"]
+    rows = [
+        [
+            SYSTEMS[result["system"]].label,
+            f"{result['throughput']:.3f}",
+            f"{result['throughput'] / base[0]:.2f}x",
+            _number(result["mask_ratio"]),
+            _number(result["hit_ratio"]),
+        ]
+        for result in found
+        if base
+    ]
+    head = ["system", "edits/s", "against one at a time", "mask ratio", "hit ratio"]
+    return f"{about}\n{table(head, rows)}" if rows else ""
 
 
 def _batch_sizes(results: Results, plots: dict[str, str]) -> str:
@@ -177,7 +184,7 @@ def _batch_sizes(results: Results, plots: dict[str, str]) -> str:
     backends = list(dict.fromkeys(backend for backend, _ in rates))
     rows = [[backend, *(_number(rates.get((backend, size))) for size in sizes)] for backend in backends]
     head = ["edits/s", *map(str, sizes)]
-    return f"{BATCH_SIZES}\n{_picture(plots, 'batch_sizes', 'Throughput by batch size')}\n{table(head, rows)}"
+    return f"{text.BATCH_SIZES}\n{_picture(plots, 'batch_sizes', 'Throughput by batch size')}\n{table(head, rows)}"
 
 
 def _mask_ratios(results: Results, plots: dict[str, str]) -> str:
@@ -193,7 +200,7 @@ def _mask_ratios(results: Results, plots: dict[str, str]) -> str:
         for line in edit["lines"]
     ]
     head = ["mask ratio", "exact ms", "warm ms", "cold ms", "warm against exact"]
-    return f"{MASK_RATIOS}\n{_picture(plots, 'mask_ratios', 'Latency by mask ratio')}\n{table(head, rows)}"
+    return f"{text.MASK_RATIOS}\n{_picture(plots, 'mask_ratios', 'Latency by mask ratio')}\n{table(head, rows)}"
 
 
 def _batching(results: Results, plots: dict[str, str]) -> str:
@@ -209,7 +216,7 @@ def _batching(results: Results, plots: dict[str, str]) -> str:
     simulated = [[run["scenario"], run["policy"], _number(run["p95"]), _number(run["mean"])] for run in policies]
     routing = table(["scenario", "policy", "P95, s", "mean, s"], simulated) if simulated else ""
     picture = _picture(plots, "batching", "P95 by batching and by policy")
-    return f"{BATCHING}\n{picture}\n{table(['', *names], rows)}\n{routing}"
+    return f"{text.BATCHING}\n{picture}\n{table(['', *names], rows)}\n{routing}"
 
 
 def _cost_model(results: Results, plots: dict[str, str]) -> str:
@@ -223,7 +230,7 @@ def _cost_model(results: Results, plots: dict[str, str]) -> str:
         for stage, name in names.items()
     ]
     head = ["stage", "R^2", "median error"]
-    return f"{COST_MODEL}\n{_picture(plots, 'cost_model', 'Predicted and measured')}\n{table(head, rows)}"
+    return f"{text.COST_MODEL}\n{_picture(plots, 'cost_model', 'Predicted and measured')}\n{table(head, rows)}"
 
 
 def _overheads(results: Results, plots: dict[str, str]) -> str:
@@ -236,12 +243,12 @@ def _overheads(results: Results, plots: dict[str, str]) -> str:
         ["schedule, plan and result of a step of 8 edits", f"{line['step_batch_8_ms']:.3f}", "1.2"],
         ["hand-over of a finished 1024 x 1024 picture", f"{line['handover_ms']:.3f}", "1.1 + 1.3"],
     ]
-    return f"{OVERHEADS}\n{table(['', 'median ms', 'FlashPS, section 6.6'], rows)}"
+    return f"{text.OVERHEADS}\n{table(['', 'median ms', 'FlashPS, section 6.6'], rows)}"
 
 
 def _quality(results: Results, plots: dict[str, str]) -> str:
     parts = [_quality_table(line) for found in results.all("quality") for line in found["lines"]]
-    return f"{QUALITY}\n" + "\n".join(parts) if parts else ""
+    return f"{text.QUALITY}\n" + "\n".join(parts) if parts else ""
 
 
 def _quality_table(line: Result) -> str:
@@ -275,6 +282,7 @@ _SECTIONS: tuple[Callable[[Results, dict[str, str]], str], ...] = (
     _rates,
     _stages,
     _large,
+    _two_engines,
     _quality,
     _batch_sizes,
     _mask_ratios,

@@ -6,9 +6,8 @@ import asyncio
 import json
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -25,6 +24,7 @@ from benchmarks.serving.summary import Context, summarise
 from core.config import EMBEDDED_MODEL
 
 SETTING = Setting(EMBEDDED_MODEL)
+CLIENTS = 16
 
 
 @dataclass(frozen=True)
@@ -92,25 +92,39 @@ def quality(sweep: Sweep) -> None:
 
 
 def large(sweep: Sweep) -> None:
-    """A closed loop over 512 px edits of a checkpoint whose tokens dominate."""
+    """512 px edits of a checkpoint whose tokens dominate."""
+    mix = Mix(template_reuse="fixed:4", num_inference_steps=str(sweep.plan.steps), sizes=f"{SIDE}x{SIDE}")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "large"
-        for name in ("diffusers", "stencil"):
-            sweep.results.get_or_make(f"large/{name}", lambda name=name: _large(sweep.plan, path, name))  # type: ignore[misc]
+
+        def make(name: str, number: int, warm_ups: int) -> Result:
+            if not path.exists():
+                write_checkpoint(path)
+            return _closed_loop(name, Setting(str(path)), mix, number, warm_ups)
+
+        number = sweep.plan.large_edits
+        sweep.results.get_or_make("large/diffusers", lambda: make("diffusers", number, 1))
+        sweep.results.get_or_make("large/stencil", lambda: make("stencil", 4 * number, 4))  # all templates are primed
 
 
-def _large(plan: Plan, path: Path, name: str) -> dict[str, Any]:
-    if not path.exists():
-        write_checkpoint(path)
-    number = plan.large_edits * (4 if name == "stencil" else 1)
-    mix = Mix(template_reuse="fixed:4", num_inference_steps=str(plan.steps), sizes=f"{SIDE}x{SIDE}")
-    calls = synthetic(mix, 4 + number, np.random.default_rng(0))
-    warm_up = calls[:4] if name == "stencil" else calls[:1]  # its templates are primed then
-    with running(name, Setting(str(path))) as server:
+def two_engines(sweep: Sweep) -> None:
+    """Two processes behind a balancer where Stencil has two engines."""
+    mix, setting = Mix(num_inference_steps=str(sweep.plan.steps)), replace(SETTING, engines=2)
+    for name in ("diffusers", "diffusers-batch", "stencil"):
+        sweep.results.get_or_make(
+            f"two-engines/{name}",
+            lambda name=name: _closed_loop(name, setting, mix, sweep.plan.throughput_edits, sweep.plan.warm_ups),  # type: ignore[misc]
+        )
+
+
+def _closed_loop(name: str, setting: Setting, mix: Mix, number: int, warm_ups: int) -> Result:
+    calls = synthetic(mix, warm_ups + number, np.random.default_rng(0))
+    print(f"{name}, {setting.engines} engine(s), {mix.sizes}", flush=True)
+    with running(name, setting) as server:
         target = Target(server.url)
-        asyncio.run(send_in_turn(target, warm_up, 4))
-        run = asyncio.run(send_in_turn(target, calls[4:], 8))
-    areas = [call.area for call in calls[4:] if call.area is not None]
+        asyncio.run(send_in_turn(target, calls[:warm_ups], CLIENTS))
+        run = asyncio.run(send_in_turn(target, calls[warm_ups:], CLIENTS))
+    areas = [call.area for call in calls[warm_ups:] if call.area is not None]
     return {"system": name} | as_json(summarise(run, Context(areas=areas)))
 
 
@@ -129,7 +143,8 @@ PARTS = {
     "batch-size": Part(batch_size, 2.5),
     "batching": Part(batching, 2.0),
     "policies": Part(policies, 1.5),
-    "quality": Part(quality, 5.0),
+    "quality": Part(quality, 6.0),
     "large": Part(large, 2.5),
+    "two-engines": Part(two_engines, 1.5),
     "serving": Part(serving, 23.0),
 }

@@ -38,6 +38,13 @@ LARGE = """## Where tokens dominate
 4 templates that are warm (`python -m benchmarks.large_checkpoint DIR` writes it).
 """
 
+TWO_ENGINES = """## Two engines
+
+Two processes of diffusers behind a balancer, which gives each request to the one with the fewest under way, against
+Stencil with `--data-parallel-size 2`; 16 clients. On 2 cores the client and Stencil's other processes compete with
+them.
+"""
+
 QUALITY = """## Quality
 
 As FlashPS's table 2: held-out scenes, each system against what diffusers makes with the same seed. SSIM and PSNR in the
