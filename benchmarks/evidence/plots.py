@@ -87,7 +87,7 @@ def _mask_ratios(results: Results, axes: Any) -> bool:
         ratios, times = zip(*sorted(points), strict=True)
         exact = line["exact_ms"]
         axes[0].plot(ratios, [time / exact for time in times], "o-", ms=3, color=colour, label=line["shape"])
-        bounds = [1 / line[f"bound_{ratio:g}"] for ratio in ratios]
+        bounds = [1 / line[f"bound_{ratio}"] for ratio in ratios]
         axes[0].plot(ratios, bounds, "--", lw=1, color=colour, label="by operations")
     lines = sorted(edit["lines"], key=lambda line: line["mask_ratio"])
     shares = [line["mask_ratio"] for line in lines]

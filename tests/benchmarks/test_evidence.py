@@ -58,6 +58,41 @@ def test_the_document_says_what_the_files_say(results: Results, tmp_path: Path) 
     assert "## Quality" not in text  # nothing was measured
 
 
+def test_every_part_has_its_section_and_plot(results: Results, tmp_path: Path) -> None:
+    step = {"exact_ms": 9.0} | {f"step_{r}_ms": 9 * r for r in (0.1, 1.0)} | {f"bound_{r}": 1 / r for r in (0.1, 1.0)}
+    results.put("mask-ratio/step", {"lines": [step | {"shape": "a"}, step | {"shape": "b"}]})
+    edit = {"exact_s": 0.4, "warm_s": 0.2, "cold_s": 0.3, "exact_denoise_s": 0.3, "warm_speedup": 2.0}
+    results.put("mask-ratio/edit", {"lines": [edit | {"mask_ratio": ratio} for ratio in (0.1, 0.5)]})
+    names = ("p95_s", "mean_s", "inference_p95_s", "interruptions_mean", "foreign_cores")
+    kinds = ("static", "continuous", "disaggregated")
+    results.put("batching", {"lines": [{f"{kind}_{name}": 1.5 for kind in kinds for name in names}]})
+    run_of = {"scenario": "mix", "p95": 3.0, "mean": 1.0}
+    results.put("policies/mix", {"lines": [run_of | {"policy": policy} for policy in ("round-robin", "mask-aware")]})
+    results.put("batch-size/stencil-1", {"lines": [{"backend": "stencil", "batch_size": 1, "edits_per_s": 2.0}]})
+    figures = ("ssim_box_mean", "ssim_box_p10", "psnr_box_mean_db", "ssim_whole_mean", "ssim_whole_pasted_mean")
+    figures += ("colour", "pattern", "feature_distance", "outside_error_mean", "seconds_per_edit")
+    system = {"num_edits": 25} | dict.fromkeys(figures, 0.5)
+    quality = {"masks": "box", "steps": 8, "num_edits": 100, "first_block_cache": 0.4, "systems": {"Stencil": system}}
+    results.put("quality", {"lines": [quality]})
+    for name in ("large/diffusers", "large/stencil"):
+        results.put(name, run(name.partition("/")[2], 2.0, 1.0, 1.0))
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    write_document(results, folder)
+    text = (folder / "benchmarks.md").read_text()
+    for row in (
+        "| 0.10 | 400 | 200 | 300 | 2.00x |",
+        "| Stencil (25) | 0.5000 / 0.5000 |",
+        "| mix | mask-aware | 3.00 |",
+    ):
+        assert row in text
+    assert {path.stem for path in folder.glob("*.svg")} == {
+        "benchmarks_batch_sizes",
+        "benchmarks_batching",
+        "benchmarks_mask_ratios",
+    }
+
+
 def test_frechet_distance() -> None:
     random = np.random.default_rng(0)
     a = random.normal(size=(4000, 3))
