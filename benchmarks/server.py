@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import http.client
+import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
 STENCIL = "entrypoints.serve"
@@ -56,9 +58,17 @@ class Server:
 
 
 @contextmanager
-def start_server(flags: Sequence[str] = (), module: str = STENCIL) -> Iterator[Server]:
+def start_server(
+    flags: Sequence[str] = (),
+    module: str = STENCIL,
+    *,
+    environment: Mapping[str, str] | None = None,
+    log: IO[bytes] | None = None,
+) -> Iterator[Server]:
     """Spawn ``python -m entrypoints.serve``, or another module that takes a --port, with these flags; it has not
     answered yet. Terminated on leaving.
+
+    environment: added to this process' own. log: the server's stderr, instead of this process' own.
     """
     host, port = "127.0.0.1", free_port()
     quiet = ["--log-level", "warning"] if module == STENCIL else []
@@ -67,7 +77,9 @@ def start_server(flags: Sequence[str] = (), module: str = STENCIL) -> Iterator[S
     with subprocess.Popen(
         command,
         cwd=ROOT,
+        env={**os.environ, **(environment or {})},
         stdout=subprocess.DEVNULL,
+        stderr=log,
         preexec_fn=end_with_parent,  # noqa: PLW1509 - a system call alone, which takes no lock
     ) as process:
         try:

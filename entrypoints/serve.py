@@ -6,13 +6,18 @@ children: on SIGTERM or Ctrl-C running edits finish within ``--drain-seconds``, 
 
 from __future__ import annotations
 
+import signal
+import sys
+
+if __name__ == "__main__":
+    # Before the imports, which take seconds: the first process of a container gets no signal without a handler.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
 import asyncio
 import contextlib
 import gc
 import logging
-import signal
 import socket
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +30,7 @@ from core.errors import ConfigError, StencilError
 from core.ipc import logs
 from engine.async_engine import AsyncEngine
 from engine.tracing import Tracer, create_tracer
+from entrypoints.http_protocol import GuardedProtocol
 from entrypoints.openai.app import ServerSettings, create_app
 from entrypoints.openai.submission import STALL_SECONDS
 from entrypoints.racing import run_until
@@ -122,7 +128,7 @@ def http_server(app: FastAPI) -> uvicorn.Server:
     return _HttpServer(
         uvicorn.Config(
             app,
-            http="httptools",
+            http=GuardedProtocol,
             ws="none",
             lifespan="off",
             access_log=False,

@@ -150,7 +150,8 @@ def test_a_dead_engine_is_started_anew_and_one_that_keeps_dying_ends_the_server(
     wait_for(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
     health = httpx.get(f"{server.url}/health")
     assert health.status_code == 200
-    assert health.json() == {"status": "degraded", "engines": [{"index": 0, "alive": False}]}
+    (engine,) = health.json()["engines"]
+    assert (health.json()["status"], engine["alive"], engine["state"]) == ("degraded", False, "restarting")
     refused = httpx.post(f"{server.url}/v1/images/edits")
     assert refused.status_code == 503
     assert int(refused.headers["retry-after"]) >= 1
@@ -187,6 +188,18 @@ def test_alive_before_the_model_is_loaded_and_stops_while_it_loads(
     server = ServerProcess(process, url, tmp_path / "scratch.log", tmp_path / "scratch")
     process.terminate()
     assert server.wait(children) == 0
+
+
+def test_sigterm_is_heard_from_the_first_moment_on(server_flags: tuple[str, ...], tmp_path: Path) -> None:
+    """By a handler: the kernel gives the first process of a container no other signals."""
+    process = spawn(tmp_path / "scratch", *server_flags)
+    status = Path(f"/proc/{process.pid}/status")
+    caught = 1 << (signal.SIGTERM - 1)
+    wait_for(lambda: bool(int(status.read_text().split("SigCgt:")[1].split()[0], 16) & caught))
+    process.terminate()
+    out, _ = process.communicate(timeout=60)
+    assert (process.returncode, out) in ((128 + signal.SIGTERM, ""), (0, "")), "0: it had begun to start its processes"
+    assert not list((tmp_path / "scratch").iterdir())
 
 
 def assert_one_line(result: tuple[int, str], status: int, *words: str) -> None:
