@@ -10,7 +10,7 @@ TYPED := core engine model_executor entrypoints benchmarks tools
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-browser fuzz lint types format wheel train-embedded bench-throughput bench-startup bench-responsiveness bench-images bench-edit bench-prime bench-load-or-prime bench-step bench-vae bench-cache bench-quality bench-cost-model bench-block-plan simulate simulate-overload bench-router-decision bench-router bench-overload bench-playground soak calibrate clean
+.PHONY: help serve test test-browser fuzz lint types format wheel train-embedded bench bench-quick bench-serving bench-throughput bench-startup bench-responsiveness bench-images bench-edit bench-prime bench-load-or-prime bench-step bench-vae bench-cache bench-quality bench-cost-model bench-block-plan simulate simulate-overload bench-router-decision bench-router bench-overload bench-playground soak calibrate clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 24
@@ -46,6 +46,15 @@ wheel: $(RUNTIME)  ## Build the wheel, embedded model included, into dist/
 train-embedded: $(DEV)  ## Train the embedded model anew
 	$(BIN)/python -m tools.train_embedded $(ARGS)
 
+bench: $(DEV)  ## All claims in one sweep (about 40 minutes), written up as docs/benchmarks.md; ARGS="--only quality"
+	$(BIN)/python -m benchmarks.evidence $(ARGS)
+
+bench-quick: $(DEV)  ## The few ratios that must not fall, in under 3 minutes
+	$(BIN)/python -m benchmarks.quick $(ARGS)
+
+bench-serving: $(DEV)  ## Latency and throughput of a server that runs; ARGS="--base-url URL --request-rate 2"
+	$(BIN)/python -m benchmarks.benchmark_serving $(ARGS)
+
 bench-throughput: $(DEV)  ## Edits per second against a loop over diffusers' FluxFillPipeline
 	$(BIN)/python -m benchmarks.throughput_vs_diffusers $(ARGS)
 
@@ -59,7 +68,7 @@ bench-images: $(DEV)  ## Photos of 1 to 12 megapixels: static batches, image wor
 	$(BIN)/python -m benchmarks.image_work $(ARGS)
 
 bench-edit: $(DEV)  ## Latency of exact, warm and cold edits through HTTP
-	$(BIN)/python -m benchmarks.edit_latency $(ARGS)
+	$(BIN)/python -m benchmarks.benchmark_latency $(ARGS)
 
 bench-prime: $(DEV)  ## Gaps between running edits' steps while a template is primed
 	$(BIN)/python -m benchmarks.prime_gap $(ARGS)

@@ -8,10 +8,12 @@ slows both.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -72,6 +74,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         of_stage = [timing for timing in held_out if timing.stage == stage]
         accuracies[f"after training batches, {stage}"] = Accuracy.of(trained, of_stage)
     _report(args, accuracies, len(samples), probe_seconds, _microseconds(trained, held_out))
+    if args.pairs is not None:
+        pairs = [(t.stage, t.seconds, trained.predict(_key(t.stage), t.work)) for t in held_out]
+        args.pairs.write_text(json.dumps(pairs) + "\n")
 
 
 def _open(model: str, dtype: str) -> tuple[Batches, list[CostSample], float]:
@@ -173,6 +178,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help="torch threads")
     parser.add_argument("--num-batches", type=int, default=200, help="held-out batches, and as many training batches")
     parser.add_argument("--seed", type=int, default=0, help="of the random batches")
+    parser.add_argument("--pairs", type=Path, help="file for (stage, seconds, predicted seconds) of held-out batches")
     return parser.parse_args(argv)
 
 

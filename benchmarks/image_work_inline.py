@@ -1,313 +1,98 @@
-"""An engine in one process, from Stencil's own parts, as engines without image processors are built. Run as a process.
-
-The StepScheduler plans, the worker's Runner computes, and the image processors' own code decodes, checks, pastes and
-encodes, called between steps: denoising stands still meanwhile. Nothing travels between processes.
-"""
+"""The one-process engine of `image_work`: static or continuous batches, image work in line. Run as a process."""
 
 from __future__ import annotations
 
-import os
-import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.baselines.inline_engine import MAX_NUM_SEQS, InlineEdit, InlineEngine, Upload
 from benchmarks.image_work_run import Arrival, EngineArgs, Outcome, Ready, Run, RunResult, engine_args, runs, say
 from benchmarks.image_work_uploads import Uploads
 from benchmarks.workload import PROMPTS
-from core.cache_folder import user_cache_folder
-from core.config import CacheConfig, ImageConfig, ModelConfig, SchedulerConfig
-from core.handles import PAGE_ARENA, ArrayRef
-from core.ipc.shared_array import Arena, ArenaAllocator, carve
-from core.messages import BatchResult, ComposedImage, ComposeImage, EditRequest, Finished, PreparedEdit, PrepareEdit
-from core.request import SamplingParams
-from core.scheduler import StepScheduler
-from engine.edit_session import resolve
-from engine.image_ops import encoded_bytes, scratch_bytes
-from engine.image_processor import perform
-from engine.mask_aware import resolve_margin
-
-ARENA_BYTES = 4 * 1024**3
-MAX_PIXELS = ImageConfig().max_pixels
 
 
-class Model:
-    """A loaded model and the scheduler over it, as in an engine and its worker. Runs in the calling thread."""
-
-    def __init__(self, config: ModelConfig, arena: Arena, page_arena: Arena) -> None:
-        os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(config.threads)
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
-        # Torch reads the number of threads when it is imported.
-        from model_executor.cost_probe import known_or_probed
-        from model_executor.page_store import PageStore
-        from model_executor.resident import ResidentModels, quiet_libraries, set_threads
-        from model_executor.runner import Runner
-        from model_executor.tensor_store import TensorStore
-
-        set_threads(config.threads)
-        quiet_libraries()
-        models = ResidentModels.open([config])
-        models.load_all()
-        models.warm_up()
-        infos = models.ready(0).models
-        self.info = infos[0]
-        self.scheduler = StepScheduler(SchedulerConfig(), {self.info.name: self.info}, cache=CacheConfig())
-        for sample in known_or_probed(models.families, infos, user_cache_folder(os.environ)):
-            self.scheduler.cost.observe(
-                self.scheduler.cost_key(sample.model, sample.stage), sample.work, sample.seconds
-            )
-        self._store = TensorStore(0, models.device, arena)
-        pages = PageStore(models.device, page_arena, None, lambda copied: None)  # one tier: nothing is copied
-        self._runner = Runner(0, models.families, self._store, arena, pages)
-
-    def step(self) -> list[BatchResult]:
-        """One iteration of the engine: what its batches came to."""
-        plan = self.scheduler.schedule(time.monotonic())
-        assert plan is not None
-        results = []
-        for batch in plan.batches:
-            results.append(self._runner.run(batch))
-            self.scheduler.apply(results[-1])
-        for key in plan.free:
-            self._store.free(key)
-        return results
-
-
-@dataclass(eq=False)
-class Edit:
-    """One edit on its way; times are as in Outcome. regions: the memory that it holds."""
-
-    arrival: Arrival
-    image: ArrayRef
-    mask: ArrayRef
-    regions: list[ArrayRef] = field(default_factory=list)
-    upload_size: tuple[int, int] = (0, 0)
-    request: EditRequest | None = None
-    begun: float | None = None
-    decoded: float | None = None
-    interruptions: int = 0
-    interrupted_seconds: float = 0.0
-
-
-class InlineEngine:
-    """begin, step, end: the caller says in which order. One thing at a time."""
+class Server:
+    """The engine on the clock of a run."""
 
     def __init__(self, args: EngineArgs) -> None:
         self.uploads = Uploads(Path(args.folder))
-        self.num_running = 0  # edits begun and not yet ended
+        self.engine = InlineEngine(args.model, args.dtype, args.threads)
         self._steps = args.steps
-        self._arena = Arena.create(0, ARENA_BYTES)
-        self._allocator = ArenaAllocator(self._arena)
-        pages = Arena.create(PAGE_ARENA, CacheConfig().host_bytes)
-        self._model = Model(ModelConfig(model=args.model, dtype=args.dtype, threads=args.threads), self._arena, pages)
-        self._edits: dict[str, Edit] = {}  # request id -> edit that the scheduler has
         self._start = 0.0
-        self._num_requests = 0
-
-    @property
-    def device(self) -> str:
-        return self._model.info.device
+        self._arrivals: dict[InlineEdit, Arrival] = {}
 
     def start_clock(self) -> None:
         self._start = time.monotonic()
 
-    def now(self) -> float:
-        """Seconds since `start_clock`."""
-        return time.monotonic() - self._start
+    def is_due(self, arrivals: deque[Arrival]) -> bool:
+        return bool(arrivals) and arrivals[0].due <= time.monotonic() - self._start
 
-    # ------------------------------------------------------------------------------------------------ an edit's life
+    def sleep_until(self, arrival: Arrival) -> None:
+        time.sleep(max(0.0, self._start + arrival.due - time.monotonic()))
 
     def begin(self, arrival: Arrival) -> None:
-        """Decode an upload, make what the model needs of it, and hand that to the scheduler."""
-        with self._image_work():
-            regions: list[ArrayRef] = []
-            image, mask = (self._store(file, regions) for file in self.uploads[arrival.upload])
-            edit = Edit(arrival, image, mask, regions)
-            prepared = self._prepare(edit)
-            edit.upload_size = prepared.upload_width, prepared.upload_height
-            edit.request = self._request(edit, prepared)
-        self._edits[edit.request.request_id] = edit
-        self._model.scheduler.add(edit.request)
-        self.num_running += 1
+        image, mask = self.uploads[arrival.upload]
+        prompt = PROMPTS[arrival.seed % len(PROMPTS)]
+        edit = self.engine.begin(Upload(image, mask, "alpha", prompt, self._steps, arrival.seed))
+        self._arrivals[edit] = arrival
 
-    def step(self) -> list[Edit]:
-        """One iteration; the edits whose pixels are there."""
-        for result in self._model.step():
-            for item in result.items:
-                if (edit := self._edits.get(item.request_id)) is not None and edit.begun is None:  # not a priming job
-                    edit.begun = result.started - self._start
-        return [self._finish(output) for output in self._model.scheduler.take_outputs()]
-
-    def end(self, edit: Edit) -> Outcome:
-        """Paste the pixels into the upload and encode the file."""
-        with self._image_work():
-            self._compose(edit)
-        done = self.now()
-        for region in edit.regions:
-            self._allocator.free(region)
-        self.num_running -= 1
+    def end(self, edit: InlineEdit) -> Outcome:
+        self.engine.end(edit)
+        done = time.monotonic()
         assert edit.begun is not None
         assert edit.decoded is not None
         return Outcome(
-            due=edit.arrival.due,
-            begun=edit.begun,
-            decoded=edit.decoded,
-            done=done,
+            due=self._arrivals.pop(edit).due,
+            begun=edit.begun - self._start,
+            decoded=edit.decoded - self._start,
+            done=done - self._start,
             interruptions=edit.interruptions,
             interrupted_seconds=edit.interrupted_seconds,
         )
 
-    def _finish(self, output: object) -> Edit:
-        if not isinstance(output, Finished):
-            raise RuntimeError(f"an edit failed: {output}")
-        edit = self._edits.pop(output.request_id)
-        edit.decoded = self.now()
-        return edit
 
-    # ------------------------------------------------------------------------------------------------ image work
-
-    @contextmanager
-    def _image_work(self) -> Iterator[None]:
-        """Every edit in inference waits for what happens here."""
-        paused = [edit for edit in self._edits.values() if edit.begun is not None]
-        start = time.monotonic()
-        yield
-        for edit in paused:
-            edit.interruptions += 1
-            edit.interrupted_seconds += time.monotonic() - start
-
-    def _prepare(self, edit: Edit) -> PreparedEdit:
-        info = self._model.info
-        job = PrepareEdit(
-            job_id=0,
-            image=edit.image,
-            mask=edit.mask,
-            mask_kind="alpha",
-            canvas_size=None,
-            mask_margin=resolve_margin(SamplingParams(), info),
-            native_size=info.native_size,
-            token_size=info.token_size,
-            max_pixels=MAX_PIXELS,
-            scratch=self._alloc(scratch_bytes(info.native_size, info.token_size), edit.regions),
-        )
-        answer = perform(self._arena, job)
-        if not isinstance(answer, PreparedEdit):
-            raise RuntimeError(f"an upload was refused: {answer}")
-        return answer
-
-    def _compose(self, edit: Edit) -> None:
-        assert edit.request is not None
-        width, height = edit.upload_size
-        job = ComposeImage(
-            job_id=0,
-            pixels=edit.request.pixels[-1],
-            image=edit.image,
-            mask=edit.mask,
-            mask_kind="alpha",
-            canvas_size=None,
-            output_size=None,
-            output_format="png",
-            compression=100,
-            base64=True,
-            max_pixels=MAX_PIXELS,
-            out=self._alloc(encoded_bytes(width, height, 4, True, "png"), edit.regions),
-        )
-        answer = perform(self._arena, job)
-        if not isinstance(answer, ComposedImage):
-            raise RuntimeError(f"a result was not encoded: {answer}")
-
-    def _request(self, edit: Edit, prepared: PreparedEdit) -> EditRequest:
-        info, arrival = self._model.info, edit.arrival
-        sampling = resolve(SamplingParams(num_inference_steps=self._steps, seed=arrival.seed), info)
-        height, width = prepared.height, prepared.width
-        num_tokens = (width // info.token_size) * (height // info.token_size)
-        self._num_requests += 1
-        return EditRequest(
-            request_id=str(self._num_requests),
-            model=info.name,
-            prompt=PROMPTS[arrival.seed % len(PROMPTS)],
-            sampling=sampling,
-            width=width,
-            height=height,
-            template=prepared.template,
-            mask=prepared.mask,
-            active=prepared.active,
-            content_id=prepared.content_id,
-            num_tokens=num_tokens,
-            max_text_tokens=info.max_text_tokens,
-            pixels=(carve(self._alloc(height * width * 3, edit.regions), 0, (height, width, 3), "uint8"),),
-            latents=carve(
-                self._alloc(num_tokens * info.latent_width * 4, edit.regions),
-                0,
-                (num_tokens, info.latent_width),
-                "float32",
-            ),
-            arrival=time.monotonic(),
-            is_mask_aware=info.page_scheme is not None,
-        )
-
-    def _store(self, file: bytes, regions: list[ArrayRef]) -> ArrayRef:
-        ref = self._alloc(len(file), regions)
-        self._arena.view(ref).data[:] = file
-        return ref
-
-    def _alloc(self, nbytes: int, regions: list[ArrayRef]) -> ArrayRef:
-        regions.append(self._allocator.alloc(nbytes))
-        return regions[-1]
-
-
-# ------------------------------------------------------------------------------------------------------------ batching
-
-
-def serve_continuously(engine: InlineEngine, arrivals: deque[Arrival], room: int) -> Iterator[Outcome]:
+def serve_continuously(server: Server, arrivals: deque[Arrival], room: int) -> Iterator[Outcome]:
     """Whoever is due is prepared as soon as the batch has a place, and joins at the next step; whoever is through is
     encoded at once, and leaves.
     """
+    engine = server.engine
     while arrivals or engine.num_running:
         if not engine.num_running:
-            _sleep_until(engine, arrivals[0])
-        while engine.num_running < room and _is_due(engine, arrivals):
-            engine.begin(arrivals.popleft())
+            server.sleep_until(arrivals[0])
+        while engine.num_running < room and server.is_due(arrivals):
+            server.begin(arrivals.popleft())
         for edit in engine.step():
-            yield engine.end(edit)
+            yield server.end(edit)
 
 
-def serve_in_static_batches(engine: InlineEngine, arrivals: deque[Arrival], room: int) -> Iterator[Outcome]:
+def serve_in_static_batches(server: Server, arrivals: deque[Arrival], room: int) -> Iterator[Outcome]:
     """Those who are due, as many as there is room for, form a batch; the next one begins when all of them have left."""
+    engine = server.engine
     while arrivals:
-        _sleep_until(engine, arrivals[0])
-        while engine.num_running < room and _is_due(engine, arrivals):
-            engine.begin(arrivals.popleft())
-        num_denoising, decoded = engine.num_running, list[Edit]()
+        server.sleep_until(arrivals[0])
+        while engine.num_running < room and server.is_due(arrivals):
+            server.begin(arrivals.popleft())
+        num_denoising, decoded = engine.num_running, list[InlineEdit]()
         while len(decoded) < num_denoising:
             decoded += engine.step()
         for edit in decoded:
-            yield engine.end(edit)
+            yield server.end(edit)
 
 
-def _is_due(engine: InlineEngine, arrivals: deque[Arrival]) -> bool:
-    return bool(arrivals) and arrivals[0].due <= engine.now()
-
-
-def _sleep_until(engine: InlineEngine, arrival: Arrival) -> None:
-    time.sleep(max(0.0, arrival.due - engine.now()))
-
-
-def _serve(engine: InlineEngine, run: Run) -> RunResult:
+def _serve(server: Server, run: Run) -> RunResult:
     batching = {"static": serve_in_static_batches, "continuous": serve_continuously}[run.batching]
-    engine.start_clock()
-    return RunResult(tuple(batching(engine, deque(run.arrivals), SchedulerConfig().max_num_seqs)))
+    server.start_clock()
+    return RunResult(tuple(batching(server, deque(run.arrivals), MAX_NUM_SEQS)))
 
 
 def _main(args: EngineArgs) -> None:
-    engine = InlineEngine(args)
-    _serve(engine, Run("continuous", engine.uploads.each_once()))
-    say(Ready(engine.device))
+    server = Server(args)
+    _serve(server, Run("continuous", server.uploads.each_once()))
+    say(Ready(server.engine.device))
     for run in runs():
-        say(_serve(engine, run))
+        say(_serve(server, run))
 
 
 if __name__ == "__main__":

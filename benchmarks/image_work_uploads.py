@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from PIL import Image
 
 from benchmarks.image_work_run import Arrival
-
-Pixels = npt.NDArray[np.uint8]
+from benchmarks.pictures import Pixels, alpha_mask, encode
 
 MEGAPIXELS = (1, 3, 6, 12)
 FORMATS: dict[str, dict[str, Any]] = {"jpeg": {"quality": 90}, "png": {"compress_level": 1}}
@@ -27,11 +24,11 @@ def write_uploads(folder: Path) -> None:
     for number, (megapixels, kind) in enumerate(product(MEGAPIXELS, FORMATS)):
         height = round((megapixels * 1e6 * 3 / 4) ** 0.5)
         size = height * 4 // 3, height
-        file = _encode(_photo(size, seed=number), kind, **FORMATS[kind])
+        file = encode(_photo(size, seed=number), kind, **FORMATS[kind])
         (folder / f"{number:02}-image").write_bytes(file)
         # Shares that go round once more than sizes do, so that both formats of a size differ in theirs.
-        mask = _mask(size, MASK_SHARES[(number + number // len(MASK_SHARES)) % len(MASK_SHARES)])
-        (folder / f"{number:02}-mask").write_bytes(_encode(mask, "png"))
+        share = MASK_SHARES[(number + number // len(MASK_SHARES)) % len(MASK_SHARES)]
+        (folder / f"{number:02}-mask").write_bytes(encode(alpha_mask(_middle(size, share), size)))
 
 
 class Uploads:
@@ -65,18 +62,9 @@ def _photo(size: tuple[int, int], seed: int) -> Pixels:
     return photo
 
 
-def _mask(size: tuple[int, int], share: float) -> Pixels:
-    """[height, width, 4], transparent in a rectangle in the middle that takes `share` of the picture."""
+def _middle(size: tuple[int, int], share: float) -> tuple[int, int, int, int]:
+    """A rectangle in the middle that takes `share` of the picture."""
     width, height = size
-    mask = np.zeros((height, width, 4), np.uint8)
-    mask[..., 3] = 255
     columns, rows = (round(side * share**0.5) for side in size)
     left, top = (width - columns) // 2, (height - rows) // 2
-    mask[top : top + rows, left : left + columns, 3] = 0
-    return mask
-
-
-def _encode(pixels: Pixels, kind: str, **options: Any) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, kind.upper(), **options)
-    return file.getvalue()
+    return left, top, left + columns, top + rows

@@ -16,10 +16,15 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from PIL import Image, ImageOps
+
+from benchmarks.baselines.fill_pipeline import FillEdit, FillPipeline
 from benchmarks.server import ROOT
 from benchmarks.workload import IMAGE, MASK, EditSpec, edit_specs
 
 DTYPES = ("float32", "bfloat16", "float16")
+
+Edit = Callable[[EditSpec], object]
 
 
 @dataclass(frozen=True)
@@ -74,17 +79,10 @@ def start_pipeline_loop(model: str, dtype: str, threads: int, steps: int) -> Ite
 
 def main(model: str, dtype: str, threads: int, steps: int) -> None:
     import torch  # only the child needs it
-    from diffusers import FluxFillPipeline
-    from diffusers.utils.logging import disable_progress_bar
-    from transformers.utils.logging import disable_progress_bar as disable_weights_progress_bar
 
-    disable_progress_bar()
-    disable_weights_progress_bar()
-    torch.set_num_threads(threads)
-    pipeline = FluxFillPipeline.from_pretrained(model, dtype=getattr(torch, dtype))
-    pipeline.set_progress_bar_config(disable=True)
-    edit = _Edit(pipeline)
+    pipeline = FillPipeline(model, dtype, threads)
     warm_up = edit_specs(0, 1, steps)[0]
+    edit = _example_edits(pipeline)
     edit(warm_up)
     _say({"flop_per_edit": _count_flop(edit, warm_up)})
     for line in sys.stdin:
@@ -96,33 +94,18 @@ def main(model: str, dtype: str, threads: int, steps: int) -> None:
         _say(asdict(Turn(seconds, _peak_flops(getattr(torch, dtype)))))
 
 
-class _Edit:
-    """One edit of the example, as diffusers' documentation shows it."""
+def _example_edits(pipeline: FillPipeline) -> Edit:
+    """One edit of the example at a time, its files decoded beforehand."""
+    image = Image.open(IMAGE).convert("RGB")
+    mask = ImageOps.invert(Image.open(MASK).getchannel("A"))  # diffusers: white = edit
 
-    def __init__(self, pipeline: Any) -> None:
-        from PIL import Image, ImageOps
+    def edit(spec: EditSpec) -> None:
+        pipeline([FillEdit(spec.prompt, image, mask, spec.num_inference_steps, spec.seed)])
 
-        self._pipeline = pipeline
-        self._image = Image.open(IMAGE).convert("RGB")
-        self._mask = ImageOps.invert(Image.open(MASK).getchannel("A"))  # diffusers: white = edit
-        self._text_length = min(512, pipeline.tokenizer_2.model_max_length)
-
-    def __call__(self, spec: EditSpec) -> None:
-        import torch
-
-        self._pipeline(
-            prompt=spec.prompt,
-            image=self._image,
-            mask_image=self._mask,
-            width=self._image.width,
-            height=self._image.height,
-            num_inference_steps=spec.num_inference_steps,
-            max_sequence_length=self._text_length,
-            generator=torch.Generator("cpu").manual_seed(spec.seed),
-        )
+    return edit
 
 
-def _count_flop(edit: _Edit, spec: EditSpec) -> float:
+def _count_flop(edit: Edit, spec: EditSpec) -> float:
     from torch.utils.flop_counter import FlopCounterMode
 
     with FlopCounterMode(display=False) as counter:

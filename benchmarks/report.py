@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 Value = float | int | str
 
 
-def print_report(title: str, rows: Sequence[tuple[str, str]], result: Mapping[str, Value]) -> None:
-    """rows: (what, measured) as people read it. result: plain numbers under names with units."""
+def print_report(title: str, rows: Sequence[tuple[str, str]], result: Mapping[str, Any]) -> None:
+    """rows: (what, measured) as people read it. result: what JSON can hold, plain numbers under names with units."""
     width = max(len(name) for name, _ in rows)
     print(title)
     for name, value in rows:
         print(f"  {name:<{width}}  {value}")
-    print(json.dumps({name: _rounded(value) for name, value in result.items()}), flush=True)
+    print(json.dumps({name: _rounded(value) for name, value in result.items()}, allow_nan=False), flush=True)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -23,5 +24,5 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def _rounded(value: Value) -> Value:
+def _rounded(value: Any) -> Any:
     return round(value, 5) if isinstance(value, float) else value

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import io
-import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -21,11 +19,11 @@ from typing import get_args
 
 import numpy as np
 from openai import AsyncOpenAI
-from PIL import Image
 
+from benchmarks.pictures import alpha_mask, box, encode, template
 from benchmarks.report import percentile, print_report
 from benchmarks.server import Server, ready_server
-from benchmarks.workload import IMAGE, PROMPTS, available_cores, openai_client
+from benchmarks.workload import PROMPTS, available_cores, openai_client
 from core.config import RouterPolicy
 
 POLICIES: tuple[RouterPolicy, ...] = get_args(RouterPolicy)
@@ -33,6 +31,7 @@ STEPS = (8, 16, 28)
 MASK_SHAPE, MASK_MEAN = 1.6, 0.15
 """Of the gamma distribution that mask ratios are drawn from."""
 NUM_TEMPLATES, ZIPF = 60, 1.05
+SIZE = (256, 256)
 CACHE_BYTES = NUM_TEMPLATES // 2 * 3_700_000
 """Of each engine: the embedded model's pages of one template are five keyframes of 0.74 MB."""
 
@@ -153,30 +152,12 @@ async def _send(client: AsyncOpenAI, edit: Arrival, due: float) -> Outcome:
 
 @cache
 def _template(number: int) -> bytes:
-    """The example picture, moved to the side: another content each time."""
-    with Image.open(IMAGE) as image:
-        return _png(Image.fromarray(np.roll(np.asarray(image.convert("RGB")), number, axis=1)))
+    return encode(template(number, SIZE))
 
 
 def _mask(edit: Arrival) -> bytes:
-    """Transparent where to edit: a square of its share of the picture, somewhere."""
-    with Image.open(IMAGE) as image:
-        width, height = image.size
-    random = np.random.default_rng(edit.seed)
-    side = math.sqrt(edit.mask_ratio)
-    box_width, box_height = max(1, round(width * side)), max(1, round(height * side))
-    left, top = random.integers(0, width - box_width + 1), random.integers(0, height - box_height + 1)
-    alpha = np.full((height, width), 255, np.uint8)
-    alpha[top : top + box_height, left : left + box_width] = 0
-    mask = Image.new("RGBA", (width, height))
-    mask.putalpha(Image.fromarray(alpha))
-    return _png(mask)
-
-
-def _png(image: Image.Image) -> bytes:
-    file = io.BytesIO()
-    image.save(file, "PNG", compress_level=1)
-    return file.getvalue()
+    """A box of its share of the picture, somewhere."""
+    return encode(alpha_mask(box(edit.mask_ratio, SIZE, np.random.default_rng(edit.seed)), SIZE))
 
 
 def _report(args: argparse.Namespace, rate: float, outcomes: dict[RouterPolicy, list[list[Outcome]]]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import http.client
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,8 +17,10 @@ from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
+STENCIL = "entrypoints.serve"
 READY_SECONDS = 300.0
 STOP_SECONDS = 90.0
+_LIBC, _PR_SET_PDEATHSIG = ctypes.CDLL(None), 1  # prctl(2)
 
 
 @dataclass(frozen=True)
@@ -55,18 +59,29 @@ class Server:
 
 @contextmanager
 def start_server(
-    flags: Sequence[str] = (), *, environment: Mapping[str, str] | None = None, log: IO[bytes] | None = None
+    flags: Sequence[str] = (),
+    module: str = STENCIL,
+    *,
+    environment: Mapping[str, str] | None = None,
+    log: IO[bytes] | None = None,
 ) -> Iterator[Server]:
-    """Spawn ``python -m entrypoints.serve`` with these flags; it has not answered yet. Terminated on leaving.
+    """Spawn ``python -m entrypoints.serve``, or another module that takes a --port, with these flags; it has not
+    answered yet. Terminated on leaving.
 
     environment: added to this process' own. log: the server's stderr, instead of this process' own.
     """
     host, port = "127.0.0.1", free_port()
-    address = ["--host", host, "--port", str(port), "--log-level", "warning"]
-    command = [sys.executable, "-m", "entrypoints.serve", *address, *flags]
+    quiet = ["--log-level", "warning"] if module == STENCIL else []
+    command = [sys.executable, "-m", module, "--port", str(port), *quiet, *flags]
     started = time.monotonic()
-    variables = {**os.environ, **(environment or {})}
-    with subprocess.Popen(command, cwd=ROOT, env=variables, stdout=subprocess.DEVNULL, stderr=log) as process:
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **(environment or {})},
+        stdout=subprocess.DEVNULL,
+        stderr=log,
+        preexec_fn=end_with_parent,  # noqa: PLW1509 - a system call alone, which takes no lock
+    ) as process:
         try:
             yield Server(process, host, port, started)
         finally:
@@ -74,11 +89,16 @@ def start_server(
 
 
 @contextmanager
-def ready_server(flags: Sequence[str] = ()) -> Iterator[Server]:
+def ready_server(flags: Sequence[str] = (), module: str = STENCIL) -> Iterator[Server]:
     """A server whose model is loaded."""
-    with start_server(flags) as server:
+    with start_server(flags, module) as server:
         server.wait_for("/ready")
         yield server
+
+
+def end_with_parent() -> None:
+    """In a child, before it becomes another program: the kernel sends it SIGTERM when its parent ends, however."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def free_port() -> int:

@@ -144,7 +144,7 @@ class VirtualEngine:
             start, seconds = end, self._machine.batch_seconds(batch, self._edits)
             end += seconds
             self.busy_seconds += seconds
-            result = BatchResult(batch.id, batch.ranks[0], start, seconds, _item_results(batch))
+            result = BatchResult(batch.id, batch.ranks[0], start, seconds, item_results(batch))
             self._clock.at(end, lambda result=result: self._finish(result))  # type: ignore[misc]
 
     def _finish(self, result: BatchResult) -> None:
@@ -290,7 +290,8 @@ def _forget(*_: object) -> None:
     """A machine that does not drift has nothing to teach, and learning takes half of a simulated step."""
 
 
-def _item_results(batch: Batch) -> tuple[ItemResult, ...]:
+def item_results(batch: Batch) -> tuple[ItemResult, ...]:
+    """What a worker says of a batch that it ran."""
     if batch.stage != "image_encode":
         return tuple(ItemResult(item.request_id, item.node) for item in batch.items)
     return tuple(

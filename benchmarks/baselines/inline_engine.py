@@ -1,0 +1,279 @@
+"""An engine in one process, from Stencil's own parts, as engines without image processors are built.
+
+The StepScheduler plans, the worker's Runner computes, and the image processors' own code decodes, checks, pastes and
+encodes, called between steps: denoising stands still meanwhile. Nothing travels between processes.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import msgspec
+
+from core.cache_folder import user_cache_folder
+from core.config import CacheConfig, EngineConfig, ImageConfig, ModelConfig, SchedulerConfig
+from core.handles import PAGE_ARENA, ArrayRef
+from core.ipc.shared_array import Arena, ArenaAllocator, carve
+from core.messages import (
+    BatchResult,
+    ComposedImage,
+    ComposeImage,
+    EditRequest,
+    Finished,
+    MaskKind,
+    PreparedEdit,
+    PrepareEdit,
+)
+from core.request import SamplingParams
+from core.scheduler import StepScheduler
+from engine.edit_session import resolve
+from engine.image_ops import encoded_bytes, scratch_bytes
+from engine.image_processor import perform
+from engine.mask_aware import resolve_full_steps, resolve_margin, why_exact
+
+ARENA_BYTES = 4 * 1024**3
+MAX_PIXELS = ImageConfig().max_pixels
+MAX_NUM_SEQS = SchedulerConfig().max_num_seqs
+
+
+class Model:
+    """A loaded model and the scheduler over it, as in an engine and its worker. Runs in the calling thread."""
+
+    def __init__(self, config: ModelConfig, arena: Arena, page_arena: Arena) -> None:
+        os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(config.threads)
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
+        # Torch reads the number of threads when it is imported.
+        from model_executor.cost_probe import known_or_probed
+        from model_executor.page_store import PageStore
+        from model_executor.resident import ResidentModels, quiet_libraries, set_threads
+        from model_executor.runner import Runner
+        from model_executor.tensor_store import TensorStore
+
+        set_threads(config.threads)
+        quiet_libraries()
+        models = ResidentModels.open([config])
+        models.load_all()
+        models.warm_up()
+        infos = models.ready(0).models
+        self.info = infos[0]
+        self.scheduler = StepScheduler(SchedulerConfig(), {self.info.name: self.info}, cache=CacheConfig())
+        for sample in known_or_probed(models.families, infos, user_cache_folder(os.environ)):
+            self.scheduler.cost.observe(
+                self.scheduler.cost_key(sample.model, sample.stage), sample.work, sample.seconds
+            )
+        self._store = TensorStore(0, models.device, arena)
+        pages = PageStore(models.device, page_arena, None, lambda copied: None)  # one tier: nothing is copied
+        self._runner = Runner(0, models.families, self._store, arena, pages)
+
+    def step(self) -> list[BatchResult]:
+        """One iteration of the engine: what its batches came to."""
+        plan = self.scheduler.schedule(time.monotonic())
+        assert plan is not None
+        results = []
+        for batch in plan.batches:
+            results.append(self._runner.run(batch))
+            self.scheduler.apply(results[-1])
+        for key in plan.free:
+            self._store.free(key)
+        return results
+
+
+@dataclass(frozen=True)
+class Upload:
+    """One edit as it came: files, and what is asked for."""
+
+    image: bytes
+    mask: bytes
+    mask_kind: MaskKind
+    prompt: str
+    steps: int
+    seed: int
+
+
+@dataclass(eq=False)
+class InlineEdit:
+    """One edit on its way. begun: its inference; decoded: the model's pixels are there; both in seconds of
+    CLOCK_MONOTONIC. interruptions: how often its inference was paused for the image work of others, and for how many
+    seconds in all. regions: the memory that it holds.
+    """
+
+    upload: Upload
+    image: ArrayRef
+    mask: ArrayRef
+    regions: list[ArrayRef] = field(default_factory=list)
+    upload_size: tuple[int, int] = (0, 0)
+    request: EditRequest | None = None
+    mask_ratio: float = 0.0
+    begun: float | None = None
+    decoded: float | None = None
+    interruptions: int = 0
+    interrupted_seconds: float = 0.0
+
+
+class RefusedUploadError(Exception):
+    """The image code would not take it."""
+
+
+class InlineEngine:
+    """begin, step, end: the caller says in which order. One thing at a time."""
+
+    def __init__(self, model: str, dtype: str, threads: int) -> None:
+        self.num_running = 0  # edits begun and not yet ended
+        self._config = ModelConfig(model=model, dtype=dtype, threads=threads)
+        self._arena = Arena.create(0, ARENA_BYTES)
+        self._allocator = ArenaAllocator(self._arena)
+        pages = Arena.create(PAGE_ARENA, CacheConfig().host_bytes)
+        self._model = Model(self._config, self._arena, pages)
+        self._edits: dict[str, InlineEdit] = {}  # request id -> edit that the scheduler has
+        self._num_requests = 0
+
+    @property
+    def device(self) -> str:
+        return self._model.info.device
+
+    def begin(self, upload: Upload) -> InlineEdit:
+        """Decode an upload, make what the model needs of it, and hand that to the scheduler. Raises
+        RefusedUploadError.
+        """
+        with self._image_work():
+            regions: list[ArrayRef] = []
+            image, mask = (self._store(file, regions) for file in (upload.image, upload.mask))
+            edit = InlineEdit(upload, image, mask, regions)
+            try:
+                prepared = self._prepare(edit)
+            except RefusedUploadError:
+                self._free(edit)
+                raise
+            edit.upload_size = prepared.upload_width, prepared.upload_height
+            edit.request = self._request(edit, prepared)
+        self._edits[edit.request.request_id] = edit
+        self._model.scheduler.add(edit.request)
+        self.num_running += 1
+        return edit
+
+    def step(self) -> list[InlineEdit]:
+        """One iteration; the edits whose pixels are there."""
+        for result in self._model.step():
+            for item in result.items:
+                if (edit := self._edits.get(item.request_id)) is not None and edit.begun is None:  # not a priming job
+                    edit.begun = result.started
+        return [self._finish(output) for output in self._model.scheduler.take_outputs()]
+
+    def end(self, edit: InlineEdit) -> bytes:
+        """Paste the pixels into the upload and encode the file: base64 of a PNG."""
+        with self._image_work():
+            file = self._compose(edit)
+        self._free(edit)
+        self.num_running -= 1
+        return file
+
+    def _finish(self, output: object) -> InlineEdit:
+        if not isinstance(output, Finished):
+            raise RuntimeError(f"an edit failed: {output}")
+        edit = self._edits.pop(output.request_id)
+        edit.decoded = time.monotonic()
+        return edit
+
+    # ------------------------------------------------------------------------------------------------ image work
+
+    @contextmanager
+    def _image_work(self) -> Iterator[None]:
+        """Every edit in inference waits for what happens here."""
+        paused = [edit for edit in self._edits.values() if edit.begun is not None]
+        start = time.monotonic()
+        yield
+        for edit in paused:
+            edit.interruptions += 1
+            edit.interrupted_seconds += time.monotonic() - start
+
+    def _prepare(self, edit: InlineEdit) -> PreparedEdit:
+        info = self._model.info
+        job = PrepareEdit(
+            job_id=0,
+            image=edit.image,
+            mask=edit.mask,
+            mask_kind=edit.upload.mask_kind,
+            canvas_size=None,
+            mask_margin=resolve_margin(SamplingParams(), info),
+            native_size=info.native_size,
+            token_size=info.token_size,
+            max_pixels=MAX_PIXELS,
+            scratch=self._alloc(scratch_bytes(info.native_size, info.token_size), edit.regions),
+        )
+        answer = perform(self._arena, job)
+        if not isinstance(answer, PreparedEdit):
+            raise RefusedUploadError(str(answer))
+        return answer
+
+    def _compose(self, edit: InlineEdit) -> bytes:
+        assert edit.request is not None
+        width, height = edit.upload_size
+        job = ComposeImage(
+            job_id=0,
+            pixels=edit.request.pixels[-1],
+            image=edit.image,
+            mask=edit.mask,
+            mask_kind=edit.upload.mask_kind,
+            canvas_size=None,
+            output_size=None,
+            output_format="png",
+            compression=100,
+            base64=True,
+            max_pixels=MAX_PIXELS,
+            out=self._alloc(encoded_bytes(width, height, 4, True, "png"), edit.regions),
+        )
+        answer = perform(self._arena, job)
+        if not isinstance(answer, ComposedImage):
+            raise RuntimeError(f"a result was not encoded: {answer}")
+        return bytes(self._arena.view(answer.encoded).data)
+
+    def _request(self, edit: InlineEdit, prepared: PreparedEdit) -> EditRequest:
+        info, upload = self._model.info, edit.upload
+        height, width = prepared.height, prepared.width
+        num_tokens = (width // info.token_size) * (height // info.token_size)
+        edit.mask_ratio = prepared.active.size / num_tokens
+        sampling = resolve(SamplingParams(num_inference_steps=upload.steps, seed=upload.seed), info)
+        exact = why_exact(sampling, info, EngineConfig(models=(self._config,)), prepared.active.size, num_tokens)
+        full_steps = resolve_full_steps(sampling, info, edit.mask_ratio)
+        self._num_requests += 1
+        return EditRequest(
+            request_id=str(self._num_requests),
+            model=info.name,
+            prompt=upload.prompt,
+            sampling=msgspec.structs.replace(sampling, full_steps=full_steps),
+            width=width,
+            height=height,
+            template=prepared.template,
+            mask=prepared.mask,
+            active=prepared.active,
+            content_id=prepared.content_id,
+            num_tokens=num_tokens,
+            max_text_tokens=info.max_text_tokens,
+            pixels=(carve(self._alloc(height * width * 3, edit.regions), 0, (height, width, 3), "uint8"),),
+            latents=carve(
+                self._alloc(num_tokens * info.latent_width * 4, edit.regions),
+                0,
+                (num_tokens, info.latent_width),
+                "float32",
+            ),
+            arrival=time.monotonic(),
+            is_mask_aware=exact is None,
+        )
+
+    def _store(self, file: bytes, regions: list[ArrayRef]) -> ArrayRef:
+        ref = self._alloc(len(file), regions)
+        self._arena.view(ref).data[:] = file
+        return ref
+
+    def _alloc(self, nbytes: int, regions: list[ArrayRef]) -> ArrayRef:
+        regions.append(self._allocator.alloc(nbytes))
+        return regions[-1]
+
+    def _free(self, edit: InlineEdit) -> None:
+        for region in edit.regions:
+            self._allocator.free(region)

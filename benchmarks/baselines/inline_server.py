@@ -1,0 +1,77 @@
+"""Stencil's scheduler and worker with image work in line, behind FastAPI: continuous batching without image processors.
+
+One thread decodes, steps and encodes; denoising stands still while it decodes and encodes (FlashPS, section 4.3: the
+strawman).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import queue
+import threading
+import time
+
+from benchmarks.baselines.edit_app import Edited, Upload, add_flags, make_app, serve
+from benchmarks.baselines.inline_engine import MAX_NUM_SEQS, InlineEdit, InlineEngine, RefusedUploadError
+from benchmarks.baselines.inline_engine import Upload as EngineUpload
+from core.messages import MaskKind
+
+Waiting = tuple[Upload, asyncio.AbstractEventLoop, "asyncio.Future[Edited]"]
+
+
+class InlineServer:
+    """The engine's thread, and those who wait for it."""
+
+    def __init__(self, engine: InlineEngine) -> None:
+        self.busy_seconds = 0.0
+        self._engine = engine
+        self._mailbox: queue.SimpleQueue[Waiting] = queue.SimpleQueue()
+        self._running: dict[InlineEdit, Waiting] = {}
+        threading.Thread(target=self._run, name="engine", daemon=True).start()
+
+    async def edit(self, upload: Upload) -> Edited:
+        loop = asyncio.get_running_loop()
+        edited: asyncio.Future[Edited] = loop.create_future()
+        self._mailbox.put((upload, loop, edited))
+        return await edited
+
+    def _run(self) -> None:
+        while True:
+            waiting = self._mailbox.get()
+            start = time.monotonic()
+            self._begin(waiting)
+            while self._running:
+                while len(self._running) < MAX_NUM_SEQS and not self._mailbox.empty():
+                    self._begin(self._mailbox.get())
+                for edit in self._engine.step():
+                    self._end(edit)
+            self.busy_seconds += time.monotonic() - start
+
+    def _begin(self, waiting: Waiting) -> None:
+        upload, loop, edited = waiting
+        kind: MaskKind = "alpha" if upload.is_alpha else "luminance"
+        asked = EngineUpload(upload.image, upload.mask, kind, upload.prompt, upload.steps, upload.seed)
+        try:
+            edit = self._engine.begin(asked)
+        except RefusedUploadError as error:
+            loop.call_soon_threadsafe(edited.set_exception, error)
+            return
+        self._running[edit] = waiting
+
+    def _end(self, edit: InlineEdit) -> None:
+        _, loop, edited = self._running.pop(edit)
+        png = self._engine.end(edit).decode()
+        assert edit.begun is not None
+        loop.call_soon_threadsafe(edited.set_result, Edited(png, edit.begun, edit.mask_ratio))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add_flags(parser)
+    args = parser.parse_args()
+    serve(make_app(InlineServer(InlineEngine(args.model, args.dtype, args.threads))), args.port)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""Latency of a lone edit by mask ratio, through HTTP: exact, warm and cold, and where the time goes.
+
+Exact computes every token. Warm edits a template whose pages are there. Cold edits a picture that nobody has seen, so
+its pages are primed first and never used again. The three alternate, so that a busy moment of the machine meets all.
+The server is started with the flags given here, or is one that runs (`--base-url`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.pictures import alpha_mask, encode, template
+from benchmarks.pipeline_loop import DTYPES
+from benchmarks.report import print_report
+from benchmarks.server import ready_server
+from benchmarks.serving.client import Target, send_in_turn
+from benchmarks.serving.dataset import EditCall
+from benchmarks.workload import PROMPTS
+from core.config import EMBEDDED_MODEL
+
+KINDS = ("exact", "warm", "cold")
+TOKEN = 16
+"""Pixels per token side of FLUX."""
+
+
+@dataclass
+class Edits:
+    """One kind of edit: seconds at the client, and each answer's own figures."""
+
+    seconds: list[float] = field(default_factory=list)
+    ms: list[dict[str, float]] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    def part(self, name: str) -> float:
+        """Median milliseconds of one part."""
+        return statistics.median(ms[name] for ms in self.ms)
+
+
+@dataclass
+class Measured:
+    """All edits at one mask ratio and number of steps. tokens: of the picture."""
+
+    mask_ratio: float
+    steps: int
+    tokens: int
+    edits: dict[str, Edits] = field(default_factory=lambda: {kind: Edits() for kind in KINDS})
+
+
+class Client:
+    """Sends one edit at a time, of pictures of one size."""
+
+    def __init__(self, url: str, size: tuple[int, int]) -> None:
+        self._target, self._exact = Target(url), Target(url, extra={"mask_aware": False})
+        self._size = size
+        self._num_sent = 0
+        self._num_pictures = 0
+
+    async def edit(self, kind: str, mask: bytes, steps: int) -> tuple[float, dict[str, Any]]:
+        """(seconds, the answer's `stencil`). Raises RuntimeError for a failure."""
+        self._num_sent += 1
+        self._num_pictures += kind == "cold"
+        picture = self._num_pictures if kind == "cold" else 0
+        image = encode(template(picture, self._size))
+        call = EditCall(PROMPTS[0], steps, self._num_sent, image, mask, None)
+        run = await send_in_turn(self._exact if kind == "exact" else self._target, [call], 1)
+        (outcome,) = run.outcomes
+        if outcome.is_failed:
+            raise RuntimeError(outcome.error)
+        return outcome.latency, dict(outcome.facts)
+
+    async def find_masks(self, ratios: Sequence[float]) -> dict[float, bytes]:
+        """The square masks whose active tokens, margin included, come nearest to these shares of all."""
+        found: dict[float, bytes] = {}
+        for side in range(8, min(self._size), 8):
+            mask = self._square_mask(side)
+            _, facts = await self.edit("warm", mask, 1)
+            found.setdefault(facts["mask_ratio"], mask)
+            if facts["mask_ratio"] > max(ratios):
+                break
+        nearest = [min(found, key=lambda value: abs(value - ratio)) for ratio in ratios]
+        return {ratio: found[ratio] for ratio in dict.fromkeys(nearest)}
+
+    def _square_mask(self, side: int) -> bytes:
+        """Transparent in a square whose middle is the middle of a token."""
+        width, height = self._size
+        top, left = (max(0, length // 2 + TOKEN // 2 - side // 2) for length in (height, width))
+        return encode(alpha_mask((left, top, min(width, left + side), min(height, top + side)), self._size))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = _parse(argv)
+    with _server(args) as url:
+        measured = asyncio.run(_measure(args, url))
+    for one in measured:
+        _report(args, one)
+
+
+@contextmanager
+def _server(args: argparse.Namespace) -> Iterator[str]:
+    if args.base_url:
+        yield args.base_url
+        return
+    with ready_server(["--model", args.model, "--dtype", args.dtype, "--threads", str(args.threads)]) as server:
+        yield server.url
+
+
+async def _measure(args: argparse.Namespace, url: str) -> list[Measured]:
+    client, measured = Client(url, (args.size, args.size)), []
+    masks = await client.find_masks(args.mask_ratio)
+    for steps in args.steps:
+        for ratio, mask in masks.items():
+            one = Measured(ratio, steps, (args.size // TOKEN) ** 2)
+            await _round(client, mask, Measured(ratio, steps, 0))  # warm-up
+            for _ in range(args.rounds):
+                await _round(client, mask, one)
+            measured.append(one)
+    return measured
+
+
+async def _round(client: Client, mask: bytes, measured: Measured) -> None:
+    for kind in KINDS:
+        seconds, facts = await client.edit(kind, mask, measured.steps)
+        expected = {"exact": "off", "warm": "hit", "cold": "miss"}[kind]
+        if measured.tokens and facts["cache"] != expected:
+            raise RuntimeError(f"a {kind} edit was a cache {facts['cache']}")
+        measured.edits[kind].seconds.append(seconds)
+        measured.edits[kind].ms.append(facts["ms"])
+
+
+def _report(args: argparse.Namespace, measured: Measured) -> None:
+    edits = measured.edits
+    exact, warm, cold = (edits[kind].median for kind in KINDS)
+    step_ratio = edits["warm"].part("denoise") / edits["exact"].part("denoise")
+    rows = [(f"{kind}, median", _describe(edits[kind])) for kind in KINDS]
+    rows += [
+        ("warm against exact", f"{exact / warm:.2f}x faster"),
+        ("cold against exact", f"{cold / exact:.2f} of its latency"),
+        ("warm denoising against exact", f"{step_ratio:.3f} of its time"),
+    ]
+    title = f"mask ratio {measured.mask_ratio:.3f}, {measured.steps} steps, {args.dtype}, {args.rounds} rounds"
+    print_report(
+        title,
+        rows,
+        {
+            "benchmark": "latency",
+            "mask_ratio": measured.mask_ratio,
+            "steps": measured.steps,
+            "dtype": args.dtype,
+            "size": args.size,
+            "exact_s": exact,
+            "warm_s": warm,
+            "cold_s": cold,
+            "exact_denoise_s": edits["exact"].part("denoise") / 1e3,
+            "warm_denoise_s": edits["warm"].part("denoise") / 1e3,
+            "warm_speedup": exact / warm,
+            "cold_ratio": cold / exact,
+            "step_ratio": step_ratio,
+        },
+    )
+
+
+def _describe(edits: Edits) -> str:
+    parts = ", ".join(f"{name} {edits.part(name):.0f}" for name in edits.ms[0])
+    rest = edits.median * 1e3 - sum(edits.part(name) for name in edits.ms[0])
+    return f"{edits.median * 1e3:.0f} ms ({parts}, rest {rest:.0f})"
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--base-url", help="of a running server, which the next three flags then do not start")
+    parser.add_argument("--model", default=EMBEDDED_MODEL, help="diffusers checkpoint")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="compute type")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads of the worker")
+    parser.add_argument("--size", type=int, default=256, help="pixels of the pictures' sides")
+    parser.add_argument("--mask-ratio", type=float, nargs="+", default=[0.1], help="active tokens over image tokens")
+    parser.add_argument("--steps", type=int, nargs="+", default=[8, 28], help="denoising steps")
+    parser.add_argument("--rounds", type=int, default=9, help="edits of each kind")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main()

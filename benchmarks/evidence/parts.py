@@ -1,0 +1,150 @@
+"""The parts of a sweep, and what each runs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.baselines.systems import Setting, running
+from benchmarks.benchmark_serving import as_json
+from benchmarks.evidence.commands import run_command
+from benchmarks.evidence.plan import Plan
+from benchmarks.evidence.results import Result, Results
+from benchmarks.evidence.serving_part import Fleet, ServingPart
+from benchmarks.large_checkpoint import SIDE, write_checkpoint
+from benchmarks.serving.client import Target, send_in_turn
+from benchmarks.serving.dataset import Mix, synthetic
+from benchmarks.serving.summary import Context, summarise
+from core.config import EMBEDDED_MODEL
+
+SETTING = Setting(EMBEDDED_MODEL)
+CLIENTS = 16
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """docs: where pictures go that a part makes itself."""
+
+    plan: Plan
+    results: Results
+    docs: Path
+
+    def command(self, name: str, module: str, *flags: str) -> Result:
+        """A command's lines, kept under `name`."""
+        return self.results.get_or_make(name, lambda: run_command(module, *flags))
+
+
+def serving(sweep: Sweep) -> None:
+    with Fleet(SETTING) as fleet:
+        ServingPart(fleet, sweep.plan, sweep.results).run()
+
+
+def batch_size(sweep: Sweep) -> None:
+    for backend in ("stencil", "diffusers", "first-block-cache"):
+        for size in (1, 2, 4, 8):
+            number = str(sweep.plan.batch_edits * (2 if backend == "stencil" else 1))
+            flags = ["--backend", backend, "--batch-size", str(size), "--num-prompts", number]
+            sweep.command(f"batch-size/{backend}-{size}", "benchmarks.benchmark_throughput", *flags)
+
+
+def mask_ratio(sweep: Sweep) -> None:
+    sweep.command("mask-ratio/step", "benchmarks.denoiser_step", "--rounds", "5", "--skip-batch")
+    ratios = ["0.05", "0.1", "0.2", "0.35", "0.5", "0.75"]
+    flags = ["--mask-ratio", *ratios, "--steps", str(sweep.plan.many_steps), "--rounds", "3"]
+    sweep.command("mask-ratio/edit", "benchmarks.benchmark_latency", *flags)
+
+
+def batching(sweep: Sweep) -> None:
+    seconds = str(max(6.0, 1.25 * sweep.plan.window))
+    flags = ["--rounds", "1", "--seconds", seconds, "--steps", str(sweep.plan.many_steps), "--capacity-edits", "8"]
+    sweep.command("batching", "benchmarks.image_work", *flags)
+
+
+def policies(sweep: Sweep) -> None:
+    for scenario in ("production", "mix"):
+        sweep.command(f"policies/{scenario}", "benchmarks.simulate", "--scenarios", scenario, "--seeds", "1")
+
+
+def cost_model(sweep: Sweep) -> None:
+    def make() -> Result:
+        with tempfile.TemporaryDirectory() as folder:
+            pairs = Path(folder) / "pairs.json"
+            result = run_command("benchmarks.cost_model", "--num-batches", "150", "--pairs", str(pairs))
+            return result | {"pairs": json.loads(pairs.read_text())}
+
+    sweep.results.get_or_make("cost-model", make)
+
+
+def overheads(sweep: Sweep) -> None:
+    sweep.command("overheads/step-and-handover", "benchmarks.overheads")
+    sweep.command("overheads/routing", "benchmarks.router_decision", "--scenarios", "decision-8")
+
+
+def quality(sweep: Sweep) -> None:
+    flags = ["--num-edits", str(sweep.plan.quality_edits // 2), "--steps", str(sweep.plan.steps)]
+    sweep.command("quality", "benchmarks.quality_systems", *flags, "--sheets", str(sweep.docs))
+
+
+def large(sweep: Sweep) -> None:
+    """512 px edits of a checkpoint whose tokens dominate."""
+    mix = Mix(template_reuse="fixed:4", num_inference_steps=str(sweep.plan.steps), sizes=f"{SIDE}x{SIDE}")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "large"
+
+        def make(name: str, number: int, warm_ups: int) -> Result:
+            if not path.exists():
+                write_checkpoint(path)
+            return _closed_loop(name, Setting(str(path)), mix, number, warm_ups)
+
+        number = sweep.plan.large_edits
+        sweep.results.get_or_make("large/diffusers", lambda: make("diffusers", number, 1))
+        sweep.results.get_or_make("large/stencil", lambda: make("stencil", 4 * number, 4))  # all templates are primed
+
+
+def two_engines(sweep: Sweep) -> None:
+    """Two processes behind a balancer where Stencil has two engines."""
+    mix, setting = Mix(num_inference_steps=str(sweep.plan.steps)), replace(SETTING, engines=2)
+    for name in ("diffusers", "diffusers-batch", "stencil"):
+        sweep.results.get_or_make(
+            f"two-engines/{name}",
+            lambda name=name: _closed_loop(name, setting, mix, sweep.plan.throughput_edits, sweep.plan.warm_ups),  # type: ignore[misc]
+        )
+
+
+def _closed_loop(name: str, setting: Setting, mix: Mix, number: int, warm_ups: int) -> Result:
+    calls = synthetic(mix, warm_ups + number, np.random.default_rng(0))
+    print(f"{name}, {setting.engines} engine(s), {mix.sizes}", flush=True)
+    with running(name, setting) as server:
+        target = Target(server.url)
+        asyncio.run(send_in_turn(target, calls[:warm_ups], CLIENTS))
+        run = asyncio.run(send_in_turn(target, calls[warm_ups:], CLIENTS))
+    areas = [call.area for call in calls[warm_ups:] if call.area is not None]
+    return {"system": name} | as_json(summarise(run, Context(areas=areas)))
+
+
+@dataclass(frozen=True)
+class Part:
+    """minutes: about how long it takes on 2 cores that do nothing else."""
+
+    run: Callable[[Sweep], None]
+    minutes: float
+
+
+PARTS = {
+    "overheads": Part(overheads, 0.5),
+    "cost-model": Part(cost_model, 0.7),
+    "mask-ratio": Part(mask_ratio, 2.0),
+    "batch-size": Part(batch_size, 2.5),
+    "batching": Part(batching, 2.0),
+    "policies": Part(policies, 1.5),
+    "quality": Part(quality, 6.0),
+    "large": Part(large, 2.5),
+    "two-engines": Part(two_engines, 1.5),
+    "serving": Part(serving, 23.0),
+}

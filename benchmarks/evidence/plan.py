@@ -1,0 +1,52 @@
+"""How much is measured: the sizes of a sweep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+AREAS = {"public": 0.19, "flashps-prod": 0.11}
+"""Distributions of mask areas and their means."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Edits, arrivals and rates. Loads are shares of what diffusers serves one at a time. few_areas_edits: of the
+    second distribution of areas. headline_*: the comparison at `headline_load`. window: seconds that arrivals of the
+    rate sweep take.
+    """
+
+    concurrency: int = 16
+    throughput_edits: int = 36
+    few_areas_edits: int = 24
+    many_steps_edits: int = 10
+    warm_ups: int = 20
+    headline_load: float = 0.95
+    headline_edits: int = 300
+    headline_seeds: int = 3
+    keep_up_loads: tuple[float, ...] = (1.6,)
+    keep_up_edits: int = 150
+    loads: tuple[float, ...] = (0.5, 1.4, 2.0)
+    window: float = 12.0
+    quality_edits: int = 200
+    batch_edits: int = 16
+    large_edits: int = 4
+    steps: int = 8
+    many_steps: int = 28
+
+
+FULL = Plan()
+SHORT = Plan(
+    throughput_edits=8,
+    few_areas_edits=4,
+    many_steps_edits=4,
+    warm_ups=4,
+    headline_edits=12,
+    headline_seeds=1,
+    keep_up_edits=8,
+    loads=(0.5, 1.4),
+    window=5.0,
+    quality_edits=8,
+    batch_edits=8,
+    large_edits=1,
+)
+"""To see that all of it works; its figures mean nothing."""

@@ -1,0 +1,52 @@
+"""The folder of results: a JSON file for each measurement, so that a sweep that was broken off goes on where it was."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+Result = dict[str, Any]
+
+
+class Results:
+    """Files under `folder`, by names with slashes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def find(self, name: str) -> Result | None:
+        path = self._path(name)
+        return json.loads(path.read_text()) if path.exists() else None
+
+    def get_or_make(self, name: str, make: Callable[[], Result]) -> Result:
+        """What is there, or what `make` returns, with the seconds it took."""
+        found = self.find(name)
+        if found is not None:
+            return found
+        start = time.monotonic()
+        result = make()
+        self.put(name, result | {"took_s": round(time.monotonic() - start, 1)})
+        return result
+
+    def put(self, name: str, result: Result) -> None:
+        path = self._path(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(".part")
+        unfinished.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+        unfinished.rename(path)
+
+    def all(self, prefix: str) -> Iterator[Result]:
+        """Results whose names begin so, by name."""
+        for path in sorted(self.folder.glob(f"{prefix}*.json")):
+            yield json.loads(path.read_text())
+
+    def drop(self, part: str) -> None:
+        """Forget a part, so that it is measured again."""
+        for path in [*self.folder.glob(f"{part}/*.json"), *self.folder.glob(f"{part}.json")]:
+            path.unlink()
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}.json"

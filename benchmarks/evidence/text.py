@@ -1,0 +1,83 @@
+"""The words of docs/benchmarks.md; they hold whatever was measured."""
+
+HEAD = """# Benchmarks
+
+Written by `make bench` from files of results; do not edit. All systems serve the embedded checkpoint at 256 x 256 px,
+float32, one torch thread and one engine each, behind the same HTTP; the client and the servers share one machine. What
+is compared:
+
+- **diffusers, one at a time**: FluxFillPipeline behind FastAPI, as diffusers' guide "Create a server" has it: one
+  pipeline, one call at a time.
+- **diffusers, static batches of 8**: the same; whoever waits when a call ends forms the next batch, which runs until
+  all of it is done.
+- **diffusers, static batches, first-block cache**: the same, skipping steps whose first block changed little, by
+  diffusers' maintained relative of TeaCache, as fast as it gets with acceptable quality
+  (`python -m benchmarks.baselines.tune_first_block_cache`).
+- **mask-aware, one at a time (FISEdit emulated)**: Stencil with `--max-num-seqs 1`. FISEdit itself cannot run this
+  model; it does not batch edits of different masks, which is what is emulated.
+- **Stencil, mask-aware off**: continuous batches, every token computed.
+- **Stencil's engine, image work in line**: continuous batches; files are decoded and encoded in the denoising process,
+  between steps.
+- **Stencil**: the default.
+
+Masks are boxes; their *areas* follow FlashPS's distributions (its public trace, mean 0.19, unless said otherwise). The
+mask ratio is what comes of them in tokens, margin included. Templates are 60 by Zipf's law, exponent 1.05, none cached
+before a run's 20 warm-ups. Latency counts from when an edit was due, failed edits have none and count as infinite.
+`benchmarks/benchmark_serving.py` measures any server of the OpenAI images API in the same way.
+"""
+
+RATES = """## Latency against the request rate
+
+As FlashPS's figure 12. The load is the offered rate over what diffusers serves one at a time. A system that fell below
+0.75 of the offered rate is not tried at the next one. "Keeps up": at least 0.98 of the offered rate, no failure.
+"""
+
+LARGE = """## Where tokens dominate
+
+512 x 512 px edits, 8 steps, of a checkpoint of random weights with FLUX-shaped blocks (hidden size 512, 4 + 8 of them),
+4 templates that are warm (`python -m benchmarks.large_checkpoint DIR` writes it).
+"""
+
+TWO_ENGINES = """## Two engines
+
+Two processes of diffusers behind a balancer, which gives each request to the one with the fewest under way, against
+Stencil with `--data-parallel-size 2`; 16 clients. On 2 cores the client and Stencil's other processes compete with
+them.
+"""
+
+QUALITY = """## Quality
+
+As FlashPS's table 2: held-out scenes, each system against what diffusers makes with the same seed. SSIM and PSNR in the
+mask's box compare after the upload's pixels were pasted back outside the mask. "As returned" compares whole pictures as
+the paper does: diffusers sends all of a picture through its autoencoder, Stencil leaves what lies outside the mask as
+it came. The feature distance is a Frechet distance on the features of a small network trained on this project's drawn
+scenes (`benchmarks/feature_net.py`); it is no FID, and it depends on the number of pictures. In brackets: edits, where
+they are fewer. Another seed of diffusers is the scale on which to read the rest.
+"""
+
+BATCH_SIZES = """## Throughput by batch size
+
+As FlashPS's figure 14; without a server (`python -m benchmarks.benchmark_throughput`).
+"""
+
+MASK_RATIOS = """## Latency against the mask ratio
+
+As FlashPS's figure 15: a denoising step of a lone edit (left), and a lone edit through HTTP (right, 28 steps). Dashed:
+what floating-point operations allow.
+"""
+
+BATCHING = """## Batching and routing
+
+As FlashPS's figure 16. Left: photos of 1 to 12 megapixels at random times ([image_processors.md](image_processors.md)
+explains it). Right: 8 simulated engines ([routing.md](routing.md)).
+"""
+
+COST_MODEL = """## Cost model
+
+As FlashPS's figure 11: held-out batches of 1 to 8 edits of any mask ratio.
+"""
+
+OVERHEADS = """## Overheads
+
+As FlashPS's section 6.6.
+"""

@@ -1,0 +1,126 @@
+"""The sweep's folder of results, the document that is written from it, and the feature distance."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import overheads
+from benchmarks.baselines.systems import SYSTEMS
+from benchmarks.benchmark_serving import as_json
+from benchmarks.evidence.document import write_document
+from benchmarks.evidence.results import Result, Results
+from benchmarks.feature_net import frechet
+from benchmarks.server import ROOT
+from benchmarks.serving.client import Outcome, Run
+from benchmarks.serving.summary import Context, summarise
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Results:
+    return Results(tmp_path / "results")
+
+
+def test_what_is_there_is_not_measured_again(results: Results) -> None:
+    assert results.get_or_make("part/one", lambda: {"value": 1})["value"] == 1
+    assert results.get_or_make("part/one", lambda: {"value": 2})["value"] == 1
+    results.drop("part")
+    assert results.get_or_make("part/one", lambda: {"value": 2})["value"] == 2
+    assert [result["value"] for result in results.all("part/")] == [2]
+
+
+def run(system: str, throughput: float, load: float, rate: float) -> Result:
+    outcomes = [Outcome(0.0, 0.0, 10 / throughput, None, "", {"ms": {"queue": 5.0, "denoise": 50.0}})] * 10
+    summary = summarise(Run(outcomes, 10 / throughput, 0.1), Context(worker_seconds=8 / throughput, request_rate=rate))
+    return {"system": system, "load": load, "seed": 0} | as_json(summary)
+
+
+def test_the_document_says_what_the_files_say(results: Results, tmp_path: Path) -> None:
+    for system in SYSTEMS:
+        rate = 4.0 if system == "stencil" else 2.0
+        results.put(f"serving/throughput-public-8-{system}", run(system, rate, 1.0, 1.0))
+        results.put(f"serving/rate-0.5-{system}", run(system, rate, 0.5, 1.0))
+    for system in ("diffusers", "stencil"):
+        results.put(f"serving/headline-0-{system}", run(system, 3.0, 0.95, 1.9))
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    write_document(results, folder)
+    text = (folder / "benchmarks.md").read_text()
+    assert "| Stencil | 4.00 | 2.00x | 5.00 | 0.80 |" in text
+    assert "Mean latency 1.0x lower." in text
+    assert "![Latency and queue time by rate](benchmarks_rates.svg)" in text
+    assert (folder / "benchmarks_rates.svg").read_text().startswith("<?xml")
+    assert "## Quality" not in text  # nothing was measured
+
+
+def test_every_part_has_its_section_and_plot(results: Results, tmp_path: Path) -> None:
+    step = {"exact_ms": 9.0} | {f"step_{r}_ms": 9 * r for r in (0.1, 1.0)} | {f"bound_{r}": 1 / r for r in (0.1, 1.0)}
+    results.put("mask-ratio/step", {"lines": [step | {"shape": "a"}, step | {"shape": "b"}]})
+    edit = {"exact_s": 0.4, "warm_s": 0.2, "cold_s": 0.3, "exact_denoise_s": 0.3, "warm_speedup": 2.0}
+    results.put("mask-ratio/edit", {"lines": [edit | {"mask_ratio": ratio} for ratio in (0.1, 0.5)]})
+    names = ("p95_s", "mean_s", "inference_p95_s", "interruptions_mean", "foreign_cores")
+    kinds = ("static", "continuous", "disaggregated")
+    results.put("batching", {"lines": [{f"{kind}_{name}": 1.5 for kind in kinds for name in names}]})
+    run_of = {"scenario": "mix", "p95": 3.0, "mean": 1.0}
+    results.put("policies/mix", {"lines": [run_of | {"policy": policy} for policy in ("round-robin", "mask-aware")]})
+    results.put("batch-size/stencil-1", {"lines": [{"backend": "stencil", "batch_size": 1, "edits_per_s": 2.0}]})
+    figures = ("ssim_box_mean", "ssim_box_p10", "psnr_box_mean_db", "ssim_whole_mean", "ssim_whole_pasted_mean")
+    figures += ("colour", "pattern", "feature_distance", "outside_error_mean", "seconds_per_edit")
+    system = {"num_edits": 25} | dict.fromkeys(figures, 0.5)
+    quality = {"masks": "box", "steps": 8, "num_edits": 100, "first_block_cache": 0.4, "systems": {"Stencil": system}}
+    results.put("quality", {"lines": [quality]})
+    for name in ("large/diffusers", "large/stencil"):
+        results.put(name, run(name.partition("/")[2], 2.0, 1.0, 1.0))
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    write_document(results, folder)
+    text = (folder / "benchmarks.md").read_text()
+    for row in (
+        "| 0.10 | 400 | 200 | 300 | 2.00x |",
+        "| Stencil (25) | 0.5000 / 0.5000 |",
+        "| mix | mask-aware | 3.00 |",
+    ):
+        assert row in text
+    assert {path.stem for path in folder.glob("*.svg")} == {
+        "benchmarks_batch_sizes",
+        "benchmarks_batching",
+        "benchmarks_mask_ratios",
+    }
+
+
+def test_frechet_distance() -> None:
+    random = np.random.default_rng(0)
+    a = random.normal(size=(4000, 3))
+    assert frechet(a, a) == pytest.approx(0, abs=1e-9)
+    assert frechet(a, a + 2.0) == pytest.approx(12.0)  # means alone differ
+    assert frechet(a, random.normal(size=(4000, 3)) * 2) == pytest.approx(3.0, rel=0.15)  # 3 * (2 - 1) ** 2
+
+
+def test_overheads_are_those_of_full_batches(capsys: pytest.CaptureFixture[str]) -> None:
+    overheads.main(["--steps", "20", "--repeats", "5"])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    parts = [result[f"{name}_ms"] for name in ("step_batch_8", "copy_picture", "ring_hop", "zmq_hop")]
+    assert min(parts) > 0
+    assert result["handover_ms"] >= result["copy_picture_ms"]
+
+
+def test_a_server_ends_with_whoever_started_it() -> None:
+    script = (
+        "import subprocess, sys, os, signal\n"
+        "from benchmarks.server import end_with_parent\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], preexec_fn=end_with_parent)\n"
+        "print(child.pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], check=False, cwd=ROOT, stdout=subprocess.PIPE)
+    status = Path(f"/proc/{int(done.stdout)}/status")
+    for _ in range(2000):
+        if not status.exists() or "State:\tZ" in status.read_text():
+            return
+        subprocess.run(["sleep", "0.01"], check=True)
+    raise AssertionError("it is still there")

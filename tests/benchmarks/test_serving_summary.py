@@ -1,0 +1,71 @@
+"""Figures of a run whose outcomes are known."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from benchmarks.benchmark_serving import as_json, rows
+from benchmarks.report import print_report
+from benchmarks.serving.client import Outcome, Run
+from benchmarks.serving.summary import Context, summarise
+
+FACTS = {"mask_ratio": 0.25, "cache": "hit", "ms": {"queue": 100.0}}
+
+
+def outcome(due: float, latency: float, error: str = "", facts: dict[str, Any] | None = None) -> Outcome:
+    return Outcome(due, due + 0.001, due + latency, due + latency / 2, error, FACTS if facts is None else facts)
+
+
+def test_rates_latencies_and_slos() -> None:
+    outcomes = [outcome(float(i), 0.5 if i < 8 else 2.0) for i in range(10)]
+    context = Context(slo_ms=1000, request_rate=1.0, areas=(0.1, 0.2), worker_seconds=4.0, wants_first_image=True)
+    summary = summarise(Run(outcomes, seconds=11.0, cpu_seconds=0.02), context)
+    assert summary.throughput == pytest.approx(10 / 11)
+    assert summary.goodput == pytest.approx(8 / 11)
+    assert summary.slo_attainment == pytest.approx(0.8)
+    assert summary.keeps_up is False  # 0.91 of the offered rate
+    assert summary.latency is not None
+    assert summary.latency.mean == pytest.approx(800)
+    assert summary.latency.median == pytest.approx(500)
+    assert dict(summary.latency.percentiles)[95.0] == pytest.approx(2000)
+    assert summary.queue is not None
+    assert summary.queue.mean == pytest.approx(100)
+    assert summary.first_image is not None
+    assert summary.first_image.median == pytest.approx(250)
+    assert (summary.mask_area, summary.mask_ratio, summary.hit_ratio) == (pytest.approx(0.15), 0.25, 1.0)
+    assert summary.client_late_ms == pytest.approx(1.0)
+    assert summary.client_cpu_ms == pytest.approx(2.0)
+
+
+def test_a_failed_edit_has_no_end_and_misses_its_slo() -> None:
+    outcomes = [outcome(0.0, 0.5), outcome(0.1, 0.5, "status 503: no")]
+    summary = summarise(Run(outcomes, seconds=1.0, cpu_seconds=0.0), Context(slo_ms=1000, request_rate=0.5))
+    assert (summary.num_failed, summary.throughput, summary.slo_attainment) == (1, 1.0, 0.5)
+    assert summary.keeps_up is False
+    assert summary.latency is not None
+    assert summary.latency.mean is None
+    assert summary.latency.percentiles[-1][1] is None
+    assert summary.latency_completed_ms == pytest.approx(500)
+    assert summary.errors == ("status 503: no",)
+
+
+def test_what_a_server_does_not_tell_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    outcomes = [outcome(0.0, 0.5, facts={})]
+    summary = summarise(Run(outcomes, seconds=1.0, cpu_seconds=0.0), Context(request_rate=math.inf))
+    assert (summary.queue, summary.mask_ratio, summary.hit_ratio, summary.worker_seconds) == (None, None, None, None)
+    assert (summary.goodput, summary.keeps_up, summary.first_image) == (None, None, None)
+    print_report("title", rows(summary), as_json(summary))
+    printed = capsys.readouterr().out.splitlines()
+    assert any(line.split()[:2] == ["queue", "time"] and line.endswith("n/a") for line in printed)
+    result = json.loads(printed[-1])
+    assert result["request_rate"] is None
+    assert result["latency_p99_ms"] == pytest.approx(500)
+
+
+def test_exact_edits_count_neither_as_hits_nor_as_misses() -> None:
+    outcomes = [outcome(0.0, 0.1, facts={"cache": kind}) for kind in ("off", "hit", "miss", "off")]
+    assert summarise(Run(outcomes, 1.0, 0.0), Context()).hit_ratio == 0.5
