@@ -135,7 +135,7 @@ def primed_entry(transformer: FluxTransformer, row: Row, sigma: float) -> Tensor
         hidden=None,
         entry=entry,
     )
-    transformer.prime([template], (0, transformer.num_blocks))
+    transformer.prime([template], (0, transformer.num_pages))
     return entry
 
 

@@ -37,7 +37,8 @@ class EditShape:
 
     num_steps: denoising steps; the first full_steps of them compute all tokens, the others active_tokens of the
     image_tokens, all of them with text_tokens. template: PageScheme.template_key, None for an edit that is computed
-    exactly. num_keyframes: how many keyframes of its template it reads, at most; entry_bytes: bytes of each.
+    exactly. num_keyframes: how many keyframes of its template it reads, at most; entry_bytes: bytes of each. num_rows:
+    of a step, see SamplingParams.
     """
 
     model: str
@@ -49,12 +50,14 @@ class EditShape:
     template: str | None = None
     num_keyframes: int = 0
     entry_bytes: int = 0
+    num_rows: int = 1
 
     @classmethod
     def of_edit(cls, edit: EditRequest, info: ModelInfo) -> EditShape:
-        num_steps, num_tokens, scheme = edit.sampling.num_denoising_steps, edit.num_tokens, info.page_scheme
+        num_steps, num_tokens, scheme = info.num_steps(edit.sampling), edit.num_tokens, info.page_scheme
         if not edit.is_mask_aware or scheme is None:
-            return cls(edit.model, num_steps, num_steps, num_tokens, num_tokens, edit.max_text_tokens)
+            rows = edit.sampling.num_rows
+            return cls(edit.model, num_steps, num_steps, num_tokens, num_tokens, edit.max_text_tokens, num_rows=rows)
         full_steps = min(num_steps, edit.sampling.full_steps or 0)
         return cls(
             edit.model,
@@ -66,6 +69,7 @@ class EditShape:
             scheme.template_key(edit.content_id),
             len(scheme.keyframes) or num_steps - full_steps,
             scheme.layout.entry_bytes(num_tokens),
+            edit.sampling.num_rows,
         )
 
     @classmethod
@@ -80,6 +84,10 @@ class EditShape:
     @property
     def step_features(self) -> Features:
         """What it adds to a step, the mean over its steps."""
+        return tuple(self.num_rows * feature for feature in self._row_features)
+
+    @property
+    def _row_features(self) -> Features:
         every, active = self.image_tokens + self.text_tokens, self.active_tokens + self.text_tokens
         if self.full_steps == self.num_steps:
             return work_features(every, every, 0.0)

@@ -63,12 +63,12 @@ class Reporter:
         """An edit or a template was taken in."""
         self._num_received += 1
 
-    def note_batch(self, key: CostKey, work: Work, seconds: float, *, is_ok: bool) -> None:
-        """A batch is done. The cost model learns from it, unless part of it failed."""
+    def note_batch(self, key: CostKey, work: Work, seconds: float, num_items: int, *, is_ok: bool) -> None:
+        """A batch of so many items is done. The cost model learns from it, unless part of it failed."""
         self._counters.busy_seconds += seconds
         self._batches_since_costs += 1
         if key.stage == "denoise":
-            self._note_step(key, work, seconds)
+            self._note_step(key, work, seconds, num_items)
         if is_ok:
             self._cost.observe(key, work, seconds)
 
@@ -78,14 +78,14 @@ class Reporter:
             self._batches_since_costs = COSTS_EVERY
         self._cost.observe_copy(done.source, done.target, done.nbytes, done.seconds)
 
-    def _note_step(self, key: CostKey, work: Work, seconds: float) -> None:
+    def _note_step(self, key: CostKey, work: Work, seconds: float, num_requests: int) -> None:
         counters, tokens = self._counters, sum(work.queries)
         counters.steps += 1
         counters.batch_tokens += tokens
         counters.tokens_skipped += sum(work.keys) - tokens
-        counters.batch_requests += len(work.queries)
+        counters.batch_requests += num_requests
         predicted, bound = self._cost.predict(key, work), token_seconds(self._cost.coefficients(key), work)
-        self._recent_steps.append(StepSample(len(work.queries), tokens, seconds, predicted, bound))
+        self._recent_steps.append(StepSample(num_requests, tokens, seconds, predicted, bound))
         del self._recent_steps[:-MAX_RECENT_STEPS]
 
     # ------------------------------------------------------------------------------------------------- telling
@@ -165,14 +165,16 @@ class Reporter:
             num_full = min(steps, max(0, (request.edit.sampling.full_steps or 0) - progress.steps_scheduled))
         line = self._coefficients(request, self._workflow.loop)
         full, masked = extra_seconds(line, every, every), extra_seconds(line, active, every)
-        return num_full * full + (steps - num_full) * masked
+        return request.edit.sampling.num_rows * (num_full * full + (steps - num_full) * masked)
 
     def _other_seconds(self, request: Request) -> Iterable[tuple[str, float]]:
         """(stage, seconds) of what is left but its steps."""
         for node in self._workflow.nodes:
             if node.kind == "once" and request.progress.times_left(node):
                 line = self._coefficients(request, node)
-                yield node.stage, line[0] + extra_seconds(line, *node_work(request, node))
+                work = node_work(request, node)
+                pairs = zip(work.queries, work.keys, strict=True)
+                yield node.stage, line[0] + sum(extra_seconds(line, *pair) for pair in pairs)
 
     def _base_seconds(self, requests: Sequence[Request]) -> float:
         """What a step takes whoever is in it; 0 if nobody is."""

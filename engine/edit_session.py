@@ -210,7 +210,7 @@ class EditSession:
     def _num_full_steps(self) -> int:
         """Steps that compute every token."""
         assert self._sampling.full_steps is not None
-        return self._sampling.num_denoising_steps if self._exact_reason else self._sampling.full_steps
+        return self._model.num_steps(self._sampling) if self._exact_reason else self._sampling.full_steps
 
     @property
     def _exact_reason(self) -> ExactReason | None:
@@ -405,10 +405,14 @@ def resolve(sampling: SamplingParams, model: ModelInfo) -> SamplingParams:
     """
     length = sampling.max_sequence_length or model.max_text_tokens
     check_integer("max_sequence_length", length, high=model.max_text_tokens)
+    guidance = model.default_guidance_scale if sampling.guidance_scale is None else sampling.guidance_scale
+    true_cfg_scale, negative_prompt = _classifier_free(sampling, model, guidance)
     resolved = msgspec.structs.replace(
         sampling,
         num_inference_steps=sampling.num_inference_steps or model.default_num_inference_steps,
-        guidance_scale=model.default_guidance_scale if sampling.guidance_scale is None else sampling.guidance_scale,
+        guidance_scale=guidance,
+        true_cfg_scale=true_cfg_scale,
+        negative_prompt=negative_prompt,
         seed=secrets.randbelow(MAX_RANDOM_SEED) if sampling.seed is None else sampling.seed,
         max_sequence_length=length,
     )
@@ -416,6 +420,20 @@ def resolve(sampling: SamplingParams, model: ModelInfo) -> SamplingParams:
         message = f"Invalid 'strength': {sampling.strength} leaves no step to do; give more than 0."
         raise InvalidRequestError(message, param="strength")
     return resolved
+
+
+def _classifier_free(
+    sampling: SamplingParams, model: ModelInfo, guidance: float
+) -> tuple[float, str] | tuple[None, None]:
+    """Scale and negative prompt of classifier-free guidance, as diffusers' pipelines decide: none up to 1, and in a
+    model whose guidance is an embedding none without a negative prompt."""
+    if model.is_guidance_cfg:
+        scale, negative_prompt = guidance, sampling.negative_prompt or ""
+    elif model.has_true_cfg and sampling.negative_prompt is not None:
+        scale, negative_prompt = sampling.true_cfg_scale or 1.0, sampling.negative_prompt
+    else:
+        return None, None
+    return (scale, negative_prompt) if scale > 1.0 else (None, None)
 
 
 @asynccontextmanager

@@ -73,7 +73,7 @@ def test_directory_without_index(tmp_path: Path) -> None:
 
 def test_unsupported_pipeline_names_the_supported(copy: Path) -> None:
     edit_json(copy / "model_index.json", _class_name="StableDiffusionPipeline")
-    assert_refused(copy, "StableDiffusionPipeline is not supported; supported: FluxFillPipeline")
+    assert_refused(copy, "StableDiffusionPipeline is not supported; supported: FluxFillPipeline, ")
 
 
 def test_unsupported_part(copy: Path) -> None:
@@ -81,9 +81,10 @@ def test_unsupported_part(copy: Path) -> None:
     assert_refused(copy, "scheduler is of class DDIMScheduler")
 
 
-def test_stochastic_sampling(copy: Path) -> None:
-    edit_json(copy / "scheduler/scheduler_config.json", stochastic_sampling=True)
-    assert_refused(copy, "stochastic sampling is not supported")
+def test_scheduler_that_takes_no_noise_levels(copy: Path) -> None:
+    """FLUX's pipelines give them; diffusers refuses at the first edit."""
+    edit_json(copy / "model_index.json", scheduler=["diffusers", "FlowMatchHeunDiscreteScheduler"])
+    assert_refused(copy, "FLUX chooses its noise levels itself, which FlowMatchHeunDiscreteScheduler does not take")
 
 
 def test_torn_index(copy: Path) -> None:
