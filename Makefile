@@ -9,7 +9,7 @@ TYPED := core engine model_executor entrypoints benchmarks tools
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint types format wheel train-embedded bench-throughput bench-startup bench-responsiveness bench-images bench-edit bench-prime bench-load-or-prime bench-step bench-vae bench-cache bench-quality bench-cost-model bench-block-plan simulate bench-router-decision bench-router calibrate clean
+.PHONY: help serve test fuzz lint types format wheel train-embedded bench-throughput bench-startup bench-responsiveness bench-images bench-edit bench-prime bench-load-or-prime bench-step bench-vae bench-cache bench-quality bench-cost-model bench-block-plan simulate bench-router-decision bench-router bench-overload soak calibrate clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 24
@@ -19,6 +19,9 @@ serve: $(RUNTIME)  ## Start the server on 127.0.0.1:8000; flags by ARGS="--port 
 
 test: $(DEV)  ## Run the tests; pytest options by ARGS="-k scheduler"
 	$(BIN)/python -m pytest -q $(ARGS)
+
+fuzz: $(DEV)  ## Send a real server thousands of bad requests; how many by FUZZ_REQUESTS=20000
+	FUZZ_REQUESTS=$${FUZZ_REQUESTS:-6000} $(BIN)/python -m pytest -q -s tests/e2e/test_fuzz.py $(ARGS)
 
 lint: $(DEV)  ## Check style and formatting, the Dockerfile's too
 	$(BIN)/ruff check .
@@ -78,6 +81,9 @@ bench-block-plan: $(DEV)  ## A step whose pages come from a slow tier: naive, pi
 bench-router: $(DEV)  ## Router policies on real engines: mean and P95 latency of one and the same load
 	$(BIN)/python -m benchmarks.router_policies $(ARGS)
 
+bench-overload: $(DEV)  ## Goodput under a latency objective: at the knee, and at twice its rate
+	$(BIN)/python -m benchmarks.overload $(ARGS)
+
 bench-cost-model: $(DEV)  ## How well the cost model predicts held-out batches
 	$(BIN)/python -m benchmarks.cost_model $(ARGS)
 
@@ -86,6 +92,9 @@ simulate: $(DEV)  ## Latency by routing policy on simulated fleets of 8 to 256 e
 
 bench-router-decision: $(DEV)  ## Time of a routing decision, and what router and schedulers cost
 	$(BIN)/python -m benchmarks.router_decision $(ARGS)
+
+soak: $(DEV)  ## 20 minutes of mixed traffic with a fault every 30 s: requests, lost, wrong, restarts, memory slope
+	$(BIN)/python -m benchmarks.soak $(ARGS)
 
 calibrate: $(RUNTIME)  ## Choose keyframes, page dtype, margin and full_steps on your images; flags by ARGS
 	$(BIN)/python -m entrypoints.calibrate $(ARGS)

@@ -28,7 +28,7 @@ import torch
 
 from benchmarks.denoiser_step import flux_shape, primed_entry
 from benchmarks.report import Value, print_report
-from core.block_plan import algorithm_1, finish_time, plan_prefix, plan_subset, prefix_of
+from core.block_plan import Run, algorithm_1, finish_time, plan_prefix, plan_subset, prefix_of
 from core.handles import EntryRef
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages import PageCopied, PageCopy
@@ -217,24 +217,30 @@ def measure(step: Step, times: BlockTimes, slowness: float, rounds: int) -> None
 
 
 def measure_planning() -> None:
-    """Microseconds to plan as many blocks as FLUX.1 has, of equal cost and of its two kinds."""
+    """Microseconds to plan as many blocks as FLUX.1 has: of equal cost, of its two kinds, and in more runs."""
     number = FLUX_DOUBLE + FLUX_SINGLE
-    equal = [4.0] * number, [1.0] * number, [2.0] * number
-    kinds = [6.0] * FLUX_DOUBLE + [4.0] * FLUX_SINGLE, [1.5] * FLUX_DOUBLE + [1.0] * FLUX_SINGLE, [2.0] * number
+    double, single = Run(6.0, 1.5, 2.0, 1), Run(4.0, 1.0, 2.0, 1)
+    kinds = {
+        "equal": [single._replace(number=number)],
+        "two runs": [double._replace(number=FLUX_DOUBLE), single._replace(number=FLUX_SINGLE)],
+        "three runs": [double._replace(number=4), single._replace(number=number - 8), double._replace(number=4)],
+        "alternating": [double, single] * (number // 2) + [double],
+    }
     rows: list[tuple[str, str]] = []
     result: dict[str, Value] = {}
-    for name, blocks in (("equal", equal), ("two kinds", kinds)):
-        prefix, subset = _microseconds(plan_prefix, blocks), _microseconds(plan_subset, blocks)
-        rows.append((f"{name} blocks", f"prefix {prefix:5.0f} us   subset {subset:5.0f} us"))
+    for name, runs in kinds.items():
+        blocks = [[run[i] for run in runs for _ in range(run.number)] for i in range(3)]
+        prefix, subset = _microseconds(plan_prefix, *blocks), _microseconds(plan_subset, runs)
+        rows.append((name, f"prefix {prefix:5.0f} us   subset {subset:5.0f} us"))
         result |= {f"prefix_{name.replace(' ', '_')}_us": prefix, f"subset_{name.replace(' ', '_')}_us": subset}
     print_report(f"Planning {number} blocks", rows, result)
 
 
-def _microseconds(plan: Callable[..., object], blocks: tuple[list[float], ...]) -> float:
+def _microseconds(plan: Callable[..., object], *times: object) -> float:
     seconds = []
     for _ in range(200):
         start = time.perf_counter()
-        plan(*blocks)
+        plan(*times)
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds) * 1e6
 

@@ -17,7 +17,7 @@ def processes(root: int) -> list[psutil.Process]:
 
 def pss_bytes(root: int) -> int:
     """Memory of the tree; pages shared by n processes count 1/n in each (Linux's proportional set size)."""
-    return sum(_pss(process.pid) for process in processes(root))
+    return sum(pss_of(process.pid) for process in processes(root))
 
 
 def cpu_seconds(root: int) -> float:
@@ -37,7 +37,8 @@ def cpu_share(root: int, seconds: float) -> float:
     return (cpu_seconds(root) - used) / (time.monotonic() - start)
 
 
-def _pss(pid: int) -> int:
+def pss_of(pid: int) -> int:
+    """Proportional set size of one process, in bytes. Raises OSError or ValueError when it is gone."""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
             return int(line.split()[1]) * 1024

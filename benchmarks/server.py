@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import http.client
+import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
 READY_SECONDS = 300.0
@@ -52,13 +54,19 @@ class Server:
 
 
 @contextmanager
-def start_server(flags: Sequence[str] = ()) -> Iterator[Server]:
-    """Spawn ``python -m entrypoints.serve`` with these flags; it has not answered yet. Terminated on leaving."""
+def start_server(
+    flags: Sequence[str] = (), *, environment: Mapping[str, str] | None = None, log: IO[bytes] | None = None
+) -> Iterator[Server]:
+    """Spawn ``python -m entrypoints.serve`` with these flags; it has not answered yet. Terminated on leaving.
+
+    environment: added to this process' own. log: the server's stderr, instead of this process' own.
+    """
     host, port = "127.0.0.1", free_port()
     address = ["--host", host, "--port", str(port), "--log-level", "warning"]
     command = [sys.executable, "-m", "entrypoints.serve", *address, *flags]
     started = time.monotonic()
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+    variables = {**os.environ, **(environment or {})}
+    with subprocess.Popen(command, cwd=ROOT, env=variables, stdout=subprocess.DEVNULL, stderr=log) as process:
         try:
             yield Server(process, host, port, started)
         finally:

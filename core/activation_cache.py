@@ -84,7 +84,7 @@ class _Entry:
     source: Tier | None = None  # LOADING: the tier that it comes from
     num_waiting: int = 0  # LOADING: reservations that wait for it
     has_sunk: bool = False  # there is nothing left to copy down
-    was_on_disk: bool = False  # its file was read or written, or could not be: not written again
+    was_on_disk: bool = False  # its file was read or written: not written again
     is_doomed: bool = False  # dropped: goes once unpinned
     is_kept: bool = True  # it stays when nobody uses it
     is_proven: bool = False  # it was used twice or registered: worth more than what may never be used again
@@ -119,7 +119,7 @@ class ActivationCacheManager:
         self._hits: dict[str, int] = dict.fromkeys(self._tier_names(), 0)
         self._evictions: dict[str, int] = {tier.name: 0 for tier in tiers}
         self._loads: dict[str, int] = dict.fromkeys(self._tier_names()[1:], 0)
-        self._misses = self._primed = self._failed_loads = 0
+        self._misses = self._primed = self._failed_loads = self._failed_stores = 0
         self._load_seconds = 0.0
 
     # ------------------------------------------------------------------------------------------------- use
@@ -254,8 +254,8 @@ class ActivationCacheManager:
         return orders
 
     def finish_copy(self, done: PageCopied) -> None:
-        """A copy is over. A load that is not ok leaves its entry EMPTY; a copy down that is not ok is given up.
-        ValueError for a copy that was not ordered.
+        """A copy is over. A load that is not ok leaves its entry EMPTY; a copy down that is not ok is given up, one to
+        disk until the entry's next use: there may be room again by then. ValueError for a copy that was not ordered.
         """
         entry = self._entries.get(done.key)
         copy = None if entry is None else entry.copy
@@ -271,7 +271,7 @@ class ActivationCacheManager:
             self._delete_file(done.key)
         if entry.state is EntryState.LOADING and entry.pins:
             self._load(entry)
-        else:
+        elif done.ok or _is_load(copy):
             self._sink(entry)
         self._settle(entry)
 
@@ -294,6 +294,7 @@ class ActivationCacheManager:
             evictions=dict(self._evictions),
             loads=dict(self._loads),
             failed_loads=self._failed_loads,
+            failed_stores=self._failed_stores,
             entries={tier.name: len(tier) for tier in tiers},
             used_bytes={tier.name: tier.used_bytes for tier in tiers},
             budget_bytes={tier.name: tier.budget_bytes for tier in tiers},
@@ -438,8 +439,10 @@ class ActivationCacheManager:
             self._start(entry, "host", "disk")
 
     def _finish_sinking(self, entry: _Entry, copy: PageCopy, ok: bool) -> None:
+        if not ok:
+            self._failed_stores += 1
         if copy.target == "disk":
-            entry.was_on_disk = True  # a disk that refused once is not asked again
+            entry.was_on_disk = ok
         elif not ok:
             assert self._below is not None
             self._below.remove(entry.want.key)

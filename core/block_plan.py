@@ -13,8 +13,9 @@ hidden states are is lost at the first cached block. A family that caches the ou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import accumulate, groupby
+import math
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -78,109 +79,113 @@ def algorithm_1(compute_full: Times, compute_cached: Times, load: Times) -> tupl
     return tuple(cached)
 
 
-def plan_subset(compute_full: Times, compute_cached: Times, load: Times) -> tuple[bool, ...]:
-    """Which blocks to cache, of all subsets, so that the step ends soonest: a dynamic program over (loads end,
-    computing ends), of which only pairs are kept that no other pair beats in both.
-
-    Exact. It goes by runs of equal blocks: in each, those in full come first (see `_Run.after`), so that their number
-    is all there is to choose. Pairs that cannot beat the best plan known are dropped; with loads all different it is a
-    knapsack problem all the same, and their number may grow.
-    """
-    num_blocks = len(load)
-    plan = prefix_of(plan_prefix(compute_full, compute_cached, load), num_blocks)
-    runs = _runs_of(compute_full, compute_cached, load)
-    if len(runs) <= 1:
-        return plan  # for equal blocks the best prefix is the best subset
-    best = finish_time(plan, compute_full, compute_cached, load)
-    rest = _Rest(compute_full, compute_cached, load)
-    loaded = done = np.zeros(1)
-    choices: list[tuple[_Integers, _Integers]] = []  # per run and pair kept: the pair before it, blocks in full
-    start = 0
-    for run in runs:
-        promising = rest.promising(start, loaded, done, best).nonzero()[0]
-        if not len(promising):
-            return plan
-        all_loaded, all_done = run.after(loaded[promising], done[promising])
-        kept = _unbeaten(all_loaded, all_done)
-        loaded, done = all_loaded[kept], all_done[kept]
-        choices.append((promising[kept // (run.number + 1)], kept % (run.number + 1)))
-        start += run.number
-    return _follow(choices, runs, int(done.argmin())) if done.min() < best else plan
-
-
-class _Run(NamedTuple):
-    """So many equal blocks in a row."""
+class Run(NamedTuple):
+    """So many equal blocks in a row, and the times of each."""
 
     full: float
     cached: float
     load: float
     number: int
 
-    def after(self, loaded: _Vector, done: _Vector) -> tuple[_Vector, _Vector]:
-        """The pairs after the run, from each pair before it with 0..number blocks in full, as flat arrays.
 
-        With k in full and m = number - k cached, no order ends before the longest of: all computing; the first load and
-        all cached computing; all loads and the last computing. Full blocks first reach that.
-        """
-        in_full = np.arange(self.number + 1)
-        cached = self.number - in_full
-        computing = in_full * self.full + cached * self.cached
-        waiting = np.maximum(self.load + cached * self.cached, cached * self.load + self.cached)
-        waiting[-1] = -np.inf  # none is cached
-        loaded, done = loaded[:, None], done[:, None]
-        return (loaded + cached * self.load).ravel(), np.maximum(done + computing, loaded + waiting).ravel()
+def plan_subset(runs: Sequence[Run]) -> tuple[int, ...]:
+    """How many blocks of each run to compute in full, the leading ones, so that the step ends as soon as with the best
+    of all subsets of its blocks.
+
+    Exact: in a run of equal blocks those in full come first (see `_after`), so that their number is all there is to
+    choose. A dynamic program over pairs (loads end, computing ends), of which only those are kept that may still beat
+    the best plan known and that no other pair beats in both. Where all blocks differ it is a knapsack problem, and the
+    number of pairs may grow.
+    """
+    plan, best = _prefix_of_runs(runs)
+    loaded = done = np.zeros(1)
+    choices: list[tuple[_Integers, _Integers]] = []  # per run and pair kept: the pair before it, blocks in full
+    for run, rest in zip(runs, _rests(runs), strict=True):
+        all_loaded, all_done = _after(run, loaded, done)
+        kept = _unbeaten(all_loaded, all_done, rest.may_beat(best, all_loaded, all_done))
+        if not len(kept):
+            return plan
+        loaded, done = all_loaded[kept], all_done[kept]
+        choices.append(np.divmod(kept, run.number + 1))
+    return _follow(choices, int(done.argmin()))
 
 
-def _runs_of(compute_full: Times, compute_cached: Times, load: Times) -> list[_Run]:
-    blocks = zip(compute_full, compute_cached, load, strict=True)
-    return [_Run(*times, len(list(equal))) for times, equal in groupby(blocks)]
+def _prefix_of_runs(runs: Sequence[Run]) -> tuple[tuple[int, ...], float]:
+    """A plan of leading runs in full, and when it ends at the latest: as if each run were one block."""
+    full, cached, load = ([run.number * run[i] for run in runs] for i in range(3))
+    num_full = plan_prefix(full, cached, load)
+    plan = tuple(run.number if i < num_full else 0 for i, run in enumerate(runs))
+    return plan, finish_time(prefix_of(num_full, len(runs)), full, cached, load)
 
 
-def _follow(choices: Sequence[tuple[_Integers, _Integers]], runs: Sequence[_Run], last: int) -> tuple[bool, ...]:
+def _after(run: Run, loaded: _Vector, done: _Vector) -> tuple[_Vector, _Vector]:
+    """The pairs after the run, from each pair before it with 0..number blocks in full, as flat arrays.
+
+    With k in full and m = number - k cached, no order ends before the longest of: all computing; the first load and all
+    cached computing; all loads and the last computing. Full blocks first reach that.
+    """
+    in_full = np.arange(run.number + 1.0)
+    cached = run.number - in_full
+    loading = cached * run.load
+    computing = in_full * run.full + cached * run.cached
+    waiting = np.maximum(run.load + cached * run.cached, loading + run.cached)
+    waiting[-1] = -np.inf  # none is cached
+    all_done = np.maximum(np.add.outer(done, computing), np.add.outer(loaded, waiting))
+    return np.add.outer(loaded, loading).ravel(), all_done.ravel()
+
+
+def _unbeaten(loaded: _Vector, done: _Vector, is_candidate: npt.NDArray[np.bool_]) -> _Integers:
+    """Indices of the candidates that no other one ends before in both times."""
+    indices = is_candidate.nonzero()[0]
+    order = indices[loaded[indices].argsort()]
+    ordered = done[order]
+    is_first = np.ones(len(order), bool)
+    np.less(ordered[1:], np.minimum.accumulate(ordered)[:-1], out=is_first[1:])
+    return order[is_first]
+
+
+def _follow(choices: Sequence[tuple[_Integers, _Integers]], last: int) -> tuple[int, ...]:
     """The plan that led to pair number `last` of the last run."""
-    plan: tuple[bool, ...] = ()
-    for (before, in_full), run in zip(reversed(choices), reversed(runs), strict=True):
-        plan = prefix_of(int(in_full[last]), run.number) + plan
+    plan: list[int] = []
+    for before, in_full in reversed(choices):
+        plan.append(int(in_full[last]))
         last = int(before[last])
-    return plan
+    return tuple(reversed(plan))
 
 
-class _Rest:
-    """What the blocks from each one on need at least."""
+class _Rest(NamedTuple):
+    """What the runs that are left need at least: all of their blocks in full, or each as it is sooner done; and of
+    single blocks the largest saving and the shortest load and computing with pages."""
 
-    def __init__(self, compute_full: Times, compute_cached: Times, load: Times) -> None:
-        shortest = [min(pair) for pair in zip(compute_full, compute_cached, strict=True)]
-        savings = [full - active for full, active in zip(compute_full, compute_cached, strict=True)]
-        self._shortest = _from_each(shortest, lambda total, value: total + value)
-        self._full = _from_each(compute_full, lambda total, value: total + value)
-        self._saving = _from_each(savings, max)
-        self._cached = _from_each(compute_cached, min)
-        self._load = _from_each(load, min)
+    full: float = 0.0
+    shortest: float = 0.0
+    saving: float = 0.0
+    load: float = math.inf
+    cached: float = math.inf
 
-    def promising(self, block: int, loaded: _Vector, done: _Vector, best: float) -> npt.NDArray[np.bool_]:
-        """From which pairs before `block` the end may come before `best`.
+    def and_before(self, run: Run) -> _Rest:
+        """With one more run."""
+        return _Rest(
+            self.full + run.number * run.full,
+            self.shortest + run.number * min(run.full, run.cached),
+            max(self.saving, run.full - run.cached),
+            min(self.load, run.load),
+            min(self.cached, run.cached),
+        )
+
+    def may_beat(self, best: float, loaded: _Vector, done: _Vector) -> npt.NDArray[np.bool_]:
+        """From which pairs the step may end before `best`.
 
         To make good what full blocks would take beyond `best`, some blocks must be cached: at least that time divided
         by the largest saving. Their loads take at least the shortest one each, and the last of them is then computed.
         """
-        saving, load, latest = self._saving[block], self._load[block], best - self._cached[block]
-        excess = done + (self._full[block] - best)
-        if saving <= 0:
-            return excess < 0
-        soon = done < best - self._shortest[block]
-        return soon & ((excess < 0) | (loaded + np.maximum(load, excess * (load / saving)) < latest))
+        if self.saving <= 0:
+            return done < best - self.full
+        excess = done + (self.full - best)
+        may_load = loaded + np.maximum(self.load, excess * (self.load / self.saving)) < best - self.cached
+        return (done < best - self.shortest) & ((excess < 0) | may_load)
 
 
-def _from_each(values: Times, combine: Callable[[float, float], float]) -> list[float]:
-    """Element i combines all values from i on."""
-    return list(accumulate(reversed(values), combine))[::-1]
-
-
-def _unbeaten(loaded: _Vector, done: _Vector) -> _Integers:
-    """Indices of the pairs that no other one beats, or equals, in both times; by rising end of loads."""
-    order = np.lexsort((done, loaded))
-    ordered = done[order]
-    soonest = np.minimum.accumulate(ordered)
-    is_first = np.ones(len(order), bool)
-    is_first[1:] = ordered[1:] < soonest[:-1]
-    return order[is_first]
+def _rests(runs: Sequence[Run]) -> list[_Rest]:
+    """What is left after each run."""
+    return list(accumulate(reversed(runs), _Rest.and_before, initial=_Rest()))[-2::-1]

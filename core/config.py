@@ -78,7 +78,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One engine: its models, its scheduler, its workers. data_parallel_size: engines of this kind on this machine,
     which share its cores; data_parallel_rank: which of them this one is, counted from 0; its workers have GPUs of their
     own. hang_seconds: a worker is killed that gives no answer for so long, and for 20 times what its work is predicted
-    to take. Raises ConfigError for several workers with a device tier, or with one GPU between them.
+    to take; so is an engine that gives no sign of life for so long. start_seconds: an engine is killed that does not
+    serve after so long. Raises ConfigError for several workers with a device tier, or with one GPU between them.
     """
 
     models: tuple[ModelConfig, ...] = (ModelConfig(),)
@@ -89,6 +90,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     data_parallel_rank: int = 0
     drain_seconds: float = 60.0
     hang_seconds: float = 10.0
+    start_seconds: float = 1800.0
     otlp_traces_endpoint: str = ""  # URL that spans are sent to; "" = none are made
 
     def __post_init__(self) -> None:
@@ -120,8 +122,9 @@ RouterPolicy = Literal["round-robin", "least-requests", "least-tokens", "batch-c
 class StencilConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything an AsyncEngine needs. router_policy: how edits are spread over engines. max_retries: how often an
     image is begun anew after the death of the engine that had it. max_queue: images waiting or running before new ones
-    are refused; arena_bytes: address space of the shared arena, whose memory is only taken while in use;
-    template_bytes: encoded uploads kept for registered templates.
+    are refused; slo_seconds: within which edits are to be done, 0 = as long as they take; arena_bytes: address space of
+    the shared arena, whose memory is only taken while in use; template_bytes: encoded uploads kept for registered
+    templates.
     """
 
     engine: EngineConfig = EngineConfig()
@@ -129,5 +132,6 @@ class StencilConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_retries: int = 2
     image: ImageConfig = ImageConfig()
     max_queue: int = 256
+    slo_seconds: float = 0.0
     arena_bytes: int = 8 * 1024**3
     template_bytes: int = 256 * 1024**2

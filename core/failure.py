@@ -13,6 +13,7 @@ FailureKind = Literal[
     "invalid_image",
     "out_of_memory",
     "pages_lost",
+    "overloaded",
     "deadline_exceeded",
     "aborted",
     "engine",
@@ -22,6 +23,10 @@ FailureKind = Literal[
 
 NEVER_BEGUN = "never_begun"
 """Code of an engine's death, said to a request of which no worker had begun anything."""
+
+
+LEAST_RETRY_SECONDS = 1.0
+"""What a refused request is told to wait by one who cannot know."""
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -45,6 +50,8 @@ class Failure(msgspec.Struct, frozen=True):
                 return cls("out_of_memory", str(error) or "out of memory", detail=detail)
             case errors.PagesLostError():
                 return cls("pages_lost", str(error), detail=detail)
+            case errors.OverloadedError():
+                return cls("overloaded", error.message, detail=detail)
             case errors.DeadlineExceededError():
                 return cls("deadline_exceeded", str(error), detail=detail)
             case errors.AbortedError():
@@ -67,6 +74,8 @@ class Failure(msgspec.Struct, frozen=True):
                 return errors.OutOfMemoryError(self.message)
             case "pages_lost":
                 return errors.PagesLostError(self.message)
+            case "overloaded":
+                return errors.OverloadedError(self.message, retry_after=LEAST_RETRY_SECONDS)
             case "deadline_exceeded":
                 return errors.DeadlineExceededError(self.message)
             case "aborted":

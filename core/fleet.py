@@ -13,6 +13,7 @@ Reports come when something changed, not at every step: in between, steps go by 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -37,8 +38,8 @@ class EditShape:
 
     num_steps: denoising steps; the first full_steps of them compute all tokens, the others active_tokens of the
     image_tokens, all of them with text_tokens. template: PageScheme.template_key, None for an edit that is computed
-    exactly. num_keyframes: how many keyframes of its template it reads, at most; entry_bytes: bytes of each. num_rows:
-    of a step, see SamplingParams.
+    exactly. num_keyframes: how many keyframes of its template it reads, at most; entry_bytes: bytes of each. priority:
+    lower goes first. num_rows: of a step, see SamplingParams.
     """
 
     model: str
@@ -50,14 +51,16 @@ class EditShape:
     template: str | None = None
     num_keyframes: int = 0
     entry_bytes: int = 0
+    priority: int = 0
     num_rows: int = 1
 
     @classmethod
     def of_edit(cls, edit: EditRequest, info: ModelInfo) -> EditShape:
         num_steps, num_tokens, scheme = info.num_steps(edit.sampling), edit.num_tokens, info.page_scheme
+        priority, rows = edit.sampling.priority, edit.sampling.num_rows
         if not edit.is_mask_aware or scheme is None:
-            rows = edit.sampling.num_rows
-            return cls(edit.model, num_steps, num_steps, num_tokens, num_tokens, edit.max_text_tokens, num_rows=rows)
+            tokens = (num_tokens, num_tokens, edit.max_text_tokens)
+            return cls(edit.model, num_steps, num_steps, *tokens, priority=priority, num_rows=rows)
         full_steps = min(num_steps, edit.sampling.full_steps or 0)
         return cls(
             edit.model,
@@ -69,7 +72,8 @@ class EditShape:
             scheme.template_key(edit.content_id),
             len(scheme.keyframes) or num_steps - full_steps,
             scheme.layout.entry_bytes(num_tokens),
-            edit.sampling.num_rows,
+            priority,
+            rows,
         )
 
     @classmethod
@@ -118,17 +122,21 @@ class Fleet:
         self.templates = TemplateMap(num_engines)
         self.death: Vector = np.zeros(num_engines)  # added to what an engine costs: 0, or infinite where it is dead
         self.num_alive = num_engines
-        # One row each, shape [engines], of one array: what is known of an engine is one column.
-        self._rows: Vector = np.zeros((7 + 2 * max_num_seqs, num_engines))
-        self.num_requests, self.held_seconds, self.base_seconds, self.priming_seconds = self._rows[:4]
-        self.free_at, self.pace, self.num_placed = self._rows[4:7]
+        self._bind(np.zeros((7 + 2 * max_num_seqs, num_engines)))
         self.pace[:] = TINY
-        self.steps, self.seconds = self._rows[7 : 7 + max_num_seqs], self._rows[7 + max_num_seqs :]
         self.last_sent: Counts = np.full(num_engines, -1.0)  # when something was last sent there, in sends
         self._num_held = 0.0
         self._num_sends = 0
         self._num_sent = [0] * num_engines  # since it was (re)started
         self._pending: list[list[Sent]] = [[] for _ in range(num_engines)]
+        self._reported: list[tuple[float, Sequence[RequestLoad]]] = [(0.0, ()) for _ in range(num_engines)]  # when
+
+    def _bind(self, rows: Vector) -> None:
+        """One row each, shape [engines], of one array: what is known of an engine is one column."""
+        self._rows, places = rows, self.max_num_seqs
+        self.num_requests, self.held_seconds, self.base_seconds, self.priming_seconds = rows[:4]
+        self.free_at, self.pace, self.num_placed = rows[4:7]
+        self.steps, self.seconds = rows[7 : 7 + places], rows[7 + places :]
 
     # ------------------------------------------------------------------------------------------------- what happens
 
@@ -147,7 +155,8 @@ class Fleet:
         self._set_held(engine, report.num_running + report.num_waiting + len(pending))
         self.base_seconds[engine] = max([report.base_seconds, *(sent.base_seconds for sent in pending)])
         self.priming_seconds[engine] = report.priming_seconds + sum(sent.priming_seconds for sent in pending)
-        self._set_loads(engine, now, [*report.requests, *(sent.load for sent in pending if sent.load is not None)])
+        self._reported[engine] = now, report.requests
+        self._set_loads(engine, now, self._loads(engine))
 
     def sent(self, engine: int, shape: EditShape, now: float) -> None:
         """Count what was just sent to an engine, until it says itself that it has it."""
@@ -172,6 +181,7 @@ class Fleet:
         self._pending[engine].clear()
         self._num_sent[engine] = 0
         self.last_sent[engine] = -1
+        self._reported[engine] = 0.0, ()
         self._set_held(engine, 0)
         self.base_seconds[engine] = self.priming_seconds[engine] = 0.0
         self._set_loads(engine, 0.0, [])
@@ -186,6 +196,18 @@ class Fleet:
         """Which engines are candidates, shape [engines]."""
         is_alive: npt.NDArray[np.bool_] = self.death == 0.0
         return is_alive
+
+    def before(self, priority: int) -> Fleet:
+        """As a request of this class finds it, which goes before those that wait in lower ones. To be read only."""
+        lower = [any(_gives_way(load, priority) for load in self._loads(engine)) for engine in range(self.num_engines)]
+        if not any(lower):
+            return self
+        fleet = copy(self)
+        fleet._bind(self._rows.copy())
+        for engine in np.flatnonzero(lower).tolist():
+            loads = [load for load in self._loads(engine) if not _gives_way(load, priority)]
+            fleet._set_loads(engine, self._reported[engine][0], loads)
+        return fleet
 
     # ------------------------------------------------------------------------------------------------- what is known
 
@@ -213,7 +235,7 @@ class Fleet:
         if not shape.num_steps:
             return Sent(number, None, 0.0, priming)
         costs, step = self.size_costs(shape), self.step_seconds(shape)
-        load = RequestLoad(shape.num_steps, step, costs.other)
+        load = RequestLoad(shape.num_steps, step, costs.other, shape.priority)
         return Sent(number, load, costs.base, priming)
 
     def _expect_pages(self, engine: int, shape: EditShape) -> float:
@@ -230,6 +252,11 @@ class Fleet:
     def _set_held(self, engine: int, number: float) -> None:
         self._num_held += number - float(self.num_requests[engine])
         self.num_requests[engine] = number
+
+    def _loads(self, engine: int) -> list[RequestLoad]:
+        """Images that it holds, and those on their way there."""
+        pending = (sent.load for sent in self._pending[engine] if sent.load is not None)
+        return [*self._reported[engine][1], *pending]
 
     def _set_loads(self, engine: int, now: float, loads: Sequence[RequestLoad]) -> None:
         """The engine holds these requests, most urgent first, and has just begun a step, which is in nobody's steps
@@ -278,6 +305,10 @@ def until_free(loads: Iterable[Place], num_places: int, base_seconds: float) -> 
             step = end
             pace -= gone
     return elapsed, [(end - step, seconds) for end, seconds in ends if end > step]
+
+
+def _gives_way(load: RequestLoad, priority: int) -> bool:
+    return load.priority > priority and not load.is_running
 
 
 def _place(load: RequestLoad) -> Place:

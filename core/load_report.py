@@ -14,12 +14,15 @@ from core.handles import ModelKey, Tier
 
 class RequestLoad(msgspec.Struct, frozen=True, array_like=True):
     """What is left of one image. step_seconds: what it adds to a step of its batch, the mean over its steps left.
-    other_seconds: encoding, decoding and what else is done for it alone.
+    other_seconds: encoding, decoding and what else is done for it alone. priority: lower goes first. is_running: it
+    keeps its place, whoever comes.
     """
 
     steps_left: int
     step_seconds: float
     other_seconds: float
+    priority: int = 0
+    is_running: bool = False
 
 
 class Residency(msgspec.Struct, frozen=True, array_like=True):
@@ -63,7 +66,7 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     requests: the images it holds, most urgent first, running ones included. base_seconds: what a step takes whoever is
     in it, 0 if nobody is. priming_seconds: work left on templates' pages. drain_seconds: until all that it holds is
     done. residency: templates whose pages have come or gone since the last report. costs: None where they are as
-    before.
+    before. begun: ids of the edits that a worker was given for the first time since the last report.
     """
 
     num_received: int
@@ -75,6 +78,7 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     drain_seconds: float = 0.0
     residency: tuple[Residency, ...] = ()
     costs: EngineCosts | None = None
+    begun: tuple[str, ...] = ()
 
 
 class CacheStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,7 +86,8 @@ class CacheStats(msgspec.Struct, frozen=True, kw_only=True):
     holds. Dictionaries are by tier.
 
     hits, misses: entries asked for that were on any tier, or on none. loads: copies into a faster tier, and how many of
-    them found a file that was missing, torn or foreign. used_bytes <= budget_bytes always.
+    them found a file that was missing, torn or foreign. failed_stores: copies to a slower tier that it did not take: no
+    room on the disk, say. used_bytes <= budget_bytes always.
     """
 
     hits: dict[str, int]
@@ -91,6 +96,7 @@ class CacheStats(msgspec.Struct, frozen=True, kw_only=True):
     evictions: dict[str, int]
     loads: dict[str, int]
     failed_loads: int
+    failed_stores: int
     entries: dict[str, int]
     used_bytes: dict[str, int]
     budget_bytes: dict[str, int]

@@ -153,6 +153,8 @@ class EditRequest(Message, frozen=True):
     sampler's state between ranks. num_tokens: the picture's image tokens. sampling: resolved, nothing in it is None
     that the model needs. is_mask_aware: steps after the first `sampling.full_steps` compute only the active tokens,
     over the template's pages; decided from the request and the server's flags alone. deadline: absolute, or None.
+    objective: when the worker is to be done with it for the server's latency objective to be met, absolute; None: it
+    has none, or was let in though it will miss it.
     trace_context: W3C traceparent of the span that the engine's own go under; "" = not traced. runs_alone: no other
     request is begun or goes on while it runs, since it was there when engines died.
     """
@@ -173,6 +175,7 @@ class EditRequest(Message, frozen=True):
     latents: ArrayRef
     arrival: float
     deadline: float | None = None
+    objective: float | None = None
     is_mask_aware: bool = False
     runs_alone: bool = False
     trace_context: str = ""
@@ -273,12 +276,6 @@ class Aborted(Message, frozen=True):
     request_id: str
 
 
-class EngineFailed(Message, frozen=True):
-    """The engine cannot go on (or could not start); every request it held is failed by the receiver."""
-
-    failure: Failure
-
-
 class EngineOutputs(Message, frozen=True):
     """What an iteration of the engine has to say. stats: None where the last ones are recent enough."""
 
@@ -287,7 +284,20 @@ class EngineOutputs(Message, frozen=True):
     stats: EngineStats | None = None
 
 
-FromEngine = EngineReady | EngineOutputs | EngineFailed
+class EngineAlive(Message, frozen=True):
+    """The engine's event loop turns. Said every so often, from its process' start to its end."""
+
+
+class EngineFailed(Message, frozen=True):
+    """The engine cannot go on (or could not start). outputs: the ends of the requests it held; those that it has not
+    named are failed by the receiver.
+    """
+
+    failure: Failure
+    outputs: tuple[Finished | TemplatePrimed | PartialImage | Failed | Aborted, ...] = ()
+
+
+FromEngine = EngineReady | EngineOutputs | EngineAlive | EngineFailed
 
 
 # ------------------------------------------------------------------------------------------------ to a worker, and back
@@ -516,8 +526,9 @@ class ItemResult(msgspec.Struct, frozen=True):
 
 
 class BatchResult(Message, frozen=True):
-    """One batch is done (or failed as a whole: then every item carries the failure). seconds: worker time, first to
-    last kernel.
+    """One batch is done; what failed of it are the items that carry a failure. seconds: worker time, first to last
+    kernel. num_parts: how many forward passes it took; more than one where it failed as a whole and was done in halves
+    (see core/halving.py).
     """
 
     batch_id: int
@@ -525,6 +536,7 @@ class BatchResult(Message, frozen=True):
     started: float
     seconds: float
     items: tuple[ItemResult, ...]
+    num_parts: int = 1
 
 
 class TransferDone(Message, frozen=True):

@@ -53,6 +53,7 @@ class Reporter:
         self._counters = Counters()
         self._recent_steps: list[StepSample] = []
         self._batches_since_costs = COSTS_EVERY
+        self._begun: list[str] = []  # edits, since the last report
 
     def cost_key(self, model: ModelKey, stage: str) -> CostKey:
         return CostKey(model, stage, self._models[model.model].device, 1)
@@ -62,6 +63,10 @@ class Reporter:
     def note_received(self) -> None:
         """An edit or a template was taken in."""
         self._num_received += 1
+
+    def note_begun(self, request_ids: Iterable[str]) -> None:
+        """These edits run from now on."""
+        self._begun += request_ids
 
     def note_batch(self, key: CostKey, work: Work, seconds: float, num_items: int, *, is_ok: bool) -> None:
         """A batch of so many items is done. The cost model learns from it, unless part of it failed."""
@@ -94,8 +99,8 @@ class Reporter:
         """The report on these requests, most urgent first, of which so many are running and waiting. What has changed
         since the last one is told once.
         """
-        loads = tuple(self._request_load(request) for request in requests if request.is_live)
-        base = self._base_seconds(requests)
+        loads = tuple(self.left_of(request) for request in requests if request.is_live)
+        base = self.base_seconds(requests)
         priming = self._priming_seconds()
         return LoadReport(
             num_received=self._num_received,
@@ -107,6 +112,7 @@ class Reporter:
             drain_seconds=priming + _drain_seconds(loads, base, self._config.max_num_seqs),
             residency=self._pages.cache.take_residency(),
             costs=self._take_costs(),
+            begun=self._take_begun(),
         )
 
     def stats(self, requests: Sequence[Request]) -> EngineStats:
@@ -127,6 +133,10 @@ class Reporter:
             cache=self._pages.cache.stats(),
         )
 
+    def _take_begun(self) -> tuple[str, ...]:
+        begun, self._begun = tuple(self._begun), []
+        return begun
+
     def _take_costs(self) -> EngineCosts | None:
         """The cost model, if it has learnt something since it was told last."""
         if self._batches_since_costs < COSTS_EVERY:
@@ -145,8 +155,8 @@ class Reporter:
     def _coefficients(self, request: Request, node: Node) -> tuple[float, ...]:
         return self._cost.coefficients(self.cost_key(ModelKey(request.edit.model, node.component), node.stage))
 
-    def _request_load(self, request: Request) -> RequestLoad:
-        """Of a request that waits, as it was at first: nothing of it has changed, and a queue is long."""
+    def left_of(self, request: Request) -> RequestLoad:
+        """What is left of a request. Of one that waits as it was at first: nothing has changed, and a queue is long."""
         if request.waiting_load is None or request.status is not Status.WAITING:
             request.waiting_load = self._make_request_load(request)
         return request.waiting_load
@@ -154,7 +164,9 @@ class Reporter:
     def _make_request_load(self, request: Request) -> RequestLoad:
         steps = request.progress.steps_left
         step_seconds = self._step_seconds_left(request) / steps if steps else 0.0
-        return RequestLoad(steps, step_seconds, sum(seconds for _, seconds in self._other_seconds(request)))
+        other_seconds = sum(seconds for _, seconds in self._other_seconds(request))
+        is_running = request.status is Status.RUNNING
+        return RequestLoad(steps, step_seconds, other_seconds, request.edit.sampling.priority, is_running)
 
     def _step_seconds_left(self, request: Request) -> float:
         """What its steps left add to the steps of its batch."""
@@ -176,7 +188,7 @@ class Reporter:
                 pairs = zip(work.queries, work.keys, strict=True)
                 yield node.stage, line[0] + sum(extra_seconds(line, *pair) for pair in pairs)
 
-    def _base_seconds(self, requests: Sequence[Request]) -> float:
+    def base_seconds(self, requests: Sequence[Request]) -> float:
         """What a step takes whoever is in it; 0 if nobody is."""
         if not requests:
             return 0.0
@@ -206,7 +218,7 @@ class Reporter:
     def _denoise_seconds_left(self, live: Sequence[Request]) -> float:
         steps = sum(request.progress.steps_left for request in live)
         together = min(self._config.max_num_seqs, max(1, len(live)))
-        return sum(map(self._step_seconds_left, live)) + steps * self._base_seconds(live) / together
+        return sum(map(self._step_seconds_left, live)) + steps * self.base_seconds(live) / together
 
 
 def _drain_seconds(loads: Sequence[RequestLoad], base_seconds: float, max_num_seqs: int) -> float:

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from core.admission import Outlook
 from core.config import RouterPolicy
 from core.errors import EngineDeadError
 from core.fleet import TINY, EditShape, Fleet
@@ -189,3 +190,22 @@ def _after(steps: Matrix, passed: Vector) -> Matrix:
     left: Matrix = steps - passed
     np.maximum(left, 0.0, out=left)
     return left
+
+
+def outlook(shape: EditShape, fleet: Fleet, policy: RoutingPolicy, now: float) -> Outlook | None:
+    """What is predicted of an edit, if it goes to the engine of choice; None while nobody knows what edits cost. Raises
+    EngineDeadError if no engine is alive.
+    """
+    if not fleet.costs.is_known(shape.model):
+        return None
+    fleet = fleet.before(shape.priority)
+    engine = policy.choose(shape, fleet, now).engine
+    costs = fleet.size_costs(shape)
+    alone = costs.other + shape.num_steps * (costs.base + fleet.step_seconds(shape))
+    return Outlook(float(forecast(shape, fleet, now).finish[engine]), alone, not fleet.num_requests[engine])
+
+
+def work_seconds(shape: EditShape, fleet: Fleet) -> float:
+    """What an edit takes of an engine whose batches are full."""
+    costs = fleet.size_costs(shape)
+    return costs.other + shape.num_steps * (costs.base / fleet.max_num_seqs + fleet.step_seconds(shape))

@@ -20,7 +20,7 @@ from core.activation_cache import ActivationCacheManager, CacheOrders, TierBudge
 from core.block_plan import plan_prefix
 from core.config import CacheConfig, SchedulerConfig
 from core.cost_model import CostKey, CostModel, Work
-from core.errors import DeadlineExceededError
+from core.deadlines import Deadlines, due
 from core.failure import NEVER_BEGUN, Failure
 from core.handles import PAGE_ARENA, ModelKey, TensorKey, Tier
 from core.load_report import EngineStats, LoadReport
@@ -48,6 +48,7 @@ from core.reporter import Reporter
 from core.request import Request, Status
 from core.scheduling_pass import SchedulingPass
 from core.stages import INPAINT, Node, Placement, Progress, Workflow, place, preview_steps
+from core.step_limit import StepLimit
 from core.template_pages import PageHold, TemplatePages, keyframes_needed
 
 Output = PartialImage | Finished | TemplatePrimed | Failed | Aborted
@@ -56,7 +57,10 @@ UNKNOWN_SECONDS = 30.0
 """What work unlike any seen so far may be expected to take: a large model's first step on a CPU."""
 
 PATIENCE_SECONDS = 60.0
-"""How much younger a request with a deadline may be and still go first."""
+"""How much younger a request that is due may be and still go first."""
+
+CLASS_SECONDS = 2 * PATIENCE_SECONDS
+"""How much younger a request may be at most, one class higher, and still go first, were neither due."""
 
 
 @dataclass(slots=True)
@@ -68,16 +72,17 @@ class Flight:
     job: tuple[PrimingJob, Chunk | None] | None = None
 
 
-def urgency(request: Request) -> tuple[int, float, float, str]:
-    """Sort key: priority, then when it should be done, then arrival; the id makes it total.
+def urgency(request: Request) -> tuple[float, float, str]:
+    """Sort key: priority and when it is due, then arrival; the id makes it total.
 
-    A request without a deadline, or with a far one, counts as due PATIENCE_SECONDS after its arrival: nearer deadlines
-    overtake it, but only so long.
+    A request that is never due, or late, counts as due PATIENCE_SECONDS after its arrival: nearer deadlines overtake
+    it, but only so long. A class is worth CLASS_SECONDS: it overtakes the next lower one, whatever the deadlines, where
+    that came less than PATIENCE_SECONDS before, and never where it came CLASS_SECONDS + PATIENCE_SECONDS before.
     """
     edit = request.edit
-    patience_ends = edit.arrival + PATIENCE_SECONDS
-    due = patience_ends if edit.deadline is None else min(edit.deadline, patience_ends)
-    return edit.sampling.priority, due, edit.arrival, edit.request_id
+    patience_ends, time = edit.arrival + PATIENCE_SECONDS, due(edit)
+    counts_as_due = patience_ends if time is None else min(time, patience_ends)
+    return counts_as_due + CLASS_SECONDS * edit.sampling.priority, edit.arrival, edit.request_id
 
 
 class StepScheduler:
@@ -96,6 +101,7 @@ class StepScheduler:
         self.workflow = workflow
         self.placement: Placement = place(workflow, num_workers)
         self.cost = CostModel()
+        self._step_limit = StepLimit(config.max_num_batched_tokens)
         cache = cache or CacheConfig()
         self._has_slow_tier = bool(cache.disk_bytes or cache.device_bytes)
         self.pages = TemplatePages(_cache_manager(cache), self._load_wins)
@@ -114,6 +120,7 @@ class StepScheduler:
         self._free: list[TensorKey] = []
         self._outputs: list[Output] = []
         self._reporter = Reporter(config, self.models, workflow, self.cost, self.pages)
+        self._deadlines = Deadlines(config.max_num_seqs, self._reporter.left_of, self._reporter.base_seconds)
         self._plan_seqs = count()
         self._batch_ids = count()
 
@@ -191,8 +198,9 @@ class StepScheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next plan, or None when nothing can start before a result or a request comes in."""
-        self._expire(now)
+        self._give_up_lost(now)
         self._reserve_pages()
+        requests = list(self.in_order())
         chosen = SchedulingPass(
             self.config,
             self.workflow,
@@ -202,8 +210,11 @@ class StepScheduler:
             self._predict,
             self._plan_blocks if self._may_plan_blocks else None,
             self._batch_ids,
+            self._step_limit.tokens,
+            self._deadlines.joining(requests, now),
         )
-        chosen.run(self.in_order())
+        chosen.run(requests)
+        self._reporter.note_begun(chosen.begun)
         self._free += [TensorKey(job_id, "", "") for job_id in self.pages.take_freed()]
         orders = self.pages.cache.take_orders()
         has_work = bool(chosen.batches or chosen.transfers or orders.copies or orders.forget or orders.delete)
@@ -218,7 +229,11 @@ class StepScheduler:
         self._settle(result.batch_id, result.rank)
         is_ok = not any(item.failure for item in result.items)
         key = self.cost_key(flight.batch.model, flight.batch.stage)
-        self._reporter.note_batch(key, flight.work, result.seconds, len(result.items), is_ok=is_ok)
+        self._reporter.note_batch(
+            key, flight.work, result.seconds, len(result.items), is_ok=is_ok and result.num_parts == 1
+        )
+        if is_ok and key.stage == "denoise":
+            self._note_fit(flight.work, result.num_parts)
         if flight.job is not None:
             self._apply_job(*flight.job, result)
             return
@@ -322,6 +337,13 @@ class StepScheduler:
         if not plans[seq]:
             del plans[seq]
 
+    def _note_fit(self, work: Work, num_parts: int) -> None:
+        """Learn how much fits into a step, where it failed for nobody's fault."""
+        if num_parts > 1:
+            self._step_limit.note_split(sum(work.queries), num_parts)
+        else:
+            self._step_limit.note_done()
+
     def _apply_item(self, request: Request, item: ItemResult, result: BatchResult) -> None:
         node = self.workflow.node(item.node)
         seconds = request.stage_seconds
@@ -402,9 +424,8 @@ class StepScheduler:
         if request.progress.has_started:
             self._free.append(TensorKey(request.id, "", ""))
 
-    def _expire(self, now: float) -> None:
-        for request in [r for r in self._order if r.is_live and r.edit.deadline is not None and r.edit.deadline <= now]:
-            failure = Failure.of(DeadlineExceededError("The request's timeout passed before it finished."))
+    def _give_up_lost(self, now: float) -> None:
+        for request, failure in self._deadlines.lost(list(self.in_order()), now):
             self._end(request, Status.FAILED, Failed(request_id=request.id, failure=failure))
 
     # ------------------------------------------------------------------------------------------------- cached pages

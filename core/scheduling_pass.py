@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from core.config import SchedulerConfig
 from core.cost_model import Work
+from core.deadlines import MayJoin
 from core.handles import ModelKey, TensorKey, TensorRef, Tier
 from core.messages import (
     Batch,
@@ -45,10 +46,13 @@ class SchedulingPass:
     predict: PredictWork
     block_plan: BlockPlan | None  # None: a step waits until all of its pages are there
     batch_ids: Iterator[int]
+    max_step_tokens: int  # that fit into one step
+    may_join: MayJoin | None  # None: whoever finds a place
     batches: list[Batch] = field(default_factory=list)
     works: dict[int, Work] = field(default_factory=dict)  # batch id -> its size
     jobs: dict[int, tuple[PrimingJob, Chunk | None]] = field(default_factory=dict)  # batch id -> what it primes
     transfers: list[Transfer] = field(default_factory=list)
+    begun: list[str] = field(default_factory=list)  # ids of requests that waited until now
     _candidates: list[tuple[Request, list[Node]]] = field(default_factory=list)  # most urgent first, with ready nodes
     _stage_ms: dict[int, float] = field(default_factory=dict)  # rank -> predicted milliseconds of stage work chosen
 
@@ -64,8 +68,9 @@ class SchedulingPass:
         self._choose_priming(self._choose_step())
 
     def _admit(self, requests: Iterable[Request]) -> list[Request]:
-        """Those that run, and as many waiting ones as there are places among those that have steps to do. One that runs
-        alone waits until nobody runs, and nobody overtakes it meanwhile.
+        """Those that run, and as many waiting ones as there are places among those that have steps to do. One that
+        would make others late waits, and so does one that runs alone, until nobody runs; nobody overtakes either
+        meanwhile.
         """
         requests = list(requests)
         if any(r.edit.runs_alone and r.status is Status.RUNNING for r in requests):
@@ -81,9 +86,11 @@ class SchedulingPass:
                 if is_idle and not admitted:
                     return [request]
                 places = 0
-            elif places > 0:
+            elif places > 0 and (self.may_join is None or self.may_join(request)):
                 places -= 1
                 admitted.append(request)
+            else:
+                places = 0
         return admitted
 
     # ------------------------------------------------------------------------------------------------ stage work
@@ -125,6 +132,7 @@ class SchedulingPass:
             self._add(node, [request])
         if request.status is Status.WAITING:
             request.move_to(Status.RUNNING)
+            self.begun.append(request.id)
 
     def _predict_alone(self, request: Request, node: Node) -> float:
         return self.predict(request.edit.model, node, node_work(request, node))
@@ -149,7 +157,7 @@ class SchedulingPass:
             if loop not in ready or not self._can_run(request, loop):
                 continue
             tokens = num_tokens + request.num_step_tokens * request.edit.sampling.num_rows
-            if num_seqs == self.config.max_num_seqs or (num_seqs and tokens > self.config.max_num_batched_tokens):
+            if num_seqs == self.config.max_num_seqs or (num_seqs and tokens > self.max_step_tokens):
                 break
             self._plan_blocks(request)
             chosen.setdefault(request.edit.model, []).append(request)

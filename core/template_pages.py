@@ -167,8 +167,12 @@ class TemplatePages:
         """Tokens that the job has still to compute, in whole passes."""
         return len(job.wanted) * job.template.pass_tokens
 
-    def trim(self, hold: PageHold, sigmas_left: Iterable[float]) -> None:
-        """Give up the keyframes that the steps still ahead do not need: a one-off template holds two at a time."""
+    def trim(self, hold: PageHold, sigmas_left: Sequence[float]) -> None:
+        """Give up the keyframes that the steps still ahead, at falling noise levels, do not need: a one-off template
+        holds two at a time.
+        """
+        if sigmas_left and hold.sigmas[:1] == (bracket(hold.template.scheme.keyframes, sigmas_left[0]).near,):
+            return  # the next step still reads the first one
         needed = set(keyframes_needed(hold.template.scheme.keyframes, sigmas_left))
         passed = [sigma for sigma in hold.sigmas if sigma not in needed]
         if passed and hold.is_complete:

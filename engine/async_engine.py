@@ -23,8 +23,10 @@ from core.ipc.shared_array import Arena, ArenaAllocator
 from core.load_report import EngineStats, LoadReport
 from core.messages import ModelInfo
 from engine.captures import Captures
+from engine.door import Door
 from engine.edit import EditInput, ImageOutput
 from engine.edit_session import EditSession
+from engine.engine_replica import ReplicaState
 from engine.image_pool import ImagePool
 from engine.metrics import Metrics
 from engine.router import Router
@@ -53,6 +55,8 @@ class AsyncEngine:
         self.models: dict[str, ModelInfo] = {}  # name -> info; empty until ready
         self.templates = TemplateStore(config.template_bytes)
         self.captures = Captures(self)
+        self.door = Door(self)
+        self._highest_class = 0  # of all requests so far, that of the default at least
         self._sessions: set[EditSession | TemplateSession] = set()  # begun and not yet cleaned up
         self.is_closing = False  # refuses new edits
         self._actor: asyncio.Task[None] | None = None
@@ -142,8 +146,8 @@ class AsyncEngine:
         """Run one edit. Entering admits it, checks and prepares its images and submits it; iterating yields outputs as
         they come; leaving early aborts it.
 
-        Raises on entering: InvalidRequestError and below, OverloadedError (full, loading or shutting down),
-        DeadlineExceededError. While iterating: DeadlineExceededError, EngineError.
+        Raises on entering: InvalidRequestError and below, OverloadedError (full, too busy for it, loading or shutting
+        down), DeadlineExceededError. While iterating: DeadlineExceededError, OverloadedError, EngineError.
         """
         session = EditSession(self, request_id, edit, self._choose_model(edit.model))
         self._check_room(session)
@@ -187,9 +191,36 @@ class AsyncEngine:
         """Whether the queue has n places, all or none."""
         if self.router.error is not None:
             raise EngineDeadError(str(self.router.error))
-        if self.num_admitted + session.num_images > self.config.max_queue:
+        self._highest_class = min(self._highest_class, session.priority)
+        num_missing = self.num_admitted + session.num_images - self.config.max_queue
+        if num_missing > 0 and not self._make_room(num_missing, session.priority):
             self.metrics.observe_rejected("queue_full")
             raise OverloadedError("The queue is full.", retry_after=self.retry_after())
+
+    def _make_room(self, num_images: int, priority: int) -> bool:
+        """Have waiting edits of lower classes leave the queue, the lowest and latest first; none, if that is not
+        enough.
+        """
+        leaving, num_places = [], 0
+        for session in sorted(self._lower_than(priority), key=lambda session: (-session.priority, -session.arrival)):
+            if num_places < num_images:
+                leaving.append(session)
+                num_places += session.num_images
+        if num_places < num_images:
+            return False
+        for session in leaving:
+            session.displace()
+        return True
+
+    def _lower_than(self, priority: int) -> Iterator[EditSession]:
+        for session in self._sessions:
+            if isinstance(session, EditSession) and session.priority > priority and session.can_be_displaced:
+                yield session
+
+    @property
+    def num_displaceable(self) -> int:
+        """Images in the queue that would make room for a request of the highest class that has come so far."""
+        return sum(session.num_images for session in self._lower_than(self._highest_class))
 
     def _choose_model(self, name: str) -> ModelInfo:
         if self.is_closing:
@@ -205,7 +236,11 @@ class AsyncEngine:
 
     def retry_after(self) -> float:
         """Seconds after which a refused client is likely to find room: the predicted time to drain what is here."""
-        return min(MAX_RETRY_SECONDS, max(MIN_RETRY_SECONDS, self.router.drain_seconds))
+        return self.bounded_retry(self.router.drain_seconds)
+
+    def bounded_retry(self, seconds: float) -> float:
+        """What a client that should wait so long is told."""
+        return min(MAX_RETRY_SECONDS, max(MIN_RETRY_SECONDS, seconds))
 
     async def release(self, region: ArrayRef) -> None:
         """Free a region of the arena, giving its memory back to the kernel piece by piece: 36 MB at once take 12 ms."""
@@ -281,6 +316,11 @@ class AsyncEngine:
         return tuple(self.router.alive)
 
     @property
+    def replicas(self) -> tuple[tuple[ReplicaState, int], ...]:
+        """How each engine is, and how often it was started anew in a row."""
+        return tuple(self.router.replicas)
+
+    @property
     def loads(self) -> tuple[LoadReport | None, ...]:
         """The last report of each engine; None before the first."""
         return tuple(self.router.loads)
@@ -295,7 +335,7 @@ class AsyncEngine:
         """Images that take a place in the queue: from admission until their caller has left and their memory is
         free.
         """
-        return sum(session.num_images for session in self._sessions)
+        return sum(session.num_images for session in self._sessions if not session.is_displaced)
 
     @property
     def num_requests_running(self) -> int:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from core.errors import DeadlineExceededError, InvalidRequestError, OverloadedError
+from core.fleet import EditShape
 from core.handles import ArrayRef
 from core.ipc.shared_array import carve
 from core.messages import (
@@ -36,8 +37,10 @@ from core.messages import (
 from core.request import MAX_IMAGES, MAX_PROMPT_CHARACTERS, SamplingParams
 from core.validation import check_integer, check_length
 from engine import image_ops
+from engine.door import Passage
 from engine.edit import EditInput, EditReport, ImageOutput
 from engine.mask_aware import ExactReason, resolve_full_steps, resolve_margin, why_exact
+from engine.metrics import DropReason
 from engine.session_memory import SessionMemory
 from engine.templates import Template, TemplateStore
 from engine.tracing import current_span
@@ -80,6 +83,8 @@ class EditSession:
 
     def __init__(self, engine: AsyncEngine, request_id: str, edit: EditInput, model: ModelInfo) -> None:
         self.num_images = edit.sampling.n
+        self.priority = edit.sampling.priority
+        self.is_displaced = False  # its places in the queue are another's
         self._engine = engine
         self._id = request_id
         self._edit = edit
@@ -90,8 +95,7 @@ class EditSession:
         self._upload = self._template.upload if self._template else edit.image
         self._timing = Timing()
         self._span = current_span()
-        timeout = edit.sampling.timeout
-        self._deadline = None if timeout is None else self._timing.arrival + timeout
+        self._passage = Passage(engine.door, self._timing.arrival, edit.sampling.timeout, self.num_images)
         self._memory = SessionMemory(engine)
         self._image: ArrayRef | None = None
         self._mask: ArrayRef | None = None
@@ -106,7 +110,8 @@ class EditSession:
     async def prepare(self) -> None:
         """Copy the uploads to shared memory and have them checked and turned into template, mask and tokens."""
         edit, model = self._edit, self._model
-        async with _deadline(self._deadline):
+        self._passage.look_at_upload(self._smallest_shape)
+        async with self._deadline():
             self._image = await self._memory.store(self._upload)
             self._mask = await self._memory.store(edit.mask)
             self._prepared = await self._engine.images.prepare(
@@ -147,15 +152,56 @@ class EditSession:
     # ---------------------------------------------------------------------------------- to the engine
 
     @property
+    def arrival(self) -> float:
+        return self._timing.arrival
+
+    @property
     def is_submitted(self) -> bool:
         return bool(self._pictures)
 
     def submit(self) -> None:
-        """Hand one request per image to the engine."""
-        for index in range(self.num_images):
-            picture = self._make_picture(index)
+        """Hand one request per image to the engine. Raises OverloadedError, DeadlineExceededError where they would come
+        too late.
+        """
+        if self.is_displaced:
+            raise self._displaced()
+        pictures = [self._make_picture(index) for index in range(self.num_images)]
+        self._passage.look_at_edit(EditShape.of_edit(pictures[0].request, self._model))
+        for picture in pictures:
+            picture.request = msgspec.structs.replace(picture.request, objective=self._worker_objective)
             self._engine.router.submit(picture.request, self._hear)
             self._pictures[picture.request.request_id] = picture
+
+    @property
+    def _smallest_shape(self) -> EditShape:
+        """What is known of it before its images are prepared."""
+        sampling, text_tokens = self._sampling, self._sampling.max_sequence_length or self._model.max_text_tokens
+        is_exact = not sampling.mask_aware or self._model.page_scheme is None
+        steps, priority, rows = self._model.num_steps(sampling), sampling.priority, sampling.num_rows
+        full_steps = steps if is_exact else 0
+        return EditShape(self._model.name, steps, full_steps, 1, 1, text_tokens, priority=priority, num_rows=rows)
+
+    @property
+    def _worker_objective(self) -> float | None:
+        """When a worker is to be done with it, so that its file is made in time."""
+        objective = self._passage.objective
+        return None if objective is None else objective - self._engine.door.compose_seconds
+
+    @property
+    def can_be_displaced(self) -> bool:
+        """Whether no worker has begun any of it."""
+        has_begun = self._engine.router.has_begun
+        return not self.is_displaced and not any(has_begun(request_id) for request_id in self._pictures)
+
+    def displace(self) -> None:
+        """Leave the queue to a request of a higher class; the caller is told as soon as possible."""
+        self.is_displaced = True
+        self._engine.router.abort(tuple(self._pictures))
+
+    def _displaced(self) -> OverloadedError:
+        self._note_dropped("displaced")
+        message = "The queue is full, and a request of a higher class has taken this one's place."
+        return OverloadedError(message, retry_after=self._engine.retry_after())
 
     def _make_picture(self, index: int) -> Picture:
         assert self._sampling.seed is not None
@@ -189,7 +235,7 @@ class EditSession:
             ),
             latents=carve(latents, 0, (num_tokens, model.latent_width), "float32"),
             arrival=self._timing.prepared,
-            deadline=self._deadline,
+            deadline=self._passage.deadline,
             is_mask_aware=self._exact_reason is None,
             trace_context=self._span.traceparent,
         )
@@ -236,11 +282,13 @@ class EditSession:
         """
         num_left = self.num_images
         while num_left:
-            async with _deadline(self._deadline):
+            async with self._deadline():
                 output = await self._outputs.get()
                 image = await self._take(output)
-            yield image
             num_left -= isinstance(output, Finished)
+            if not num_left:
+                self._passage.ended()
+            yield image
 
     async def _take(self, output: RequestOutput) -> ImageOutput:
         picture = self._pictures[output.request_id]
@@ -251,9 +299,16 @@ class EditSession:
                 return await self._take_finished(picture, output)
             case Failed():
                 self._engine.metrics.observe_failed(self._model.name)
+                if output.failure.kind == "deadline_exceeded":
+                    self._note_dropped("timeout")
+                if output.failure.kind == "overloaded":
+                    self._note_dropped("slo")
+                    raise OverloadedError(output.failure.message, retry_after=self._engine.retry_after())
                 if output.failure.detail:
                     logger.error("%s: %s\n%s", output.request_id, output.failure.message, output.failure.detail)
                 raise output.failure.to_error()
+            case Aborted() if self.is_displaced:
+                raise self._displaced()
             case Aborted():
                 raise OverloadedError("The server shut down before the request finished.", retry_after=1.0)
             case TemplatePrimed():
@@ -270,6 +325,9 @@ class EditSession:
         postprocess = time.monotonic() - start
         self._span.child("queue", *self._queue_times(output), {"stencil.image": picture.index})
         report = self._make_report(picture, output, postprocess, await self._capture(composed))
+        is_met = self._passage.is_met(time.monotonic())
+        if is_met is not None:
+            self._engine.metrics.observe_objective(is_met=is_met)
         self._engine.metrics.observe_finished(
             self._model.name,
             seconds=time.monotonic() - self._timing.arrival,
@@ -368,8 +426,23 @@ class EditSession:
 
     # ---------------------------------------------------------------------------------- the end
 
+    @asynccontextmanager
+    async def _deadline(self) -> AsyncIterator[None]:
+        """Raises DeadlineExceededError at the deadline, on the event loop's clock, which is CLOCK_MONOTONIC."""
+        try:
+            async with asyncio.timeout_at(self._passage.deadline):
+                yield
+        except TimeoutError as error:
+            self._note_dropped("timeout")
+            raise DeadlineExceededError("The request's timeout passed before it finished.") from error
+
+    def _note_dropped(self, reason: DropReason) -> None:
+        self._passage.ended()
+        self._engine.metrics.observe_dropped(reason)
+
     def give_up(self) -> None:
         """Nobody listens any more: abort what still runs."""
+        self._passage.leave()
         running = tuple(request_id for request_id, picture in self._pictures.items() if not picture.is_done)
         for _ in running:
             self._count_end(self._model.name)
@@ -434,13 +507,3 @@ def _classifier_free(
     else:
         return None, None
     return (scale, negative_prompt) if scale > 1.0 else (None, None)
-
-
-@asynccontextmanager
-async def _deadline(when: float | None) -> AsyncIterator[None]:
-    """Raises DeadlineExceededError at `when`, on the event loop's clock, which is CLOCK_MONOTONIC; None = never."""
-    try:
-        async with asyncio.timeout_at(when):
-            yield
-    except TimeoutError as error:
-        raise DeadlineExceededError("The request's timeout passed before it finished.") from error

@@ -20,6 +20,7 @@ import zmq.asyncio
 from core.config import EngineConfig
 from core.errors import ConfigError, EngineDeadError, StencilError
 from core.failure import Failure
+from core.ipc.logs import of_request
 from core.ipc.process import ChildProcess, spawn
 from core.ipc.shared_array import Arena
 from core.load_report import EngineStats, LoadReport
@@ -29,6 +30,7 @@ from core.messages import (
     Drain,
     DropTemplate,
     EditRequest,
+    EngineAlive,
     EngineFailed,
     EngineOutputs,
     EngineReady,
@@ -42,6 +44,7 @@ from core.messages import (
     ToEngine,
 )
 from engine.engine_process import EngineProcessConfig
+from engine.watchdog import SilenceWatch
 
 logger = logging.getLogger("stencil.engine")
 
@@ -64,9 +67,14 @@ OnReport = Callable[[LoadReport, EngineStats | None], None]
 
 
 class EngineClient:
-    """start, ready, submit and abort, stop, close. One task (`run`) of the owner's group drives it."""
+    """start, ready, submit and abort, stop, close. One task (`run`) of the owner's group drives it.
 
-    def __init__(self, config: EngineConfig, arena: Arena, on_ready: OnReady, on_report: OnReport) -> None:
+    start_seconds: the engine is killed that does not serve after so long.
+    """
+
+    def __init__(
+        self, config: EngineConfig, arena: Arena, on_ready: OnReady, on_report: OnReport, start_seconds: float
+    ) -> None:
         self._config = config
         self._arena = arena
         self._on_ready = on_ready
@@ -79,6 +87,10 @@ class EngineClient:
         self._encoder = msgspec.msgpack.Encoder()
         self._ready: asyncio.Future[dict[str, ModelInfo]] = asyncio.get_running_loop().create_future()
         self._gone = asyncio.Event()
+        self._start_seconds = start_seconds
+        self._start_timer: asyncio.TimerHandle | None = None  # until it serves
+        self._silence = SilenceWatch(config.hang_seconds, self._on_silence)
+        self._killed_for = ""  # why it was killed from here, if it was
         self.error: StencilError | None = None  # why it is gone, once it is
 
     # ---------------------------------------------------------------------------------- life
@@ -100,6 +112,7 @@ class EngineClient:
             f"stencil-engine-{self._config.data_parallel_rank}",
             remove=[str(self._runtime_dir)],
         )
+        self._start_timer = asyncio.get_running_loop().call_later(self._start_seconds, self._on_slow_start)
 
     async def run(self) -> None:
         """Receive until the process is gone; then fail whoever still waits."""
@@ -109,7 +122,31 @@ class EngineClient:
             await self._process.wait()
             await asyncio.sleep(LAST_WORDS_SECONDS)  # they say more than its exit code
             receiver.cancel()
-        self.fail(EngineDeadError(f"the engine process died ({self._process.describe_exit()})"))
+        self._unwatch()
+        why = self._killed_for or f"the engine process died ({self._process.describe_exit()})"
+        self.fail(EngineDeadError(why))
+
+    def _on_slow_start(self) -> None:
+        self._kill(f"the engine did not serve within {self._start_seconds:g} s (--start-seconds) and was killed")
+
+    def _on_silence(self) -> None:
+        self._kill(f"the engine gave no sign of life in {self._config.hang_seconds:g} s and was killed")
+
+    def _kill(self, why: str) -> None:
+        """End a process that hangs, and with it its workers; those who wait are told once it is gone, as nothing may
+        touch their memory any more."""
+        assert self._process is not None
+        logger.error("%s", why, extra=of_request(""))
+        self._killed_for = why
+        self._process.kill()
+
+    def _serves_in_time(self) -> None:
+        if self._start_timer is not None:
+            self._start_timer.cancel()
+
+    def _unwatch(self) -> None:
+        self._silence.close()
+        self._serves_in_time()
 
     async def ready(self) -> dict[str, ModelInfo]:
         """Wait until the models are loaded; name -> info. Raises what kept the engine from starting."""
@@ -138,6 +175,7 @@ class EngineClient:
 
     async def close(self) -> None:
         """Kill the process if it still runs, and free the socket; nobody waits for anything any more."""
+        self._unwatch()
         if self._process is not None:
             self._process.kill()
             await self._process.wait()
@@ -197,6 +235,7 @@ class EngineClient:
             self._handle(decoder.decode(await self._socket.recv()))
 
     def _handle(self, message: FromEngine) -> None:
+        self._silence.heard()
         if self.error is not None:
             return  # everybody has been told that it is gone
         match message:
@@ -204,7 +243,10 @@ class EngineClient:
                 self._on_report(message.load, message.stats)
                 for output in message.outputs:
                     self._deliver(output)
+            case EngineAlive():
+                pass
             case EngineReady():
+                self._serves_in_time()
                 self._remove_runtime_dir()  # it is connected; a server killed from now on leaves nothing behind
                 models = {info.name: info for info in message.models}
                 self._ready.set_result(models)
@@ -212,6 +254,8 @@ class EngineClient:
             case EngineFailed():
                 if message.failure.detail:
                     logger.error("the engine failed: %s\n%s", message.failure.message, message.failure.detail)
+                for output in message.outputs:
+                    self._deliver(output)
                 self.fail(message.failure.to_error())
 
     def _deliver(self, output: RequestOutput) -> None:

@@ -176,6 +176,8 @@ class EngineCore:
             self._executor.kill(rank)
         # Whatever ended the worker: to its requests the engine is dead, and another one may do them.
         self._scheduler.fail_all(Failure("engine_dead", message.failure.message))
-        self._send_report(self._scheduler.take_outputs())
-        self._emit(EngineFailed(failure=message.failure))
+        outputs = self._scheduler.take_outputs()
+        self._trace.said(outputs)
+        # In one message: a report of its own would say that the engine is idle, and be sent what has just failed.
+        self._emit(EngineFailed(failure=message.failure, outputs=outputs))
         raise EngineDeadError(message.failure.message)

@@ -37,6 +37,7 @@ _NO_CACHE = CacheStats(
     evictions={},
     loads={},
     failed_loads=0,
+    failed_stores=0,
     entries={},
     used_bytes={},
     budget_bytes={},
@@ -52,6 +53,7 @@ _CACHE_TOTALS = {
     "misses": "Entries asked for that were on no tier.",
     "primed": "Entries computed.",
     "failed_loads": "Loads that found a file missing, torn or foreign.",
+    "failed_stores": "Copies to a slower tier that it did not take, such as a full disk.",
     "load_seconds": "Time spent copying entries into a faster tier.",
 }
 _CACHE_TIER_TOTALS = {

@@ -22,8 +22,10 @@ from core.config import EngineConfig
 from core.errors import StencilError
 from core.failure import Failure
 from core.handles import PAGE_ARENA
+from core.ipc.process import die_with_parent
 from core.ipc.shared_array import Arena
 from core.messages import (
+    EngineAlive,
     EngineFailed,
     EngineReady,
     FromEngine,
@@ -39,6 +41,9 @@ logger = logging.getLogger("stencil.engine")
 
 LINGER_MS = 2000
 """How long last words may take to reach the parent at exit."""
+
+MAX_BEAT_SECONDS = 1.0
+"""From one sign of life to the next: so often, or eight times in `hang_seconds`."""
 
 
 class EngineProcessConfig(msgspec.Struct, frozen=True):
@@ -64,17 +69,22 @@ async def _serve(settings: EngineProcessConfig, arena_fd: int, trace: EngineTrac
         socket.setsockopt(zmq.LINGER, LINGER_MS)
         socket.set_hwm(0)
         socket.connect(settings.address)
-        link = _Link(socket)
-        try:
-            with closing(_page_arena(settings.engine)) as pages:
-                async with Executor(settings.engine, settings.arena_id, arena_fd, pages.id, pages.fd) as executor:
-                    await _run_engine(settings.engine, executor, link, trace)
-        except StencilError as error:
-            link.emit(EngineFailed(failure=Failure.of(error)))
-        except BaseExceptionGroup as group:
-            # The actor's edge: whatever broke the engine reaches every waiter as a message.
-            logger.error("engine failed\n%s", traceback.format_exc())
-            link.emit(EngineFailed(failure=Failure.of(_first(group))))
+        with closing(_Link(socket, settings.engine.hang_seconds)) as link:
+            await _run_workers(settings, arena_fd, link, trace)
+
+
+async def _run_workers(settings: EngineProcessConfig, arena_fd: int, link: _Link, trace: EngineTrace) -> None:
+    """All that the process is for; says how it failed, if it does."""
+    try:
+        with closing(_page_arena(settings.engine)) as pages:
+            async with Executor(settings.engine, settings.arena_id, arena_fd, pages.id, pages.fd) as executor:
+                await _run_engine(settings.engine, executor, link, trace)
+    except StencilError as error:
+        link.emit(EngineFailed(failure=Failure.of(error)))
+    except BaseExceptionGroup as group:
+        # The actor's edge: whatever broke the engine reaches every waiter as a message.
+        logger.error("engine failed\n%s", traceback.format_exc())
+        link.emit(EngineFailed(failure=Failure.of(_first(group))))
 
 
 def _page_arena(config: EngineConfig) -> Arena:
@@ -89,6 +99,7 @@ async def _run_engine(config: EngineConfig, executor: Executor, link: _Link, tra
         scheduler.cost.observe(scheduler.cost_key(sample.model, sample.stage), sample.work, sample.seconds)
     core = EngineCore(scheduler, executor, link.emit, trace, config.hang_seconds)
     link.emit(EngineReady(models=tuple(models.values())))
+    die_with_parent()  # not before: what a process that starts leaves behind is removed by its lifeline
     async with asyncio.TaskGroup() as tasks:
         feeders = [tasks.create_task(link.feed(core)), tasks.create_task(_feed_results(executor, core))]
         await core.run()
@@ -116,12 +127,21 @@ def _check_sent(sent: asyncio.Future[Any]) -> None:
 
 
 class _Link:
-    """The engine's end of the socket to its client."""
+    """The engine's end of the socket to its client. Until it is closed, it tells that the event loop turns."""
 
-    def __init__(self, socket: zmq.asyncio.Socket) -> None:
+    def __init__(self, socket: zmq.asyncio.Socket, hang_seconds: float) -> None:
         self._socket = socket
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+        self._beat(min(MAX_BEAT_SECONDS, hang_seconds / 8))
+
+    def _beat(self, seconds: float) -> None:
+        self.emit(EngineAlive())
+        self._next_beat = asyncio.get_running_loop().call_later(seconds, self._beat, seconds)
+
+    def close(self) -> None:
+        """Give no more signs of life; what has been said still goes out."""
+        self._next_beat.cancel()
 
     def emit(self, message: FromEngine) -> None:
         """Queue a message; never blocks, since the socket has no high-water mark."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import suppress
 from functools import partial
-from typing import Protocol
+from typing import Literal, Protocol
 
 from core.config import EngineConfig
 from core.errors import ConfigError, EngineDeadError, StencilError
@@ -21,11 +22,22 @@ from engine.engine_client import EngineClient, Waiter
 
 logger = logging.getLogger("stencil.router")
 
-MAX_RESTARTS = 3
+MAX_RESTARTS = 4
 """Restarts in a row after which an engine is given up."""
+
+FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 1.0, 30.0
+"""Before the second restart in a row, and twice as long before each one more, but no longer than so. The first comes at
+once: most deaths are the only one."""
 
 PROVEN_SECONDS = 60.0
 """How long an engine must have served for its next death not to count as one more in a row."""
+
+RESTART_PATIENCE, MIN_RESTART_SECONDS = 10.0, 60.0
+"""How much longer than at its first start an engine may take to serve again, and how long at least. Its files are here
+by now: it does not get the hours that a download may take, while its requests wait."""
+
+ReplicaState = Literal["loading", "serving", "restarting", "gone"]
+"""loading: for the first time. restarting: after its death, or waiting to be. gone: given up."""
 
 
 class ReplicaWatcher(Protocol):
@@ -58,9 +70,11 @@ class EngineReplica:
         self._watcher = watcher
         self._models: dict[str, ModelInfo] | None = None  # what it served at its first start
         self._up_since = 0.0  # when it began to serve; 0: not since its last start
-        self._num_restarts = 0  # in a row
+        self._started = 0.0  # when it was started last
+        self._start_seconds = config.start_seconds  # how long its next start may take
+        self.num_restarts = 0  # in a row
         self._late_drops: list[tuple[str, str]] = []  # (model, content id) of templates to forget once it serves
-        self._is_stopping = False
+        self._stopping = asyncio.Event()
         self._gone = asyncio.Event()
         self._client = self._make_client()
 
@@ -68,6 +82,7 @@ class EngineReplica:
 
     def start(self) -> None:
         """Spawn the process; the model loads while this process goes on. Raises ConfigError."""
+        self._started = time.monotonic()
         self._client.start()
 
     async def run(self) -> None:
@@ -76,7 +91,10 @@ class EngineReplica:
             error = await self._serve()
             if not self._may_restart():
                 break
-            self._restart(error)
+            await self._wait_to_restart(error)
+            if self._stopping.is_set():
+                break
+            self._restart()
         self.give_up(error)
 
     async def _serve(self) -> StencilError:
@@ -95,31 +113,40 @@ class EngineReplica:
     def _may_restart(self) -> bool:
         """Whether it is worth it: what never served does not start, and what keeps dying at once goes on so."""
         if self._up_since and time.monotonic() - self._up_since >= PROVEN_SECONDS:
-            self._num_restarts = 0
-        return not self._is_stopping and self._models is not None and self._num_restarts < MAX_RESTARTS
+            self.num_restarts = 0
+        return not self._stopping.is_set() and self._models is not None and self.num_restarts < MAX_RESTARTS
 
-    def _restart(self, error: StencilError) -> None:
-        self._num_restarts += 1
-        message = "engine %d is started anew, restart %d of at most %d in a row: %s"
-        logger.error(message, self.rank, self._num_restarts, MAX_RESTARTS, error, extra=of_request(""))
+    async def _wait_to_restart(self, error: StencilError) -> None:
+        """What keeps dying at once is given time: whatever it lacks, memory or a device, may come back."""
+        seconds = wait_before(self.num_restarts)
+        self.num_restarts += 1
+        message = "engine %d is started anew in %.0f s, restart %d of at most %d in a row: %s"
+        logger.error(message, self.rank, seconds, self.num_restarts, MAX_RESTARTS, error, extra=of_request(""))
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._stopping.wait(), seconds)
+
+    def _restart(self) -> None:
         self._up_since = 0.0
         self._client = self._make_client()
         self._watcher.on_restart(self.rank)
         try:
-            self._client.start()
+            self.start()
         except StencilError as reason:
             self._client.fail(reason)
 
     def _make_client(self) -> EngineClient:
         on_report = partial(self._watcher.on_report, self.rank)
-        return EngineClient(self._config, self._arena, self._on_ready, on_report)
+        return EngineClient(self._config, self._arena, self._on_ready, on_report, self._start_seconds)
 
     def _on_ready(self, models: dict[str, ModelInfo]) -> None:
         if self._models is not None and models != self._models:
             self._client.fail(ConfigError("the engine no longer serves its models in the same way"))
             return
-        self._models = models
         self._up_since = time.monotonic()
+        if self._models is None:
+            patience = max(MIN_RESTART_SECONDS, RESTART_PATIENCE * (self._up_since - self._started))
+            self._start_seconds = min(self._start_seconds, patience)
+        self._models = models
         while self._late_drops:
             self._client.drop(*self._late_drops.pop())
         self._watcher.on_up(self.rank)
@@ -136,7 +163,7 @@ class EngineReplica:
 
     def give_up(self, error: StencilError) -> None:
         """Tell everyone who waits that it is gone for good, once: the first reason is the one that counts."""
-        self._is_stopping = True
+        self._stopping.set()
         self._client.fail(error)
         if self.error is None:
             self.error = error
@@ -145,12 +172,12 @@ class EngineReplica:
 
     async def stop(self) -> None:
         """Abort what still runs and leave no process behind."""
-        self._is_stopping = True
+        self._stopping.set()
         await self._client.stop()
 
     async def close(self) -> None:
         """Kill what still runs, and free the socket; nobody waits for anything any more."""
-        self._is_stopping = True
+        self._stopping.set()
         await self._client.close()
         self.give_up(EngineDeadError("the engine has stopped"))
 
@@ -158,6 +185,14 @@ class EngineReplica:
     def is_alive(self) -> bool:
         """Whether it serves."""
         return self._client.is_ready
+
+    @property
+    def state(self) -> ReplicaState:
+        if self.error is not None:
+            return "gone"
+        if self.is_alive:
+            return "serving"
+        return "loading" if self._models is None else "restarting"
 
     # ---------------------------------------------------------------------------------- messages
 
@@ -175,3 +210,8 @@ class EngineReplica:
             self._client.drop(model, content_id)
         elif self.error is None:
             self._late_drops.append((model, content_id))
+
+
+def wait_before(num_restarts: int) -> float:
+    """Seconds to wait before the next restart, after so many in a row: 0, 1, 2, 4, ..."""
+    return min(MAX_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2 ** (num_restarts - 1)) if num_restarts else 0.0

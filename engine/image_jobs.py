@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from core.ipc.logs import current_request
 from core.messages import ComposedImage, ComposeImage, PreparedEdit, ToImageProcessor
 
+MEAN_OVER = 8
+"""Jobs that a mean time is taken over, more or less."""
+
 
 @dataclass(eq=False, slots=True)
 class ImageJob:
@@ -21,6 +24,25 @@ class ImageJob:
     def fail(self, error: Exception) -> None:
         """Answer its caller with `error`."""
         self.answer.set_exception(error)
+
+
+@dataclass(slots=True)
+class JobTimes:
+    """Seconds that a processor takes of late, for an upload and for a result; 0 before the first."""
+
+    prepare: float = 0.0
+    compose: float = 0.0
+
+    def observe(self, message: ToImageProcessor, seconds: float) -> None:
+        """A job has taken so long, without its wait."""
+        if isinstance(message, ComposeImage):
+            self.compose = _mean(self.compose, seconds)
+        else:
+            self.prepare = _mean(self.prepare, seconds)
+
+
+def _mean(before: float, seconds: float) -> float:
+    return before + (seconds - before) / MEAN_OVER if before else seconds
 
 
 class JobQueue:
@@ -39,6 +61,10 @@ class JobQueue:
 
     def __contains__(self, job: ImageJob) -> bool:
         return job in self._line(job)
+
+    def seconds(self, times: JobTimes) -> float:
+        """How long one processor will take for all of them."""
+        return len(self._results) * times.compose + len(self._uploads) * times.prepare
 
     def push(self, job: ImageJob) -> None:
         """Line up."""

@@ -34,7 +34,7 @@ from core.messages import (
     PrepareEdit,
     ToImageProcessor,
 )
-from engine.image_jobs import ImageJob, JobQueue
+from engine.image_jobs import ImageJob, JobQueue, JobTimes
 from engine.image_processor import ImageProcessorConfig
 
 logger = logging.getLogger("stencil.images")
@@ -65,6 +65,7 @@ class _Processor:
     job: ImageJob | None = None  # what it works on now
     stall: asyncio.TimerHandle | None = None  # the next look at whether it moves
     cpu_seconds: float = 0.0  # used at the last look
+    began: float = 0.0  # when it took its job
     is_dismissed: bool = False  # killed because nobody wants its job's result any more
 
     def take(self, job: ImageJob) -> None:
@@ -72,6 +73,7 @@ class _Processor:
         self.channel.send(msgspec.msgpack.encode(job.message))
         self.job = job
         self.cpu_seconds = self._read_cpu_seconds()
+        self.began = time.monotonic()
         self._look_later()
 
     def drop_job(self) -> ImageJob | None:
@@ -124,6 +126,7 @@ class ImagePool:
         """arena: where all handles in jobs point to; it stays the caller's."""
         self.num_deaths = 0  # processors that ended unasked, since start
         self.num_retries = 0  # jobs tried again after such a death, since start
+        self.times = JobTimes()
         self._config = config
         self._arena = arena
         self._queue = JobQueue()
@@ -143,6 +146,12 @@ class ImagePool:
     def num_running(self) -> int:
         """Processors at work."""
         return sum(processor.job is not None for processor in self._processors)
+
+    @property
+    def wait_seconds(self) -> float:
+        """Predicted time until a new upload has its turn."""
+        ahead = self._queue.seconds(self.times) + self.num_running * self.times.compose / 2
+        return ahead / self._config.image_workers
 
     # ------------------------------------------------------------------------------------------------- life
 
@@ -261,6 +270,7 @@ class ImagePool:
         job = processor.drop_job()
         if job is None or job.message.job_id != answer.job_id:
             raise RuntimeError(f"{processor.child.name} answered a job it does not have: {answer}")
+        self.times.observe(job.message, time.monotonic() - processor.began)
         match answer:
             case PreparedEdit() | ComposedImage():
                 job.answer.set_result(answer)

@@ -16,8 +16,11 @@ from engine.metric_registry import CONTENT_TYPE, PREFIX, MetricRegistry
 
 __all__ = ["CONTENT_TYPE", "CacheResult", "Metrics", "RejectReason"]
 
-RejectReason = Literal["queue_full", "not_ready", "shutting_down", "invalid", "unauthorized", "rate_limit"]
+RejectReason = Literal[
+    "queue_full", "not_ready", "shutting_down", "invalid", "unauthorized", "rate_limit", "no_disk", "slo", "timeout"
+]
 CacheResult = Literal["hit", "miss", "off"]
+DropReason = Literal["timeout", "slo", "displaced"]
 FinishedReason = Literal["stop", "abort", "error"]
 
 GATEWAYS = "vllm:"
@@ -81,6 +84,12 @@ class Metrics:
         self._rejects = registry.counter("request_rejects", "Requests refused at the door.", "reason")
         for reason in get_args(RejectReason):
             self._rejects.labels(reason)
+        self._drops = registry.counter("request_drops", "Requests given up after they were accepted.", "reason")
+        for drop in get_args(DropReason):
+            self._drops.labels(drop)
+        self._objective = registry.counter("request_slo", "Finished images by the latency objective.", "result")
+        for result in ("met", "missed"):
+            self._objective.labels(result)
 
     def _make_router_collectors(self, registry: MetricRegistry) -> None:
         self._routed = registry.counter("router_requests", "Images by the engine they were sent to.", "engine")
@@ -175,6 +184,14 @@ class Metrics:
     def observe_rejected(self, reason: RejectReason) -> None:
         """One request was refused before it was accepted."""
         self._rejects.labels(reason).inc()
+
+    def observe_dropped(self, reason: DropReason) -> None:
+        """One accepted request was given up: its time had passed or could not be kept, or it made room."""
+        self._drops.labels(reason).inc()
+
+    def observe_objective(self, *, is_met: bool) -> None:
+        """One image was finished within the server's latency objective, or later."""
+        self._objective.labels("met" if is_met else "missed").inc()
 
     def observe_routed(self, engine: int) -> None:
         """One image was sent to engine number `engine`."""

@@ -16,6 +16,7 @@ from functools import partial
 
 import msgspec
 
+from core.admission import Outlook
 from core.config import StencilConfig
 from core.errors import ConfigError, EngineDeadError, StencilError
 from core.failure import NEVER_BEGUN, Failure
@@ -24,9 +25,9 @@ from core.ipc.logs import of_request
 from core.ipc.shared_array import Arena
 from core.load_report import EngineStats, LoadReport
 from core.messages import Aborted, EditRequest, Failed, Finished, ModelInfo, PartialImage, PrimeTemplate
-from core.routing import make_policy
+from core.routing import make_policy, outlook, work_seconds
 from engine.engine_client import RequestOutput, Waiter
-from engine.engine_replica import EngineReplica
+from engine.engine_replica import EngineReplica, ReplicaState
 from engine.metrics import Metrics
 
 logger = logging.getLogger("stencil.router")
@@ -48,6 +49,7 @@ class Placement:
     engine: int | None = None
     sent: float = 0.0
     predicted_seconds: float | None = None
+    has_begun: bool = False  # a worker of that engine's has been given it
     num_deaths: int = 0  # of engines that had begun it
     is_aborted: bool = False  # nobody wants it any more
     partials_told: set[int] = field(default_factory=set)  # indices of partial images
@@ -154,6 +156,15 @@ class Router:
         return [replica.is_alive and bool(self._fleet.is_alive[replica.rank]) for replica in self._replicas]
 
     @property
+    def replicas(self) -> list[tuple[ReplicaState, int]]:
+        """How each engine is, and how often it was started anew in a row."""
+        states = zip(self._replicas, self.alive, strict=True)
+        return [
+            ("restarting" if replica.is_alive and not alive else replica.state, replica.num_restarts)
+            for replica, alive in states
+        ]
+
+    @property
     def drain_seconds(self) -> float:
         """Predicted time until an engine has done all that it holds."""
         return min((load.drain_seconds for load in self.loads if load is not None), default=0.0)
@@ -167,6 +178,21 @@ class Router:
         """Requests queued in the engines, or waiting for one."""
         num_homeless = sum(placement.engine is None for placement in self._placements.values())
         return num_homeless + sum(load.num_waiting for load in self.loads if load is not None)
+
+    def has_begun(self, request_id: str) -> bool:
+        """Whether a worker has been given a request, or it has ended."""
+        placement = self._placements.get(request_id)
+        return placement is None or placement.has_begun
+
+    def outlook(self, shape: EditShape) -> Outlook | None:
+        """What is predicted of an edit if it is submitted now; None while nobody knows, or no engine is alive."""
+        if not self._fleet.num_alive:
+            return None
+        return outlook(shape, self._fleet, self._policy, time.monotonic())
+
+    def work_seconds(self, shape: EditShape) -> float:
+        """How much later all engines together are done, for an edit."""
+        return work_seconds(shape, self._fleet) / max(1, self._fleet.num_alive)
 
     def engine_of(self, request_id: str) -> int | None:
         """The engine that has a request, its terminal output included; None while it waits for one."""
@@ -215,7 +241,7 @@ class Router:
             except EngineDeadError as error:  # it died a moment ago
                 self.on_down(choice.engine, error)
                 continue
-            placement.engine, placement.sent = choice.engine, now
+            placement.engine, placement.sent, placement.has_begun = choice.engine, now, False
             placement.predicted_seconds = choice.predicted_seconds
             self._fleet.sent(choice.engine, shape, now)
             self._metrics.observe_routed(choice.engine)
@@ -283,6 +309,9 @@ class Router:
         self.loads[rank] = load
         self.stats[rank] = stats or self.stats[rank]
         self._fleet.observe(rank, load, time.monotonic())
+        for request_id in load.begun:
+            if request_id in self._placements:
+                self._placements[request_id].has_begun = True
         self._metrics.observe_load(rank, load, stats)
 
     def on_down(self, rank: int, error: StencilError) -> None:

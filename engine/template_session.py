@@ -36,6 +36,8 @@ class TemplateSession:
     ) -> None:
         self.num_images = 0 if is_idle_work else 1  # places in the queue
         self.is_idle_work = is_idle_work
+        self.priority = 0  # of the default class
+        self.is_displaced = False
         self.is_submitted = False
         self.done = asyncio.Event()  # nothing of it is left to compute
         self.has_failed = False  # set by the engine when an error, not the caller, ends it

@@ -25,6 +25,7 @@ from core.errors import ConfigError, StencilError
 from core.ipc import logs
 from engine.async_engine import AsyncEngine
 from engine.tracing import Tracer, create_tracer
+from entrypoints.http_protocol import GuardedProtocol
 from entrypoints.openai.app import ServerSettings, create_app
 from entrypoints.openai.submission import STALL_SECONDS
 from entrypoints.racing import run_until
@@ -122,7 +123,7 @@ def http_server(app: FastAPI) -> uvicorn.Server:
     return _HttpServer(
         uvicorn.Config(
             app,
-            http="httptools",
+            http=GuardedProtocol,
             ws="none",
             lifespan="off",
             access_log=False,

@@ -94,6 +94,7 @@ def _config(args: argparse.Namespace) -> StencilConfig:
         data_parallel_size=args.data_parallel_size,
         drain_seconds=args.drain_seconds,
         otlp_traces_endpoint=args.otlp_traces_endpoint,
+        start_seconds=args.start_seconds,
     )
     image = ImageConfig(
         image_workers=args.image_workers, max_upload_bytes=args.max_upload_bytes, max_pixels=args.max_pixels
@@ -104,6 +105,7 @@ def _config(args: argparse.Namespace) -> StencilConfig:
         max_retries=args.max_retries,
         image=image,
         max_queue=args.max_queue,
+        slo_seconds=args.slo_ms / 1e3,
         template_bytes=args.template_bytes,
     )
 
@@ -256,11 +258,26 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="images waiting or running before new ones are refused with 503",
     )
     group.add_argument(
+        "--slo-ms",
+        default=StencilConfig().slo_seconds * 1e3,
+        type=_decimal(0, 86_400_000),
+        metavar="MS",
+        help="time from an edit's arrival to its finished picture that is aimed for; what is predicted to miss it is "
+        "refused with 503 while others are served; 0: none",
+    )
+    group.add_argument(
         "--max-retries",
         default=StencilConfig().max_retries,
         type=_integer(0, 100),
         metavar="N",
         help="times that an edit is begun anew after the death of the engine that had it",
+    )
+    group.add_argument(
+        "--start-seconds",
+        default=EngineConfig().start_seconds,
+        type=_decimal(1, 86400),
+        metavar="S",
+        help="an engine that does not serve so long after its start, downloads included, is killed: it hangs",
     )
     group.add_argument(
         "--workers-per-engine",

@@ -11,6 +11,9 @@ safe whatever the keys, and all files of a template start alike.
 A reader knows key and sizes, so it knows the whole header but the checksums: whatever differs is not its file. Nothing
 is synced to the disk: after a power cut a file may be torn, which its checksums tell.
 
+Where the file system has less room than the budget, entries make room for each other within what there is. A disk that
+cannot be written is left alone for RETRY_SECONDS; then the next entry tries again. Reading goes on meanwhile.
+
 zlib.crc32 reads 6.9 GB/s on one Zen 5 core; blake2b 1.4, sha256 2.0, adler32 4.1. Sums of 64-bit words reach 31
 (memcpy: 45) but do not see words that changed places. Computed on pieces that are still in the processor's cache.
 """
@@ -48,6 +51,10 @@ MAGIC = b"STNLPG01"
 PIECE_BYTES = 256 * 1024
 """Read or written at once: small enough for the second level cache, where the checksum then finds it."""
 
+RETRY_SECONDS = 5.0
+"""From a write that failed to the next one that is tried. An entry can be a gigabyte, and a full disk may take most of
+it before it says so."""
+
 _FIXED = struct.Struct("<8sQQI")
 _CHECKSUM = np.dtype("<u4")
 _OURS = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}\.(page|[0-9a-f]{16}\.tmp)")
@@ -55,6 +62,10 @@ _OURS = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}\.(page|[0-9a-f]{16}\.tmp)")
 
 class DamagedFileError(Exception):
     """A file that is not the whole entry it is named after. Never leaves this module."""
+
+
+class NoRoomError(Exception):
+    """An entry that the budget has no room for, whatever is evicted. Never leaves this module."""
 
 
 class PageFiles:
@@ -67,8 +78,9 @@ class PageFiles:
         to others now, and if it holds more than the budget, it is cut down."""
         self.directory = directory
         self.budget_bytes = budget_bytes
+        self._retry_at: float | None = None  # monotonic; None: the last write did not fail
         _close_to_others(directory)
-        with suppress(OSError), self._locked():
+        with suppress(OSError, NoRoomError), self._locked():
             self._make_room(0)
 
     def read(
@@ -95,21 +107,46 @@ class PageFiles:
 
     def write(self, key: str, data: Bytes, block_bytes: int) -> bool:
         """Keep `data`, uint8 [nbytes]; evicts what was used longest ago. False when it cannot be: no room within the
-        budget or on the disk, or a directory that cannot be written. An entry that is there already is not written
-        again.
+        budget or on the disk, or a directory that cannot be written; then nothing is left of it, and after a fault of
+        the disk nothing is tried for RETRY_SECONDS. An entry that is there already is not written again.
         """
-        header_bytes = _header_bytes(key, len(data), block_bytes)
-        path = self._path(key)
-        try:
-            if _touch(path, header_bytes + len(data)):
-                return True
-            with self._temporary(path, header_bytes + len(data)) as (name, fd):
-                _write_entry(fd, key, data, block_bytes)
-                with self._locked():
-                    name.replace(path)
-        except OSError:
+        if self._retry_at is not None and time.monotonic() < self._retry_at:
             return False
+        try:
+            self._write(key, data, block_bytes)
+        except (NoRoomError, IsADirectoryError):  # this entry's own trouble: others may fit, or have their place
+            return False
+        except OSError as error:
+            self._note_fault(error)
+            return False
+        self._note_success()
         return True
+
+    def _write(self, key: str, data: Bytes, block_bytes: int) -> None:
+        """Raises OSError and NoRoomError."""
+        path, nbytes = self._path(key), _header_bytes(key, len(data), block_bytes) + len(data)
+        if _touch(path, nbytes):
+            return
+        with self._temporary(path, nbytes) as (name, fd):
+            _write_entry(fd, key, data, block_bytes)
+            os.utime(fd, ns=_now())
+            with self._locked():
+                name.replace(path)
+
+    def _note_fault(self, error: OSError) -> None:
+        if self._retry_at is None:
+            logger.warning(
+                "no pages are written to %s until that is possible again (tried every %g s): %s",
+                self.directory,
+                RETRY_SECONDS,
+                error.strerror,
+            )
+        self._retry_at = time.monotonic() + RETRY_SECONDS
+
+    def _note_success(self) -> None:
+        if self._retry_at is not None:
+            logger.warning("pages are written to %s again", self.directory)
+        self._retry_at = None
 
     def delete(self, key: str) -> None:
         """Remove an entry's file, where there is one."""
@@ -132,8 +169,8 @@ class PageFiles:
 
     @contextmanager
     def _temporary(self, path: Path, nbytes: int) -> Iterator[tuple[Path, int]]:
-        """A file of `nbytes` to write, counted from now on and removed in the end unless it was renamed. Raises OSError
-        when there is no room."""
+        """A file of `nbytes` to write, counted from now on and removed in the end unless it was renamed. Raises as
+        `_make_room`."""
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         name = path.with_suffix(f".{secrets.token_hex(8)}.tmp")
         with ExitStack() as cleanup:
@@ -148,7 +185,8 @@ class PageFiles:
             yield name, fd
 
     def _make_room(self, nbytes: int) -> None:
-        """Evict until `nbytes` more fit; OSError, and nothing evicted, when they cannot. The directory must be locked.
+        """Evict until `nbytes` more fit into the budget and on the disk. Where they cannot, nothing is evicted:
+        NoRoomError for the budget, OSError for the disk. The directory must be locked.
 
         Files of dead writers go first; those of living ones stay.
         """
@@ -156,11 +194,15 @@ class PageFiles:
         writing = [
             file for file in files if file.is_temporary and not (_is_abandoned(file.path) and _remove(file.path))
         ]
+        pages = [file for file in files if not file.is_temporary]
+        used = sum(file.nbytes for file in pages)
         room = self.budget_bytes - nbytes - sum(file.nbytes for file in writing)
         if room < 0:
-            raise OSError(errno.ENOSPC, f"no room for {nbytes} bytes", str(self.directory))
-        pages = [file for file in files if not file.is_temporary]
-        excess = sum(file.nbytes for file in pages) - room
+            raise NoRoomError
+        room = min(room, _free_bytes(self.directory) + used - nbytes)
+        if room < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.directory))
+        excess = used - room
         for file in sorted(pages, key=lambda file: file.last_use):
             if excess > 0 and _remove(file.path):
                 excess -= file.nbytes
@@ -217,6 +259,12 @@ def _close_to_others(directory: Path) -> None:
             directory.chmod(status.st_mode & 0o700)
         except OSError as error:
             logger.warning("others may look into the cache directory %s: %s", directory, error.strerror)
+
+
+def _free_bytes(directory: Path) -> int:
+    """What the file system has left for this user."""
+    status = os.statvfs(directory)
+    return status.f_bavail * status.f_frsize
 
 
 def _digest(key: str) -> str:

@@ -2,11 +2,18 @@
 
 The runner keeps nothing per request: inputs are named by the plan and lie in the tensor store, and so do outputs. A
 stage that works on one item at a time isolates failures: only the item fails. One denoising step is one forward pass
-for all items, so it fails as a whole and leaves every item's latents as they were; so is one priming chunk.
+for all items, so it fails as a whole, and is then tried in halves (core/halving.py); so is one priming chunk.
+
+A pass that failed half-way has left no trace. Steps read the tensor store, compute new tensors, and put them there when
+all have been computed. What is written in place before its end, pages and pixels, is not read by anybody before the
+result has said that it is done, and written again from its start by the next attempt. What is computed once for all
+steps (modulation, a prompt's embedding) is kept when it is whole, and depends on nothing that changes.
 """
 
 from __future__ import annotations
 
+import gc
+import logging
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -18,7 +25,9 @@ from torch import Tensor
 
 from core.errors import OutOfMemoryError
 from core.failure import Failure
+from core.halving import attempt_in_halves
 from core.handles import ArrayRef, EntryRef, TensorKey
+from core.ipc.logs import of_request
 from core.messages import (
     Batch,
     BatchResult,
@@ -39,11 +48,18 @@ from model_executor.prompt_cache import PromptCache
 from model_executor.sampling import State, predict_clean
 from model_executor.tensor_store import SharedMemory, TensorStore
 
+logger = logging.getLogger("stencil.worker")
+
 TOGETHER = ("denoise", "prime")
 """Stages whose items share one forward pass."""
 
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 """How PyTorch's CPU allocator words it, in a plain RuntimeError."""
+
+NO_ROOM = (
+    "the device has no room for this image, even alone: send a smaller one, or have the server hold less at a time "
+    "(--max-num-seqs, --cache-device-bytes)"
+)
 
 
 class Runner:
@@ -63,23 +79,31 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> BatchResult:
-        """Never raises for what a batch contains: an item that fails carries its Failure."""
+        """Never raises for what a batch contains: an item that fails carries its Failure. Raises what the device says
+        when it is broken, and whatever is computed on it would fail."""
         started = time.monotonic()
-        model = batch.model.model
-        if batch.stage in TOGETHER:
-            results = self._attempt(model, batch.items)
-        else:
-            results = [result for item in batch.items for result in self._attempt(model, [item])]
-        seconds = time.monotonic() - started
-        return BatchResult(batch_id=batch.id, rank=self._rank, started=started, seconds=seconds, items=tuple(results))
+        attempt = partial(self._attempt, batch.model.model)
+        groups = [batch.items] if batch.stage in TOGETHER else [(item,) for item in batch.items]
+        done = [attempt_in_halves(group, attempt, _recover) for group in groups]
+        return BatchResult(
+            batch_id=batch.id,
+            rank=self._rank,
+            started=started,
+            seconds=time.monotonic() - started,
+            items=tuple(result for results, _ in done for result in results),
+            num_parts=1 + sum(num_parts - 1 for _, num_parts in done),
+        )
 
-    def _attempt(self, model: str, items: Sequence[Item]) -> list[ItemResult]:
-        """The results of items that succeed or fail together."""
+    def _attempt(self, model: str, items: Sequence[Item]) -> list[ItemResult] | Failure:
+        """The results of items that succeed or fail together. When this returns, nothing refers to what a failed one
+        had computed."""
         try:
             return self._compute(model, items)
         except Exception as error:  # the actor's edge: whatever went wrong becomes a message to those who wait
-            failure = Failure.of(_named(error), traceback.format_exc())
-            return [ItemResult(item.request_id, item.node, failure=failure) for item in items]
+            failure, cause = Failure.of(_named(error), traceback.format_exc()), f"{type(error).__name__}: {error}"
+        names = ", ".join(item.request_id for item in items)
+        logger.warning("%s of %s failed: %s", items[0].node, names, cause, extra=of_request(""))
+        return failure
 
     def _compute(self, model: str, items: Sequence[Item]) -> list[ItemResult]:
         family = self._models[model]
@@ -343,9 +367,18 @@ def _hidden_key(item: Item, work: Prime) -> TensorKey:
     return TensorKey(item.request_id, item.node, f"hidden-{work.sigma}")
 
 
+def _recover() -> None:
+    """Free what can be freed, before the next attempt. Raises when the device itself is broken: a kernel that failed
+    has failed all that come after it, and only a new process helps."""
+    gc.collect()  # an exception and its traceback, which holds on to tensors, may be in a cycle
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
 def _named(error: Exception) -> Exception:
-    """PyTorch's out-of-memory errors as ours; any other as it is."""
-    is_memory = isinstance(error, torch.OutOfMemoryError) or (
+    """Out-of-memory errors as ours; any other as it is."""
+    is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
     )
-    return OutOfMemoryError("the device has no room for this request") if is_memory else error
+    return OutOfMemoryError(NO_ROOM) if is_memory else error

@@ -20,6 +20,7 @@ import msgspec
 from core.cache_folder import user_cache_folder
 from core.config import CacheConfig
 from core.failure import Failure
+from core.ipc.process import die_with_parent
 from core.ipc.ring import Channel, PeerClosedError
 from core.ipc.shared_array import Arena
 from core.messages import (
@@ -49,6 +50,7 @@ def main(config: bytes, fds: list[int]) -> None:
     """
     # A supervisor signals the whole group: the parent leads the shutdown, and running edits are still to be finished.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    die_with_parent()  # a worker that hangs in a kernel must not outlive an engine that was killed
     settings = msgspec.msgpack.decode(config, type=WorkerConfig)
     link = EngineLink(Channel.attach(fds[0], fds[1]))
     with suppress(PeerClosedError):

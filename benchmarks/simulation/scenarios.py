@@ -35,6 +35,6 @@ SCENARIOS: dict[str, Scenario] = {
     "fleet-256": replace(REFERENCE, name="fleet-256", num_engines=256, num_edits=6000),
     "decision-8": replace(MIX, name="decision-8", num_edits=400, num_warm_up=0, learns=True),
     "decision-256": replace(
-        MIX, name="decision-256", num_engines=256, num_edits=4000, num_warm_up=0, load=0.8, learns=True
+        MIX, name="decision-256", num_engines=256, num_edits=4000, num_warm_up=0, load=0.85, learns=True
     ),
 }

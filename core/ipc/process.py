@@ -3,7 +3,9 @@
 Every child holds the reading end of a pipe, its *lifeline*, whose writing end only the parent holds. However the
 parent ends, `kill -9` included, the kernel closes that end; a thread in the child, blocked in `read` until then, ends
 the child at once, and so its own children in turn. (PR_SET_PDEATHSIG is not used: it fires when the *thread* that
-forked ends, it leaves no time for clean-up, and a parent that dies before the call is missed.)
+forked ends, it leaves no time for clean-up, and a parent that dies before the call is missed. But it also ends a child
+whose threads cannot run: stopped, or with the interpreter's lock held by native code that hangs. Children that may hang
+so ask for it besides, see `die_with_parent`.)
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ EX_PARENT_GONE = 69
 _BOOTSTRAP = str(Path(__file__).with_name("bootstrap.py"))
 _TERM_SECONDS = 3.0  # from SIGTERM to SIGKILL
 _KILL_SECONDS = 5.0  # how long the kernel may take to end a killed process that frees much memory
-_PR_SET_NAME = 15
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 _when_parent_gone = contextlib.ExitStack()
 
@@ -142,6 +144,13 @@ def on_parent_gone(cleanup: Callable[[], object]) -> None:
     Runs in the watching thread, whatever the main thread is doing, and must not wait for anything.
     """
     _when_parent_gone.callback(cleanup)
+
+
+def die_with_parent() -> None:
+    """In a child: have the kernel kill it when its parent ends, or rather the parent's thread that started it, without
+    any clean-up. A parent that has ended by now is the lifeline's.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def run_child(name: str, header: dict[str, Any], config: bytes) -> None:

@@ -179,10 +179,13 @@ def _add_model_routes(app: FastAPI, engine: AsyncEngine) -> None:
 def _add_operator_routes(app: FastAPI, engine: AsyncEngine) -> None:
     @app.get("/health", response_model=None)
     async def health() -> Response:
-        """200 while the server process is alive; which engines serve. Those that do not are being started anew, or have
-        been given up.
+        """200 while the server process is alive; how each engine is: "serving", "loading", "restarting" or "gone", and
+        its restarts in a row.
         """
-        engines = [{"index": index, "alive": alive} for index, alive in enumerate(engine.alive)]
+        engines = [
+            {"index": index, "alive": state == "serving", "state": state, "restarts": restarts}
+            for index, (state, restarts) in enumerate(engine.replicas)
+        ]
         return _json({"status": _status(engine), "engines": engines})
 
     @app.get("/ready", response_model=None)

@@ -26,6 +26,7 @@ from core.errors import (
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
 INTERNAL_MESSAGE = "The server had an error while processing your request. Sorry about that!"
+NO_DISK_SECONDS = 10.0  # what a client is told to wait: operators are not faster
 OUT_OF_MEMORY_MESSAGE = "The server had not enough memory for this request. Try a smaller image or fewer images."
 
 
@@ -46,6 +47,13 @@ class UnsupportedContentTypeError(InvalidRequestError):
 
 class BodyTimeoutError(StencilError):
     """The client stopped sending in the middle of its body."""
+
+
+class NoDiskError(OverloadedError):
+    """The server's temporary folder does not take an upload: its disk is full or cannot be written."""
+
+    def __init__(self) -> None:
+        super().__init__("The server has no room on its disk for uploads at the moment.", retry_after=NO_DISK_SECONDS)
 
 
 class InvalidApiKeyError(StencilError):

@@ -1,4 +1,6 @@
-"""How many bodies are read at once: no more than the queue could take, as each may fill 200 MB of disk."""
+"""How many bodies are read at once: no more than the queue could take, as each may fill 200 MB of disk. A full queue
+takes as many as would make room if what is read were of a higher class.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from contextlib import contextmanager
 
 from core.errors import OverloadedError
 from engine.async_engine import AsyncEngine
+from entrypoints.openai.errors import NoDiskError
 
 
 class ReadingPlaces:
@@ -19,11 +22,15 @@ class ReadingPlaces:
     @contextmanager
     def take(self) -> Iterator[None]:
         """Hold one place; raises OverloadedError where there is none, before anything is read."""
-        if self._engine.num_admitted + self._num_taken >= self._engine.config.max_queue:
+        engine = self._engine
+        if engine.num_admitted + self._num_taken >= engine.config.max_queue + engine.num_displaceable:
             self._engine.metrics.observe_rejected("queue_full")
             raise OverloadedError("The queue is full.", retry_after=self._engine.retry_after())
         self._num_taken += 1
         try:
             yield
+        except NoDiskError:
+            self._engine.metrics.observe_rejected("no_disk")
+            raise
         finally:
             self._num_taken -= 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ MAX_IMAGES = 16
 MAX_TEXT_BYTES = 1024 * 1024  # one text field, and a JSON body without its images
 MAX_MEMBERS = 256  # of a JSON body, as many as a form may have parts
 STALL_SECONDS = 60.0  # of silence, in the middle of a body
+MIN_BYTES_PER_SECOND = 8 * 1024  # of a body, on average, after STALL_SECONDS: else a place is held for a byte a minute
 MULTIPART = "multipart/form-data"
 JSON = "application/json"
 T = TypeVar("T")
@@ -283,22 +285,30 @@ async def _text_pieces(text: str) -> AsyncIterator[bytes]:
 
 
 async def _body(request: Request, limit: int) -> AsyncIterator[bytes]:
-    """The body as it comes, at most `limit` bytes; a client that sends nothing for STALL_SECONDS is given up."""
+    """The body as it comes, at most `limit` bytes. A client that sends nothing for STALL_SECONDS, or in the long run
+    less than MIN_BYTES_PER_SECOND, is given up.
+    """
     _check_content_length(request, limit)
-    stream, received = request.stream(), 0
-    while (chunk := await _next_chunk(stream)) is not None:
+    stream, received, started = request.stream(), 0, time.monotonic()
+    while (chunk := await _next_chunk(stream, _patience(started, received))) is not None:
         received += len(chunk)
         if received > limit:
             raise _body_too_large(limit)
         yield chunk
 
 
-async def _next_chunk(stream: AsyncGenerator[bytes]) -> bytes | None:
+def _patience(started: float, received: int) -> float:
+    """Seconds to wait for the next part."""
+    return min(STALL_SECONDS, started + STALL_SECONDS + received / MIN_BYTES_PER_SECOND - time.monotonic())
+
+
+async def _next_chunk(stream: AsyncGenerator[bytes], patience: float) -> bytes | None:
     try:
-        async with asyncio.timeout(STALL_SECONDS):
+        async with asyncio.timeout(patience):
             return await anext(stream, None)
     except TimeoutError as error:
-        raise BodyTimeoutError(f"No part of the body came for {STALL_SECONDS:g} seconds.") from error
+        message = f"The body came too slowly: nothing for {STALL_SECONDS:g} seconds, or less than "
+        raise BodyTimeoutError(f"{message}{MIN_BYTES_PER_SECOND} bytes a second.") from error
     except ClientDisconnect as error:
         raise AbortedError("the client went away while sending") from error
 

@@ -1,14 +1,22 @@
-"""Encoded files on their way in: held in memory up to 1 MiB, in an unlinked temporary file beyond."""
+"""Encoded files on their way in: held in memory up to 1 MiB, in an unlinked temporary file beyond.
+
+Where the disk does not take such a file, its request is refused as one that may be sent again later.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import binascii
+import logging
+import os
 import tempfile
+import threading
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from typing import IO
 
 from core.errors import InvalidRequestError
-from entrypoints.openai.errors import RequestTooLargeError
+from entrypoints.openai.errors import NoDiskError, RequestTooLargeError
 
 PIECE_BYTES = 256 * 1024
 MEMORY_BYTES = 1024 * 1024
@@ -16,12 +24,21 @@ _DATA_URL_HEAD_BYTES = 256
 _WHITESPACE = b" \t\r\n"
 
 
+_log = logging.getLogger("stencil.api")
+
+
 class SpooledUpload:
-    """A file that was received. Disk is touched in threads only, so the event loop never waits for it."""
+    """A file that was received. Disk is touched in threads only, so the event loop never waits for it.
+
+    Raises NoDiskError wherever the disk fails.
+    """
 
     def __init__(self) -> None:
-        self._file = tempfile.SpooledTemporaryFile(max_size=MEMORY_BYTES)  # noqa: SIM115 - closed by close()
+        self._memory = bytearray()  # the content, until there is a file
+        self._file: IO[bytes] | None = None  # unbuffered: nothing is left to be written when it is closed
         self._unwritten = bytearray()  # saves a thread's turn for each of a socket's small chunks
+        self._lock = threading.Lock()  # a thread whose caller was cancelled may still be at the file
+        self._is_closed = False
         self.size = 0  # bytes
 
     async def write(self, data: bytes | bytearray) -> None:
@@ -35,7 +52,10 @@ class SpooledUpload:
         """The content in pieces of at most 256 KiB; may be read several times."""
         await self._flush()
         for offset in range(0, self.size, PIECE_BYTES):
-            yield await asyncio.to_thread(self._read, offset) if self._is_on_disk else self._read(offset)
+            if self._file is None:
+                yield bytes(self._memory[offset : offset + PIECE_BYTES])
+            else:
+                yield await asyncio.to_thread(self._read, offset)
 
     async def read(self) -> bytes:
         """The whole content; for small fields."""
@@ -43,25 +63,53 @@ class SpooledUpload:
 
     def close(self) -> None:
         """Free memory and disk; the latter in a thread, as dropping 50 MB of pages takes 10 ms."""
-        if self._is_on_disk:
-            asyncio.get_running_loop().run_in_executor(None, self._file.close)
+        if self.size > MEMORY_BYTES:
+            asyncio.get_running_loop().run_in_executor(None, self._close)
         else:
-            self._file.close()
-
-    @property
-    def _is_on_disk(self) -> bool:
-        return self.size > MEMORY_BYTES
+            self._memory = bytearray()
 
     async def _flush(self) -> None:
         data, self._unwritten = self._unwritten, bytearray()
-        if self._is_on_disk:
-            await asyncio.to_thread(self._file.write, data)
-        else:
-            self._file.write(data)
+        if self.size <= MEMORY_BYTES:
+            self._memory += data
+        elif data:
+            await asyncio.to_thread(self._write, data)
+
+    def _write(self, data: bytearray) -> None:
+        """Append to the file, which takes over what was in memory."""
+        with self._lock, _disk_faults():
+            if self._is_closed:
+                return
+            if self._file is None:
+                self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - closed by close()
+                data, self._memory = self._memory + data, bytearray()
+            _write_all(self._file, data)
 
     def _read(self, offset: int) -> bytes:
-        self._file.seek(offset)
-        return self._file.read(PIECE_BYTES)
+        with self._lock, _disk_faults():
+            assert self._file is not None
+            return b"" if self._is_closed else os.pread(self._file.fileno(), PIECE_BYTES, offset)
+
+    def _close(self) -> None:
+        with self._lock:
+            self._is_closed, self._memory = True, bytearray()
+            if self._file is not None:
+                self._file.close()
+
+
+def _write_all(file: IO[bytes], data: bytearray) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]  # short when the disk is nearly full; the next call then says so
+
+
+@contextmanager
+def _disk_faults() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        _log.warning("an upload cannot be kept in the temporary folder (TMPDIR): %s", error.strerror)
+        raise NoDiskError from error
 
 
 def pieces_of(data: bytes | memoryview) -> Iterator[bytes]:
@@ -129,7 +177,8 @@ class _Base64Decoder:
         self._started = True
         if text[:5].lower() != b"data:":
             if self._needs_data_url:
-                raise self._error("expected a data: URL; other URLs are not fetched", "unsupported_value")
+                remedy = "send the picture itself, as a data: URL or as a file of a multipart form"
+                raise self._error(f"URLs are not fetched; {remedy}", "unsupported_value")
             return text
         head, comma, body = text.partition(b",")
         if not comma or not head.lower().endswith(b";base64"):

@@ -199,8 +199,8 @@ class LatentFamily(ABC):
     def advance(self, sample: Sample, velocity: Tensor) -> tuple[Tensor, State]:
         if self.samples_packed:
             return self._sampling.step(sample.latents, velocity, sample.sigmas, sample.step, sample.state)
-        unpacked = (unpack(x, sample.grid) for x in (sample.latents, velocity))
-        moved, state = self._sampling.step(*unpacked, sample.sigmas, sample.step, sample.state)
+        latents, velocity = unpack(sample.latents, sample.grid), unpack(velocity, sample.grid)
+        moved, state = self._sampling.step(latents, velocity, sample.sigmas, sample.step, sample.state)
         return pack(moved), state
 
     def _schedule(self, num_inference_steps: int, num_denoising_steps: int, image_tokens: int) -> Tensor:

@@ -24,7 +24,7 @@ class SD3Transformer(Denoiser):
 
     def _make_blocks(self) -> list[Block]:
         module = self.module
-        self._patch = module.config.patch_size
+        self._patch: int = module.config.patch_size
         self._image_in = self._group(_as_linear(module.pos_embed.proj))
         self._text_in = self._group(module.context_embedder)
         self._positions = lru_cache(maxsize=CACHED_GRIDS)(self._make_positions)
@@ -55,13 +55,15 @@ class SD3Transformer(Denoiser):
 
     def _project_out(self, stream: Stream) -> Tensor:
         """The module's patches have their channels last, latents have them first."""
-        patches = super()._project_out(stream).unflatten(1, (self._patch, self._patch, -1))
-        return patches.permute(0, 3, 1, 2).flatten(1)
+        velocity = super()._project_out(stream)
+        return velocity.view(len(velocity), self._patch, self._patch, -1).permute(0, 3, 1, 2).flatten(1)
 
 
 def _as_linear(convolution: nn.Conv2d) -> nn.Linear:
     """A convolution over patches side by side, for patches as rows, channel by channel; it shares the weights."""
     weight = convolution.weight.flatten(1)
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=convolution.bias is not None, device="meta")
-    linear.weight, linear.bias = nn.Parameter(weight, requires_grad=False), convolution.bias
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if convolution.bias is not None:
+        linear.bias = convolution.bias
     return linear

@@ -384,15 +384,20 @@ def test_what_came_from_disk_is_not_written_again(make: Maker) -> None:
         cache.manager.release(["a"])
 
 
-def test_a_disk_that_refused_is_not_asked_again_to_keep_it(make: Maker) -> None:
+def test_a_disk_that_refused_is_asked_again_with_the_next_use(make: Maker) -> None:
     cache = make(("host", 1), disk=True)
     cache.use("a")
     assert cache.reserve("a")
     cache.take()
     cache.finish(cache.in_flight[0], ok=False)
-    cache.use("a")
-    assert cache.disk == set()
+    cache.take()
+    assert cache.in_flight == []
+    assert cache.manager.stats().failed_stores == 1
+    cache.manager.release(["a"])
     assert cache.states("a") == ["ready"]
+    cache.use("a")
+    assert cache.disk == {"a"}
+    assert cache.manager.stats().failed_stores == 1
 
 
 def test_a_place_is_not_reused_while_a_copy_reads_it(make: Maker) -> None:

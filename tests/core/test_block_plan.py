@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import product
+from itertools import chain, groupby, product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.block_plan import algorithm_1, finish_time, plan_prefix, plan_subset, prefix_of
+from core.block_plan import Run, algorithm_1, finish_time, plan_prefix, plan_subset, prefix_of
 
 Blocks = tuple[list[float], list[float], list[float]]
 
@@ -47,6 +47,14 @@ def all_prefixes(blocks: Blocks) -> list[tuple[bool, ...]]:
 
 def prefix_end(blocks: Blocks) -> float:
     return finish_time(prefix_of(plan_prefix(*blocks), len(blocks[0])), *blocks)
+
+
+def subset_of(blocks: Blocks) -> tuple[bool, ...]:
+    """The subset plan, by block."""
+    runs = [Run(*times, len(list(equal))) for times, equal in groupby(zip(*blocks, strict=True))]
+    numbers = plan_subset(runs)
+    assert len(numbers) == len(runs)
+    return tuple(chain.from_iterable(prefix_of(full, run.number) for full, run in zip(numbers, runs, strict=True)))
 
 
 def same(time: float) -> object:
@@ -93,15 +101,32 @@ def test_the_prefix_is_the_best_of_all_prefixes(blocks: Blocks) -> None:
 @settings(max_examples=300, deadline=None)
 @given(mixed_blocks())
 def test_the_subset_is_the_best_of_all_subsets(blocks: Blocks) -> None:
-    plan = plan_subset(*blocks)
-    assert finish_time(plan, *blocks) == same(soonest(all_subsets(blocks), blocks))
+    assert finish_time(subset_of(blocks), *blocks) == same(soonest(all_subsets(blocks), blocks))
+
+
+@st.composite
+def runs_of_blocks(draw: st.DrawFn) -> Blocks:
+    """Up to 12 blocks in up to four runs of equal ones."""
+    blocks: Blocks = [], [], []
+    kind = draw(st.sampled_from([times, whole_times]))
+    for _ in range(draw(st.integers(0, 4))):
+        number = draw(st.integers(1, 3))
+        for of_blocks in blocks:
+            of_blocks += [draw(kind)] * number
+    return blocks
+
+
+@settings(max_examples=150, deadline=None)
+@given(runs_of_blocks())
+def test_the_subset_of_runs_is_the_best_of_all_subsets(blocks: Blocks) -> None:
+    assert finish_time(subset_of(blocks), *blocks) == same(soonest(all_subsets(blocks), blocks))
 
 
 def test_a_subset_can_beat_every_prefix_and_the_papers_rule() -> None:
     """One block in the middle takes long to load, and little to compute."""
     blocks = [2.0, 2.0, 0.5, 2.0], [0.5, 0.5, 0.4, 0.5], [0.5, 0.5, 9.0, 0.5]
-    end = finish_time(plan_subset(*blocks), *blocks)
-    assert plan_subset(*blocks) == (True, True, False, True)
+    end = finish_time(subset_of(blocks), *blocks)
+    assert subset_of(blocks) == (True, True, False, True)
     assert end < soonest(all_prefixes(blocks), blocks)
 
 

@@ -66,7 +66,7 @@ def core(said: list[FromEngine]) -> EngineCore:
 
 
 def outputs(said: list[FromEngine]) -> list[object]:
-    return [output for message in said if isinstance(message, EngineOutputs) for output in message.outputs]
+    return [out for message in said if isinstance(message, EngineOutputs | EngineFailed) for out in message.outputs]
 
 
 async def test_it_serves_then_drains(core: EngineCore, said: list[FromEngine]) -> None:
@@ -169,7 +169,10 @@ async def test_a_dead_worker_reaches_every_request(core: EngineCore, said: list[
     with pytest.raises(EngineDeadError, match="worker 0 died"):
         await asyncio.wait_for(running, 5)
     assert {output.request_id for output in outputs(said) if isinstance(output, Failed)} == {"a", "b"}
-    assert isinstance(said[-1], EngineFailed)
+    *reports, last = said
+    assert isinstance(last, EngineFailed)
+    assert isinstance(reports[-1], EngineOutputs)
+    assert reports[-1].load.num_running == 2, "it does not say that it is idle, to be sent more"
 
 
 async def test_a_worker_that_gives_no_answer_is_killed_and_no_other(said: list[FromEngine]) -> None:

@@ -56,6 +56,7 @@ def cache_stats(hits: int = 0, primed: int = 0, used: int = 0) -> CacheStats:
         evictions={"host": hits},
         loads={"disk": 3},
         failed_loads=1,
+        failed_stores=2,
         entries={"host": primed},
         used_bytes={"host": used},
         budget_bytes={"host": 1000},
@@ -212,6 +213,7 @@ def test_cache_totals_and_levels_by_tier() -> None:
     assert seen["stencil:cache_evictions_total,host"] == 7
     assert seen["stencil:cache_loads_total,disk"] == 9
     assert (seen["stencil:cache_failed_loads_total"], seen["stencil:cache_load_seconds_total"]) == (3, 1.5)
+    assert seen["stencil:cache_failed_stores_total"] == 6
     assert (seen["stencil:cache_entries,host"], seen["stencil:cache_used_bytes,host"]) == (2, 110)
     assert seen["stencil:cache_budget_bytes,host"] == 2000
 

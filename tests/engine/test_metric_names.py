@@ -31,6 +31,7 @@ CACHE = CacheStats(
     evictions={"host": 0},
     loads={"disk": 0},
     failed_loads=0,
+    failed_stores=0,
     entries={"host": 0},
     used_bytes={"host": 0},
     budget_bytes={"host": 0},

@@ -67,8 +67,10 @@ class FakeEngine:
         self.loads: tuple[LoadReport | None, ...] = (None, None)
         self.stats: tuple[EngineStats | None, ...] = (None, None)
         self.alive = (True, True)
+        self.replicas: tuple[tuple[str, int], ...] = (("serving", 0), ("serving", 0))
         self.num_requests_running = 2
         self.num_requests_waiting = 1
+        self.num_displaceable = 0
 
     @property
     def last(self) -> EditInput:

@@ -5,18 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 
 import pytest
-import uvicorn
 from fake_engine import FakeEngine
+from real_server import running, until
 
 from core.errors import ConfigError
 from core.ipc.logs import TextFormatter
 from entrypoints import serve
 from entrypoints.openai import edit_response
-from entrypoints.openai.app import ServerSettings, create_app
 
 REQUEST = (
     b"POST /v1/images/edits HTTP/1.1\r\nhost: a\r\ncontent-type: multipart/form-data; boundary=b\r\n"
@@ -35,19 +32,6 @@ def engine() -> FakeEngine:
     return FakeEngine(payload=bytes(30_000_000))
 
 
-@asynccontextmanager
-async def running(engine: FakeEngine) -> AsyncIterator[tuple[uvicorn.Server, tuple[str, int]]]:
-    server = serve.http_server(create_app(engine, ServerSettings(api_keys=(), max_upload_bytes=1000)))
-    with serve.bind("127.0.0.1", 0) as listener:
-        address = listener.getsockname()
-        task = asyncio.create_task(server.serve(sockets=[listener]))
-        try:
-            yield server, address
-        finally:
-            server.should_exit = True
-            await task
-
-
 async def ask_and_never_read(address: tuple[str, int], stream: bytes) -> socket.socket:
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -57,12 +41,6 @@ async def ask_and_never_read(address: tuple[str, int], stream: bytes) -> socket.
     form = FORM % stream
     await loop.sock_sendall(client, REQUEST % (len(form), form))
     return client
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("stream", [b"true", b"false"])

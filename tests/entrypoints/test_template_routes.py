@@ -233,6 +233,7 @@ CACHE = CacheStats(
     evictions={},
     loads={"disk": 3},
     failed_loads=0,
+    failed_stores=0,
     entries={"host": 6},
     used_bytes={"host": 100},
     budget_bytes={"host": 200},

@@ -9,16 +9,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from disks import fill, mounted_tmpfs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from model_executor import page_files
 from model_executor.page_files import PageFiles
 
 NBYTES, BLOCK = 10_000, 4096
@@ -237,12 +239,37 @@ def test_an_unreadable_file_is_a_miss(files: PageFiles) -> None:
     assert not read(files)[0]
 
 
-def test_where_no_directory_can_be_nothing_is_kept(tmp_path: Path) -> None:
+def test_where_no_directory_can_be_nothing_is_kept_until_there_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line says so, one that it is over; in between the disk is left alone."""
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    in_the_way = tmp_path / "file"
+    in_the_way.write_text("in the way")
+    files = PageFiles(in_the_way / "pages", 1 << 20)
+    for clock[0] in (0.0, page_files.RETRY_SECONDS - 1, page_files.RETRY_SECONDS + 1):
+        assert not files.write(KEY, random_bytes(), BLOCK)
+        assert not read(files)[0]
+    in_the_way.unlink()
+    clock[0] += page_files.RETRY_SECONDS - 1
+    assert not files.write(KEY, random_bytes(), BLOCK)
+    assert not in_the_way.exists()
+    clock[0] += 2
+    assert files.write(KEY, random_bytes(), BLOCK)
+    assert files.write("other", random_bytes(), BLOCK)
+    assert read(files)[0]
+    assert [record.name for record in caplog.records] == ["stencil.worker"] * 2
+    assert "Not a directory" in caplog.messages[0]
+    assert caplog.messages[1].endswith("again")
+
+
+def test_where_no_directory_can_be_nothing_is_deleted(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     files = PageFiles(tmp_path / "file" / "pages", 1 << 20)
-    assert not files.write(KEY, random_bytes(), BLOCK)
-    assert not read(files)[0]
     files.delete(KEY)
+    files.delete_template(KEY)
+    assert (tmp_path / "file").read_text() == "in the way"
 
 
 def test_a_full_disk_is_not_ok_and_leaves_nothing(tmp_path: Path) -> None:
@@ -251,7 +278,9 @@ def test_a_full_disk_is_not_ok_and_leaves_nothing(tmp_path: Path) -> None:
 import resource, signal
 from pathlib import Path
 import numpy as np
+from model_executor import page_files
 from model_executor.page_files import PageFiles
+page_files.RETRY_SECONDS = 0.0
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 files = PageFiles(Path({str(tmp_path)!r}), 1 << 20)
 resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
@@ -262,6 +291,41 @@ assert files.write("small", np.ones(1_000, np.uint8), 4096)
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 5000
     assert [path.suffix for path in sorted(tmp_path.iterdir())] == [".page", ""]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KiB."""
+    with mounted_tmpfs(tmp_path / "small", 64 * 1024) as folder:
+        yield folder
+
+
+def test_on_a_disk_smaller_than_the_budget_entries_make_room_for_each_other(small_disk: Path) -> None:
+    files = PageFiles(small_disk / "pages", 1 << 20)
+    written = [f"{n}" for n in range(12)]
+    for key in written:
+        assert files.write(key, random_bytes(), BLOCK)
+    kept = [key for key in written if read(files, key)[0]]
+    assert kept == written[-len(kept) :]
+    assert 3 <= len(kept) <= 6
+
+
+def test_a_disk_that_others_have_filled_evicts_nothing_and_is_used_again_when_there_is_room(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    files = PageFiles(small_disk / "pages", 1 << 20)
+    assert files.write("first", random_bytes(), BLOCK)
+    ballast = small_disk / "ballast"
+    fill(ballast)
+    assert not files.write("large", random_bytes(nbytes=30_000), BLOCK)
+    assert read(files, "first")[0]
+    assert {path.suffix for path in files.directory.iterdir()} == {".page", ""}
+    ballast.unlink()
+    clock[0] = page_files.RETRY_SECONDS + 1
+    assert files.write("large", random_bytes(nbytes=30_000), BLOCK)
+    assert read(files, "first")[0]
 
 
 # ---------------------------------------------------------------------------------------------------------- the budget

@@ -1,0 +1,97 @@
+"""OverloadedCluster: a simulated server with a latency objective, and what comes of each edit sent to it.
+
+Engines, router and door are the code that serves. What is simulated ends with the worker: an edit that is not refused
+has no images to prepare or to encode.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import msgspec
+
+from benchmarks.simulation.cluster import Cluster
+from benchmarks.simulation.scenario import MODEL, Scenario, make_trace
+from core.admission import Margin, Terms, judge
+from core.fleet import EditShape
+from core.load_report import LoadReport
+from core.messages import EditRequest, Finished
+from core.routing import outlook
+from core.scheduler import Output
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """rate: edits sent per second. goodput: edits per second that were done within the objective, until the last
+    one had ended. ends: how many were in time, late, refused, dropped.
+    """
+
+    rate: float
+    goodput: float
+    ends: Counter[str] = field(default_factory=Counter)
+    margin: float = 1.0
+
+
+class OverloadedCluster(Cluster):
+    """One run of a scenario under an objective of `slo_seconds`; None: nobody is refused."""
+
+    def __init__(self, scenario: Scenario, slo_seconds: float | None, seed: int) -> None:
+        super().__init__(scenario, "mask-aware", seed)
+        self._slo = slo_seconds
+        self._margin = Margin()
+        self._ends: dict[int, str] = {}
+        self._arrivals: dict[int, float] = {}
+        self._foretold: dict[int, float] = {}
+
+    def measure(self, slo_seconds: float) -> Goodput:
+        """Run it, and count what was done within so many seconds."""
+        trace = make_trace(self.scenario, self.seed)
+        self.run_trace()
+        ends = Counter(
+            "in time" if end == "finished" and self._latencies[index] <= slo_seconds else end
+            for index, end in self._ends.items()
+        )
+        seconds = self.clock.now - self._started
+        assert sum(ends.values()) == len(trace), "every edit ends once"
+        return Goodput(len(trace) / trace[-1].arrival, ends["in time"] / seconds, ends, self._margin.high)
+
+    def _route(self, edit: EditRequest) -> None:
+        index, now = int(edit.request_id), self.clock.now
+        self._arrivals[index] = now
+        if self._slo is not None:
+            ahead = outlook(EditShape.of_edit(edit, MODEL), self.fleet, self._policy, now)
+            assert ahead is not None
+            verdict = judge(ahead, Terms(None, self._slo), self._margin)
+            if verdict.refused:
+                self._ends[index] = "refused"
+                return
+            self._foretold[index] = ahead.seconds
+            if verdict.has_objective:
+                edit = msgspec.structs.replace(edit, objective=now + self._slo)
+        super()._route(edit)
+
+    def _hear(self, engine: int, report: LoadReport, outputs: tuple[Output, ...]) -> None:
+        self.fleet.observe(engine, report, self.clock.now)
+        for output in outputs:
+            index = int(output.request_id) if output.request_id.isdecimal() else None
+            if index is None:
+                continue
+            self._latencies[index] = seconds = self.clock.now - self._arrivals[index]
+            self._ends[index] = "finished" if isinstance(output, Finished) else "dropped"
+            if index in self._foretold:
+                self._margin.observe(self._foretold[index], seconds)
+
+    def run_trace(self) -> None:
+        """As `Cluster.run`, without an outcome."""
+        trace = make_trace(self.scenario, self.seed)
+        for engine in self.engines:
+            engine.report()
+            for template in range(self.scenario.num_templates if self.scenario.is_warm else 0):
+                engine.prime(template)
+        self.clock.run()
+        self._start_counting()
+        for edit in trace:
+            moved = msgspec.structs.replace(edit, arrival=edit.arrival + self._started)
+            self.clock.at(moved.arrival, lambda edit=moved: self._route(edit))  # type: ignore[misc]
+        self.clock.run()

@@ -1,0 +1,92 @@
+"""One connection of a client, with the limits that uvicorn leaves out: how large a request's head may be, and how long
+a client may take for what no application waits for. What it refuses has OpenAI's error envelope.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from entrypoints.openai.errors import INVALID_REQUEST, ErrorReply
+
+MAX_HEAD_BYTES = 64 * 1024
+"""Of a request line and its headers together, and of trailers; what is read from the socket at once comes on top."""
+HEAD_SECONDS = 30.0
+"""From the first byte of a request, or from a connection's begin, to the end of the headers."""
+REST_SECONDS = 30.0
+"""How long the rest of a body is read and thrown away whose request has its answer: clients that look at it only when
+they have sent everything would see a broken connection instead."""
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """Closes connections that only take up room."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._is_in_head = True  # the next thing to come is, or goes on with, a request's head
+        self._head_bytes = 0  # received since the last progress: a whole head, a piece of a body
+        self._patience: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait(HEAD_SECONDS)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_wait()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._head_bytes += len(data)
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self._refuse(431, "request_head_too_large", f"The request's head is larger than {MAX_HEAD_BYTES} bytes.")
+        elif self._is_in_head and self._patience is None and self._is_answered:
+            self._wait(HEAD_SECONDS)  # a second request on this connection
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self._is_in_head, self._head_bytes = False, 0
+        self._end_wait()
+
+    def on_body(self, body: bytes) -> None:
+        self._head_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._is_in_head, self._head_bytes = True, 0
+        self._end_wait()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self._is_in_head and self._is_answered and not self.transport.is_closing():
+            self._wait(REST_SECONDS)
+
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP."""
+        self._refuse(400, "invalid_http", msg)
+
+    @property
+    def _is_answered(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _refuse(self, status: int, code: str, message: str) -> None:
+        """Answer, where that is still possible, and close."""
+        if self.cycle is None or not self.cycle.response_started or self._is_answered:
+            body = bytes(ErrorReply(status, INVALID_REQUEST, code, message).response().body)
+            head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+            self.transport.write(STATUS_LINE[status] + head + body)
+        self.transport.close()
+
+    def _wait(self, seconds: float) -> None:
+        self._end_wait()
+        self._patience = self.loop.call_later(seconds, self.transport.close)
+
+    def _end_wait(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None

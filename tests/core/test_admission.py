@@ -1,0 +1,74 @@
+"""Admission: who is let in, who is refused, and when those are told to come back."""
+
+from __future__ import annotations
+
+import pytest
+
+from core.admission import Margin, Outlook, Terms, judge
+
+
+def margin_of(*ratios: float) -> Margin:
+    """What is left after many such outcomes."""
+    margin = Margin()
+    for _ in range(100):
+        for ratio in ratios:
+            margin.observe(2.0, 2.0 * ratio)
+    return margin
+
+
+EXACT = margin_of(1.0)
+
+
+def test_the_margin_covers_nine_of_ten_outcomes() -> None:
+    assert EXACT.high == pytest.approx(1.0)
+    assert margin_of(*[1.0] * 8, 2.0, 3.0).high == pytest.approx(3.0), "one of ten is as bad as that"
+    assert margin_of(*[1.0] * 19, 3.0).high == pytest.approx(1.0)
+    assert 1.0 <= Margin().high <= 2.0, "before anything is known"
+
+
+def test_without_terms_everybody_is_let_in() -> None:
+    verdict = judge(Outlook(1000.0, 1.0, is_idle=False), Terms(None, None), EXACT)
+    assert verdict.refused is None
+    assert not verdict.has_objective
+
+
+def test_the_objective_refuses_what_would_miss_it() -> None:
+    terms = Terms(timeout=None, slo=10.0)
+    in_time, late = (judge(Outlook(seconds, 2.0, is_idle=False), terms, EXACT) for seconds in (9.5, 14.0))
+    assert in_time.refused is None
+    assert in_time.has_objective
+    assert late.refused == "slo"
+    assert late.retry_after == pytest.approx(4.0), "by then so much of what is there is done"
+
+
+def test_doubt_counts_as_lateness_on_a_busy_server_only() -> None:
+    unsure = margin_of(1.0, 2.0)
+    terms = Terms(timeout=None, slo=10.0)
+    assert judge(Outlook(6.0, 2.0, is_idle=False), terms, unsure).refused == "slo"
+    idle = judge(Outlook(6.0, 6.0, is_idle=True), terms, unsure)
+    assert idle.refused is None
+    assert not idle.has_objective, "it is finished, however late"
+
+
+def test_what_no_server_can_do_within_the_objective_is_served_when_idle() -> None:
+    terms = Terms(timeout=None, slo=1.0)
+    assert judge(Outlook(5.0, 5.0, is_idle=True), terms, EXACT).refused is None
+    busy = judge(Outlook(8.0, 5.0, is_idle=False), terms, EXACT)
+    assert busy.refused == "slo"
+    assert busy.retry_after == pytest.approx(3.0), "until the server is idle"
+
+
+def test_a_timeout_refuses_what_it_would_cut_off() -> None:
+    terms = Terms(timeout=4.0, slo=None)
+    assert judge(Outlook(3.9, 1.0, is_idle=False), terms, EXACT).refused is None
+    late = judge(Outlook(6.0, 1.0, is_idle=False), terms, EXACT)
+    assert (late.refused, late.retry_after) == ("timeout", pytest.approx(2.0))
+    assert judge(Outlook(4.5, 4.5, is_idle=True), terms, EXACT).refused is None, "it might make it"
+    assert judge(Outlook(9.0, 9.0, is_idle=True), terms, EXACT).refused == "hopeless"
+    assert judge(Outlook(20.0, 9.0, is_idle=False), terms, EXACT).refused == "hopeless"
+
+
+def test_a_timeout_and_the_objective_hold_together() -> None:
+    terms = Terms(timeout=4.0, slo=10.0)
+    assert judge(Outlook(6.0, 1.0, is_idle=False), terms, EXACT).refused == "timeout"
+    assert judge(Outlook(6.0, 1.0, is_idle=False), Terms(timeout=40.0, slo=5.0), EXACT).refused == "slo"

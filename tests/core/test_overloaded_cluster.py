@@ -1,0 +1,58 @@
+"""Goodput in simulated time: the door and the deadlines keep at twice the load what the server does at its knee."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from benchmarks.simulation.machine import Machine
+from benchmarks.simulation.overload import Goodput, OverloadedCluster
+from benchmarks.simulation.scenarios import REFERENCE
+from core.messages import Batch, EditRequest
+
+LONE = 28 * (0.006 + 0.1 * (0.15 * 4096 + 512) / 4608)
+"""Seconds that a mean edit takes alone."""
+
+
+@dataclass(frozen=True)
+class SlowMachine(Machine):
+    """Takes longer than it tells the cost model, as where others use the same cores."""
+
+    bias: float = 1.4
+
+    def batch_seconds(self, batch: Batch, edits: dict[str, EditRequest]) -> float:
+        return self.bias * super().batch_seconds(batch, edits)
+
+
+def measure(load: float, slo: float, *, is_refusing: bool = True, machine: Machine | None = None) -> Goodput:
+    scenario = replace(REFERENCE, num_engines=1, num_edits=80, load=load, machine=machine or REFERENCE.machine)
+    return OverloadedCluster(scenario, slo if is_refusing else None, seed=1).measure(slo)
+
+
+def test_twice_the_load_keeps_the_goodput() -> None:
+    slo = 8 * LONE
+    knee, overload = measure(1.0, slo), measure(2.0, slo)
+    assert overload.goodput >= 0.9 * knee.goodput
+    assert overload.ends["refused"] > 20
+    assert overload.ends["finished"] <= 2, "hardly any is late"
+
+
+def test_without_a_door_the_goodput_is_gone() -> None:
+    """What the door is for, and that the other test could fail."""
+    slo = 8 * LONE
+    assert measure(2.0, slo, is_refusing=False).goodput < 0.6 * measure(2.0, slo).goodput
+
+
+def test_predictions_that_are_far_too_short_are_made_up_for() -> None:
+    slo, machine = 8 * 1.4 * LONE, SlowMachine()
+    knee, overload = measure(1.0 / 1.4, slo, machine=machine), measure(2.0 / 1.4, slo, machine=machine)
+    assert overload.goodput >= 0.9 * knee.goodput
+    assert overload.margin > 1.4
+
+
+@pytest.mark.parametrize("times", [0.5, 20.0])
+def test_a_calm_server_refuses_nobody(times: float) -> None:
+    """Also under an objective that nobody can meet: whoever finds it idle is served."""
+    goodput = measure(0.001, times * LONE)
+    assert set(goodput.ends) <= {"in time", "finished"}

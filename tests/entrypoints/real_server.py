@@ -1,0 +1,35 @@
+"""The application on a fake engine behind real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import uvicorn
+from fake_engine import FakeEngine
+
+from entrypoints import serve
+from entrypoints.openai.app import ServerSettings, create_app
+
+
+@asynccontextmanager
+async def running(
+    engine: FakeEngine, api_keys: tuple[str, ...] = ()
+) -> AsyncIterator[tuple[uvicorn.Server, tuple[str, int]]]:
+    """The server and its address."""
+    server = serve.http_server(create_app(engine, ServerSettings(api_keys=api_keys, max_upload_bytes=1000)))
+    with serve.bind("127.0.0.1", 0) as listener:
+        address = listener.getsockname()
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            yield server, address
+        finally:
+            server.should_exit = True
+            await task
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.01)

@@ -1,0 +1,197 @@
+"""What comes before a request is one, on real sockets: heads without an end, connections that only take up room."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+
+import pytest
+from fake_engine import FakeEngine
+from real_server import running, until
+
+from entrypoints import http_protocol
+from entrypoints.http_protocol import MAX_HEAD_BYTES
+from entrypoints.openai import submission
+
+ENDLESS_HEADS = {
+    "a line": [b"GET /", b"a" * 60_000],
+    "a header": [b"GET /health HTTP/1.1\r\nhost: a\r\nx: ", b"a" * 60_000],
+    "headers": [b"GET /health HTTP/1.1\r\nhost: a\r\n", b"x: a\r\n" * 10_000],
+    "blank lines": [b"\r\n", b"\r\n" * 30_000],
+    "trailers": [
+        b"POST /v1/images/edits HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+        b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n",
+        b"x: a\r\n" * 10_000,
+    ],
+    "a trailer": [
+        b"POST /v1/images/edits HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+        b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\nx: ",
+        b"a" * 60_000,
+    ],
+}
+HALF_REQUESTS = {
+    "nothing": b"",
+    "half a line": b"GET /hea",
+    "half a header": b"GET /health HTTP/1.1\r\nho",
+    "no end": b"GET /health HTTP/1.1\r\nhost: a\r\n",
+}
+GOOD = b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n"
+
+
+async def talk(address: tuple[str, int], *pieces: bytes) -> bytes:
+    """What the server says before it closes the connection, all of the pieces sent or not."""
+    reader, writer = await asyncio.open_connection(*address)
+    answer = asyncio.ensure_future(read_all(reader))
+    try:
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0.01)
+    except ConnectionError:  # it has closed already
+        pass
+    async with asyncio.timeout(20):
+        said = await answer
+    writer.close()
+    return said
+
+
+async def read_all(reader: asyncio.StreamReader) -> bytes:
+    said = b""
+    try:
+        while piece := await reader.read(65536):
+            said += piece
+    except ConnectionError:
+        pass
+    return said
+
+
+def error_code(answer: bytes) -> str:
+    code: str = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"]
+    return code
+
+
+@pytest.mark.parametrize("kind", ENDLESS_HEADS)
+async def test_a_head_without_end_is_refused_and_takes_no_memory(kind: str) -> None:
+    begin, more = ENDLESS_HEADS[kind]
+    async with running(FakeEngine()) as (server, address):
+        answer = await talk(address, begin, *[more] * 40)
+        assert not answer or answer.startswith((b"HTTP/1.1 431 ", b"HTTP/1.1 400 ")), answer[:200]
+        await until(lambda: not server.server_state.connections)
+        assert (await ask(address)).startswith(b"HTTP/1.1 200 ")
+
+
+async def ask(address: tuple[str, int]) -> bytes:
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(GOOD)
+    head = await reader.readuntil(b"\r\n\r\n")
+    writer.close()
+    return head
+
+
+async def test_the_refusal_of_a_large_head_has_the_envelope() -> None:
+    async with running(FakeEngine()) as (_, address):
+        answer = await talk(address, b"GET /health HTTP/1.1\r\nx: ", b"a" * MAX_HEAD_BYTES, b"a")
+    assert answer.startswith(b"HTTP/1.1 431 ")
+    assert error_code(answer) == "request_head_too_large"
+
+
+async def test_what_is_no_http_has_the_envelope() -> None:
+    async with running(FakeEngine()) as (_, address):
+        answer = await talk(address, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert error_code(answer) == "invalid_http"
+
+
+async def test_a_large_head_within_the_limit_is_served() -> None:
+    request = b"GET /health HTTP/1.1\r\nhost: a\r\nconnection: close\r\nx: %s\r\n\r\n" % (b"a" * (MAX_HEAD_BYTES // 2))
+    async with running(FakeEngine()) as (_, address):
+        assert (await talk(address, request)).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("kind", HALF_REQUESTS)
+async def test_half_a_head_is_given_up(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 0.3)
+    async with running(FakeEngine()) as (server, address):
+        started = time.monotonic()
+        assert await talk(address, HALF_REQUESTS[kind]) == b""
+        assert time.monotonic() - started >= 0.29
+        await until(lambda: not server.server_state.connections)
+
+
+async def test_a_head_that_dribbles_after_a_good_request_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 0.3)
+    async with running(FakeEngine()) as (server, address):
+        answer = await talk(address, GOOD, *[b"\r\n"] * 5, *[bytes([byte]) for byte in GOOD[:-2]], *[b"x"] * 40)
+        assert answer.count(b"HTTP/1.1 200 ") == 1
+        await until(lambda: not server.server_state.connections)
+
+
+async def test_an_idle_connection_and_one_that_waits_for_its_answer_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 0.2)
+    monkeypatch.setattr(http_protocol, "REST_SECONDS", 0.2)
+    engine = FakeEngine()
+    engine.gate.clear()
+    body = b'{"prompt": "p"}'
+    request = (
+        b"POST /v1/images/generations HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+    )
+    async with running(engine) as (_, address):
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(request % len(body) + b"\r\n")
+        await asyncio.sleep(0.5)  # a body has other limits
+        writer.write(body)
+        await until(lambda: engine.num_open == 1)
+        await asyncio.sleep(0.5)
+        engine.gate.set()
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+        await asyncio.sleep(0.5)
+        writer.write(GOOD)
+        await reader.readuntil(b"HTTP/1.1 200 ")
+        writer.close()
+
+
+async def test_the_rest_of_a_refused_body_is_read_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "REST_SECONDS", 0.3)
+    request = b"POST /v1/images/edits HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
+    async with running(FakeEngine(), api_keys=("k",)) as (server, address):
+        answer = await talk(address, request, *[b"4\r\nbody\r\n"] * 60)
+        assert answer.startswith(b"HTTP/1.1 401 ")
+        await until(lambda: not server.server_state.connections)
+
+
+async def test_a_body_that_dribbles_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However regularly its bytes come."""
+    monkeypatch.setattr(submission, "STALL_SECONDS", 0.5)
+    request = (
+        b"POST /v1/images/edits HTTP/1.1\r\nhost: a\r\ncontent-type: multipart/form-data; boundary=b\r\n"
+        b"content-length: 10000\r\n\r\n--b\r\n"
+    )
+    engine = FakeEngine()
+    async with running(engine) as (server, address):
+        answer = await talk(address, request, *[b"C"] * 200)
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert error_code(answer) == "request_timeout"
+        await until(lambda: not server.server_state.connections)
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+async def test_clients_that_go_in_the_middle_of_a_body_free_their_places(is_reset: bool) -> None:
+    engine = FakeEngine()  # of 4 places
+    head = (
+        b"POST /v1/images/edits HTTP/1.1\r\nhost: a\r\ncontent-type: multipart/form-data; boundary=b\r\n"
+        b'content-length: 10000\r\n\r\n--b\r\nContent-Disposition: form-data; name="image"; filename="a"\r\n\r\nhalf'
+    )
+    async with running(engine) as (server, address):
+        for _ in range(3):
+            clients = [socket.create_connection(address) for _ in range(4)]
+            for client in clients:
+                client.sendall(head)
+            await until(lambda: len(server.server_state.tasks) == 4)
+            for client in clients:
+                if is_reset:
+                    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+                client.close()
+            await until(lambda: not server.server_state.connections and not server.server_state.tasks)
+    assert engine.edits == []
