@@ -81,6 +81,7 @@ class PrepareEdit(Message, frozen=True):
     token_size: int
     max_pixels: int
     scratch: ArrayRef
+    max_side: int | None = None  # tokens of the longest side, None for any
 
 
 class PreparedEdit(Message, frozen=True):

@@ -126,6 +126,7 @@ class EditSession:
                     token_size=model.token_size,
                     max_pixels=self._engine.config.image.max_pixels,
                     scratch=self._memory.alloc(image_ops.scratch_bytes(model.native_size, model.token_size)),
+                    max_side=model.max_side,
                 )
             )
             image_ops.check_output_size(*self._output_size, edit.output_format)

@@ -113,7 +113,8 @@ class LatentFamily(ABC):
 
     @property
     def _token_size(self) -> int:
-        return self._vae_scale * PATCH
+        size: int = self._vae_scale * PATCH
+        return size
 
     @property
     def _latent_width(self) -> int:

@@ -65,5 +65,5 @@ def _as_linear(convolution: nn.Conv2d) -> nn.Linear:
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=convolution.bias is not None, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
     if convolution.bias is not None:
-        linear.bias = convolution.bias
+        linear.bias = nn.Parameter(convolution.bias, requires_grad=False)
     return linear
