@@ -9,7 +9,7 @@ noise level before the first block is each model's own.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, get_args
 
@@ -60,6 +60,11 @@ class Denoiser(ABC):
 
     # ------------------------------------------------------------------------------------------- each model's own
 
+    @staticmethod
+    @abstractmethod
+    def _count_pages(config: Mapping[str, Any]) -> int:
+        """Attentions over the picture's tokens."""
+
     @abstractmethod
     def _make_blocks(self) -> list[Block]:
         """In the order they run; called once, when groups can be made."""
@@ -81,10 +86,19 @@ class Denoiser(ABC):
 
     # ------------------------------------------------------------------------------------------------------- pages
 
+    @classmethod
+    def layout_of(cls, config: Mapping[str, Any], dtype: PageDtype) -> PageLayout:
+        """The shape of the pages of a model of this configuration: keys and values of all its attentions."""
+        return PageLayout(
+            num_blocks=cls._count_pages(config),
+            num_heads=config["num_attention_heads"],
+            head_dim=config["attention_head_dim"],
+            dtype=dtype,
+        )
+
     def page_layout(self, dtype: PageDtype) -> PageLayout:
         """The shape of this model's pages."""
-        heads, head_dim = self.module.config.num_attention_heads, self.module.config.attention_head_dim
-        return PageLayout(num_blocks=self.num_pages, num_heads=heads, head_dim=head_dim, dtype=dtype)
+        return self.layout_of(self.module.config, dtype)
 
     def _group(self, *layers: nn.Module) -> LinearGroup:
         return LinearGroup(layers, self._linear, self._pack, self._kernels)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from core.messages import ModelInfo
 from model_executor.loader import Checkpoint
@@ -27,8 +27,8 @@ class Flux(LatentFamily):
     """What the two have in common: text encoders, noise levels, the denoiser. Guidance is distilled into it, in schnell
     without a scale to choose."""
 
+    denoiser = FluxTransformer
     text_parts = ("text_encoder", "text_encoder_2")
-    family: str
     default_steps: int
     default_guidance: float
     has_true_cfg: bool
@@ -41,7 +41,7 @@ class Flux(LatentFamily):
             raise refuse(checkpoint, f"FLUX chooses its noise levels itself, which {self._sampling.name} does not take")
 
     def info(self, name: str) -> ModelInfo:
-        defaults, transformer = self._checkpoint.defaults, self._checkpoint.config("transformer")
+        defaults = self._checkpoint.defaults
         return ModelInfo(
             name=name,
             family=self.family,
@@ -53,7 +53,7 @@ class Flux(LatentFamily):
             default_guidance_scale=(
                 self.default_guidance if defaults.guidance_scale is None else defaults.guidance_scale
             ),
-            has_guidance=transformer.get("guidance_embeds", False),
+            has_guidance=self._transformer_config.get("guidance_embeds", False),
             has_true_cfg=self.has_true_cfg,
             solver_order=self._sampling.order,
             device=self._device.type,
@@ -73,9 +73,6 @@ class Flux(LatentFamily):
             truncated=clip_tokens.cut or tokens.cut,
         )
 
-    def _make_denoiser(self, module: nn.Module) -> FluxTransformer:
-        return FluxTransformer(module, self._sampling.num_train_timesteps)
-
     def _timesteps(self, num_inference_steps: int, image_tokens: int) -> dict[str, Any]:
         sigmas = np.linspace(1.0, 1 / num_inference_steps, num_inference_steps)
         return {"sigmas": sigmas, "mu": dynamic_shift(self._sampling.config, image_tokens)}
@@ -89,6 +86,7 @@ class FluxFill(Flux):
     """
 
     family = "flux-fill"
+    summary = "FLUX.1 Fill: the denoiser sees mask and masked picture"
     default_steps, default_guidance, has_true_cfg = 50, 30.0, False
 
     def encode_image(
@@ -141,4 +139,5 @@ class FluxInpaint(NoisedTemplate, Flux):
     """Checkpoints of FLUX.1 dev and schnell, whose model_index.json names FluxPipeline or FluxInpaintPipeline."""
 
     family = "flux"
+    summary = "FLUX.1 dev and schnell: the template, noised, outside the mask at every step"
     default_steps, default_guidance, has_true_cfg = 28, 7.0, True

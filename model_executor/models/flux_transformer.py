@@ -6,7 +6,8 @@ the result is bit-identical to the module's own forward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,10 @@ from model_executor.ragged import Packing
 
 class FluxTransformer(Denoiser):
     """Double blocks, then single ones; rotary positions; guidance, where the model has an embedding for it."""
+
+    @staticmethod
+    def _count_pages(config: Mapping[str, Any]) -> int:
+        return int(config["num_layers"] + config["num_single_layers"])
 
     def _make_blocks(self) -> list[Block]:
         module = self.module

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from diffusers.utils.torch_utils import randn_tensor
@@ -30,6 +30,11 @@ PATCH = 2
 class LatentFamily(ABC):
     """Everything but text, conditions and the denoiser itself."""
 
+    family: ClassVar[str]
+    summary: ClassVar[str]
+    """What it is and how it edits, in a few words."""
+
+    denoiser: ClassVar[type[Denoiser]]
     text_parts: tuple[str, ...]
     """The text encoders, named as in model_index.json."""
 
@@ -39,7 +44,7 @@ class LatentFamily(ABC):
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
         self._device = checkpoint.device
-        self._vae_config = checkpoint.config("vae")
+        self._vae_config, self._transformer_config = checkpoint.config("vae"), checkpoint.config("transformer")
         self._vae_scale = 2 ** (len(self._vae_config["block_out_channels"]) - 1)
         self._sampling = Sampling(checkpoint.load("scheduler"))
         self._parts: dict[str, Any] = {}  # part name -> module
@@ -61,9 +66,6 @@ class LatentFamily(ABC):
         self, template: Tensor, mask: Tensor, *, seed: int, num_inference_steps: int, num_denoising_steps: int
     ) -> EncodedImage:
         """As `Family.encode_image`."""
-
-    @abstractmethod
-    def _make_denoiser(self, module: nn.Module) -> Denoiser: ...
 
     @abstractmethod
     def _timesteps(self, num_inference_steps: int, image_tokens: int) -> dict[str, Any]:
@@ -88,7 +90,7 @@ class LatentFamily(ABC):
                 activation.inplace = True  # it always follows a norm, whose output nothing else reads
             self._decoder = RegionDecoder(module)
         if part == "transformer":
-            self._transformer = self._make_denoiser(module)
+            self._transformer = self.denoiser(module, self._sampling.num_train_timesteps)
 
     def drop(self, part: str) -> None:
         del self._parts[part]
@@ -173,7 +175,7 @@ class LatentFamily(ABC):
     # ------------------------------------------------------------------------------------------------------ priming
 
     def page_layout(self, dtype: PageDtype) -> PageLayout:
-        return self._denoiser.page_layout(dtype)
+        return self.denoiser.layout_of(self._transformer_config, dtype)
 
     def prime_inputs(self, clean: Tensor, content_id: str, sigma: Tensor) -> tuple[Tensor, Tensor]:
         generator = torch.Generator("cpu").manual_seed(int(content_id[:16], 16) >> 1)

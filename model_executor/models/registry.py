@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from core.errors import ConfigError
 from model_executor.loader import Checkpoint
 from model_executor.models.base import Family
 from model_executor.models.flux import FluxFill, FluxInpaint
+from model_executor.models.latent_family import LatentFamily
 from model_executor.models.sd3 import StableDiffusion3
 
-FAMILIES: dict[str, Callable[[Checkpoint], Family]] = {
+FAMILIES: dict[str, type[LatentFamily]] = {
     "FluxFillPipeline": FluxFill,
     "FluxPipeline": FluxInpaint,
     "FluxInpaintPipeline": FluxInpaint,

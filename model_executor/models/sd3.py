@@ -30,11 +30,13 @@ class StableDiffusion3(NoisedTemplate):
     """Checkpoints whose model_index.json names StableDiffusion3Pipeline or StableDiffusion3InpaintPipeline. Guidance is
     classifier-free. T5, the largest text encoder, may be left out: its tokens are then zeros."""
 
+    family = "sd3"
+    summary = "Stable Diffusion 3 and 3.5: likewise, with classifier-free guidance"
+    denoiser = SD3Transformer
     samples_packed = False
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint)
-        self._transformer_config = checkpoint.config("transformer")
         channels, patch = (self._transformer_config.get(name) for name in ("in_channels", "patch_size"))
         if (channels, patch) != (self._vae_config["latent_channels"], PATCH):
             raise refuse(checkpoint, f"a denoiser of {channels} channels and patches of {patch} is not supported")
@@ -48,7 +50,7 @@ class StableDiffusion3(NoisedTemplate):
         length = self._tokenizer_3.model_max_length if self._tokenizer_3 else MAX_TEXT_TOKENS
         return ModelInfo(
             name=name,
-            family="sd3",
+            family=self.family,
             native_size=defaults.native_size or self._transformer_config["sample_size"] * self._vae_scale,
             token_size=self._token_size,
             latent_width=self._latent_width,
@@ -90,9 +92,6 @@ class StableDiffusion3(NoisedTemplate):
         encoder = self._parts[part]
         output = encoder(ids.to(self._device), output_hidden_states=True)
         return output.hidden_states[-2][0].to(encoder.dtype), output[0][0]
-
-    def _make_denoiser(self, module: nn.Module) -> SD3Transformer:
-        return SD3Transformer(module, self._sampling.num_train_timesteps)
 
     def _timesteps(self, num_inference_steps: int, image_tokens: int) -> dict[str, Any]:
         if not self._sampling.config.get("use_dynamic_shifting"):

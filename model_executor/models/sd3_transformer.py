@@ -6,8 +6,9 @@ that sums are taken in another order; the patches' convolution, which overlaps n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,10 @@ from model_executor.ragged import Packing
 class SD3Transformer(Denoiser):
     """Double blocks only, some with a second attention; positions are added to the tokens and not to queries and keys;
     guidance is none of its business."""
+
+    @staticmethod
+    def _count_pages(config: Mapping[str, Any]) -> int:
+        return int(config["num_layers"]) + len(config.get("dual_attention_layers", ()))
 
     def _make_blocks(self) -> list[Block]:
         module = self.module
