@@ -9,7 +9,7 @@ TYPED := core engine model_executor entrypoints benchmarks tools
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test fuzz lint types format wheel train-embedded bench-throughput bench-startup bench-responsiveness bench-images bench-edit bench-prime bench-load-or-prime bench-step bench-vae bench-cache bench-quality bench-cost-model bench-block-plan simulate bench-router-decision bench-router bench-overload soak calibrate clean
+.PHONY: help serve test fuzz lint types format wheel train-embedded bench-throughput bench-startup bench-responsiveness bench-images bench-edit bench-prime bench-load-or-prime bench-step bench-vae bench-cache bench-quality bench-cost-model bench-block-plan simulate simulate-overload bench-router-decision bench-router bench-overload soak calibrate clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 24
@@ -89,6 +89,9 @@ bench-cost-model: $(DEV)  ## How well the cost model predicts held-out batches
 
 simulate: $(DEV)  ## Latency by routing policy on simulated fleets of 8 to 256 engines
 	$(BIN)/python -m benchmarks.simulate $(ARGS)
+
+simulate-overload: $(DEV)  ## Goodput of a simulated server by load and latency objective
+	$(BIN)/python -m benchmarks.simulate_overload $(ARGS)
 
 bench-router-decision: $(DEV)  ## Time of a routing decision, and what router and schedulers cost
 	$(BIN)/python -m benchmarks.router_decision $(ARGS)

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from typing import get_args
 
 import httpx
 import psutil
@@ -27,9 +28,9 @@ from benchmarks.server import STOP_SECONDS, Server, start_server
 from benchmarks.soaking.checking import References
 from benchmarks.soaking.faults import FAULTS, NUM_ENGINES, Fault, Site, inject
 from benchmarks.soaking.ledger import Ledger
-from benchmarks.soaking.memory import Samples
+from benchmarks.soaking.memory import Sample, Samples
 from benchmarks.soaking.sending import Sender
-from benchmarks.soaking.tree import Tree, holdings, processes_of, shared_memory_files
+from benchmarks.soaking.tree import Role, Tree, holdings, processes_of, shared_memory_files
 from benchmarks.soaking.users import Crowd
 
 FLAGS = (
@@ -38,6 +39,7 @@ FLAGS = (
 )
 """Room for a few templates on each tier, so that pages are primed, evicted, written and loaded all the time."""
 FAULT_SECONDS = 30.0
+CALM_SECONDS = 15.0
 SAMPLE_SECONDS = 10.0
 WARM_UP_SHARE, WARM_UP_SECONDS = 0.3, 300.0
 """Memory counts after this share of the time, but not later than this."""
@@ -118,17 +120,21 @@ def _begin_traffic(group: asyncio.TaskGroup, crowd: Crowd) -> None:
 
 
 async def _inject_faults(args: argparse.Namespace, site: Site, record: Record) -> None:
-    """One every FAULT_SECONDS, or as soon as the one before is over; the last one has that time to be over, too."""
+    """One every FAULT_SECONDS, later where the one before takes long; the last one has that time to be over, too.
+
+    A request that is in three deaths is given up, as it should be: so requests get a calm while to leave in.
+    """
     faults = [fault for fault in FAULTS if not args.faults or fault.name in args.faults]
-    start = time.monotonic()
+    due = time.monotonic()
+    end = due + args.minutes * 60
     for number in count():
-        due = start + (number + 1) * FAULT_SECONDS
-        if due - start > args.minutes * 60 - FAULT_SECONDS:
+        due = max(due + FAULT_SECONDS, time.monotonic() + CALM_SECONDS)
+        if due > end - FAULT_SECONDS:
             break
         await asyncio.sleep(due - time.monotonic())
         fault = faults[number % len(faults)]
         await _inject(fault, site, number // len(faults), record)
-    await asyncio.sleep(start + args.minutes * 60 - time.monotonic())
+    await asyncio.sleep(end - time.monotonic())
 
 
 async def _inject(fault: Fault, site: Site, turn: int, record: Record) -> None:
@@ -151,10 +157,11 @@ async def _sample(site: Site, record: Record) -> None:
     start = time.monotonic()
     while True:
         await asyncio.sleep(SAMPLE_SECONDS)
-        if await _seems_well(site):
-            held = await asyncio.to_thread(holdings, site.tree)
-            record.samples.add(time.monotonic() - start, held)
-            site.crowd.ledger.note("held", "", mb={role: nbytes // 1_000_000 for role, nbytes in held.pss.items()})
+        is_whole = await _seems_well(site)
+        held = await asyncio.to_thread(holdings, site.tree)
+        record.samples.add(Sample(time.monotonic() - start, held, is_whole))
+        megabytes = {role: nbytes // 1_000_000 for role, nbytes in held.pss.items()}
+        site.crowd.ledger.note("held", "whole" if is_whole else "in part", mb=megabytes)
 
 
 async def _seems_well(site: Site) -> bool:
@@ -213,7 +220,7 @@ def _report(args: argparse.Namespace, ledger: Ledger, record: Record) -> bool:
     """Print everything; whether all bars are held."""
     counts, samples = ledger.counts, record.samples
     slope = samples.memory_slope()
-    slopes = {role: samples.memory_slope(role) for role in ("server", "images", "engine", "worker")}
+    slopes = {role: samples.memory_slope(role) for role in get_args(Role)}
     recoveries = record.recoveries or [float("nan")]
     cache = " ".join(f"{counts[f'cache_{kind}']} {kind}" for kind in ("hit", "miss", "off"))
     rows = [

@@ -10,8 +10,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
-WINDOW = 64
-"""Outcomes that a margin looks at."""
+WINDOW = 32
+"""Outcomes that a margin looks at: so many after a hiccup, it is forgotten."""
 
 START_RATIOS = (1.0,) * 6 + (1.5,) * 2
 """Outcomes that it begins with."""

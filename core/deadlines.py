@@ -1,4 +1,4 @@
-"""Deadlines: which requests can no longer be done in time, and who may join a batch without making others late.
+"""Deadlines: who goes first, who can no longer be done in time, and who may join a batch without making others late.
 
 A request has a deadline of its own (`timeout`), after which nobody wants it, or an objective of the server's
 (`--slo-ms`), or both. Pure: times are arguments, and what is left of a request comes as its RequestLoad.
@@ -17,6 +17,12 @@ from core.load_report import RequestLoad
 from core.messages import EditRequest
 from core.request import Request, Status
 
+PATIENCE_SECONDS = 60.0
+"""How much younger a request that is due may be and still go first."""
+
+CLASS_SECONDS = 2 * PATIENCE_SECONDS
+"""Seconds of waiting that a class is worth."""
+
 PASSED = Failure.of(DeadlineExceededError("The request's timeout passed before it finished."))
 TOO_LATE = Failure.of(DeadlineExceededError("The request was given up: it could not finish before its timeout."))
 MISSED = Failure("overloaded", "The server fell behind: the request would have missed the latency objective.")
@@ -25,6 +31,19 @@ MISSED = Failure("overloaded", "The server fell behind: the request would have m
 def due(edit: EditRequest) -> float | None:
     """When it is to be done; None = whenever."""
     return min((time for time in (edit.deadline, edit.objective) if time is not None), default=None)
+
+
+def urgency(request: Request) -> tuple[float, float, str]:
+    """Sort key: priority and when it is due, then arrival; the id makes it total.
+
+    A request that is never due, or late, counts as due PATIENCE_SECONDS after its arrival: nearer deadlines overtake
+    it, but only so long. A class is worth CLASS_SECONDS: it overtakes the next lower one, whatever the deadlines, where
+    that came less than PATIENCE_SECONDS before, and never where it came CLASS_SECONDS + PATIENCE_SECONDS before.
+    """
+    edit = request.edit
+    patience_ends, time = edit.arrival + PATIENCE_SECONDS, due(edit)
+    counts_as_due = patience_ends if time is None else min(time, patience_ends)
+    return counts_as_due + CLASS_SECONDS * edit.sampling.priority, edit.arrival, edit.request_id
 
 
 MayJoin = Callable[[Request], bool]

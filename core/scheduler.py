@@ -20,7 +20,7 @@ from core.activation_cache import ActivationCacheManager, CacheOrders, TierBudge
 from core.block_plan import plan_prefix
 from core.config import CacheConfig, SchedulerConfig
 from core.cost_model import CostKey, CostModel, Work
-from core.deadlines import Deadlines, due
+from core.deadlines import Deadlines, urgency
 from core.failure import NEVER_BEGUN, Failure
 from core.handles import PAGE_ARENA, ModelKey, TensorKey, Tier
 from core.load_report import EngineStats, LoadReport
@@ -56,12 +56,6 @@ Output = PartialImage | Finished | TemplatePrimed | Failed | Aborted
 UNKNOWN_SECONDS = 30.0
 """What work unlike any seen so far may be expected to take: a large model's first step on a CPU."""
 
-PATIENCE_SECONDS = 60.0
-"""How much younger a request that is due may be and still go first."""
-
-CLASS_SECONDS = 2 * PATIENCE_SECONDS
-"""How much younger a request may be at most, one class higher, and still go first, were neither due."""
-
 
 @dataclass(slots=True)
 class Flight:
@@ -70,19 +64,6 @@ class Flight:
     batch: Batch
     work: Work
     job: tuple[PrimingJob, Chunk | None] | None = None
-
-
-def urgency(request: Request) -> tuple[float, float, str]:
-    """Sort key: priority and when it is due, then arrival; the id makes it total.
-
-    A request that is never due, or late, counts as due PATIENCE_SECONDS after its arrival: nearer deadlines overtake
-    it, but only so long. A class is worth CLASS_SECONDS: it overtakes the next lower one, whatever the deadlines, where
-    that came less than PATIENCE_SECONDS before, and never where it came CLASS_SECONDS + PATIENCE_SECONDS before.
-    """
-    edit = request.edit
-    patience_ends, time = edit.arrival + PATIENCE_SECONDS, due(edit)
-    counts_as_due = patience_ends if time is None else min(time, patience_ends)
-    return counts_as_due + CLASS_SECONDS * edit.sampling.priority, edit.arrival, edit.request_id
 
 
 class StepScheduler:

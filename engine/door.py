@@ -78,7 +78,7 @@ class Door:
 
 
 class Passage:
-    """One edit's way through the door: look_at_upload, look_at_edit, ended; leave at any time.
+    """One edit's way through the door: look_at_upload, look_at_edit, finished or missed; leave at any time.
 
     deadline: when its own timeout ends, None = never. objective: when its pictures are to be finished, None = whenever;
     known after look_at_edit. Both absolute.
@@ -115,11 +115,19 @@ class Passage:
         if outlook is not None:
             self._foretold = time.monotonic(), outlook.seconds
 
-    def ended(self) -> None:
-        """Its last picture is there, or the time for it has passed: learn how far off the prediction was."""
+    def finished(self) -> None:
+        """Its last picture is there: learn how far off the prediction was."""
+        self._learn(time.monotonic())
+
+    def missed(self) -> None:
+        """It is given up, since it would be too late: it would have taken all the time that it had."""
+        ends = [end for end in (self.deadline, self.objective) if end is not None]
+        self._learn(max(time.monotonic(), min(ends, default=0.0)))
+
+    def _learn(self, end: float) -> None:
         if self._foretold is not None:
             start, predicted = self._foretold
-            self._door.margin.observe(predicted, time.monotonic() - start)
+            self._door.margin.observe(predicted, end - start)
 
     def is_met(self, now: float) -> bool | None:
         """Whether the server's objective was met, if a picture is finished now; None where there is none."""

@@ -288,7 +288,7 @@ class EditSession:
                 image = await self._take(output)
             num_left -= isinstance(output, Finished)
             if not num_left:
-                self._passage.ended()
+                self._passage.finished()
             yield image
 
     async def _take(self, output: RequestOutput) -> ImageOutput:
@@ -438,7 +438,8 @@ class EditSession:
             raise DeadlineExceededError("The request's timeout passed before it finished.") from error
 
     def _note_dropped(self, reason: DropReason) -> None:
-        self._passage.ended()
+        if reason != "displaced":
+            self._passage.missed()
         self._engine.metrics.observe_dropped(reason)
 
     def give_up(self) -> None:

@@ -6,13 +6,18 @@ children: on SIGTERM or Ctrl-C running edits finish within ``--drain-seconds``, 
 
 from __future__ import annotations
 
+import signal
+import sys
+
+if __name__ == "__main__":
+    # Before the imports, which take seconds: the first process of a container gets no signal without a handler.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
 import asyncio
 import contextlib
 import gc
 import logging
-import signal
 import socket
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

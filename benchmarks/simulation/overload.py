@@ -80,7 +80,9 @@ class OverloadedCluster(Cluster):
             self._latencies[index] = seconds = self.clock.now - self._arrivals[index]
             self._ends[index] = "finished" if isinstance(output, Finished) else "dropped"
             if index in self._foretold:
-                self._margin.observe(self._foretold[index], seconds)
+                assert self._slo is not None
+                taken = seconds if isinstance(output, Finished) else max(seconds, self._slo)
+                self._margin.observe(self._foretold[index], taken)
 
     def run_trace(self) -> None:
         """As `Cluster.run`, without an outcome."""

@@ -1,6 +1,6 @@
 """The faults, one after the other: each done to the processes or the files of the server under test, and to no others.
 
-Engines are given up after three deaths in a row without a minute of service between them (engine/engine_replica.py).
+Engines are given up after some deaths in a row without a minute of service between them (engine/engine_replica.py).
 The order spreads deaths over the engines, so that none comes near that but the one that is killed twice on purpose.
 """
 
@@ -22,7 +22,7 @@ import psutil
 
 from benchmarks.soaking.edits import PLAIN, catalogue
 from benchmarks.soaking.hang_ups import hang_up
-from benchmarks.soaking.tree import Member, Tree
+from benchmarks.soaking.tree import Member, Role, Tree
 from benchmarks.soaking.users import Crowd
 
 NUM_ENGINES = 2
@@ -80,37 +80,39 @@ class Fault:
 async def kill_worker(site: Site, turn: int) -> None:
     rank = turn % NUM_ENGINES
     await site.wait_busy(rank)
-    _signal(site.tree.of("worker", rank), signal.SIGKILL)
+    await _end(site, "worker", rank, signal.SIGKILL)
 
 
 async def stop_worker(site: Site, turn: int) -> None:
     rank = turn % NUM_ENGINES
     await site.wait_busy(rank)
-    await _freeze(site.tree.of("worker", rank))
+    await _end(site, "worker", rank, signal.SIGSTOP)
 
 
 async def kill_engine(site: Site, turn: int) -> None:
     rank = (turn + 1) % NUM_ENGINES
     await site.wait_busy(rank)
-    _signal(site.tree.of("engine", rank), signal.SIGKILL)
+    await _end(site, "engine", rank, signal.SIGKILL)
 
 
 async def stop_engine(site: Site, turn: int) -> None:
     rank = (turn + 1) % NUM_ENGINES
     await site.wait_busy(rank)
-    await _freeze(site.tree.of("engine", rank))
+    await _end(site, "engine", rank, signal.SIGSTOP)
 
 
 async def kill_engine_twice(site: Site, turn: int) -> None:
     """Again as soon as it serves."""
     rank = turn % NUM_ENGINES
     for _ in range(2):
-        _signal(site.tree.of("engine", rank), signal.SIGKILL)
+        await _end(site, "engine", rank, signal.SIGKILL)
         await _recovered(site)
 
 
 async def kill_all_engines(site: Site, turn: int) -> None:
-    _signal(site.tree.of("engine"), signal.SIGKILL)
+    async with asyncio.TaskGroup() as group:
+        for rank in range(NUM_ENGINES):
+            group.create_task(_end(site, "engine", rank, signal.SIGKILL))
 
 
 async def kill_image_processor(site: Site, turn: int) -> None:
@@ -203,11 +205,12 @@ def _signal(members: list[Member], number: signal.Signals) -> None:
             member.process.send_signal(number)
 
 
-async def _freeze(members: list[Member]) -> None:
-    """Stop processes, and wait until the server has ended them."""
-    _signal(members, signal.SIGSTOP)
+async def _end(site: Site, role: Role, rank: int, number: signal.Signals) -> None:
+    """Kill or stop a process of an engine, and wait until the engine is gone, its worker too: they end together."""
+    together = [*site.tree.of("engine", rank), *site.tree.of("worker", rank)]
+    _signal([member for member in together if member.role == role], number)
     async with asyncio.timeout(RECOVERY_SECONDS):
-        while any(_is_there(member.process) for member in members):
+        while any(_is_there(member.process) for member in together):
             await asyncio.sleep(0.1)
 
 

@@ -10,7 +10,7 @@ from benchmarks.soaking.ledger import Ledger
 
 REQUEST_SECONDS = 240.0
 """After which a request that had no answer counts as lost; the machine may be shared."""
-RETRIES = 60
+RETRIES = 200
 """How often a client comes back that was told 503 and when."""
 
 

@@ -166,8 +166,8 @@ _COMMON = (
     Field("full_steps", "integer", "Leading steps that compute every token.", 0),
     Field("template_id", "string", "A registered template, instead of an image.", max_length=512),
     Field("padding_mask_crop", "integer", "Not used.", 0, has_effect=False),
-    Field("priority", "integer", "Lower is served first; default 0."),
-    Field("timeout", "number", "Seconds until the request is given up with status 504."),
+    Field("priority", "integer", "Class: lower goes first; default 0."),
+    Field("timeout", "number", "Seconds the edit may take: 503 or 504 as soon as it cannot be met."),
 )
 
 EDIT_FIELDS: dict[str, Field] = {

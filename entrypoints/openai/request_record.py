@@ -17,6 +17,7 @@ from engine.edit import EditReport
 from engine.metrics import Metrics, RejectReason
 from engine.tracing import NO_SPAN, Span, Tracer, span_context
 
+MAX_LOGGED_CHARACTERS = 256
 CLIENT_GONE_STATUS = 499  # never sent, as nobody is there to read it
 PROBES = ("/health", "/ready", "/metrics")  # asked every few seconds by machines
 TRACED = ("/v1/images/edits", "/v1/images/generations", "/v1/templates")  # what engines work for
@@ -90,9 +91,9 @@ class RequestRecord:
     def _log(self, outcome: Outcome, status: int, seconds: float, facts: dict[str, Any]) -> None:
         scope = self._scope
         line = {
-            "client": (scope.get("client") or ("-",))[0],
+            "client": _printable(str((scope.get("client") or ("-",))[0])),  # a proxy may forward any text
             "method": scope["method"],
-            "path": scope["path"].encode("unicode_escape").decode(),
+            "path": _printable(scope["path"]),
             "status": status,
             "seconds": round(seconds, 4),
         }
@@ -109,6 +110,11 @@ class RequestRecord:
         }
         about_images = {f"stencil.{name}": self._facts[name] for name in _SPAN_FACTS if name in self._facts}
         self._span.end(now, attributes | about_images, (self._error or str(status)) if outcome == "failed" else "")
+
+
+def _printable(text: str) -> str:
+    """What a client chose, for the log: no control characters, and no more than a line of it."""
+    return text[:MAX_LOGGED_CHARACTERS].encode("unicode_escape").decode()
 
 
 def outcome_of(status: int, error: str | None) -> Outcome:

@@ -14,7 +14,7 @@ from PIL import Image
 from benchmarks.soaking.checking import References
 from benchmarks.soaking.edits import PLAIN, Delivery, Edit, catalogue, fresh
 from benchmarks.soaking.ledger import Ledger
-from benchmarks.soaking.memory import MB, Samples
+from benchmarks.soaking.memory import MB, Sample, Samples
 from benchmarks.soaking.pictures import Pixels, template
 from benchmarks.soaking.sending import Answer
 from benchmarks.soaking.tree import Holdings
@@ -133,8 +133,10 @@ def test_a_saw_of_restarts_is_no_growth_and_a_leak_is() -> None:
     leaking, sawing = Samples(120), Samples(120)
     for second in range(0, 1200, 10):
         saw = 40 * (second % 60 < 20)  # twenty seconds in which a new engine holds less, say
-        sawing.add(second, held(900 - saw))
-        leaking.add(second, held(900 - saw + 2 * second / 60 + (500 if second < 120 else 0)))
+        leak = 2 * second / 60 + (500 if second < 120 else 0)
+        for samples, megabytes in ((sawing, 900 - saw), (leaking, 900 - saw + leak)):
+            samples.add(Sample(second, held(megabytes), is_whole=True))
+            samples.add(Sample(second, held(9 * second), is_whole=False))
     assert abs(sawing.memory_slope()) < 0.01
     assert leaking.memory_slope() == pytest.approx(2, abs=0.05)
     assert leaking.memory_slope("server") == pytest.approx(0)

@@ -7,6 +7,7 @@ from fakes import MODEL, PIXELS, make_edit
 from hypothesis import given
 from hypothesis import strategies as st
 from load_reports import COSTS, SLOW_COSTS, load, make_report, make_shape
+from msgspec.structs import replace
 
 from core.cost_model import FEATURES, CostKey, CostModel, Work
 from core.fleet import EditShape, Fleet, until_free
@@ -187,3 +188,17 @@ def test_memory_is_bounded() -> None:
     assert len(fleet.templates) == MAX_EXPECTED
     assert len(fleet.costs._sizes) <= MAX_SIZES
     assert not fleet._pending[0]
+
+
+def test_a_higher_class_does_not_queue_behind_those_that_wait_in_lower_ones() -> None:
+    running = [replace(load(10, 0.01), is_running=True, priority=1)] * 8
+    fleet = Fleet(1, max_num_seqs=8)
+    fleet.observe(0, make_report(requests=[*running, *[replace(load(10, 0.01), priority=1)] * 20], costs=COSTS), 0.0)
+    assert fleet.before(1) is fleet, "an equal waits for its turn"
+    higher = fleet.before(0)
+    assert higher.free_at[0] == pytest.approx(0.88), "when those that run are done: one step is under way"
+    assert fleet.free_at[0] > 2 * higher.free_at[0]
+    fleet.sent(0, make_shape(), 0.0)
+    assert fleet.before(0).num_placed[0] == 1 + higher.num_placed[0], "who is on the way is of its own class"
+    fleet.lose(0)
+    assert fleet.before(0) is fleet

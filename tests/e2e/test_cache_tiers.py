@@ -101,6 +101,24 @@ def test_damaged_files_are_misses(tiny_checkpoint: Path, tmp_path: Path, block_p
         assert np.array_equal(painted, again)
 
 
+def test_another_templates_pages_are_misses(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """Whole files, with right checksums and of the same size, under each other's names."""
+    cache = {"disk_bytes": ROOMY, "directory": str(tmp_path / "pages")}
+    with engine_of(tiny_checkpoint, **cache) as engine:
+        painted = [run(engine, seed)[0] for seed in (0, 1, 0, 1)][:2]
+        files = wait_for_files(tmp_path / "pages", 10)
+    for file, size in [(file, file.stat().st_size) for file in files[:5]]:
+        other = next(other for other in files[5:] if other.stat().st_size == size)
+        content = file.read_bytes()
+        file.write_bytes(other.read_bytes())
+        other.write_bytes(content)
+    with engine_of(tiny_checkpoint, **cache) as engine:
+        for seed in (0, 1):
+            again, report = run(engine, seed)
+            assert report.cache == "miss"
+            assert np.array_equal(painted[seed], again)
+
+
 def test_what_the_cache_holds_changes_no_picture(tiny_checkpoint: Path, tmp_path: Path) -> None:
     seeds = [0, 1, 0, 2, 1, 0, 0, 2]
     with engine_of(tiny_checkpoint) as engine:

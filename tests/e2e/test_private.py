@@ -16,7 +16,40 @@ from pictures import alpha_mask, encode, photo
 from server_process import ServerProcess, start
 
 KEYS = ("sk-one-1e9f", "sk-two-7c4d")
-SECRETS = (*KEYS, "sk-wrong-55aa", "a wish of mine", "no such thing", "holiday.png")
+FAILING = "a wish that fails"
+TOO_LONG = "a wish too long " * 50
+SECRETS = (*KEYS, "sk-wrong-55aa", "a wish of mine", "no such thing", "holiday.png", FAILING, "a wish too long")
+SHIM = f"""
+import sys
+from importlib.machinery import PathFinder
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name != "model_executor.runner":
+            return None
+        spec = PathFinder.find_spec(name, path)
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            break_for_some(module.Runner)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+def break_for_some(runner):
+    encode = runner._encode_text
+
+    def broken(self, model, item, work):
+        if work.prompt == {FAILING!r}:
+            raise RuntimeError("the device is on fire")
+        return encode(self, model, item, work)
+
+    runner._encode_text = broken
+
+sys.meta_path.insert(0, Finder())
+"""
+"""A sitecustomize module: a worker that is to encode this prompt fails, as by a bug."""
 IMAGE = encode(photo())
 
 
@@ -41,10 +74,13 @@ def seen(server_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
     flags = ("--api-key-file", str(keys), "--log-format", "json", "--rate-limit", "3")
     pages = ("--cache-disk-bytes", "64M", "--cache-dir", str(folder / "pages"))
     umask = os.umask(0)  # the most careless one
-    try:
-        server = start(folder / "scratch", *server_flags, *flags, *pages)
-    finally:
-        os.umask(umask)
+    (folder / "sitecustomize.py").write_text(SHIM)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYTHONPATH", str(folder))
+        try:
+            server = start(folder / "scratch", *server_flags, *flags, *pages)
+        finally:
+            os.umask(umask)
     answers = use(server)
     processes = [psutil.Process(server.process.pid), *server.children()]
     command_lines = [" ".join(process.cmdline()) + process.name() for process in processes]
@@ -77,12 +113,12 @@ def use(server: ServerProcess) -> list[httpx.Response]:
             headers={"authorization": f"Bearer {key}"},
             timeout=60,
         )
-        for key, more in [*sent, (KEYS[1], {})]
+        for key, more in [*sent, (KEYS[1], {}), (KEYS[1], {"prompt": FAILING}), (KEYS[1], {"prompt": TOO_LONG})]
     ]
 
 
 def test_keys_and_the_rate_limit_work(seen: Seen) -> None:
-    assert [answer.status_code for answer in seen.answers] == [401, 200, 400, 200, 429, 200]
+    assert [answer.status_code for answer in seen.answers] == [401, 200, 400, 200, 429, 200, 500, 200]
     assert 1 <= int(seen.answers[4].headers["retry-after"]) <= 20
 
 
@@ -91,8 +127,17 @@ def test_the_log_holds_no_secrets(seen: Seen) -> None:
     assert sum(line.get("path") == "/v1/images/edits" for line in lines) == len(seen.answers)
     painted = seen.answers[1].json()["data"][0]["b64_json"]
     pieces = [base64.b64encode(IMAGE).decode()[:40], repr(IMAGE[:20])[2:-1], painted[:40], painted[-40:]]
+    assert "the device is on fire" in seen.log
+    assert seen.answers[-1].json()["stencil"]["prompt_truncated"]
     for secret in (*SECRETS, *pieces):
         assert secret not in seen.log
+
+
+def test_a_failure_is_told_in_the_log_alone(seen: Seen) -> None:
+    assert seen.answers[6].json()["error"]["code"] == "internal_error"
+    assert "fire" not in seen.answers[6].text
+    told = [json.loads(line) for line in seen.log.splitlines() if "on fire" in line]
+    assert {line["request_id"] for line in told if "request_id" in line} == {seen.answers[6].headers["x-request-id"]}
 
 
 def test_command_lines_hold_no_keys(seen: Seen) -> None:

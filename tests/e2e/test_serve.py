@@ -190,6 +190,18 @@ def test_alive_before_the_model_is_loaded_and_stops_while_it_loads(
     assert server.wait(children) == 0
 
 
+def test_sigterm_is_heard_from_the_first_moment_on(server_flags: tuple[str, ...], tmp_path: Path) -> None:
+    """By a handler: the kernel gives the first process of a container no other signals."""
+    process = spawn(tmp_path / "scratch", *server_flags)
+    status = Path(f"/proc/{process.pid}/status")
+    caught = 1 << (signal.SIGTERM - 1)
+    wait_for(lambda: bool(int(status.read_text().split("SigCgt:")[1].split()[0], 16) & caught))
+    process.terminate()
+    out, _ = process.communicate(timeout=60)
+    assert (process.returncode, out) in ((128 + signal.SIGTERM, ""), (0, "")), "0: it had begun to start its processes"
+    assert not list((tmp_path / "scratch").iterdir())
+
+
 def assert_one_line(result: tuple[int, str], status: int, *words: str) -> None:
     assert result[0] == status, result[1]
     assert result[1].startswith("stencil: error: "), result[1]

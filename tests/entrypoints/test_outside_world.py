@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from api_calls import MASK, post_edit, post_json
+from api_calls import MASK, assert_refused, post_edit, post_json
 from fake_engine import FakeEngine
 
 NAMES = ("../../etc/passwd", "/etc/passwd", "file:///etc/passwd", "..\\..\\x", "tmpl_\x00", "~/x", "%2e%2e/x")
@@ -87,6 +87,7 @@ async def test_urls_are_refused_unfetched(client: httpx.AsyncClient, engine: Fak
     await post_json(client, body)
     with watched() as seen:
         answer = await post_json(client, body)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported_value")
+    message = assert_refused(answer, 400, "unsupported_value", "image" if field == "images" else "mask")
+    assert "send the picture itself, as a data: URL" in message
     assert seen == []
     assert engine.edits == []

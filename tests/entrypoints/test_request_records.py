@@ -101,6 +101,18 @@ async def test_a_stream_that_fails_after_its_200(client: httpx.AsyncClient, engi
     assert {line["request_id"] for line in log.lines} == {line["request_id"]}
 
 
+async def test_what_clients_choose_controls_no_terminal_and_fills_no_disk(engine: FakeEngine, log: Lines) -> None:
+    app = create_app(engine, ServerSettings(api_keys=(), max_upload_bytes=1000))
+    transport = httpx.ASGITransport(app, client=("\x9b31m\x85\u2028" + "a" * 5000, 1))  # a header that a proxy forwards
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        await client.get("/%1b[31m%c2%85" + "a" * 5000)
+    line = log.only()
+    for text in (line["client"], line["path"]):
+        assert text.isprintable()
+        assert len(text) < 300
+    assert line["path"].startswith("/\\x1b[31m\\x85aaa")
+
+
 async def test_a_bad_field_and_an_unknown_path(client: httpx.AsyncClient, log: Lines) -> None:
     await post_edit(client, n="99")
     assert (log.only()["message"], log.only()["status"]) == ("refused", 400)

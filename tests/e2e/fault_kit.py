@@ -1,0 +1,213 @@
+"""Faults done to the real processes of an AsyncEngine: edits to run meanwhile, and what must be left of them after."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from PIL import Image
+from prometheus_client.parser import text_string_to_metric_families
+
+from core.config import EngineConfig, ModelConfig, StencilConfig
+from core.request import SamplingParams
+from engine.async_engine import AsyncEngine
+from engine.edit import EditInput
+from engine.upload import BytesUpload
+
+Told = list[tuple[int | None, bytes]]
+"""(index of a partial image or None, file) in the order they came."""
+
+
+@asynccontextmanager
+async def start(checkpoint: Path, size: int = 1, **settings: float) -> AsyncIterator[AsyncEngine]:
+    """An engine that serves; `size` of them. At the end nothing may be left: no process, wherever it was adopted, and
+    so no shared memory, which has no name; no file; no room taken in the arena.
+    """
+    model = ModelConfig(model=str(checkpoint), threads=1)
+    of_engine = {key: settings.pop(key) for key in ("hang_seconds", "start_seconds") if key in settings}
+    config = EngineConfig(models=(model,), data_parallel_size=size, **of_engine)  # type: ignore[arg-type]
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", folder)
+        engine = AsyncEngine(StencilConfig(engine=config, **settings))  # type: ignore[arg-type]
+        await engine.start()
+        try:
+            await engine.ready()
+            yield engine
+            async with asyncio.timeout(30):
+                while engine.num_admitted:
+                    await asyncio.sleep(0.01)
+            assert engine.allocator.used_bytes == 0
+            engine.allocator.check_integrity()
+        finally:
+            await engine.shutdown(drain_seconds=5)
+            _, left = psutil.wait_procs([p for p in psutil.process_iter() if folder_of(p) == folder], timeout=10)
+        assert not left
+        assert not os.listdir(folder)
+
+
+def folder_of(process: psutil.Process) -> str | None:
+    """The temporary folder that a process was started with: it tells whose it is, also when its parent is gone."""
+    with suppress(psutil.Error):
+        return process.environ().get("TMPDIR") if process.pid != os.getpid() else None
+    return None
+
+
+def processes(kind: str) -> list[psutil.Process]:
+    """Processes of this one's own engines, not of a server that other tests share, that run as "stencil-`kind`-N"; N
+    ascending.
+    """
+    found = {}
+    engines = [child for child in psutil.Process().children() if "entrypoints.serve" not in child.cmdline()]
+    for child in [*engines, *(worker for engine in engines for worker in engine.children())]:
+        with suppress(psutil.NoSuchProcess):
+            for word in child.cmdline():
+                if word.startswith(f"stencil-{kind}-"):
+                    found[child.pid] = (word, child)
+    return [child for _, child in sorted(found.values(), key=lambda pair: pair[0])]
+
+
+async def until(condition: Callable[[], bool], seconds: float = 120) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def count(engine: AsyncEngine, name: str) -> float:
+    """A metric's value, its series added up."""
+    families = text_string_to_metric_families(engine.metrics.exposition().decode())
+    family = next(family for family in families if family.name == f"stencil:{name}")
+    return sum(sample.value for sample in family.samples if not sample.name.endswith("_created"))
+
+
+# ------------------------------------------------------------------------------------------------------------- edits
+
+
+def file_of(pixels: object) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")  # type: ignore[arg-type]
+    return file.getvalue()
+
+
+def make_input(
+    seed: int = 0, steps: int = 30, prompt: str = "a red shirt", partial_images: int = 0, side: int = 96
+) -> EditInput:
+    """An edit of the middle third of a random picture, which `seed` makes."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (side, side, 3), np.uint8)
+    mask = np.zeros((side, side), np.uint8)
+    mask[side // 3 : 2 * side // 3, side // 3 : 2 * side // 3] = 255
+    return EditInput(
+        prompt=prompt,
+        image=BytesUpload(file_of(pixels)),
+        mask=BytesUpload(file_of(mask)),
+        mask_kind="luminance",
+        sampling=SamplingParams(num_inference_steps=steps, seed=7 + seed),
+        partial_images=partial_images,
+    )
+
+
+EDITS = {f"r{seed}": make_input(seed, steps=60 + 10 * seed, partial_images=seed) for seed in range(4)}
+BRIEF = {f"r{seed}": make_input(seed, steps=20 + 5 * seed) for seed in range(4)}
+
+
+async def run(engine: AsyncEngine, request_id: str, edit: EditInput) -> Told:
+    async with engine.edit(request_id, edit) as outputs:
+        return [(output.partial_index, bytes(output.data)) async for output in outputs]
+
+
+async def run_each(engine: AsyncEngine, edits: dict[str, EditInput]) -> dict[str, Told]:
+    """One after the other, undisturbed."""
+    return {name: await run(engine, name, edit) for name, edit in edits.items()}
+
+
+async def begin(engine: AsyncEngine, edits: dict[str, EditInput]) -> dict[str, asyncio.Task[Told]]:
+    """All of them, every one begun by a worker."""
+    tasks = {name: asyncio.create_task(run(engine, name, edit)) for name, edit in edits.items()}
+    await until(lambda: engine.num_requests_running == len(edits))
+    return tasks
+
+
+async def ends(tasks: dict[str, asyncio.Task[Told]], seconds: float = 180) -> dict[str, Told]:
+    return {name: await asyncio.wait_for(task, seconds) for name, task in tasks.items()}
+
+
+def finals(told: dict[str, Told]) -> dict[str, bytes]:
+    return {name: outputs[-1][1] for name, outputs in told.items()}
+
+
+def assert_alike(ours: dict[str, Told], theirs: dict[str, Told]) -> None:
+    """The same partial images in the same order, and the same final bytes; in company of others a value may be rounded
+    the other way."""
+    assert set(ours) == set(theirs)
+    for name in ours:
+        assert [index for index, _ in ours[name]] == [index for index, _ in theirs[name]], "all are told, once"
+        a, b = (np.asarray(Image.open(io.BytesIO(told[name][-1][1]))).astype(int) for told in (ours, theirs))
+        difference = np.abs(a - b)
+        assert difference.max() <= 1, name
+        assert (difference > 0).mean() <= 0.001, name
+
+
+# ------------------------------------------------------------------------------------------------------------ faults
+
+POISON = "poison"
+"""The prompt that brings a fault about."""
+
+_SHIM = """
+import os, sys
+from importlib.machinery import PathFinder
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name != "model_executor.runner":
+            return None
+        spec = PathFinder.find_spec(name, path)
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            inject(module, os.path.dirname(__file__))
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Finder())
+"""
+
+
+def shim(folder: Path, patch: pytest.MonkeyPatch, inject: str) -> None:
+    """Have every process started from now on that imports the runner call `inject(runner module, folder)`, whose source
+    this is: a worker with a bug in a library, without memory, ...
+    """
+    (folder / "sitecustomize.py").write_text(inject + _SHIM)
+    patch.setenv("PYTHONPATH", str(folder))
+
+
+class Fault:
+    """What a worker with `FAULTS` in it does wrong, from now until `clear`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file, self._log = folder / "fault.json", folder / "faults.log"
+
+    def set(self, **what: object) -> None:
+        self.clear()
+        draft = self._file.with_suffix(".new")
+        draft.write_text(json.dumps(what))
+        draft.rename(self._file)
+
+    def clear(self) -> None:
+        self._file.unlink(missing_ok=True)
+        self._log.unlink(missing_ok=True)
+
+    @property
+    def count(self) -> int:
+        """How often it came about since it was set."""
+        return len(self._log.read_text().splitlines()) if self._log.exists() else 0

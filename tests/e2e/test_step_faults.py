@@ -1,0 +1,168 @@
+"""Work that fails while its worker lives: only who is at fault fails, and the others' pictures are as undisturbed.
+
+Nobody is killed here for being slow, as the machine may be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from fault_kit import (
+    BRIEF,
+    POISON,
+    Fault,
+    assert_alike,
+    begin,
+    count,
+    ends,
+    make_input,
+    processes,
+    run,
+    run_each,
+    shim,
+    start,
+    until,
+)
+
+from core.errors import EngineError, OutOfMemoryError
+
+FAULTS = f"""
+import json
+
+def inject(module, folder):
+    import torch
+    from model_executor.models import flux_blocks
+
+    kinds = {{"OutOfMemoryError": torch.OutOfMemoryError, "MemoryError": MemoryError, "RuntimeError": RuntimeError}}
+
+    def look():
+        try:
+            with open(folder + "/fault.json") as file:
+                return json.load(file)
+        except FileNotFoundError:
+            return {{}}
+
+    def count():
+        with open(folder + "/faults.log", "a+") as log:
+            log.seek(0)
+            return len(log.readlines())
+
+    def fail(now):
+        with open(folder + "/faults.log", "a") as log:
+            log.write("x\\n")
+        raise kinds[now["kind"]]("injected")
+
+    def is_due(now, stage, request_ids):
+        if now.get("stage") != stage or count() >= now.get("times", 1 << 60):
+            return False
+        return not now.get("only_poison", True) or any(name.startswith({POISON!r}) for name in request_ids)
+
+    def wrap(name, stage):
+        original = getattr(module.Runner, name)
+
+        def wrapped(self, first, item, work):
+            result, now = original(self, first, item, work), look()  # it fails when all is done
+            if is_due(now, stage, [item.request_id]):
+                fail(now)
+            return result
+
+        setattr(module.Runner, name, wrapped)
+
+    for name, stage in (("_encode_text", "text_encode"), ("_encode_image", "image_encode"), ("_decode", "decode")):
+        wrap(name, stage)
+    denoise, advance = module.Runner._denoise, module.advance
+
+    def denoise_or_fail(self, model, items):
+        now, left = look(), len(items)
+
+        def advance_or_fail(*args):
+            nonlocal left
+            left -= 1
+            if not left and is_due(now, "denoise", [item.request_id for item in items]):
+                fail(now)
+            return advance(*args)
+
+        module.advance = advance_or_fail
+        return denoise(self, model, items)
+
+    module.Runner._denoise = denoise_or_fail
+    run = flux_blocks.SingleBlock.run
+
+    def run_or_fail(self, stream, number):
+        now = look()
+        if len(stream.hidden) > now.get("tokens", 1 << 60):
+            fail(now)
+        return run(self, stream, number)
+
+    flux_blocks.SingleBlock.run = run_or_fail
+"""
+"""Faults half-way: in a block that has too many tokens, or when all but the last of a batch has been computed."""
+
+
+@pytest.fixture
+def fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fault:
+    shim(tmp_path, monkeypatch, FAULTS)
+    return Fault(tmp_path)
+
+
+async def test_a_step_that_does_not_fit_is_done_in_parts_and_nobody_notices(
+    tiny_checkpoint: Path, fault: Fault
+) -> None:
+    async with start(tiny_checkpoint, hang_seconds=60.0) as engine:
+        expected = await run_each(engine, BRIEF)
+        fault.set(kind="OutOfMemoryError", tokens=70)
+        assert_alike(await ends(await begin(engine, BRIEF)), expected)
+        assert fault.count, "it came about"
+        assert count(engine, "request_success") == 2 * len(BRIEF)
+        assert count(engine, "engine_restarts") == count(engine, "request_retries") == 0
+
+
+async def test_what_fails_alone_fails_and_takes_no_other_along(tiny_checkpoint: Path, fault: Fault) -> None:
+    async with start(tiny_checkpoint, hang_seconds=60.0) as engine:
+        expected = await run_each(engine, BRIEF)
+        (worker,) = processes("worker")
+        for stage, kind in (
+            ("denoise", "RuntimeError"),
+            ("denoise", "OutOfMemoryError"),
+            ("text_encode", "RuntimeError"),
+            ("image_encode", "OutOfMemoryError"),
+            ("decode", "MemoryError"),
+        ):
+            fault.set(stage=stage, kind=kind)
+            tasks = await begin(engine, BRIEF)
+            poison = asyncio.create_task(run(engine, f"{POISON}-{stage}", make_input(steps=20)))
+            if kind == "RuntimeError":
+                with pytest.raises(EngineError, match="RuntimeError: injected"):
+                    await poison
+            else:
+                with pytest.raises(OutOfMemoryError, match="send a smaller one"):
+                    await poison
+            assert_alike(await ends(tasks), expected)
+            assert fault.count >= 1
+        fault.clear()
+        assert processes("worker") == [worker]
+        assert count(engine, "request_success") == 6 * len(BRIEF) + 5
+
+
+async def test_memory_that_is_there_the_second_time_is_enough(tiny_checkpoint: Path, fault: Fault) -> None:
+    async with start(tiny_checkpoint, hang_seconds=60.0) as engine:
+        expected = await run_each(engine, BRIEF)
+        for stage in ("text_encode", "image_encode", "denoise", "decode"):
+            fault.set(stage=stage, kind="OutOfMemoryError", only_poison=False, times=1)
+            assert_alike(await ends(await begin(engine, BRIEF)), expected)
+            assert fault.count == 1
+
+
+async def test_a_template_that_cannot_be_primed_fails_its_own_edits(tiny_checkpoint: Path, fault: Fault) -> None:
+    async with start(tiny_checkpoint, hang_seconds=60.0) as engine:
+        expected = await run_each(engine, BRIEF)
+        fault.set(kind="OutOfMemoryError", tokens=40)
+        tasks = await begin(engine, BRIEF)
+        with pytest.raises(OutOfMemoryError, match="send a smaller one"):
+            await run(engine, "cold", make_input(seed=9))
+        assert_alike(await ends(tasks), expected)
+        fault.clear()
+        await run(engine, "cold again", make_input(seed=9))
+        await until(lambda: engine.num_requests_running == 0)

@@ -1,0 +1,65 @@
+"""SilenceWatch: it calls once when nothing is heard, and not because this process itself was stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from engine.engine_replica import MAX_WAIT_SECONDS, wait_before
+from engine.watchdog import SilenceWatch
+
+SECONDS = 0.1
+
+
+@pytest.fixture
+def silences() -> list[float]:
+    return []
+
+
+@pytest.fixture
+def watch(silences: list[float]) -> SilenceWatch:
+    return SilenceWatch(SECONDS, lambda: silences.append(time.monotonic()))
+
+
+async def until_silent(silences: list[float]) -> None:
+    async with asyncio.timeout(30):
+        while not silences:
+            await asyncio.sleep(0.01)
+
+
+async def test_silence_is_told_once_and_not_too_early(watch: SilenceWatch, silences: list[float]) -> None:
+    watch.heard()
+    started = time.monotonic()
+    await until_silent(silences)
+    assert silences[0] - started >= SECONDS
+    await asyncio.sleep(2 * SECONDS)
+    assert len(silences) == 1
+
+
+async def test_before_the_first_sign_of_life_and_after_the_end_nothing_is_awaited(
+    watch: SilenceWatch, silences: list[float]
+) -> None:
+    await asyncio.sleep(2 * SECONDS)
+    watch.heard()
+    watch.close()
+    watch.heard()
+    await asyncio.sleep(2 * SECONDS)
+    assert not silences
+
+
+async def test_while_this_process_was_stopped_nobody_was_silent(watch: SilenceWatch, silences: list[float]) -> None:
+    """What was said meanwhile is heard after the timers that have run out, which are called first."""
+    watch.heard()
+    for _ in range(3):
+        time.sleep(4 * SECONDS)  # noqa: ASYNC251
+        await asyncio.sleep(0)  # the look that fell due
+        watch.heard()
+    assert not silences
+    await until_silent(silences)
+
+
+def test_restarts_in_a_row_wait_twice_as_long_each_up_to_a_bound() -> None:
+    assert [wait_before(restarts) for restarts in range(5)] == [0, 1, 2, 4, 8]
+    assert wait_before(50) == MAX_WAIT_SECONDS
