@@ -150,3 +150,14 @@ def test_priming_condition_is_that_of_an_image_with_nothing_masked(rig: Rig) -> 
     sampled = rig.family.encode_image(template, empty, seed=0, num_inference_steps=1, num_denoising_steps=1).condition
     assert torch.equal(condition[:, :64], clean)
     assert torch.equal(condition[:, 64:], sampled[:, 64:])
+
+
+def test_sampler_that_draws_noise_equals_the_pipeline(tmp_path: Path, arena: Arena) -> None:
+    """From the request's own generator, after what latents and condition took."""
+    path = make_flux_fill(tmp_path / "noisy", scheduler={"stochastic_sampling": True, "use_dynamic_shifting": True})
+    rig = Rig(path, arena, FluxFillPipeline)
+    for strength in (1.0, 0.6):
+        edit = rig.edit(f"noisy-{strength}", seed=6, steps=5, size=(64, 96))
+        edit.strength = strength
+        assert_same(rig.run(edit), rig.expected(edit))
+    rig.pages.close()
