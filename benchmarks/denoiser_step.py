@@ -1,7 +1,7 @@
 """One denoising step, mask-aware against exact: `python -m benchmarks.denoiser_step [--threads 1] [--dtype float32]`.
 
 Shapes: small blocks like FLUX's with random weights, and the embedded model; with `--shape`, a pair of blocks of the
-width that a family's checkpoints have, at 1024 x 1024 pixels. Pages are as they are shipped: int8
+width that a family's checkpoints have, at 512 x 512 pixels. Pages are as they are shipped: int8
 keyframes, dequantised and interpolated within the step. Every time is compared with diffusers' own forward of the same
 module and with our exact step; the first also shows what our products and batching gain, the second what the mask alone
 does. Ours have their modulation at hand, which a run computes once for all of its steps. The bound is the ratio of
@@ -208,7 +208,7 @@ def flux_1_shape() -> Shape:
     torch.manual_seed(0)
     with torch.inference_mode(False):
         module = FluxTransformer2DModel(out_channels=64, num_layers=1, num_single_layers=1)
-    return Shape("FLUX.1, hidden 3072, 1 + 1 blocks", module, (64, 64), 512)
+    return Shape("FLUX.1, hidden 3072, 1 + 1 blocks", module, (32, 32), 512)
 
 
 def sd3_shape() -> Shape:
@@ -223,7 +223,7 @@ def sd3_shape() -> Shape:
             dual_attention_layers=(0,),
             qk_norm="rms_norm",
         )
-    return Shape("SD 3.5 medium, hidden 1536, 2 blocks", module, (64, 64), 333, SD3Transformer)
+    return Shape("SD 3.5 medium, hidden 1536, 2 blocks", module, (32, 32), 333, SD3Transformer)
 
 
 WIDE = {"flux.1": flux_1_shape, "sd3.5-medium": sd3_shape}
