@@ -1,6 +1,7 @@
 """One denoising step, mask-aware against exact: `python -m benchmarks.denoiser_step [--threads 1] [--dtype float32]`.
 
-Two shapes: blocks shaped like FLUX's with random weights, and the embedded model. Pages are as they are shipped: int8
+Shapes: small blocks like FLUX's with random weights, and the embedded model; with `--shape`, a pair of blocks of the
+width that a family's checkpoints have, at 512 x 512 pixels. Pages are as they are shipped: int8
 keyframes, dequantised and interpolated within the step. Every time is compared with diffusers' own forward of the same
 module and with our exact step; the first also shows what our products and batching gain, the second what the mask alone
 does. Ours have their modulation at hand, which a run computes once for all of its steps. The bound is the ratio of
@@ -21,13 +22,17 @@ from typing import Any
 import numpy as np
 import torch
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
+from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from diffusers.utils.logging import set_verbosity_error
 from torch import Tensor
 
 import model_executor
 from benchmarks.report import Value, print_report
 from model_executor.models.base import PrimeRow, Row
+from model_executor.models.denoiser import Denoiser
 from model_executor.models.flux_transformer import FluxTransformer
+from model_executor.models.latent_family import unpack
+from model_executor.models.sd3_transformer import SD3Transformer
 from model_executor.pages import Pages
 
 RATIOS = (0.05, 0.1, 0.2, 0.35, 0.5, 1.0)
@@ -46,6 +51,7 @@ class Shape:
     module: Any
     grid: tuple[int, int]
     text_tokens: int
+    denoiser: type[Denoiser] = FluxTransformer
 
     @property
     def image_tokens(self) -> int:
@@ -64,7 +70,7 @@ class Bench:
     def __init__(self, shape: Shape, dtype: torch.dtype) -> None:
         self.shape = shape
         self._diffusers = copy.deepcopy(shape.module).to(dtype).eval().requires_grad_(False)
-        self._ours = FluxTransformer(shape.module.to(dtype).eval().requires_grad_(False), 1000)
+        self._ours = shape.denoiser(shape.module.to(dtype).eval().requires_grad_(False), 1000)
         self._dtype = dtype
         self._row = self._make_row()
         self._entries = [self._primed(0.75), self._primed(0.5)]
@@ -75,6 +81,14 @@ class Bench:
     def diffusers(self, batch: int = 1) -> object:
         """The module's own forward, dense."""
         row, rows, columns = self._row, *self.shape.grid
+        if self.shape.denoiser is SD3Transformer:
+            return self._diffusers(
+                hidden_states=unpack(row.latents, self.shape.grid).expand(batch, -1, -1, -1),
+                timestep=row.sigma.expand(batch) * 1000,
+                pooled_projections=row.pooled_prompt_embeds.expand(batch, -1),
+                encoder_hidden_states=row.prompt_embeds.expand(batch, -1, -1),
+                return_dict=False,
+            )
         ids = torch.cartesian_prod(torch.zeros(1), torch.arange(float(rows)), torch.arange(float(columns)))
         return self._diffusers(
             hidden_states=torch.cat([row.latents, row.condition], dim=1).expand(batch, -1, -1),
@@ -105,9 +119,11 @@ class Bench:
         def draw(*size: int) -> Tensor:
             return torch.randn(size, generator=generator).to(self._dtype)
 
+        width = config.out_channels * config.patch_size**2
+        condition = config.in_channels * config.patch_size**2 - width
         row = Row(
-            latents=draw(self.shape.image_tokens, config.out_channels),
-            condition=draw(self.shape.image_tokens, config.in_channels - config.out_channels),
+            latents=draw(self.shape.image_tokens, width),
+            condition=draw(self.shape.image_tokens, condition),
             prompt_embeds=draw(self.shape.text_tokens, config.joint_attention_dim),
             pooled_prompt_embeds=draw(config.pooled_projection_dim),
             sigma=torch.tensor(0.6),
@@ -121,7 +137,7 @@ class Bench:
         return primed_entry(self._ours, self._row, sigma)
 
 
-def primed_entry(transformer: FluxTransformer, row: Row, sigma: float) -> Tensor:
+def primed_entry(transformer: Denoiser, row: Row, sigma: float) -> Tensor:
     """The int8 entry of a row's own inputs at a keyframe, uint8 [entry bytes]."""
     entry = torch.empty(transformer.page_layout("int8").entry_bytes(len(row.latents)), dtype=torch.uint8)
     template = PrimeRow(
@@ -135,7 +151,7 @@ def primed_entry(transformer: FluxTransformer, row: Row, sigma: float) -> Tensor
         hidden=None,
         entry=entry,
     )
-    transformer.prime([template], (0, transformer.num_blocks))
+    transformer.prime([template], (0, transformer.num_pages))
     return entry
 
 
@@ -144,14 +160,18 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--rounds", type=int, default=7, help="each figure is the median of so many")
+    parser.add_argument("--shape", choices=WIDE, help="measure this one only, at mask ratio 0.2")
     parser.add_argument("--skip-batch", action="store_true", help=f"leave out the batches of {BATCH}")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     set_verbosity_error()
     dtype = getattr(torch, args.dtype)
     with torch.inference_mode():
+        if args.shape:
+            measure_steps(Bench(WIDE[args.shape](), dtype), args, [0.2])
+            return
         for shape in (flux_shape(), embedded_shape()):
-            measure_steps(Bench(shape, dtype), args)
+            measure_steps(Bench(shape, dtype), args, RATIOS)
         if not args.skip_batch:
             measure_batch(Bench(flux_shape(), dtype), args)
 
@@ -183,14 +203,40 @@ def embedded_shape() -> Shape:
     return Shape("embedded model, hidden 256, 2 + 5 blocks", module, (16, 16), 24)
 
 
-def measure_steps(bench: Bench, args: argparse.Namespace) -> None:
+def flux_1_shape() -> Shape:
+    """One block of each kind as FLUX.1 has them, without Fill's condition."""
+    torch.manual_seed(0)
+    with torch.inference_mode(False):
+        module = FluxTransformer2DModel(out_channels=64, num_layers=1, num_single_layers=1)
+    return Shape("FLUX.1, hidden 3072, 1 + 1 blocks", module, (32, 32), 512)
+
+
+def sd3_shape() -> Shape:
+    """The first and the last kind of block of Stable Diffusion 3.5 medium: the one has a second attention."""
+    torch.manual_seed(0)
+    with torch.inference_mode(False):
+        module = SD3Transformer2DModel(
+            num_layers=2,
+            num_attention_heads=24,
+            caption_projection_dim=1536,
+            pos_embed_max_size=384,
+            dual_attention_layers=(0,),
+            qk_norm="rms_norm",
+        )
+    return Shape("SD 3.5 medium, hidden 1536, 2 blocks", module, (32, 32), 333, SD3Transformer)
+
+
+WIDE = {"flux.1": flux_1_shape, "sd3.5-medium": sd3_shape}
+
+
+def measure_steps(bench: Bench, args: argparse.Namespace, ratios: Sequence[float]) -> None:
     """One request at each mask ratio."""
-    actives = [round(ratio * bench.shape.image_tokens) for ratio in RATIOS]
+    actives = [round(ratio * bench.shape.image_tokens) for ratio in ratios]
     calls = [bench.diffusers, bench.exact, *(bench.edits([number]) for number in actives)]
     diffusers, exact, *steps = medians(calls, args.rounds)
     rows = [("diffusers, exact", _ms(diffusers)), ("Stencil, exact", f"{_ms(exact)}   {diffusers / exact:5.2f}x")]
     result: dict[str, Value] = {"diffusers_ms": diffusers * 1e3, "exact_ms": exact * 1e3}
-    for ratio, number, step in zip(RATIOS, actives, steps, strict=True):
+    for ratio, number, step in zip(ratios, actives, steps, strict=True):
         bound = bench.shape.bound([number])
         rows.append((f"ratio {ratio}, {number} active", compared(step, diffusers, exact, bound)))
         result |= {f"step_{ratio}_ms": step * 1e3, f"x_diffusers_{ratio}": diffusers / step}

@@ -22,9 +22,8 @@ from torch import Tensor
 from benchmarks.report import Value, print_report
 from core.config import EMBEDDED_MODEL, ModelConfig
 from engine.similarity import ssim
-from model_executor.models.base import Family, Row
+from model_executor.models.base import Family, Row, Sample
 from model_executor.resident import ResidentModels, quiet_libraries
-from model_executor.sampling import advance
 from tools.train_embedded.cases import Case, cases
 
 RATIOS = (0.05, 0.1, 0.2, 0.5)
@@ -103,8 +102,8 @@ def _edit(family: Family, case: Case, active: Tensor, seed: int) -> Edited:
     pixels = mask.repeat_interleave(TOKEN, 0).repeat_interleave(TOKEN, 1).to(torch.uint8)
     text = family.encode_text(case.prompt, TEXT_TOKENS)
     image = family.encode_image(template, pixels, seed=seed, num_inference_steps=STEPS, num_denoising_steps=STEPS)
-    latents = image.latents
-    for sigma, following in zip(image.sigmas[:-1], image.sigmas[1:], strict=True):
+    latents, state = image.latents, image.state
+    for step, sigma in enumerate(image.sigmas[:-1]):
         row = Row(
             latents=latents,
             condition=image.condition,
@@ -114,7 +113,10 @@ def _edit(family: Family, case: Case, active: Tensor, seed: int) -> Edited:
             guidance_scale=1.0,
             grid=family.grid(SIZE, SIZE),
         )
-        latents = advance(latents, family.combine_guidance(family.predict([row])), sigma, following)
+        sample = Sample(
+            latents=latents, outside=image.outside, sigmas=image.sigmas, step=step, state=state, grid=row.grid
+        )
+        latents, state = family.advance(sample, family.combine_guidance(family.predict([row]), 1.0))
     clean = family.encode_template(template)
     return Edited(template, clean.index_copy(0, active, latents[active]), active)
 

@@ -38,8 +38,8 @@ class EditShape:
 
     num_steps: denoising steps; the first full_steps of them compute all tokens, the others active_tokens of the
     image_tokens, all of them with text_tokens. template: PageScheme.template_key, None for an edit that is computed
-    exactly. num_keyframes: how many keyframes of its template it reads, at most; entry_bytes: bytes of each.
-    priority: lower goes first.
+    exactly. num_keyframes: how many keyframes of its template it reads, at most; entry_bytes: bytes of each. priority:
+    lower goes first. num_rows: of a step, see SamplingParams.
     """
 
     model: str
@@ -52,14 +52,15 @@ class EditShape:
     num_keyframes: int = 0
     entry_bytes: int = 0
     priority: int = 0
+    num_rows: int = 1
 
     @classmethod
     def of_edit(cls, edit: EditRequest, info: ModelInfo) -> EditShape:
-        num_steps, num_tokens, scheme = edit.sampling.num_denoising_steps, edit.num_tokens, info.page_scheme
-        priority = edit.sampling.priority
+        num_steps, num_tokens, scheme = info.num_steps(edit.sampling), edit.num_tokens, info.page_scheme
+        priority, rows = edit.sampling.priority, edit.sampling.num_rows
         if not edit.is_mask_aware or scheme is None:
             tokens = (num_tokens, num_tokens, edit.max_text_tokens)
-            return cls(edit.model, num_steps, num_steps, *tokens, priority=priority)
+            return cls(edit.model, num_steps, num_steps, *tokens, priority=priority, num_rows=rows)
         full_steps = min(num_steps, edit.sampling.full_steps or 0)
         return cls(
             edit.model,
@@ -72,6 +73,7 @@ class EditShape:
             len(scheme.keyframes) or num_steps - full_steps,
             scheme.layout.entry_bytes(num_tokens),
             priority,
+            rows,
         )
 
     @classmethod
@@ -86,6 +88,10 @@ class EditShape:
     @property
     def step_features(self) -> Features:
         """What it adds to a step, the mean over its steps."""
+        return tuple(self.num_rows * feature for feature in self._row_features)
+
+    @property
+    def _row_features(self) -> Features:
         every, active = self.image_tokens + self.text_tokens, self.active_tokens + self.text_tokens
         if self.full_steps == self.num_steps:
             return work_features(every, every, 0.0)

@@ -27,9 +27,11 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a loaded model can do; learnt by the worker at load time and sent up in the Ready messages.
 
     native_size: side in pixels of the square whose area caps the generation size. token_size: pixels per token side.
-    latent_width: floats per token of the packed latents. max_text_tokens: the text encoder's length. page_scheme: how
-    templates are cached, None where the model is served without mask-aware execution. device: its type; which
-    of several alike it is makes no difference to anybody.
+    latent_width: floats per token of the packed latents. max_text_tokens: the text encoder's length. has_guidance:
+    whether guidance_scale has a meaning, which with is_guidance_cfg is that of classifier-free guidance, else of an
+    embedding. has_true_cfg: whether true_cfg_scale has one. solver_order: the sampler's. max_side: tokens of a
+    picture's longest side, None for any. page_scheme: how templates are cached, None where the model is served
+    without mask-aware execution. device: its type; which of several alike it is makes no difference to anybody.
     """
 
     name: str
@@ -44,7 +46,15 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     has_true_cfg: bool
     device: str
     dtype: str
+    is_guidance_cfg: bool = False
+    solver_order: int = 1
+    max_side: int | None = None
     page_scheme: PageScheme | None = None
+
+    def num_steps(self, sampling: SamplingParams) -> int:
+        """Steps of a run, each one call of the model: a solver of order o takes o for each of its noise levels, but one
+        for the last. sampling: with its num_inference_steps."""
+        return self.solver_order * (sampling.num_denoising_steps - 1) + 1
 
 
 # --------------------------------------------------------------------------------- to an image processor, and back
@@ -71,6 +81,7 @@ class PrepareEdit(Message, frozen=True):
     token_size: int
     max_pixels: int
     scratch: ArrayRef
+    max_side: int | None = None  # tokens of the longest side, None for any
 
 
 class PreparedEdit(Message, frozen=True):
@@ -294,15 +305,18 @@ FromEngine = EngineReady | EngineOutputs | EngineAlive | EngineFailed
 
 
 class TextEncode(Message, frozen=True):
-    """prompt -> `prompt_embeds`, `pooled_prompt_embeds` under this item's node."""
+    """prompt -> `prompt_embeds` [rows, text tokens, width] and `pooled_prompt_embeds` [rows, width] under this item's
+    node: the prompt's row, and the negative prompt's where there is one.
+    """
 
     prompt: str
     max_sequence_length: int
+    negative_prompt: str | None = None
 
 
 class ImageEncode(Message, frozen=True):
-    """template and mask -> `latents` (initial noise), `condition` (what the denoiser sees of template and mask) and
-    `sigmas`.
+    """template and mask -> `latents` (initial noise), `condition` (what the denoiser sees of template and mask),
+    `outside` (what the sampler keeps the template with outside the mask) and `sigmas`; beside them the sampler's state.
 
     Random draws are the family's pipeline's own, in its own order, from ``torch.Generator("cpu").manual_seed(seed)``.
     """
@@ -359,8 +373,8 @@ class PageSpan(msgspec.Struct, frozen=True):
 
 
 class Denoise(Message, frozen=True):
-    """One step: reads `latents`, `condition`, `sigmas` of `image_encode` and the text encoder's outputs; replaces
-    `latents`.
+    """One step: reads `latents`, `condition`, `outside`, `sigmas` of `image_encode` and the text encoder's outputs;
+    replaces `latents`. true_cfg_scale: of classifier-free guidance, where there is a negative prompt.
 
     active: int32 token indices to compute, over `pages`; None computes all and needs no pages. full_blocks: leading
     blocks that compute all tokens all the same; inactive tokens then enter as in priming, from `template` (its clean
@@ -375,6 +389,7 @@ class Denoise(Message, frozen=True):
     active: ArrayRef | None
     guidance_scale: float
     keep_clean: bool
+    true_cfg_scale: float = 1.0
     pages: PageSpan | None = None
     full_blocks: int = 0
     template: EntryRef | None = None

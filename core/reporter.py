@@ -88,11 +88,11 @@ class Reporter:
         counters.steps += 1
         counters.batch_tokens += tokens
         counters.tokens_skipped += sum(work.keys) - tokens
-        counters.batch_requests += len(work.queries)
+        counters.batch_requests += len(result.items)
         predicted, bound = self._cost.predict(key, work), token_seconds(self._cost.coefficients(key), work)
         self._recent_steps.append(
             StepSample(
-                num_requests=len(work.queries),
+                num_requests=len(result.items),
                 num_tokens=tokens,
                 seconds=result.seconds,
                 predicted_seconds=predicted,
@@ -187,14 +187,16 @@ class Reporter:
             num_full = min(steps, max(0, (request.edit.sampling.full_steps or 0) - progress.steps_scheduled))
         line = self._coefficients(request, self._workflow.loop)
         full, masked = extra_seconds(line, every, every), extra_seconds(line, active, every)
-        return num_full * full + (steps - num_full) * masked
+        return request.edit.sampling.num_rows * (num_full * full + (steps - num_full) * masked)
 
     def _other_seconds(self, request: Request) -> Iterable[tuple[str, float]]:
         """(stage, seconds) of what is left but its steps."""
         for node in self._workflow.nodes:
             if node.kind == "once" and request.progress.times_left(node):
                 line = self._coefficients(request, node)
-                yield node.stage, line[0] + extra_seconds(line, *node_work(request, node))
+                work = node_work(request, node)
+                pairs = zip(work.queries, work.keys, strict=True)
+                yield node.stage, line[0] + sum(extra_seconds(line, *pair) for pair in pairs)
 
     def base_seconds(self, requests: Sequence[Request]) -> float:
         """What a step takes whoever is in it; 0 if nobody is."""

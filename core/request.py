@@ -34,12 +34,13 @@ MAX_PRIORITY = 2**31 - 1
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How to sample one edit; names and meanings follow diffusers. None means the model's default.
 
-    num_inference_steps: denoising steps, 1..200. guidance_scale: distilled guidance (only models with a guidance
-    embedding), 0..100. true_cfg_scale / negative_prompt: classifier-free guidance, for models that have it. n: images
-    per request, 1..10. seed: 0..2**63-1, ``torch.Generator("cpu").manual_seed(seed)``; None draws one; image i uses
-    seed + i. strength: 0..1. max_sequence_length: text tokens >= 1, up to the model's own. mask_aware, mask_margin (px,
-    0..4096), full_steps (0..200): mask-aware execution; see docs/architecture.md. priority: lower first. timeout:
-    seconds, 0.001..86400.
+    num_inference_steps: denoising steps, 1..200. guidance_scale: distilled guidance in models with a guidance
+    embedding, classifier-free guidance in those made for it, 0..100. true_cfg_scale: classifier-free guidance in the
+    former, 0..100, given a negative_prompt. Resolved for a model, true_cfg_scale and negative_prompt are what
+    classifier-free guidance is done with in either, both None without it. n: images per request, 1..10. seed:
+    0..2**63-1, ``torch.Generator("cpu").manual_seed(seed)``; None draws one; image i uses seed + i. strength: 0..1.
+    max_sequence_length: text tokens >= 1, up to the model's own. mask_aware, mask_margin (px, 0..4096), full_steps
+    (0..200): mask-aware execution; see docs/architecture.md. priority: lower first. timeout: seconds, 0.001..86400.
 
     A value out of range raises InvalidRequestError, also where a message is decoded.
     """
@@ -65,6 +66,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         steps = self.num_inference_steps
         assert steps is not None
         return steps - int(max(steps - min(steps * self.strength, steps), 0))
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the request in a step: its prompt's and, guided away from one, its negative prompt's. Resolved."""
+        return 1 if self.negative_prompt is None else 2
 
     def __post_init__(self) -> None:
         self._check_sampling()

@@ -112,7 +112,7 @@ class StepScheduler:
         if edit.request_id in self._requests:
             raise ValueError(f"request {edit.request_id} is here already")
         self._reporter.note_received()
-        num_steps = edit.sampling.num_denoising_steps
+        num_steps = self.models[edit.model].num_steps(edit.sampling)
         progress = Progress(num_steps, preview_steps(num_steps, edit.num_partial_images))
         request = Request(edit, progress)
         self._requests[request.id] = request
@@ -467,8 +467,9 @@ class StepScheduler:
         node, model = self.workflow.loop, request.edit.model
         num_blocks = request.hold.template.scheme.layout.num_blocks
         every, active = request.num_all_tokens, request.num_active_tokens
-        full = self._predict(model, node, Work.of([every])) / num_blocks
-        cached = self._predict(model, node, Work.of_pairs([(active, every)])) / num_blocks
+        num_rows = request.edit.sampling.num_rows
+        full = self._predict(model, node, Work.of([every] * num_rows)) / num_blocks
+        cached = self._predict(model, node, Work.of_pairs([(active, every)] * num_rows)) / num_blocks
         load = sum(self.cost.predict_copy(tier, nbytes) for tier, nbytes in loading) / num_blocks
         if not full:
             return 0  # nothing is known yet

@@ -135,7 +135,7 @@ class SchedulingPass:
             self.begun.append(request.id)
 
     def _predict_alone(self, request: Request, node: Node) -> float:
-        return self.predict(request.edit.model, node, Work.of_pairs([node_work(request, node)]))
+        return self.predict(request.edit.model, node, node_work(request, node))
 
     def _spend_stage_ms(self, rank: int, ms: float) -> bool:
         """Take predicted milliseconds off a rank's time budget, if there is so much left of it."""
@@ -156,7 +156,7 @@ class SchedulingPass:
         for request, ready in self._candidates:
             if loop not in ready or not self._can_run(request, loop):
                 continue
-            tokens = num_tokens + request.num_step_tokens
+            tokens = num_tokens + request.num_step_tokens * request.edit.sampling.num_rows
             if num_seqs == self.config.max_num_seqs or (num_seqs and tokens > self.max_step_tokens):
                 break
             self._plan_blocks(request)
@@ -253,11 +253,11 @@ class SchedulingPass:
     def _add(self, node: Node, requests: Sequence[Request]) -> None:
         """Add the requests' items to the batch of the same stage, model and rank, or make it."""
         items = tuple(make_item(request, node, self.placement, self.pages) for request in requests)
-        sizes = [node_work(request, node) for request in requests]
+        work = sum((node_work(request, node) for request in requests), Work((), ()))
         for request in requests:
             request.progress.start(node)
         batch = self._take_batch(node, ModelKey(requests[0].edit.model, node.component))
-        self.works[batch.id] = self.works.get(batch.id, Work((), ())) + Work.of_pairs(sizes)
+        self.works[batch.id] = self.works.get(batch.id, Work((), ())) + work
         self.batches.append(Batch(batch.id, batch.stage, batch.model, batch.ranks, batch.items + items))
 
     def _take_batch(self, node: Node, model: ModelKey) -> Batch:

@@ -56,17 +56,18 @@ def exports_needed(request: Request, node: Node, placement: Placement) -> list[T
     return [key for key in keys if key not in request.exported]
 
 
-def node_work(request: Request, node: Node) -> tuple[int, int]:
+def node_work(request: Request, node: Node) -> Work:
     """Tokens that running `node` once computes, and those they attend to: of the next step for the denoiser, image
     tokens for the VAE, text tokens else.
     """
+    num_rows = request.edit.sampling.num_rows
     match node.stage:
         case "denoise":
-            return request.num_step_tokens, request.num_all_tokens
+            return Work.of_pairs([(request.num_step_tokens, request.num_all_tokens)] * num_rows)
         case "text_encode":
-            return request.edit.max_text_tokens, request.edit.max_text_tokens
+            return Work.of([request.edit.max_text_tokens] * num_rows)
         case "image_encode" | "decode":
-            return request.edit.num_tokens, request.edit.num_tokens
+            return Work.of([request.edit.num_tokens])
 
 
 def _inputs(request: Request, node: Node, placement: Placement) -> tuple[TensorRef, ...]:
@@ -104,7 +105,10 @@ def _work(request: Request, node: Node, pages: TemplatePages) -> StageWork:
 
 
 def _text_encode(request: Request) -> TextEncode:
-    return TextEncode(prompt=request.edit.prompt, max_sequence_length=request.edit.max_text_tokens)
+    edit = request.edit
+    return TextEncode(
+        prompt=edit.prompt, max_sequence_length=edit.max_text_tokens, negative_prompt=edit.sampling.negative_prompt
+    )
 
 
 def _image_encode(request: Request) -> ImageEncode:
@@ -135,6 +139,7 @@ def _denoise(request: Request, pages: TemplatePages) -> Denoise:
         height=edit.height,
         active=edit.active if hold else None,
         guidance_scale=edit.sampling.guidance_scale,
+        true_cfg_scale=edit.sampling.true_cfg_scale or 1.0,
         keep_clean=preview_due and not progress.is_preview_out,
         pages=pages.span(hold, request.sigmas[step], may_load=True) if hold else None,
         full_blocks=hold.full_blocks if hold else 0,

@@ -6,7 +6,7 @@ scheduler.
 
     text_encode  --prompt embeddings-----------+
                                                v
-    image_encode --latents, condition, sigmas--> denoise (x steps) --latents--> decode
+    image_encode --latents, condition, ...---> denoise (x steps) --latents--> decode
                                                |
                                                +--clean--> preview (now and then, may be skipped)
 """
@@ -89,6 +89,7 @@ INPAINT = Workflow(
                 Edge("text_encode", "pooled_prompt_embeds"),
                 Edge("image_encode", "latents"),
                 Edge("image_encode", "condition"),
+                Edge("image_encode", "outside"),
                 Edge("image_encode", "sigmas"),
             ),
             kind="loop",
@@ -98,7 +99,7 @@ INPAINT = Workflow(
     ),
     output="decode",
 )
-"""Masked editing with one denoising loop; what FLUX.1 Fill runs."""
+"""Masked editing with one denoising loop."""
 
 
 def preview_steps(num_steps: int, num_previews: int) -> tuple[int, ...]:

@@ -126,6 +126,7 @@ class EditSession:
                     token_size=model.token_size,
                     max_pixels=self._engine.config.image.max_pixels,
                     scratch=self._memory.alloc(image_ops.scratch_bytes(model.native_size, model.token_size)),
+                    max_side=model.max_side,
                 )
             )
             image_ops.check_output_size(*self._output_size, edit.output_format)
@@ -177,9 +178,9 @@ class EditSession:
         """What is known of it before its images are prepared."""
         sampling, text_tokens = self._sampling, self._sampling.max_sequence_length or self._model.max_text_tokens
         is_exact = not sampling.mask_aware or self._model.page_scheme is None
-        full_steps = sampling.num_denoising_steps if is_exact else 0
-        steps, priority = sampling.num_denoising_steps, sampling.priority
-        return EditShape(self._model.name, steps, full_steps, 1, 1, text_tokens, priority=priority)
+        steps, priority, rows = self._model.num_steps(sampling), sampling.priority, sampling.num_rows
+        full_steps = steps if is_exact else 0
+        return EditShape(self._model.name, steps, full_steps, 1, 1, text_tokens, priority=priority, num_rows=rows)
 
     @property
     def _worker_objective(self) -> float | None:
@@ -256,7 +257,7 @@ class EditSession:
     def _num_full_steps(self) -> int:
         """Steps that compute every token."""
         assert self._sampling.full_steps is not None
-        return self._sampling.num_denoising_steps if self._exact_reason else self._sampling.full_steps
+        return self._model.num_steps(self._sampling) if self._exact_reason else self._sampling.full_steps
 
     @property
     def _exact_reason(self) -> ExactReason | None:
@@ -479,10 +480,14 @@ def resolve(sampling: SamplingParams, model: ModelInfo) -> SamplingParams:
     """
     length = sampling.max_sequence_length or model.max_text_tokens
     check_integer("max_sequence_length", length, high=model.max_text_tokens)
+    guidance = model.default_guidance_scale if sampling.guidance_scale is None else sampling.guidance_scale
+    true_cfg_scale, negative_prompt = _classifier_free(sampling, model, guidance)
     resolved = msgspec.structs.replace(
         sampling,
         num_inference_steps=sampling.num_inference_steps or model.default_num_inference_steps,
-        guidance_scale=model.default_guidance_scale if sampling.guidance_scale is None else sampling.guidance_scale,
+        guidance_scale=guidance,
+        true_cfg_scale=true_cfg_scale,
+        negative_prompt=negative_prompt,
         seed=secrets.randbelow(MAX_RANDOM_SEED) if sampling.seed is None else sampling.seed,
         max_sequence_length=length,
     )
@@ -490,3 +495,17 @@ def resolve(sampling: SamplingParams, model: ModelInfo) -> SamplingParams:
         message = f"Invalid 'strength': {sampling.strength} leaves no step to do; give more than 0."
         raise InvalidRequestError(message, param="strength")
     return resolved
+
+
+def _classifier_free(
+    sampling: SamplingParams, model: ModelInfo, guidance: float
+) -> tuple[float, str] | tuple[None, None]:
+    """Scale and negative prompt of classifier-free guidance, as diffusers' pipelines decide: none up to 1, and in a
+    model whose guidance is an embedding none without a negative prompt."""
+    if model.is_guidance_cfg:
+        scale, negative_prompt = guidance, sampling.negative_prompt or ""
+    elif model.has_true_cfg and sampling.negative_prompt is not None:
+        scale, negative_prompt = sampling.true_cfg_scale or 1.0, sampling.negative_prompt
+    else:
+        return None, None
+    return (scale, negative_prompt) if scale > 1.0 else (None, None)

@@ -70,7 +70,7 @@ def prepare(job: PrepareEdit, image: Bytes | None, mask: Bytes | None) -> Prepar
     came in).
     """
     upload = _read(image, mask, job.mask_kind, job.canvas_size, job.max_pixels)
-    size = generation_size(*upload.picture.image.size, job.native_size, job.token_size)
+    size = generation_size(*upload.picture.image.size, job.native_size, job.token_size, job.max_side)
     template = np.asarray(upload.picture.image.convert("RGB").resize(size, Image.Resampling.LANCZOS))
     return PreparedArrays(
         upload_size=upload.picture.image.size,
@@ -217,8 +217,11 @@ def _any_in_windows(
 # ----------------------------------------------------------------------------------------------------------- geometry
 
 
-def generation_size(width: int, height: int, native_size: int, token_size: int) -> tuple[int, int]:
-    """The size at which a picture is edited: multiples of token_size, area at most native_size squared.
+def generation_size(
+    width: int, height: int, native_size: int, token_size: int, max_side: int | None = None
+) -> tuple[int, int]:
+    """The size at which a picture is edited: multiples of token_size, area at most native_size squared, no side longer
+    than max_side tokens.
 
     Both sides rounded to the nearest multiple (at least one) where that fits. Else, of all sizes that fit, the one
     nearest to the picture scaled to the full area; near in the logarithm of both sides, so aspect and area count alike.
@@ -227,6 +230,9 @@ def generation_size(width: int, height: int, native_size: int, token_size: int) 
     columns, rows = (max(1, (side + token_size // 2) // token_size) for side in (width, height))
     if columns * rows > limit:
         columns, rows = _nearest_grid(width / height, limit)
+    if max_side is not None and max(columns, rows) > max_side:
+        longest = max(width, height)
+        columns, rows = (max(1, round(max_side * side / longest)) for side in (width, height))
     return columns * token_size, rows * token_size
 
 

@@ -33,7 +33,7 @@ def resolve_full_steps(sampling: SamplingParams, model: ModelInfo, mask_ratio: f
     """
     if sampling.full_steps is not None:
         return sampling.full_steps
-    return 0 if model.page_scheme is None else model.page_scheme.full_steps_at(mask_ratio, sampling.num_denoising_steps)
+    return 0 if model.page_scheme is None else model.page_scheme.full_steps_at(mask_ratio, model.num_steps(sampling))
 
 
 def why_exact(
@@ -50,9 +50,9 @@ def why_exact(
         return "unsafe" if _is_wanted(model, engine) else "disabled"
     if num_active >= num_tokens:
         return "mask_covers_all"
-    if resolve_full_steps(sampling, model, num_active / num_tokens) >= sampling.num_denoising_steps:
+    if resolve_full_steps(sampling, model, num_active / num_tokens) >= model.num_steps(sampling):
         return "full_steps"
-    if not fits(scheme, engine.cache, num_tokens, sampling.num_denoising_steps):
+    if not fits(scheme, engine.cache, num_tokens, model.num_steps(sampling)):
         return "too_large"
     return None
 

@@ -66,6 +66,7 @@ class TemplateSession:
                 token_size=model.token_size,
                 max_pixels=self._engine.config.image.max_pixels,
                 scratch=self._memory.alloc(image_ops.scratch_bytes(model.native_size, model.token_size)),
+                max_side=model.max_side,
             )
         )
         self._span.child("prepare", start, time.monotonic(), {})

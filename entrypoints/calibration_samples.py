@@ -60,7 +60,7 @@ def make_samples(images: Sequence[Path], prompts: Sequence[str], number: int, mo
 
 def _sample(path: Path, prompt: str, seed: int, model: ModelInfo) -> Sample:
     with Image.open(path) as picture:
-        size = generation_size(*picture.size, model.native_size, model.token_size)
+        size = generation_size(*picture.size, model.native_size, model.token_size, model.max_side)
         image = picture.convert("RGB").resize(size, Image.Resampling.LANCZOS)
         mask_path = path.with_name(f"{path.stem}{MASK_ENDING}.png")
         mask = _read_mask(mask_path, picture.size, size) if mask_path.is_file() else random_box(size, path.name, seed)

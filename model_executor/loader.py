@@ -28,9 +28,13 @@ HUB_PATTERNS = [INDEX, DEFAULTS, "*/*.json", "*/*.txt", "*/*.model", "*/*.safete
 
 MODULES = {
     "FluxTransformer2DModel": "diffusers.models.transformers.transformer_flux",
+    "SD3Transformer2DModel": "diffusers.models.transformers.transformer_sd3",
     "AutoencoderKL": "diffusers.models.autoencoders.autoencoder_kl",
     "FlowMatchEulerDiscreteScheduler": "diffusers.schedulers.scheduling_flow_match_euler_discrete",
+    "FlowMatchHeunDiscreteScheduler": "diffusers.schedulers.scheduling_flow_match_heun_discrete",
+    "FlowMatchLCMScheduler": "diffusers.schedulers.scheduling_flow_match_lcm",
     "CLIPTextModel": "transformers.models.clip.modeling_clip",
+    "CLIPTextModelWithProjection": "transformers.models.clip.modeling_clip",
     "T5EncoderModel": "transformers.models.t5.modeling_t5",
     "CLIPTokenizer": "transformers",
     "T5Tokenizer": "transformers",
@@ -48,13 +52,13 @@ LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, SafetensorError)
 
 
 class Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The model's own defaults, from an optional generation_config.json; else those of FluxFillPipeline.
+    """The model's own defaults, from an optional generation_config.json; None for those of its family's pipeline.
 
-    native_size: side in pixels of the square it was trained on, None for the VAE's sample_size.
+    native_size: side in pixels of the square it was trained on, None for what its configuration says.
     """
 
-    num_inference_steps: int = 50
-    guidance_scale: float = 30.0
+    num_inference_steps: int | None = None
+    guidance_scale: float | None = None
     native_size: int | None = None
 
 
@@ -88,6 +92,10 @@ class Checkpoint:
     def config(self, part: str) -> dict[str, Any]:
         """A part's config.json."""
         return _read_json(self.path / part / "config.json")
+
+    def has(self, part: str) -> bool:
+        """Whether it comes with an optional part."""
+        return (self.index.get(part) or (None, None))[1] is not None
 
     def load(self, part: str) -> Any:
         """A part by its name in model_index.json: weights on the device in the chosen dtype, tokenizers and schedulers

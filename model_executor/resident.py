@@ -18,11 +18,10 @@ from core.handles import ModelKey
 from core.ipc.heap import keep_freed_memory
 from core.messages import ModelInfo, WorkerReady
 from model_executor.loader import Checkpoint
-from model_executor.models.base import Family, PrimeRow, Row
+from model_executor.models.base import Family, PrimeRow, Row, Sample
 from model_executor.models.registry import make_family
 from model_executor.page_schemes import page_scheme
 from model_executor.pages import Pages
-from model_executor.sampling import advance
 
 logger = logging.getLogger("stencil.worker")
 
@@ -123,8 +122,11 @@ def edit_once(family: Family, side: int, text_tokens: int) -> torch.Tensor:
         guidance_scale=1.0,
         grid=family.grid(side, side),
     )
-    velocity = family.combine_guidance(family.predict([row]))
-    return family.decode(advance(image.latents, velocity, *image.sigmas), side, side)
+    sample = Sample(
+        latents=image.latents, outside=image.outside, sigmas=image.sigmas, step=0, state=image.state, grid=row.grid
+    )
+    latents, _ = family.advance(sample, family.combine_guidance(family.predict([row]), 1.0))
+    return family.decode(latents, side, side)
 
 
 @torch.inference_mode()

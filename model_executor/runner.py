@@ -41,11 +41,11 @@ from core.messages import (
     Prime,
     TextEncode,
 )
-from model_executor.models.base import Family, PrimeRow, Row
+from model_executor.models.base import Family, PrimeRow, Row, Sample
 from model_executor.page_store import PageStore
 from model_executor.pages import Pages
 from model_executor.prompt_cache import PromptCache
-from model_executor.sampling import advance, predict_clean
+from model_executor.sampling import State, predict_clean
 from model_executor.tensor_store import SharedMemory, TensorStore
 
 logger = logging.getLogger("stencil.worker")
@@ -122,8 +122,12 @@ class Runner:
                 return self._denoise(model, items)
 
     def _encode_text(self, model: str, item: Item, work: TextEncode) -> ItemResult:
-        text = self._prompts[model].encode(work.prompt, work.max_sequence_length)
-        named = {"prompt_embeds": text.prompt_embeds, "pooled_prompt_embeds": text.pooled_prompt_embeds}
+        prompts = [work.prompt] if work.negative_prompt is None else [work.prompt, work.negative_prompt]
+        text, *others = [self._prompts[model].encode(prompt, work.max_sequence_length) for prompt in prompts]
+        named = {
+            "prompt_embeds": _rows([text.prompt_embeds, *(other.prompt_embeds for other in others)]),
+            "pooled_prompt_embeds": _rows([text.pooled_prompt_embeds, *(o.pooled_prompt_embeds for o in others)]),
+        }
         return self._put(item, named, text_tokens=text.num_tokens, prompt_truncated=text.truncated)
 
     def _encode_image(self, family: Family, item: Item, work: ImageEncode) -> ItemResult:
@@ -134,8 +138,9 @@ class Runner:
             num_inference_steps=work.num_inference_steps,
             num_denoising_steps=work.num_denoising_steps,
         )
-        named = {"latents": image.latents, "condition": image.condition, "sigmas": image.sigmas}
-        return self._put(item, named, sigmas=tuple(image.sigmas.tolist()))
+        self._store.put_series(TensorKey(item.request_id, item.node, "sampler"), image.state)
+        names = ("latents", "condition", "outside", "sigmas")
+        return self._put(item, {name: getattr(image, name) for name in names}, sigmas=tuple(image.sigmas.tolist()))
 
     def _encode_template(self, family: Family, item: Item, work: EncodeTemplate) -> ItemResult:
         clean = family.encode_template(self._shared(work.template))
@@ -201,9 +206,10 @@ class Runner:
         """predict, combine guidance, advance; only then is anything stored."""
         family = self._models[model]
         steps = [self._step(model, item) for item in items]
-        velocities = [family.combine_guidance([velocity]) for velocity in family.predict([s.row for s in steps])]
-        outputs = [step.outputs(velocity) for step, velocity in zip(steps, velocities, strict=True)]
-        return [self._put_step(item, named) for item, named in zip(items, outputs, strict=True)]
+        predictions = iter(family.predict([row for step in steps for row in step.rows]))
+        velocities = [family.combine_guidance([next(predictions) for _ in step.rows], step.scale) for step in steps]
+        outputs = [step.outputs(family, velocity) for step, velocity in zip(steps, velocities, strict=True)]
+        return [self._put_step(item, *output) for item, output in zip(items, outputs, strict=True)]
 
     def _step(self, model: str, item: Item) -> _Step:
         work, inputs = item.work, {ref.key.name: self._store.resolve(ref) for ref in item.inputs}
@@ -213,26 +219,41 @@ class Runner:
         active = self._indices(work.active, latents.device)
         if active is not None and work.full_blocks:
             latents, condition = self._fill_inactive(model, work, sigma, active, latents, condition)
-        row = Row(
-            latents=latents,
-            condition=condition,
-            prompt_embeds=inputs["prompt_embeds"],
-            pooled_prompt_embeds=inputs["pooled_prompt_embeds"],
-            sigma=sigma,
-            guidance_scale=work.guidance_scale,
+        prompts = zip(inputs["prompt_embeds"], inputs["pooled_prompt_embeds"], strict=True)
+        pages = None if work.pages is None else self._page_span(family, work, work.pages)
+        rows = [
+            Row(
+                latents=latents,
+                condition=condition,
+                prompt_embeds=embeds,
+                pooled_prompt_embeds=pooled,
+                sigma=sigma,
+                guidance_scale=work.guidance_scale,
+                grid=grid,
+                active=active,
+                pages=pages,
+                full_blocks=work.full_blocks,
+                modulation=self._modulation(family, item, work, number, pooled, inputs["sigmas"]),
+            )
+            for number, (embeds, pooled) in enumerate(prompts)
+        ]
+        sample = Sample(
+            latents=inputs["latents"],
+            outside=inputs["outside"],
+            sigmas=inputs["sigmas"],
+            step=work.step,
+            state=self._store.get_series(_sampler_key(item)),
             grid=grid,
-            active=active,
-            pages=None if work.pages is None else self._page_span(family, work, work.pages),
-            full_blocks=work.full_blocks,
-            modulation=self._modulation(family, item, work, inputs),
         )
-        return _Step(row, inputs["sigmas"][work.step + 1], work.keep_clean)
+        return _Step(rows, sample, work.true_cfg_scale, work.keep_clean)
 
-    def _modulation(self, family: Family, item: Item, work: Denoise, inputs: Mapping[str, Tensor]) -> Tensor | None:
-        """The family's table for this step, made for the whole run at its first one."""
-        key = TensorKey(item.request_id, item.node, "modulation")
+    def _modulation(
+        self, family: Family, item: Item, work: Denoise, number: int, pooled: Tensor, sigmas: Tensor
+    ) -> Tensor | None:
+        """The family's table for this step and the request's `number`-th row, made for the whole run at its first."""
+        key = TensorKey(item.request_id, item.node, f"modulation-{number}")
         if not (kept := self._store.get_series(key)):
-            table = family.modulation(inputs["pooled_prompt_embeds"], work.guidance_scale, inputs["sigmas"][:-1])
+            table = family.modulation(pooled, work.guidance_scale, sigmas[:-1])
             kept = () if table is None else (table,)
             self._store.put_series(key, kept)
         return kept[0][work.step : work.step + 1] if kept else None
@@ -273,10 +294,10 @@ class Runner:
         """Token indices, int64."""
         return None if ref is None else self._shared(ref).long().to(device)
 
-    def _put_step(self, item: Item, named: Mapping[str, Tensor]) -> ItemResult:
-        """Replace the latents where they were read from; the clean prediction belongs to this node."""
-        source = next(ref.key for ref in item.inputs if ref.key.name == "latents")
-        keys = {"latents": source, "clean": TensorKey(item.request_id, item.node, "clean")}
+    def _put_step(self, item: Item, named: Mapping[str, Tensor], state: State) -> ItemResult:
+        """Replace latents and sampler state where they were read from; the clean prediction belongs to this node."""
+        keys = {"latents": _latents_key(item), "clean": TensorKey(item.request_id, item.node, "clean")}
+        self._store.put_series(_sampler_key(item), state)
         refs = tuple(self._store.put(keys[name], tensor) for name, tensor in named.items())
         return ItemResult(item.request_id, item.node, refs)
 
@@ -299,24 +320,46 @@ class Runner:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One request's denoising step: what goes in, and how its velocity moves the sampler's state."""
+    """One request's denoising step: what goes in, and how its velocity moves the sampler's state. scale: of
+    classifier-free guidance, with two rows."""
 
-    row: Row
-    next_sigma: Tensor
+    rows: Sequence[Row]
+    sample: Sample
+    scale: float
     keep_clean: bool
 
-    def outputs(self, velocity: Tensor) -> dict[str, Tensor]:
-        """`latents` after the step and, if asked for, `clean`; tokens that are not active stay as they are."""
-        row = self.row
-        here = row.latents if row.active is None else row.latents[row.active]
-        named = {"latents": self._whole(advance(here, velocity, row.sigma, self.next_sigma))}
+    def outputs(self, family: Family, velocity: Tensor) -> tuple[dict[str, Tensor], State]:
+        """`latents` after the step and, if asked for, `clean`, and the sampler's state; tokens that are not active stay
+        as they are. velocity: the active tokens'."""
+        sample, active = self.sample, self.rows[0].active
+        if active is not None:
+            velocity = velocity.new_zeros(sample.latents.shape).index_copy_(0, active, velocity)
+        moved, state = family.advance(sample, velocity)
+        named = {"latents": self._of_active(moved)}
         if self.keep_clean:
-            named["clean"] = self._whole(predict_clean(here, velocity, row.sigma))
-        return named
+            clean = predict_clean(sample.latents, velocity, sample.sigmas[sample.step])
+            named["clean"] = self._of_active(clean)
+        return named, state
 
-    def _whole(self, moved: Tensor) -> Tensor:
-        row = self.row
-        return moved if row.active is None else row.latents.index_copy(0, row.active, moved)
+    def _of_active(self, moved: Tensor) -> Tensor:
+        latents, active = self.sample.latents, self.rows[0].active
+        return moved if active is None else latents.index_copy(0, active, moved[active])
+
+
+def _rows(tensors: Sequence[Tensor]) -> Tensor:
+    """One row each; a view of a single one."""
+    return tensors[0][None] if len(tensors) == 1 else torch.stack(list(tensors))
+
+
+def _latents_key(item: Item) -> TensorKey:
+    """Where a denoising step's latents lie."""
+    return next(ref.key for ref in item.inputs if ref.key.name == "latents")
+
+
+def _sampler_key(item: Item) -> TensorKey:
+    """Where the sampler's state lies, beside the latents."""
+    latents = _latents_key(item)
+    return TensorKey(latents.request_id, latents.node, "sampler")
 
 
 def _hidden_key(item: Item, work: Prime) -> TensorKey:

@@ -1,40 +1,118 @@
-"""Flow-matching Euler sampling, on named tensors instead of a stateful scheduler object.
+"""Sampling with a checkpoint's own diffusers scheduler, on named tensors instead of a stateful object.
 
-A request's sampler state is `latents` and `sigmas` plus its step number: it can move between processes and requests
-with different step counts share a batch. The noise levels themselves come from the checkpoint's own scheduler class;
-one step follows `FlowMatchEulerDiscreteScheduler.step`, casts included.
+A request's sampler state is `latents`, `sigmas` and its step number, and where the scheduler keeps more between steps,
+the tensors of a `State`: it can move between processes, a failed step leaves it as it was, and requests with different
+step counts share a batch. For each step a scheduler object is made from them, so that its arithmetic, casts included,
+is diffusers' own. A step is one call of the model: a second-order solver takes two for each of its noise levels.
 """
 
 from __future__ import annotations
 
+import copy
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
+import torch
 from torch import Tensor
 
-
-def make_sigmas(scheduler: Any, num_inference_steps: int, num_denoising_steps: int, image_tokens: int) -> Tensor:
-    """Noise levels of a run, as FluxFillPipeline asks its scheduler for them, falling to 0.
-
-    float32 [num_denoising_steps + 1]: with strength < 1 the first steps are left out.
-    """
-    sigmas = np.linspace(1.0, 1 / num_inference_steps, num_inference_steps)
-    scheduler.set_timesteps(sigmas=sigmas, mu=_shift(scheduler.config, image_tokens))
-    result: Tensor = scheduler.sigmas[-(num_denoising_steps + 1) :]
-    return result.clone()
+State = tuple[Tensor, ...]
+"""What a scheduler keeps from one step to the next besides its place: its own tensors, those it has not got as empty
+ones; and of one that draws noise the generator's state, uint8."""
 
 
-def _shift(config: Any, image_tokens: int) -> float:
-    """`mu` of dynamic shifting: linear in the image's tokens; diffusers' calculate_shift."""
+class Sampling:
+    """The scheduler of a checkpoint. scheduler: one of diffusers' flow-matching ones, as it was loaded; it is kept."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self.order = int(scheduler.order)
+        self.num_train_timesteps = int(scheduler.config.num_train_timesteps)
+        self._names, self._is_stochastic = self._explore()
+
+    @property
+    def config(self) -> Any:
+        """scheduler_config.json and its defaults."""
+        return self._scheduler.config
+
+    @property
+    def takes_sigmas(self) -> bool:
+        """Whether a pipeline may choose the noise levels itself, as FLUX's do."""
+        return "sigmas" in inspect.signature(self._scheduler.set_timesteps).parameters
+
+    @property
+    def name(self) -> str:
+        return type(self._scheduler).__name__
+
+    def schedule(self, num_inference_steps: int, num_denoising_steps: int, timesteps: Mapping[str, Any]) -> Tensor:
+        """Noise levels of a run, one for each step and a last 0: float32 [steps + 1].
+
+        timesteps: what the pipeline passes to `set_timesteps`. num_denoising_steps: with strength < 1 the first of
+        num_inference_steps are left out, as diffusers' `get_timesteps` does.
+        """
+        self._scheduler.set_timesteps(**timesteps)
+        begin = (num_inference_steps - num_denoising_steps) * self.order
+        sigmas: Tensor = self._scheduler.sigmas[begin:]
+        return sigmas.clone()
+
+    def begin(self, generator: torch.Generator) -> State:
+        """The state before the first step. generator: the request's, after what was drawn for its first latents."""
+        return self._state(dict.fromkeys(self._names), generator)
+
+    def noised(self, clean: Tensor, noise: Tensor, sigmas: Tensor, step: int) -> Tensor:
+        """Clean latents as they are before `step`, after the last one where that is len(sigmas) - 1."""
+        noised: Tensor = self._at(sigmas, step).scale_noise(clean, sigmas[step : step + 1], noise)
+        return noised
+
+    def step(self, latents: Tensor, velocity: Tensor, sigmas: Tensor, step: int, state: State) -> tuple[Tensor, State]:
+        """Latents and state after `step`, 0..len(sigmas) - 2; nothing that is passed in changes.
+
+        latents, velocity: of any one shape, in which noise is drawn too.
+        """
+        scheduler = self._at(sigmas, step)
+        held: Sequence[Tensor] = state
+        generator = None
+        if self._is_stochastic:
+            *held, drawn = state
+            generator = torch.Generator("cpu")
+            generator.set_state(drawn)
+        for name, tensor in zip(self._names, held, strict=True):
+            setattr(scheduler, name, tensor if tensor.numel() else None)
+        moved: Tensor = scheduler.step(
+            velocity, scheduler.timesteps[step], latents, generator=generator, return_dict=False
+        )[0]
+        return moved, self._state(vars(scheduler), generator)
+
+    def _at(self, sigmas: Tensor, step: int) -> Any:
+        """A scheduler of its own, which stands before `step`."""
+        scheduler = copy.copy(self._scheduler)
+        scheduler.sigmas, scheduler.timesteps = sigmas, sigmas[:-1] * self.num_train_timesteps
+        scheduler._begin_index, scheduler._step_index = 0, step
+        return scheduler
+
+    def _state(self, values: Mapping[str, Any], generator: torch.Generator | None) -> State:
+        held = (torch.empty(0) if values[name] is None else values[name] for name in self._names)
+        return (*held, generator.get_state()) if self._is_stochastic and generator is not None else tuple(held)
+
+    def _explore(self) -> tuple[tuple[str, ...], bool]:
+        """What a step leaves behind in the scheduler besides its place, and whether it draws noise: by doing one."""
+        accepted = inspect.signature(self._scheduler.set_timesteps).parameters
+        self._scheduler.set_timesteps(3, **({"mu": 1.0} if "mu" in accepted else {}))
+        trial, generator = copy.copy(self._scheduler), torch.Generator("cpu").manual_seed(0)
+        before, drawn = dict(vars(trial)), generator.get_state()
+        trial.step(torch.ones(1, 4), trial.timesteps[0], torch.ones(1, 4), generator=generator)
+        changed = (name for name, value in vars(trial).items() if value is not before.get(name))
+        names = tuple(sorted(name for name in changed if isinstance(vars(trial)[name], Tensor)))
+        return names, not torch.equal(generator.get_state(), drawn)
+
+
+def dynamic_shift(config: Any, image_tokens: int, max_shift: float = 1.15) -> float:
+    """`mu` of dynamic shifting: linear in the image's tokens; diffusers' calculate_shift. max_shift: where the
+    configuration has none."""
     low, high = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
-    base, top = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
+    base, top = config.get("base_shift", 0.5), config.get("max_shift", max_shift)
     slope = (top - base) / (high - low)
     return float(image_tokens * slope + (base - slope * low))
-
-
-def advance(latents: Tensor, velocity: Tensor, sigma: Tensor, next_sigma: Tensor) -> Tensor:
-    """One Euler step. latents, velocity: [tokens, latent width]; sigma, next_sigma: float32 scalars."""
-    return (latents.float() + (next_sigma - sigma) * velocity).to(velocity.dtype)
 
 
 def predict_clean(latents: Tensor, velocity: Tensor, sigma: Tensor) -> Tensor:

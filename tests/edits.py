@@ -59,6 +59,10 @@ class Edit:
     ) -> None:
         self.request_id, self.seed, self.steps, self.prompt, self.size = request_id, seed, steps, prompt, size
         self.strength = 1.0
+        self.guidance_scale = 30.0
+        self.true_cfg_scale = 1.0
+        self.negative_prompt: str | None = None
+        self.solver_order = 1
         self._arena, self._space = arena, space
         width, height = size
         self.template = self._share(picture(seed, size))
@@ -73,14 +77,20 @@ class Edit:
 
     @property
     def num_steps(self) -> int:
-        """Steps that are run: strength below 1 leaves the first ones out."""
+        """Steps that are run: strength below 1 leaves the first ones out, a solver of order 2 takes them twice."""
+        return self.solver_order * (self.num_denoising_steps - 1) + 1
+
+    @property
+    def num_denoising_steps(self) -> int:
         return SamplingParams(num_inference_steps=self.steps, strength=self.strength).num_denoising_steps
 
     def key(self, node: str, name: str) -> TensorKey:
         return TensorKey(self.request_id, node, name)
 
     def encode_plan(self, max_sequence_length: int = 16) -> StepPlan:
-        text = TextEncode(prompt=self.prompt, max_sequence_length=max_sequence_length)
+        text = TextEncode(
+            prompt=self.prompt, max_sequence_length=max_sequence_length, negative_prompt=self.negative_prompt
+        )
         image = ImageEncode(
             template=self.template,
             mask=self.mask,
@@ -88,7 +98,7 @@ class Edit:
             height=self.size[1],
             seed=self.seed,
             num_inference_steps=self.steps,
-            num_denoising_steps=self.num_steps,
+            num_denoising_steps=self.num_denoising_steps,
         )
         return _plan(
             _batch("text_encode", "text_encoder", [self._item("text_encode", text)]),
@@ -117,7 +127,8 @@ class Edit:
             width=self.size[0],
             height=self.size[1],
             active=None,
-            guidance_scale=30.0,
+            guidance_scale=self.guidance_scale,
+            true_cfg_scale=self.true_cfg_scale,
             keep_clean=keep_clean,
         )
         inputs = (
@@ -125,6 +136,7 @@ class Edit:
             self._ref("text_encode", "pooled_prompt_embeds"),
             self._ref("image_encode", "latents"),
             self._ref("image_encode", "condition"),
+            self._ref("image_encode", "outside"),
             self._ref("image_encode", "sigmas"),
         )
         return Item(self.request_id, "denoise", work, inputs)

@@ -184,7 +184,9 @@ def _has_effect(field: Field, values: Mapping[str, Value], model: ModelInfo, ope
         case "guidance_scale":
             return model.has_guidance
         case "true_cfg_scale":
-            return model.has_true_cfg
+            return model.has_true_cfg and "negative_prompt" in values
+        case "negative_prompt" if model.is_guidance_cfg:
+            return cast(float, values.get("guidance_scale", model.default_guidance_scale)) > 1.0
         case "negative_prompt":
             return model.has_true_cfg and cast(float, values.get("true_cfg_scale", 1.0)) > 1.0
         case "quality":

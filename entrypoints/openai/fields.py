@@ -148,9 +148,16 @@ _COMMON = (
     Field("frame_duration_ms", "integer", "Not used.", 1, has_effect=False),
     Field("num_inference_steps", "integer", "Denoising steps.", 1, 200),
     Field("steps", "integer", "Alias of num_inference_steps.", 1, 200),
-    Field("guidance_scale", "number", "Distilled guidance, for models with a guidance embedding.", 0, 100),
-    Field("true_cfg_scale", "number", "Classifier-free guidance, for models that have it.", 0, 100),
-    Field("negative_prompt", "string", "What to avoid; needs true_cfg_scale.", max_length=MAX_PROMPT_CHARACTERS),
+    Field("guidance_scale", "number", "Guidance: distilled or classifier-free, as the model has it.", 0, 100),
+    Field(
+        "true_cfg_scale", "number", "Classifier-free guidance beside a distilled one; needs negative_prompt.", 0, 100
+    ),
+    Field(
+        "negative_prompt",
+        "string",
+        "What to avoid, for models with classifier-free guidance.",
+        max_length=MAX_PROMPT_CHARACTERS,
+    ),
     Field("seed", "integer", "Image i of n uses seed + i; -1 or omitted: random.", -1, 2**63 - 1),
     Field("strength", "number", "How much of the template's content to replace.", 0, 1),
     Field("max_sequence_length", "integer", "Text tokens, up to the model's own length.", 1),

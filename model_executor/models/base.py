@@ -1,20 +1,22 @@
 """What a model family is to the runner: stages as functions on tensors, free of requests and scheduling.
 
 A family turns prompts, pictures and latents into one another. It holds no per-request state: whatever lives from one
-step to the next is a named tensor that the runner keeps in its tensor store.
+step to the next is a named tensor that the runner keeps in its tensor store. A step of the loop is `predict`, with a
+row for each of a request's prompts, then `combine_guidance`, then `advance`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from torch import Tensor, nn
 
 from core.messages import ModelInfo
 from core.page_scheme import PageDtype, PageLayout
 from model_executor.pages import Pages
+from model_executor.sampling import State
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,11 +33,28 @@ class EncodedText:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedImage:
     """latents: [image tokens, latent width], where sampling starts. condition: [image tokens, condition width], what
-    the denoiser sees of template and mask. sigmas: float32 [steps + 1], the noise levels still ahead, ending at 0."""
+    the denoiser sees of template and mask. outside: [image tokens, outside width], what `Family.advance` keeps the
+    template with outside the mask. Either width is 0 in a family that works without. sigmas: float32 [steps + 1], the
+    noise levels still ahead, ending at 0. state: the sampler's."""
 
     latents: Tensor
     condition: Tensor
+    outside: Tensor
     sigmas: Tensor
+    state: State
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """Where one request's sampling stands before `step`. latents, outside, sigmas, state: as in `EncodedImage`. grid:
+    image tokens as (rows, columns)."""
+
+    latents: Tensor
+    outside: Tensor
+    sigmas: Tensor
+    step: int
+    state: State
+    grid: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +103,9 @@ class PrimeRow:
 class Family(Protocol):
     """One model architecture, made with the light parts of a checkpoint; parts with weights come and go by name."""
 
-    components: ClassVar[Mapping[str, tuple[str, ...]]]
-    """component of a ModelKey -> parts of the checkpoint it consists of, named as in model_index.json."""
+    @property
+    def components(self) -> Mapping[str, tuple[str, ...]]:
+        """Component of a ModelKey -> parts of the checkpoint it consists of, named as in model_index.json."""
 
     def put(self, part: str, module: nn.Module) -> None:
         """Take a loaded part in use."""
@@ -133,8 +153,13 @@ class Family(Protocol):
     def predict(self, rows: Sequence[Row]) -> list[Tensor]:
         """Velocity of each row's active tokens, [active tokens, latent width]: one forward pass for all rows."""
 
-    def combine_guidance(self, predictions: Sequence[Tensor]) -> Tensor:
-        """One velocity from the predictions of all of a request's rows."""
+    def combine_guidance(self, predictions: Sequence[Tensor], scale: float) -> Tensor:
+        """One velocity from the predictions of all of a request's rows: of its prompt and, with classifier-free
+        guidance of this scale, of its negative prompt."""
+
+    def advance(self, sample: Sample, velocity: Tensor) -> tuple[Tensor, State]:
+        """Latents and sampler state after a step. velocity: all tokens', [image tokens, latent width]; where tokens
+        were not computed, neither are their latents to be read."""
 
     def decode(self, latents: Tensor, width: int, height: int) -> Tensor:
         """Pixels of packed latents [image tokens, latent width]: uint8 [height, width, 3]."""

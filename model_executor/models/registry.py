@@ -5,9 +5,17 @@ from __future__ import annotations
 from core.errors import ConfigError
 from model_executor.loader import Checkpoint
 from model_executor.models.base import Family
-from model_executor.models.flux import FluxFill
+from model_executor.models.flux import FluxFill, FluxInpaint
+from model_executor.models.latent_family import LatentFamily
+from model_executor.models.sd3 import StableDiffusion3
 
-FAMILIES: dict[str, type[FluxFill]] = {"FluxFillPipeline": FluxFill}
+FAMILIES: dict[str, type[LatentFamily]] = {
+    "FluxFillPipeline": FluxFill,
+    "FluxPipeline": FluxInpaint,
+    "FluxInpaintPipeline": FluxInpaint,
+    "StableDiffusion3Pipeline": StableDiffusion3,
+    "StableDiffusion3InpaintPipeline": StableDiffusion3,
+}
 
 
 def make_family(checkpoint: Checkpoint) -> Family:

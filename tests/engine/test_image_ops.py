@@ -441,6 +441,15 @@ def test_generation_size(width: int, height: int, native: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("width", "height", "expected"),
+    [(4096, 256, (24, 2)), (256, 4096, (2, 24)), (9000, 10, (24, 1)), (640, 480, (18, 14)), (384, 384, (16, 16))],
+)
+def test_generation_size_of_a_model_with_a_longest_side(width: int, height: int, expected: tuple[int, int]) -> None:
+    columns, rows = (side // 16 for side in image_ops.generation_size(width, height, 256, 16, 24))
+    assert (columns, rows) == expected
+
+
+@pytest.mark.parametrize(
     ("upload", "native", "expected"),
     [
         ((4000, 3000), 1024, (1184, 880)),

@@ -130,6 +130,29 @@ async def test_guidance_has_an_effect_where_the_model_has_it(client: httpx.Async
     assert engine.last.sampling.negative_prompt == "blur"
 
 
+@pytest.mark.parametrize(
+    ("model", "fields", "ignored"),
+    [
+        ({"has_true_cfg": True}, {"true_cfg_scale": "2"}, ["true_cfg_scale"]),
+        ({"has_true_cfg": True}, {"negative_prompt": "blur"}, ["negative_prompt"]),
+        ({"has_guidance": True, "is_guidance_cfg": True}, {"guidance_scale": "4", "negative_prompt": "blur"}, []),
+        ({"has_guidance": True, "is_guidance_cfg": True}, {"negative_prompt": "blur"}, []),
+        (
+            {"has_guidance": True, "is_guidance_cfg": True},
+            {"guidance_scale": "1", "negative_prompt": "blur"},
+            ["negative_prompt"],
+        ),
+        ({"has_guidance": True, "is_guidance_cfg": True}, {"true_cfg_scale": "2"}, ["true_cfg_scale"]),
+    ],
+)
+async def test_guidance_that_changes_nothing_is_named(
+    client: httpx.AsyncClient, engine: FakeEngine, model: dict[str, bool], fields: dict[str, str], ignored: list[str]
+) -> None:
+    engine.models = {MODEL.name: msgspec.structs.replace(MODEL, **model)}
+    response = await post_edit(client, **fields)
+    assert response.json()["stencil"]["ignored"] == ignored
+
+
 async def test_defaults_are_not_named_as_ignored(client: httpx.AsyncClient) -> None:
     fields = {"quality": "auto", "background": "auto", "mask_aware": "false", "partial_images": "0", "model": ""}
     response = await post_edit(client, response_format="b64_json", stream="false", size="auto", user="me", **fields)

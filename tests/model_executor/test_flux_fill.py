@@ -6,84 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from checkpoints import make_flux_fill
 from diffusers import FluxFillPipeline
-from edits import Edit, box_mask, picture
-from PIL import Image
+from edits import Edit, picture
+from pipeline_rig import PROMPT, Rig, assert_same
 
-from core.config import ModelConfig
-from core.ipc.shared_array import Arena, ArenaAllocator
-from core.messages import (
-    BatchResult,
-    PageCopied,
-    StepPlan,
-)
-from model_executor.page_store import PageStore
-from model_executor.resident import ResidentModels
-from model_executor.runner import Runner
-from model_executor.tensor_store import TensorStore
-
-MAX_DIFFERENCE = 1
-"""Of 255: our layers add numbers in another order, which may turn a rounding."""
-
-SAME = 0.999
-"""Share of pixel values that must be equal."""
-
-PROMPT = "a person wearing the red striped shirt, and more words than fit"
-
-
-class Rig:
-    """A runner with one model in this process, and diffusers' pipeline for the same checkpoint."""
-
-    def __init__(self, checkpoint: Path, arena: Arena) -> None:
-        self.arena = arena
-        self.space = ArenaAllocator(arena)
-        models = ResidentModels.open([ModelConfig(model=str(checkpoint), served_model_name="tiny", dtype="float32")])
-        models.load_all()
-        self.store = TensorStore(0, models.device, arena)
-        copied: list[PageCopied] = []
-        self.pages = PageStore(models.device, arena, None, copied.append)
-        self.runner = Runner(0, models.families, self.store, arena, self.pages)
-        self.family = models.families["tiny"]
-        self.pipeline = FluxFillPipeline.from_pretrained(checkpoint)
-        self.pipeline.set_progress_bar_config(disable=True)
-
-    def edit(self, name: str, *, seed: int, steps: int, size: tuple[int, int], prompt: str = PROMPT) -> Edit:
-        return Edit(self.arena, self.space, name, seed=seed, steps=steps, size=size, prompt=prompt)
-
-    def do(self, plan: StepPlan) -> list[BatchResult]:
-        results = [self.runner.run(batch) for batch in plan.batches]
-        for key in plan.free:
-            self.store.free(key)
-        assert [item.failure for result in results for item in result.items if item.failure] == []
-        return results
-
-    def run(self, edit: Edit) -> npt.NDArray[np.uint8]:
-        """The edit alone, from start to end."""
-        for plan in (edit.encode_plan(), *map(edit.denoise_plan, range(edit.num_steps)), edit.decode_plan()):
-            self.do(plan)
-        return edit.result()
-
-    def expected(self, edit: Edit, guidance_scale: float = 30.0) -> npt.NDArray[np.uint8]:
-        """What the pipeline paints."""
-        width, height = edit.size
-        output = self.pipeline(
-            edit.prompt,
-            image=Image.fromarray(picture(edit.seed, edit.size)),
-            mask_image=Image.fromarray(box_mask(edit.size) * 255),
-            width=width,
-            height=height,
-            num_inference_steps=edit.steps,
-            guidance_scale=guidance_scale,
-            strength=edit.strength,
-            max_sequence_length=16,
-            generator=torch.Generator("cpu").manual_seed(edit.seed),
-        )
-        pixels: npt.NDArray[np.uint8] = np.asarray(output.images[0])
-        return pixels
+from core.ipc.shared_array import Arena
 
 
 @pytest.fixture(scope="module")
@@ -95,16 +25,9 @@ def arena() -> Iterator[Arena]:
 
 @pytest.fixture(scope="module")
 def rig(tiny_checkpoint: Path, arena: Arena) -> Iterator[Rig]:
-    rig = Rig(tiny_checkpoint, arena)
+    rig = Rig(tiny_checkpoint, arena, FluxFillPipeline)
     yield rig
     rig.pages.close()
-
-
-def assert_same(ours: npt.NDArray[np.uint8], theirs: npt.NDArray[np.uint8]) -> None:
-    assert theirs.std() > 10, "a flat picture proves nothing"
-    difference = np.abs(ours.astype(int) - theirs)
-    assert difference.max() <= MAX_DIFFERENCE
-    assert (difference == 0).mean() >= SAME
 
 
 @pytest.mark.parametrize(
@@ -125,7 +48,7 @@ def test_strength_below_one_equals_the_pipeline(rig: Rig, strength: float) -> No
 
 def test_plain_schedule_without_guidance_equals_the_pipeline(tmp_path: Path, arena: Arena) -> None:
     """No dynamic shifting, a constant shift, no guidance embedding."""
-    rig = Rig(make_flux_fill(tmp_path / "plain", seed=1, scheduler={"shift": 3.0}), arena)
+    rig = Rig(make_flux_fill(tmp_path / "plain", seed=1, scheduler={"shift": 3.0}), arena, FluxFillPipeline)
     edit = rig.edit("plain", seed=9, steps=5, size=(96, 64), prompt="")
     assert_same(rig.run(edit), rig.expected(edit))
     rig.pages.close()
@@ -136,18 +59,9 @@ def test_batch_of_others_at_different_steps_changes_nothing(rig: Rig) -> None:
     shapes = [((128, 128), 4), ((96, 160), 7), ((64, 64), 2), ((48, 176), 5)]
     edits = [rig.edit(f"mixed-{i}", seed=i, steps=steps, size=size) for i, (size, steps) in enumerate(shapes)]
     alone = [rig.run(edit) for edit in edits]
-    for edit in edits:
-        rig.do(edit.encode_plan())
-    done = dict.fromkeys(edits, 0)
-    for iteration in range(20):
-        running = [edit for i, edit in enumerate(edits) if done[edit] < edit.steps and iteration >= i]
-        if running:
-            rig.do(StepPlan(seq=0, batches=(Edit.denoise_batch(running, done),)))
-        done |= {edit: done[edit] + 1 for edit in running}
-    for edit, before in zip(edits, alone, strict=True):
-        rig.do(edit.decode_plan())
-        assert np.array_equal(edit.result(), before)
-        assert_same(edit.result(), rig.expected(edit))
+    for edit, before, together in zip(edits, alone, rig.run_together(edits), strict=True):
+        assert np.array_equal(together, before)
+        assert_same(together, rig.expected(edit))
     assert len(rig.store) == 0
 
 
@@ -171,16 +85,14 @@ def test_text_result_tells_its_length(rig: Rig) -> None:
         rig.do(edit.decode_plan())
 
 
-def test_failed_step_leaves_every_latent_as_it_was(rig: Rig) -> None:
-    """One bad item fails its batch, all items say so, and the others can be tried again."""
+def test_a_bad_edit_fails_alone_and_changes_nothing_of_the_others(rig: Rig) -> None:
+    """A batch that fails is tried in parts: what the sampler holds of the good one is moved by one step, not two."""
     good, bad = (rig.edit(name, seed=3, steps=2, size=(64, 64)) for name in ("good", "bad"))
     expected = rig.expected(good)
     rig.do(good.encode_plan())
-    before = rig.store.get(good.key("image_encode", "latents")).clone()
     result = rig.runner.run(Edit.denoise_batch([good, bad], {good: 0, bad: 0}))
-    assert [item.failure is not None and item.failure.kind for item in result.items] == ["engine", "engine"]
-    assert torch.equal(rig.store.get(good.key("image_encode", "latents")), before)
-    for plan in (good.denoise_plan(0), good.denoise_plan(1), good.decode_plan()):
+    assert [item.failure and item.failure.kind for item in result.items] == [None, "engine"]
+    for plan in (good.denoise_plan(1), good.decode_plan()):
         rig.do(plan)
     assert_same(good.result(), expected)
 
@@ -236,3 +148,14 @@ def test_priming_condition_is_that_of_an_image_with_nothing_masked(rig: Rig) -> 
     sampled = rig.family.encode_image(template, empty, seed=0, num_inference_steps=1, num_denoising_steps=1).condition
     assert torch.equal(condition[:, :64], clean)
     assert torch.equal(condition[:, 64:], sampled[:, 64:])
+
+
+def test_sampler_that_draws_noise_equals_the_pipeline(tmp_path: Path, arena: Arena) -> None:
+    """From the request's own generator, after what latents and condition took."""
+    path = make_flux_fill(tmp_path / "noisy", scheduler={"stochastic_sampling": True, "use_dynamic_shifting": True})
+    rig = Rig(path, arena, FluxFillPipeline)
+    for strength in (1.0, 0.6):
+        edit = rig.edit(f"noisy-{strength}", seed=6, steps=5, size=(64, 96))
+        edit.strength = strength
+        assert_same(rig.run(edit), rig.expected(edit))
+    rig.pages.close()

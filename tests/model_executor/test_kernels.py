@@ -175,7 +175,7 @@ def own_pages(denoiser: FluxTransformer, row: Row) -> Pages:
     entry = torch.empty(layout.entry_bytes(TOKENS), dtype=torch.uint8)
     shared = ("latents", "condition", "prompt_embeds", "pooled_prompt_embeds", "sigma", "guidance_scale", "grid")
     template = PrimeRow(**{name: getattr(row, name) for name in shared}, hidden=None, entry=entry)
-    denoiser.prime([template], (0, denoiser.num_blocks))
+    denoiser.prime([template], (0, denoiser.num_pages))
     return Pages(layout, TOKENS, entry, None, 0.0)
 
 

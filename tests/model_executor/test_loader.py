@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import make_flux_fill
+from checkpoints import make_flux, make_flux_fill, make_sd3
+from diffusers import FlowMatchHeunDiscreteScheduler
 from safetensors.torch import load_file, save_file
 
 from core.config import ModelConfig
@@ -63,6 +64,35 @@ def test_defaults_are_the_pipelines(tiny_checkpoint: Path) -> None:
     assert (info.default_num_inference_steps, info.default_guidance_scale) == (50, 30.0)
 
 
+def test_info_of_flux(tmp_path: Path) -> None:
+    """dev has a distilled guidance, schnell has none; both can be guided without a classifier besides."""
+    for guidance_embeds in (True, False):
+        path = make_flux(tmp_path / str(guidance_embeds), guidance_embeds=guidance_embeds)
+        info = make_family(Checkpoint.open(ModelConfig(model=str(path)))).info("tiny")
+        assert (info.family, info.has_guidance, info.has_true_cfg, info.is_guidance_cfg) == (
+            "flux",
+            guidance_embeds,
+            True,
+            False,
+        )
+        assert (info.default_num_inference_steps, info.default_guidance_scale) == (28, 7.0)
+
+
+def test_info_of_sd3(tmp_path: Path) -> None:
+    """Guidance is classifier-free, positions end somewhere, Heun calls the model twice a step."""
+    path = make_sd3(tmp_path / "sd3", scheduler_class=FlowMatchHeunDiscreteScheduler, text_tokens=9)
+    (info,) = load(path, dtype="float32").ready(0).models
+    assert (info.family, info.has_guidance, info.has_true_cfg, info.is_guidance_cfg) == ("sd3", True, False, True)
+    assert (info.native_size, info.max_side, info.max_text_tokens, info.solver_order) == (128, 24, 9, 2)
+    assert (info.default_num_inference_steps, info.default_guidance_scale) == (50, 7.0)
+
+
+def test_sd3_of_another_form_is_refused(tmp_path: Path) -> None:
+    path = make_sd3(tmp_path / "sd3")
+    edit_json(path / "transformer/config.json", patch_size=4)
+    assert_refused(path, "a denoiser of 16 channels and patches of 4 is not supported")
+
+
 def test_missing_directory(tmp_path: Path) -> None:
     assert_refused(tmp_path / "missing", "no model directory")
 
@@ -73,7 +103,7 @@ def test_directory_without_index(tmp_path: Path) -> None:
 
 def test_unsupported_pipeline_names_the_supported(copy: Path) -> None:
     edit_json(copy / "model_index.json", _class_name="StableDiffusionPipeline")
-    assert_refused(copy, "StableDiffusionPipeline is not supported; supported: FluxFillPipeline")
+    assert_refused(copy, "StableDiffusionPipeline is not supported; supported: FluxFillPipeline, ")
 
 
 def test_unsupported_part(copy: Path) -> None:
@@ -81,9 +111,10 @@ def test_unsupported_part(copy: Path) -> None:
     assert_refused(copy, "scheduler is of class DDIMScheduler")
 
 
-def test_stochastic_sampling(copy: Path) -> None:
-    edit_json(copy / "scheduler/scheduler_config.json", stochastic_sampling=True)
-    assert_refused(copy, "stochastic sampling is not supported")
+def test_scheduler_that_takes_no_noise_levels(copy: Path) -> None:
+    """FLUX's pipelines give them; diffusers refuses at the first edit."""
+    edit_json(copy / "model_index.json", scheduler=["diffusers", "FlowMatchHeunDiscreteScheduler"])
+    assert_refused(copy, "FLUX chooses its noise levels itself, which FlowMatchHeunDiscreteScheduler does not take")
 
 
 def test_torn_index(copy: Path) -> None:

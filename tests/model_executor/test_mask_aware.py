@@ -65,7 +65,7 @@ def prime_row(flux: FluxTransformer, row: Row, pages: PageDtype) -> PrimeRow:
 def prime(flux: FluxTransformer, rows: Sequence[PrimeRow], cuts: Sequence[int] = ()) -> None:
     """All blocks, in chunks that end at `cuts`."""
     rows = list(rows)
-    for start, stop in zip([0, *cuts], [*cuts, flux.num_blocks], strict=True):
+    for start, stop in zip([0, *cuts], [*cuts, flux.num_pages], strict=True):
         states = flux.prime(rows, (start, stop))
         rows = [replace(row, hidden=state) for row, state in zip(rows, states, strict=True)]
     assert all(row.hidden == () for row in rows)
@@ -145,7 +145,7 @@ def mixed_rows(flux: FluxTransformer, dtype: torch.dtype) -> list[Row]:
         rows[1],
         replace(primed(flux, rows[2], ACTIVE[:3]), full_blocks=1),
         replace(primed(flux, rows[3], ACTIVE, "bfloat16"), full_blocks=2),
-        replace(rows[4], active=ACTIVE[5:], full_blocks=flux.num_blocks),
+        replace(rows[4], active=ACTIVE[5:], full_blocks=flux.num_pages),
         primed(flux, small, torch.tensor([4]), "int8"),
         single,
     ]
@@ -174,7 +174,7 @@ def test_full_blocks_on_own_inputs(linear: Linear, full_blocks: int) -> None:
     partial.pages.near[:start] = 0x7F
     (output,) = forward(flux, [replace(partial, full_blocks=full_blocks)])
     assert torch.equal(output, exact[ACTIVE])
-    if full_blocks == flux.num_blocks:
+    if full_blocks == flux.num_pages:
         (output,) = forward(flux, [replace(row, active=ACTIVE, full_blocks=full_blocks)])
         assert torch.equal(output, exact[ACTIVE])
 
@@ -187,7 +187,7 @@ def test_full_blocks_compute_more_than_pages_hold() -> None:
     pages = primed(flux, make_row(9), ACTIVE).pages
     errors = [
         float((forward(flux, [replace(row, active=ACTIVE, pages=pages, full_blocks=p)])[0] - exact[ACTIVE]).norm())
-        for p in range(flux.num_blocks + 1)
+        for p in range(flux.num_pages + 1)
     ]
     assert errors == sorted(errors, reverse=True)
     assert errors[0] > errors[1] > errors[-1] == 0

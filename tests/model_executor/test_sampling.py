@@ -1,69 +1,128 @@
-"""Noise levels and steps against diffusers' own scheduler, bit for bit."""
+"""Noise levels and steps against diffusers' own schedulers, bit for bit."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from diffusers.pipelines.flux.pipeline_flux_fill import calculate_shift
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+from diffusers.schedulers.scheduling_flow_match_heun_discrete import FlowMatchHeunDiscreteScheduler
+from diffusers.schedulers.scheduling_flow_match_lcm import FlowMatchLCMScheduler
+from fakes import MODEL
 
 from core.request import SamplingParams
-from model_executor.sampling import advance, make_sigmas, predict_clean
+from model_executor.sampling import Sampling, dynamic_shift, predict_clean
 
-SCHEDULERS: list[dict[str, Any]] = [
-    {},
-    {"shift": 3.0},
-    {"use_dynamic_shifting": True},
-    {"use_dynamic_shifting": True, "max_shift": 1.3, "base_image_seq_len": 64, "shift_terminal": 0.1},
-    {"use_karras_sigmas": True},
+SCHEDULERS: list[Any] = [
+    FlowMatchEulerDiscreteScheduler(),
+    FlowMatchEulerDiscreteScheduler(shift=3.0),
+    FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
+    FlowMatchEulerDiscreteScheduler(
+        use_dynamic_shifting=True, max_shift=1.3, base_image_seq_len=64, shift_terminal=0.1
+    ),
+    FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True),
+    FlowMatchEulerDiscreteScheduler(stochastic_sampling=True, shift=3.0),
+    FlowMatchLCMScheduler(),
+    FlowMatchHeunDiscreteScheduler(shift=3.0),
 ]
+TOKENS = 60
 
 
-def diffusers_scheduler(config: dict[str, Any], steps: int, tokens: int) -> FlowMatchEulerDiscreteScheduler:
-    """As FluxFillPipeline sets it."""
-    scheduler = FlowMatchEulerDiscreteScheduler(**config)
-    known = {k: scheduler.config[k] for k in ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")}
-    mu = calculate_shift(tokens, *(known[k] for k in known))
-    scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
-    return scheduler
+def timesteps(sampling: Sampling, steps: int) -> dict[str, Any]:
+    """What FLUX's pipelines pass to a scheduler; one that takes no noise levels gets what SD3's pass."""
+    if not sampling.takes_sigmas:
+        return {"num_inference_steps": steps}
+    return {"sigmas": np.linspace(1.0, 1 / steps, steps), "mu": dynamic_shift(sampling.config, TOKENS)}
 
 
-@pytest.mark.parametrize("config", SCHEDULERS)
-@pytest.mark.parametrize("steps", [2, 8, 28])
+def make(scheduler: Any) -> tuple[Sampling, Any]:
+    """Ours, and a scheduler of its own for diffusers."""
+    own = type(scheduler).from_config(scheduler.config)
+    return Sampling(scheduler), own
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize(("steps", "left_out"), [(2, 0), (8, 0), (8, 3)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_trajectory_is_the_schedulers(config: dict[str, Any], steps: int, dtype: torch.dtype) -> None:
-    tokens = 60
-    theirs = diffusers_scheduler(config, steps, tokens)
-    sigmas = make_sigmas(FlowMatchEulerDiscreteScheduler(**config), steps, steps, tokens)
-    assert sigmas.shape == (steps + 1,)
-    assert torch.equal(sigmas, theirs.sigmas)
-    latents = expected = torch.randn(tokens, 64).to(dtype)
-    for step, timestep in enumerate(theirs.timesteps):
-        velocity = torch.randn(tokens, 64).to(dtype)
-        expected = theirs.step(velocity, timestep, expected, return_dict=False)[0]
-        latents = advance(latents, velocity, sigmas[step], sigmas[step + 1])
+def test_trajectory_is_the_schedulers(scheduler: Any, steps: int, left_out: int, dtype: torch.dtype) -> None:
+    """Every latent and every noised template on the way, whatever the steps of others in between."""
+    sampling, theirs = make(scheduler)
+    theirs.set_timesteps(**timesteps(sampling, steps))
+    theirs.set_begin_index(left_out * theirs.order)
+    sigmas = sampling.schedule(steps, steps - left_out, timesteps(sampling, steps))
+    own, generator = (torch.Generator().manual_seed(7) for _ in range(2))
+    state = sampling.begin(own)
+    clean, noise = torch.randn(1, TOKENS, 64).to(dtype), torch.randn(1, TOKENS, 64).to(dtype)
+    left = theirs.timesteps[left_out * theirs.order :]
+    latents = expected = theirs.scale_noise(clean, left[:1], noise)
+    assert torch.equal(sampling.noised(clean, noise, sigmas, 0), expected)
+    assert len(sigmas) == len(left) + 1
+    for step, timestep in enumerate(left):
+        velocity = torch.randn(1, TOKENS, 64).to(dtype)
+        expected = theirs.step(velocity, timestep, expected, generator=generator, return_dict=False)[0]
+        sampling.schedule(steps + 1, steps + 1, timesteps(sampling, steps + 1))
+        latents, state = sampling.step(latents, velocity, sigmas, step, state)
         assert latents.dtype == dtype
         assert torch.equal(latents, expected)
+        if step < len(left) - 1:
+            noised = theirs.scale_noise(clean, left[step + 1 : step + 2], noise)
+            assert torch.equal(sampling.noised(clean, noise, sigmas, step + 1), noised)
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_a_step_can_be_done_again(scheduler: Any) -> None:
+    """What it takes stays as it was."""
+    sampling, _ = make(scheduler)
+    sigmas = sampling.schedule(4, 4, timesteps(sampling, 4))
+    state, latents = sampling.begin(torch.Generator().manual_seed(0)), torch.randn(TOKENS, 64)
+    for step in range(len(sigmas) - 1):
+        velocity = torch.randn(TOKENS, 64)
+        before = latents.clone()
+        first, state_after = sampling.step(latents, velocity, sigmas, step, state)
+        second, _ = sampling.step(latents, velocity, sigmas, step, state)
+        assert torch.equal(first, second)
+        assert torch.equal(latents, before)
+        latents, state = first, state_after
 
 
 @pytest.mark.parametrize(("steps", "strength", "skipped"), [(8, 1.0, 0), (8, 0.5, 4), (10, 0.35, 6), (3, 0.99, 0)])
 def test_strength_leaves_out_leading_steps(steps: int, strength: float, skipped: int) -> None:
-    sampling = SamplingParams(num_inference_steps=steps, strength=strength)
-    assert sampling.num_denoising_steps == steps - skipped
-    scheduler = FlowMatchEulerDiscreteScheduler()
-    whole = make_sigmas(scheduler, steps, steps, 16)
-    assert torch.equal(make_sigmas(scheduler, steps, sampling.num_denoising_steps, 16), whole[skipped:])
+    params = SamplingParams(num_inference_steps=steps, strength=strength)
+    assert params.num_denoising_steps == steps - skipped
+    sampling = Sampling(FlowMatchEulerDiscreteScheduler())
+    whole = sampling.schedule(steps, steps, timesteps(sampling, steps))
+    part = sampling.schedule(steps, params.num_denoising_steps, timesteps(sampling, steps))
+    assert torch.equal(part, whole[skipped:])
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("strength", [1.0, 0.6])
+def test_number_of_steps_is_known_beforehand(scheduler: Any, strength: float) -> None:
+    """By whoever schedules them, from the solver's order alone."""
+    sampling = Sampling(scheduler)
+    params = SamplingParams(num_inference_steps=5, strength=strength)
+    sigmas = sampling.schedule(5, params.num_denoising_steps, timesteps(sampling, 5))
+    model = msgspec.structs.replace(MODEL, solver_order=sampling.order)
+    assert model.num_steps(params) == len(sigmas) - 1
+
+
+@pytest.mark.parametrize("config", [{}, {"max_shift": 1.3, "base_image_seq_len": 64}])
+def test_dynamic_shift_is_diffusers(config: dict[str, Any]) -> None:
+    config = dict(FlowMatchEulerDiscreteScheduler(**config).config)
+    names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
+    assert dynamic_shift(config, TOKENS) == calculate_shift(TOKENS, *(config[name] for name in names))
 
 
 def test_sigmas_do_not_share_the_schedulers_state() -> None:
     """The next request's schedule must not change one in use."""
-    scheduler = FlowMatchEulerDiscreteScheduler()
-    first = make_sigmas(scheduler, 4, 4, 16)
+    sampling = Sampling(FlowMatchEulerDiscreteScheduler())
+    first = sampling.schedule(4, 4, timesteps(sampling, 4))
     kept = first.clone()
-    make_sigmas(scheduler, 9, 9, 16).zero_()
+    sampling.schedule(9, 9, timesteps(sampling, 9)).zero_()
     assert torch.equal(first, kept)
 
 

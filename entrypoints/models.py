@@ -1,0 +1,103 @@
+"""What can be served: `python -m entrypoints.models`, or of one checkpoint `python -m entrypoints.models --model M`
+
+Tells the parameters of a checkpoint, tokens and cache bytes of pictures, and which request fields it takes. Weights are
+not read. What needs torch runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from core.messages import ModelInfo
+from core.model_card import CheckpointCard, FamilyCard
+
+ROOT = Path(__file__).resolve().parent.parent
+SIZES = ((512, 512), (768, 768), (1024, 768), (1024, 1024), (1536, 1024))
+"""Pictures that are told of, in pixels, up to what the model takes."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; the exit status is 0, or 1 with one line on stderr."""
+    args = _parse(argv)
+    command = [sys.executable, "-m", "model_executor.describe", *([args.model] if args.model else [])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, capture_output=True, env=environment, check=False)
+    if done.returncode:
+        print(done.stderr.decode().strip().splitlines()[-1], file=sys.stderr)
+        return 1
+    if args.model:
+        print(*_describe(msgspec.json.decode(done.stdout, type=CheckpointCard)), sep="\n")
+    else:
+        print(*_list(msgspec.json.decode(done.stdout, type=list[FamilyCard])), sep="\n")
+    return 0
+
+
+def _list(families: Iterable[FamilyCard]) -> Iterable[str]:
+    for family in families:
+        yield f"{family.name:10} {family.summary}\n{'':10} {', '.join(family.pipelines)}"
+
+
+def _describe(card: CheckpointCard) -> Iterable[str]:
+    info = card.info
+    yield f"{info.name}: {card.pipeline}, family {info.family}"
+    total = sum(card.parameters.values())
+    yield f"parameters {_short(total)}: {', '.join(f'{part} {_short(n)}' for part, n in card.parameters.items())}"
+    yield f"{card.scheduler}, {info.default_num_inference_steps} steps, up to {info.max_text_tokens} text tokens"
+    yield f"takes {', '.join(_fields(info))}"
+    pages = f"{card.layout.num_blocks} {card.layout.dtype} pages"
+    yield f"cached per template: {card.num_keyframes} keyframes of {pages}"
+    for width, height in _sizes(info):
+        tokens, keyframe = card.tokens(width, height), card.layout.entry_bytes(card.tokens(width, height))
+        whole = card.template_bytes(width, height)
+        size = f"{width:4} x {height:4} px  {tokens:5} tokens"
+        yield f"  {size}  {_bytes(keyframe)} a keyframe  {_bytes(whole)} a template"
+
+
+def _fields(info: ModelInfo) -> Iterable[str]:
+    """Request fields that depend on the model."""
+    yield from ("mask_aware", "strength")
+    if info.has_guidance:
+        kind = "classifier-free" if info.is_guidance_cfg else "distilled"
+        yield f"guidance_scale ({kind}, default {info.default_guidance_scale:g})"
+    if info.has_true_cfg:
+        yield "true_cfg_scale"
+    if info.has_true_cfg or info.is_guidance_cfg:
+        yield "negative_prompt"
+
+
+def _sizes(info: ModelInfo) -> Iterable[tuple[int, int]]:
+    """Pictures no larger than what it takes, and the largest square."""
+    native = info.native_size
+    sizes = {size for size in SIZES if size[0] * size[1] <= native**2} | {(native, native)}
+    return sorted(sizes, key=lambda size: size[0] * size[1])
+
+
+def _short(number: int) -> str:
+    """Three digits and a unit."""
+    for size, unit in ((10**9, " G"), (10**6, " M"), (10**3, " k")):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return str(number)
+
+
+def _bytes(number: int) -> str:
+    return f"{_short(number)}B".rjust(8)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m entrypoints.models", description="What can be served, or what is to be said of one checkpoint."
+    )
+    parser.add_argument("--model", help="diffusers directory or hub id")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""`python -m model_executor.describe [CHECKPOINT]`: the families as JSON, or a checkpoint, whose weights stay unread.
+
+For who may not import torch: `entrypoints.models` runs it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+
+import msgspec
+from safetensors import SafetensorError, safe_open
+
+from core.config import ModelConfig
+from core.errors import ConfigError
+from core.model_card import CheckpointCard, FamilyCard
+from model_executor.loader import Checkpoint
+from model_executor.models.registry import FAMILIES, make_family
+from model_executor.page_schemes import DEFAULT_DTYPE, DEFAULT_KEYFRAMES
+
+
+def main(argv: Sequence[str]) -> int:
+    """The exit status is 1, with one line on stderr, for a checkpoint that cannot be served."""
+    try:
+        card = describe(argv[0]) if argv else families()
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    sys.stdout.buffer.write(msgspec.json.encode(card))
+    return 0
+
+
+def families() -> list[FamilyCard]:
+    """All there are, with the pipelines of each."""
+    pipelines: dict[str, list[str]] = {}
+    for pipeline, family in FAMILIES.items():
+        pipelines.setdefault(family.family, []).append(pipeline)
+    summaries = {family.family: family.summary for family in FAMILIES.values()}
+    return [FamilyCard(name=name, pipelines=tuple(found), summary=summaries[name]) for name, found in pipelines.items()]
+
+
+def describe(model: str) -> CheckpointCard:
+    """model: a directory or a hub id, which is downloaded. Raises ConfigError."""
+    checkpoint = Checkpoint.open(ModelConfig(model=model, device="cpu", dtype="bfloat16"))
+    family = make_family(checkpoint)
+    info = family.info(model)
+    parts = [part for group in family.components.values() for part in group]
+    return CheckpointCard(
+        pipeline=checkpoint.class_name,
+        scheduler=str(checkpoint.index["scheduler"][1]),
+        info=info,
+        parameters={part: _count(checkpoint.path / part) for part in parts},
+        layout=family.page_layout(DEFAULT_DTYPE),
+        num_keyframes=DEFAULT_KEYFRAMES,
+        latent_bytes=info.latent_width * checkpoint.dtype.itemsize,
+    )
+
+
+def _count(folder: Path) -> int:
+    """Parameters of a part, by the headers of its files; where there are variants of another dtype, of one of them."""
+    files = sorted(folder.glob("*.safetensors"))
+    plain = [file for file in files if not {"fp16", "bf16"} & set(file.name.split("."))] or files
+    return sum(map(_count_file, plain))
+
+
+def _count_file(file: Path) -> int:
+    try:
+        with safe_open(file, "pt") as tensors:
+            return sum(prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"cannot read {file}: {error}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,388 @@
+"""Transformer blocks over the sublayers of diffusers' own, for a batch whose requests compute some tokens each.
+
+`Stream` is such a batch on its way through the blocks; a `Source` says for each of its requests where the keys and
+values of the image's other tokens come from. Every attention over a template's tokens has a page of its own: a block
+mostly one, with a second attention two.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from model_executor.attention import KeysValues, attend, head_major, normalise_and_rotate_
+from model_executor.kernels import Kernels
+from model_executor.linear import Linear, LinearGroup, plain_linear
+from model_executor.models.base import Row
+from model_executor.pages import Entry, PageReader
+from model_executor.ragged import Packing, Span, add_gated_, gather, norm_modulate
+
+FLOAT16_MAX = 65504.0
+
+MakeGroup = Callable[..., LinearGroup]
+"""(*layers) -> their group."""
+
+
+class Source(Protocol):
+    """Where the keys and values of a request's image tokens come from, and where they go; num_tokens counts them."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    def load(self, number: int, page: int, image: Tensor) -> None:
+        """Into `image`, [2, heads, image tokens, head dim], those of a page that block `number` does not compute."""
+
+    def store(self, page: int, image: Tensor) -> None:
+        """What is attended to in the image, complete."""
+
+    def computed(self, number: int) -> Tensor | None:
+        """The image tokens that block `number` computes, None for all."""
+
+    def rows(self, number: int) -> Tensor | None:
+        """Which of the request's tokens, text before image, block `number` computes; None for all."""
+
+
+class Edit:
+    """A request of which leading blocks compute all image tokens, the others the active ones."""
+
+    def __init__(self, row: Row, first_pages: Sequence[int], kernels: Kernels | None) -> None:
+        """first_pages: of each block. A block is computed in full whose first page is among the row's `full_blocks`.
+        Raises ValueError for a row that leaves tokens out and has no pages."""
+        self.num_tokens = row.latents.shape[0]
+        self._active, self._full_blocks = row.active, sum(page < row.full_blocks for page in first_pages)
+        if row.active is None or len(row.active) == self.num_tokens:
+            self._active, self._full_blocks = None, len(first_pages)
+        elif row.pages is None and self._full_blocks < len(first_pages):
+            raise ValueError("a request that leaves tokens out needs the template's pages")
+        else:
+            text_tokens = row.prompt_embeds.shape[0]
+            text = torch.arange(text_tokens, device=row.active.device)
+            self._rows = torch.cat([text, row.active + text_tokens])
+        self._pages: PageReader | None = None if row.pages is None else row.pages.open(kernels)
+
+    def computed(self, number: int) -> Tensor | None:
+        return None if number < self._full_blocks else self._active
+
+    def kept(self, number: int) -> Tensor | None:
+        """Those of the request's tokens before block `number` that go on, None for all."""
+        return self._rows if number == self._full_blocks > 0 and self._active is not None else None
+
+    def rows(self, number: int) -> Tensor | None:
+        return None if self.computed(number) is None else self._rows
+
+    def load(self, number: int, page: int, image: Tensor) -> None:
+        if self.computed(number) is not None:
+            assert self._pages is not None
+            self._pages.read(page, image)
+
+    def store(self, page: int, image: Tensor) -> None:
+        """An edit keeps nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A template that is primed: what a block computes is its page."""
+
+    entry: Entry
+    num_tokens: int
+
+    def load(self, number: int, page: int, image: Tensor) -> None:
+        """Every token is computed."""
+
+    def store(self, page: int, image: Tensor) -> None:
+        self.entry.write(page, image)
+
+    def computed(self, number: int) -> Tensor | None:
+        return None
+
+    def rows(self, number: int) -> Tensor | None:
+        return None
+
+
+@dataclass(slots=True)
+class Stream:
+    """The tokens of a batch on their way through the blocks.
+
+    hidden: joint matrix [tokens, hidden], changed in place. rotary: complex64 [tokens, 1, 1, head dim / 2].
+    modulation: block number -> its parts, each [requests, hidden]. keys_values: of each request, text and image;
+    image_keys_values: of the image alone. All of them may share memory.
+    """
+
+    hidden: Tensor
+    packing: Packing
+    rotary: Tensor
+    modulation: Callable[[int], Sequence[Tensor]]
+    sources: Sequence[Source]
+    keys_values: Sequence[KeysValues]
+    image_keys_values: Sequence[KeysValues]
+    linear: Linear
+    kernels: Kernels | None
+
+    @property
+    def fused(self) -> bool:
+        """Whether results may be rounded less often than diffusers does."""
+        return self.linear is not plain_linear
+
+    def keep(self, tokens: Sequence[Tensor | None]) -> None:
+        """Go on with these tokens of each request, text before image, None for all."""
+        if all(kept is None for kept in tokens):
+            return
+        packing = self.packing
+        rows = [_rows_of(span, kept) for span, kept in zip(packing.joint, tokens, strict=True)]
+        chosen = torch.cat(rows).to(self.hidden.device)
+        lengths = [stop - start for start, stop in packing.joint_text]
+        self.packing = Packing.of(lengths, [len(r) - length for r, length in zip(rows, lengths, strict=True)])
+        self.hidden, self.rotary = self.hidden[chosen], self.rotary[chosen]
+
+    def attention(self, number: int, page: int, qkv: Tensor) -> Sequence[Tensor]:
+        """Every request's attention over `page` in block `number`, text and image together. qkv: [tokens, 3, heads,
+        head dim] -> parts of [tokens, hidden], left to right."""
+        requests = zip(self.packing.joint, self.sources, self.keys_values, strict=True)
+        outputs = [
+            self._attend(number, page, qkv[start:stop], source, keys_values, source.rows(number))
+            for (start, stop), source, keys_values in requests
+        ]
+        return _one_below_the_other(outputs)
+
+    def image_attention(self, number: int, page: int, qkv: Tensor) -> Sequence[Tensor]:
+        """Likewise of the image tokens among themselves. qkv: [image tokens, 3, heads, head dim]."""
+        requests = zip(self.packing.image, self.sources, self.image_keys_values, strict=True)
+        outputs = [
+            self._attend(number, page, qkv[start:stop], source, keys_values, source.computed(number))
+            for (start, stop), source, keys_values in requests
+        ]
+        return _one_below_the_other(outputs)
+
+    def _attend(
+        self, number: int, page: int, qkv: Tensor, source: Source, keys_values: KeysValues, rows: Tensor | None
+    ) -> Sequence[Tensor]:
+        """rows: where the keys and values belong that come with the queries."""
+        source.load(number, page, keys_values.image)
+        keys_values.put(qkv[:, 1:], rows)
+        source.store(page, keys_values.image)
+        return attend(qkv[:, 0], keys_values, self.linear, self.kernels)
+
+
+class Modulation:
+    """Shifts, scales and gates, from one product: a few rows over many weights.
+
+    One for each block: the bits of a product may depend on its number of columns, and a pass over some blocks must
+    give the bits of a pass over all.
+    """
+
+    def __init__(self, norms: Sequence[Any], scales: Sequence[int], group: MakeGroup) -> None:
+        """norms: diffusers' adaptive norms that read the same conditioning; scales: which of their parts are."""
+        layers = [norm.linear for norm in norms]
+        self._group, self._scales = group(*layers), scales
+        self.width = sum(layer.out_features for layer in layers)
+        self._num_parts = self.width // layers[0].in_features
+
+    def product(self, conditioning: Tensor) -> Tensor:
+        """conditioning: [levels, hidden] -> [levels, width], of scales already 1 + scale. A level's bits depend on it
+        alone."""
+        product = self._group(conditioning)
+        parts = self.parts(product)
+        for index in self._scales:
+            parts[index].add_(1)
+        return product
+
+    def parts(self, product: Tensor) -> Sequence[Tensor]:
+        """[requests, width] -> parts of [requests, hidden], layer after layer."""
+        parts: Sequence[Tensor] = product.chunk(self._num_parts, dim=1)
+        return parts
+
+
+class Block(ABC):
+    """What all kinds of block have: modulation, and the image tokens' projections to queries, keys and values."""
+
+    num_pages = 1
+
+    def __init__(self, block: Any, norms: Sequence[Any], scales: Sequence[int], group: MakeGroup) -> None:
+        """norms, scales: as for `Modulation`; the image tokens' first norm leads."""
+        self.page = 0  # its first page; set by who puts blocks in a row
+        self.modulation = Modulation(norms, scales, group)
+        self._norm_eps = norms[0].norm.eps
+        self._image = Projection(block.attn, "", group)
+
+    @abstractmethod
+    def run(self, stream: Stream, number: int) -> None:
+        """Take the stream through this block, the `number`-th."""
+
+    def finish(self, stream: Stream, number: int) -> None:
+        """Only the keys and values of the image tokens, into the pages of the stream's templates."""
+        shift, factor, *_ = stream.modulation(number)
+        self._keep(stream, self.page, self._image, self._normed(stream, stream.packing.joint_image, factor, shift))
+
+    def _keep(self, stream: Stream, page: int, projection: Projection, image: Tensor) -> None:
+        """Keys and values of normed image tokens into this page of each template."""
+        packing = stream.packing
+        # Queries come along: without their columns the product would round differently.
+        key_value = projection.heads(image)[:, 1:]
+        projection.turn_(key_value[:, :1], gather(stream.rotary, packing.joint_image), stream.kernels, first=1)
+        for source, (start, stop) in zip(stream.sources, packing.image, strict=True):
+            source.store(page, head_major(key_value[start:stop]))
+
+    def _normed(self, stream: Stream, where: Sequence[Span], factor: Tensor, shift: Tensor) -> Tensor:
+        """These rows of the stream, normed and modulated."""
+        return norm_modulate(stream.hidden, where, self._norm_eps, factor, shift, fused=stream.fused)
+
+
+class Projection:
+    """An attention's queries, keys and values of one kind of token, with their norm, if it has one."""
+
+    def __init__(self, attn: Any, added: str, group: MakeGroup) -> None:
+        """added: "" for the image's tokens, "added" for the text's, by diffusers' names of their layers."""
+        names = ("add_q_proj", "add_k_proj", "add_v_proj") if added else ("to_q", "to_k", "to_v")
+        norms = [getattr(attn, f"norm_{added}_{part}" if added else f"norm_{part}") for part in "qk"]
+        self._layers = group(*(getattr(attn, name) for name in names))
+        self._heads = attn.heads
+        self.eps = 0.0 if norms[0] is None else norms[0].eps
+        self.weight = None if norms[0] is None else _qk_weight(norms[0], norms[1], attn.heads)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[tokens, hidden] -> [tokens, 3 * hidden], neither normed nor turned."""
+        return self._layers(x)
+
+    def split(self, qkv: Tensor) -> Tensor:
+        """[tokens, 3 * hidden] -> [tokens, 3, heads, head dim]."""
+        return qkv.view(len(qkv), 3, self._heads, -1)
+
+    def heads(self, x: Tensor) -> Tensor:
+        """[tokens, hidden] -> [tokens, 3, heads, head dim], neither normed nor turned."""
+        return self.split(self(x))
+
+    def turn_(self, x: Tensor, rotary: Tensor, kernels: Kernels | None, first: int = 0) -> None:
+        """Norm and rotary embedding in place. x: [tokens, n, heads, head dim], queries (0) and keys (1) from `first`
+        on."""
+        if self.weight is not None:
+            normalise_and_rotate_(x, rotary, self.eps, [([(0, len(x))], self.weight[first:])], kernels)
+
+
+class DoubleBlock(Block):
+    """Text and image tokens have layers of their own and meet in attention.
+
+    In some models the image tokens of some blocks have a second attention, among themselves, beside the first; and the
+    last block has no use for what would become of the text.
+    """
+
+    def __init__(self, block: Any, group: MakeGroup) -> None:
+        attn, second = block.attn, getattr(block, "attn2", None)
+        self._is_last = getattr(block, "context_pre_only", False)
+        self._num_image_parts = 6 if second is None else 9
+        text_scales = (0,) if self._is_last else (1, 4)
+        scales = [*range(1, self._num_image_parts, 3), *(self._num_image_parts + scale for scale in text_scales)]
+        super().__init__(block, [block.norm1, block.norm1_context], scales, group)
+        self._text = Projection(attn, "added", group)
+        self._out = group(attn.to_out[0])
+        self._up, self._down = group(block.ff.net[0].proj), group(block.ff.net[2])
+        if not self._is_last:
+            self._text_out = group(attn.to_add_out)
+            self._text_up, self._text_down = group(block.ff_context.net[0].proj), group(block.ff_context.net[2])
+        self._second = None if second is None else Projection(second, "", group)
+        self._second_out = None if second is None else group(second.to_out[0])
+        self.num_pages = 1 if second is None else 2
+
+    def run(self, stream: Stream, number: int) -> None:
+        parts, packing = stream.modulation(number), stream.packing
+        (shift, factor, gate, *mlp), text_parts = parts[: self._num_image_parts], parts[self._num_image_parts :]
+        # A last norm gives scale before shift, the others shift before scale.
+        text_factor, text_shift = (text_parts[0], text_parts[1]) if self._is_last else (text_parts[1], text_parts[0])
+        text = self._normed(stream, packing.joint_text, text_factor, text_shift)
+        image = self._normed(stream, packing.joint_image, factor, shift)
+        beside = self._image_alone(stream, number, mlp[3:])
+        attended = _side_by_side(stream.attention(number, self.page, self._joint_qkv(stream, text, image)))
+        text, image = packing.split(attended)
+        if not self._is_last:
+            self._add_text(stream, self._text_out(text), text_parts[2])
+        self._add_image(stream, self._out(image), gate)
+        if beside is not None:
+            self._add_image(stream, beside, mlp[5])
+        image = self._normed(stream, packing.joint_image, mlp[1], mlp[0])
+        if not self._is_last:
+            text = self._normed(stream, packing.joint_text, text_parts[4], text_parts[3])
+            self._add_text(stream, self._text_down(self._text_up(text, gelu=True)), text_parts[5])
+        self._add_image(stream, self._down(self._up(image, gelu=True)), mlp[2])
+
+    def finish(self, stream: Stream, number: int) -> None:
+        super().finish(stream, number)
+        if self._second is not None:
+            shift, factor, _ = stream.modulation(number)[6:9]
+            image = self._normed(stream, stream.packing.joint_image, factor, shift)
+            self._keep(stream, self.page + 1, self._second, image)
+
+    def _image_alone(self, stream: Stream, number: int, parts: Sequence[Tensor]) -> Tensor | None:
+        """What the second attention adds to the image tokens, before its gate. parts: its shift, scale and gate."""
+        if self._second is None or self._second_out is None:
+            return None
+        where = stream.packing.joint_image
+        qkv = self._second.heads(self._normed(stream, where, parts[1], parts[0]))
+        self._second.turn_(qkv[:, :2], gather(stream.rotary, where), stream.kernels)
+        return self._second_out(_side_by_side(stream.image_attention(number, self.page + 1, qkv)))
+
+    def _joint_qkv(self, stream: Stream, text: Tensor, image: Tensor) -> Tensor:
+        """Queries, keys and values after norm and rotary, [tokens, 3, heads, head dim]."""
+        packing = stream.packing
+        qkv = self._image.split(packing.join(self._text(text), self._image(image)))
+        if self._image.weight is not None and self._text.weight is not None:
+            weights = [(packing.joint_text, self._text.weight), (packing.joint_image, self._image.weight)]
+            normalise_and_rotate_(qkv[:, :2], stream.rotary, self._image.eps, weights, stream.kernels)
+        return qkv
+
+    def _add_text(self, stream: Stream, text: Tensor, gate: Tensor) -> None:
+        packing = stream.packing
+        add_gated_(stream.hidden, packing.joint_text, text, packing.text, gate)
+        for start, stop in packing.joint_text:
+            _clip_float16_(stream.hidden[start:stop])
+
+    def _add_image(self, stream: Stream, image: Tensor, gate: Tensor) -> None:
+        add_gated_(stream.hidden, stream.packing.joint_image, image, stream.packing.image, gate)
+
+
+class SingleBlock(Block):
+    """All tokens share all layers; attention and MLP read the same input."""
+
+    def __init__(self, block: Any, group: MakeGroup) -> None:
+        super().__init__(block, [block.norm], [1], group)
+        self._up, self._out = group(block.proj_mlp), group(block.proj_out)
+
+    def run(self, stream: Stream, number: int) -> None:
+        shift, factor, gate = stream.modulation(number)
+        joint = stream.packing.joint
+        normed = self._normed(stream, joint, factor, shift)
+        inner = self._up(normed, gelu=True)
+        qkv = self._image.heads(normed)
+        self._image.turn_(qkv[:, :2], stream.rotary, stream.kernels)
+        out = self._out(_side_by_side([*stream.attention(number, self.page, qkv), inner]))
+        add_gated_(stream.hidden, joint, out, joint, gate)
+        _clip_float16_(stream.hidden)
+
+
+def _one_below_the_other(outputs: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
+    """Parts of all requests' rows from those of each."""
+    return outputs[0] if len(outputs) == 1 else [torch.cat([torch.cat(list(parts), dim=1) for parts in outputs])]
+
+
+def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)
+
+
+def _qk_weight(query_norm: Any, key_norm: Any, heads: int) -> Tensor:
+    """Weights of the norms of queries and keys, float32 [2, heads, head dim]. Repeated for every head: they are a
+    fourth of a pass faster to multiply with."""
+    weight = torch.stack([query_norm.weight, key_norm.weight]).detach().float()
+    return weight[:, None].repeat(1, heads, 1)
+
+
+def _rows_of(span: Span, tokens: Tensor | None) -> Tensor:
+    """Rows of the joint matrix with these tokens of a request, None for all."""
+    return torch.arange(*span) if tokens is None else span[0] + tokens.cpu()
+
+
+def _clip_float16_(x: Tensor) -> None:
+    if x.dtype == torch.float16:
+        x.clip_(-FLOAT16_MAX, FLOAT16_MAX)

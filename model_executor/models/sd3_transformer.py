@@ -1,0 +1,74 @@
+"""Stable Diffusion 3's denoiser over the sublayers of a diffusers `SD3Transformer2DModel`.
+
+Follows `diffusers/models/transformers/transformer_sd3.py`. Text comes before the picture here and after it there, so
+that sums are taken in another order; the patches' convolution, which overlaps nowhere, runs as a linear layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from model_executor.models.base import PrimeRow, Row
+from model_executor.models.blocks import Block, DoubleBlock, Stream
+from model_executor.models.denoiser import CACHED_GRIDS, Denoiser, select
+from model_executor.ragged import Packing
+
+
+class SD3Transformer(Denoiser):
+    """Double blocks only, some with a second attention; positions are added to the tokens and not to queries and keys;
+    guidance is none of its business."""
+
+    @staticmethod
+    def _count_pages(config: Mapping[str, Any]) -> int:
+        return int(config["num_layers"]) + len(config.get("dual_attention_layers", ()))
+
+    def _make_blocks(self) -> list[Block]:
+        module = self.module
+        self._patch: int = module.config.patch_size
+        self._image_in = self._group(_as_linear(module.pos_embed.proj))
+        self._text_in = self._group(module.context_embedder)
+        self._positions = lru_cache(maxsize=CACHED_GRIDS)(self._make_positions)
+        return [DoubleBlock(block, self._group) for block in module.transformer_blocks]
+
+    def _embed(self, rows: Sequence[Row | PrimeRow], computed: Sequence[Tensor | None], packing: Packing) -> Tensor:
+        chosen = list(zip(rows, computed, strict=True))
+        image = self._image_in(torch.cat([select(row.latents, tokens) for row, tokens in chosen]))
+        positions = torch.cat([select(self._positions(row.grid), tokens) for row, tokens in chosen])
+        text = self._text_in(torch.cat([row.prompt_embeds for row in rows]))
+        return packing.join(text, (image + positions).to(image.dtype))
+
+    def _embedding(self, sigma: Tensor, pooled_prompt_embeds: Tensor, guidance_scale: float) -> Tensor:
+        """Time and pooled text."""
+        timestep = (sigma * self._num_train_timesteps).reshape(1)
+        embedding: Tensor = self.module.time_text_embed(timestep, pooled_prompt_embeds[None])
+        return embedding
+
+    def _make_positions(self, grid: tuple[int, int]) -> Tensor:
+        """From the middle of the square that the model knows: [image tokens, hidden]."""
+        positions: Tensor = self.module.pos_embed.cropped_pos_embed(*(side * self._patch for side in grid))
+        return positions[0]
+
+    def _make_rotary_table(self, text_tokens: int, grid: tuple[int, int]) -> Tensor:
+        """No rotation at all."""
+        tokens, head_dim = text_tokens + grid[0] * grid[1], self.module.config.attention_head_dim
+        return torch.ones(tokens, 1, 1, head_dim // 2, dtype=torch.complex64, device=self.module.device)
+
+    def _project_out(self, stream: Stream) -> Tensor:
+        """The module's patches have their channels last, latents have them first."""
+        velocity = super()._project_out(stream)
+        return velocity.view(len(velocity), self._patch, self._patch, -1).permute(0, 3, 1, 2).flatten(1)
+
+
+def _as_linear(convolution: nn.Conv2d) -> nn.Linear:
+    """A convolution over patches side by side, for patches as rows, channel by channel; it shares the weights."""
+    weight = convolution.weight.flatten(1)
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=convolution.bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if convolution.bias is not None:
+        linear.bias = nn.Parameter(convolution.bias, requires_grad=False)
+    return linear

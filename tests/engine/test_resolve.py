@@ -1,0 +1,42 @@
+"""From what a request asks for to what a model does: which guidance, of what scale, against which prompt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import fakes
+import msgspec
+import pytest
+
+from core.request import SamplingParams
+from engine.edit_session import resolve
+
+DISTILLED = msgspec.structs.replace(fakes.MODEL, has_guidance=True)
+BOTH = msgspec.structs.replace(DISTILLED, has_true_cfg=True)
+CLASSIFIER_FREE = msgspec.structs.replace(
+    fakes.MODEL, has_guidance=True, is_guidance_cfg=True, default_guidance_scale=7.0
+)
+
+
+def guidance(model: Any, **fields: Any) -> tuple[float | None, float | None, str | None, int]:
+    sampling = resolve(SamplingParams(**fields), model)
+    return sampling.guidance_scale, sampling.true_cfg_scale, sampling.negative_prompt, sampling.num_rows
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "expected"),
+    [
+        (DISTILLED, {}, (30.0, None, None, 1)),
+        (DISTILLED, {"true_cfg_scale": 4.0, "negative_prompt": "x"}, (30.0, None, None, 1)),
+        (BOTH, {"true_cfg_scale": 4.0}, (30.0, None, None, 1)),
+        (BOTH, {"negative_prompt": "x"}, (30.0, None, None, 1)),
+        (BOTH, {"true_cfg_scale": 1.0, "negative_prompt": "x"}, (30.0, None, None, 1)),
+        (BOTH, {"true_cfg_scale": 4.0, "negative_prompt": ""}, (30.0, 4.0, "", 2)),
+        (CLASSIFIER_FREE, {}, (7.0, 7.0, "", 2)),
+        (CLASSIFIER_FREE, {"negative_prompt": "x", "guidance_scale": 2.0}, (2.0, 2.0, "x", 2)),
+        (CLASSIFIER_FREE, {"negative_prompt": "x", "guidance_scale": 1.0}, (1.0, None, None, 1)),
+        (CLASSIFIER_FREE, {"true_cfg_scale": 4.0, "guidance_scale": 0.0}, (0.0, None, None, 1)),
+    ],
+)
+def test_guidance_is_decided_as_diffusers_pipelines_do(model: Any, fields: Any, expected: Any) -> None:
+    assert guidance(model, **fields) == expected

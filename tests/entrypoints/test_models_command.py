@@ -1,0 +1,53 @@
+"""`python -m entrypoints.models`: what can be served, told without torch in this process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from checkpoints import make_sd3
+
+from core.config import EMBEDDED_MODEL
+from core.page_scheme import PageLayout
+from entrypoints.models import main
+
+
+def test_families_are_listed_with_their_pipelines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    told = capsys.readouterr().out
+    for name in ("flux-fill", "sd3", "FluxFillPipeline", "FluxPipeline", "StableDiffusion3Pipeline"):
+        assert name in told
+
+
+def test_a_checkpoint_is_described(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", EMBEDDED_MODEL]) == 0
+    told = capsys.readouterr().out
+    assert "family flux-fill" in told
+    assert "parameters 11.9 M" in told
+    assert "takes mask_aware, strength\n" in told
+    entry = PageLayout(num_blocks=7, num_heads=4, head_dim=64, dtype="int8").entry_bytes(256)
+    assert f"256 tokens    {entry / 1e3:.3g} kB a keyframe" in told
+
+
+def test_fields_and_parts_are_the_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """SD3 without T5: two text encoders, guidance and a negative prompt, a page for each attention."""
+    path = make_sd3(tmp_path / "sd3", has_t5=False, dual_attention_layers=(0, 1))
+    assert main(["--model", str(path)]) == 0
+    told = capsys.readouterr().out
+    assert "text_encoder_2" in told
+    assert "text_encoder_3" not in told
+    assert "guidance_scale (classifier-free, default 7), negative_prompt\n" in told
+    assert "5 keyframes of 5 int8 pages" in told
+
+
+def test_what_cannot_be_served_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "StableDiffusionPipeline"}))
+    for model, reason in (
+        (tmp_path / "missing", "no model directory"),
+        (tmp_path, "is not supported; supported: Flux"),
+    ):
+        assert main(["--model", str(model)]) == 1
+        told = capsys.readouterr()
+        assert (told.out, told.err.count("\n")) == ("", 1)
+        assert reason in told.err

@@ -1,0 +1,191 @@
+"""Every family's denoiser: against its diffusers module, in company, and with active tokens over a template's pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import flux_transformer, sd3_transformer
+from torch import Tensor
+
+from model_executor.linear import plain_linear
+from model_executor.models.base import PrimeRow, Row
+from model_executor.models.denoiser import Denoiser
+from model_executor.models.flux_transformer import FluxTransformer
+from model_executor.models.latent_family import pack, unpack
+from model_executor.models.sd3_transformer import SD3Transformer
+from model_executor.pages import Pages
+
+WIDTH = 64
+ROWS = [((6, 8), 8), ((3, 5), 8), ((8, 2), 11), ((1, 1), 5)]
+"""(grid, text tokens) of requests that share a batch."""
+
+ACTIVE = torch.tensor([3, 4, 5, 11, 12, 13, 30, 47])
+
+
+@dataclass(frozen=True)
+class Case:
+    """A small random module, its denoiser, and what diffusers' pipeline would pass to the module."""
+
+    module: Callable[[], Any]
+    denoiser: type[Denoiser]
+    reference: Callable[[Any, Row], Tensor]
+    num_pages: int
+
+
+def of_flux(module: Any, row: Row) -> Tensor:
+    ids = torch.cartesian_prod(torch.zeros(1), torch.arange(float(row.grid[0])), torch.arange(float(row.grid[1])))
+    output: Tensor = module(
+        hidden_states=row.latents[None],
+        timestep=row.sigma.expand(1),
+        guidance=torch.full([1], row.guidance_scale) if module.config.guidance_embeds else None,
+        pooled_projections=row.pooled_prompt_embeds[None],
+        encoder_hidden_states=row.prompt_embeds[None],
+        txt_ids=torch.zeros(row.prompt_embeds.shape[0], 3),
+        img_ids=ids,
+        return_dict=False,
+    )[0][0]
+    return output
+
+
+def of_sd3(module: Any, row: Row) -> Tensor:
+    output = module(
+        hidden_states=unpack(row.latents, row.grid),
+        timestep=(row.sigma * 1000).expand(1),
+        pooled_projections=row.pooled_prompt_embeds[None],
+        encoder_hidden_states=row.prompt_embeds[None],
+        return_dict=False,
+    )[0]
+    return pack(output)
+
+
+def sd3(**options: Any) -> Callable[[], Any]:
+    return lambda: sd3_transformer(WIDTH, WIDTH, **options)
+
+
+CASES = {
+    "flux-dev": Case(lambda: flux_transformer(WIDTH, True, 64), FluxTransformer, of_flux, 3),
+    "flux-schnell": Case(lambda: flux_transformer(WIDTH, False, 64), FluxTransformer, of_flux, 3),
+    "sd3": Case(sd3(qk_norm=None, dual_attention_layers=()), SD3Transformer, of_sd3, 3),
+    "sd3.5-large": Case(sd3(dual_attention_layers=()), SD3Transformer, of_sd3, 3),
+    "sd3.5-medium": Case(sd3(dual_attention_layers=(0, 1)), SD3Transformer, of_sd3, 5),
+    "second-attention-last": Case(sd3(dual_attention_layers=(2,)), SD3Transformer, of_sd3, 4),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest) -> Case:
+    return CASES[request.param]
+
+
+@pytest.fixture(scope="module")
+def module(case: Case) -> Any:
+    torch.manual_seed(0)
+    return case.module().eval()
+
+
+@pytest.fixture(scope="module")
+def denoiser(case: Case, module: Any) -> Denoiser:
+    return case.denoiser(module, 1000)
+
+
+def make_row(seed: int, grid: tuple[int, int] = (6, 8), text_tokens: int = 8) -> Row:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    tokens = grid[0] * grid[1]
+    return Row(
+        latents=draw(tokens, 64),
+        condition=torch.empty(tokens, 0),
+        prompt_embeds=draw(text_tokens, WIDTH),
+        pooled_prompt_embeds=draw(WIDTH),
+        sigma=torch.rand((), generator=generator),
+        guidance_scale=1.0 + seed,
+        grid=grid,
+    )
+
+
+@torch.inference_mode()
+def forward(denoiser: Denoiser, rows: Sequence[Row]) -> list[Tensor]:
+    return denoiser.forward(rows)
+
+
+def prime_row(denoiser: Denoiser, row: Row) -> PrimeRow:
+    """The same inputs, to be primed; pages start as something that would show."""
+    entry = torch.full([denoiser.page_layout("float32").entry_bytes(len(row.latents))], 0x7F, dtype=torch.uint8)
+    shared = ("latents", "condition", "prompt_embeds", "pooled_prompt_embeds", "sigma", "guidance_scale", "grid")
+    return PrimeRow(**{name: getattr(row, name) for name in shared}, hidden=None, entry=entry)
+
+
+@torch.inference_mode()
+def prime(denoiser: Denoiser, row: PrimeRow, cuts: Sequence[int] = ()) -> None:
+    """All pages, in chunks that end at `cuts`."""
+    for start, stop in zip([0, *cuts], [*cuts, denoiser.num_pages], strict=True):
+        (state,) = denoiser.prime([row], (start, stop))
+        row = replace(row, hidden=state)
+    assert row.hidden == ()
+
+
+def primed(denoiser: Denoiser, row: Row, active: Tensor = ACTIVE) -> Row:
+    """The row with these tokens active over pages of its own inputs."""
+    template = prime_row(denoiser, row)
+    prime(denoiser, template)
+    layout = denoiser.page_layout("float32")
+    return replace(row, active=active, pages=Pages(layout, len(row.latents), template.entry, None, 0.0))
+
+
+@pytest.mark.parametrize("number", range(len(ROWS)))
+def test_one_request_is_the_modules_own(case: Case, module: Any, number: int) -> None:
+    row = make_row(number, *ROWS[number])
+    with torch.inference_mode():
+        expected = case.reference(module, row)
+    (output,) = forward(case.denoiser(module, 1000, plain_linear), [row])
+    assert float(expected.std()) > 0.05
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_bits_do_not_depend_on_the_batch(denoiser: Denoiser) -> None:
+    """Exact and mask-aware, sizes and text lengths: alone or with any others."""
+    rows = [make_row(number, *shape) for number, shape in enumerate(ROWS)]
+    rows += [primed(denoiser, make_row(7)), replace(primed(denoiser, make_row(8)), full_blocks=1)]
+    alone = [forward(denoiser, [row])[0] for row in rows]
+    for order in ([0, 1, 2, 3, 4, 5], [5, 3, 1, 4, 0, 2], [4, 4]):
+        for index, output in zip(order, forward(denoiser, [rows[i] for i in order]), strict=True):
+            assert torch.equal(output, alone[index])
+
+
+@pytest.mark.parametrize("active", [ACTIVE, torch.arange(1, 48), torch.tensor([17])])
+def test_own_content_gives_the_bits_of_the_exact_pass(denoiser: Denoiser, active: Tensor) -> None:
+    """Where pages hold what the request itself would compute, leaving tokens out changes nothing."""
+    row = make_row(0)
+    (exact,) = forward(denoiser, [row])
+    (output,) = forward(denoiser, [primed(denoiser, row, active)])
+    assert torch.equal(output, exact[active])
+
+
+def test_full_blocks_on_own_inputs(denoiser: Denoiser) -> None:
+    """However many pages are not there yet: blocks that would need one of them compute all tokens."""
+    row = make_row(5)
+    (exact,) = forward(denoiser, [row])
+    for full_blocks in range(denoiser.num_pages + 1):
+        partial = primed(denoiser, row)
+        assert partial.pages is not None
+        partial.pages.near[: full_blocks * partial.pages.layout.block_bytes(48)] = 0x7F
+        (output,) = forward(denoiser, [replace(partial, full_blocks=full_blocks)])
+        assert torch.equal(output, exact[ACTIVE])
+
+
+def test_priming_in_chunks_writes_the_same_bytes(case: Case, denoiser: Denoiser) -> None:
+    """Also where a chunk ends between the two pages of one block."""
+    assert denoiser.page_layout("int8").num_blocks == denoiser.num_pages == case.num_pages
+    whole = prime_row(denoiser, make_row(0))
+    prime(denoiser, whole)
+    for cut in range(1, denoiser.num_pages):
+        part = prime_row(denoiser, make_row(0))
+        prime(denoiser, part, [cut])
+        assert torch.equal(part.entry, whole.entry)

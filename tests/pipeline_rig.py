@@ -1,0 +1,107 @@
+"""A runner and diffusers' pipeline side by side, on the same checkpoint: same seed, steps, size; float32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from edits import Edit, box_mask, picture
+from PIL import Image
+
+from core.config import ModelConfig
+from core.ipc.shared_array import Arena, ArenaAllocator
+from core.messages import BatchResult, PageCopied, StepPlan
+from model_executor.page_store import PageStore
+from model_executor.resident import ResidentModels
+from model_executor.runner import Runner
+from model_executor.tensor_store import TensorStore
+
+MAX_DIFFERENCE = 1
+"""Of 255: our layers add numbers in another order, which may turn a rounding."""
+
+SAME = 0.999
+"""Share of pixel values that must be equal."""
+
+PROMPT = "a person wearing the red striped shirt, and more words than fit"
+
+
+class Rig:
+    """A runner with one model in this process, and diffusers' pipeline for the same checkpoint."""
+
+    def __init__(self, checkpoint: Path, arena: Arena, pipeline: Any, **parts: Any) -> None:
+        """pipeline: its class. parts: of the pipeline, in place of the checkpoint's."""
+        self.arena = arena
+        self.space = ArenaAllocator(arena)
+        models = ResidentModels.open([ModelConfig(model=str(checkpoint), served_model_name="tiny", dtype="float32")])
+        models.load_all()
+        self.store = TensorStore(0, models.device, arena)
+        copied: list[PageCopied] = []
+        self.pages = PageStore(models.device, arena, None, copied.append)
+        self.runner = Runner(0, models.families, self.store, arena, self.pages)
+        self.family = models.families["tiny"]
+        self.pipeline = pipeline.from_pretrained(checkpoint, **parts)
+        self.pipeline.set_progress_bar_config(disable=True)
+
+    def edit(self, name: str, *, seed: int, steps: int, size: tuple[int, int], prompt: str = PROMPT) -> Edit:
+        return Edit(self.arena, self.space, name, seed=seed, steps=steps, size=size, prompt=prompt)
+
+    def do(self, plan: StepPlan) -> list[BatchResult]:
+        results = [self.runner.run(batch) for batch in plan.batches]
+        for key in plan.free:
+            self.store.free(key)
+        assert [item.failure for result in results for item in result.items if item.failure] == []
+        return results
+
+    def run(self, edit: Edit) -> npt.NDArray[np.uint8]:
+        """The edit alone, from start to end."""
+        for plan in (edit.encode_plan(), *map(edit.denoise_plan, range(edit.num_steps)), edit.decode_plan()):
+            self.do(plan)
+        return edit.result()
+
+    def run_together(self, edits: Sequence[Edit]) -> list[npt.NDArray[np.uint8]]:
+        """Each joins the others one step later than the one before it, and leaves after its last."""
+        for edit in edits:
+            self.do(edit.encode_plan())
+        done, iteration = dict.fromkeys(edits, 0), 0
+        while running := [edit for edit in edits[: iteration + 1] if done[edit] < edit.num_steps]:
+            self.do(StepPlan(seq=0, batches=(Edit.denoise_batch(running, done),)))
+            done |= {edit: done[edit] + 1 for edit in running}
+            iteration += 1
+        for edit in edits:
+            self.do(edit.decode_plan())
+        return [edit.result() for edit in edits]
+
+    def expected(self, edit: Edit, **options: Any) -> npt.NDArray[np.uint8]:
+        """What the pipeline paints. options: of the call, besides those that are the same for every pipeline."""
+        width, height = edit.size
+        generator = torch.Generator("cpu").manual_seed(edit.seed)
+        # The pipelines pass none: noise that a sampler draws would come from the process's own generator.
+        scheduler = self.pipeline.scheduler
+        scheduler.step = partial(type(scheduler).step, scheduler, generator=generator)
+        output = self.pipeline(
+            edit.prompt,
+            image=Image.fromarray(picture(edit.seed, edit.size)),
+            mask_image=Image.fromarray(box_mask(edit.size) * 255),
+            width=width,
+            height=height,
+            num_inference_steps=edit.steps,
+            guidance_scale=edit.guidance_scale,
+            strength=edit.strength,
+            max_sequence_length=16,
+            generator=generator,
+            **options,
+        )
+        pixels: npt.NDArray[np.uint8] = np.asarray(output.images[0])
+        return pixels
+
+
+def assert_same(ours: npt.NDArray[np.uint8], theirs: npt.NDArray[np.uint8]) -> None:
+    assert theirs.std() > 10, "a flat picture proves nothing"
+    difference = np.abs(ours.astype(int) - theirs)
+    assert difference.max() <= MAX_DIFFERENCE
+    assert (difference == 0).mean() >= SAME
