@@ -14,6 +14,7 @@ from starlette.responses import Response
 from core.errors import (
     AbortedError,
     DeadlineExceededError,
+    EngineDeadError,
     InvalidImageError,
     InvalidRequestError,
     ModelNotFoundError,
@@ -25,9 +26,14 @@ from core.errors import (
 
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
-INTERNAL_MESSAGE = "The server had an error while processing your request. Sorry about that!"
 NO_DISK_SECONDS = 10.0  # what a client is told to wait: operators are not faster
-OUT_OF_MEMORY_MESSAGE = "The server had not enough memory for this request. Try a smaller image or fewer images."
+FAILURES = {
+    "internal_error": "The server had an error while processing your request. Sorry about that!",
+    "out_of_memory": "The server had not enough memory for this request. Try a smaller image or fewer images.",
+    "engine_died": "The engine died that worked on this request, as often as it was tried. Try again later.",
+}
+"""What clients are told of internal failures, by code. Their own texts, in the log, name files, devices and other
+requests."""
 
 
 class RequestTooLargeError(InvalidRequestError):
@@ -105,6 +111,8 @@ _TABLE: tuple[tuple[type[BaseException], int, str | None, str | None], ...] = (
     (OverloadedError, 503, "service_unavailable_error", "server_is_overloaded"),
     (DeadlineExceededError, 504, SERVER_ERROR, "deadline_exceeded"),
     (AbortedError, 499, INVALID_REQUEST, "request_cancelled"),
+    (OutOfMemoryError, 500, SERVER_ERROR, "out_of_memory"),
+    (EngineDeadError, 500, SERVER_ERROR, "engine_died"),
     (Exception, 500, SERVER_ERROR, "internal_error"),
 )
 
@@ -120,7 +128,7 @@ def describe(error: BaseException) -> ErrorReply:
         status=status,
         type=kind or _image_error_type(error),
         code=code or getattr(error, "code", None),
-        message=_message(error, status),
+        message=FAILURES[code] if status == 500 and code else str(error),
         param=getattr(error, "param", None),
         headers=_headers(error),
     )
@@ -147,13 +155,6 @@ def describe_http(error: HTTPException, method: str, path: str) -> ErrorReply:
 def _image_error_type(error: BaseException) -> str:
     is_users = isinstance(error, InvalidImageError) and error.code in _USER_IMAGE_CODES
     return "image_generation_user_error" if is_users else INVALID_REQUEST
-
-
-def _message(error: BaseException, status: int) -> str:
-    """Internal failures are told in the log only: their texts name files, devices and other requests."""
-    if status != 500:
-        return str(error)
-    return OUT_OF_MEMORY_MESSAGE if isinstance(error, OutOfMemoryError) else INTERNAL_MESSAGE
 
 
 def _headers(error: BaseException) -> dict[str, str]:

@@ -40,8 +40,8 @@ MULTIPART = {"content-type": "multipart/form-data; boundary=b"}
         (InvalidImageError("big", param="image", code="image_too_large"), 400, "invalid_request_error", None),
         (OverloadedError("full", retry_after=3.2), 503, "service_unavailable_error", "server_is_overloaded"),
         (DeadlineExceededError("late"), 504, "server_error", "deadline_exceeded"),
-        (EngineDeadError("/secret/path"), 500, "server_error", "internal_error"),
-        (OutOfMemoryError("/secret/path"), 500, "server_error", "internal_error"),
+        (EngineDeadError("/secret/path"), 500, "server_error", "engine_died"),
+        (OutOfMemoryError("/secret/path"), 500, "server_error", "out_of_memory"),
         (RuntimeError("/secret/path"), 500, "server_error", "internal_error"),
     ],
 )

@@ -78,7 +78,7 @@ async def test_ms_are_the_slowest_images(client: httpx.AsyncClient, engine: Fake
 @pytest.mark.parametrize(
     ("error", "message", "status", "code"),
     [
-        (EngineDeadError("/secret"), "failed", 500, "internal_error"),
+        (EngineDeadError("/secret"), "failed", 500, "engine_died"),
         (DeadlineExceededError("late"), "failed", 504, "deadline_exceeded"),
         (OverloadedError("full", retry_after=1), "refused", 503, "server_is_overloaded"),
     ],
@@ -97,7 +97,7 @@ async def test_a_stream_that_fails_after_its_200(client: httpx.AsyncClient, engi
     engine.failing = EngineDeadError("/secret")
     await post_edit(client, stream="true", partial_images="1")
     line = log.only()
-    assert (line["message"], line["status"], line["error"]) == ("failed", 200, "internal_error")
+    assert (line["message"], line["status"], line["error"]) == ("failed", 200, "engine_died")
     assert {line["request_id"] for line in log.lines} == {line["request_id"]}
 
 
