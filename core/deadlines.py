@@ -60,31 +60,40 @@ class Deadlines:
     def lost(self, requests: Sequence[Request], now: float) -> Iterator[tuple[Request, Failure]]:
         """Live requests, given most urgent first, that are to be given up, and why.
 
-        One that waits is lost if it would be late even with the next free place; only those are looked at that could
-        have it soon. One that runs is lost when nobody can want its result any more: its objective does not count.
+        One that runs is lost when nobody can want its result any more: its objective does not count. One that waits is
+        lost if it would be late even with the next free place; only those are looked at that could have it soon.
         """
         if not _any_due(requests):
             return
-        running = [request for request in requests if request.status is Status.RUNNING]
         base = self.base_seconds(requests)
-        next_place = NextPlace((self.left(request) for request in running), self.max_num_seqs, base)
+        running = [request for request in requests if request.status is Status.RUNNING]
+        waiting = [request for request in requests if request.status is Status.WAITING]
+        staying: list[RequestLoad] = []
+        for request in running:
+            load = self.left(request)
+            failure = _why_stop(request.edit, now, now + CERTAIN * alone(load, base))
+            if failure is None:
+                staying.append(load)
+            else:
+                yield request, failure
+        yield from self._lost_waiting(waiting, staying, base, now)
+
+    def _lost_waiting(
+        self, waiting: Sequence[Request], running: Sequence[RequestLoad], base: float, now: float
+    ) -> Iterator[tuple[Request, Failure]]:
+        next_place = NextPlace(running, self.max_num_seqs, base)
         num_looked_at = 0
-        for request in requests:
+        for request in waiting:
             edit = request.edit
             if due(edit) is None:
                 continue
             if edit.deadline is not None and edit.deadline <= now:
                 yield request, PASSED
-            elif request.status is Status.RUNNING:
-                if edit.deadline is not None and now + CERTAIN * alone(self.left(request), base) > edit.deadline:
-                    yield request, TOO_LATE
             elif num_looked_at < self.max_num_seqs:
                 num_looked_at += 1
-                end = now + next_place.seconds(self.left(request))
-                if edit.deadline is not None and end > edit.deadline:
-                    yield request, TOO_LATE
-                elif edit.objective is not None and end > edit.objective:
-                    yield request, MISSED
+                failure = _why_drop(edit, now + next_place.seconds(self.left(request)))
+                if failure is not None:
+                    yield request, failure
 
     def joining(self, requests: Sequence[Request], now: float) -> MayJoin | None:
         """Whether a request may join those that make steps now, and those that it was asked of before; None where
@@ -99,6 +108,20 @@ class Deadlines:
     def _member(self, request: Request, now: float) -> Member:
         time = due(request.edit)
         return Member(self.left(request), None if time is None else time - now)
+
+
+def _why_stop(edit: EditRequest, now: float, end: float) -> Failure | None:
+    """Why to give up what is worth finishing until its timeout passes, which could end at `end` with luck."""
+    if edit.deadline is None or end <= edit.deadline:
+        return None
+    return PASSED if edit.deadline <= now else TOO_LATE
+
+
+def _why_drop(edit: EditRequest, end: float) -> Failure | None:
+    """Why to give up what is in others' way, if it is done at `end`."""
+    if edit.deadline is not None and end > edit.deadline:
+        return TOO_LATE
+    return MISSED if edit.objective is not None and end > edit.objective else None
 
 
 def _any_due(requests: Sequence[Request]) -> bool:

@@ -154,6 +154,22 @@ def test_a_waiting_request_is_given_up_before_its_timeout(engine: Engine) -> Non
     assert kind(outputs["waits"]) == "deadline_exceeded", "beside the other it takes 2 s"
 
 
+def test_who_is_given_up_is_in_nobodys_way(engine: Engine) -> None:
+    for name in "ab":
+        engine.scheduler.add(edit(name, deadline=9.0, steps=40))
+    engine.run(until=0.5)
+    engine.now = 7.0
+    engine.scheduler.add(edit("timeout", deadline=9.5))
+    engine.scheduler.add(edit("objective", objective=9.5))
+    outputs = {name: kind(output) for name, output in engine.run().items()}
+    assert outputs == {
+        "a": "deadline_exceeded",
+        "b": "deadline_exceeded",
+        "timeout": "Finished",
+        "objective": "Finished",
+    }
+
+
 def test_a_newcomer_waits_while_it_would_make_others_late(engine: Engine) -> None:
     engine.scheduler.add(edit("a", objective=1.2))
     engine.run(until=0.15)
