@@ -61,7 +61,8 @@ class Deadlines:
         """Live requests, given most urgent first, that are to be given up, and why.
 
         One that runs is lost when nobody can want its result any more: its objective does not count. One that waits is
-        lost if it would be late even with the next free place; only those are looked at that could have it soon.
+        lost if it would be late even with the next free place; only those are looked at that could have it soon. While
+        nobody runs, doubt is no reason: it is lost only when its timeout is sure to pass.
         """
         if not _any_due(requests):
             return
@@ -91,7 +92,8 @@ class Deadlines:
                 yield request, PASSED
             elif num_looked_at < self.max_num_seqs:
                 num_looked_at += 1
-                failure = _why_drop(edit, now + next_place.seconds(self.left(request)))
+                seconds = next_place.seconds(self.left(request))
+                failure = _why_drop(edit, now + seconds) if running else _why_stop(edit, now, now + CERTAIN * seconds)
                 if failure is not None:
                     yield request, failure
 

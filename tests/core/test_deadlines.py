@@ -154,6 +154,20 @@ def test_a_waiting_request_is_given_up_before_its_timeout(engine: Engine) -> Non
     assert kind(outputs["waits"]) == "deadline_exceeded", "beside the other it takes 2 s"
 
 
+def test_doubt_is_no_reason_to_give_up_who_waits_while_nobody_runs(engine: Engine) -> None:
+    """Each takes 1 s alone."""
+    engine.scheduler.add(edit("objective", objective=0.95))
+    assert isinstance(engine.run()["objective"], Finished), "it is late, and nobody gains by its end"
+    start = engine.now
+    engine.scheduler.add(edit("doubtful", deadline=start + 0.95))
+    assert engine.run(until=start + 0.5) == {}, "it might make it"
+    engine.run()
+    start = engine.now
+    engine.scheduler.add(edit("hopeless", deadline=start + 0.6))
+    assert kind(engine.run()["hopeless"]) == "deadline_exceeded"
+    assert engine.now == start, "no step was made for it"
+
+
 def test_who_is_given_up_is_in_nobodys_way(engine: Engine) -> None:
     for name in "ab":
         engine.scheduler.add(edit(name, deadline=9.0, steps=40))
