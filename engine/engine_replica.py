@@ -32,7 +32,7 @@ once: most deaths are the only one."""
 PROVEN_SECONDS = 60.0
 """How long an engine must have served for its next death not to count as one more in a row."""
 
-RESTART_PATIENCE, MIN_RESTART_SECONDS = 10.0, 120.0
+RESTART_PATIENCE, MIN_RESTART_SECONDS = 10.0, 600.0
 """How much longer than at its first start an engine may take to serve again, and how long at least. Its files are here
 by now: it does not get the hours that a download may take, while its requests wait."""
 

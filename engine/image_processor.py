@@ -21,6 +21,7 @@ from core.errors import InvalidRequestError
 from core.failure import Failure
 from core.handles import ArrayRef
 from core.ipc.heap import return_freed_memory
+from core.ipc.process import die_with_parent
 from core.ipc.ring import Channel, PeerClosedError
 from core.ipc.shared_array import Arena, carve
 from core.messages import (
@@ -59,6 +60,7 @@ def main(config: bytes, fds: list[int]) -> None:
     """Entry point of the process: answer jobs until the pool closes the channel or is gone."""
     # A supervisor signals the whole group: while the server drains, its last images are still to be encoded.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    die_with_parent()  # one that is stopped, or stuck in a library, too
     return_freed_memory()
     settings = msgspec.msgpack.decode(config, type=ImageProcessorConfig)
     _give_way(settings.memory_bytes)

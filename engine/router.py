@@ -52,7 +52,8 @@ class Placement:
     sent: float = 0.0
     predicted_seconds: float | None = None
     has_begun: bool = False  # a worker of that engine's has been given it
-    num_deaths: int = 0  # of engines that had begun it
+    is_bystander: bool = False  # that engine died while others' work was begun, and its own was not
+    num_deaths: int = 0  # of engines that it may have had a part in
     is_aborted: bool = False  # nobody wants it any more
     partials_told: set[int] = field(default_factory=set)  # indices of partial images
 
@@ -236,6 +237,7 @@ class Router:
     def _place(self, placement: Placement) -> None:
         """Send a request to the engine of choice; it waits if there is none."""
         shape = self._shape(placement.message)
+        placement.has_begun = placement.is_bystander = False
         while self._fleet.is_alive.any():
             now = time.monotonic()
             choice = self._policy.choose(shape, self._fleet, now)
@@ -244,7 +246,7 @@ class Router:
             except EngineDeadError as error:  # it died a moment ago
                 self.on_down(choice.engine, error)
                 continue
-            placement.engine, placement.sent, placement.has_begun = choice.engine, now, False
+            placement.engine, placement.sent = choice.engine, now
             placement.predicted_seconds = choice.predicted_seconds
             self._fleet.sent(choice.engine, shape, now)
             self._metrics.observe_routed(choice.engine)
@@ -281,7 +283,7 @@ class Router:
     def _survive(self, placement: Placement, failure: Failure) -> None:
         """Begin a request anew whose engine has died, unless that has become pointless."""
         request_id = placement.message.request_id
-        placement.num_deaths += failure.code != NEVER_BEGUN
+        placement.num_deaths += failure.code != NEVER_BEGUN and not placement.is_bystander
         if placement.is_aborted:
             self._end(placement, Aborted(request_id=request_id))
         elif self._is_stopping or self.error is not None:
@@ -323,9 +325,19 @@ class Router:
         """Send nothing there."""
         if self._fleet.is_alive[rank] and self._models and not self._is_stopping:
             logger.error("engine %d is gone: %s", rank, error, extra=of_request(""))
+        if self._fleet.is_alive[rank]:
+            self._note_bystanders(rank)
         self._fleet.lose(rank)
         self.loads[rank] = self.stats[rank] = None
         self._metrics.observe_lost(rank)
+
+    def _note_bystanders(self, rank: int) -> None:
+        """An engine that is killed names nobody: of those that were there, who had been begun may have done it. If
+        nobody was reported to have been, each may."""
+        here = [placement for placement in self._placements.values() if placement.engine == rank]
+        if any(placement.has_begun for placement in here):
+            for placement in here:
+                placement.is_bystander = not placement.has_begun
 
     def on_restart(self, rank: int) -> None:
         """Count it."""

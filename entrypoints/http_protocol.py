@@ -92,6 +92,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _refuse(self, status: int, code: str, message: str) -> None:
         """Answer, where that is still possible, and close."""
+        if self._is_refused:
+            return
         self._is_refused = True
         if self.cycle is None or not self.cycle.response_started or self._is_answered:
             body = bytes(ErrorReply(status, INVALID_REQUEST, code, message).response().body)

@@ -96,13 +96,16 @@ class Runner:
 
     def _attempt(self, model: str, items: Sequence[Item]) -> list[ItemResult] | Failure:
         """The results of items that succeed or fail together. When this returns, nothing refers to what a failed one
-        had computed."""
+        had computed. Raises when the device itself is broken: a kernel that failed has failed all that come after it,
+        and only a new process helps."""
         try:
             return self._compute(model, items)
         except Exception as error:  # the actor's edge: whatever went wrong becomes a message to those who wait
             failure, cause = Failure.of(_named(error), traceback.format_exc()), f"{type(error).__name__}: {error}"
         names = ", ".join(item.request_id for item in items)
         logger.warning("%s of %s failed: %s", items[0].node, names, cause, extra=of_request(""))
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         return failure
 
     def _compute(self, model: str, items: Sequence[Item]) -> list[ItemResult]:
@@ -368,11 +371,9 @@ def _hidden_key(item: Item, work: Prime) -> TensorKey:
 
 
 def _recover() -> None:
-    """Free what can be freed, before the next attempt. Raises when the device itself is broken: a kernel that failed
-    has failed all that come after it, and only a new process helps."""
+    """Free what can be freed, before the next attempt."""
     gc.collect()  # an exception and its traceback, which holds on to tensors, may be in a cycle
     if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
 

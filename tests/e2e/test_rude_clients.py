@@ -58,7 +58,11 @@ def while_it_waits(server: ServerProcess) -> socket.socket:
 def in_the_middle_of_its_stream(server: ServerProcess) -> socket.socket:
     client = connect(server, STREAMED)
     assert client.recv(4096).startswith(b"HTTP/1.1 200 ")
-    assert b"partial_image" in client.recv(4096)
+    said = b""
+    while b"partial_image" not in said:  # comments come while nothing else does
+        piece = client.recv(4096)
+        assert piece
+        said += piece
     return client
 
 
@@ -103,7 +107,7 @@ def stats(server: ServerProcess) -> dict[str, float]:
 
 
 def wait_until_idle(server: ServerProcess) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while any(stats(server)[name] for name in ("running", "waiting", "admitted")):
         assert time.monotonic() < deadline, stats(server)
         time.sleep(0.05)
@@ -160,7 +164,7 @@ def test_sigterm_under_load_finishes_what_it_has(pair: ServerProcess) -> None:
     threads = [threading.Thread(target=edit) for _ in range(8)]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while stats(pair)["admitted"] < len(threads):
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -180,7 +184,7 @@ def test_kill_9_of_the_server_under_load_leaves_nothing(server_flags: tuple[str,
     named = set(Path("/dev/shm").iterdir())
     server = start(tmp_path / "scratch", *server_flags, "--data-parallel-size", "2")
     clients = [connect(server, LONG) for _ in range(4)]
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while stats(server)["running"] < 4:
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -33,7 +33,7 @@ import json
 
 def inject(module, folder):
     import torch
-    from model_executor.models import flux_blocks
+    from model_executor.models import blocks
 
     kinds = {{"OutOfMemoryError": torch.OutOfMemoryError, "MemoryError": MemoryError, "RuntimeError": RuntimeError}}
 
@@ -72,23 +72,23 @@ def inject(module, folder):
 
     for name, stage in (("_encode_text", "text_encode"), ("_encode_image", "image_encode"), ("_decode", "decode")):
         wrap(name, stage)
-    denoise, advance = module.Runner._denoise, module.advance
+    denoise, outputs = module.Runner._denoise, module._Step.outputs
 
     def denoise_or_fail(self, model, items):
         now, left = look(), len(items)
 
-        def advance_or_fail(*args):
+        def outputs_or_fail(*args):
             nonlocal left
             left -= 1
             if not left and is_due(now, "denoise", [item.request_id for item in items]):
                 fail(now)
-            return advance(*args)
+            return outputs(*args)
 
-        module.advance = advance_or_fail
+        module._Step.outputs = outputs_or_fail
         return denoise(self, model, items)
 
     module.Runner._denoise = denoise_or_fail
-    run = flux_blocks.SingleBlock.run
+    run = blocks.SingleBlock.run
 
     def run_or_fail(self, stream, number):
         now = look()
@@ -96,7 +96,7 @@ def inject(module, folder):
             fail(now)
         return run(self, stream, number)
 
-    flux_blocks.SingleBlock.run = run_or_fail
+    blocks.SingleBlock.run = run_or_fail
 """
 """Faults half-way: in a block that has too many tokens, or when all but the last of a batch has been computed."""
 

@@ -108,6 +108,19 @@ def test_out_of_memory_is_named(rig: Rig) -> None:
     rig.store.free(edit.key("", ""))
 
 
+def test_a_broken_device_is_no_requests_fault(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is computed on it fails, also what is tried only once: the worker ends."""
+
+    def synchronize() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    edit = rig.edit("late", seed=0, steps=1, size=(16, 16))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    with pytest.raises(RuntimeError, match="illegal memory access"):  # its text is not encoded yet
+        rig.runner.run(edit.denoise_plan(0).batches[0])
+
+
 def templates() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.from_numpy(picture(7, (96, 64))), torch.zeros(64, 96, dtype=torch.uint8)
 
