@@ -318,10 +318,11 @@ class StepScheduler:
 
     def _note_fit(self, work: Work, num_parts: int) -> None:
         """Learn how much fits into a step, where it failed for nobody's fault."""
+        tokens = sum(work.queries)
         if num_parts > 1:
-            self._step_limit.note_split(sum(work.queries), num_parts)
+            self._step_limit.note_split(tokens, num_parts)
         else:
-            self._step_limit.note_done()
+            self._step_limit.note_done(tokens)
 
     def _apply_item(self, request: Request, item: ItemResult, result: BatchResult) -> None:
         node = self.workflow.node(item.node)

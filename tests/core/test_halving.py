@@ -92,18 +92,27 @@ def test_one_alone_is_tried_again_for_want_of_memory_only(failure: Failure, is_d
 
 def test_a_step_limit_falls_to_what_fitted_and_comes_back() -> None:
     limit = StepLimit(8000)
-    limit.note_done()
+    limit.note_done(8000)
     assert limit.tokens == 8000
     limit.note_split(8000, 2)
     assert limit.tokens == 4000
     limit.note_split(4000, 3)
     assert limit.tokens == 1333
     for _ in range(RAISE_BY):
-        limit.note_done()
+        limit.note_done(limit.tokens)
     assert 2 * 1333 < limit.tokens < 4000
     for _ in range(RAISE_BY):
-        limit.note_done()
+        limit.note_done(limit.tokens)
     assert limit.tokens == 8000
+
+
+def test_a_step_far_below_the_limit_says_nothing_of_it() -> None:
+    limit = StepLimit(8000)
+    limit.note_split(8000, 2)
+    limit.note_done(1999)
+    assert limit.tokens == 4000
+    limit.note_done(2000)
+    assert limit.tokens > 4000
 
 
 def test_a_step_limit_never_rises_by_a_failure_nor_falls_to_nothing() -> None:
@@ -112,7 +121,7 @@ def test_a_step_limit_never_rises_by_a_failure_nor_falls_to_nothing() -> None:
     assert limit.tokens == 1
     limit.note_split(5000, 2)
     assert limit.tokens == 1
-    limit.note_done()
+    limit.note_done(280)
     assert limit.tokens == 2
 
 
