@@ -18,8 +18,8 @@ help:  ## Show this list
 serve: $(RUNTIME)  ## Start the server on 127.0.0.1:8000; flags by ARGS="--port 9000"
 	$(BIN)/python -m entrypoints.serve $(ARGS)
 
-test: $(DEV)  ## Run the tests; pytest options by ARGS="-k scheduler"
-	$(BIN)/python -m pytest -q $(ARGS)
+test: $(DEV)  ## Run the tests, two at a time; pytest options by ARGS="-k scheduler"
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(ARGS)
 
 test-browser: $(DEV) $(BROWSER)  ## Run the playground's tests in Chromium, which is installed where it may be
 	npm --prefix tests/browser test

@@ -120,7 +120,8 @@ class StepSample(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine has done since start, and what it knows. recent_steps: the steps since the last such message.
+    """What an engine has done since start, and what it knows. recent_steps: the steps since the last such message
+    but those that were done in parts, of which nothing was predicted.
 
     stage_seconds: predicted work left per stage. resident_models: loaded components. r_squared: how well each stage's
     cost is predicted, 1 = exactly. batch_tokens, batch_requests: sums over steps of tokens computed and of images in

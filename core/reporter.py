@@ -89,6 +89,8 @@ class Reporter:
         counters.batch_tokens += tokens
         counters.tokens_skipped += sum(work.keys) - tokens
         counters.batch_requests += len(result.items)
+        if result.num_parts > 1:
+            return  # other passes than the one that could be predicted
         predicted, bound = self._cost.predict(key, work), token_seconds(self._cost.coefficients(key), work)
         self._recent_steps.append(
             StepSample(

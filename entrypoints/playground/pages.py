@@ -68,20 +68,19 @@ def read_static(folder: Path = STATIC) -> dict[str, StaticFile]:
 def playground_router() -> APIRouter:
     """GET and HEAD of the pages and of their files."""
     files = read_static()
+    served = {PREFIX + name: file for name, file in files.items() if name not in PAGES.values()}
+    served |= {path: files[name] for path, name in PAGES.items()}
     router = APIRouter(include_in_schema=False)
-    methods = ["GET", "HEAD"]
 
-    async def page(request: Request) -> Response:
-        return _answer(request, files[PAGES[request.scope["path"]]])  # request.url believes the host header
-
-    async def file(request: Request, path: str) -> Response:
-        if path not in files or path in PAGES.values():
+    async def file(request: Request) -> Response:
+        # Neither what the route matched, which may end before a newline, nor request.url, which believes the host header.
+        path = request.scope["path"]
+        if path not in served:
             raise HTTPException(404)
-        return _answer(request, files[path])
+        return _answer(request, served[path])
 
-    for path in PAGES:
-        router.add_api_route(path, page, methods=methods, response_model=None)
-    router.add_api_route(PREFIX + "{path:path}", file, methods=methods, response_model=None)
+    for path in (*PAGES, PREFIX + "{path:path}"):
+        router.add_api_route(path, file, methods=["GET", "HEAD"], response_model=None)
     return router
 
 

@@ -144,6 +144,26 @@ class Engine:
         return found
 
 
+def test_priming_keeps_to_what_fitted_into_a_step() -> None:
+    engine = Engine()
+    for i in range(4):
+        engine.scheduler.add(make_edit(f"r{i}", steps=2))
+    while engine.scheduler.num_requests:
+        plan = engine.scheduler.schedule(now=0.0)
+        assert plan is not None
+        engine.workers.submit(plan)
+        for result in engine.workers.run_one(0):
+            assert isinstance(result, BatchResult)
+            engine.scheduler.apply(msgspec.structs.replace(result, num_parts=2 if len(result.items) == 4 else 1))
+        engine.settle()
+    engine.scheduler.add_template(make_registration("t"))
+    passes = []
+    while engine.scheduler.num_requests:
+        plan = engine.step()
+        passes += [len(batch.items) for batch in plan.batches if batch.stage == "prime"] if plan else []
+    assert passes == [2, 2, 1], "of 280 tokens each, where the last steps had 560"
+
+
 def test_a_cold_edit_primes_what_its_steps_read_and_a_second_one_nothing() -> None:
     engine = Engine()
     engine.scheduler.add(make_masked("a", steps=4))

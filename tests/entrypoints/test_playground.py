@@ -73,11 +73,12 @@ async def test_a_file_that_is_known_is_not_sent_again(pages: httpx.AsyncClient) 
     assert (await pages.get("/status")).headers["etag"] != etag
 
 
-@pytest.mark.parametrize(
-    "path", ["nothing.js", "../pages.py", "%2e%2e/pages.py", "", "js", "index.html", "/etc/passwd"]
-)
+NO_FILES = ("nothing.js", "../pages.py", "%2e%2e/pages.py", "", "js", "index.html", "/etc/passwd", "style.css%0A")
+
+
+@pytest.mark.parametrize("path", [*(PREFIX + name for name in NO_FILES), "/%0A", "/status%0A"])
 async def test_nothing_else_is_served(pages: httpx.AsyncClient, path: str) -> None:
-    assert_refused(await pages.get(PREFIX + path), 404, "unknown_url", None)
+    assert_refused(await pages.get(path), 404, "unknown_url", None)
 
 
 @pytest.mark.parametrize("host", ["a/b", "a?b", "a#b", "[", ""])
