@@ -46,7 +46,7 @@ class SchedulingPass:
     predict: PredictWork
     block_plan: BlockPlan | None  # None: a step waits until all of its pages are there
     batch_ids: Iterator[int]
-    max_step_tokens: int  # that fit into one step
+    max_step_tokens: int  # that fit into one step, and what is primed along with it
     may_join: MayJoin | None  # None: whoever finds a place
     batches: list[Batch] = field(default_factory=list)
     works: dict[int, Work] = field(default_factory=dict)  # batch id -> its size
@@ -178,7 +178,7 @@ class SchedulingPass:
 
     def _choose_priming(self, step_tokens: int) -> None:
         """Chunks of jobs, oldest first, in the tokens that the step leaves; at least one block goes."""
-        budget = self.config.max_num_batched_tokens - step_tokens
+        budget = self.max_step_tokens - step_tokens
         if step_tokens:
             budget = min(budget, int(PRIME_SHARE * step_tokens))
         has_primed = False
