@@ -73,7 +73,7 @@ def playground_router() -> APIRouter:
     router = APIRouter(include_in_schema=False)
 
     async def file(request: Request) -> Response:
-        # Neither what the route matched, which may end before a newline, nor request.url, which believes the host header.
+        # What the route matched may end before a newline; request.url believes the host header.
         path = request.scope["path"]
         if path not in served:
             raise HTTPException(404)
