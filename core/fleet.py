@@ -110,6 +110,7 @@ class Sent:
     load: RequestLoad | None  # None for a template
     base_seconds: float
     priming_seconds: float
+    time: float
 
 
 class Fleet:
@@ -163,15 +164,13 @@ class Fleet:
         self._num_sent[engine] += 1
         self.last_sent[engine] = self._num_sends
         self._num_sends += 1
-        sent = self._make_sent(engine, shape)
+        sent = self._make_sent(engine, shape, now)
         self._pending[engine].append(sent)
         self._set_held(engine, float(self.num_requests[engine]) + 1)
         self.priming_seconds[engine] += sent.priming_seconds
         if sent.load is not None:
-            self.held_seconds[engine] += sent.load.step_seconds
             self.base_seconds[engine] = max(self.base_seconds[engine], sent.base_seconds)
-            start = max(now, float(self.free_at[engine]))
-            self._set_places(engine, start, [*self._places(engine, now), _place(sent.load)])
+            self._line_up(engine, sent.load, now)
 
     def lose(self, engine: int) -> None:
         """The engine is dead: no candidate, and all that was known of it is forgotten."""
@@ -205,8 +204,11 @@ class Fleet:
         fleet = copy(self)
         fleet._bind(self._rows.copy())
         for engine in np.flatnonzero(lower).tolist():
-            loads = [load for load in self._loads(engine) if not _gives_way(load, priority)]
-            fleet._set_loads(engine, self._reported[engine][0], loads)
+            reported, loads = self._reported[engine]
+            fleet._set_loads(engine, reported, [load for load in loads if not _gives_way(load, priority)])
+            for sent in self._pending[engine]:
+                if sent.load is not None and not _gives_way(sent.load, priority):
+                    fleet._line_up(engine, sent.load, max(reported, sent.time))
         return fleet
 
     # ------------------------------------------------------------------------------------------------- what is known
@@ -230,13 +232,19 @@ class Fleet:
 
     # ------------------------------------------------------------------------------------------------- inside
 
-    def _make_sent(self, engine: int, shape: EditShape) -> Sent:
+    def _line_up(self, engine: int, load: RequestLoad, now: float) -> None:
+        """Another request goes through the engine's places, after all that are there."""
+        self.held_seconds[engine] += load.step_seconds
+        start = max(now, float(self.free_at[engine]))
+        self._set_places(engine, start, [*self._places(engine, now), _place(load)])
+
+    def _make_sent(self, engine: int, shape: EditShape, now: float) -> Sent:
         number, priming = self._num_sent[engine], self._expect_pages(engine, shape)
         if not shape.num_steps:
-            return Sent(number, None, 0.0, priming)
+            return Sent(number, None, 0.0, priming, now)
         costs, step = self.size_costs(shape), self.step_seconds(shape)
         load = RequestLoad(shape.num_steps, step, costs.other, shape.priority)
-        return Sent(number, load, costs.base, priming)
+        return Sent(number, load, costs.base, priming, now)
 
     def _expect_pages(self, engine: int, shape: EditShape) -> float:
         """Note what the engine will have to prime for it; the seconds that takes."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from fakes import MODEL, PIXELS, make_edit
 from hypothesis import given
@@ -202,3 +204,21 @@ def test_a_higher_class_does_not_queue_behind_those_that_wait_in_lower_ones() ->
     assert fleet.before(0).num_placed[0] == 1 + higher.num_placed[0], "who is on the way is of its own class"
     fleet.lose(0)
     assert fleet.before(0) is fleet
+
+
+def test_a_higher_class_finds_what_was_sent_long_after_the_last_report() -> None:
+    fleet = Fleet(1, max_num_seqs=1)
+    fleet.observe(0, make_report(requests=[load(10, 1.0)], base_seconds=0.006, costs=COSTS), 0.0)
+    for priority in (0, 0, 1):
+        fleet.sent(0, dataclasses.replace(make_shape(), priority=priority), 5.0)
+    alike = Fleet(1, max_num_seqs=1)
+    alike.observe(0, make_report(requests=[load(10, 1.0)], base_seconds=0.006, costs=COSTS), 0.0)
+    for _ in range(2):
+        alike.sent(0, make_shape(), 5.0)
+    assert fleet.before(0).free_at[0] == pytest.approx(alike.free_at[0]), "as if the lower one had not been sent"
+
+    fleet.observe(0, make_report(num_received=3), 20.0)
+    for priority in (0, 0, 1):
+        fleet.sent(0, dataclasses.replace(make_shape(), priority=priority), 1000.0)
+    alone = fleet.step_seconds(make_shape()) + float(fleet.base_seconds[0])
+    assert fleet.before(0).free_at[0] == pytest.approx(1000.0 + 2 * 28 * alone, rel=0.05)
