@@ -33,6 +33,10 @@ class JobTimes:
     prepare: float = 0.0
     compose: float = 0.0
 
+    def of(self, message: ToImageProcessor) -> float:
+        """What such a job takes."""
+        return self.compose if isinstance(message, ComposeImage) else self.prepare
+
     def observe(self, message: ToImageProcessor, seconds: float) -> None:
         """A job has taken so long, without its wait."""
         if isinstance(message, ComposeImage):

@@ -150,8 +150,8 @@ class ImagePool:
     @property
     def wait_seconds(self) -> float:
         """Predicted time until a new upload has its turn."""
-        ahead = self._queue.seconds(self.times) + self.num_running * self.times.compose / 2
-        return ahead / self._config.image_workers
+        running = sum(self.times.of(processor.job.message) for processor in self._processors if processor.job) / 2
+        return (self._queue.seconds(self.times) + running) / self._config.image_workers
 
     # ------------------------------------------------------------------------------------------------- life
 
@@ -270,9 +270,9 @@ class ImagePool:
         job = processor.drop_job()
         if job is None or job.message.job_id != answer.job_id:
             raise RuntimeError(f"{processor.child.name} answered a job it does not have: {answer}")
-        self.times.observe(job.message, time.monotonic() - processor.began)
         match answer:
             case PreparedEdit() | ComposedImage():
+                self.times.observe(job.message, time.monotonic() - processor.began)
                 job.answer.set_result(answer)
             case JobFailed(failure=failure):
                 if failure.detail:

@@ -208,6 +208,24 @@ async def test_a_bad_upload_is_the_users_error_and_harms_nobody(desk: Desk) -> N
     assert desk.pool.num_deaths == 0
 
 
+async def test_times_are_those_of_jobs_that_were_done(desk: Desk) -> None:
+    with pytest.raises(InvalidImageError):
+        await desk.pool.prepare(desk.prepare_job(noise(1000)))
+    assert desk.pool.times.prepare == 0.0
+    await desk.pool.prepare(desk.prepare_job(png(noise(64, 64, 3))))
+    assert desk.pool.times.prepare > 0.0
+
+
+async def test_a_newcomer_waits_for_half_of_each_running_job(desk: Desk) -> None:
+    desk.pool.times.prepare, desk.pool.times.compose = 8.0, 2.0
+    jobs = [desk.pool.prepare(desk.prepare_job(png(noise(64, 64, 3)))), desk.pool.compose(desk.slow_job())]
+    tasks = [asyncio.ensure_future(job) for job in jobs]
+    await asyncio.sleep(0)
+    assert desk.pool.num_running == 2
+    assert desk.pool.wait_seconds == (8.0 + 2.0) / 2 / 2
+    await asyncio.gather(*tasks)
+
+
 async def test_a_region_too_small_is_an_engine_error_with_a_trace(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
     job = desk.compose_job(png(noise(64, 64, 3)), None, noise(64, 64, 3), 1000)
     with caplog.at_level(logging.ERROR), pytest.raises(EngineError, match="does not fit"), request_context("req_1"):
