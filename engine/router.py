@@ -54,6 +54,7 @@ class Placement:
     has_begun: bool = False  # a worker of that engine's has been given it
     is_bystander: bool = False  # that engine died while others' work was begun, and its own was not
     num_deaths: int = 0  # of engines that it may have had a part in
+    was_retried: bool = False  # an engine that had it has died, whoever had a part in it
     is_aborted: bool = False  # nobody wants it any more
     partials_told: set[int] = field(default_factory=set)  # indices of partial images
 
@@ -203,6 +204,11 @@ class Router:
         placement = self._placements.get(request_id)
         return placement.engine if placement else None
 
+    def was_retried(self, request_id: str) -> bool:
+        """Whether a request was given to an engine that has died since; known until its terminal output is heard."""
+        placement = self._placements.get(request_id)
+        return placement is not None and placement.was_retried
+
     # ---------------------------------------------------------------------------------- messages
 
     def submit(self, request: EditRequest | PrimeTemplate, waiter: Waiter) -> None:
@@ -296,6 +302,7 @@ class Router:
             self._end(placement, Failed(request_id=request_id, failure=told))
         else:
             self._metrics.observe_retried()
+            placement.was_retried = True
             if placement.num_deaths >= SUSPECT_DEATHS and isinstance(placement.message, EditRequest):
                 placement.message = msgspec.structs.replace(placement.message, runs_alone=True)
             self._place(placement)
