@@ -115,9 +115,9 @@ class Passage:
         if outlook is not None:
             self._foretold = time.monotonic(), outlook.seconds
 
-    def finished(self) -> None:
-        """Its last picture is there: learn how far off the prediction was."""
-        self._learn(time.monotonic())
+    def finished(self, ended: float) -> None:
+        """Workers were done with its last picture at `ended`: learn how far off the prediction was."""
+        self._learn(ended + self._door.compose_seconds)
 
     def missed(self) -> None:
         """It is given up, since it would be too late: it would have taken all the time that it had."""
@@ -129,9 +129,11 @@ class Passage:
             start, predicted = self._foretold
             self._door.margin.observe(predicted, end - start)
 
-    def is_met(self, now: float) -> bool | None:
-        """Whether the server's objective was met, if a picture is finished now; None where there is none."""
-        return None if self._goal is None else now <= self._goal
+    def is_met(self, ended: float) -> bool | None:
+        """Whether a picture that workers were done with at `ended` met the server's objective; None where there is
+        none. Its file counts as made in the time that this takes on average: the real one waits for the reader.
+        """
+        return None if self._goal is None else ended + self._door.compose_seconds <= self._goal
 
     def leave(self) -> None:
         """It is not being prepared any more."""

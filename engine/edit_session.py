@@ -66,6 +66,7 @@ class Picture:
     engine: int | None = None  # where it was done, once it is
     num_partials: int = 0  # partial images handed out so far
     is_done: bool = False  # its terminal output has come
+    ended: float | None = None  # when that was, if it is finished
 
 
 @dataclass(slots=True)
@@ -270,6 +271,7 @@ class EditSession:
         if not isinstance(output, PartialImage):
             picture = self._pictures[output.request_id]
             picture.is_done = True
+            picture.ended = time.monotonic() if isinstance(output, Finished) else None
             picture.engine = self._engine.router.engine_of(output.request_id)
             if all(picture.is_done for picture in self._pictures.values()):
                 self.done.set()
@@ -288,7 +290,7 @@ class EditSession:
                 image = await self._take(output)
             num_left -= isinstance(output, Finished)
             if not num_left:
-                self._passage.finished()
+                self._teach()
             yield image
 
     async def _take(self, output: RequestOutput) -> ImageOutput:
@@ -326,7 +328,8 @@ class EditSession:
         postprocess = time.monotonic() - start
         self._span.child("queue", *self._queue_times(output), {"stencil.image": picture.index})
         report = self._make_report(picture, output, postprocess, await self._capture(composed))
-        is_met = self._passage.is_met(time.monotonic())
+        assert picture.ended is not None
+        is_met = self._passage.is_met(picture.ended)
         if is_met is not None:
             self._engine.metrics.observe_objective(is_met=is_met)
         self._engine.metrics.observe_finished(
@@ -439,8 +442,18 @@ class EditSession:
 
     def _note_dropped(self, reason: DropReason) -> None:
         if reason != "displaced":
-            self._passage.missed()
+            self._teach()
         self._engine.metrics.observe_dropped(reason)
+
+    def _teach(self) -> None:
+        """Have the door learn from it. A reader may take as long as it likes over the pictures that workers have
+        finished: that says nothing of the server.
+        """
+        ended = [picture.ended for picture in self._pictures.values() if picture.ended is not None]
+        if len(ended) == self.num_images:
+            self._passage.finished(max(ended))
+        else:
+            self._passage.missed()
 
     def give_up(self) -> None:
         """Nobody listens any more: abort what still runs."""

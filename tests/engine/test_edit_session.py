@@ -1,0 +1,152 @@
+"""What the door learns from an edit: how long it took the server, whatever its reader or a dead engine took.
+
+Session, door and router are real; the engine's process and the image processors are replaced, and so is the clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+
+import pytest
+from fakes import MODEL
+from load_reports import COSTS, make_report
+
+from core.admission import START_RATIOS
+from core.config import EngineConfig, StencilConfig
+from core.errors import StencilError
+from core.failure import Failure
+from core.handles import ArrayRef
+from core.ipc.shared_array import Arena, ArenaAllocator
+from core.messages import ComposedImage, ComposeImage, EditRequest, Failed, Finished, PreparedEdit, PrepareEdit
+from core.request import SamplingParams
+from engine import door, edit_session, router
+from engine.async_engine import AsyncEngine
+from engine.edit import EditInput, ImageOutput
+from engine.edit_session import EditSession
+from engine.engine_client import Waiter
+from engine.image_jobs import JobTimes
+from engine.router import Router
+
+COMPOSE_SECONDS = 0.5
+
+
+class Replica:
+    """The place of one engine."""
+
+    def __init__(self, config: EngineConfig, arena: Arena, watcher: Router) -> None:
+        self.error: StencilError | None = None
+        self.sent: list[tuple[EditRequest, Waiter]] = []
+
+    def submit(self, request: EditRequest, waiter: Waiter) -> None:
+        self.sent.append((request, waiter))
+
+    def finish_first(self) -> None:
+        request, waiter = self.sent.pop(0)
+        stages = ("queue", "text_encode", "image_encode", "prime", "denoise", "decode")
+        waiter(Finished(request.request_id, dict.fromkeys(stages, 0.0), 3, False, "off", None, False, 0))
+
+    def fail_first(self, failure: Failure) -> None:
+        request, waiter = self.sent.pop(0)
+        waiter(Failed(request.request_id, failure))
+
+
+class Images:
+    """Image processors that take no time, and say that they take COMPOSE_SECONDS."""
+
+    def __init__(self) -> None:
+        self.times = JobTimes(compose=COMPOSE_SECONDS)
+        self.wait_seconds = 0.0
+
+    async def prepare(self, job: PrepareEdit) -> PreparedEdit:
+        pixels, tokens = ArrayRef(0, 0, (256, 256, 3), "uint8"), ArrayRef(0, 0, (256,), "int32")
+        return PreparedEdit(0, 256, 256, 256, 256, pixels, ArrayRef(0, 0, (256, 256), "uint8"), tokens, "c", True)
+
+    async def compose(self, job: ComposeImage) -> ComposedImage:
+        return ComposedImage(0, ArrayRef(job.out.arena, job.out.offset, (1,), "uint8"), 256, 256)
+
+
+class Server:
+    """An AsyncEngine of two engines, with an objective."""
+
+    def __init__(self, arena: Arena, clock: SimpleNamespace) -> None:
+        self.clock = clock
+        config = StencilConfig(engine=EngineConfig(data_parallel_size=2), slo_seconds=10.0)
+        self.engine = AsyncEngine(config)
+        self.engine._arena, self.engine.allocator = arena, ArenaAllocator(arena)
+        self.engine.images = Images()  # type: ignore[assignment]
+        self.engine.router = self.router = Router(config, arena, self.engine.metrics)
+        self.router._models = {"m": MODEL}
+        for rank in range(2):
+            self.router.on_report(rank, make_report(costs=COSTS), None)
+        self.engine.metrics.expect({"m": MODEL}, 2)
+
+    async def begin(self, *, n: int = 1) -> EditSession:
+        edit = EditInput(prompt="a cat", sampling=SamplingParams(n=n), model="m")
+        session = EditSession(self.engine, "edit", edit, MODEL)
+        await session.prepare()
+        session.submit()
+        return session
+
+    def learnt(self) -> list[float]:
+        """Ratios that the margin has been told of."""
+        ratios = list(self.engine.door.margin._ratios)
+        return ratios[len(START_RATIOS) :]
+
+    @property
+    def busy(self) -> Replica:
+        (replica,) = [replica for replica in self.router._replicas if replica.sent]  # type: ignore[attr-defined]
+        assert isinstance(replica, Replica)
+        return replica
+
+
+@pytest.fixture
+async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Server]:
+    clock = SimpleNamespace(now=1e9)  # no timeout passes on the event loop's own
+    for module in (door, edit_session, router):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(edit_session.Timing, "__init__", lambda self: _set_timing(self, clock.now))
+    monkeypatch.setattr(router, "EngineReplica", Replica)
+    arena = Arena.create(0, 1024**3)
+    yield Server(arena, clock)
+    arena.close()
+
+
+def _set_timing(timing: edit_session.Timing, now: float) -> None:
+    timing.arrival, timing.prepared = now, 0.0
+
+
+async def take_all(session: EditSession, server: Server, reader_seconds: float) -> list[ImageOutput]:
+    """Every picture, by a reader that takes so long over each."""
+    images = []
+    async for image in session.outputs():
+        images.append(image)
+        server.clock.now += reader_seconds
+    return images
+
+
+async def test_a_slow_reader_is_not_the_servers_slowness(server: Server) -> None:
+    session = await server.begin(n=2)
+    outlook = session._passage._foretold
+    assert outlook is not None
+    replicas = [replica for replica in server.router._replicas if isinstance(replica, Replica)]
+    for replica in replicas:
+        server.clock.now += 2.0
+        replica.finish_first()
+    await take_all(session, server, reader_seconds=60.0)
+    assert server.learnt() == [pytest.approx((4.0 + COMPOSE_SECONDS) / outlook[1])]
+    rendered = server.engine.metrics.exposition().decode()
+    assert 'stencil:request_slo_total{result="met"} 2.0' in rendered, "both were done within 10 s"
+
+
+async def test_an_edit_that_was_given_up_late_counts_as_late(server: Server) -> None:
+    session = await server.begin()
+    outlook = session._passage._foretold
+    assert outlook is not None
+    server.clock.now += 9.0
+    server.busy.fail_first(Failure("overloaded", "The server fell behind."))
+    with pytest.raises(StencilError, match="fell behind"):
+        await take_all(session, server, 0.0)
+    assert server.learnt() == [pytest.approx(10.0 / outlook[1])]
+    await asyncio.wait_for(session.close(), 5)
