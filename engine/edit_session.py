@@ -67,6 +67,7 @@ class Picture:
     num_partials: int = 0  # partial images handed out so far
     is_done: bool = False  # its terminal output has come
     ended: float | None = None  # when that was, if it is finished
+    was_retried: bool = False  # an engine that had it has died
 
 
 @dataclass(slots=True)
@@ -273,6 +274,7 @@ class EditSession:
             picture.is_done = True
             picture.ended = time.monotonic() if isinstance(output, Finished) else None
             picture.engine = self._engine.router.engine_of(output.request_id)
+            picture.was_retried = self._engine.router.was_retried(output.request_id)
             if all(picture.is_done for picture in self._pictures.values()):
                 self.done.set()
         self._outputs.put_nowait(output)
@@ -447,13 +449,21 @@ class EditSession:
 
     def _teach(self) -> None:
         """Have the door learn from it. A reader may take as long as it likes over the pictures that workers have
-        finished: that says nothing of the server.
+        finished: that says nothing of the server. Nor does what an engine's death has cost say anything of edits to
+        come.
         """
+        if self._was_retried:
+            return
         ended = [picture.ended for picture in self._pictures.values() if picture.ended is not None]
         if len(ended) == self.num_images:
             self._passage.finished(max(ended))
         else:
             self._passage.missed()
+
+    @property
+    def _was_retried(self) -> bool:
+        was_retried = self._engine.router.was_retried
+        return any(picture.was_retried or was_retried(name) for name, picture in self._pictures.items())
 
     def give_up(self) -> None:
         """Nobody listens any more: abort what still runs."""

@@ -16,7 +16,7 @@ from load_reports import COSTS, make_report
 from core.admission import START_RATIOS
 from core.config import EngineConfig, StencilConfig
 from core.errors import StencilError
-from core.failure import Failure
+from core.failure import NEVER_BEGUN, Failure
 from core.handles import ArrayRef
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages import ComposedImage, ComposeImage, EditRequest, Failed, Finished, PreparedEdit, PrepareEdit
@@ -138,6 +138,27 @@ async def test_a_slow_reader_is_not_the_servers_slowness(server: Server) -> None
     assert server.learnt() == [pytest.approx((4.0 + COMPOSE_SECONDS) / outlook[1])]
     rendered = server.engine.metrics.exposition().decode()
     assert 'stencil:request_slo_total{result="met"} 2.0' in rendered, "both were done within 10 s"
+
+
+@pytest.mark.parametrize("code", [None, NEVER_BEGUN])
+async def test_the_death_of_an_engine_teaches_nothing(server: Server, code: str | None) -> None:
+    session = await server.begin()
+    server.clock.now += 60.0
+    server.busy.fail_first(Failure("engine_dead", "gone", code=code))
+    server.clock.now += 2.0
+    server.busy.finish_first()
+    assert len(await take_all(session, server, 0.0)) == 1
+    assert server.learnt() == []
+
+
+async def test_nothing_is_learnt_from_an_edit_whose_engine_died_and_that_came_too_late(server: Server) -> None:
+    session = await server.begin()
+    server.clock.now += 60.0
+    server.busy.fail_first(Failure("engine_dead", "gone"))
+    server.busy.fail_first(Failure("overloaded", "The server fell behind."))
+    with pytest.raises(StencilError, match="fell behind"):
+        await take_all(session, server, 0.0)
+    assert server.learnt() == []
 
 
 async def test_an_edit_that_was_given_up_late_counts_as_late(server: Server) -> None:
