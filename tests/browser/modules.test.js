@@ -1,7 +1,10 @@
 // Modules that need no browser: the server's token rule in JavaScript, events, snippets, lanes.
 import assert from "node:assert/strict";
-import { test } from "node:test";
+import { createServer } from "node:http";
+import { after, test } from "node:test";
 
+import { ApiError, edit, get } from "../../entrypoints/playground/static/js/api.js";
+import { waitForModel } from "../../entrypoints/playground/static/js/model.js";
 import { events } from "../../entrypoints/playground/static/js/sse.js";
 import { asCurl, asPython } from "../../entrypoints/playground/static/js/snippets.js";
 import { lanesOf } from "../../entrypoints/playground/static/js/timeline.js";
@@ -21,7 +24,8 @@ function randomCase(random) {
     return [left, top, whole(left + 1, width), whole(top + 1, height)];
   };
   const native = [64, 256, 1024][whole(0, 2)];
-  return { width, height, native, token: 16, margin: whole(0, 40), boxes: Array.from({ length: whole(1, 3) }, box) };
+  const side = [null, 3, 10, 32][whole(0, 3)];
+  return { width, height, native, token: 16, side, margin: whole(0, 40), boxes: Array.from({ length: whole(1, 3) }, box) };
 }
 
 function maskOf({ width, height, boxes }) {
@@ -37,12 +41,19 @@ test("the page reckons sizes and active tokens as the server does", () => {
   const cases = Array.from({ length: 200 }, () => randomCase(random));
   const { answers } = pictures("tokens", [], JSON.stringify(cases));
   for (const [index, one] of cases.entries()) {
-    const size = generationSize(one, one.native, one.token);
+    const size = generationSize(one, one.native, one.token, one.side);
     assert.deepEqual([size.width, size.height], answers[index].size, JSON.stringify(one));
     const { active } = activeTokens(maskOf(one), one, size, one.token, one.margin);
     const indices = [...active.keys()].filter((token) => active[token]);
     assert.deepEqual(indices, answers[index].active, JSON.stringify(one));
   }
+});
+
+test("halves are rounded to the even number, as the server does", () => {
+  const cases = [20, 60, 100, 140].map((height) => ({ width: 400, height, native: 1024, token: 16, side: 10, margin: 0, boxes: [] }));
+  const sizes = cases.map((one) => generationSize(one, one.native, one.token, one.side));
+  assert.deepEqual(pictures("tokens", [], JSON.stringify(cases)).answers.map(({ size }) => size), sizes.map(({ width, height }) => [width, height]));
+  assert.deepEqual(sizes.map(({ height }) => height / 16), [1, 2, 2, 4]);
 });
 
 function bodyOf(text, size) {
@@ -92,4 +103,60 @@ test("an image keeps its lane, and a lane that is free is used again", () => {
   const { of, count } = lanesOf(steps);
   assert.deepEqual(Object.fromEntries(of), { a: 0, b: 1, c: 0, d: 1 });
   assert.equal(count, 2);
+});
+
+const servers = [];
+
+after(() => servers.forEach((server) => server.close()));
+
+/** Let the page's calls reach a server that answers with these in turn: what it writes, {isTorn: it hangs up then}. */
+async function answering(...answers) {
+  const server = createServer((request, response) => {
+    const { text, isTorn } = answers.shift();
+    request.resume().on("end", () => {
+      if (!isTorn) response.end(text);
+      else response.write(text, () => response.destroy());
+    });
+  });
+  servers.push(server);
+  await new Promise((resolve) => server.listen(0, "127.0.0.1", resolve));
+  const base = `http://127.0.0.1:${server.address().port}/`;
+  globalThis.fetch = (path, options) => nodeFetch(new URL(path, base), options);
+}
+
+const nodeFetch = globalThis.fetch;
+const isBrokenOff = (error) => error instanceof ApiError && error.status === 0 && /broke off/.test(error.message);
+
+test("an answer that broke off is told in words", async () => {
+  await answering({ text: '{"models": [' }, { text: '{"models": [', isTorn: true });
+  await assert.rejects(get("v1/engine/stats"), isBrokenOff);
+  await assert.rejects(get("v1/engine/stats"), isBrokenOff);
+});
+
+test("the model is waited for though an answer broke off", async () => {
+  await answering({ text: '{"models": [' }, { text: '{"models": [{"id": "m"}]}' });
+  const told = [];
+  assert.deepEqual(await waitForModel((text) => told.push(text)), { id: "m" });
+  assert.equal(told.length, 1);
+});
+
+function event(type, more = {}) {
+  return `event: ${type}\ndata: ${JSON.stringify({ type, b64_json: "aGk=", output_format: "png", ...more })}\n\n`;
+}
+
+test("a stream that ends before its last image is told in words", async () => {
+  const [partial, completed] = [event("image_edit.partial_image"), event("image_edit.completed", { seed: 7, stencil: {} })];
+  const isTorn = true;
+  await answering({ text: partial }, { text: partial + completed }, { text: partial + completed, isTorn }, { text: partial + completed + completed });
+  for (const wanted of [1, 2, 2]) {
+    let count = 0;
+    const read = async () => {
+      for await (const _ of edit({ n: 2 })) count += 1;
+    };
+    await assert.rejects(read, isBrokenOff);
+    assert.equal(count, wanted);
+  }
+  const seeds = [];
+  for await (const { seed } of edit({ n: 2 })) seeds.push(seed);
+  assert.deepEqual(seeds, [undefined, "7", "7"]);
 });

@@ -49,8 +49,12 @@ async function violations(page) {
 test("the key is asked for, sent, and kept nowhere but in memory", () =>
   withPage(browser, {}, async (page, context) => {
     await page.goto(GUARDED_URL);
+    const problem = (words) => page.waitForFunction((words) => document.querySelector("#key-problem").textContent.includes(words), words);
+    await giveKey(page, "schlüssel-€");
+    await problem("ASCII alone");
     await giveKey(page, "wrong");
-    await page.waitForSelector("#key-again:not([hidden])");
+    await problem("not accepted");
+    assert.ok(await page.isVisible("#key-problem"));
     assert.equal(await page.inputValue("#key-field"), "");
     await giveKey(page);
     await untilReady(page);

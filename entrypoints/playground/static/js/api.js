@@ -13,17 +13,41 @@ export class ApiError extends Error {
 }
 
 /** GET as JSON. */
-export async function get(path, signal) {
-  return (await call(path, { signal })).json();
+export async function get(path) {
+  const response = await call(path, {});
+  try {
+    return await response.json();
+  } catch (error) {
+    throw brokenOff(error);
+  }
 }
 
 /**
  * Run an edit. fields: what the form says, files as Blobs with a name. Yields {partial: true, blob} and then, per image,
- * {partial: false, blob, seed, stencil}; seed is text, since it may exceed what a number holds.
+ * {partial: false, blob, seed, stencil}; throws an ApiError if fewer than fields.n of these came. seed is text, since it may exceed what a number holds.
  */
 export async function* edit(fields, signal) {
   const response = await call("v1/images/edits", { method: "POST", body: form(fields), signal });
-  for await (const text of events(response.body)) yield await picture(text);
+  let missing = fields.n;
+  for await (const text of wholeEvents(response.body)) {
+    const answer = await picture(text);
+    if (!answer.partial) missing -= 1;
+    yield answer;
+  }
+  if (missing > 0) throw brokenOff();
+}
+
+async function* wholeEvents(body) {
+  try {
+    yield* events(body);
+  } catch (error) {
+    throw brokenOff(error);
+  }
+}
+
+/** What to throw when reading an answer failed with `error`, or it ended too early. */
+function brokenOff(error = null) {
+  return error?.name === "AbortError" ? error : new ApiError("The server's answer broke off.");
 }
 
 function form(fields) {

@@ -6,13 +6,21 @@ const HALF = 128; // as the server binarises
 
 /**
  * In: {id, bitmap: the mask at working size, opaque = edit; size: the picture's own; grid: {size, tokenSize, margin}}.
- * Out: {id, blob: PNG of that size, white = edit; tokens: see activeTokens}.
+ * Out: {id, blob: PNG of that size, white = edit; tokens: see activeTokens}, or {id, error: text}.
  */
-self.onmessage = async ({ data: { id, bitmap, size, grid } }) => {
+self.onmessage = async ({ data: { id, ...question } }) => {
+  try {
+    self.postMessage({ id, ...(await answer(question)) });
+  } catch (error) {
+    self.postMessage({ id, error: error.message }); // of a promise the page's onerror hears nothing
+  }
+};
+
+async function answer({ bitmap, size, grid }) {
   const mask = selected(bitmap, size);
   const tokens = activeTokens(mask, size, grid.size, grid.tokenSize, grid.margin);
-  self.postMessage({ id, blob: await bilevelPng(mask, size), tokens });
-};
+  return { blob: await bilevelPng(mask, size), tokens };
+}
 
 /** One byte per pixel of a picture of `size`, 1 = edit. */
 function selected(bitmap, { width, height }) {

@@ -1,8 +1,10 @@
 // The playground's page: wires picture, mask, form and results together, and holds what is open.
 import { ApiError } from "./api.js";
 import { comparison } from "./comparison.js";
+import { copyText } from "./copy.js";
 import { costStrip } from "./cost.js";
 import { byId, el } from "./dom.js";
+import { acceptFiles, base64Of, save } from "./files.js";
 import { duration, percent } from "./format.js";
 import { markExample, readExamples, showChips, showGallery } from "./gallery.js";
 import { History } from "./history.js";
@@ -107,7 +109,7 @@ function tellSize() {
   note.textContent = "";
   if (!model || !picture) return;
   const { width, height } = picture.size;
-  const size = generationSize(picture.size, model.native_size, model.token_size);
+  const size = generationSize(picture.size, model.native_size, model.token_size, model.max_side);
   if (size.width === width && size.height === height) return;
   note.textContent = `${width} × ${height} pixels. This model edits it at ${size.width} × ${size.height} and pastes what is under the mask back at full size; everything else stays as it is.`;
 }
@@ -195,7 +197,7 @@ async function runOnce(settings, isKept = true) {
     }
   } finally {
     running = null;
-    finish(entry);
+    finish(entry?.picture === picture ? entry : null); // another one may have been opened meanwhile
   }
   return entry;
 }
@@ -237,7 +239,7 @@ async function runExact(entry) {
   } catch (error) {
     report(error);
   }
-  showEntry(entry);
+  if (picture === entry.picture) showEntry(entry);
 }
 
 // ------------------------------------------------------------------------------------------------------------ result
@@ -295,31 +297,15 @@ async function copy(entry, asSnippet) {
   try {
     const maskText = await base64Of(entry.maskBlob);
     const base = new URL("./", location.href).href;
-    await navigator.clipboard.writeText(asSnippet({ base, picture: entry.picture, maskText, settings: entry.settings, needsKey: hasKey() }));
-    toast(isInline(maskText) ? "Copied." : "Copied. It reads mask.png: save the mask beside it.");
+    await copyText(asSnippet({ base, picture: entry.picture, maskText, settings: entry.settings, needsKey: hasKey() }));
+    if (!isInline(maskText)) toast("It reads mask.png: save the mask beside it.");
   } catch (error) {
     report(error);
   }
 }
 
-function base64Of(blob) {
-  return new Promise((resolve, reject) => {
-    const reader = new FileReader();
-    reader.onload = () => resolve(reader.result.slice(reader.result.indexOf(",") + 1));
-    reader.onerror = () => reject(reader.error);
-    reader.readAsDataURL(blob);
-  });
-}
-
 function fileName(entry) {
   return `${entry.picture.file.name.replace(/\.[^.]*$/, "")}-${entry.settings.seed}.png`;
-}
-
-function save(blob, name) {
-  const url = URL.createObjectURL(blob);
-  const link = el("a", { href: url, download: name });
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(url), 60_000); // a large file is still being written
 }
 
 function useResult() {
@@ -346,10 +332,6 @@ function wire() {
     event.preventDefault();
     run();
   });
-  byId("upload").addEventListener("change", ({ target }) => {
-    if (target.files.length) open(target.files[0], target.files[0].name);
-    target.value = "";
-  });
   for (const radio of document.getElementsByName("tool")) {
     radio.addEventListener("change", () => {
       tools.name = radio.value;
@@ -363,7 +345,7 @@ function wire() {
   onClick({ "zoom-in": () => stage.zoomBy(1.5), "zoom-out": () => stage.zoomBy(1 / 1.5), "zoom-fit": () => stage.zoomOut() });
   onClick({ "back-to-mask": backToMask, "use-result": useResult, help: () => byId("help-dialog").showModal() });
   addShortcuts({ run, sizeBy });
-  acceptDrops();
+  acceptFiles((file) => open(file, file.name));
 }
 
 function onClick(handlers, before = () => {}) {
@@ -379,21 +361,6 @@ function sizeBy(factor) {
   const slider = byId("brush-size");
   slider.value = Math.round(tools.size * factor) + Math.sign(factor - 1);
   tools.size = Number(slider.value);
-}
-
-function acceptDrops() {
-  document.addEventListener("dragover", (event) => event.preventDefault());
-  document.addEventListener("drop", (event) => {
-    event.preventDefault();
-    openFirst(event.dataTransfer.files);
-  });
-  document.addEventListener("paste", (event) => {
-    if (event.clipboardData.files.length) openFirst(event.clipboardData.files);
-  });
-}
-
-function openFirst(files) {
-  if (files.length) open(files[0], files[0].name);
 }
 
 async function start() {

@@ -12,7 +12,7 @@ const SMALL_PIXELS = 1_048_576; // up to here three partial images, above one: e
  */
 export async function* runEdit({ picture, maskCanvas, model, settings }, signal) {
   const started = performance.now();
-  const mask = await exportMask(maskCanvas, picture.size, gridOf(picture, model, settings));
+  const mask = await exportMask(maskCanvas, picture.size, gridOf(picture, model, settings), signal);
   for await (const answer of edit(fieldsOf(picture, mask.blob, settings), signal)) {
     const ms = performance.now() - started;
     if (answer.partial) yield { ...answer, ms };
@@ -22,7 +22,7 @@ export async function* runEdit({ picture, maskCanvas, model, settings }, signal)
 
 /** Where tokens lie for this picture and these settings. */
 export function gridOf(picture, model, settings) {
-  const size = generationSize(picture.size, model.native_size, model.token_size);
+  const size = generationSize(picture.size, model.native_size, model.token_size, model.max_side);
   const margin = model.page_scheme && !settings.exact ? (settings.margin ?? model.page_scheme.mask_margin) : 0;
   return { size, tokenSize: model.token_size, margin };
 }

@@ -1,13 +1,26 @@
 // Which tokens an edit computes: the server's own rules (engine/image_ops.py), so that they can be drawn. Sizes are
 // {width, height} in pixels.
 
-/** The size at which a picture is edited. nativeSize: side of the square whose area caps it. */
-export function generationSize({ width, height }, nativeSize, tokenSize) {
+/**
+ * The size at which a picture is edited. nativeSize: side of the square whose area caps it. maxSide: tokens of the longest
+ * side, null for any.
+ */
+export function generationSize({ width, height }, nativeSize, tokenSize, maxSide) {
   const limit = Math.floor(nativeSize / tokenSize) ** 2;
   const along = (side) => Math.max(1, Math.floor((side + Math.floor(tokenSize / 2)) / tokenSize));
   let [columns, rows] = [along(width), along(height)];
   if (columns * rows > limit) [columns, rows] = nearestGrid(width / height, limit);
+  if (maxSide !== null && Math.max(columns, rows) > maxSide) {
+    const longest = Math.max(width, height);
+    [columns, rows] = [width, height].map((side) => Math.max(1, roundHalfEven((maxSide * side) / longest)));
+  }
   return { width: columns * tokenSize, height: rows * tokenSize };
+}
+
+/** As Python rounds. */
+function roundHalfEven(value) {
+  const rounded = Math.round(value);
+  return rounded - value === 0.5 && rounded % 2 ? rounded - 1 : rounded;
 }
 
 function nearestGrid(aspect, limit) {
