@@ -91,6 +91,7 @@ class Passage:
         self._door = door
         self._num_images = num_images
         self._foretold: tuple[float, float] | None = None  # when it was let in, and the seconds then predicted
+        self._allowed = 0.0  # seconds that these were taken to be with the margin
 
     def look_at_upload(self, shape: EditShape) -> None:
         """Before its images are prepared: the sizes in `shape` are replaced by the smallest of late.
@@ -114,15 +115,22 @@ class Passage:
             self.objective = self._goal
         if outlook is not None:
             self._foretold = time.monotonic(), outlook.seconds
+            self._allowed = outlook.seconds * self._door.margin.high
 
     def finished(self, ended: float) -> None:
         """Workers were done with its last picture at `ended`: learn how far off the prediction was."""
         self._learn(ended + self._door.compose_seconds)
 
     def missed(self) -> None:
-        """It is given up, since it would be too late: it would have taken all the time that it had."""
+        """It is given up, since it would be too late: it would have taken all the time that it had. Where that is less
+        than was allowed for, since an idle server lets in on doubt, it says nothing: the real time is not known.
+        """
+        if self._foretold is None:
+            return
         ends = [end for end in (self.deadline, self.objective) if end is not None]
-        self._learn(max(time.monotonic(), min(ends, default=0.0)))
+        end = max(time.monotonic(), min(ends, default=0.0))
+        if end >= self._foretold[0] + self._allowed:
+            self._learn(end)
 
     def _learn(self, end: float) -> None:
         if self._foretold is not None:

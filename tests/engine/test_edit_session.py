@@ -15,8 +15,10 @@ from load_reports import COSTS, make_report
 
 from core.admission import START_RATIOS
 from core.config import EngineConfig, StencilConfig
-from core.errors import StencilError
+from core.deadlines import TOO_LATE
+from core.errors import DeadlineExceededError, StencilError
 from core.failure import NEVER_BEGUN, Failure
+from core.fleet import EditShape
 from core.handles import ArrayRef
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages import ComposedImage, ComposeImage, EditRequest, Failed, Finished, PreparedEdit, PrepareEdit
@@ -82,8 +84,8 @@ class Server:
             self.router.on_report(rank, make_report(costs=COSTS), None)
         self.engine.metrics.expect({"m": MODEL}, 2)
 
-    async def begin(self, *, n: int = 1) -> EditSession:
-        edit = EditInput(prompt="a cat", sampling=SamplingParams(n=n), model="m")
+    async def begin(self, *, n: int = 1, seconds: float | None = None) -> EditSession:
+        edit = EditInput(prompt="a cat", sampling=SamplingParams(n=n, timeout=seconds), model="m")
         session = EditSession(self.engine, "edit", edit, MODEL)
         await session.prepare()
         session.submit()
@@ -159,6 +161,26 @@ async def test_nothing_is_learnt_from_an_edit_whose_engine_died_and_that_came_to
     with pytest.raises(StencilError, match="fell behind"):
         await take_all(session, server, 0.0)
     assert server.learnt() == []
+
+
+async def test_what_was_let_in_on_doubt_and_did_not_make_it_teaches_nothing(server: Server) -> None:
+    """That it takes less than was predicted is not known of what was given up before."""
+    outlook = server.engine.door.outlook_of_edit(_shape_of(await server.begin()), 1)
+    assert outlook is not None
+    server.clock.now += 1.0
+    server.busy.finish_first()
+    for rank in range(2):
+        server.router.on_report(rank, make_report(num_received=1), None)
+    session = await server.begin(seconds=0.8 * outlook.alone)
+    server.busy.fail_first(TOO_LATE)
+    with pytest.raises(DeadlineExceededError):
+        await take_all(session, server, 0.0)
+    assert server.learnt() == []
+
+
+def _shape_of(session: EditSession) -> EditShape:
+    (picture,) = session._pictures.values()
+    return EditShape.of_edit(picture.request, MODEL)
 
 
 async def test_an_edit_that_was_given_up_late_counts_as_late(server: Server) -> None:
