@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.baselines.systems import Setting, running
 from benchmarks.evidence.commands import run_command
 from benchmarks.report import Value, print_report
-from benchmarks.serving.client import Target, send_in_turn
+from benchmarks.serving.client import Target, send_in_turn, warm_up
 from benchmarks.serving.dataset import EditCall, Mix, synthetic
 from core.config import EMBEDDED_MODEL
 
@@ -48,7 +48,7 @@ async def _servers(args: argparse.Namespace) -> dict[str, float]:
         targets = {"diffusers": Target(theirs.url), "stencil": Target(ours.url)}
         exact = Target(ours.url, extra={"mask_aware": False})
         for target in (*targets.values(), exact):
-            await send_in_turn(target, calls[:4], 4)
+            await warm_up(target, calls[:4], 4)
         throughput, latency = list[float](), list[float]()
         for number in range(args.rounds):
             start = 8 + number * args.num_prompts

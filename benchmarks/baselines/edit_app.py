@@ -22,6 +22,9 @@ from benchmarks.pipeline_loop import DTYPES
 from core.config import EMBEDDED_MODEL
 
 DEFAULT_STEPS = 28
+KEEP_ALIVE_SECONDS = 75
+"""Of an idle connection: longer than clients keep one (httpx: 5 s, as uvicorn), or a request is lost that a client
+sends while the server closes."""
 
 
 @dataclass(eq=False)
@@ -123,7 +126,12 @@ def encode(picture: Image.Image) -> str:
 
 def serve(app: FastAPI, port: int) -> None:
     """Until SIGTERM."""
-    uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning")
+    uvicorn.Server(server_config(app, port)).run()
+
+
+def server_config(app: FastAPI, port: int) -> uvicorn.Config:
+    """Of every baseline, and of the balancer before them."""
+    return uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning", timeout_keep_alive=KEEP_ALIVE_SECONDS)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

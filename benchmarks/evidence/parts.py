@@ -18,7 +18,7 @@ from benchmarks.evidence.plan import Plan
 from benchmarks.evidence.results import Result, Results
 from benchmarks.evidence.serving_part import Fleet, ServingPart
 from benchmarks.large_checkpoint import SIDE, write_checkpoint
-from benchmarks.serving.client import Target, send_in_turn
+from benchmarks.serving.client import Target, send_in_turn, warm_up
 from benchmarks.serving.dataset import Mix, synthetic
 from benchmarks.serving.summary import Context, summarise
 from core.config import EMBEDDED_MODEL
@@ -122,7 +122,7 @@ def _closed_loop(name: str, setting: Setting, mix: Mix, number: int, warm_ups: i
     print(f"{name}, {setting.engines} engine(s), {mix.sizes}", flush=True)
     with running(name, setting) as server:
         target = Target(server.url)
-        asyncio.run(send_in_turn(target, calls[:warm_ups], CLIENTS))
+        asyncio.run(warm_up(target, calls[:warm_ups], CLIENTS))
         run = asyncio.run(send_in_turn(target, calls[warm_ups:], CLIENTS))
     areas = [call.area for call in calls[warm_ups:] if call.area is not None]
     return {"system": name} | as_json(summarise(run, Context(areas=areas)))

@@ -20,15 +20,13 @@ from benchmarks.evidence.plan import AREAS, Plan
 from benchmarks.evidence.results import Result, Results
 from benchmarks.server import Server
 from benchmarks.serving.arrivals import due_times
-from benchmarks.serving.client import Target, send_in_turn, worker_seconds
+from benchmarks.serving.client import Target, send_in_turn, warm_up, worker_seconds
 from benchmarks.serving.dataset import EditCall, Mix, synthetic
 from benchmarks.serving.summary import Context, summarise
 
 HEADLINE = ("diffusers", "stencil")
-CACHING = ("mask-aware-alone", "stencil-inline", "stencil")
-"""Systems that what came before a run makes a difference to; the others need no more than one warm-up."""
 HOPELESS = 0.75
-"""Share of the offered rate below which a system's next rate is not tried: its queue only grows."""
+"""Share of the offered rate that a system achieved, below which its next rate is not tried: its queue only grows."""
 
 
 @dataclass
@@ -105,8 +103,7 @@ class ServingPart:
             target = self._fleet.target(name)
 
             async def both() -> Result:
-                number = self._plan.warm_ups if name in CACHING else 1
-                await send_in_turn(target, calls[:number], self._plan.concurrency)
+                await warm_up(target, calls[: self._plan.warm_ups], self._plan.concurrency)
                 result: Result = await measured(target, calls[self._plan.warm_ups :])
                 return result
 
@@ -145,5 +142,5 @@ class ServingPart:
             for name in SYSTEMS:
                 if name not in hopeless:
                     result = self._at_rate(f"rate-{load:g}-{name}", name, load, number, 0)
-                    if result["throughput"] < HOPELESS * result["request_rate"]:
+                    if result["achieved"] < HOPELESS * result["request_rate"]:
                         hopeless.add(name)

@@ -22,14 +22,16 @@ is compared:
 
 Masks are boxes; their *areas* follow FlashPS's distributions (its public trace, mean 0.19, unless said otherwise). The
 mask ratio is what comes of them in tokens, margin included. Templates are 60 by Zipf's law, exponent 1.05, none cached
-before a run's 20 warm-ups. Latency counts from when an edit was due, failed edits have none and count as infinite.
+before a run's 20 warm-ups, which are the same for every system. Latency counts from when an edit was due, failed edits
+have none and count as infinite.
 `benchmarks/benchmark_serving.py` measures any server of the OpenAI images API in the same way.
 """
 
 RATES = """## Latency against the request rate
 
 As FlashPS's figure 12. The load is the offered rate over what diffusers serves one at a time. A system that fell below
-0.75 of the offered rate is not tried at the next one. "Keeps up": at least 0.98 of the offered rate, no failure.
+0.75 of the offered rate is not tried at the next one. "Keeps up": at least 0.98 of the offered rate, no failure. Both
+by the edits that came back over the time from the first arrival to the last answer, less the run's shortest latency.
 """
 
 LARGE = """## Where tokens dominate

@@ -78,6 +78,10 @@ class Run:
     cpu_seconds: float
 
 
+class WarmUpError(Exception):
+    """An edit that a measurement is prepared with failed: what came after it would mean nothing."""
+
+
 class _Picture(msgspec.Struct):
     b64_json: str | None = None
     url: str | None = None
@@ -149,6 +153,15 @@ async def send_in_turn(target: Target, calls: Sequence[EditCall], concurrency: i
         for _ in range(concurrency):
             group.create_task(one_client())
     return Run(outcomes, time.perf_counter() - start, time.process_time() - cpu)
+
+
+async def warm_up(target: Target, calls: Sequence[EditCall], concurrency: int) -> Run:
+    """send_in_turn, of edits that must succeed. Raises WarmUpError."""
+    run = await send_in_turn(target, calls, concurrency)
+    failed = [outcome for outcome in run.outcomes if outcome.is_failed]
+    if failed:
+        raise WarmUpError(f"{len(failed)} of {len(run.outcomes)} warm-ups failed: {failed[0].error}")
+    return run
 
 
 async def worker_seconds(target: Target) -> float | None:

@@ -30,9 +30,11 @@ class Spread(msgspec.Struct, frozen=True):
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """One run. Rates in edits per second; throughput and goodput over the seconds from the start of arrivals to the
-    last answer. goodput: edits within their SLO. latency: from due to picture, all edits, a failed one infinite.
-    latency_completed_ms: mean of those that came back. queue: the server's own figure. keeps_up: achieved at least 0.98
-    of the offered rate, no failure. stage_ms: means of what the server says of its parts, `queue` among them.
+    last answer. achieved: edits that came back over these seconds less the shortest latency, since the offered rate
+    ends with the last arrival, and no server answers that at once. goodput: edits within their SLO. latency: from due
+    to picture, all edits, a failed one infinite. latency_completed_ms: mean of those that came back. queue: the
+    server's own figure. keeps_up: achieved at least 0.98 of the offered rate, no failure; None without a rate.
+    stage_ms: means of what the server says of its parts, `queue` among them.
     client_late_ms: P99 of how long after their due times edits were sent.
     """
 
@@ -41,6 +43,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     request_rate: float | None
     throughput: float
+    achieved: float
     goodput: float | None
     slo_attainment: float | None
     slo_ms: float | None
@@ -81,17 +84,18 @@ def summarise(run: Run, context: Context) -> Summary:
     completed = [outcome for outcome in outcomes if not outcome.is_failed]
     slos = [_slo(outcome, context) for outcome in outcomes]
     within = None if None in slos or not slos else sum(map(_is_within, outcomes, slos))
-    throughput = len(completed) / seconds
+    achieved = _achieved(completed, seconds)
     return Summary(
         num_edits=len(outcomes),
         num_failed=len(outcomes) - len(completed),
         seconds=seconds,
         request_rate=context.request_rate,
-        throughput=throughput,
+        throughput=len(completed) / seconds,
+        achieved=achieved,
         goodput=None if within is None else within / seconds,
         slo_attainment=None if within is None else within / len(outcomes),
         slo_ms=context.slo_ms,
-        keeps_up=_keeps_up(throughput, context.request_rate, len(outcomes) - len(completed)),
+        keeps_up=_keeps_up(achieved, context.request_rate, len(outcomes) - len(completed)),
         latency=Spread.of([outcome.latency for outcome in outcomes], context.percents),
         latency_completed_ms=_mean([1e3 * outcome.latency for outcome in completed]),
         queue=Spread.of(_queue_seconds(completed), context.percents),
@@ -112,13 +116,18 @@ def _slo(outcome: Outcome, context: Context) -> float | None:
 
 
 def _is_within(outcome: Outcome, slo_ms: float | None) -> bool:
-    return slo_ms is not None and outcome.latency * 1e3 <= slo_ms
+    return slo_ms is not None and not outcome.is_failed and outcome.latency * 1e3 <= slo_ms
 
 
-def _keeps_up(throughput: float, rate: float | None, num_failed: int) -> bool | None:
+def _achieved(completed: Sequence[Outcome], seconds: float) -> float:
+    floor = min((outcome.latency for outcome in completed), default=0.0)
+    return len(completed) / max(seconds - floor, 1e-9)
+
+
+def _keeps_up(achieved: float, rate: float | None, num_failed: int) -> bool | None:
     if rate is None or math.isinf(rate):
         return None
-    return throughput >= KEEPS_UP * rate and not num_failed
+    return achieved >= KEEPS_UP * rate and not num_failed
 
 
 def _queue_seconds(completed: Iterable[Outcome]) -> list[float]:

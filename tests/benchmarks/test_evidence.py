@@ -5,19 +5,28 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
+from fastapi import FastAPI
 
 from benchmarks import overheads
-from benchmarks.baselines.systems import SYSTEMS
+from benchmarks.baselines.edit_app import server_config
+from benchmarks.baselines.systems import SYSTEMS, Setting
 from benchmarks.benchmark_serving import as_json
 from benchmarks.evidence.document import write_document
+from benchmarks.evidence.plan import SHORT
 from benchmarks.evidence.results import Result, Results
+from benchmarks.evidence.serving_part import Fleet, ServingPart
 from benchmarks.feature_net import frechet
 from benchmarks.server import ROOT
-from benchmarks.serving.client import Outcome, Run
+from benchmarks.serving.client import Outcome, Run, Target
 from benchmarks.serving.summary import Context, summarise
 
 
@@ -56,6 +65,72 @@ def test_the_document_says_what_the_files_say(results: Results, tmp_path: Path) 
     assert "![Latency and queue time by rate](benchmarks_rates.svg)" in text
     assert (folder / "benchmarks_rates.svg").read_text().startswith("<?xml")
     assert "## Quality" not in text  # nothing was measured
+
+
+class CountingServer(ThreadingHTTPServer):
+    """Answers every edit at once, and counts them."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.num_edits = 0
+        self.lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: CountingServer
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        with self.server.lock:
+            self.server.num_edits += 1
+        self._answer(json.dumps({"data": [{"b64_json": "eA=="}]}).encode())
+
+    def do_GET(self) -> None:
+        self._answer(b"")
+
+    def _answer(self, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Not to stderr."""
+
+
+@pytest.fixture
+def counting() -> Iterator[CountingServer]:
+    with CountingServer() as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def test_every_system_gets_the_same_warm_ups(results: Results, counting: CountingServer) -> None:
+    class OneServer(Fleet):
+        def target(self, name: str) -> Target:
+            return Target(counting.url)
+
+    part = ServingPart(OneServer(Setting("any")), replace(SHORT, warm_ups=3), results)
+    sent = {}
+    for name in SYSTEMS:
+        counting.num_edits = 0
+        part._throughput(name, "public", 1, 2)
+        sent[name] = counting.num_edits
+    assert sent == dict.fromkeys(SYSTEMS, 5)
+
+
+def test_baselines_keep_connections_longer_than_clients() -> None:
+    """Or a request is lost that is sent while the server closes."""
+    kept = httpx.Limits().keepalive_expiry
+    assert kept is not None
+    assert server_config(FastAPI(), 0).timeout_keep_alive > 2 * kept
 
 
 def test_every_part_has_its_section_and_plot(results: Results, tmp_path: Path) -> None:

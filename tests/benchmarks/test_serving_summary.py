@@ -6,11 +6,13 @@ import json
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
-from benchmarks.benchmark_serving import as_json, rows
+from benchmarks.benchmark_serving import LONE_EDITS, _scaled_slo, as_json, main, rows
 from benchmarks.report import print_report
-from benchmarks.serving.client import Outcome, Run
+from benchmarks.serving.client import Outcome, Run, Target, WarmUpError
+from benchmarks.serving.dataset import Mix, synthetic
 from benchmarks.serving.summary import Context, summarise
 
 FACTS = {"mask_ratio": 0.25, "cache": "hit", "ms": {"queue": 100.0}}
@@ -51,6 +53,46 @@ def test_a_failed_edit_has_no_end_and_misses_its_slo() -> None:
     assert summary.latency.percentiles[-1][1] is None
     assert summary.latency_completed_ms == pytest.approx(500)
     assert summary.errors == ("status 503: no",)
+
+
+@pytest.mark.parametrize("latency", [0.5, 8.0])
+def test_a_slow_answer_to_the_last_edit_is_no_backlog(latency: float) -> None:
+    outcomes = [outcome(i + 1.0, latency) for i in range(10)]
+    summary = summarise(Run(outcomes, seconds=10 + latency, cpu_seconds=0.0), Context(request_rate=1.0))
+    assert summary.throughput == pytest.approx(10 / (10 + latency))
+    assert summary.achieved == pytest.approx(1.0)
+    assert summary.keeps_up is True
+
+
+def test_a_growing_queue_is_one() -> None:
+    outcomes = [outcome(i + 1.0, 8.0 + i / 4) for i in range(10)]
+    summary = summarise(Run(outcomes, seconds=10 + 10.25, cpu_seconds=0.0), Context(request_rate=1.0))
+    assert summary.achieved == pytest.approx(10 / 12.25)
+    assert summary.keeps_up is False
+
+
+def test_nothing_that_came_back_keeps_up_with_nothing() -> None:
+    summary = summarise(Run([outcome(0.1, 0.5, "no")], 1.0, 0.0), Context(request_rate=1.0))
+    assert (summary.achieved, summary.keeps_up) == (0.0, False)
+
+
+def test_a_failed_edit_is_not_within_an_slo_without_end() -> None:
+    outcomes = [outcome(0.0, 0.5), outcome(0.1, 0.5, "status 503: no")]
+    assert summarise(Run(outcomes, 1.0, 0.0), Context(slo_ms=math.inf)).slo_attainment == 0.5
+
+
+async def test_no_slo_is_scaled_from_edits_that_failed() -> None:
+    calls = synthetic(Mix(sizes="64x64"), LONE_EDITS, np.random.default_rng(0))
+    with pytest.raises(WarmUpError, match=r"5 of 5 warm-ups failed: ConnectError"):
+        await _scaled_slo(Target("http://127.0.0.1:9"), calls, 2.0)
+
+
+def test_warm_ups_that_fail_end_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--num-prompts", "1", "--num-warmups", "2", "--sizes", "64x64", "--disable-tqdm"]
+    with pytest.raises(SystemExit) as left:
+        main(["--base-url", "http://127.0.0.1:9", *flags])
+    assert left.value.code == 1
+    assert capsys.readouterr().err.startswith("error: 2 of 2 warm-ups failed: ConnectError")
 
 
 def test_what_a_server_does_not_tell_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
