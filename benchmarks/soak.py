@@ -47,6 +47,8 @@ QUIET_SECONDS = 15.0
 """Within which nothing may be in the queue any more, once the traffic has ended."""
 MAX_SLOPE = 1.0
 """MB per minute."""
+SLOPE_MINUTES = 10.0
+"""A soak of so many minutes must tell a slope; shorter ones may end before there is one."""
 
 
 @dataclass
@@ -220,6 +222,10 @@ def _report(args: argparse.Namespace, ledger: Ledger, record: Record) -> bool:
     """Print everything; whether all bars are held."""
     counts, samples = ledger.counts, record.samples
     slope = samples.memory_slope()
+    if not counts["compared"]:
+        record.failures.append("no picture was compared")
+    if math.isnan(slope) and args.minutes >= SLOPE_MINUTES:
+        record.failures.append("too few samples for a memory slope")
     slopes = {role: samples.memory_slope(role) for role in get_args(Role)}
     recoveries = record.recoveries or [float("nan")]
     cache = " ".join(f"{counts[f'cache_{kind}']} {kind}" for kind in ("hit", "miss", "off"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 from collections import Counter
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from benchmarks.soak import Record, _report
 from benchmarks.soaking.checking import References
 from benchmarks.soaking.edits import PLAIN, Delivery, Edit, catalogue, fresh
 from benchmarks.soaking.ledger import Ledger
@@ -141,3 +143,33 @@ def test_a_saw_of_restarts_is_no_growth_and_a_leak_is() -> None:
     assert leaking.memory_slope() == pytest.approx(2, abs=0.05)
     assert leaking.memory_slope("server") == pytest.approx(0)
     assert leaking.fds("worker") == (7, 7)
+
+
+# --------------------------------------------------------------------------------------------------------- the verdict
+
+
+def growing(megabytes_per_minute: float, minutes: int) -> Samples:
+    """One sample a minute."""
+    samples = Samples(0.0)
+    for minute in range(minutes):
+        pss = Counter(server=int((100 + minute * megabytes_per_minute) * MB))
+        samples.add(Sample(60.0 * minute, Holdings(pss, Counter(), Counter(), Counter()), is_whole=True))
+    return samples
+
+
+@pytest.mark.parametrize(
+    ("minutes", "samples", "compared", "is_good"),
+    [
+        (10.0, growing(0.0, 10), 5, True),
+        (10.0, growing(2.0, 10), 5, False),
+        (10.0, growing(0.0, 2), 5, False),
+        (9.0, growing(0.0, 2), 5, True),
+        (10.0, growing(0.0, 10), 0, False),
+    ],
+    ids=["good", "leak", "no slope", "too short for one", "nothing compared"],
+)
+def test_a_soak_that_measured_nothing_is_not_good(
+    ledger: Ledger, minutes: float, samples: Samples, compared: int, is_good: bool
+) -> None:
+    ledger.count("compared", compared)
+    assert _report(argparse.Namespace(minutes=minutes), ledger, Record(samples)) is is_good
