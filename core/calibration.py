@@ -16,8 +16,9 @@ CALIBRATION = "calibration.json"
 class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Written by `python -m entrypoints.calibrate`.
 
-    keyframes: noise levels 1..0, falling, or pages at every step. full_steps: leading steps, of num_inference_steps, to
-    compute in full where the mask ratio (0..1) is at least full_steps_from; of other numbers of steps the same share.
+    keyframes: noise levels 1..0, falling, or pages at every step. full_steps: leading calls of the model, of all that
+    num_inference_steps take (ModelInfo.num_steps), to compute in full where the mask ratio (0..1) is at least
+    full_steps_from; of other numbers of steps the same share.
     mask_margin: px. safe: whether the error asked for was reached; where not, the rest is the best that was found.
     ssim_mean: inside the mask's box, against exact, over `num_edits` edits of `num_inference_steps` steps. ssim_p10:
     the same, of the masks among them, by size, where it is least.

@@ -54,6 +54,11 @@ class Trials:
     def num_inference_steps(self) -> int:
         return self.model.default_num_inference_steps if self._steps is None else self._steps
 
+    @property
+    def num_steps(self) -> int:
+        """Calls of the model, which full steps are counted in."""
+        return self.model.num_steps(SamplingParams(num_inference_steps=self.num_inference_steps))
+
     def search(self, samples: Sequence[Sample], target: float) -> Trial:
         """The setting to use for such edits; see Search. Raises ConfigError where they cannot tell, and an edit's own
         error."""
@@ -63,7 +68,7 @@ class Trials:
         self._classes = by_size([_ratio(result) for result in exact], MIN_CLASS, MAX_CLASSES)
         if not self._measure(CHEAPEST).num_edits:
             raise ConfigError("no edit ran mask-aware: give masks that leave part of the picture, or larger images")
-        return Search(self._measure, self.num_inference_steps, target).run()
+        return Search(self._measure, self.num_steps, target).run()
 
     def keyframes(self, setting: Setting) -> tuple[float, ...]:
         """Noise levels of a setting's pages, as the server spreads them; () at every step."""
@@ -75,7 +80,7 @@ class Trials:
         """Each setting is run once."""
         if setting not in self._known:
             self._known[setting] = trial = self._try(setting)
-            self._say(trial.describe(self.num_inference_steps))
+            self._say(trial.describe(self.num_steps))
         return self._known[setting]
 
     def _try(self, setting: Setting) -> Trial:

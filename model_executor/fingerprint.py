@@ -7,6 +7,7 @@ Hugging Face hub's cache names its files by their hash, which is taken from ther
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Iterator
 from contextlib import suppress
@@ -15,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from core.ipc.atomic_file import write_atomically
-from model_executor.loader import Checkpoint
+from model_executor.loader import INDEX, Checkpoint
 
 _PATTERNS = ("*/*.json", "*/*.txt", "*/*.model", "*/*.safetensors")
 """All that a part is loaded from."""
@@ -32,15 +33,23 @@ class KnownHash(msgspec.Struct, frozen=True):
 
 
 def fingerprint(checkpoint: Checkpoint, cache_folder: Path) -> str:
-    """Hex digest of the checkpoint's weights, configurations and tokenizers, and of the dtype it computes in.
+    """Hex digest of the checkpoint's weights, configurations and tokenizers, of which parts its index names, and of the
+    dtype it computes in.
 
     The same files elsewhere have the same fingerprint. Raises OSError for a file that cannot be read; whatever is wrong
     with the remembered hashes only means that they are made again.
     """
     hashes = _KnownHashes(cache_folder / "fingerprints.json")
     parts = [(str(path.relative_to(checkpoint.path)), hashes.sha256(path)) for path in _files(checkpoint.path)]
+    parts.append((INDEX, _named_parts(checkpoint)))
     hashes.save()
     return hashlib.sha256(repr([str(checkpoint.dtype), parts]).encode()).hexdigest()
+
+
+def _named_parts(checkpoint: Checkpoint) -> str:
+    """Hex sha256 of the parts in the index: one that it leaves out is not used, though its files are there."""
+    named = {part: value for part, value in checkpoint.index.items() if isinstance(value, list)}
+    return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
 
 
 def _files(folder: Path) -> Iterator[Path]:

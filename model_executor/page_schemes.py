@@ -17,6 +17,7 @@ from core.config import ModelConfig
 from core.errors import ConfigError
 from core.messages import ModelInfo
 from core.page_scheme import PageDtype, PageScheme
+from core.request import SamplingParams
 from model_executor.fingerprint import fingerprint
 from model_executor.kernels import kernels_digest
 from model_executor.loader import Checkpoint
@@ -60,7 +61,7 @@ def page_scheme(
         prompt=config.priming_prompt,
         mask_margin=DEFAULT_MASK_MARGIN if calibration is None else calibration.mask_margin,
         full_steps=DEFAULT_FULL_STEPS if calibration is None else calibration.full_steps,
-        full_steps_of=1 if calibration is None else calibration.num_inference_steps,
+        full_steps_of=1 if calibration is None else _num_steps(calibration, info),
         full_steps_from=0.0 if calibration is None else calibration.full_steps_from,
         environment=environment(checkpoint.device),
     )
@@ -108,6 +109,11 @@ def uniform_keyframes(number: int) -> tuple[float, ...]:
     if number < 2:
         raise ValueError(f"pages need at least 2 keyframes, not {number}")
     return tuple(np.linspace(1.0, 0.0, number).tolist())
+
+
+def _num_steps(calibration: Calibration, info: ModelInfo) -> int:
+    """Calls of the model in each edit of a calibration: full steps are counted in these."""
+    return info.num_steps(SamplingParams(num_inference_steps=calibration.num_inference_steps))
 
 
 def _overrides(config: ModelConfig) -> bool:

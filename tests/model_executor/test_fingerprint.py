@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -15,9 +16,10 @@ from core.calibration import CALIBRATION, Calibration, calibration_file
 from core.config import EMBEDDED_MODEL, ModelConfig
 from core.errors import ConfigError
 from core.page_scheme import PageScheme
+from core.request import SamplingParams
 from model_executor import fingerprint as fingerprint_module
 from model_executor.fingerprint import fingerprint
-from model_executor.loader import Checkpoint
+from model_executor.loader import INDEX, Checkpoint
 from model_executor.models.flux import FluxFill
 from model_executor.page_schemes import page_scheme
 
@@ -69,6 +71,17 @@ def test_weights_configuration_tokenizer_and_dtype_count(path: Path, cache: Path
         part.write_bytes(content)
         prints.append(fingerprint(opened(path), cache))
     assert len(set(prints)) == 5
+
+
+def test_parts_that_the_index_leaves_out_count(path: Path, cache: Path) -> None:
+    """Their files stay, as where SD3 is served without T5."""
+    index = json.loads((path / INDEX).read_text())
+    prints = []
+    for changes in ({}, {"text_encoder_2": None}, {"_diffusers_version": "0.1", "_name_or_path": "elsewhere"}):
+        (path / INDEX).write_text(json.dumps(index | changes))
+        prints.append(fingerprint(opened(path), cache))
+    assert prints[0] != prints[1]
+    assert prints[0] == prints[2]
 
 
 def test_hashes_of_weights_are_remembered(path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,6 +187,21 @@ def test_a_calibration_decides_what_no_flag_says(path: Path, cache: Path) -> Non
     assert flagged is not None
     assert flagged.keyframes == (1.0, 0.0)
     assert (flagged.layout.dtype, flagged.full_steps, flagged.mask_margin) == ("float32", 2, 16)
+
+
+def test_full_steps_are_counted_in_calls_of_the_model(path: Path, cache: Path) -> None:
+    """As the calibration's edits ran them: Heun's method makes two of most noise levels."""
+    given(path / CALIBRATION, FOUND)
+    config = ModelConfig(model=str(path), dtype="float32", device="cpu")
+    checkpoint = Checkpoint.open(config)
+    family = FluxFill(checkpoint)
+    family.put("transformer", checkpoint.load("transformer"))
+    heun = msgspec.structs.replace(family.info("tiny"), solver_order=2)
+    scheme = page_scheme(config, checkpoint, family, heun, cache)
+    assert scheme is not None
+    calls = heun.num_steps(SamplingParams(num_inference_steps=FOUND.num_inference_steps))
+    assert calls == 55
+    assert scheme.full_steps_at(0.5, calls) == FOUND.full_steps
 
 
 def test_pages_at_every_step(path: Path, cache: Path) -> None:
