@@ -130,7 +130,7 @@ class Bench:
             guidance_scale=1.0,
             grid=self.shape.grid,
         )
-        table = self._ours.modulation(row.pooled_prompt_embeds, row.guidance_scale, row.sigma[None])
+        table = self._ours.modulation(row.pooled_prompt_embeds, row.guidance_scale, row.sigma[None], 1)
         return replace(row, modulation=table)
 
     def _primed(self, sigma: float) -> Tensor:

@@ -236,7 +236,9 @@ class Runner:
                 active=active,
                 pages=pages,
                 full_blocks=work.full_blocks,
-                modulation=self._modulation(family, item, work, number, pooled, inputs["sigmas"]),
+                modulation=self._modulation(
+                    family, item, work, (number, len(inputs["prompt_embeds"])), pooled, inputs["sigmas"]
+                ),
             )
             for number, (embeds, pooled) in enumerate(prompts)
         ]
@@ -251,12 +253,14 @@ class Runner:
         return _Step(rows, sample, work.true_cfg_scale, work.keep_clean)
 
     def _modulation(
-        self, family: Family, item: Item, work: Denoise, number: int, pooled: Tensor, sigmas: Tensor
+        self, family: Family, item: Item, work: Denoise, row: tuple[int, int], pooled: Tensor, sigmas: Tensor
     ) -> Tensor | None:
-        """The family's table for this step and the request's `number`-th row, made for the whole run at its first."""
+        """The family's table for this step and one of the request's rows (its number, of how many), made for the whole
+        run at its first."""
+        number, num_rows = row
         key = TensorKey(item.request_id, item.node, f"modulation-{number}")
         if not (kept := self._store.get_series(key)):
-            table = family.modulation(pooled, work.guidance_scale, sigmas[:-1])
+            table = family.modulation(pooled, work.guidance_scale, sigmas[:-1], num_rows)
             kept = () if table is None else (table,)
             self._store.put_series(key, kept)
         return kept[0][work.step : work.step + 1] if kept else None

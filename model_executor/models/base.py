@@ -146,9 +146,12 @@ class Family(Protocol):
         """Run all tokens of each row through the blocks [start, stop), write these blocks' pages, and return each row's
         hidden state (empty after the last block, which computes keys and values only)."""
 
-    def modulation(self, pooled_prompt_embeds: Tensor, guidance_scale: float, sigmas: Tensor) -> Tensor | None:
+    def modulation(
+        self, pooled_prompt_embeds: Tensor, guidance_scale: float, sigmas: Tensor, num_rows: int
+    ) -> Tensor | None:
         """What the steps of a run compute from its noise levels and pooled prompt alone, for all levels at once,
-        [levels, width]: one pass over those weights instead of one a step. None where it is too much to keep."""
+        [levels, width]: one pass over those weights instead of one a step. None where so much is too much to keep for
+        each of the request's rows."""
 
     def predict(self, rows: Sequence[Row]) -> list[Tensor]:
         """Velocity of each row's active tokens, [active tokens, latent width]: one forward pass for all rows."""

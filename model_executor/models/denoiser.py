@@ -30,7 +30,8 @@ CACHED_GRIDS = 32
 """Tables of positions kept, one per image size and text length; FLUX's is 8 bytes * tokens * head dim / 2."""
 
 MODULATION_BYTES = 64 * 1024**2
-"""Largest table of a request's modulation at all its noise levels: 1.2 MB for the embedded model at 28 steps."""
+"""Most of a request's modulation at all its noise levels, all its rows together: 1.2 MB a row for the embedded model at
+28 steps."""
 
 
 class Denoiser(ABC):
@@ -136,12 +137,15 @@ class Denoiser(ABC):
                 block.run(stream, number)
         return [(stream.hidden[start:stop].clone(),) for start, stop in stream.packing.joint]
 
-    def modulation(self, pooled_prompt_embeds: Tensor, guidance_scale: float, sigmas: Tensor) -> Tensor | None:
+    def modulation(
+        self, pooled_prompt_embeds: Tensor, guidance_scale: float, sigmas: Tensor, num_rows: int
+    ) -> Tensor | None:
         """What `Row.modulation` may hold at each of these noise levels, [levels, width]: all blocks' shifts, scales and
-        gates, with the bits that every step would compute. None where that is more than MODULATION_BYTES.
+        gates, with the bits that every step would compute. None where so many tables, one for each of the request's
+        rows, are more than MODULATION_BYTES.
         """
         width = sum(part.width for part in self._modulations)
-        if len(sigmas) * width * self.dtype.itemsize > MODULATION_BYTES:
+        if num_rows * len(sigmas) * width * self.dtype.itemsize > MODULATION_BYTES:
             return None
         embeddings = [self._embedding(sigma, pooled_prompt_embeds, guidance_scale) for sigma in sigmas]
         conditioning = F.silu(torch.cat(embeddings))

@@ -188,8 +188,10 @@ class LatentFamily(ABC):
 
     # ---------------------------------------------------------------------------------------------------- denoising
 
-    def modulation(self, pooled_prompt_embeds: Tensor, guidance_scale: float, sigmas: Tensor) -> Tensor | None:
-        return self._denoiser.modulation(pooled_prompt_embeds, guidance_scale, sigmas)
+    def modulation(
+        self, pooled_prompt_embeds: Tensor, guidance_scale: float, sigmas: Tensor, num_rows: int
+    ) -> Tensor | None:
+        return self._denoiser.modulation(pooled_prompt_embeds, guidance_scale, sigmas, num_rows)
 
     def predict(self, rows: Sequence[Row]) -> list[Tensor]:
         return self._denoiser.forward(rows)

@@ -189,3 +189,13 @@ def test_priming_in_chunks_writes_the_same_bytes(case: Case, denoiser: Denoiser)
         part = prime_row(denoiser, make_row(0))
         prime(denoiser, part, [cut])
         assert torch.equal(part.entry, whole.entry)
+
+
+@torch.inference_mode()
+def test_tables_of_all_of_a_requests_rows_keep_one_limit(denoiser: Denoiser, monkeypatch: pytest.MonkeyPatch) -> None:
+    row, sigmas = make_row(0), torch.linspace(1, 0.1, 4)
+    table = denoiser.modulation(row.pooled_prompt_embeds, row.guidance_scale, sigmas, 1)
+    assert table is not None
+    monkeypatch.setattr("model_executor.models.denoiser.MODULATION_BYTES", table.nbytes)
+    assert denoiser.modulation(row.pooled_prompt_embeds, row.guidance_scale, sigmas, 1) is not None
+    assert denoiser.modulation(row.pooled_prompt_embeds, row.guidance_scale, sigmas, 2) is None
