@@ -141,3 +141,13 @@ class FluxInpaint(NoisedTemplate, Flux):
     family = "flux"
     summary = "FLUX.1 dev and schnell: the template, noised, outside the mask at every step"
     default_steps, default_guidance, has_true_cfg = 28, 7.0, True
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(checkpoint)
+        channels = self._transformer_config.get("in_channels", self._latent_width)
+        if channels != self._latent_width:
+            raise refuse(
+                checkpoint,
+                f"a denoiser of {channels} input channels is not supported under {checkpoint.class_name}, which has"
+                f" {self._latent_width}; that of Fill belongs under FluxFillPipeline",
+            )

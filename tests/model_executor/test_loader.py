@@ -93,6 +93,12 @@ def test_sd3_of_another_form_is_refused(tmp_path: Path) -> None:
     assert_refused(path, "a denoiser of 16 channels and patches of 4 is not supported")
 
 
+@pytest.mark.parametrize("name", ["FluxPipeline", "FluxInpaintPipeline"])
+def test_fill_under_another_name_is_refused(copy: Path, name: str) -> None:
+    edit_json(copy / "model_index.json", _class_name=name)
+    assert_refused(copy, f"a denoiser of 384 input channels is not supported under {name}")
+
+
 def test_missing_directory(tmp_path: Path) -> None:
     assert_refused(tmp_path / "missing", "no model directory")
 
