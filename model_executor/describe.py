@@ -5,6 +5,7 @@ For who may not import torch: `entrypoints.models` runs it.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from math import prod
@@ -61,7 +62,7 @@ def describe(model: str) -> CheckpointCard:
 def _count(folder: Path) -> int:
     """Parameters of a part, by the headers of its files; where there are variants of another dtype, of one of them."""
     files = sorted(folder.glob("*.safetensors"))
-    plain = [file for file in files if not {"fp16", "bf16"} & set(file.name.split("."))] or files
+    plain = [file for file in files if not {"fp16", "bf16"} & set(re.split(r"[.-]", file.name))] or files
     return sum(map(_count_file, plain))
 
 

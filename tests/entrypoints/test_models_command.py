@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,28 @@ def test_fields_and_parts_are_the_checkpoints(tmp_path: Path, capsys: pytest.Cap
     assert "text_encoder_3" not in told
     assert "guidance_scale (classifier-free, default 7), negative_prompt\n" in told
     assert "5 keyframes of 5 int8 pages" in told
+
+
+def test_variants_in_parts_are_counted_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = make_sd3(tmp_path / "sd3", has_t5=False)
+    assert main(["--model", str(path)]) == 0
+    told = capsys.readouterr().out
+    (weights,) = (path / "transformer").glob("*.safetensors")
+    shutil.copy(weights, weights.with_name("diffusion_pytorch_model.fp16-00001-of-00001.safetensors"))
+    assert main(["--model", str(path)]) == 0
+    assert capsys.readouterr().out == told
+
+
+def test_a_reader_that_ends_without_a_word_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that the kernel kills."""
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    assert main([]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("error: ")
+    assert "status 1" in told
+    assert told.count("\n") == 1
 
 
 def test_what_cannot_be_served_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
