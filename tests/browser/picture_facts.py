@@ -50,7 +50,9 @@ def tokens() -> dict[str, object]:
     return {"answers": [_tokens(**case) for case in json.load(sys.stdin)]}
 
 
-def _tokens(width: int, height: int, native: int, token: int, margin: int, side: int | None, boxes: list[list[int]]) -> object:
+def _tokens(
+    width: int, height: int, native: int, token: int, margin: int, side: int | None, boxes: list[list[int]]
+) -> object:
     size = generation_size(width, height, native, token, side)
     keep = np.full((height, width), 255, np.uint8)
     for left, top, right, bottom in boxes:
