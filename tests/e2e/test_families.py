@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -122,22 +123,33 @@ def test_a_long_picture_is_edited_whatever_positions_the_model_knows(client: ope
     assert picture.shape[:2] == (16, 1024)
 
 
-def test_clients_that_leave_give_their_places_back(client: openai.OpenAI) -> None:
+def until(server: ServerProcess, is_so: Callable[[dict[str, int]], bool]) -> None:
+    """Wait for a state of the server's queue."""
+    deadline = time.monotonic() + 60
+    while not is_so(queue := httpx.get(f"{server.base_url}/engine/stats").json()["queue"]):
+        assert time.monotonic() < deadline, queue
+        time.sleep(0.01)
+
+
+def test_clients_that_leave_give_their_places_back(client: openai.OpenAI, family_server: ServerProcess) -> None:
     for _ in range(10):  # more than there are places
+        until(family_server, lambda queue: queue["admitted"] < queue["limit"])
         body = {"num_inference_steps": 200}
         stream = client.images.edit(image=PHOTO, mask=ALPHA, prompt="a", stream=True, extra_body=body)
         stream.close()
-        time.sleep(0.05)
+    until(family_server, lambda queue: queue["admitted"] == 0)
     edit(client)
 
 
 def test_a_worker_that_dies_costs_no_edit(client: openai.OpenAI, family_server: ServerProcess) -> None:
     """Last: its pages are gone. The picture is that of an undisturbed run."""
-    expected, _ = edit(client, num_inference_steps=60)
+    steps = 200  # not over by the time that the workers are killed
+    expected, _ = edit(client, num_inference_steps=steps)
     workers = [child for child in family_server.children() if "worker" in " ".join(child.cmdline())]
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(edit, client, num_inference_steps=60)
-        time.sleep(0.3)
+        running = pool.submit(edit, client, num_inference_steps=steps)
+        until(family_server, lambda queue: queue["running"] > 0)
+        assert not running.done()
         for worker in workers:
             worker.send_signal(signal.SIGKILL)
         np.testing.assert_array_equal(running.result()[0], expected)
