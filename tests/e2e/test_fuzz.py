@@ -218,8 +218,9 @@ def test_hostile_requests(fuzzed: ServerProcess) -> None:
     print("\n" + tally.summary())
     assert not tally.failures, tally.failures[:3]
     assert tally.num_bad >= 0.8 * NUM_REQUESTS
-    assert {"200", "400", "404", "405", "413", "415"} <= set(tally.statuses), "the strategies have lost their reach"
-    assert set(DEEP_CODES) <= set(tally.codes), "the strategies have lost their reach"
+    if NUM_REQUESTS >= 5000:  # of fewer, chance decides what is among them
+        assert {"200", "400", "404", "405", "413", "415"} <= set(tally.statuses), "the strategies have lost their reach"
+        assert set(DEEP_CODES) <= set(tally.codes), "the strategies have lost their reach"
     assert httpx.get(f"{fuzzed.url}/health").json()["status"] == "ok"
     assert steady_picture(fuzzed) == expected
     wait_until_idle(fuzzed)

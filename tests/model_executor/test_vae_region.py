@@ -122,10 +122,9 @@ def decode():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 with torch.inference_mode():
-    before = [decode() for _ in range(3)]
     keep_freed_memory(KEPT_BYTES)
-    after = [decode() for _ in range(4)]
-print(min(before), min(after))
+    faults = [decode() for _ in range(6)]
+print(min(faults))
 """
 
 
@@ -135,8 +134,7 @@ def test_a_warm_decoder_asks_the_system_for_no_memory() -> None:
     command = [sys.executable, "-c", COUNT_FAULTS]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
     assert result.returncode == 0, result.stderr
-    before, after = map(int, result.stdout.split())
-    assert after < 1000 < before, "the least of some calls, since the heap takes two or three to grow"
+    assert int(result.stdout) < 1000, "the least of some calls, since the heap takes two or three to grow"
 
 
 # ------------------------------------------------------------------------------------------------------ the region
