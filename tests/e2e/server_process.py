@@ -59,7 +59,7 @@ def spawn(scratch: Path, *flags: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "entrypoints.serve", "--port", "0", *flags]
     environment = {**os.environ, "TMPDIR": str(scratch), "PYTHONUNBUFFERED": "1"}
     environment.pop("TORCHINDUCTOR_CACHE_DIR", None)  # set by diffusers' import in the tests themselves
-    with scratch.with_suffix(".log").open("w") as log:
+    with scratch.with_suffix(".log").open("a") as log:
         return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=log, text=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import time
 from collections.abc import Callable, Iterator
@@ -96,7 +97,7 @@ def test_a_write_that_fails_in_the_middle_leaves_nothing(
     """By a limit of the kernel on the size of the worker's files, which fails a write as a full disk does."""
     kept = set(cache_folder.glob("*.page"))
     limit = sorted(path.stat().st_size for path in kept)[-1] - 1000
-    assert cached.log.stat().st_size + 1000 < limit, "the worker has to write its log"
+    os.truncate(cached.log, 0)  # the worker has to write it, too
     soft, hard = resource.prlimit(worker.pid, resource.RLIMIT_FSIZE)
     failed = metric(cached, "cache_failed_stores_total")
     resource.prlimit(worker.pid, resource.RLIMIT_FSIZE, (limit, hard))
