@@ -27,8 +27,10 @@ from entrypoints.openai.engine_stats import engine_stats
 from entrypoints.openai.errors import describe_http, log_internal
 from entrypoints.openai.fields import GENERATION_FIELDS
 from entrypoints.openai.middleware import OWNER, RECORD, REQUEST_ID, ApiKeyGuard, RequestContext, answer
+from entrypoints.openai.origin_guard import OriginGuard
 from entrypoints.openai.rate_limit import RateLimit
 from entrypoints.openai.reading_places import ReadingPlaces
+from entrypoints.openai.request_owners import RequestOwners
 from entrypoints.openai.schema import (
     DELETED_ANSWERS,
     EDIT_BODY,
@@ -62,11 +64,11 @@ def create_app(engine: AsyncEngine, settings: ServerSettings, tracer: Tracer | N
     for; None = nothing.
     """
     app = FastAPI(title="Stencil", summary="Masked image editing behind the OpenAI images API.", redirect_slashes=False)
-    places = ReadingPlaces(engine)
-    _add_image_routes(app, engine, settings, places)
+    places, owners = ReadingPlaces(engine), RequestOwners()
+    _add_image_routes(app, engine, settings, places, owners)
     _add_template_routes(app, engine, settings, places)
     _add_model_routes(app, engine)
-    _add_operator_routes(app, engine)
+    _add_operator_routes(app, engine, owners)
     if settings.playground:
         app.include_router(playground_router())
     app.add_exception_handler(StencilError, _on_stencil_error)
@@ -76,19 +78,24 @@ def create_app(engine: AsyncEngine, settings: ServerSettings, tracer: Tracer | N
         app.add_middleware(RateLimit, limiter=RateLimiter(settings.rate_limit))
     if settings.api_keys:
         app.add_middleware(ApiKeyGuard, api_keys=settings.api_keys)
+    else:
+        app.add_middleware(OriginGuard)  # with keys no page of another's has one
     app.add_middleware(
         RequestContext, metrics=engine.metrics, tracer=tracer or NoTracer()
     )  # the last one added is the outermost
     return app
 
 
-def _add_image_routes(app: FastAPI, engine: AsyncEngine, settings: ServerSettings, places: ReadingPlaces) -> None:
+def _add_image_routes(
+    app: FastAPI, engine: AsyncEngine, settings: ServerSettings, places: ReadingPlaces, owners: RequestOwners
+) -> None:
     @app.post("/v1/images/edits", response_model=None, openapi_extra=EDIT_BODY, responses=IMAGE_ANSWERS)
     async def edit_image(request: Request) -> Response:
         """Repaint the masked part of an image. With `stream` the answer is a stream of server-sent events."""
         _admit(engine)
         with places.take():
             submission = await read_edit(request, settings.max_upload_bytes)
+        owners.note(request.scope[REQUEST_ID], _owner(request))
         return _answer(engine, request, "image_edit", submission)
 
     @app.post("/v1/images/generations", response_model=None, openapi_extra=GENERATION_BODY, responses=IMAGE_ANSWERS)
@@ -97,6 +104,7 @@ def _add_image_routes(app: FastAPI, engine: AsyncEngine, settings: ServerSetting
         _admit(engine)
         with places.take():
             submission = await read_generation(request, GENERATION_FIELDS)
+        owners.note(request.scope[REQUEST_ID], _owner(request))
         return _answer(engine, request, "image_generation", submission)
 
     @app.post("/v1/images/variations", response_model=None, include_in_schema=False)
@@ -182,7 +190,7 @@ def _add_model_routes(app: FastAPI, engine: AsyncEngine) -> None:
         return _json(_model_object(engine.models[model_id], started))
 
 
-def _add_operator_routes(app: FastAPI, engine: AsyncEngine) -> None:
+def _add_operator_routes(app: FastAPI, engine: AsyncEngine, owners: RequestOwners) -> None:
     @app.get("/health", response_model=None)
     async def health() -> Response:
         """200 while the server process is alive; how each engine is: "serving", "loading", "restarting" or "gone", and
@@ -208,9 +216,10 @@ def _add_operator_routes(app: FastAPI, engine: AsyncEngine) -> None:
         return Response(engine.metrics.exposition(), headers={"content-type": CONTENT_TYPE})
 
     @app.get("/v1/engine/stats", response_model=None)
-    async def stats(steps: Annotated[int, Query(ge=0, le=MAX_RECENT_STEPS)] = 0) -> Response:
+    async def stats(request: Request, steps: Annotated[int, Query(ge=0, le=MAX_RECENT_STEPS)] = 0) -> Response:
         """The queue, the load, the activation cache and the cost model; with `steps`, each engine's last ones."""
-        return _json(engine_stats(engine, steps))
+        owner = _owner(request)
+        return _json(engine_stats(engine, steps, lambda image_id: owners.shown(image_id, owner)))
 
 
 def _admit(engine: AsyncEngine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -16,9 +17,10 @@ _LOAD_FIELDS = ("num_received", "num_running", "num_waiting", "base_seconds", "p
 _TOTAL_FIELDS = ("steps", "batch_tokens", "batch_requests", "tokens_skipped", "prime_chunks", "busy_seconds")
 
 
-def engine_stats(engine: AsyncEngine, num_steps: int = 0) -> dict[str, Any]:
+def engine_stats(engine: AsyncEngine, num_steps: int, shown: Callable[[str], str]) -> dict[str, Any]:
     """The queue, each engine, what all of them did and hold together, the templates and the models. What is not known
-    yet, or not there, is null. num_steps: tell each engine's last denoising steps one by one, at most so many.
+    yet, or not there, is null. num_steps: tell each engine's last denoising steps one by one, at most so many; shown:
+    how the caller is told an image's id.
     """
     every = [
         stats if stats is None or is_alive else _of_the_dead(stats)
@@ -29,7 +31,7 @@ def engine_stats(engine: AsyncEngine, num_steps: int = 0) -> dict[str, Any]:
         "object": "engine.stats",
         "queue": _queue(engine),
         "engines": [
-            _engine(index, *facts) | _steps(engine, index, num_steps)
+            _engine(index, *facts) | _steps(engine, index, num_steps, shown)
             for index, facts in enumerate(zip(engine.alive, engine.loads, every, strict=True))
         ],
         "totals": {field: sum(getattr(stats, field) for stats in known) for field in _TOTAL_FIELDS},
@@ -61,20 +63,20 @@ def _engine(index: int, alive: bool, load: LoadReport | None, stats: EngineStats
     }
 
 
-def _steps(engine: AsyncEngine, index: int, num_steps: int) -> dict[str, Any]:
+def _steps(engine: AsyncEngine, index: int, num_steps: int, shown: Callable[[str], str]) -> dict[str, Any]:
     if not num_steps:
         return {}
     now = time.monotonic()
-    return {"recent_steps": [_step(sample, now) for sample in engine.recent_steps[index][-num_steps:]]}
+    return {"recent_steps": [_step(sample, now, shown) for sample in engine.recent_steps[index][-num_steps:]]}
 
 
-def _step(sample: StepSample, now: float) -> dict[str, Any]:
+def _step(sample: StepSample, now: float, shown: Callable[[str], str]) -> dict[str, Any]:
     """ms_ago: since it began."""
     return {
         "ms_ago": round((now - sample.started) * 1e3, 1),
         "ms": round(sample.seconds * 1e3, 3),
         "tokens": sample.num_tokens,
-        "requests": sample.request_ids,
+        "requests": [shown(image_id) for image_id in sample.request_ids],
     }
 
 

@@ -66,6 +66,16 @@ class InvalidApiKeyError(StencilError):
     """The authorization header is missing or holds another key."""
 
 
+class ForeignOriginError(StencilError):
+    """A web page of another host wants to change something."""
+
+    def __init__(self, origin: str, host: str) -> None:
+        super().__init__(
+            f"A web page of {origin[:100]!r} may not send this to {host[:100]!r}. If that is the server's own page "
+            "behind a proxy, have the proxy pass the Host header on; or give the server an --api-key."
+        )
+
+
 class RateLimitError(StencilError):
     """The caller has sent its share of requests for now; the next one is accepted in `retry_after` seconds."""
 
@@ -100,6 +110,7 @@ class ErrorReply:
 # The first row whose class matches wins. A None type or code is taken from the exception.
 _TABLE: tuple[tuple[type[BaseException], int, str | None, str | None], ...] = (
     (InvalidApiKeyError, 401, INVALID_REQUEST, "invalid_api_key"),
+    (ForeignOriginError, 403, INVALID_REQUEST, "foreign_origin"),
     (RateLimitError, 429, "requests", "rate_limit_exceeded"),
     (RequestTooLargeError, 413, INVALID_REQUEST, None),
     (UnsupportedContentTypeError, 415, INVALID_REQUEST, None),

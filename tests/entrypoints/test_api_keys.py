@@ -11,6 +11,7 @@ from api_calls import IMAGE, assert_refused, post_edit
 from fake_engine import FakeEngine
 
 from core.errors import ConfigError
+from core.load_report import StepSample
 from entrypoints.api_keys import find_keys, read_key_file
 from entrypoints.openai.app import ServerSettings, create_app
 
@@ -84,3 +85,25 @@ async def test_each_key_opens_and_owns_its_templates(engine: FakeEngine) -> None
         for key in ("", "second", "firstt", "firs", "first third"):
             client.headers["authorization"] = f"Bearer {key}"
             assert_refused(await post_edit(client), 401, "invalid_api_key", None)
+
+
+async def test_steps_tell_each_key_its_own_requests_alone(engine: FakeEngine) -> None:
+    app = create_app(engine, ServerSettings(api_keys=("first", "second"), max_upload_bytes=1000))
+    ids: dict[str, str] = {}  # key -> its request
+    shown: dict[str, list[list[str]]] = {}  # key -> images of each step
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        for key in ("first", "second"):
+            client.headers["authorization"] = f"Bearer {key}"
+            ids[key] = (await post_edit(client)).headers["x-request-id"]
+        images = tuple(f"{ids[key]}-{index}" for key, index in (("first", 0), ("second", 0), ("second", 1)))
+        engine.recent_steps = ((StepSample(3, 30, 0.1, 0.1, 0.1, request_ids=images),) * 2, ())
+        for key in ("first", "second"):
+            client.headers["authorization"] = f"Bearer {key}"
+            answer = (await client.get("/v1/engine/stats", params={"steps": 5})).json()
+            shown[key] = [step["requests"] for step in answer["engines"][0]["recent_steps"]]
+    assert shown["first"][0][0] == images[0]
+    assert tuple(shown["second"][0][1:]) == images[1:]
+    for key, other in (("first", "second"), ("second", "first")):
+        assert ids[other] not in str(shown[key])
+        assert shown[key][0] == shown[key][1], "an image keeps its name from step to step"
+        assert len(set(shown[key][0])) == 3
