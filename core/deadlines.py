@@ -15,13 +15,7 @@ from core.failure import Failure
 from core.fleet import until_free
 from core.load_report import RequestLoad
 from core.messages import EditRequest
-from core.request import Request, Status
-
-PATIENCE_SECONDS = 60.0
-"""How much younger a request that is due may be and still go first."""
-
-CLASS_SECONDS = 2 * PATIENCE_SECONDS
-"""Seconds of waiting that a class is worth."""
+from core.request import CLASS_SECONDS, PATIENCE_SECONDS, Request, Status
 
 PASSED = Failure.of(DeadlineExceededError("The request's timeout passed before it finished."))
 TOO_LATE = Failure.of(DeadlineExceededError("The request was given up: it could not finish before its timeout."))

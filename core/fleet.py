@@ -23,6 +23,7 @@ import numpy.typing as npt
 from core.fleet_costs import Features, FleetCosts, SizeCosts, Vector, work_features
 from core.load_report import LoadReport, RequestLoad
 from core.messages import EditRequest, ModelInfo, PrimeTemplate
+from core.request import CLASS_SECONDS
 from core.template_map import Counts, Pages, TemplateMap
 
 Place = tuple[float, float]
@@ -196,18 +197,24 @@ class Fleet:
         is_alive: npt.NDArray[np.bool_] = self.death == 0.0
         return is_alive
 
-    def before(self, priority: int) -> Fleet:
-        """As a request of this class finds it, which goes before those that wait in lower ones. To be read only."""
-        lower = [any(_gives_way(load, priority) for load in self._loads(engine)) for engine in range(self.num_engines)]
+    def before(self, priority: int, now: float) -> Fleet:
+        """As a request of this class finds it that comes now: it goes before those that wait in lower ones, but for
+        those that have waited for long. To be read only."""
+
+        def gives_way(load: RequestLoad) -> bool:
+            classes = load.priority - priority
+            return classes > 0 and not load.is_running and now - load.arrival < CLASS_SECONDS * classes
+
+        lower = [any(map(gives_way, self._loads(engine))) for engine in range(self.num_engines)]
         if not any(lower):
             return self
         fleet = copy(self)
         fleet._bind(self._rows.copy())
         for engine in np.flatnonzero(lower).tolist():
             reported, loads = self._reported[engine]
-            fleet._set_loads(engine, reported, [load for load in loads if not _gives_way(load, priority)])
+            fleet._set_loads(engine, reported, [load for load in loads if not gives_way(load)])
             for sent in self._pending[engine]:
-                if sent.load is not None and not _gives_way(sent.load, priority):
+                if sent.load is not None and not gives_way(sent.load):
                     fleet._line_up(engine, sent.load, max(reported, sent.time))
         return fleet
 
@@ -243,7 +250,7 @@ class Fleet:
         if not shape.num_steps:
             return Sent(number, None, 0.0, priming, now)
         costs, step = self.size_costs(shape), self.step_seconds(shape)
-        load = RequestLoad(shape.num_steps, step, costs.other, shape.priority)
+        load = RequestLoad(shape.num_steps, step, costs.other, shape.priority, arrival=now)
         return Sent(number, load, costs.base, priming, now)
 
     def _expect_pages(self, engine: int, shape: EditShape) -> float:
@@ -313,10 +320,6 @@ def until_free(loads: Iterable[Place], num_places: int, base_seconds: float) -> 
             step = end
             pace -= gone
     return elapsed, [(end - step, seconds) for end, seconds in ends if end > step]
-
-
-def _gives_way(load: RequestLoad, priority: int) -> bool:
-    return load.priority > priority and not load.is_running
 
 
 def _place(load: RequestLoad) -> Place:

@@ -15,7 +15,7 @@ from core.handles import ModelKey, Tier
 class RequestLoad(msgspec.Struct, frozen=True, array_like=True):
     """What is left of one image. step_seconds: what it adds to a step of its batch, the mean over its steps left.
     other_seconds: encoding, decoding and what else is done for it alone. priority: lower goes first. is_running: it
-    keeps its place, whoever comes.
+    keeps its place, whoever comes. arrival: monotonic seconds.
     """
 
     steps_left: int
@@ -23,6 +23,7 @@ class RequestLoad(msgspec.Struct, frozen=True, array_like=True):
     other_seconds: float
     priority: int = 0
     is_running: bool = False
+    arrival: float = 0.0
 
 
 class Residency(msgspec.Struct, frozen=True, array_like=True):

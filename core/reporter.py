@@ -178,7 +178,8 @@ class Reporter:
         step_seconds = self._step_seconds_left(request) / steps if steps else 0.0
         other_seconds = sum(seconds for _, seconds in self._other_seconds(request))
         is_running = request.status is Status.RUNNING
-        return RequestLoad(steps, step_seconds, other_seconds, request.edit.sampling.priority, is_running)
+        edit = request.edit
+        return RequestLoad(steps, step_seconds, other_seconds, edit.sampling.priority, is_running, edit.arrival)
 
     def _step_seconds_left(self, request: Request) -> float:
         """What its steps left add to the steps of its batch."""

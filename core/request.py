@@ -30,6 +30,12 @@ MIN_TIMEOUT, MAX_TIMEOUT = 0.001, 86400.0  # seconds
 MAX_MASK_MARGIN = 4096  # px
 MAX_PRIORITY = 2**31 - 1
 
+PATIENCE_SECONDS = 60.0
+"""How much younger a request that is due may be and still go first."""
+
+CLASS_SECONDS = 2 * PATIENCE_SECONDS
+"""Seconds of waiting that a class is worth, see `core.deadlines.urgency`."""
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How to sample one edit; names and meanings follow diffusers. None means the model's default.

@@ -18,6 +18,7 @@ from core.handles import ModelKey
 from core.load_report import EngineCosts, Residency
 from core.messages import PrimeTemplate
 from core.page_scheme import PageLayout, PageScheme
+from core.request import CLASS_SECONDS
 from core.template_map import MAX_EXPECTED
 
 SCHEME = PageScheme(
@@ -196,14 +197,24 @@ def test_a_higher_class_does_not_queue_behind_those_that_wait_in_lower_ones() ->
     running = [replace(load(10, 0.01), is_running=True, priority=1)] * 8
     fleet = Fleet(1, max_num_seqs=8)
     fleet.observe(0, make_report(requests=[*running, *[replace(load(10, 0.01), priority=1)] * 20], costs=COSTS), 0.0)
-    assert fleet.before(1) is fleet, "an equal waits for its turn"
-    higher = fleet.before(0)
+    assert fleet.before(1, 0.0) is fleet, "an equal waits for its turn"
+    higher = fleet.before(0, 0.0)
     assert higher.free_at[0] == pytest.approx(0.88), "when those that run are done: one step is under way"
     assert fleet.free_at[0] > 2 * higher.free_at[0]
     fleet.sent(0, make_shape(), 0.0)
-    assert fleet.before(0).num_placed[0] == 1 + higher.num_placed[0], "who is on the way is of its own class"
+    assert fleet.before(0, 0.0).num_placed[0] == 1 + higher.num_placed[0], "who is on the way is of its own class"
     fleet.lose(0)
-    assert fleet.before(0) is fleet
+    assert fleet.before(0, 0.0) is fleet
+
+
+def test_who_has_waited_for_long_gives_way_to_nobody() -> None:
+    waiting = [replace(load(10, 0.01), priority=2, arrival=float(second)) for second in range(20)]
+    fleet = Fleet(1, max_num_seqs=1)
+    fleet.observe(0, make_report(requests=waiting, costs=COSTS), 20.0)
+    some, all_give_way = (fleet.before(priority, 2 * CLASS_SECONDS + 9.5) for priority in (0, -1))
+    assert fleet.before(0, 2 * CLASS_SECONDS + 30.0) is fleet
+    assert some.held_seconds[0] == pytest.approx(10 * 0.01), "those that came first"
+    assert all_give_way.held_seconds[0] == 0.0
 
 
 def test_a_higher_class_finds_what_was_sent_long_after_the_last_report() -> None:
@@ -215,10 +226,10 @@ def test_a_higher_class_finds_what_was_sent_long_after_the_last_report() -> None
     alike.observe(0, make_report(requests=[load(10, 1.0)], base_seconds=0.006, costs=COSTS), 0.0)
     for _ in range(2):
         alike.sent(0, make_shape(), 5.0)
-    assert fleet.before(0).free_at[0] == pytest.approx(alike.free_at[0]), "as if the lower one had not been sent"
+    assert fleet.before(0, 5.0).free_at[0] == pytest.approx(alike.free_at[0]), "as if the lower one had not been sent"
 
     fleet.observe(0, make_report(num_received=3), 20.0)
     for priority in (0, 0, 1):
         fleet.sent(0, dataclasses.replace(make_shape(), priority=priority), 1000.0)
     alone = fleet.step_seconds(make_shape()) + float(fleet.base_seconds[0])
-    assert fleet.before(0).free_at[0] == pytest.approx(1000.0 + 2 * 28 * alone, rel=0.05)
+    assert fleet.before(0, 1000.0).free_at[0] == pytest.approx(1000.0 + 2 * 28 * alone, rel=0.05)
