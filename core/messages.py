@@ -29,9 +29,10 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     native_size: side in pixels of the square whose area caps the generation size. token_size: pixels per token side.
     latent_width: floats per token of the packed latents. max_text_tokens: the text encoder's length. has_guidance:
     whether guidance_scale has a meaning, which with is_guidance_cfg is that of classifier-free guidance, else of an
-    embedding. has_true_cfg: whether true_cfg_scale has one. solver_order: the sampler's. max_side: tokens of a
-    picture's longest side, None for any. page_scheme: how templates are cached, None where the model is served
-    without mask-aware execution. device: its type; which of several alike it is makes no difference to anybody.
+    embedding. has_true_cfg: whether true_cfg_scale has one. solver_order: the sampler's. min_inference_steps: fewest
+    that the sampler can do. max_side: tokens of a picture's longest side, None for any. page_scheme: how templates are
+    cached, None where the model is served without mask-aware execution. device: its type; which of several alike it is
+    makes no difference to anybody.
     """
 
     name: str
@@ -48,6 +49,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     is_guidance_cfg: bool = False
     solver_order: int = 1
+    min_inference_steps: int = 1
     max_side: int | None = None
     page_scheme: PageScheme | None = None
 

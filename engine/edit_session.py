@@ -503,11 +503,13 @@ def resolve(sampling: SamplingParams, model: ModelInfo) -> SamplingParams:
     """
     length = sampling.max_sequence_length or model.max_text_tokens
     check_integer("max_sequence_length", length, high=model.max_text_tokens)
+    steps = sampling.num_inference_steps or model.default_num_inference_steps
+    check_integer("num_inference_steps", steps, low=model.min_inference_steps)
     guidance = model.default_guidance_scale if sampling.guidance_scale is None else sampling.guidance_scale
     true_cfg_scale, negative_prompt = _classifier_free(sampling, model, guidance)
     resolved = msgspec.structs.replace(
         sampling,
-        num_inference_steps=sampling.num_inference_steps or model.default_num_inference_steps,
+        num_inference_steps=steps,
         guidance_scale=guidance,
         true_cfg_scale=true_cfg_scale,
         negative_prompt=negative_prompt,

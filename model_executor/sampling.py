@@ -41,6 +41,13 @@ class Sampling:
         return "sigmas" in inspect.signature(self._scheduler.set_timesteps).parameters
 
     @property
+    def min_steps(self) -> int:
+        """Of a run. Where the last noise level is given, those after the first are stretched to end there: a first one
+        alone would become NaN.
+        """
+        return 2 if self.config.get("shift_terminal") else 1
+
+    @property
     def name(self) -> str:
         return type(self._scheduler).__name__
 

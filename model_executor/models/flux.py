@@ -56,6 +56,7 @@ class Flux(LatentFamily):
             has_guidance=self._transformer_config.get("guidance_embeds", False),
             has_true_cfg=self.has_true_cfg,
             solver_order=self._sampling.order,
+            min_inference_steps=self._sampling.min_steps,
             device=self._device.type,
             dtype=str(self._checkpoint.dtype).removeprefix("torch."),
         )

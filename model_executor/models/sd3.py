@@ -61,6 +61,7 @@ class StableDiffusion3(NoisedTemplate):
             has_true_cfg=False,
             is_guidance_cfg=True,
             solver_order=self._sampling.order,
+            min_inference_steps=self._sampling.min_steps,
             max_side=self._transformer_config["pos_embed_max_size"],
             device=self._device.type,
             dtype=str(self._checkpoint.dtype).removeprefix("torch."),

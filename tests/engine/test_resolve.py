@@ -8,6 +8,7 @@ import fakes
 import msgspec
 import pytest
 
+from core.errors import InvalidRequestError
 from core.request import SamplingParams
 from engine.edit_session import resolve
 
@@ -40,3 +41,12 @@ def guidance(model: Any, **fields: Any) -> tuple[float | None, float | None, str
 )
 def test_guidance_is_decided_as_diffusers_pipelines_do(model: Any, fields: Any, expected: Any) -> None:
     assert guidance(model, **fields) == expected
+
+
+def test_fewer_steps_than_the_sampler_can_do_are_refused() -> None:
+    model = msgspec.structs.replace(fakes.MODEL, min_inference_steps=2)
+    assert resolve(SamplingParams(num_inference_steps=2), model).num_inference_steps == 2
+    assert resolve(SamplingParams(num_inference_steps=2, strength=0.5), model).num_denoising_steps == 1
+    with pytest.raises(InvalidRequestError, match="num_inference_steps") as caught:
+        resolve(SamplingParams(num_inference_steps=1), model)
+    assert caught.value.param == "num_inference_steps"

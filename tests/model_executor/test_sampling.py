@@ -110,6 +110,16 @@ def test_number_of_steps_is_known_beforehand(scheduler: Any, strength: float) ->
     assert model.num_steps(params) == len(sigmas) - 1
 
 
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_the_fewest_steps_are_done_and_fewer_could_not_be(scheduler: Any) -> None:
+    sampling = Sampling(scheduler)
+    fewest = sampling.min_steps
+    assert sampling.schedule(fewest, fewest, timesteps(sampling, fewest)).isfinite().all()
+    with np.errstate(invalid="ignore"):
+        one = sampling.schedule(1, 1, timesteps(sampling, 1))
+    assert (fewest == 1) == bool(one.isfinite().all())
+
+
 @pytest.mark.parametrize("config", [{}, {"max_shift": 1.3, "base_image_seq_len": 64}])
 def test_dynamic_shift_is_diffusers(config: dict[str, Any]) -> None:
     config = dict(FlowMatchEulerDiscreteScheduler(**config).config)
