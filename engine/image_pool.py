@@ -41,7 +41,8 @@ logger = logging.getLogger("stencil.images")
 
 STALL_SECONDS = 5.0
 """A processor with a job that uses no processor time for so long hangs, and is killed. A working one that gets little
-of a full machine is not: at its niceness it still gets 1 % of a core beside ten busy processes."""
+of a full machine is not: at its niceness it still gets 1 % of a core beside ten busy processes. It is counted
+in two halves: where this process was itself stopped, with all its children, the first one is over at once."""
 PROGRESS_SECONDS = 0.001
 """Processor time that counts as some."""
 CPU_SECONDS, CPU_SECONDS_PER_PIXEL = 10.0, 1e-6
@@ -65,6 +66,7 @@ class _Processor:
     job: ImageJob | None = None  # what it works on now
     stall: asyncio.TimerHandle | None = None  # the next look at whether it moves
     cpu_seconds: float = 0.0  # used at the last look
+    is_standing: bool = False  # it had used none since the look before
     began: float = 0.0  # when it took its job
     is_dismissed: bool = False  # killed because nobody wants its job's result any more
 
@@ -72,7 +74,7 @@ class _Processor:
         """Send it a job. Raises PeerClosedError when it is gone."""
         self.channel.send(msgspec.msgpack.encode(job.message))
         self.job = job
-        self.cpu_seconds = self._read_cpu_seconds()
+        self.cpu_seconds, self.is_standing = self._read_cpu_seconds(), False
         self.began = time.monotonic()
         self._look_later()
 
@@ -94,12 +96,13 @@ class _Processor:
         return of_request(self.job.request_id if self.job else "")
 
     def _look_later(self) -> None:
-        self.stall = asyncio.get_running_loop().call_later(STALL_SECONDS, self._look)
+        self.stall = asyncio.get_running_loop().call_later(STALL_SECONDS / 2, self._look)
 
     def _look(self) -> None:
         """Kill it if it stands still: stopped, or stuck in the kernel."""
         before, self.cpu_seconds = self.cpu_seconds, self._read_cpu_seconds()
-        if self.cpu_seconds - before < PROGRESS_SECONDS:
+        was_standing, self.is_standing = self.is_standing, self.cpu_seconds - before < PROGRESS_SECONDS
+        if was_standing and self.is_standing:
             extra = self.log_extra
             logger.error("%s (pid %d) stands still and is killed", self.child.name, self.child.pid, extra=extra)
             self.child.kill()

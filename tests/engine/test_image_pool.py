@@ -315,6 +315,20 @@ async def test_a_processor_that_is_stopped_in_its_work_is_replaced(desk: Desk, m
     assert not stopped.is_running()
 
 
+async def test_a_processor_that_was_stopped_together_with_the_server_is_left_alone(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image_pool, "STALL_SECONDS", 2.0)
+    task = asyncio.create_task(desk.pool.compose(desk.slow_job()))
+    stopped = await busy_processor(desk.pool)
+    stopped.suspend()
+    time.sleep(2.5)  # noqa: ASYNC251 - so does a server that is stopped
+    await asyncio.sleep(0.1)  # whatever has become due meanwhile
+    stopped.resume()
+    await asyncio.wait_for(task, 60)
+    assert desk.pool.num_deaths == 0
+
+
 async def test_a_processor_that_works_for_long_is_left_alone(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(image_pool, "STALL_SECONDS", 0.4)
     monkeypatch.setattr(image_pool, "PROGRESS_SECONDS", 1e-6)  # of a machine that may be busy
