@@ -79,7 +79,7 @@ class EngineClient:
         self._arena = arena
         self._on_ready = on_ready
         self._on_report = on_report
-        self._runtime_dir: Path | None = None  # holds the socket until connected
+        self._runtime_dir: Path | None = None  # holds the socket until the engine has connected, and removed it
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._process: ChildProcess | None = None
@@ -247,7 +247,6 @@ class EngineClient:
                 pass
             case EngineReady():
                 self._serves_in_time()
-                self._remove_runtime_dir()  # it is connected; a server killed from now on leaves nothing behind
                 models = {info.name: info for info in message.models}
                 self._ready.set_result(models)
                 self._on_ready(models)

@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import mmap
+import shutil
 import signal
 import traceback
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -68,9 +70,21 @@ async def _serve(settings: EngineProcessConfig, arena_fd: int, trace: EngineTrac
     with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, LINGER_MS)
         socket.set_hwm(0)
-        socket.connect(settings.address)
+        await connect(socket, settings.address)
+        die_with_parent()  # not before: its lifeline would have had to remove the socket's folder
         with closing(_Link(socket, settings.engine.hang_seconds)) as link:
             await _run_workers(settings, arena_fd, link, trace)
+
+
+async def connect(socket: zmq.asyncio.Socket, address: str) -> None:
+    """Returns when the connection stands. The file of an `ipc://` address, and its folder, are gone then: whoever is
+    killed from now on leaves nothing behind.
+    """
+    with socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED) as monitor:
+        socket.connect(address)
+        await monitor.recv_multipart()
+        socket.disable_monitor()
+    shutil.rmtree(Path(address.removeprefix("ipc://")).parent, ignore_errors=True)
 
 
 async def _run_workers(settings: EngineProcessConfig, arena_fd: int, link: _Link, trace: EngineTrace) -> None:
@@ -99,7 +113,6 @@ async def _run_engine(config: EngineConfig, executor: Executor, link: _Link, tra
         scheduler.cost.observe(scheduler.cost_key(sample.model, sample.stage), sample.work, sample.seconds)
     core = EngineCore(scheduler, executor, link.emit, trace, config.hang_seconds)
     link.emit(EngineReady(models=tuple(models.values())))
-    die_with_parent()  # not before: what a process that starts leaves behind is removed by its lifeline
     async with asyncio.TaskGroup() as tasks:
         feeders = [tasks.create_task(link.feed(core)), tasks.create_task(_feed_results(executor, core))]
         await core.run()
