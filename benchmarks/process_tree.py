@@ -39,7 +39,19 @@ def cpu_share(root: int, seconds: float) -> float:
 
 def pss_of(pid: int) -> int:
     """Proportional set size of one process, in bytes. Raises OSError or ValueError when it is gone."""
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    raise ValueError(f"/proc/{pid}/smaps_rollup has no Pss line")
+    return _rollup(pid)["Pss"]
+
+
+def own_bytes_of(pid: int) -> int:
+    """Likewise, without what is mapped of files, libraries most of all: a process' share of them changes with all that
+    begins and ends on the machine. What is left is its own memory and its share of shared memory.
+    """
+    sizes = _rollup(pid)
+    return sizes["Pss_Anon"] + sizes["Pss_Shmem"]
+
+
+def _rollup(pid: int) -> dict[str, int]:
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]  # the first one is a range of addresses
+    if not lines:
+        raise ValueError(f"/proc/{pid}/smaps_rollup is empty")
+    return {name: int(size.split()[0]) * 1024 for name, size in (line.split(":") for line in lines)}

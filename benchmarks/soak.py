@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import get_args
 
 import httpx
 import psutil
@@ -28,9 +27,9 @@ from benchmarks.server import STOP_SECONDS, Server, start_server
 from benchmarks.soaking.checking import References
 from benchmarks.soaking.faults import FAULTS, NUM_ENGINES, Fault, Site, inject
 from benchmarks.soaking.ledger import Ledger
-from benchmarks.soaking.memory import Sample, Samples
+from benchmarks.soaking.memory import MB, ROLES, STANDING, WORKER_WARM_UP_SECONDS, Sample, Samples
 from benchmarks.soaking.sending import Sender
-from benchmarks.soaking.tree import Role, Tree, holdings, processes_of, shared_memory_files
+from benchmarks.soaking.tree import Tree, holdings, processes_of, shared_memory_files
 from benchmarks.soaking.users import Crowd
 
 FLAGS = (
@@ -40,13 +39,13 @@ FLAGS = (
 """Room for a few templates on each tier, so that pages are primed, evicted, written and loaded all the time."""
 FAULT_SECONDS = 30.0
 CALM_SECONDS = 15.0
-SAMPLE_SECONDS = 10.0
+SAMPLE_SECONDS = 5.0
 WARM_UP_SHARE, WARM_UP_SECONDS = 0.3, 300.0
 """Memory counts after this share of the time, but not later than this."""
 QUIET_SECONDS = 15.0
 """Within which nothing may be in the queue any more, once the traffic has ended."""
 MAX_SLOPE = 1.0
-"""MB per minute."""
+"""MB per minute, of what outlives workers and of all workers in their lives together."""
 SLOPE_MINUTES = 10.0
 """A soak of so many minutes must tell a slope; shorter ones may end before there is one."""
 
@@ -162,8 +161,9 @@ async def _sample(site: Site, record: Record) -> None:
         is_whole = await _seems_well(site)
         held = await asyncio.to_thread(holdings, site.tree)
         record.samples.add(Sample(time.monotonic() - start, held, is_whole))
-        megabytes = {role: nbytes // 1_000_000 for role, nbytes in held.pss.items()}
-        site.crowd.ledger.note("held", "whole" if is_whole else "in part", mb=megabytes)
+        megabytes = {role: round(nbytes / MB, 1) for role, nbytes in held.memory.items()}
+        workers = [(worker.pid, round(worker.age), round(worker.memory / MB, 1)) for worker in held.workers]
+        site.crowd.ledger.note("held", "whole" if is_whole else "in part", mb=megabytes, workers=workers)
 
 
 async def _seems_well(site: Site) -> bool:
@@ -221,12 +221,13 @@ def _told(ledger: Ledger) -> str:
 def _report(args: argparse.Namespace, ledger: Ledger, record: Record) -> bool:
     """Print everything; whether all bars are held."""
     counts, samples = ledger.counts, record.samples
-    slope = samples.memory_slope()
+    standing, growth = samples.memory_slope(*STANDING), samples.worker_growth()
+    slope = standing + NUM_ENGINES * growth
     if not counts["compared"]:
         record.failures.append("no picture was compared")
     if math.isnan(slope) and args.minutes >= SLOPE_MINUTES:
         record.failures.append("too few samples for a memory slope")
-    slopes = {role: samples.memory_slope(role) for role in get_args(Role)}
+    whole, slopes = samples.memory_slope(), {role: samples.memory_slope(role) for role in ROLES}
     recoveries = record.recoveries or [float("nan")]
     cache = " ".join(f"{counts[f'cache_{kind}']} {kind}" for kind in ("hit", "miss", "off"))
     rows = [
@@ -239,13 +240,16 @@ def _report(args: argparse.Namespace, ledger: Ledger, record: Record) -> bool:
         ("faults", f"{record.num_faults}; well again after {percentile(recoveries, 0.5):.1f} s, P95 "
                    f"{percentile(recoveries, 0.95):.1f} s, at most {max(recoveries):.1f} s"),
         ("restarts", f"{record.restarts} of engines"),
-        ("memory slope", f"{slope:+.2f} MB/min: " + ", ".join(f"{role} {slopes[role]:+.2f}" for role in slopes)),
+        ("memory slope", f"{slope:+.2f} MB/min: {standing:+.2f} of all but workers, {growth:+.2f} of each worker after "
+                         f"its first {WORKER_WARM_UP_SECONDS:g} s, in {samples.num_worker_lives()} lives"),
+        ("of the tree", f"{whole:+.2f} MB/min: " + ", ".join(f"{role} {slopes[role]:+.2f}" for role in slopes)),
         ("memory", f"{_from_to(samples.memory())} MB, {_from_to(samples.memory('server'))} MB of the API server"),
         ("descriptors", f"{_from_to(samples.fds())}, {_from_to(samples.fds('server'))} of the API server"),
         ("processes", f"{_from_to(samples.processes())}; threads {_from_to(samples.threads())}"),
         ("end", "; ".join(record.failures) or "status 0, nothing left behind"),
     ]  # fmt: skip
-    measured = {"memory_slope": slope} | {f"{role}_slope": value for role, value in slopes.items()}
+    measured = {"memory_slope": slope, "standing_slope": standing, "worker_growth": growth, "tree_slope": whole}
+    measured |= {f"{role}_slope": value for role, value in slopes.items()}
     result: dict[str, Value] = {
         "minutes": args.minutes,
         "requests": counts["requests"],

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import numpy as np
 
 from benchmarks.soaking.tree import Holdings, Role
 
 MB = 1e6
+
+WORKER_WARM_UP_SECONDS = 60.0
+"""From a worker's start: it loads for half of that, and then meets the shapes of the traffic for the first time."""
+
+ROLES: tuple[Role, ...] = get_args(Role)
+STANDING: tuple[Role, ...] = tuple(role for role in ROLES if role != "worker")
 
 
 @dataclass(frozen=True)
@@ -25,8 +32,11 @@ class Sample:
 
 class Samples:
     """What counts comes after the warm-up and, but for the API server's own, was taken while all engines served: one
-    that is being started holds less. Deaths make the engines' memory a saw, which begins anew with every restart: so
-    each minute counts with its median.
+    that is being started holds less.
+
+    Deaths make the workers' memory a saw, which begins anew with every restart: its slope over all of them says how old
+    they happened to be. What grows without end is in one of two slopes, which both are free of that: that of all other
+    processes, and that within the life of each worker.
     """
 
     def __init__(self, warm_up_seconds: float) -> None:
@@ -36,22 +46,36 @@ class Samples:
     def add(self, sample: Sample) -> None:
         self._samples.append(sample)
 
-    def memory_slope(self, role: Role | None = None) -> float:
-        """MB per minute: least squares over the minutes' medians; of one role or of all. NaN when there are fewer than
-        three."""
-        minutes = self._minutes(lambda held: _sum(held.pss, role) / MB, role)
+    def memory_slope(self, *roles: Role) -> float:
+        """MB per minute: least squares over the minutes' medians; of some roles together, or of all. NaN when there are
+        fewer than three."""
+        minutes = self._minutes(lambda held: _sum(held.memory, roles) / MB, roles)
         if len(minutes) < 3:
             return float("nan")
         times, values = np.array(minutes).T
         return float(np.polyfit(times, values, deg=1)[0])
 
-    def memory(self, role: Role | None = None) -> tuple[float, float]:
-        """MB in the first and in the last minute; NaN without samples."""
-        return self._ends(lambda held: _sum(held.pss, role) / MB, role)
+    def worker_growth(self) -> float:
+        """MB per minute that a worker grows by once it is warm: least squares over all lives, each with a level of its
+        own. NaN where none was seen for a minute.
+        """
+        lives = [(ages - ages.mean(), sizes - sizes.mean()) for ages, sizes in self._warm_lives()]
+        if not any(float(np.ptp(ages)) >= 1.0 for ages, _ in lives):
+            return float("nan")
+        ages, sizes = (np.concatenate(parts) for parts in zip(*lives, strict=True))
+        return float(ages @ sizes / (ages @ ages))
 
-    def fds(self, role: Role | None = None) -> tuple[float, float]:
+    def num_worker_lives(self) -> int:
+        """Those that `worker_growth` was taken from."""
+        return len(self._warm_lives())
+
+    def memory(self, *roles: Role) -> tuple[float, float]:
+        """MB in the first and in the last minute; NaN without samples."""
+        return self._ends(lambda held: _sum(held.memory, roles) / MB, roles)
+
+    def fds(self, *roles: Role) -> tuple[float, float]:
         """File descriptors, likewise."""
-        return self._ends(lambda held: _sum(held.fds, role), role)
+        return self._ends(lambda held: _sum(held.fds, roles), roles)
 
     def threads(self) -> tuple[float, float]:
         return self._ends(lambda held: _sum(held.threads))
@@ -59,18 +83,28 @@ class Samples:
     def processes(self) -> tuple[float, float]:
         return self._ends(lambda held: _sum(held.processes))
 
-    def _ends(self, value: Callable[[Holdings], float], role: Role | None = None) -> tuple[float, float]:
-        minutes: Sequence[tuple[float, float]] = self._minutes(value, role) or [(0.0, float("nan"))]
+    def _ends(self, value: Callable[[Holdings], float], roles: Sequence[Role] = ()) -> tuple[float, float]:
+        minutes: Sequence[tuple[float, float]] = self._minutes(value, roles) or [(0.0, float("nan"))]
         return minutes[0][1], minutes[-1][1]
 
-    def _minutes(self, value: Callable[[Holdings], float], role: Role | None) -> list[tuple[float, float]]:
+    def _minutes(self, value: Callable[[Holdings], float], roles: Sequence[Role]) -> list[tuple[float, float]]:
         """(minute, median) of those that count."""
         by_minute: dict[int, list[float]] = {}
         for sample in self._samples:
-            if sample.seconds >= self._warm_up_seconds and (sample.is_whole or role == "server"):
+            if sample.seconds >= self._warm_up_seconds and (sample.is_whole or roles == ("server",)):
                 by_minute.setdefault(int(sample.seconds // 60), []).append(value(sample.held))
         return [(minute, statistics.median(values)) for minute, values in by_minute.items()]
 
+    def _warm_lives(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Ages in minutes and sizes in MB of each worker that was seen more than once when it was warm."""
+        lives: dict[int, list[tuple[float, float]]] = {}
+        for sample in self._samples:
+            for worker in sample.held.workers if sample.is_whole else ():
+                if worker.age >= WORKER_WARM_UP_SECONDS:
+                    lives.setdefault(worker.pid, []).append((worker.age / 60, worker.memory / MB))
+        columns = (np.array(life).T for life in lives.values() if len(life) > 1)
+        return [(ages, sizes) for ages, sizes in columns]
 
-def _sum(counts: Counter[str], role: Role | None = None) -> float:
-    return counts[role] if role else counts.total()
+
+def _sum(counts: Counter[str], roles: Iterable[Role] = ()) -> float:
+    return sum(counts[role] for role in roles) if roles else counts.total()

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, cast
 
 import psutil
 
-from benchmarks.process_tree import pss_of
+from benchmarks.process_tree import own_bytes_of
 
 Role = Literal["server", "engine", "worker", "images"]
 
@@ -56,13 +57,25 @@ class Tree:
 
 
 @dataclass(frozen=True)
-class Holdings:
-    """What a tree holds. pss: role -> bytes, pages shared by n processes counting 1/n in each."""
+class WorkerMemory:
+    """What one worker holds. age: seconds since its process began. memory: bytes."""
 
-    pss: Counter[str]
+    pid: int
+    age: float
+    memory: int
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What a tree holds, by role. memory: bytes, without what is mapped of files; what n processes share counts 1/n in
+    each.
+    """
+
+    memory: Counter[str]
     fds: Counter[str]
     threads: Counter[str]
     processes: Counter[str]
+    workers: list[WorkerMemory] = field(default_factory=list)
 
 
 def holdings(tree: Tree) -> Holdings:
@@ -70,11 +83,14 @@ def holdings(tree: Tree) -> Holdings:
     held = Holdings(Counter(), Counter(), Counter(), Counter())
     for member in tree.members():
         with suppress(psutil.Error, OSError, ValueError):
-            pss = pss_of(member.process.pid)
+            memory = own_bytes_of(member.process.pid)
             held.fds[member.role] += member.process.num_fds()
             held.threads[member.role] += member.process.num_threads()
             held.processes[member.role] += 1
-            held.pss[member.role] += pss
+            held.memory[member.role] += memory
+            if member.role == "worker":
+                age = time.time() - member.process.create_time()
+                held.workers.append(WorkerMemory(member.process.pid, age, memory))
     return held
 
 

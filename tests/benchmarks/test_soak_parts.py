@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import math
 from collections import Counter
 from pathlib import Path
 
@@ -16,10 +17,10 @@ from benchmarks.soak import Record, _report
 from benchmarks.soaking.checking import References
 from benchmarks.soaking.edits import PLAIN, Delivery, Edit, catalogue, fresh
 from benchmarks.soaking.ledger import Ledger
-from benchmarks.soaking.memory import MB, Sample, Samples
+from benchmarks.soaking.memory import MB, STANDING, Sample, Samples
 from benchmarks.soaking.pictures import Pixels, template
 from benchmarks.soaking.sending import Answer
-from benchmarks.soaking.tree import Holdings
+from benchmarks.soaking.tree import Holdings, WorkerMemory
 
 EDIT = Edit("some", template=1, shape="small", prompt="a hat", seed=5, steps=4, n=2)
 
@@ -127,11 +128,15 @@ def test_edits_are_different_and_the_same_in_every_run() -> None:
     assert len({template(number).tobytes() for number in {e.template for e in edits} - {None}}) == 8 + 20
 
 
-def held(megabytes: float) -> Holdings:
-    return Holdings(Counter(worker=int(megabytes * MB)), Counter(worker=7), Counter(), Counter())
+def held(megabytes: float, age: float = 0.0, pid: int = 1) -> Holdings:
+    """A tree of one worker, of that age, and a server of 100 MB."""
+    nbytes = int(megabytes * MB)
+    memory = Counter(server=int(100 * MB), worker=nbytes)
+    return Holdings(memory, Counter(worker=7), Counter(), Counter(), [WorkerMemory(pid, age, nbytes)])
 
 
-def test_a_saw_of_restarts_is_no_growth_and_a_leak_is() -> None:
+def test_the_slope_of_the_tree() -> None:
+    """Each minute counts with its median, and only what was whole."""
     leaking, sawing = Samples(120), Samples(120)
     for second in range(0, 1200, 10):
         saw = 40 * (second % 60 < 20)  # twenty seconds in which a new engine holds less, say
@@ -145,28 +150,53 @@ def test_a_saw_of_restarts_is_no_growth_and_a_leak_is() -> None:
     assert leaking.fds("worker") == (7, 7)
 
 
+@pytest.mark.parametrize("leak", [0.0, 3.0])
+def test_a_worker_grows_by_what_it_leaks_whenever_it_was_started(leak: float) -> None:
+    """MB per minute. Later lives are longer, which is what tilts the slope of the tree; the first minute is steep."""
+    samples, second = Samples(0.0), 0
+    for life in range(1, 9):
+        for age in range(0, 60 + 30 * life, 5):
+            megabytes = 400 + life + 2 * min(age, 50) + leak * age / 60
+            samples.add(Sample(second, held(megabytes, age, pid=life), is_whole=True))
+            samples.add(Sample(second, held(9 * second, age, pid=life), is_whole=False))
+            second += 5
+    assert samples.worker_growth() == pytest.approx(leak, abs=0.01)
+    assert samples.num_worker_lives() == 8
+    assert samples.memory_slope(*STANDING) == pytest.approx(0)
+    assert samples.memory_slope() > 1
+
+
+def test_growth_of_workers_that_nobody_has_seen_warm() -> None:
+    samples = Samples(0.0)
+    for age in range(0, 60, 5):
+        samples.add(Sample(age, held(400, age), is_whole=True))
+    assert math.isnan(samples.worker_growth())
+
+
 # --------------------------------------------------------------------------------------------------------- the verdict
 
 
-def growing(megabytes_per_minute: float, minutes: int) -> Samples:
-    """One sample a minute."""
+def growing(server: float, worker: float, minutes: int) -> Samples:
+    """One sample a minute; MB that each grows by from one to the next."""
     samples = Samples(0.0)
     for minute in range(minutes):
-        pss = Counter(server=int((100 + minute * megabytes_per_minute) * MB))
-        samples.add(Sample(60.0 * minute, Holdings(pss, Counter(), Counter(), Counter()), is_whole=True))
+        tree = held(400 + minute * worker, age=60.0 * minute)
+        tree.memory["server"] += int(minute * server * MB)
+        samples.add(Sample(60.0 * minute, tree, is_whole=True))
     return samples
 
 
 @pytest.mark.parametrize(
     ("minutes", "samples", "compared", "is_good"),
     [
-        (10.0, growing(0.0, 10), 5, True),
-        (10.0, growing(2.0, 10), 5, False),
-        (10.0, growing(0.0, 2), 5, False),
-        (9.0, growing(0.0, 2), 5, True),
-        (10.0, growing(0.0, 10), 0, False),
+        (10.0, growing(0.0, 0.0, 10), 5, True),
+        (10.0, growing(2.0, 0.0, 10), 5, False),
+        (10.0, growing(0.0, 0.6, 10), 5, False),
+        (10.0, growing(0.0, 0.0, 2), 5, False),
+        (9.0, growing(0.0, 0.0, 2), 5, True),
+        (10.0, growing(0.0, 0.0, 10), 0, False),
     ],
-    ids=["good", "leak", "no slope", "too short for one", "nothing compared"],
+    ids=["good", "leak", "two workers leak", "no slope", "too short for one", "nothing compared"],
 )
 def test_a_soak_that_measured_nothing_is_not_good(
     ledger: Ledger, minutes: float, samples: Samples, compared: int, is_good: bool
