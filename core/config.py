@@ -46,14 +46,16 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of one iteration. max_num_batched_tokens counts active image tokens plus text tokens of a step's batch.
     max_stage_ms: predicted milliseconds of encoding and decoding that may delay a step, if more than one item.
-    max_plans_in_flight: plans a worker may hold, the running one included; 2 hides the round trip behind compute, and
-    lets a newcomer wait one step longer.
+    max_plans_in_flight: plans a worker may hold, the running one included: more than one hides the round trip behind
+    compute. max_ahead_ms: another plan follows one that runs only while what is out is predicted to take less: how much
+    longer a newcomer may wait for its place.
     """
 
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 65536
     max_stage_ms: float = 20.0
-    max_plans_in_flight: int = 1
+    max_plans_in_flight: int = 2
+    max_ahead_ms: float = 10.0
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):

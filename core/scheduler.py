@@ -86,8 +86,9 @@ class StepScheduler:
         cache = cache or CacheConfig()
         self._has_slow_tier = bool(cache.disk_bytes or cache.device_bytes)
         self.pages = TemplatePages(_cache_manager(cache), self._load_wins)
+        self._may_plan_blocks = cache.block_plan == "auto"
         # A step whose pages get lost is done again: no later one of the same request may be out by then.
-        self._may_plan_blocks = cache.block_plan == "auto" and config.max_plans_in_flight == 1
+        self._max_plans_out = 1 if self._may_plan_blocks else config.max_plans_in_flight
         self._registrations = Registrations(self.pages)
         self.num_workers = num_workers
         self._requests: dict[str, Request] = {}  # request id -> Request, until its terminal output
@@ -187,7 +188,7 @@ class StepScheduler:
             self.workflow,
             self.placement,
             self.pages,
-            self._open_ranks(),
+            *self._open_ranks(),
             self._predict,
             self._plan_blocks if self._may_plan_blocks else None,
             self._batch_ids,
@@ -280,9 +281,13 @@ class StepScheduler:
 
     # ------------------------------------------------------------------------------------------------- inside
 
-    def _open_ranks(self) -> set[int]:
-        limit = self.config.max_plans_in_flight
-        return {rank for rank, plans in enumerate(self._plans_out) if len(plans) < limit}
+    def _open_ranks(self) -> tuple[set[int], set[int]]:
+        """(ranks that may be given work, those of them that have none). What is out must be nearly done: a small step's
+        round trip is then hidden behind it, and nobody who comes waits long."""
+        out, limit = self.predict_out(), self.config.max_ahead_ms / 1e3
+        idle = set(range(self.num_workers)) - out.keys()
+        has_room = {rank for rank in out if len(self._plans_out[rank]) < self._max_plans_out}
+        return idle | {rank for rank in has_room if out[rank] < limit}, idle
 
     def _send(self, chosen: SchedulingPass, orders: CacheOrders) -> StepPlan:
         seq = next(self._plan_seqs)

@@ -43,6 +43,7 @@ class SchedulingPass:
     placement: Placement
     pages: TemplatePages
     open_ranks: set[int]  # ranks that may be given work
+    idle_ranks: set[int]  # those of them that have none
     predict: PredictWork
     block_plan: BlockPlan | None  # None: a step waits until all of its pages are there
     batch_ids: Iterator[int]
@@ -200,9 +201,9 @@ class SchedulingPass:
                 self._encode_template(job)
 
     def _can_prime(self, job: PrimingJob) -> bool:
-        is_open = self.placement[self.workflow.loop.name] in self.open_ranks
-        has_time = not (self.batches and self.pages.is_idle_work(job))
-        return is_open and has_time and self.pages.can_start(job)
+        rank, is_idle_work = self.placement[self.workflow.loop.name], self.pages.is_idle_work(job)
+        has_time = rank in self.idle_ranks and not self.batches if is_idle_work else rank in self.open_ranks
+        return has_time and self.pages.can_start(job)
 
     def _encode_template(self, job: PrimingJob) -> None:
         node = next(node for node in self.workflow.nodes if node.stage == "image_encode")

@@ -95,8 +95,7 @@ class EngineCore:
                 self._next_report.cancel()
 
     def _step(self) -> None:
-        plan = self._scheduler.schedule(time.monotonic())
-        if plan is not None:
+        while (plan := self._scheduler.schedule(time.monotonic())) is not None:
             self._trace.planned(plan)
             self._executor.submit(plan)
         for rank, seconds in self._scheduler.predict_out().items():

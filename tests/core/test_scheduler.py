@@ -26,6 +26,7 @@ from core.messages import (
 from core.scheduler import StepScheduler
 
 TERMINAL = (Finished, Failed, Aborted)
+ANY_MS = 1e9
 
 
 def make_scheduler(num_workers: int = 1, **limits: float) -> StepScheduler:
@@ -91,6 +92,27 @@ def test_a_newcomer_joins_at_the_next_step_and_leaves_after_its_last() -> None:
     assert step(scheduler, workers) == ["long", "short"]
     assert step(scheduler, workers) == ["long", "short"]
     assert step(scheduler, workers) == ["long"]
+
+
+def test_a_step_is_sent_behind_a_short_one_and_no_further() -> None:
+    scheduler, workers = make_scheduler(max_ahead_ms=15.0), FakeWorkers()  # every batch takes 10 ms there
+    scheduler.add(make_edit("first"))
+    run(scheduler, workers)  # which is learnt from it
+    scheduler.add(make_edit("a", steps=4))
+    step(scheduler, workers)  # encoding, and nothing is ready behind it
+    plans = [scheduler.schedule(now=0.0) for _ in range(3)]
+    assert [denoise_batch(plan) for plan in plans] == [["a"], ["a"], []]
+
+
+def test_nothing_is_sent_behind_a_long_step_or_an_unknown_one() -> None:
+    for known in (False, True):
+        scheduler, workers = make_scheduler(max_ahead_ms=5.0 if known else 1000.0), FakeWorkers()
+        if known:
+            scheduler.add(make_edit("first"))
+            run(scheduler, workers)
+        scheduler.add(make_edit("a", steps=4))
+        step(scheduler, workers)
+        assert [denoise_batch(scheduler.schedule(now=0.0)) for _ in range(2)] == [["a"], []]
 
 
 def test_batches_respect_both_limits() -> None:
@@ -215,7 +237,7 @@ def test_partial_images_come_in_order_before_the_end() -> None:
 
 
 def test_a_preview_is_skipped_while_the_one_before_has_not_left() -> None:
-    scheduler, workers = make_scheduler(max_plans_in_flight=8), FakeWorkers()
+    scheduler, workers = make_scheduler(max_plans_in_flight=8, max_ahead_ms=ANY_MS), FakeWorkers()
     scheduler.add(make_edit("a", steps=8, partial_images=3))
     for _ in range(2):
         step(scheduler, workers)
@@ -307,7 +329,8 @@ def test_the_load_report_counts_and_predicts() -> None:
 def test_every_request_ends_exactly_once(
     edits: list[tuple[int, int, int]], seqs: int, tokens: int, ranks: int, plans: int
 ) -> None:
-    limits = {"max_num_seqs": seqs, "max_num_batched_tokens": tokens, "max_plans_in_flight": plans}
+    limits = {"max_num_seqs": seqs, "max_num_batched_tokens": tokens}
+    limits |= {"max_plans_in_flight": plans, "max_ahead_ms": ANY_MS}
     scheduler, workers = make_scheduler(num_workers=ranks, **limits), FakeWorkers(num_ranks=ranks)
     for i, (steps, partials, priority) in enumerate(edits):
         scheduler.add(make_edit(f"r{i}", steps=steps, partial_images=partials, priority=priority, arrival=float(i)))
@@ -322,7 +345,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scheduler = make_scheduler(num_workers=2, max_num_seqs=3, max_plans_in_flight=2)
+        self.scheduler = make_scheduler(num_workers=2, max_num_seqs=3, max_plans_in_flight=2, max_ahead_ms=ANY_MS)
         self.workers = FakeWorkers(num_ranks=2)
         self.added: list[str] = []
         self.ended: Counter[str] = Counter()

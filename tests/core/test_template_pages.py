@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -38,6 +39,8 @@ SCHEME = PageScheme(
 )
 TEMPLATE_BYTES = SCHEME.template_bytes(256, 5)
 ROOMY = CacheConfig(host_bytes=8 * TEMPLATE_BYTES)
+AHEAD = {"max_plans_in_flight": 2, "max_ahead_ms": 1e9}
+"""A second plan is sent, whatever the first one takes."""
 
 
 # ---------------------------------------------------------------------------------------------------------- brackets
@@ -96,7 +99,7 @@ class Engine:
         self,
         scheme: PageScheme = SCHEME,
         cache: CacheConfig = ROOMY,
-        **limits: int,
+        **limits: Any,
     ) -> None:
         model = msgspec.structs.replace(MODEL, page_scheme=scheme)
         self.scheduler = StepScheduler(SchedulerConfig(**limits), {"m": model}, cache=cache)
@@ -387,6 +390,23 @@ def keep_busy(engine: Engine, running: int, number: int) -> int:
     return number + running - here
 
 
+def test_idle_work_is_not_sent_behind_a_step() -> None:
+    engine = Engine(**AHEAD)
+    engine.scheduler.add_template(make_registration("idle", "c9", is_idle_work=True))
+    engine.step()  # its template is encoded
+    engine.scheduler.add(make_edit("a", steps=2))
+    engine.step()
+    plans = [engine.scheduler.schedule(now=0.0) for _ in range(2)]
+    assert [batch.stage for plan in plans if plan for batch in plan.batches] == ["denoise", "denoise"]
+    for plan in plans:
+        assert plan is not None
+        engine.workers.submit(plan)
+    engine.finish_plan()
+    assert engine.scheduler.schedule(now=0.0) is None, "the last step still runs"
+    engine.run()
+    assert isinstance(engine.result("idle"), TemplatePrimed)
+
+
 def has_ended(engine: Engine, request_id: str) -> bool:
     return any(output.request_id == request_id for output in engine.outputs)  # type: ignore[attr-defined]
 
@@ -418,9 +438,7 @@ def test_newcomers_do_not_keep_a_template_from_being_encoded() -> None:
 
 
 def test_a_failed_pass_leaves_nothing_behind_that_is_scheduled_again() -> None:
-    engine = Engine(
-        msgspec.structs.replace(SCHEME, keyframes=()), CacheConfig(host_bytes=1 << 34), max_plans_in_flight=2
-    )
+    engine = Engine(msgspec.structs.replace(SCHEME, keyframes=()), CacheConfig(host_bytes=1 << 34), **AHEAD)
     number = keep_busy(engine, 4, 0)
     engine.scheduler.add(make_masked("b", steps=40, full_steps=30, arrival=1.0))
     engine.scheduler.add(make_masked("a", steps=4, full_steps=3, arrival=1.0))
@@ -481,7 +499,7 @@ class MaskAwareMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         cache = CacheConfig(host_bytes=3 * TEMPLATE_BYTES, disk_bytes=1 << 40)
-        self.engine = Engine(cache=cache, max_num_seqs=4)
+        self.engine = Engine(cache=cache, max_num_seqs=4, **AHEAD)
         self.added: list[str] = []
 
     @rule(content=st.sampled_from("abcd"), steps=st.integers(1, 9), full=st.integers(0, 3), masked=st.booleans())
