@@ -1,7 +1,8 @@
 """Latency of a lone edit by mask ratio, through HTTP: exact, warm and cold, and where the time goes.
 
 Exact computes every token. Warm edits a template whose pages are there. Cold edits a picture that nobody has seen, so
-its pages are primed first and never used again. The three alternate, so that a busy moment of the machine meets all.
+its pages are primed first and never used again. The three alternate, so that a busy moment of the machine meets all,
+each a moment after the last one, when an idle server has primed the result of that.
 The server is started with the flags given here, or is one that runs (`--base-url`).
 """
 
@@ -15,11 +16,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
+
 from benchmarks.pictures import alpha_mask, encode, template
 from benchmarks.pipeline_loop import DTYPES
 from benchmarks.report import print_report
 from benchmarks.server import ready_server
-from benchmarks.serving.client import Target, send_in_turn
+from benchmarks.serving.client import Target, connect, send_alone
 from benchmarks.serving.dataset import EditCall
 from benchmarks.workload import PROMPTS
 from core.config import EMBEDDED_MODEL
@@ -27,6 +30,9 @@ from core.config import EMBEDDED_MODEL
 KINDS = ("exact", "warm", "cold")
 TOKEN = 16
 """Pixels per token side of FLUX."""
+
+PAUSE_SECONDS = 0.4
+"""Between two edits."""
 
 
 @dataclass
@@ -58,8 +64,9 @@ class Measured:
 class Client:
     """Sends one edit at a time, of pictures of one size."""
 
-    def __init__(self, url: str, size: tuple[int, int]) -> None:
+    def __init__(self, url: str, http: httpx.AsyncClient, size: tuple[int, int]) -> None:
         self._target, self._exact = Target(url), Target(url, extra={"mask_aware": False})
+        self._http = http
         self._size = size
         self._num_sent = 0
         self._num_pictures = 0
@@ -71,8 +78,8 @@ class Client:
         picture = self._num_pictures if kind == "cold" else 0
         image = encode(template(picture, self._size))
         call = EditCall(PROMPTS[0], steps, self._num_sent, image, mask, None)
-        run = await send_in_turn(self._exact if kind == "exact" else self._target, [call], 1)
-        (outcome,) = run.outcomes
+        await asyncio.sleep(PAUSE_SECONDS)
+        outcome = await send_alone(self._http, self._exact if kind == "exact" else self._target, call)
         if outcome.is_failed:
             raise RuntimeError(outcome.error)
         return outcome.latency, dict(outcome.facts)
@@ -114,15 +121,17 @@ def _server(args: argparse.Namespace) -> Iterator[str]:
 
 
 async def _measure(args: argparse.Namespace, url: str) -> list[Measured]:
-    client, measured = Client(url, (args.size, args.size)), []
-    masks = await client.find_masks(args.mask_ratio)
-    for steps in args.steps:
-        for ratio, mask in masks.items():
-            one = Measured(ratio, steps, (args.size // TOKEN) ** 2)
-            await _round(client, mask, Measured(ratio, steps, 0))  # warm-up
-            for _ in range(args.rounds):
-                await _round(client, mask, one)
-            measured.append(one)
+    async with connect(Target(url)) as http:
+        client = Client(url, http, (args.size, args.size))
+        masks = await client.find_masks(args.mask_ratio)
+        return [await _measure_one(args, client, *mask, steps) for steps in args.steps for mask in masks.items()]
+
+
+async def _measure_one(args: argparse.Namespace, client: Client, ratio: float, mask: bytes, steps: int) -> Measured:
+    await _round(client, mask, Measured(ratio, steps, 0))  # warm-up
+    measured = Measured(ratio, steps, (args.size // TOKEN) ** 2)
+    for _ in range(args.rounds):
+        await _round(client, mask, measured)
     return measured
 
 

@@ -121,7 +121,7 @@ async def send_on_time(
     bodies = prepare(target, calls)
     places = asyncio.Semaphore(max_concurrency or len(calls) or 1)
 
-    async with _http(target) as http, asyncio.TaskGroup() as group:
+    async with connect(target) as http, asyncio.TaskGroup() as group:
         start, cpu = time.perf_counter(), time.process_time()
 
         async def one(call: EditCall, body: bytes, due: float) -> Outcome:
@@ -143,7 +143,7 @@ async def send_in_turn(target: Target, calls: Sequence[EditCall], concurrency: i
     bodies = prepare(target, calls)
     queue, outcomes = iter(zip(calls, bodies, strict=True)), list[Outcome]()
     start, cpu = time.perf_counter(), time.process_time()
-    async with _http(target) as http, asyncio.TaskGroup() as group:
+    async with connect(target) as http, asyncio.TaskGroup() as group:
 
         async def one_client() -> None:
             for call, body in queue:
@@ -153,6 +153,12 @@ async def send_in_turn(target: Target, calls: Sequence[EditCall], concurrency: i
         for _ in range(concurrency):
             group.create_task(one_client())
     return Run(outcomes, time.perf_counter() - start, time.process_time() - cpu)
+
+
+async def send_alone(http: httpx.AsyncClient, target: Target, call: EditCall) -> Outcome:
+    """One edit, over a connection that is kept. http: of `connect`."""
+    (body,) = prepare(target, [call])
+    return await _send(http, target, call, body, time.perf_counter(), 0.0)
 
 
 async def warm_up(target: Target, calls: Sequence[EditCall], concurrency: int) -> Run:
@@ -166,7 +172,7 @@ async def warm_up(target: Target, calls: Sequence[EditCall], concurrency: int) -
 
 async def worker_seconds(target: Target) -> float | None:
     """What all workers computed so far, in seconds, of a server whose /metrics count it; else None."""
-    async with _http(target) as http:
+    async with connect(target) as http:
         try:
             answer = await http.get(f"{target.root}/metrics")
         except httpx.HTTPError:
@@ -178,7 +184,7 @@ async def worker_seconds(target: Target) -> float | None:
     return sum(found) if found else None
 
 
-def _http(target: Target) -> httpx.AsyncClient:
+def connect(target: Target) -> httpx.AsyncClient:
     """As many connections as there are edits under way."""
     headers = {"authorization": f"Bearer {target.api_key}"}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
