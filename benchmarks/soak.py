@@ -243,7 +243,8 @@ def _report(args: argparse.Namespace, ledger: Ledger, record: Record) -> bool:
         ("memory slope", f"{slope:+.2f} MB/min: {standing:+.2f} of all but workers, {growth:+.2f} of each worker after "
                          f"its first {WORKER_WARM_UP_SECONDS:g} s, in {samples.num_worker_lives()} lives"),
         ("of the tree", f"{whole:+.2f} MB/min: " + ", ".join(f"{role} {slopes[role]:+.2f}" for role in slopes)),
-        ("memory", f"{_from_to(samples.memory())} MB, {_from_to(samples.memory('server'))} MB of the API server"),
+        ("memory", f"{_from_to(samples.memory())} MB, {_from_to(samples.memory('server'))} MB of the API server, "
+                   f"{samples.warm_worker():.0f} MB of a warm worker"),
         ("descriptors", f"{_from_to(samples.fds())}, {_from_to(samples.fds('server'))} of the API server"),
         ("processes", f"{_from_to(samples.processes())}; threads {_from_to(samples.threads())}"),
         ("end", "; ".join(record.failures) or "status 0, nothing left behind"),

@@ -14,8 +14,9 @@ from benchmarks.soaking.tree import Holdings, Role
 
 MB = 1e6
 
-WORKER_WARM_UP_SECONDS = 60.0
-"""From a worker's start: it loads for half of that, and then meets the shapes of the traffic for the first time."""
+WORKER_WARM_UP_SECONDS = 120.0
+"""From a worker's start: it loads for some part of that, and then keeps compiled operators of the shapes that it meets,
+until there is no more room for them (model_executor/worker.py)."""
 
 ROLES: tuple[Role, ...] = get_args(Role)
 STANDING: tuple[Role, ...] = tuple(role for role in ROLES if role != "worker")
@@ -64,6 +65,11 @@ class Samples:
             return float("nan")
         ages, sizes = (np.concatenate(parts) for parts in zip(*lives, strict=True))
         return float(ages @ sizes / (ages @ ages))
+
+    def warm_worker(self) -> float:
+        """MB of a warm worker, the median; NaN where none was seen."""
+        sizes = [size for _, sizes in self._warm_lives() for size in sizes]
+        return statistics.median(sizes) if sizes else float("nan")
 
     def num_worker_lives(self) -> int:
         """Those that `worker_growth` was taken from."""

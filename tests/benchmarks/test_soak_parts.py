@@ -152,25 +152,27 @@ def test_the_slope_of_the_tree() -> None:
 
 @pytest.mark.parametrize("leak", [0.0, 3.0])
 def test_a_worker_grows_by_what_it_leaks_whenever_it_was_started(leak: float) -> None:
-    """MB per minute. Later lives are longer, which is what tilts the slope of the tree; the first minute is steep."""
+    """MB per minute. Later lives are longer, which is what tilts the slope of the tree; the warm-up is steep."""
     samples, second = Samples(0.0), 0
     for life in range(1, 9):
-        for age in range(0, 60 + 30 * life, 5):
-            megabytes = 400 + life + 2 * min(age, 50) + leak * age / 60
+        for age in range(0, 120 + 30 * life, 5):
+            megabytes = 400 + life + min(age, 100) + leak * age / 60
             samples.add(Sample(second, held(megabytes, age, pid=life), is_whole=True))
             samples.add(Sample(second, held(9 * second, age, pid=life), is_whole=False))
             second += 5
     assert samples.worker_growth() == pytest.approx(leak, abs=0.01)
     assert samples.num_worker_lives() == 8
+    assert 500 <= samples.warm_worker() - leak * 2 < 520
     assert samples.memory_slope(*STANDING) == pytest.approx(0)
     assert samples.memory_slope() > 1
 
 
 def test_growth_of_workers_that_nobody_has_seen_warm() -> None:
     samples = Samples(0.0)
-    for age in range(0, 60, 5):
+    for age in range(0, 120, 5):
         samples.add(Sample(age, held(400, age), is_whole=True))
     assert math.isnan(samples.worker_growth())
+    assert math.isnan(samples.warm_worker())
 
 
 # --------------------------------------------------------------------------------------------------------- the verdict
