@@ -222,7 +222,7 @@ def _report(args: argparse.Namespace, ledger: Ledger, record: Record) -> bool:
     """Print everything; whether all bars are held."""
     counts, samples = ledger.counts, record.samples
     standing, growth = samples.memory_slope(*STANDING), samples.worker_growth()
-    slope = standing + NUM_ENGINES * growth
+    slope, with_jumps = standing + NUM_ENGINES * growth, samples.worker_growth_with_jumps()
     if not counts["compared"]:
         record.failures.append("no picture was compared")
     if math.isnan(slope) and args.minutes >= SLOPE_MINUTES:
@@ -241,7 +241,8 @@ def _report(args: argparse.Namespace, ledger: Ledger, record: Record) -> bool:
                    f"{percentile(recoveries, 0.95):.1f} s, at most {max(recoveries):.1f} s"),
         ("restarts", f"{record.restarts} of engines"),
         ("memory slope", f"{slope:+.2f} MB/min: {standing:+.2f} of all but workers, {growth:+.2f} of each worker after "
-                         f"its first {WORKER_WARM_UP_SECONDS:g} s, in {samples.num_worker_lives()} lives"),
+                         f"its first {WORKER_WARM_UP_SECONDS:g} s, in {samples.num_worker_lives()} lives "
+                         f"({with_jumps:+.2f} with jumps to new maxima)"),
         ("of the tree", f"{whole:+.2f} MB/min: " + ", ".join(f"{role} {slopes[role]:+.2f}" for role in slopes)),
         ("memory", f"{_from_to(samples.memory())} MB, {_from_to(samples.memory('server'))} MB of the API server, "
                    f"{samples.warm_worker():.0f} MB of a warm worker"),
@@ -250,6 +251,7 @@ def _report(args: argparse.Namespace, ledger: Ledger, record: Record) -> bool:
         ("end", "; ".join(record.failures) or "status 0, nothing left behind"),
     ]  # fmt: skip
     measured = {"memory_slope": slope, "standing_slope": standing, "worker_growth": growth, "tree_slope": whole}
+    measured["worker_growth_with_jumps"] = with_jumps
     measured |= {f"{role}_slope": value for role, value in slopes.items()}
     result: dict[str, Value] = {
         "minutes": args.minutes,

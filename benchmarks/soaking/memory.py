@@ -18,6 +18,9 @@ WORKER_WARM_UP_SECONDS = 120.0
 """From a worker's start: it loads for some part of that, and then keeps compiled operators of the shapes that it meets,
 until there is no more room for them (model_executor/worker.py)."""
 
+PAIR_SECONDS = 20.0, 60.0
+"""How far two samples of a worker are apart, at least and at most, that make a slope."""
+
 ROLES: tuple[Role, ...] = get_args(Role)
 STANDING: tuple[Role, ...] = tuple(role for role in ROLES if role != "worker")
 
@@ -57,11 +60,18 @@ class Samples:
         return float(np.polyfit(times, values, deg=1)[0])
 
     def worker_growth(self) -> float:
-        """MB per minute that a worker grows by once it is warm: least squares over all lives, each with a level of its
-        own. NaN where none was seen for a minute.
+        """MB per minute that a worker grows by once it is warm: the median of the slopes between two samples of one
+        life, over all pairs (Theil and Sen's estimate, of near samples alone). A jump to a new maximum of its heap,
+        which comes once with the largest batch so far, is not in it. NaN where no life was seen for so long.
         """
+        slopes = [_slopes(*life) for life in self._warm_lives()]
+        every = np.concatenate(slopes) if slopes else np.empty(0)
+        return float(np.median(every)) if len(every) else float("nan")
+
+    def worker_growth_with_jumps(self) -> float:
+        """Likewise, by least squares over all lives, each with a level of its own."""
         lives = [(ages - ages.mean(), sizes - sizes.mean()) for ages, sizes in self._warm_lives()]
-        if not any(float(np.ptp(ages)) >= 1.0 for ages, _ in lives):
+        if not any(len(ages) for ages, _ in lives):
             return float("nan")
         ages, sizes = (np.concatenate(parts) for parts in zip(*lives, strict=True))
         return float(ages @ sizes / (ages @ ages))
@@ -110,6 +120,14 @@ class Samples:
                     lives.setdefault(worker.pid, []).append((worker.age / 60, worker.memory / MB))
         columns = (np.array(life).T for life in lives.values() if len(life) > 1)
         return [(ages, sizes) for ages, sizes in columns]
+
+
+def _slopes(ages: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """MB per minute between any two samples as far apart as they should be."""
+    apart, (least, most) = ages[None] - ages[:, None], PAIR_SECONDS
+    is_pair = (apart >= least / 60) & (apart <= most / 60)
+    slopes: np.ndarray = (sizes[None] - sizes[:, None])[is_pair] / apart[is_pair]
+    return slopes
 
 
 def _sum(counts: Counter[str], roles: Iterable[Role] = ()) -> float:

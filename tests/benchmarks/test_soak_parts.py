@@ -161,10 +161,19 @@ def test_a_worker_grows_by_what_it_leaks_whenever_it_was_started(leak: float) ->
             samples.add(Sample(second, held(9 * second, age, pid=life), is_whole=False))
             second += 5
     assert samples.worker_growth() == pytest.approx(leak, abs=0.01)
+    assert samples.worker_growth_with_jumps() == pytest.approx(leak, abs=0.01)
     assert samples.num_worker_lives() == 8
     assert 500 <= samples.warm_worker() - leak * 2 < 520
     assert samples.memory_slope(*STANDING) == pytest.approx(0)
     assert samples.memory_slope() > 1
+
+
+def test_a_new_maximum_of_a_workers_heap_comes_once() -> None:
+    samples = Samples(0.0)
+    for age in range(120, 420, 5):
+        samples.add(Sample(age, held(500 + 15 * (age > 300), age), is_whole=True))
+    assert samples.worker_growth() == pytest.approx(0)
+    assert samples.worker_growth_with_jumps() > 1
 
 
 def test_growth_of_workers_that_nobody_has_seen_warm() -> None:
@@ -172,6 +181,7 @@ def test_growth_of_workers_that_nobody_has_seen_warm() -> None:
     for age in range(0, 120, 5):
         samples.add(Sample(age, held(400, age), is_whole=True))
     assert math.isnan(samples.worker_growth())
+    assert math.isnan(samples.worker_growth_with_jumps())
     assert math.isnan(samples.warm_worker())
 
 
