@@ -67,13 +67,18 @@ def processes(kind: str) -> list[psutil.Process]:
     ascending.
     """
     found = {}
-    engines = [child for child in psutil.Process().children() if "entrypoints.serve" not in child.cmdline()]
-    for child in [*engines, *(worker for engine in engines for worker in engine.children())]:
+    for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
-            for word in child.cmdline():
-                if word.startswith(f"stencil-{kind}-"):
-                    found[child.pid] = (word, child)
-    return [child for _, child in sorted(found.values(), key=lambda pair: pair[0])]
+            if "entrypoints.serve" not in child.cmdline():
+                found |= {process: _name(process, kind) for process in (child, *child.children())}
+    return sorted((process for process, name in found.items() if name), key=found.__getitem__)
+
+
+def _name(process: psutil.Process, kind: str) -> str:
+    """Its "stencil-`kind`-N"; empty where it is of another kind, or gone."""
+    with suppress(psutil.NoSuchProcess):
+        return next((word for word in process.cmdline() if word.startswith(f"stencil-{kind}-")), "")
+    return ""
 
 
 async def until(condition: Callable[[], bool], seconds: float = 120) -> None:

