@@ -63,13 +63,16 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 MaskKind = Literal["alpha", "luminance"]  # alpha: transparent = edit (OpenAI's `mask`); luminance: >= 128 = edit
 OutputFormat = Literal["png", "webp", "jpeg"]
+Box = tuple[int, int, int, int]  # left, top, right, bottom; pixels
 
 
 class PrepareEdit(Message, frozen=True):
     """Decode and check an upload, make what the engine needs of it.
 
     image: encoded file bytes, uint8 [bytes]; None makes an empty canvas of `canvas_size`. mask: likewise; None takes
-    the image's own transparency, or everything. scratch: uint8 [bytes] to carve the results from; at least
+    the image's own transparency, or everything. padding_mask_crop: pixels of the upload; the mask's box with so many
+    around it is what the engine sees, at the model's full area; None: it sees the whole. mask_margin: pixels of
+    generation size. scratch: uint8 [bytes] to carve the results from; at least
     `engine.image_ops.scratch_bytes(native_size, token_size)`.
     """
 
@@ -84,6 +87,7 @@ class PrepareEdit(Message, frozen=True):
     max_pixels: int
     scratch: ArrayRef
     max_side: int | None = None  # tokens of the longest side, None for any
+    padding_mask_crop: int | None = None
 
 
 class PreparedEdit(Message, frozen=True):
@@ -103,12 +107,14 @@ class PreparedEdit(Message, frozen=True):
     active: ArrayRef
     content_id: str
     unmasked: bool  # no mask was given and the image is opaque: everything is regenerated
+    crop: Box | None = None  # the part of the upload that all this is of, None: the whole
 
 
 class ComposeImage(Message, frozen=True):
     """Paste generated pixels into the original upload under its mask and encode the result.
 
-    pixels: uint8 [height, width, 3] at generation size. image, mask, mask_kind, canvas_size: as in PrepareEdit.
+    pixels: uint8 [height, width, 3] at generation size. image, mask, mask_kind, canvas_size: as in PrepareEdit. crop:
+    of the answer to it.
     output_size: (width, height) to resize the composite to; None = upload size. compression: 0..100, jpeg and webp
     quality (100 = lossless for webp). out: uint8 [bytes] to write to, at least `engine.image_ops.encoded_bytes(...)`.
     """
@@ -125,6 +131,7 @@ class ComposeImage(Message, frozen=True):
     base64: bool
     max_pixels: int
     out: ArrayRef
+    crop: Box | None = None
 
 
 class ComposedImage(Message, frozen=True):

@@ -282,12 +282,15 @@ class AsyncEngine:
     def keep_template(self, template: Template) -> None:
         """Register a template; what it displaces goes with its pages."""
         for gone in self.templates.add(template):
-            self.drop_pages(gone.model, gone.content_id)
+            self._drop_all_pages(gone)
 
     def delete_template(self, template_id: str, owner: str) -> None:
         """Forget a template and its pages. Raises TemplateNotFoundError."""
-        gone = self.templates.remove(template_id, owner)
-        self.drop_pages(gone.model, gone.content_id)
+        self._drop_all_pages(self.templates.remove(template_id, owner))
+
+    def _drop_all_pages(self, gone: Template) -> None:
+        for content_id in gone.content_ids:
+            self.drop_pages(gone.model, content_id)
 
     def drop_pages(self, model: str, content_id: str) -> None:
         """Have pages forgotten, unless a template has them still, or will; "" is a template that never was prepared."""

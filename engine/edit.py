@@ -7,6 +7,7 @@ from typing import Literal
 
 from core.handles import Tier
 from core.messages import (
+    Box,
     MaskKind,
     OutputFormat,
 )
@@ -21,8 +22,9 @@ class EditInput:
 
     image: None for a generation, on an empty canvas of `canvas_size` (width, height; None = the model's native square).
     template_id: a registered template of `owner`, instead of an image; a template made of the result is `owner`'s, too.
-    mask and mask_kind: see `core.messages.PrepareEdit`. output_size: (width, height), None = the upload's. compression:
-    0..100, jpeg and webp. partial_images: previews per image, 0..3. base64: outputs as base64 text, not file bytes.
+    mask, mask_kind and padding_mask_crop (0..65535): see `core.messages.PrepareEdit`. output_size: (width, height),
+    None = the upload's. compression: 0..100, jpeg and webp. partial_images: previews per image, 0..3. base64: outputs
+    as base64 text, not file bytes.
     """
 
     prompt: str
@@ -33,6 +35,7 @@ class EditInput:
     owner: str = ""
     mask: Upload | None = None
     mask_kind: MaskKind = "alpha"
+    padding_mask_crop: int | None = None
     canvas_size: tuple[int, int] | None = None
     output_size: tuple[int, int] | None = None
     output_format: OutputFormat = "png"
@@ -47,6 +50,7 @@ class EditReport:
     computed per step, which are all in an exact run. exact_reason: why it was one; None: it ran mask-aware. full_steps:
     steps that computed every token. cache, tier, primed, full_blocks: see `core.messages.Finished`. ms: milliseconds by
     part. engine: the number of the engine that made it. template_id: the template that the image became, if it did.
+    crop: the part of the upload that was edited, and that all token counts are of; None: the whole.
     """
 
     mask_ratio: float
@@ -66,6 +70,7 @@ class EditReport:
     full_blocks: int = 0
     engine: int | None = None
     template_id: str | None = None
+    crop: Box | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,7 @@ from core.messages import (
     PrepareEdit,
     TemplatePrimed,
 )
-from core.request import MAX_IMAGES, MAX_PROMPT_CHARACTERS, SamplingParams
+from core.request import MAX_IMAGES, MAX_PADDING_MASK_CROP, MAX_PROMPT_CHARACTERS, SamplingParams
 from core.validation import check_integer, check_length
 from engine import image_ops
 from engine.door import Passage
@@ -93,6 +93,8 @@ class EditSession:
         self._model = model
         self._sampling = resolve(edit.sampling, model)
         check_length("prompt", edit.prompt, MAX_PROMPT_CHARACTERS)
+        if edit.padding_mask_crop is not None:
+            check_integer("padding_mask_crop", edit.padding_mask_crop, 0, MAX_PADDING_MASK_CROP)
         self._template = _find_template(edit, engine.templates)
         self._upload = self._template.upload if self._template else edit.image
         self._timing = Timing()
@@ -129,15 +131,23 @@ class EditSession:
                     max_pixels=self._engine.config.image.max_pixels,
                     scratch=self._memory.alloc(image_ops.scratch_bytes(model.native_size, model.token_size)),
                     max_side=model.max_side,
+                    padding_mask_crop=edit.padding_mask_crop,
                 )
             )
             image_ops.check_output_size(*self._output_size, edit.output_format)
         full_steps = resolve_full_steps(self._sampling, model, self._mask_ratio)
         self._sampling = msgspec.structs.replace(self._sampling, full_steps=full_steps)
         if self._template is not None and self._template.model == model.name:
-            self._engine.templates.set_content(self._template.id, self._prepared.content_id)
+            self._note_content(self._template.id, self._prepared)
         self._timing.prepared = time.monotonic()
         self._span.child("prepare", self._timing.arrival, self._timing.prepared, {})
+
+    def _note_content(self, template_id: str, prepared: PreparedEdit) -> None:
+        """What pages the registered template has from now on."""
+        if prepared.crop is None:
+            self._engine.templates.set_content(template_id, prepared.content_id)
+        else:
+            self._engine.templates.add_crop(template_id, prepared.content_id)
 
     @property
     def _output_size(self) -> tuple[int, int]:
@@ -356,7 +366,8 @@ class EditSession:
         return await self._engine.captures.keep(composed, self._model, edit.owner, is_base64=edit.base64)
 
     async def _compose(self, picture: Picture, pixels: ArrayRef) -> ComposedImage:
-        edit, (width, height), start = self._edit, self._output_size, time.monotonic()
+        edit, prepared, (width, height), start = self._edit, self._prepared, self._output_size, time.monotonic()
+        assert prepared is not None
         out = self._memory.alloc(image_ops.encoded_bytes(width, height, 4, edit.base64, edit.output_format))
         composed = await self._engine.images.compose(
             ComposeImage(
@@ -372,6 +383,7 @@ class EditSession:
                 base64=edit.base64,
                 max_pixels=self._engine.config.image.max_pixels,
                 out=out,
+                crop=prepared.crop,
             )
         )
         # The room for the worst case is many times what most pictures take, and all outputs stay until the end.
@@ -419,6 +431,7 @@ class EditSession:
             full_blocks=output.full_blocks,
             engine=picture.engine,
             template_id=template_id,
+            crop=prepared.crop,
             ms={
                 "queue": ms["queue"],
                 "preprocess": (self._timing.prepared - self._timing.arrival) * 1e3,

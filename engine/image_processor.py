@@ -132,6 +132,7 @@ def _prepare(arena: Arena, job: PrepareEdit) -> PreparedEdit:
         active=active,
         content_id=arrays.content_id,
         unmasked=arrays.unmasked,
+        crop=arrays.crop,
     )
 
 

@@ -12,6 +12,9 @@ from dataclasses import dataclass, field, replace
 from core.errors import InvalidRequestError, TemplateNotFoundError
 from engine.upload import KeptUpload
 
+MAX_CROPS = 1000
+"""Crops of one template that are remembered, so that their pages go with it; of more, the latest."""
+
 
 def _new_id() -> str:
     return f"tmpl_{secrets.token_hex(16)}"
@@ -20,9 +23,9 @@ def _new_id() -> str:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Template:
     """One registered image. owner: digest of the API key it came with, "" without keys. width, height: the upload's own
-    pixels. image_tokens: at its generation size. content_id: see PreparedEdit; "" until it was prepared. created: Unix
-    seconds. primed: its pages were computed, and took `page_bytes`. is_captured: a picture that the engine painted,
-    which no edit has named yet.
+    pixels. image_tokens: at its generation size. content_id: see PreparedEdit; "" until it was prepared. crops: content
+    ids of parts of it that were edited by themselves, the latest last. created: Unix seconds. primed: its pages were
+    computed, and took `page_bytes`. is_captured: a picture that the engine painted, which no edit has named yet.
     """
 
     upload: KeptUpload
@@ -33,10 +36,16 @@ class Template:
     image_tokens: int
     created: int
     content_id: str = ""
+    crops: tuple[str, ...] = ()
     primed: bool = False
     page_bytes: int = 0
     is_captured: bool = False
     id: str = field(default_factory=_new_id)
+
+    @property
+    def content_ids(self) -> tuple[str, ...]:
+        """Of all that has pages, or may have."""
+        return self.content_id, *self.crops
 
 
 class TemplateStore:
@@ -102,11 +111,15 @@ class TemplateStore:
 
     def set_content(self, template_id: str, content_id: str) -> None:
         """What is known once it was prepared; nothing happens to one that is gone."""
-        if template_id in self._templates:
-            old = self._templates[template_id]
-            self._forget_content(old)
-            self._templates[template_id] = new = replace(old, content_id=content_id)
-            self._num_sharing[_content(new)] += 1
+        template = self._templates.get(template_id)
+        if template is not None and content_id != template.content_id:
+            self._set(replace(template, content_id=content_id))
+
+    def add_crop(self, template_id: str, content_id: str) -> None:
+        """A part of it was prepared for an edit; nothing happens where that is known, or the template is gone."""
+        template = self._templates.get(template_id)
+        if template is not None and content_id not in template.crops:
+            self._set(replace(template, crops=(*template.crops, content_id)[-MAX_CROPS:]))
 
     def set_primed(self, template_id: str, page_bytes: int) -> None:
         """What is known once it was primed; nothing happens to one that is gone."""
@@ -121,7 +134,7 @@ class TemplateStore:
         """Raise AssertionError unless the books agree with the templates."""
         templates = self._templates.values()
         assert self.used_bytes == sum(template.upload.size for template in templates) <= self.budget
-        assert self._num_sharing == Counter(map(_content, templates))
+        assert self._num_sharing == Counter(content for template in templates for content in _contents(template))
         assert all(template_id == template.id for template_id, template in self._templates.items())
         assert self._captured == {template.id: template.upload.size for template in templates if template.is_captured}
         assert self._captured_bytes == sum(self._captured.values())
@@ -139,20 +152,27 @@ class TemplateStore:
         if template.is_captured:
             self._captured[template.id] = size
             self._captured_bytes += size
-        self._num_sharing[_content(template)] += 1
+        self._num_sharing.update(_contents(template))
 
     def _take_out(self, template_id: str) -> Template:
         template = self._templates.pop(template_id)
         self.used_bytes -= template.upload.size
         self._captured_bytes -= self._captured.pop(template_id, 0)
-        self._forget_content(template)
+        self._forget_contents(template)
         return template
 
-    def _forget_content(self, template: Template) -> None:
-        self._num_sharing[_content(template)] -= 1
-        if not self._num_sharing[_content(template)]:
-            del self._num_sharing[_content(template)]
+    def _set(self, template: Template) -> None:
+        """Replace one that is there by itself with other contents."""
+        self._forget_contents(self._templates[template.id])
+        self._templates[template.id] = template
+        self._num_sharing.update(_contents(template))
+
+    def _forget_contents(self, template: Template) -> None:
+        for content in _contents(template):
+            self._num_sharing[content] -= 1
+            if not self._num_sharing[content]:
+                del self._num_sharing[content]
 
 
-def _content(template: Template) -> tuple[str, str]:
-    return template.model, template.content_id
+def _contents(template: Template) -> list[tuple[str, str]]:
+    return [(template.model, content_id) for content_id in template.content_ids]

@@ -20,7 +20,13 @@ _WITH_ALPHA, _WITHOUT_ALPHA = (".png", ".webp"), (".jpg", ".jpeg")
 def main(argv: list[str] | None = None) -> int:
     """Run the command; the exit status is 0, or 1 with one line on stderr."""
     args = _parse(argv)
-    edit = Edit(prompt=args.prompt, image=args.image, mask=args.mask, mask_image=args.mask_image)
+    edit = Edit(
+        prompt=args.prompt,
+        image=args.image,
+        mask=args.mask,
+        mask_image=args.mask_image,
+        padding_mask_crop=args.padding_mask_crop,
+    )
     try:
         _check_output(args.output)
         sampling = SamplingParams(num_inference_steps=args.num_inference_steps, seed=args.seed)
@@ -59,6 +65,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     masks = parser.add_mutually_exclusive_group()
     masks.add_argument("--mask", type=Path, help="mask of the picture's size: transparent = edit")
     masks.add_argument("--mask-image", type=Path, help="mask of the picture's size: white = edit")
+    crop_help = "edit the mask's box and so many pixels around it at the model's own resolution (default: all of it)"
+    parser.add_argument("--padding-mask-crop", type=int, help=crop_help)
     parser.add_argument("--prompt", required=True, help="what to paint under the mask")
     parser.add_argument("-o", "--output", type=Path, required=True, help="where to write; the suffix names the format")
     parser.add_argument("--num-inference-steps", type=int, help="denoising steps (default: the model's own)")

@@ -52,7 +52,8 @@ class Edit:
 
     Without either, the image's own transparent area is edited, or all of it. Without an image, one is generated on an
     empty canvas of `size` (width, height; default: the model's native square); with one, the result is resized to it.
-    template_id: a template of this engine (`ImageEngine.create_template`), instead of an image.
+    template_id: a template of this engine (`ImageEngine.create_template`), instead of an image. padding_mask_crop: as
+    diffusers': edit only the mask's box and so many pixels around it, at the model's own resolution.
     """
 
     prompt: str
@@ -61,6 +62,7 @@ class Edit:
     mask_image: ImageLike | None = None
     size: tuple[int, int] | None = None
     template_id: str | None = None
+    padding_mask_crop: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,6 +255,7 @@ def _to_input(edit: Edit, sampling: SamplingParams) -> EditInput:
         mask=None if mask is None else BytesUpload(_encode(mask, mask_name)),
         mask_kind="alpha" if edit.mask is not None else "luminance",
         template_id=edit.template_id,
+        padding_mask_crop=_padding(edit.padding_mask_crop),
         canvas_size=edit.size if is_generation else None,
         output_size=None if is_generation else edit.size,
     )
@@ -267,6 +270,14 @@ def _check_prompt(prompt: object) -> None:
         prompt.encode()
     except UnicodeEncodeError as error:  # half of a surrogate pair
         raise InvalidRequestError(f"Invalid 'prompt': {error.reason}.", param="prompt") from error
+
+
+def _padding(padding: object) -> int | None:
+    """Refuses what is no number of pixels; its range is checked with the rest."""
+    if padding is None or (isinstance(padding, int) and not isinstance(padding, bool)):
+        return padding
+    message = f"Invalid 'padding_mask_crop': expected an integer, but got a {type(padding).__name__} instead."
+    raise InvalidRequestError(message, param="padding_mask_crop")
 
 
 def _encode(image: ImageLike, name: str) -> bytes:

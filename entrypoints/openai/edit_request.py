@@ -77,6 +77,7 @@ def build_call(
         owner=owner,
         mask=submission.uploads.get("mask") or submission.uploads.get("mask_image"),
         mask_kind=_mask_kind(submission),
+        padding_mask_crop=cast(int | None, values.get("padding_mask_crop")) if is_edit else None,
         canvas_size=None if is_edit else size,
         output_size=size if is_edit else None,
         output_format=cast(OutputFormat, values.get("output_format", "png")),
@@ -199,7 +200,7 @@ def _has_effect(field: Field, values: Mapping[str, Value], model: ModelInfo, ope
             # An edit keeps the upload's own transparency outside the mask, unless the format has none.
             is_opaque = operation == "image_generation" or values.get("output_format") == "jpeg"
             return values["background"] == "auto" or is_opaque
-        case "template_id":
+        case "template_id" | "padding_mask_crop":
             return operation == "image_edit"
         case "user":
             return not values.get("safety_identifier")  # both are returned under this one name

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from core.errors import InvalidRequestError
-from core.request import MAX_PROMPT_CHARACTERS
+from core.request import MAX_PADDING_MASK_CROP, MAX_PROMPT_CHARACTERS
 from core.validation import check_choice, check_decimal, check_integer, check_length, shorten
 
 Kind = Literal["string", "integer", "number", "boolean"]
@@ -165,7 +165,13 @@ _COMMON = (
     Field("mask_margin", "integer", "Pixels by which computed area grows beyond the mask.", 0),
     Field("full_steps", "integer", "Leading steps that compute every token.", 0),
     Field("template_id", "string", "A registered template, instead of an image.", max_length=512),
-    Field("padding_mask_crop", "integer", "Not used.", 0, has_effect=False),
+    Field(
+        "padding_mask_crop",
+        "integer",
+        "Edit the mask's box and so many pixels around it at the model's own resolution, and paste it back.",
+        0,
+        MAX_PADDING_MASK_CROP,
+    ),
     Field("priority", "integer", "Class: lower goes first; default 0."),
     Field("timeout", "number", "Seconds the edit may take: 503 or 504 as soon as it cannot be met."),
 )

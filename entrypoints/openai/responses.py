@@ -17,7 +17,8 @@ UNMASKED_NOTE = "No mask was given and the image has no transparent area: the wh
 EXACT_NOTES: dict[ExactReason, str] = {
     "disabled": "Every token was computed: the server runs with --no-mask-aware.",
     "unsafe": "Every token was computed: this checkpoint's calibration found mask-aware execution unsafe for it.",
-    "mask_covers_all": "Every token was computed: the mask, grown by mask_margin, covers the whole image.",
+    "mask_covers_all": "Every token was computed: the mask, grown by mask_margin, covers the whole image, or the whole "
+    "crop of it that is edited.",
     "too_large": "Every token was computed: the picture is too large for the activation cache (--cache-host-bytes, or "
     "--cache-device-bytes where it is given).",
     "full_steps": "Every token was computed: full_steps covers all denoising steps.",
@@ -71,6 +72,7 @@ def stencil(call: ImagesCall, images: Sequence[ImageOutput]) -> dict[str, Any]:
         "mask_ratio": first.mask_ratio,
         "active_tokens": first.active_tokens,
         "image_tokens": first.image_tokens,
+        "crop": first.crop,
         "cache": first.cache,
         "tier": first.tier,
         "primed": any(report.primed for report in reports),

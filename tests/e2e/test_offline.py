@@ -128,6 +128,37 @@ def test_less_strength_starts_from_the_picture_and_runs_fewer_steps(
     assert nothing.error.param == "strength"
 
 
+@pytest.mark.parametrize("padding", [0, 24])
+def test_a_crop_is_what_the_pipeline_paints_of_it_pasted_back(
+    engine: ImageEngine, pipeline: FluxFillPipeline, padding: int
+) -> None:
+    """FluxFillPipeline has no padding_mask_crop; this is what the pipelines that have it do."""
+    whole = make_edit(300, 220)
+    assert isinstance(whole.image, np.ndarray)
+    assert isinstance(whole.mask_image, np.ndarray)
+    photo, mask, processor = Image.fromarray(whole.image), Image.fromarray(whole.mask_image), pipeline.image_processor
+    region = processor.get_crop_region(mask, 144, 112, pad=padding)
+    seen = replace(
+        whole,
+        image=np.asarray(processor.resize(photo.crop(region), 112, 144, "fill")),
+        mask_image=np.asarray(processor.resize(mask.crop(region), 112, 144, "fill").convert("L")),
+    )
+    painted = Image.fromarray(reference(pipeline, seen, steps=4, seed=5))
+    expected = np.asarray(processor.apply_overlay(mask, photo, painted, region))
+    params = SamplingParams(num_inference_steps=4, seed=5, mask_aware=False)
+    (result,) = engine.generate([replace(whole, padding_mask_crop=padding)], params, use_tqdm=False)
+    assert result.reports[0].crop == region
+    assert worst_difference(pixels_of(result), expected, whole) <= 2
+    assert np.array_equal(pixels_of(result)[whole.mask_image == 0], whole.image[whole.mask_image == 0])
+
+
+def test_a_padding_that_is_none_is_refused(engine: ImageEngine) -> None:
+    for padding in (-1, 65536, 1.5, "8", True):
+        (result,) = engine.generate([replace(make_edit(64, 64), padding_mask_crop=padding)], use_tqdm=False)
+        assert isinstance(result.error, InvalidRequestError)
+        assert result.error.param == "padding_mask_crop"
+
+
 def test_the_same_request_gives_the_same_bytes_alone_and_nearly_so_in_company(engine: ImageEngine) -> None:
     edit, sampling = make_edit(128, 128), SamplingParams(num_inference_steps=6, seed=11)
     first, second = (pixels_of(engine.generate([edit], sampling, use_tqdm=False)[0]) for _ in range(2))

@@ -153,6 +153,37 @@ def test_image_as_its_own_mask(client: openai.OpenAI) -> None:
     assert result.stencil["notes"] == []
 
 
+def test_padding_mask_crop(client: openai.OpenAI, raw: httpx.Client) -> None:
+    """Every picture, previews included, is the whole one with the crop's mask painted; JSON and form say the same."""
+    whole, mask = encode(photo(300, 200)), alpha_mask(300, 200)
+    fields = extra(padding_mask_crop=10)
+    several = client.images.edit(image=whole, mask=mask, n=2, **fields)
+    with client.images.edit(image=whole, mask=mask, stream=True, partial_images=2, **fields) as stream:
+        events = list(stream)
+    url = "data:image/png;base64,"
+    body = {"prompt": "a red striped shirt", "seed": 1, "padding_mask_crop": 10}
+    body |= {"images": [{"image_url": url + base64.b64encode(whole).decode()}]}
+    body |= {"mask": {"image_url": url + base64.b64encode(mask).decode()}}
+    as_json = raw.post("/v1/images/edits", json=body).json()
+    painted = [*map(pixels_of, [*several.data, *events]), decode(base64.b64decode(as_json["data"][0]["b64_json"]))]
+    inside = np.zeros((200, 300), bool)
+    inside[BOX] = True
+    for out in painted:
+        np.testing.assert_array_equal(out[~inside], photo(300, 200)[~inside])
+        assert (out[inside] != photo(300, 200)[inside]).mean() > 0.5
+    np.testing.assert_array_equal(painted[-1], painted[-2])
+    assert len(events) == 3
+    assert several.stencil["ignored"] == []
+    left, top, right, bottom = as_json["stencil"]["crop"]
+    assert left <= 20 < 80 <= right
+    assert top <= 10 < 70 <= bottom
+    plain = client.images.edit(image=whole, mask=mask, size="30x20", **extra()).stencil
+    assert plain["crop"] is None
+    assert as_json["stencil"]["mask_ratio"] > plain["mask_ratio"]
+    small = client.images.edit(image=whole, mask=mask, size="30x20", **fields)
+    assert (small.size, small.stencil["crop"]) == ("30x20", as_json["stencil"]["crop"])
+
+
 def test_n_images_are_the_edits_of_following_seeds(client: openai.OpenAI) -> None:
     several = client.images.edit(image=PHOTO, mask=ALPHA, n=3, **extra(seed=7))
     assert [item.seed for item in several.data] == [7, 8, 9]
@@ -281,6 +312,18 @@ BOMB = encode(np.zeros((2100, 2100, 3), np.uint8))
         (bad(prompt=""), "invalid_request_error", "empty_string", "prompt"),
         (bad(image=[]), "invalid_request_error", "missing_required_parameter", "image"),
         (bad(n=11), "invalid_request_error", "integer_above_max_value", "n"),
+        (
+            bad(extra_body={"padding_mask_crop": -1}),
+            "invalid_request_error",
+            "integer_below_min_value",
+            "padding_mask_crop",
+        ),
+        (
+            bad(mask=openai.omit, extra_body={"padding_mask_crop": 8}),
+            "invalid_request_error",
+            "invalid_value",
+            "padding_mask_crop",
+        ),
         (bad(n=2.0), "invalid_request_error", "invalid_type", "n"),
         (bad(size="huge"), "invalid_request_error", "invalid_value", "size"),
         (bad(response_format="url"), "invalid_request_error", "unsupported_value", "response_format"),

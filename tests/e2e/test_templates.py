@@ -234,6 +234,25 @@ async def test_deletion_takes_pages_along_unless_another_template_has_them(engin
 
 
 @pytest.mark.asyncio(loop_scope="module")
+async def test_a_crop_is_a_template_of_its_own_that_goes_with_the_picture(engine: AsyncEngine) -> None:
+    image = photo_file(70)
+    by_image, by_other = small_edit(image, padding_mask_crop=8), small_edit(image, padding_mask_crop=30)
+    _, expected = await paint(engine, "crop-0", by_image)
+    assert await cache_result(engine, "crop-1", by_image) == "hit"
+    assert await cache_result(engine, "crop-2", by_other) == "miss"
+    template = await register_file(engine, "crop-3", image)
+    by_id = small_edit(template_id=template.id, padding_mask_crop=8)
+    output, data = await paint(engine, "crop-4", by_id)
+    assert output.report is not None
+    assert (output.report.cache, data) == ("hit", expected)
+    assert engine.templates.get(template.id, "").content_id == template.content_id
+    assert await cache_result(engine, "crop-5", small_edit(template_id=template.id)) == "hit"
+    engine.delete_template(template.id, "")
+    assert await cache_result(engine, "crop-6", by_image) == "miss", "pages of the deleted picture's crop"
+    assert await cache_result(engine, "crop-7", by_other) == "hit", "which no edit of the template had made"
+
+
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("is_base64", [False, True])
 async def test_an_exact_edit_leaves_a_primed_template_of_its_result(engine: AsyncEngine, is_base64: bool) -> None:
     """Uploading the file that came out finds the same pages as the id does."""

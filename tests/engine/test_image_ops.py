@@ -21,6 +21,7 @@ from PIL import Image, ImageCms
 from core.errors import EngineError, InvalidImageError, InvalidRequestError
 from core.handles import ArrayRef
 from core.messages import (
+    Box,
     ComposeImage,
     MaskKind,
     OutputFormat,
@@ -63,6 +64,7 @@ def prepare(
     native: int = 256,
     margin: int = 0,
     max_pixels: int = MAX_PIXELS,
+    padding: int | None = None,
 ) -> image_ops.PreparedArrays:
     job = PrepareEdit(
         job_id=0,
@@ -75,6 +77,7 @@ def prepare(
         token_size=16,
         max_pixels=max_pixels,
         scratch=NOWHERE,
+        padding_mask_crop=padding,
     )
     return image_ops.prepare(job, image, mask)
 
@@ -91,6 +94,7 @@ def compose_bytes(
     compression: int = 100,
     as_base64: bool = False,
     room: int = 8_000_000,
+    crop: Box | None = None,
 ) -> tuple[bytes, tuple[int, int]]:
     job = ComposeImage(
         job_id=0,
@@ -105,6 +109,7 @@ def compose_bytes(
         base64=as_base64,
         max_pixels=MAX_PIXELS,
         out=NOWHERE,
+        crop=crop,
     )
     out = np.zeros(room, np.uint8)
     written, composed_size = image_ops.compose(job, pixels, image, mask, out)
@@ -684,3 +689,88 @@ def test_scratch_holds_any_prepared_edit(width: int, height: int, native: int, t
     arrays = (columns * rows * 3, columns * rows, tokens * 4)
     aligned = sum(-(-size // image_ops.ALIGNMENT) * image_ops.ALIGNMENT for size in arrays)
     assert aligned <= image_ops.scratch_bytes(native, token)
+
+
+# --------------------------------------------------------------------------------------------------------------- crops
+
+
+@pytest.mark.parametrize("box", [(100, 80, 140, 130), (0, 0, 30, 9), (380, 290, 400, 300), (0, 100, 400, 110)])
+@pytest.mark.parametrize("padding", [0, 7, 32, 65535])
+def test_a_crop_is_what_the_model_sees_and_what_comes_back_in_place(
+    box: tuple[int, int, int, int], padding: int
+) -> None:
+    photo, keep = noise(300, 400, 3), box_keep(400, 300, *box)
+    prepared = prepare(file_of(photo), alpha_mask(keep), padding=padding)
+    height, width, _ = prepared.template.shape
+    assert (width, height) == (288, 224), "the photo's aspect, on all of 256 squared"
+    assert prepared.crop is not None
+    left, top, right, bottom = prepared.crop
+    assert 0 <= left <= max(0, box[0] - padding) < min(400, box[2] + padding) <= right <= 400
+    assert 0 <= top <= max(0, box[1] - padding) < min(300, box[3] + padding) <= bottom <= 300
+    assert (right - left) / (bottom - top) == pytest.approx(width / height, rel=0.05)
+    assert prepared.content_id != prepare(file_of(photo), alpha_mask(keep)).content_id
+    tokens = np.zeros((height // 16, width // 16), bool)
+    tokens.reshape(-1)[prepared.active] = True
+    assert np.kron(tokens, np.ones((16, 16), bool))[prepared.mask > 0].all()
+    out = compose(noise(height, width, 3, seed=1), file_of(photo), alpha_mask(keep), crop=prepared.crop)
+    assert np.array_equal(out[keep == 255], photo[keep == 255])
+    assert (out[keep == 0] != photo[keep == 0]).mean() > 0.9
+
+
+def test_a_picture_that_is_not_changed_comes_back_to_its_place() -> None:
+    """A smooth one, which two changes of size leave as it was."""
+    ramp = np.add.outer(np.arange(300), np.arange(400))[..., None] * np.array([0.3, 0.2, 0.1]) + 20
+    photo, keep = ramp.astype(np.uint8), box_keep(400, 300, 150, 60, 220, 100)
+    prepared = prepare(file_of(photo), alpha_mask(keep), padding=5)
+    out = compose(prepared.template, file_of(photo), alpha_mask(keep), crop=prepared.crop)
+    assert np.abs(out.astype(int) - photo).max() <= 1
+
+
+def test_a_small_crop_has_more_tokens_under_its_mask_the_less_padding() -> None:
+    photo, mask = file_of(noise(300, 400, 3)), alpha_mask(box_keep(400, 300, 150, 60, 220, 100))
+    ratios = [prepare(photo, mask, padding=padding).active.size for padding in (0, 20, 100)]
+    assert ratios == sorted(ratios, reverse=True)
+    assert ratios[-1] > prepare(photo, mask).active.size
+    margins = [prepare(photo, mask, padding=50, margin=margin).active.size for margin in (0, 16, 32)]
+    assert margins == sorted(set(margins)), "pixels of the crop at generation size"
+
+
+def test_a_crop_by_the_pictures_own_transparency() -> None:
+    pixels = np.dstack([noise(60, 100, 3), box_keep(100, 60, 10, 10, 40, 30)])
+    prepared = prepare(file_of(pixels), padding=4)
+    assert prepared.crop is not None
+    out = compose(noise(*prepared.template.shape, seed=1), file_of(pixels), crop=prepared.crop)
+    outside = pixels[..., 3] == 255
+    assert np.array_equal(out[outside], pixels[..., :3][outside])
+
+
+def test_a_crop_without_a_mask_is_refused_by_name() -> None:
+    with pytest.raises(InvalidRequestError, match="no mask to crop around") as caught:
+        prepare(file_of(noise(60, 100, 3)), padding=4)
+    assert caught.value.param == "padding_mask_crop"
+    with pytest.raises(InvalidRequestError) as caught:
+        prepare(file_of(noise(60, 100, 3)), alpha_mask(np.full((60, 100), 255, np.uint8)), padding=4)
+    assert caught.value.param == "mask"
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    size=st.tuples(st.integers(1, 300), st.integers(1, 300)),
+    corners=st.tuples(*[st.floats(0, 1)] * 4),
+    padding=st.integers(0, 300),
+    margin=st.sampled_from([0, 16]),
+)
+def test_any_crop_paints_under_its_mask_alone(
+    size: tuple[int, int], corners: tuple[float, float, float, float], padding: int, margin: int
+) -> None:
+    (width, height), (x0, y0, x1, y1) = size, corners
+    left, top = int(min(x0, x1) * (width - 1)), int(min(y0, y1) * (height - 1))
+    right, bottom = int(max(x0, x1) * (width - 1)) + 1, int(max(y0, y1) * (height - 1)) + 1
+    photo, keep = noise(height, width, 3), box_keep(width, height, left, top, right, bottom)
+    prepared = prepare(file_of(photo), alpha_mask(keep), native=64, margin=margin, padding=padding)
+    columns = prepared.template.shape[1] // 16
+    under = {int(y) // 16 * columns + int(x) // 16 for y, x in zip(*np.nonzero(prepared.mask), strict=True)}
+    assert under
+    assert under <= set(prepared.active.tolist())
+    out = compose(255 - prepared.template, file_of(photo), alpha_mask(keep), crop=prepared.crop)
+    assert np.array_equal(out[keep == 255], photo[keep == 255])

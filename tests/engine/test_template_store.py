@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.errors import InvalidRequestError, TemplateNotFoundError
+from engine import templates
 from engine.templates import Template, TemplateStore
 from engine.upload import CHUNK_BYTES, BytesUpload, KeptUpload
 
@@ -63,6 +64,30 @@ def test_the_least_recently_used_ones_make_room() -> None:
     assert a.id in store
     with pytest.raises(TemplateNotFoundError):
         store.use(b.id, "me")
+    store.check_integrity()
+
+
+def test_crops_belong_to_their_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, first, second = TemplateStore(100), template(content_id=""), template(content_id="c")
+    store.add(first)
+    store.add(second)
+    store.add_crop(first.id, "left")
+    store.set_content(first.id, "c")
+    for content_id in ("right", "left"):
+        store.add_crop(first.id, content_id)
+    store.check_integrity()
+    assert store.get(first.id, "me").content_ids == ("c", "left", "right")
+    assert store.holds_content("m", "left")
+    store.add_crop(second.id, "left")
+    assert store.remove(first.id, "me").content_ids == ("c", "left", "right")
+    assert store.holds_content("m", "left"), "the other's"
+    assert not store.holds_content("m", "right")
+    store.add_crop(first.id, "gone")
+    monkeypatch.setattr(templates, "MAX_CROPS", 2)
+    for content_id in ("x", "y"):
+        store.add_crop(second.id, content_id)
+    assert store.get(second.id, "me").crops == ("x", "y")
+    assert not store.holds_content("m", "left")
     store.check_integrity()
 
 

@@ -112,7 +112,6 @@ async def test_fields_without_effect_are_named(client: httpx.AsyncClient) -> Non
         "output_compression": "50",
         "partial_images": "2",
         "background": "opaque",
-        "padding_mask_crop": "3",
         "never_heard_of": "1",
         "svg[model]": "x",
     }
@@ -212,6 +211,9 @@ async def test_unmasked_note(client: httpx.AsyncClient, engine: FakeEngine) -> N
         ({"timeout": "0"}, "decimal_below_min_value", "timeout"),
         ({"max_sequence_length": "0"}, "integer_below_min_value", "max_sequence_length"),
         ({"mask_margin": "-1"}, "integer_below_min_value", "mask_margin"),
+        ({"padding_mask_crop": "-1"}, "integer_below_min_value", "padding_mask_crop"),
+        ({"padding_mask_crop": "65536"}, "integer_above_max_value", "padding_mask_crop"),
+        ({"padding_mask_crop": "1.5"}, "invalid_type", "padding_mask_crop"),
         ({"stream": "yes"}, "invalid_type", "stream"),
         ({"mask_aware": "1"}, "invalid_type", "mask_aware"),
         ({"size": "big"}, "invalid_value", "size"),
@@ -439,6 +441,21 @@ async def test_too_many_json_members(client: httpx.AsyncClient) -> None:
     """A body of 1 MB has room for 100000: comparing their names would take minutes."""
     body = {"prompt": "p", "images": [{"image_url": data_url(b"one")}]} | {f"a{i}": 1 for i in range(90_000)}
     assert_refused(await post_json(client, body), 400, "invalid_json", None)
+
+
+@pytest.mark.parametrize("padding", [0, 32])
+async def test_padding_mask_crop(client: httpx.AsyncClient, engine: FakeEngine, padding: int) -> None:
+    """0 is a crop, too: of the mask's box alone."""
+    engine.report = replace(engine.report, crop=(10, 20, 30, 40))
+    answer = (await post_edit(client, padding_mask_crop=str(padding))).json()
+    assert engine.last.padding_mask_crop == padding
+    assert (answer["stencil"]["ignored"], answer["stencil"]["crop"]) == ([], [10, 20, 30, 40])
+    answer = (await post_edit(client)).json()
+    assert engine.last.padding_mask_crop is None
+    body = {"prompt": "a hat", "padding_mask_crop": padding}
+    answer = (await client.post("/v1/images/generations", json=body)).json()
+    assert engine.last.padding_mask_crop is None
+    assert answer["stencil"]["ignored"] == ["padding_mask_crop"]
 
 
 async def test_generation(client: httpx.AsyncClient, engine: FakeEngine) -> None:
