@@ -90,6 +90,7 @@ class Loop:
             content_id=content_id(template),
             num_tokens=rows * columns,
             max_text_tokens=self._model.max_text_tokens,
+            extra_text_tokens=self._model.extra_text_tokens,
             pixels=(self._share(np.zeros_like(template)),),
             latents=self._share(np.zeros((rows * columns, self._model.latent_width), np.float32)),
             arrival=time.monotonic(),

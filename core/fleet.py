@@ -60,7 +60,7 @@ class EditShape:
         num_steps, num_tokens, scheme = info.num_steps(edit.sampling), edit.num_tokens, info.page_scheme
         priority, rows = edit.sampling.priority, edit.sampling.num_rows
         if not edit.is_mask_aware or scheme is None:
-            tokens = (num_tokens, num_tokens, edit.max_text_tokens)
+            tokens = (num_tokens, num_tokens, edit.num_text_tokens)
             return cls(edit.model, num_steps, num_steps, *tokens, priority=priority, num_rows=rows)
         full_steps = min(num_steps, edit.sampling.full_steps or 0)
         return cls(
@@ -69,7 +69,7 @@ class EditShape:
             full_steps,
             edit.active.size,
             num_tokens,
-            edit.max_text_tokens,
+            edit.num_text_tokens,
             scheme.template_key(edit.content_id),
             len(scheme.keyframes) or num_steps - full_steps,
             scheme.layout.entry_bytes(num_tokens),
@@ -84,7 +84,7 @@ class EditShape:
         assert scheme is not None
         tokens, entry_bytes = prime.num_tokens, scheme.layout.entry_bytes(prime.num_tokens)
         key, num_keyframes = scheme.template_key(prime.content_id), len(scheme.keyframes)
-        return cls(prime.model, 0, 0, tokens, tokens, info.max_text_tokens, key, num_keyframes, entry_bytes)
+        return cls(prime.model, 0, 0, tokens, tokens, info.num_text_tokens(), key, num_keyframes, entry_bytes)
 
     @property
     def step_features(self) -> Features:

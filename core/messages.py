@@ -27,12 +27,13 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a loaded model can do; learnt by the worker at load time and sent up in the Ready messages.
 
     native_size: side in pixels of the square whose area caps the generation size. token_size: pixels per token side.
-    latent_width: floats per token of the packed latents. max_text_tokens: the text encoder's length. has_guidance:
-    whether guidance_scale has a meaning, which with is_guidance_cfg is that of classifier-free guidance, else of an
-    embedding. has_true_cfg: whether true_cfg_scale has one. solver_order: the sampler's. min_inference_steps: fewest
-    that the sampler can do. max_side: tokens of a picture's longest side, None for any. page_scheme: how templates are
-    cached, None where the model is served without mask-aware execution. device: its type; which of several alike it is
-    makes no difference to anybody.
+    latent_width: floats per token of the packed latents. max_text_tokens: the text encoder's length.
+    extra_text_tokens: further ones that a prompt has in the denoiser, whatever its length. has_guidance: whether
+    guidance_scale has a meaning, which with is_guidance_cfg is that of classifier-free guidance, else of an embedding.
+    has_true_cfg: whether true_cfg_scale has one. solver_order: the sampler's. min_inference_steps: fewest that the
+    sampler can do. max_side: tokens of a picture's longest side, None for any. page_scheme: how templates are cached,
+    None where the model is served without mask-aware execution. device: its type; which of several alike it is makes no
+    difference to anybody.
     """
 
     name: str
@@ -48,6 +49,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     dtype: str
     is_guidance_cfg: bool = False
+    extra_text_tokens: int = 0
     solver_order: int = 1
     min_inference_steps: int = 1
     max_side: int | None = None
@@ -57,6 +59,10 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         """Steps of a run, each one call of the model: a solver of order o takes o for each of its noise levels, but one
         for the last. sampling: with its num_inference_steps."""
         return self.solver_order * (sampling.num_denoising_steps - 1) + 1
+
+    def num_text_tokens(self, max_sequence_length: int | None = None) -> int:
+        """Text tokens of a row in the denoiser, with a prompt of so many at most (None: the encoder's length)."""
+        return (max_sequence_length or self.max_text_tokens) + self.extra_text_tokens
 
 
 # --------------------------------------------------------------------------------- to an image processor, and back
@@ -160,7 +166,8 @@ class EditRequest(Message, frozen=True):
 
     template, mask, active: as in PreparedEdit. pixels: uint8 [height, width, 3], one per partial image asked for and
     the final one last; the worker writes them. latents: float32 [image tokens, latent_width], scratch for moving the
-    sampler's state between ranks. num_tokens: the picture's image tokens. sampling: resolved, nothing in it is None
+    sampler's state between ranks. num_tokens: the picture's image tokens. max_text_tokens: what the prompt is padded or
+    cut to. extra_text_tokens: as in ModelInfo. sampling: resolved, nothing in it is None
     that the model needs. is_mask_aware: steps after the first `sampling.full_steps` compute only the active tokens,
     over the template's pages; decided from the request and the server's flags alone. deadline: absolute, or None.
     objective: when the worker is to be done with it for the server's latency objective to be met, absolute; None: it
@@ -189,6 +196,12 @@ class EditRequest(Message, frozen=True):
     is_mask_aware: bool = False
     runs_alone: bool = False
     trace_context: str = ""
+    extra_text_tokens: int = 0
+
+    @property
+    def num_text_tokens(self) -> int:
+        """Of each row in the denoiser."""
+        return self.max_text_tokens + self.extra_text_tokens
 
     @property
     def num_partial_images(self) -> int:

@@ -24,6 +24,7 @@ class TemplateInfo:
     height: int
     num_tokens: int
     max_text_tokens: int
+    extra_text_tokens: int = 0  # as in ModelInfo
 
     @property
     def latents_key(self) -> str:
@@ -33,7 +34,7 @@ class TemplateInfo:
     @property
     def pass_tokens(self) -> int:
         """Tokens that one keyframe's pass computes in every block."""
-        return self.num_tokens + self.max_text_tokens
+        return self.num_tokens + self.max_text_tokens + self.extra_text_tokens
 
 
 @dataclass(frozen=True, slots=True)

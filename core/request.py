@@ -157,12 +157,12 @@ class Request:
     @property
     def num_all_tokens(self) -> int:
         """All its tokens, image and text: what a step's tokens attend to, and what a full step computes."""
-        return self.edit.num_tokens + self.edit.max_text_tokens
+        return self.edit.num_tokens + self.edit.num_text_tokens
 
     @property
     def num_active_tokens(self) -> int:
         """Tokens that a mask-aware step computes: active image tokens plus text tokens."""
-        return self.edit.active.size + self.edit.max_text_tokens
+        return self.edit.active.size + self.edit.num_text_tokens
 
     def is_masked_step(self, step: int) -> bool:
         """Whether `step` computes only the active tokens."""

@@ -65,7 +65,7 @@ def node_work(request: Request, node: Node) -> Work:
         case "denoise":
             return Work.of_pairs([(request.num_step_tokens, request.num_all_tokens)] * num_rows)
         case "text_encode":
-            return Work.of([request.edit.max_text_tokens] * num_rows)
+            return Work.of([request.edit.num_text_tokens] * num_rows)
         case "image_encode" | "decode":
             return Work.of([request.edit.num_tokens])
 

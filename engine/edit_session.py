@@ -188,7 +188,7 @@ class EditSession:
     @property
     def _smallest_shape(self) -> EditShape:
         """What is known of it before its images are prepared."""
-        sampling, text_tokens = self._sampling, self._sampling.max_sequence_length or self._model.max_text_tokens
+        sampling, text_tokens = self._sampling, self._model.num_text_tokens(self._sampling.max_sequence_length)
         is_exact = not sampling.mask_aware or self._model.page_scheme is None
         steps, priority, rows = self._model.num_steps(sampling), sampling.priority, sampling.num_rows
         full_steps = steps if is_exact else 0
@@ -242,6 +242,7 @@ class EditSession:
             content_id=prepared.content_id,
             num_tokens=num_tokens,
             max_text_tokens=sampling.max_sequence_length or model.max_text_tokens,
+            extra_text_tokens=model.extra_text_tokens,
             pixels=tuple(
                 carve(pixels, i * height * width * 3, (height, width, 3), "uint8")
                 for i in range(self._edit.partial_images + 1)

@@ -147,7 +147,7 @@ class Batches:
         return stage, Work.of([(side // self.info.token_size) ** 2]), partial(run, side)
 
     def _encode_text(self) -> EncodedText:
-        return self.family.encode_text("", self._text_tokens)
+        return self.family.encode_text("", self.info.max_text_tokens)
 
     def _encode_image(self, side: int) -> EncodedImage:
         empty = torch.zeros(side, side, 3, dtype=torch.uint8)
@@ -229,7 +229,7 @@ class Batches:
 
     @property
     def _text_tokens(self) -> int:
-        return self.info.max_text_tokens
+        return self.info.num_text_tokens()
 
     @property
     def _grid(self) -> tuple[int, int]:

@@ -55,6 +55,7 @@ class StableDiffusion3(NoisedTemplate):
             token_size=self._token_size,
             latent_width=self._latent_width,
             max_text_tokens=min(MAX_TEXT_TOKENS, length),
+            extra_text_tokens=self._tokenizers[0].model_max_length,
             default_num_inference_steps=defaults.num_inference_steps or 50,
             default_guidance_scale=7.0 if defaults.guidance_scale is None else defaults.guidance_scale,
             has_guidance=True,

@@ -95,6 +95,15 @@ def test_the_shape_of_an_edit() -> None:
     assert EditShape.of_template(prime, info).num_steps == 0
 
 
+def test_text_tokens_beyond_the_prompts_count() -> None:
+    info = replace(MODEL, page_scheme=SCHEME, extra_text_tokens=77)
+    edit = replace(make_edit("a"), extra_text_tokens=77)
+    masked = replace(edit, is_mask_aware=True)
+    prime = PrimeTemplate("t", "m", PIXELS, 256, 256, "0", 256, 0.0)
+    shapes = [EditShape.of_edit(edit, info), EditShape.of_edit(masked, info), EditShape.of_template(prime, info)]
+    assert [shape.text_tokens for shape in shapes] == [24 + 77] * 3
+
+
 def test_what_was_sent_counts_until_it_is_acknowledged() -> None:
     fleet, shape = Fleet(2, 8), make_shape()
     fleet.observe(0, make_report(costs=COSTS), 0.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +20,11 @@ SCHEME = PageScheme(
     full_steps=0,
 )
 TEMPLATE = TemplateInfo("t", "m", SCHEME, "00", 256, 256, 256, 24)
+
+
+def test_a_pass_computes_all_text_tokens() -> None:
+    assert TEMPLATE.pass_tokens == 256 + 24
+    assert replace(TEMPLATE, extra_text_tokens=77).pass_tokens == 256 + 24 + 77
 
 
 def make_job(sigmas: tuple[float, ...]) -> PrimingJob:

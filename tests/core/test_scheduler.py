@@ -123,6 +123,18 @@ def test_batches_respect_both_limits() -> None:
         assert len(step(scheduler, workers)) <= 2, "two requests of 280 tokens fit 600"
 
 
+def test_text_tokens_beyond_the_prompts_count_in_the_budget() -> None:
+    """Two rows of 256 image tokens and 24 of the prompt fit 560 tokens; with 77 more each they do not."""
+    for extra, together in ((0, ["a", "b"]), (77, ["a"])):
+        scheduler, workers = make_scheduler(max_num_batched_tokens=560), FakeWorkers()
+        for name in "ab":
+            scheduler.add(msgspec.structs.replace(make_edit(name), extra_text_tokens=extra))
+        steps = [step(scheduler, workers) for _ in range(4)]
+        assert max(steps, key=len) == together
+        (request, *_) = scheduler.in_order()
+        assert request.num_all_tokens == request.num_step_tokens == 256 + 24 + extra
+
+
 def test_a_request_above_the_token_budget_runs_alone() -> None:
     scheduler, workers = make_scheduler(max_num_batched_tokens=300), FakeWorkers()
     scheduler.add(make_edit("big", num_tokens=4096))

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from checkpoints import make_sd3
 
 from core.config import ModelConfig
 from core.cost_model import CostKey, CostModel, Work
 from core.handles import ModelKey
 from core.messages import CostSample, ModelInfo
-from model_executor.cost_probe import known_or_probed, probe
+from model_executor.cost_probe import Batches, known_or_probed, probe
 from model_executor.models.base import Family
 from model_executor.resident import ResidentModels
 
@@ -55,6 +56,23 @@ def test_every_stage_is_measured(family: Family, info: ModelInfo) -> None:
     assert any(work.queries == work.keys for work in denoising), "an exact step"
     assert any(max(work.queries) < min(work.keys) for work in denoising), "a mask-aware one"
     assert max(len(work.queries) for work in denoising) == 8
+
+
+def test_what_is_timed_is_what_is_counted(tmp_path: Path) -> None:
+    """SD3, some of whose text tokens are in no prompt: the rows have as many as the samples say."""
+    config = ModelConfig(model=str(make_sd3(tmp_path / "sd3")), served_model_name="tiny", dtype="float32", device="cpu")
+    models = ResidentModels.open([config])
+    models.load_all()
+    (info,) = models.ready(0).models
+    batches = Batches(models.families["tiny"], info)
+    _, encoding, encode = next(iter(batches.all()))
+    _, step, _ = batches.denoise([1.0, 0.5])
+    _, priming, _ = batches.prime(1, 1.0)
+    text, image = len(encode().prompt_embeds), 64  # type: ignore[attr-defined]
+    assert text == info.max_text_tokens + info.extra_text_tokens > info.max_text_tokens
+    assert encoding.queries == (text,)
+    assert (step.queries, step.keys) == ((text + image, text + image // 2), (text + image,) * 2)
+    assert priming.queries == priming.keys == (text + image,)
 
 
 def test_a_model_without_pages_has_exact_steps_alone(family: Family, info: ModelInfo) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -85,6 +86,17 @@ def test_info_of_sd3(tmp_path: Path) -> None:
     assert (info.family, info.has_guidance, info.has_true_cfg, info.is_guidance_cfg) == ("sd3", True, False, True)
     assert (info.native_size, info.max_side, info.max_text_tokens, info.solver_order) == (128, 24, 9, 2)
     assert (info.default_num_inference_steps, info.default_guidance_scale) == (50, 7.0)
+
+
+@pytest.mark.parametrize(("make", "extra"), [(make_flux, 0), (make_sd3, 12)])
+def test_all_text_tokens_are_told(tmp_path: Path, make: Any, extra: int) -> None:
+    """SD3's CLIP tokens, 12 in these checkpoints, come before T5's, also before a prompt that is cut short."""
+    models = load(make(tmp_path / "model"), dtype="float32")
+    (info,) = models.ready(0).models
+    assert info.extra_text_tokens == extra
+    for length in (None, 5):
+        text = models.families[info.name].encode_text("a red hat", length or info.max_text_tokens)
+        assert len(text.prompt_embeds) == info.num_text_tokens(length)
 
 
 def test_sd3_of_another_form_is_refused(tmp_path: Path) -> None:
