@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
+from checkpoints import make_flux, make_sd3
+from diffusers import FlowMatchHeunDiscreteScheduler
 from PIL import Image
 
 from core.calibration import Calibration
 from entrypoints.calibrate import UNSAFE, main
 from entrypoints.image_engine import ImageEngine
 
-pytestmark = pytest.mark.slow  # four engines start
+pytestmark = pytest.mark.slow  # eight engines start
 
 FLAGS = ("--prompt", "p", "--num-edits", "3", "--steps", "4", "--dtype", "float32")
 
@@ -46,6 +49,31 @@ def test_what_it_saves_is_what_the_engine_uses(
         scheme = engine.model.page_scheme
     assert scheme is not None
     assert (scheme.keyframes, scheme.layout.dtype, scheme.mask_margin) == ((1.0, 0.0), "int8", 0)
+
+
+FAMILIES: dict[str, Callable[[Path], Path]] = {
+    "flux": lambda path: make_flux(path, guidance_embeds=True, scheduler={"use_dynamic_shifting": True}),
+    "sd3": lambda path: make_sd3(path, scheduler_class=FlowMatchHeunDiscreteScheduler),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_compared_with_its_exact_edits(
+    family: str, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SD3 with its guidance, whose two rows share pages, and a sampler of two calls a step."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    checkpoint = FAMILIES[family](tmp_path / "model")
+    capsys.readouterr()
+    assert calibrate(checkpoint, images, "--ssim-p10", "0.2") == 0
+    (saved,) = (tmp_path / "cache" / "stencil" / "calibration").iterdir()
+    found = msgspec.json.decode(saved.read_bytes(), type=Calibration)
+    assert 0.2 <= found.ssim_p10 <= found.ssim_mean < 1, "alike, and not the same"
+    assert f"SSIM {found.ssim_mean:.4f}, p10 {found.ssim_p10:.4f}" in capsys.readouterr().out
+    with ImageEngine(str(checkpoint), dtype="float32") as engine:
+        scheme = engine.model.page_scheme
+    assert scheme is not None
+    assert (scheme.keyframes, scheme.mask_margin) == (found.keyframes, found.mask_margin)
 
 
 def test_an_error_that_cannot_be_reached_is_unsafe(
