@@ -57,20 +57,28 @@ USUAL_ROWS = 64
 """Rows that packed weights are arranged for; from 2 to 1,088 rows the arrangement was the same."""
 
 PACKED_BYTES = 1 << 30
-"""Weights of a denoiser that are kept a second time, in oneDNN's own order; a larger denoiser keeps none."""
+"""Weights of a denoiser that are kept in oneDNN's own order; those of a larger one stay as they are, in the
+checkpoint's file where its dtype is theirs."""
 
 
 class LinearGroup:
     """Layers that read the same input, as one product.
 
-    Where `keep_packed` asks for it and all are plain `nn.Linear`s, their weights are held once more, together and in
-    the order that our own kernels, if given, or oneDNN compute in: without rearranging them every time, oneDNN's
-    products of some tens of tokens took 0.5 to 0.9 of the time, with the same bits. Other layers run as themselves, one
-    after the other. Made when weights and adapters are in place; what is changed later is not seen.
+    Where `keep_packed` asks for it and all are plain `nn.Linear`s, their weights are held together and in the order
+    that our own kernels, if given, or oneDNN compute in: without rearranging them every time, oneDNN's products of some
+    tens of tokens took 0.5 to 0.9 of the time, with the same bits. With `owns_layers` the layers' own weights go: they
+    cannot run by themselves any more. Other layers run as themselves, one after the other. Made when weights and
+    adapters are in place; what is changed later is not seen.
     """
 
     def __init__(
-        self, layers: Sequence[nn.Module], linear: Linear, keep_packed: bool, kernels: Kernels | None = None
+        self,
+        layers: Sequence[nn.Module],
+        linear: Linear,
+        keep_packed: bool,
+        kernels: Kernels | None = None,
+        *,
+        owns_layers: bool = False,
     ) -> None:
         self._linear = linear
         self._layers = layers
@@ -78,6 +86,9 @@ class LinearGroup:
         can_pack = keep_packed and linear is fused_linear and len(plain) == len(layers) and has_onednn(plain[0].weight)
         self._kernels = kernels if can_pack and _suits_kernels(plain) else None
         self._packed = _pack(plain, self._kernels) if can_pack else None
+        if self._packed is not None and owns_layers:
+            for layer in plain:
+                layer.to("meta")
 
     def __call__(self, x: Tensor, *, gelu: bool = False) -> Tensor:
         """x: [rows, in] -> [rows, sum of out], layer after layer."""

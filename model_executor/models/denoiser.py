@@ -38,15 +38,20 @@ class Denoiser(ABC):
     """A ragged forward pass. `module` is a diffusers transformer; `num_train_timesteps` is its scheduler's.
 
     linear: how layers run; None for the fastest that this process has, on one thread with compiled kernels. Weights and
-    adapters must be in place, and the number of threads set, when it is made (see `LinearGroup`).
+    adapters must be in place, and the number of threads set, when it is made (see `LinearGroup`). owns_module: nobody
+    else runs it, so that no weight has to be held twice.
     """
 
-    def __init__(self, module: Any, num_train_timesteps: int, linear: Linear | None = None) -> None:
+    def __init__(
+        self, module: Any, num_train_timesteps: int, linear: Linear | None = None, *, owns_module: bool = False
+    ) -> None:
         self.module = module
+        self._device: torch.device = module.device
+        self._owns_module = owns_module
         self.dtype: torch.dtype = module.dtype  # diffusers looks through all modules for it, 0.6 ms each time
         self._num_train_timesteps = num_train_timesteps
         self._linear = linear or best_linear()
-        self._kernels = best_kernels() if linear is None and module.device.type == "cpu" else None
+        self._kernels = best_kernels() if linear is None and self._device.type == "cpu" else None
         self._pack = sum(parameter.nbytes for parameter in module.parameters()) <= PACKED_BYTES
         self._blocks = self._make_blocks()
         self.num_pages = 0
@@ -57,6 +62,8 @@ class Denoiser(ABC):
         self._modulations = [block.modulation for block in self._blocks]
         self._modulations.append(Modulation([module.norm_out], [0], self._group))
         self._image_out = self._group(module.proj_out)
+        if owns_module and self._pack:
+            _unmap(module)
         self._rotary_table = lru_cache(maxsize=CACHED_GRIDS)(self._make_rotary_table)
 
     # ------------------------------------------------------------------------------------------- each model's own
@@ -102,7 +109,7 @@ class Denoiser(ABC):
         return self.layout_of(self.module.config, dtype)
 
     def _group(self, *layers: nn.Module) -> LinearGroup:
-        return LinearGroup(layers, self._linear, self._pack, self._kernels)
+        return LinearGroup(layers, self._linear, self._pack, self._kernels, owns_layers=self._owns_module)
 
     # ------------------------------------------------------------------------------------------------------- passes
 
@@ -210,6 +217,13 @@ class Denoiser(ABC):
         factor, shift = stream.modulation(len(self._blocks))
         where, eps = stream.packing.joint_image, self.module.norm_out.norm.eps
         return self._image_out(norm_modulate(stream.hidden, where, eps, factor, shift, fused=stream.fused))
+
+
+def _unmap(module: nn.Module) -> None:
+    """Copy the few parameters left, or they would keep all of the checkpoint's file mapped, which counts as memory."""
+    for parameter in module.parameters():
+        if not parameter.is_meta:
+            parameter.data = parameter.data.clone()
 
 
 def select(x: Tensor, tokens: Tensor | None) -> Tensor:

@@ -60,4 +60,4 @@ class FluxTransformer(Denoiser):
         ids = torch.cat([torch.zeros(text_tokens, 3), image.reshape(-1, 3)])
         cos, sin = self.module.pos_embed(ids.to(self.dtype))
         table = torch.complex(cos[:, ::2].contiguous(), sin[:, ::2].contiguous())  # each angle is stored twice
-        return table[:, None, None].to(self.module.device)
+        return table[:, None, None].to(self._device)

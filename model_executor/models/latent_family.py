@@ -90,7 +90,7 @@ class LatentFamily(ABC):
                 activation.inplace = True  # it always follows a norm, whose output nothing else reads
             self._decoder = RegionDecoder(module)
         if part == "transformer":
-            self._transformer = self.denoiser(module, self._sampling.num_train_timesteps)
+            self._transformer = self.denoiser(module, self._sampling.num_train_timesteps, owns_module=True)
 
     def drop(self, part: str) -> None:
         del self._parts[part]

@@ -56,7 +56,7 @@ class SD3Transformer(Denoiser):
     def _make_rotary_table(self, text_tokens: int, grid: tuple[int, int]) -> Tensor:
         """No rotation at all."""
         tokens, head_dim = text_tokens + grid[0] * grid[1], self.module.config.attention_head_dim
-        return torch.ones(tokens, 1, 1, head_dim // 2, dtype=torch.complex64, device=self.module.device)
+        return torch.ones(tokens, 1, 1, head_dim // 2, dtype=torch.complex64, device=self._device)
 
     def _project_out(self, stream: Stream) -> Tensor:
         """The module's patches have their channels last, latents have them first."""

@@ -1,0 +1,76 @@
+"""Weights are never held twice: the memory of a process that loads a checkpoint, against the checkpoint's size."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import FluxTransformer2DModel
+
+ROOT = Path(__file__).resolve().parents[2]
+
+LOAD = """
+import json, sys, threading, time
+from pathlib import Path
+import torch
+from core.config import ModelConfig
+from core.ipc.heap import return_freed_memory
+from model_executor.resident import ResidentModels, quiet_libraries
+
+def status():
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return [int(lines[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile")]
+
+def load(path):
+    models = ResidentModels.open([ModelConfig(model=path, served_model_name="m", dtype=sys.argv[3], device="cpu")])
+    models.load_all()
+    return models
+
+def watch():
+    while not done.wait(0.001):
+        samples.append(status())
+
+torch.set_num_threads(1)
+return_freed_memory()
+quiet_libraries()
+small = load(sys.argv[1])  # what comes with the first of any size: modules, kernels
+before, samples, done = status(), [], threading.Event()
+watcher = threading.Thread(target=watch)
+watcher.start()
+large = load(sys.argv[2])
+done.set()
+watcher.join()
+after = status()
+print(json.dumps({"peak": max(anon for anon, _ in samples) - before[0], "held": sum(after) - sum(before)}))
+"""
+
+
+@pytest.fixture(scope="module")
+def large(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """A checkpoint whose denoiser alone counts, and the parameters of that."""
+    path = Path(shutil.copytree(tiny_checkpoint, tmp_path_factory.mktemp("large") / "model"))
+    config = FluxTransformer2DModel.load_config(path, subfolder="transformer")
+    sizes = {"num_attention_heads": 32, "num_layers": 1, "num_single_layers": 1}  # 1024 wide
+    with torch.random.fork_rng():
+        module = FluxTransformer2DModel.from_config(dict(config) | sizes)
+    module.save_pretrained(path / "transformer")
+    return path, sum(parameter.numel() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_are_held_once(tiny_checkpoint: Path, large: tuple[Path, int], dtype: str) -> None:
+    """The file is float32. Peak is private memory; what is held afterwards counts the file's mapped pages, too."""
+    path, number = large
+    command = [sys.executable, "-c", LOAD, str(tiny_checkpoint), str(path), dtype]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, env=environment, cwd=ROOT, check=True)
+    found, weights = json.loads(done.stdout), number * getattr(torch, dtype).itemsize
+    assert weights > 90e6
+    assert found["peak"] < 1.5 * weights, "the weights and the largest layers, which are rearranged one by one"
+    assert 0.8 * weights < found["held"] < 1.25 * weights
