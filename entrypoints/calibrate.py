@@ -37,7 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def start(keyframes: str, dtype: str) -> ImageEngine:
         return ImageEngine(
-            args.model, dtype=args.dtype, device=args.device, cache_keyframes=keyframes, cache_dtype=dtype
+            args.model,
+            variant=args.variant,
+            dtype=args.dtype,
+            device=args.device,
+            cache_keyframes=keyframes,
+            cache_dtype=dtype,
         )
 
     try:
@@ -137,6 +142,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="SSIM that nine of ten reach, for small masks and large ones (default: 0.96)",
     )
     parser.add_argument("--output", type=Path, help="where to write (default: where servers of this user look)")
+    parser.add_argument("--variant", default="", help="of the weight files, as the server is given it")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     return parser.parse_args(argv)

@@ -78,7 +78,7 @@ class EditResult:
 class ImageEngine:
     """A loaded model, ready to edit. Use as a context manager, or call `close`.
 
-    model: diffusers directory or hub id, default the embedded model. dtype, device, threads, mask_aware,
+    model: diffusers directory or hub id, default the embedded model. variant, dtype, device, threads, mask_aware,
     cache_keyframes, cache_dtype, priming_prompt: see ModelConfig; cache: see CacheConfig; data_parallel_size: engines
     that edits are spread over. Raises ConfigError when the
     model cannot be loaded.
@@ -88,6 +88,7 @@ class ImageEngine:
         self,
         model: str = EMBEDDED_MODEL,
         *,
+        variant: str = "",
         dtype: str = "auto",
         device: str = "auto",
         threads: int = 0,
@@ -105,6 +106,7 @@ class ImageEngine:
                 models=(
                     ModelConfig(
                         model=model,
+                        variant=variant,
                         dtype=dtype,
                         device=device,
                         threads=threads,

@@ -68,6 +68,7 @@ def _config(args: argparse.Namespace) -> StencilConfig:
     model = ModelConfig(
         model=args.model,
         served_model_name=args.served_model_name,
+        variant=args.variant,
         dtype=args.dtype,
         device=args.device,
         threads=args.threads,
@@ -116,10 +117,14 @@ def _config(args: argparse.Namespace) -> StencilConfig:
 def check_model(model: str) -> None:
     """Raises ConfigError for what can be neither a diffusers directory nor a hub id; the worker checks the rest."""
     path = Path(model)
-    if path.is_dir():
-        if not (path / "model_index.json").is_file():
+    try:
+        is_directory, is_there, has_index = path.is_dir(), path.exists(), (path / "model_index.json").is_file()
+    except OSError as error:
+        raise ConfigError(f"cannot read '{model}': {error.strerror}") from error
+    if is_directory:
+        if not has_index:
             raise ConfigError(f"'{model}' is not a diffusers checkpoint: it has no model_index.json")
-    elif path.exists():
+    elif is_there:
         raise ConfigError(f"'{model}' is a file; --model takes a diffusers directory or a Hugging Face hub id")
     elif not _HUB_ID.fullmatch(model) or model.startswith("."):
         raise ConfigError(f"there is no directory '{model}', and it is no Hugging Face hub id of the form owner/name")
@@ -161,6 +166,12 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
         default="",
         metavar="NAME",
         help="model id that clients see; empty: the value of --model, or stencil-embedded",
+    )
+    group.add_argument(
+        "--variant",
+        default=default.variant,
+        metavar="NAME",
+        help="variant of the checkpoint's weight files, such as fp16; parts that have none load their plain ones",
     )
     group.add_argument(
         "--dtype",

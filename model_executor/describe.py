@@ -5,7 +5,6 @@ For who may not import torch: `entrypoints.models` runs it.
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Sequence
 from math import prod
@@ -20,6 +19,7 @@ from core.model_card import CheckpointCard, FamilyCard
 from model_executor.loader import Checkpoint
 from model_executor.models.registry import FAMILIES, make_family
 from model_executor.page_schemes import DEFAULT_DTYPE, DEFAULT_KEYFRAMES
+from model_executor.weights import usual_variant, weight_files
 
 
 def main(argv: Sequence[str]) -> int:
@@ -61,9 +61,7 @@ def describe(model: str) -> CheckpointCard:
 
 def _count(folder: Path) -> int:
     """Parameters of a part, by the headers of its files; where there are variants of another dtype, of one of them."""
-    files = sorted(folder.glob("*.safetensors"))
-    plain = [file for file in files if not {"fp16", "bf16"} & set(re.split(r"[.-]", file.name))] or files
-    return sum(map(_count_file, plain))
+    return sum(map(_count_file, weight_files(folder, usual_variant(folder, ""))))
 
 
 def _count_file(file: Path) -> int:

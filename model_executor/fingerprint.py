@@ -16,7 +16,9 @@ from pathlib import Path
 import msgspec
 
 from core.ipc.atomic_file import write_atomically
-from model_executor.loader import INDEX, Checkpoint
+from model_executor.hub import INDEX
+from model_executor.loader import Checkpoint
+from model_executor.weights import usual_variant, variant_of
 
 _PATTERNS = ("*/*.json", "*/*.txt", "*/*.model", "*/*.safetensors")
 """All that a part is loaded from."""
@@ -40,7 +42,7 @@ def fingerprint(checkpoint: Checkpoint, cache_folder: Path) -> str:
     with the remembered hashes only means that they are made again.
     """
     hashes = _KnownHashes(cache_folder / "fingerprints.json")
-    parts = [(str(path.relative_to(checkpoint.path)), hashes.sha256(path)) for path in _files(checkpoint.path)]
+    parts = [(str(path.relative_to(checkpoint.path)), hashes.sha256(path)) for path in _files(checkpoint)]
     parts.append((INDEX, _named_parts(checkpoint)))
     hashes.save()
     return hashlib.sha256(repr([str(checkpoint.dtype), parts]).encode()).hexdigest()
@@ -52,8 +54,11 @@ def _named_parts(checkpoint: Checkpoint) -> str:
     return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    yield from sorted(path for pattern in _PATTERNS for path in folder.glob(pattern))
+def _files(checkpoint: Checkpoint) -> Iterator[Path]:
+    """In order; of weights the variant that is loaded."""
+    for path in sorted(path for pattern in _PATTERNS for path in checkpoint.path.glob(pattern)):
+        if path.suffix != ".safetensors" or variant_of(path) == usual_variant(path.parent, checkpoint.variant):
+            yield path
 
 
 class _KnownHashes:

@@ -19,12 +19,8 @@ from safetensors import SafetensorError
 
 from core.config import ModelConfig
 from core.errors import ConfigError
-
-INDEX = "model_index.json"
-DEFAULTS = "generation_config.json"
-
-HUB_PATTERNS = [INDEX, DEFAULTS, "*/*.json", "*/*.txt", "*/*.model", "*/*.safetensors"]
-"""What is fetched from the hub: no pickles, and no single-file weights from a repository's root."""
+from model_executor.hub import DEFAULTS, INDEX, download
+from model_executor.weights import check_pickles, check_shards, choose_variant, variants
 
 MODULES = {
     "FluxTransformer2DModel": "diffusers.models.transformers.transformer_flux",
@@ -43,9 +39,6 @@ MODULES = {
 """Class named by model_index.json -> the module that defines it."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-"""Suffixes of files that torch.save or pickle wrote."""
 
 LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, SafetensorError)
 """What diffusers, transformers and safetensors raise for files that are missing, torn or of another shape."""
@@ -71,18 +64,22 @@ class Checkpoint:
     defaults: Defaults
     dtype: torch.dtype
     device: torch.device
+    variant: str = ""  # of the weights, where a part has it
 
     @classmethod
     def open(cls, model: ModelConfig, device_index: int = 0) -> Checkpoint:
         """Find the checkpoint and read its index; a hub id is downloaded first. device_index: the GPU that is taken
         where no other one was named. Raises ConfigError.
         """
-        path = _locate(model.model)
+        path = _locate(model.model, model.variant)
         index = _read_json(path / INDEX)
         if "_class_name" not in index:
             raise ConfigError(f"{path / INDEX} names no _class_name; is this a diffusers checkpoint?")
         device = resolve_device(model.device, device_index)
-        return cls(path, index, _read_defaults(path), resolve_dtype(model.dtype, device), device)
+        dtype = resolve_dtype(model.dtype, device)
+        checkpoint = cls(path, index, _read_defaults(path), dtype, device, model.variant)
+        checkpoint._check_variant()
+        return checkpoint
 
     @property
     def class_name(self) -> str:
@@ -90,7 +87,8 @@ class Checkpoint:
         return str(self.index["_class_name"])
 
     def config(self, part: str) -> dict[str, Any]:
-        """A part's config.json."""
+        """A part's config.json. Raises ConfigError."""
+        self._check_part(part)
         return _read_json(self.path / part / "config.json")
 
     def has(self, part: str) -> bool:
@@ -100,6 +98,7 @@ class Checkpoint:
     def load(self, part: str) -> Any:
         """A part by its name in model_index.json: weights on the device in the chosen dtype, tokenizers and schedulers
         as they are. Raises ConfigError."""
+        self._check_part(part)
         cls = self._class_of(part)
         try:
             if issubclass(cls, torch.nn.Module):
@@ -109,11 +108,11 @@ class Checkpoint:
             raise ConfigError(f"cannot load {part} of {self.path}: {_first_line(error)}") from error
 
     def _load_module(self, cls: Any, part: str) -> torch.nn.Module:
-        _refuse_pickles(self.path / part)
         module, report = cls.from_pretrained(
             self.path,
             subfolder=part,
             use_safetensors=True,
+            variant=self.variant_of(part) or None,
             local_files_only=True,
             output_loading_info=True,
             dtype=self.dtype,
@@ -122,27 +121,34 @@ class Checkpoint:
             raise ValueError(f"the weights lack {sorted(report['missing_keys'])[0]}")
         return module.to(self.device).eval().requires_grad_(False)  # type: ignore[no-any-return]
 
+    def variant_of(self, part: str) -> str:
+        """Of the weights that a part is loaded from, "" for those without a name. Raises ValueError where they cannot
+        be used."""
+        folder = self.path / part
+        check_pickles(folder)
+        variant = choose_variant(folder, self.variant)
+        check_shards(folder, variant)
+        return variant
+
+    def _check_variant(self) -> None:
+        """A variant that was asked for must be there: plain weights of every part are not what was meant."""
+        folders = [self.path / part for part, value in self.index.items() if isinstance(value, list)]
+        found = {name for folder in folders for name in variants(folder)}
+        if self.variant and self.variant not in found:
+            there = ", ".join(sorted(name for name in found if name)) or "none with a name"
+            raise ConfigError(f"{self.path} has no weights of the variant {self.variant}; there: {there}")
+
+    def _check_part(self, part: str) -> None:
+        if not self.has(part):
+            raise ConfigError(f"{self.path}: {INDEX} names no {part}, which {self.class_name} cannot do without")
+        if not (self.path / part).is_dir():
+            raise ConfigError(f"{self.path} lacks {part}, which its {INDEX} names; is the checkpoint complete?")
+
     def _class_of(self, part: str) -> Any:
         _, name = self.index.get(part) or (None, None)
         if name not in MODULES:
             raise ConfigError(f"{self.path}: {part} is of class {name}; supported: {', '.join(sorted(MODULES))}")
         return getattr(importlib.import_module(MODULES[name]), name)
-
-
-def _refuse_pickles(folder: Path) -> None:
-    """Raises ValueError where weights are there as pickles alone, or an index of safetensors names other files, which
-    diffusers and transformers would open as pickles.
-    """
-    indexes = folder.glob("*.safetensors.index.json")
-    named = {str(name) for index in indexes for name in _read_json(index).get("weight_map", {}).values()}
-    others = sorted(name for name in named if not name.endswith(".safetensors"))
-    if not others and not any(folder.glob("*.safetensors")):
-        others = sorted(path.name for path in folder.glob("*") if path.suffix in PICKLES)
-    if others:
-        raise ValueError(
-            f"only safetensors weights are read, as unpickling {others[0]} could run code; convert it with "
-            "save_pretrained(..., safe_serialization=True) where you trust it"
-        )
 
 
 def resolve_device(name: str, index: int = 0) -> torch.device:
@@ -187,26 +193,18 @@ def _cpu_has_bfloat16() -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
-def _locate(model: str) -> Path:
+def _locate(model: str, variant: str) -> Path:
     path = Path(model).expanduser()
-    if path.is_dir():
-        if not (path / INDEX).is_file():
-            raise ConfigError(f"{path} has no {INDEX}; --model takes a diffusers directory or a hub id")
-        return path
+    try:
+        if path.is_dir():
+            if not (path / INDEX).is_file():
+                raise ConfigError(f"{path} has no {INDEX}; --model takes a diffusers directory or a hub id")
+            return path
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         raise ConfigError(f"no model directory {path}")
-    return _download(model)
-
-
-def _download(hub_id: str) -> Path:
-    # Imported here: it takes 0.2 s and a model on disk does not need it.
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(hub_id, allow_patterns=HUB_PATTERNS))
-    except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        raise ConfigError(f"cannot get {hub_id} from the Hugging Face hub: {_first_line(error)}") from error
+    return download(model, variant)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

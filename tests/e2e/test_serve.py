@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +16,8 @@ from typing import Any
 
 import httpx
 import psutil
+import pytest
+from fake_hub import REPO, hub
 from pictures import alpha_mask, encode, photo
 from server_process import ROOT, ServerProcess, spawn, start, wait_until_ready
 
@@ -253,6 +256,24 @@ def test_unsupported_pipeline(tmp_path: Path) -> None:
     (tmp_path / "other" / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
     result = run_to_its_end(tmp_path, "--model", str(tmp_path / "other"))
     assert_one_line(result, 1, "StableDiffusionPipeline", "FluxFillPipeline")
+
+
+def test_checkpoints_that_are_not_complete(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """A part left out, found by the worker; weights of a variant that is not there."""
+    torn = Path(shutil.copytree(tiny_checkpoint, tmp_path / "torn"))
+    shutil.rmtree(torn / "transformer")
+    assert_one_line(run_to_its_end(tmp_path, "--model", str(torn)), 1, "torn lacks transformer", "complete?")
+    result = run_to_its_end(tmp_path, "--model", str(tiny_checkpoint), "--variant", "fp16", scratch="other")
+    assert_one_line(result, 1, "no weights of the variant fp16")
+
+
+def test_a_hub_that_is_gated_or_out_of_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    with hub(None, "GatedRepo") as (url, _):
+        monkeypatch.setenv("HF_ENDPOINT", url)
+        assert_one_line(run_to_its_end(tmp_path, "--model", REPO), 1, f"{REPO} is gated", "HF_TOKEN")
+    result = run_to_its_end(tmp_path, "--model", REPO, scratch="other")
+    assert_one_line(result, 1, f"{REPO} is not in this machine's cache", "cannot be reached")
 
 
 def test_bad_flag_and_help(tmp_path: Path) -> None:

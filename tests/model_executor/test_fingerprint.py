@@ -19,7 +19,8 @@ from core.page_scheme import PageScheme
 from core.request import SamplingParams
 from model_executor import fingerprint as fingerprint_module
 from model_executor.fingerprint import fingerprint
-from model_executor.loader import INDEX, Checkpoint
+from model_executor.hub import INDEX
+from model_executor.loader import Checkpoint
 from model_executor.models.flux import FluxFill
 from model_executor.page_schemes import page_scheme
 

@@ -176,7 +176,7 @@ def test_pickled_weights_are_refused(copy: Path, part: str, weights: str) -> Non
 def test_hub_id_without_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    assert_refused("nobody/nothing", "cannot get nobody/nothing from the Hugging Face hub")
+    assert_refused("nobody/nothing", "nobody/nothing is not in this machine's cache")
 
 
 def test_unknown_device_and_dtype() -> None:

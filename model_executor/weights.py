@@ -1,0 +1,82 @@
+"""Weight files of one part of a checkpoint: safetensors alone, in one piece or in shards, maybe in several variants.
+
+A variant is the same weights in another dtype, named as diffusers and transformers name its files: `fp16` in
+`model.fp16.safetensors` and `model.fp16-00001-of-00002.safetensors`. "" is the one without a name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+_NAME = re.compile(r"[^.]+?(?:\.(?P<variant>[^.-]+))?(?:-\d+-of-\d+)?\.safetensors")
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+"""Suffixes of files that torch.save or pickle wrote."""
+
+
+def variants(folder: Path) -> set[str]:
+    """Those that the folder has files of."""
+    return {variant_of(path) for path in folder.glob("*.safetensors")}
+
+
+def variant_of(path: Path) -> str:
+    """Of a weight file."""
+    match = _NAME.fullmatch(path.name)
+    return (match["variant"] or "") if match else ""
+
+
+def usual_variant(folder: Path, wanted: str) -> str:
+    """`wanted` where the folder has it, else the one without a name, else the first; "" where there is none."""
+    found = variants(folder)
+    return wanted if wanted in found else min(found, default="")  # the name that is empty comes first
+
+
+def choose_variant(folder: Path, wanted: str) -> str:
+    """`usual_variant`, but no guess. Raises ValueError where there are no weights, or several named variants alone and
+    none of them was asked for.
+    """
+    found = variants(folder)
+    if not found:
+        raise ValueError("it has no safetensors weights; is the checkpoint complete?")
+    if "" not in found and wanted not in found and len(found) > 1:
+        raise ValueError(f"its weights come as {' and '.join(sorted(found))}: choose one with --variant")
+    return usual_variant(folder, wanted)
+
+
+def weight_files(folder: Path, variant: str) -> list[Path]:
+    """A variant's, sorted."""
+    return sorted(path for path in folder.glob("*.safetensors") if variant_of(path) == variant)
+
+
+def check_pickles(folder: Path) -> None:
+    """Raises ValueError where weights are there as pickles alone, or an index of safetensors names other files, which
+    diffusers and transformers would open as pickles.
+    """
+    pickles = sorted(name for name in _indexed(folder) if not name.endswith(".safetensors"))
+    if not pickles and not any(folder.glob("*.safetensors")):
+        pickles = sorted(path.name for path in folder.glob("*") if path.suffix in PICKLES)
+    if pickles:
+        raise ValueError(
+            f"only safetensors weights are read, as unpickling {pickles[0]} could run code; convert it with "
+            "save_pretrained(..., safe_serialization=True) where you trust it"
+        )
+
+
+def check_shards(folder: Path, variant: str) -> None:
+    """Raises ValueError where an index names shards of the variant that are not there."""
+    named = (name for name in _indexed(folder) if variant_of(Path(name)) == variant)
+    if missing := sorted(name for name in named if not (folder / name).is_file()):
+        raise ValueError(f"{missing[0]} is missing; is the checkpoint complete?")
+
+
+def _indexed(folder: Path) -> set[str]:
+    """Files that the folder's indexes of shards name."""
+    names: set[str] = set()
+    for path in folder.glob("*.safetensors.index*.json"):
+        index = json.loads(path.read_text("utf-8"))
+        if not isinstance(index, dict) or not isinstance(shards := index.get("weight_map", {}), dict):
+            raise ValueError(f"{path.name} is no index of shards")
+        names.update(map(str, shards.values()))
+    return names
