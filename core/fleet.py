@@ -38,9 +38,10 @@ class EditShape:
     """What routing needs to know of an edit, or of a template to prime (which has no steps).
 
     num_steps: denoising steps; the first full_steps of them compute all tokens, the others active_tokens of the
-    image_tokens, all of them with text_tokens. template: PageScheme.template_key, None for an edit that is computed
-    exactly. num_keyframes: how many keyframes of its template it reads, at most; entry_bytes: bytes of each. priority:
-    lower goes first. num_rows: of a step, see SamplingParams.
+    image_tokens, all of them with text_tokens; only full ones compute condition_tokens. template:
+    PageScheme.template_key, None for an edit that is computed exactly. num_keyframes: how many keyframes of its
+    template it reads, at most; entry_bytes: bytes of each. priority: lower goes first. num_rows: of a step, see
+    SamplingParams.
     """
 
     model: str
@@ -54,14 +55,24 @@ class EditShape:
     entry_bytes: int = 0
     priority: int = 0
     num_rows: int = 1
+    condition_tokens: int = 0
 
     @classmethod
     def of_edit(cls, edit: EditRequest, info: ModelInfo) -> EditShape:
         num_steps, num_tokens, scheme = info.num_steps(edit.sampling), edit.num_tokens, info.page_scheme
         priority, rows = edit.sampling.priority, edit.sampling.num_rows
         if not edit.is_mask_aware or scheme is None:
-            tokens = (num_tokens, num_tokens, edit.num_text_tokens)
-            return cls(edit.model, num_steps, num_steps, *tokens, priority=priority, num_rows=rows)
+            return cls(
+                edit.model,
+                num_steps,
+                num_steps,
+                num_tokens,
+                num_tokens,
+                edit.num_text_tokens,
+                priority=priority,
+                num_rows=rows,
+                condition_tokens=edit.num_condition_tokens,
+            )
         full_steps = min(num_steps, edit.sampling.full_steps or 0)
         return cls(
             edit.model,
@@ -75,6 +86,7 @@ class EditShape:
             scheme.layout.entry_bytes(num_tokens),
             priority,
             rows,
+            edit.num_condition_tokens,
         )
 
     @classmethod
@@ -83,8 +95,10 @@ class EditShape:
         scheme = info.page_scheme
         assert scheme is not None
         tokens, entry_bytes = prime.num_tokens, scheme.layout.entry_bytes(prime.num_tokens)
+        text = info.max_text_tokens + info.text_tokens_beside(prime.width, prime.height)
         key, num_keyframes = scheme.template_key(prime.content_id), len(scheme.keyframes)
-        return cls(prime.model, 0, 0, tokens, tokens, info.num_text_tokens(), key, num_keyframes, entry_bytes)
+        beside = info.conditions_per_token * tokens
+        return cls(prime.model, 0, 0, tokens, tokens, text, key, num_keyframes, entry_bytes, condition_tokens=beside)
 
     @property
     def step_features(self) -> Features:
@@ -93,7 +107,8 @@ class EditShape:
 
     @property
     def _row_features(self) -> Features:
-        every, active = self.image_tokens + self.text_tokens, self.active_tokens + self.text_tokens
+        every = self.image_tokens + self.condition_tokens + self.text_tokens
+        active = self.active_tokens + self.text_tokens
         if self.full_steps == self.num_steps:
             return work_features(every, every, 0.0)
         masked = work_features(active, every, 0.0)
@@ -226,7 +241,8 @@ class Fleet:
 
     def size_costs(self, shape: EditShape) -> SizeCosts:
         """What does not depend on its mask; valid until the next report."""
-        return self.costs.of_size((shape.model, shape.image_tokens, shape.text_tokens, shape.entry_bytes))
+        tokens = (shape.image_tokens, shape.condition_tokens, shape.text_tokens)
+        return self.costs.of_size((shape.model, *tokens, shape.entry_bytes))
 
     def pages(self, shape: EditShape) -> Pages | None:
         """Where its template's pages are; None for an exact edit. Valid until the next call."""

@@ -28,8 +28,8 @@ GUESS_PER_KILOTOKEN = 0.02
 MAX_SIZES = 64
 """Sizes of pictures whose costs are kept; most clients send a few."""
 
-Size = tuple[str, int, int, int]
-"""Model, image tokens, text tokens, and bytes of a keyframe's pages."""
+Size = tuple[str, int, int, int, int]
+"""Model, image, condition and text tokens, and bytes of a keyframe's pages."""
 
 Features = tuple[float, ...]
 """One value for each of `core.cost_model.FEATURES`."""
@@ -91,8 +91,8 @@ class FleetCosts:
         self._sizes.clear()
 
     def _costs_of(self, size: Size) -> SizeCosts:
-        model, image_tokens, text_tokens, entry_bytes = size
-        base, other, prime, template = (_size_weights(image_tokens, text_tokens) @ self._column(model)).tolist()
+        model, *tokens, entry_bytes = size
+        base, other, prime, template = (_size_weights(*tokens) @ self._column(model)).tolist()
         load = float(np.dot((1.0, entry_bytes / 1e6), self._copies))
         return SizeCosts(base, other, prime, template, min(load, prime))
 
@@ -101,9 +101,9 @@ class FleetCosts:
 
 
 @lru_cache(MAX_SIZES)
-def _size_weights(image_tokens: int, text_tokens: int) -> Vector:
+def _size_weights(image_tokens: int, condition_tokens: int, text_tokens: int) -> Vector:
     """What a column is multiplied by for the first fields of SizeCosts."""
-    every = image_tokens + text_tokens
+    every = image_tokens + condition_tokens + text_tokens
     text, image = work_features(text_tokens, text_tokens), work_features(image_tokens, image_tokens)
     fields = (
         {"denoise": (1.0,) + (0.0,) * (_NUM_FEATURES - 1)},

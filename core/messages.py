@@ -17,6 +17,7 @@ from core.handles import ArrayRef, EntryRef, ModelKey, TensorKey, TensorRef, Tie
 from core.load_report import EngineStats, LoadReport
 from core.page_scheme import PageDtype, PageScheme
 from core.request import SamplingParams
+from core.vision_tokens import VisionTokens
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -30,10 +31,12 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     latent_width: floats per token of the packed latents. max_text_tokens: the text encoder's length.
     extra_text_tokens: further ones that a prompt has in the denoiser, whatever its length. has_guidance: whether
     guidance_scale has a meaning, which with is_guidance_cfg is that of classifier-free guidance, else of an embedding.
-    has_true_cfg: whether true_cfg_scale has one. solver_order: the sampler's. min_inference_steps: fewest that the
-    sampler can do. max_side: tokens of a picture's longest side, None for any. page_scheme: how templates are cached,
-    None where the model is served without mask-aware execution. device: its type; which of several alike it is makes no
-    difference to anybody.
+    has_true_cfg: whether true_cfg_scale has one; default_true_cfg_scale: where a request gives a negative prompt alone.
+    solver_order: the sampler's. min_inference_steps: fewest that the sampler can do. max_side: tokens of a picture's
+    longest side, None for any. vision: what the template is to a text encoder that sees it, None where it does not.
+    conditions_per_token: condition tokens per image token, 1 where the denoiser sees the clean template as tokens of
+    its own. page_scheme: how templates are cached, None where the model is served without mask-aware execution. device:
+    its type; which of several alike it is makes no difference to anybody.
     """
 
     name: str
@@ -50,9 +53,12 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     is_guidance_cfg: bool = False
     extra_text_tokens: int = 0
+    default_true_cfg_scale: float = 1.0
     solver_order: int = 1
     min_inference_steps: int = 1
     max_side: int | None = None
+    vision: VisionTokens | None = None
+    conditions_per_token: int = 0
     page_scheme: PageScheme | None = None
 
     def num_steps(self, sampling: SamplingParams) -> int:
@@ -61,8 +67,13 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         return self.solver_order * (sampling.num_denoising_steps - 1) + 1
 
     def num_text_tokens(self, max_sequence_length: int | None = None) -> int:
-        """Text tokens of a row in the denoiser, with a prompt of so many at most (None: the encoder's length)."""
+        """Text tokens of a row in the denoiser, with a prompt of so many at most (None: the encoder's length), but for
+        those of a picture that the encoder sees."""
         return (max_sequence_length or self.max_text_tokens) + self.extra_text_tokens
+
+    def text_tokens_beside(self, width: int, height: int) -> int:
+        """Text tokens of a row that are not the prompt's, for a template of so many pixels."""
+        return self.extra_text_tokens + (0 if self.vision is None else self.vision.count(width, height))
 
 
 # --------------------------------------------------------------------------------- to an image processor, and back
@@ -166,10 +177,11 @@ class EditRequest(Message, frozen=True):
 
     template, mask, active: as in PreparedEdit. pixels: uint8 [height, width, 3], one per partial image asked for and
     the final one last; the worker writes them. latents: float32 [image tokens, latent_width], scratch for moving the
-    sampler's state between ranks. num_tokens: the picture's image tokens. max_text_tokens: what the prompt is padded or
-    cut to. extra_text_tokens: as in ModelInfo. sampling: resolved, nothing in it is None
-    that the model needs. is_mask_aware: steps after the first `sampling.full_steps` compute only the active tokens,
-    over the template's pages; decided from the request and the server's flags alone. deadline: absolute, or None.
+    sampler's state between ranks. num_tokens: the picture's image tokens; num_condition_tokens: its condition tokens,
+    which no mask-aware step computes. max_text_tokens: what the prompt is padded or cut to. extra_text_tokens: as of
+    `ModelInfo.text_tokens_beside`. sampling: resolved, nothing in it is None that the model needs. is_mask_aware: steps
+    after the first `sampling.full_steps` compute only the active tokens, over the template's pages; decided from the
+    request and the server's flags alone. deadline: absolute, or None.
     objective: when the worker is to be done with it for the server's latency objective to be met, absolute; None: it
     has none, or was let in though it will miss it.
     trace_context: W3C traceparent of the span that the engine's own go under; "" = not traced. runs_alone: no other
@@ -191,6 +203,7 @@ class EditRequest(Message, frozen=True):
     pixels: tuple[ArrayRef, ...]
     latents: ArrayRef
     arrival: float
+    num_condition_tokens: int = 0
     deadline: float | None = None
     objective: float | None = None
     is_mask_aware: bool = False
@@ -327,13 +340,18 @@ FromEngine = EngineReady | EngineOutputs | EngineAlive | EngineFailed
 
 
 class TextEncode(Message, frozen=True):
-    """prompt -> `prompt_embeds` [rows, text tokens, width] and `pooled_prompt_embeds` [rows, width] under this item's
-    node: the prompt's row, and the negative prompt's where there is one.
+    """prompt -> `prompt_embeds` [text tokens of all rows, width], `text_lengths` int64 [rows] and
+    `pooled_prompt_embeds` [rows, width] under this item's node: the prompt's row, and the negative prompt's where there
+    is one.
+
+    template, content_id: the picture, for encoders that see it.
     """
 
     prompt: str
     max_sequence_length: int
     negative_prompt: str | None = None
+    template: ArrayRef | None = None
+    content_id: str = ""
 
 
 class ImageEncode(Message, frozen=True):
@@ -368,6 +386,7 @@ class Prime(Message, frozen=True):
     [start, stop); their keys and values go to the pages of `out`. The hidden state waits in the tensor store.
 
     latents: the template's clean latents. content_id: seeds the noise. prompt, guidance_scale: the conditioning.
+    template: its pixels, where the text encoder sees them.
     """
 
     latents: EntryRef
@@ -381,6 +400,7 @@ class Prime(Message, frozen=True):
     blocks: tuple[int, int]
     dtype: PageDtype
     out: EntryRef
+    template: ArrayRef | None = None
 
 
 class PageSpan(msgspec.Struct, frozen=True):

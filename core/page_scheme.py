@@ -4,7 +4,9 @@ A page is the K (after norm and rotary) and V of all image tokens of a template,
 is a template's pages at one keyframe, block after block; each block's page is one contiguous run of bytes:
 
     entry   | block 0 | block 1 | ...                             each padded to 64 bytes
-    block   | values [2 (K, V), heads, tokens, head dim] | scales [2, heads, tokens] float32, int8 pages only |
+    block   | values [2 (K, V), heads, rows, head dim] | scales [2, heads, rows] float32, int8 pages only |
+
+Rows are the image tokens, and behind them the condition tokens, where there are any.
 """
 
 from __future__ import annotations
@@ -27,20 +29,27 @@ _MEMORY_PAGE = 4096
 
 
 class PageLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """The shape of a model's pages. num_blocks counts transformer blocks, in the order they run."""
+    """The shape of a model's pages. num_blocks counts transformer blocks, in the order they run. rows_per_token: keys
+    and values kept per image token: 2 where the denoiser sees the clean template too, as tokens of its own.
+    """
 
     num_blocks: int
     num_heads: int
     head_dim: int
     dtype: PageDtype
+    rows_per_token: int = 1
+
+    def num_rows(self, num_tokens: int) -> int:
+        """Keys (or values) of a head in a block, of a picture of so many image tokens."""
+        return self.rows_per_token * num_tokens
 
     def value_bytes(self, num_tokens: int) -> int:
         """Bytes of a block's values."""
-        return 2 * self.num_heads * num_tokens * self.head_dim * _ITEM_BYTES[self.dtype]
+        return 2 * self.num_heads * self.num_rows(num_tokens) * self.head_dim * _ITEM_BYTES[self.dtype]
 
     def scale_bytes(self, num_tokens: int) -> int:
         """Bytes of a block's scales; 0 where pages have none."""
-        return 2 * self.num_heads * num_tokens * _SCALE_BYTES if self.dtype == "int8" else 0
+        return 2 * self.num_heads * self.num_rows(num_tokens) * _SCALE_BYTES if self.dtype == "int8" else 0
 
     def block_bytes(self, num_tokens: int) -> int:
         """Bytes from one block's page to the next."""

@@ -14,7 +14,8 @@ from core.page_scheme import PageScheme, latents_key
 
 @dataclass(frozen=True, slots=True)
 class TemplateInfo:
-    """The template of a job: whose pages, made how. key: digest of all they depend on but the noise level."""
+    """The template of a job: whose pages, made how. key: digest of all they depend on but the noise level. The counts
+    of tokens are as in EditRequest."""
 
     key: str
     model: str
@@ -24,7 +25,9 @@ class TemplateInfo:
     height: int
     num_tokens: int
     max_text_tokens: int
-    extra_text_tokens: int = 0  # as in ModelInfo
+    extra_text_tokens: int = 0
+    num_condition_tokens: int = 0
+    is_seen_by_text: bool = False  # the text encoder sees its pixels
 
     @property
     def latents_key(self) -> str:
@@ -34,7 +37,8 @@ class TemplateInfo:
     @property
     def pass_tokens(self) -> int:
         """Tokens that one keyframe's pass computes in every block."""
-        return self.num_tokens + self.max_text_tokens + self.extra_text_tokens
+        text_tokens = self.max_text_tokens + self.extra_text_tokens
+        return self.num_tokens + self.num_condition_tokens + text_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,8 +156,8 @@ class Request:
 
     @property
     def num_all_tokens(self) -> int:
-        """All its tokens, image and text: what a step's tokens attend to, and what a full step computes."""
-        return self.edit.num_tokens + self.edit.num_text_tokens
+        """All its tokens, image, condition and text: what a step's tokens attend to, and what a full step computes."""
+        return self.edit.num_tokens + self.edit.num_condition_tokens + self.edit.num_text_tokens
 
     @property
     def num_active_tokens(self) -> int:

@@ -419,8 +419,19 @@ class StepScheduler:
         info = self.models[model]
         assert info.page_scheme is not None
         key = info.page_scheme.template_key(content_id)
-        lengths = info.max_text_tokens, info.extra_text_tokens
-        return TemplateInfo(key, model, info.page_scheme, content_id, width, height, num_tokens, *lengths)
+        return TemplateInfo(
+            key,
+            model,
+            info.page_scheme,
+            content_id,
+            width,
+            height,
+            num_tokens,
+            info.max_text_tokens,
+            info.text_tokens_beside(width, height),
+            info.conditions_per_token * num_tokens,
+            info.vision is not None,
+        )
 
     def _need_pages(self, request: Request) -> None:
         """Say what a mask-aware edit needs of the cache, now that its noise levels are known."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from core.cost_model import Work
-from core.handles import TensorKey, TensorRef
+from core.handles import ArrayRef, TensorKey, TensorRef
 from core.messages import (
     Decode,
     Denoise,
@@ -35,7 +35,8 @@ def latents_item(job: PrimingJob, pages: TemplatePages) -> Item:
 
 def chunk_items(job: PrimingJob, chunk: Chunk, pages: TemplatePages) -> tuple[Item, ...]:
     """A chunk of a job's passes, one item per keyframe."""
-    return tuple(Item(job.id, "prime", _prime(job, chunk, sigma, pages), ()) for sigma in chunk.sigmas)
+    pixels = pages.lend_pixels(job) if job.template.is_seen_by_text else None
+    return tuple(Item(job.id, "prime", _prime(job, chunk, sigma, pages, pixels), ()) for sigma in chunk.sigmas)
 
 
 def chunk_work(job: PrimingJob, chunk: Chunk) -> Work:
@@ -75,7 +76,7 @@ def _inputs(request: Request, node: Node, placement: Placement) -> tuple[TensorR
     return tuple(TensorRef(key, placement[key.node], handle=request.exported.get(key)) for key in keys)
 
 
-def _prime(job: PrimingJob, chunk: Chunk, sigma: float, pages: TemplatePages) -> Prime:
+def _prime(job: PrimingJob, chunk: Chunk, sigma: float, pages: TemplatePages, pixels: ArrayRef | None) -> Prime:
     template = job.template
     return Prime(
         latents=pages.latents(template),
@@ -89,6 +90,7 @@ def _prime(job: PrimingJob, chunk: Chunk, sigma: float, pages: TemplatePages) ->
         blocks=chunk.blocks,
         dtype=template.scheme.layout.dtype,
         out=pages.ref(template, sigma),
+        template=pixels,
     )
 
 
@@ -107,7 +109,11 @@ def _work(request: Request, node: Node, pages: TemplatePages) -> StageWork:
 def _text_encode(request: Request) -> TextEncode:
     edit = request.edit
     return TextEncode(
-        prompt=edit.prompt, max_sequence_length=edit.max_text_tokens, negative_prompt=edit.sampling.negative_prompt
+        prompt=edit.prompt,
+        max_sequence_length=edit.max_text_tokens,
+        negative_prompt=edit.sampling.negative_prompt,
+        template=edit.template,
+        content_id=edit.content_id,
     )
 
 

@@ -86,6 +86,7 @@ INPAINT = Workflow(
             "transformer",
             inputs=(
                 Edge("text_encode", "prompt_embeds"),
+                Edge("text_encode", "text_lengths"),
                 Edge("text_encode", "pooled_prompt_embeds"),
                 Edge("image_encode", "latents"),
                 Edge("image_encode", "condition"),

@@ -254,9 +254,14 @@ class TemplatePages:
         return self.cache.state(job.template.latents_key) is not EntryState.LOADING
 
     def start_latents(self, job: PrimingJob) -> ArrayRef:
-        """Record that a worker encodes the template; its pixels, lent by one of those who wait."""
+        """Record that a worker encodes the template; its pixels."""
+        job.is_in_flight = True
+        return self.lend_pixels(job)
+
+    def lend_pixels(self, job: PrimingJob) -> ArrayRef:
+        """The template's pixels for the batch that is out, lent by one of those who wait."""
         lender = self.waiters(job)[0]
-        lender.is_read = job.is_in_flight = True
+        lender.is_read = True
         return lender.pixels
 
     def start_chunk(self, job: PrimingJob, token_budget: int) -> Chunk:

@@ -242,7 +242,8 @@ class EditSession:
             content_id=prepared.content_id,
             num_tokens=num_tokens,
             max_text_tokens=sampling.max_sequence_length or model.max_text_tokens,
-            extra_text_tokens=model.extra_text_tokens,
+            extra_text_tokens=model.text_tokens_beside(width, height),
+            num_condition_tokens=model.conditions_per_token * num_tokens,
             pixels=tuple(
                 carve(pixels, i * height * width * 3, (height, width, 3), "uint8")
                 for i in range(self._edit.partial_images + 1)
@@ -544,7 +545,8 @@ def _classifier_free(
     if model.is_guidance_cfg:
         scale, negative_prompt = guidance, sampling.negative_prompt or ""
     elif model.has_true_cfg and sampling.negative_prompt is not None:
-        scale, negative_prompt = sampling.true_cfg_scale or 1.0, sampling.negative_prompt
+        scale = model.default_true_cfg_scale if sampling.true_cfg_scale is None else sampling.true_cfg_scale
+        negative_prompt = sampling.negative_prompt
     else:
         return None, None
     return (scale, negative_prompt) if scale > 1.0 else (None, None)

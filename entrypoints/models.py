@@ -69,7 +69,7 @@ def _fields(info: ModelInfo) -> Iterable[str]:
         kind = "classifier-free" if info.is_guidance_cfg else "distilled"
         yield f"guidance_scale ({kind}, default {info.default_guidance_scale:g})"
     if info.has_true_cfg:
-        yield "true_cfg_scale"
+        yield f"true_cfg_scale (default {info.default_true_cfg_scale:g})"
     if info.has_true_cfg or info.is_guidance_cfg:
         yield "negative_prompt"
 

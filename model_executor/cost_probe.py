@@ -147,7 +147,9 @@ class Batches:
         return stage, Work.of([(side // self.info.token_size) ** 2]), partial(run, side)
 
     def _encode_text(self) -> EncodedText:
-        return self.family.encode_text("", self.info.max_text_tokens)
+        side = self._side(1.0)
+        empty = torch.zeros(side, side, 3, dtype=torch.uint8)
+        return self.family.encode_text("", self.info.max_text_tokens, empty)
 
     def _encode_image(self, side: int) -> EncodedImage:
         empty = torch.zeros(side, side, 3, dtype=torch.uint8)
@@ -164,16 +166,16 @@ class Batches:
         assert self.info.page_scheme is not None
         num_blocks = self.info.page_scheme.layout.num_blocks
         blocks = max(1, int(num_blocks * share))
-        tokens = self._text_tokens + self._num_tokens
+        tokens = self._num_all_tokens
         work = Work((tokens * blocks // num_blocks,) * keyframes, (tokens,) * keyframes)
         return "prime", work, lambda: self.family.prime([self._prime_row] * keyframes, (0, blocks))
 
     def denoise(self, mix: Sequence[float]) -> Timed:
         """A step of requests with these shares of active tokens; 1 is an exact one."""
         rows = [self._row(share) for share in mix]
-        active = [self._num_tokens if row.active is None else len(row.active) for row in rows]
-        keys = self._text_tokens + self._num_tokens
-        work = Work.of_pairs((self._text_tokens + queries, keys) for queries in active)
+        keys = self._num_all_tokens
+        queries = [keys if row.active is None else self._text_tokens + len(row.active) for row in rows]
+        work = Work.of_pairs((number, keys) for number in queries)
         return "denoise", work, lambda: self.family.predict(rows)
 
     def _row(self, share: float) -> Row:
@@ -229,7 +231,11 @@ class Batches:
 
     @property
     def _text_tokens(self) -> int:
-        return self.info.num_text_tokens()
+        return self.info.max_text_tokens + self.info.text_tokens_beside(self._side(1.0), self._side(1.0))
+
+    @property
+    def _num_all_tokens(self) -> int:
+        return self._text_tokens + (1 + self.info.conditions_per_token) * self._num_tokens
 
     @property
     def _grid(self) -> tuple[int, int]:

@@ -89,15 +89,15 @@ class PageReader:
 
 
 class Entry:
-    """Views of an entry, uint8 [entry bytes] from a multiple of 64 bytes on.
+    """Views of an entry, uint8 [entry bytes] from a multiple of 64 bytes on, of a picture of `num_tokens` image tokens.
 
-    values: a block's, [2 (K, V), heads, tokens, head dim] in the page's dtype. scales: float32 [blocks, 2, heads,
-    tokens, 1], int8 pages only.
+    values: a block's, [2 (K, V), heads, rows, head dim] in the page's dtype. scales: float32 [blocks, 2, heads, rows,
+    1], int8 pages only.
     """
 
     def __init__(self, entry: Tensor, layout: PageLayout, num_tokens: int) -> None:
         blocks = entry.view(layout.num_blocks, layout.block_bytes(num_tokens))
-        shape = (layout.num_blocks, 2, layout.num_heads, num_tokens)
+        shape = (layout.num_blocks, 2, layout.num_heads, layout.num_rows(num_tokens))
         end = layout.value_bytes(num_tokens)
         self.values = blocks[:, :end].view(_DTYPES[layout.dtype]).view(*shape, layout.head_dim).unbind()
         self.scales: Tensor | None = None

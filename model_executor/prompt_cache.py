@@ -5,9 +5,14 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 
+from torch import Tensor
+
 from model_executor.models.base import EncodedText, Family
 
 DEFAULT_BYTES = 64 * 1024 * 1024
+
+Key = tuple[str, int, str]
+"""Prompt, most tokens, content id of the picture where the embedding depends on it."""
 
 
 class PromptCache:
@@ -16,25 +21,28 @@ class PromptCache:
     def __init__(self, family: Family, max_bytes: int = DEFAULT_BYTES) -> None:
         self._family = family
         self._max_bytes = max_bytes
-        self._texts: OrderedDict[tuple[str, int], EncodedText] = OrderedDict()  # the last was used last
+        self._texts: OrderedDict[Key, EncodedText] = OrderedDict()  # the last was used last
         self.nbytes = 0
 
-    def encode(self, prompt: str, max_sequence_length: int) -> EncodedText:
-        """As Family.encode_text, with the same bits. The tensors are shared with later calls: not to be written to."""
-        key = (prompt, max_sequence_length)
+    def encode(
+        self, prompt: str, max_sequence_length: int, content_id: str = "", template: Tensor | None = None
+    ) -> EncodedText:
+        """As Family.encode_text, with the same bits. The tensors are shared with later calls: not to be written to.
+        content_id: the template's."""
+        key = (prompt, max_sequence_length, content_id if self._family.text_sees_template else "")
         if key in self._texts:
             self._texts.move_to_end(key)
             return self._texts[key]
-        text = self._family.encode_text(prompt, max_sequence_length)
+        text = self._family.encode_text(prompt, max_sequence_length, template)
         if _nbytes(prompt, text) <= self._max_bytes:
             self._keep(key, text)
         return text
 
-    def _keep(self, key: tuple[str, int], text: EncodedText) -> None:
+    def _keep(self, key: Key, text: EncodedText) -> None:
         self.nbytes += _nbytes(key[0], text)
         self._texts[key] = text
         while self.nbytes > self._max_bytes:
-            (prompt, _), oldest = self._texts.popitem(last=False)
+            (prompt, _, _), oldest = self._texts.popitem(last=False)
             self.nbytes -= _nbytes(prompt, oldest)
 
 

@@ -109,8 +109,8 @@ class ResidentModels:
 @torch.inference_mode()
 def edit_once(family: Family, side: int, text_tokens: int) -> torch.Tensor:
     """A one-step edit of an empty square; uint8 [side, side, 3]."""
-    text = family.encode_text("", text_tokens)
     empty = torch.zeros(side, side, 3, dtype=torch.uint8)
+    text = family.encode_text("", text_tokens, empty)
     mask = torch.ones_like(empty[..., 0])
     image = family.encode_image(empty, mask, seed=0, num_inference_steps=1, num_denoising_steps=1)
     row = Row(
@@ -132,7 +132,8 @@ def edit_once(family: Family, side: int, text_tokens: int) -> torch.Tensor:
 @torch.inference_mode()
 def edit_masked_once(family: Family, side: int, text_tokens: int) -> None:
     """One mask-aware step of an empty square, its pages primed before and what it changed decoded after."""
-    text, template = family.encode_text("", text_tokens), torch.zeros(side, side, 3, dtype=torch.uint8)
+    template = torch.zeros(side, side, 3, dtype=torch.uint8)
+    text = family.encode_text("", text_tokens, template)
     clean, grid, layout = family.encode_template(template), family.grid(side, side), family.page_layout("int8")
     sigma = torch.ones((), device=clean.device)
     latents, condition = family.prime_inputs(clean, "0" * 64, sigma)

@@ -126,12 +126,15 @@ class Runner:
 
     def _encode_text(self, model: str, item: Item, work: TextEncode) -> ItemResult:
         prompts = [work.prompt] if work.negative_prompt is None else [work.prompt, work.negative_prompt]
-        text, *others = [self._prompts[model].encode(prompt, work.max_sequence_length) for prompt in prompts]
+        picture = (work.content_id, None if work.template is None else self._shared(work.template))
+        cache, length = self._prompts[model], work.max_sequence_length
+        texts = [cache.encode(prompt, length, *picture) for prompt in prompts]
         named = {
-            "prompt_embeds": _rows([text.prompt_embeds, *(other.prompt_embeds for other in others)]),
-            "pooled_prompt_embeds": _rows([text.pooled_prompt_embeds, *(o.pooled_prompt_embeds for o in others)]),
+            "prompt_embeds": _below([text.prompt_embeds for text in texts]),
+            "text_lengths": torch.tensor([len(text.prompt_embeds) for text in texts]),
+            "pooled_prompt_embeds": _rows([text.pooled_prompt_embeds for text in texts]),
         }
-        return self._put(item, named, text_tokens=text.num_tokens, prompt_truncated=text.truncated)
+        return self._put(item, named, text_tokens=texts[0].num_tokens, prompt_truncated=texts[0].truncated)
 
     def _encode_image(self, family: Family, item: Item, work: ImageEncode) -> ItemResult:
         image = family.encode_image(
@@ -178,11 +181,10 @@ class Runner:
         return [ItemResult(item.request_id, item.node) for item in items]
 
     def _prime_row(self, model: str, item: Item, work: Prime) -> PrimeRow:
-        family = self._models[model]
-        text, grid = (
-            self._prompts[model].encode(work.prompt, work.max_sequence_length),
-            family.grid(work.width, work.height),
-        )
+        family, cache = self._models[model], self._prompts[model]
+        template = None if work.template is None else self._shared(work.template)
+        text = cache.encode(work.prompt, work.max_sequence_length, work.content_id, template)
+        grid = family.grid(work.width, work.height)
         sigma = torch.tensor(work.sigma, dtype=torch.float32, device=text.prompt_embeds.device)
         clean = self._clean(model, work.latents, grid[0] * grid[1])
         latents, condition = family.prime_inputs(clean, work.content_id, sigma)
@@ -222,7 +224,8 @@ class Runner:
         active = self._indices(work.active, latents.device)
         if active is not None and work.full_blocks:
             latents, condition = self._fill_inactive(model, work, sigma, active, latents, condition)
-        prompts = zip(inputs["prompt_embeds"], inputs["pooled_prompt_embeds"], strict=True)
+        lengths = inputs["text_lengths"].long().tolist()
+        prompts = zip(inputs["prompt_embeds"].split(lengths), inputs["pooled_prompt_embeds"], strict=True)
         pages = None if work.pages is None else self._page_span(family, work, work.pages)
         rows = [
             Row(
@@ -236,9 +239,7 @@ class Runner:
                 active=active,
                 pages=pages,
                 full_blocks=work.full_blocks,
-                modulation=self._modulation(
-                    family, item, work, (number, len(inputs["prompt_embeds"])), pooled, inputs["sigmas"]
-                ),
+                modulation=self._modulation(family, item, work, (number, len(lengths)), pooled, inputs["sigmas"]),
             )
             for number, (embeds, pooled) in enumerate(prompts)
         ]
@@ -351,6 +352,11 @@ class _Step:
     def _of_active(self, moved: Tensor) -> Tensor:
         latents, active = self.sample.latents, self.rows[0].active
         return moved if active is None else latents.index_copy(0, active, moved[active])
+
+
+def _below(tensors: Sequence[Tensor]) -> Tensor:
+    """One below the other; a single one as it is."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
 def _rows(tensors: Sequence[Tensor]) -> Tensor:

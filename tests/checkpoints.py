@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import json
 import string
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import (
     AutoencoderKL,
+    AutoencoderKLQwenImage,
     FlowMatchEulerDiscreteScheduler,
     FluxFillPipeline,
     FluxPipeline,
     FluxTransformer2DModel,
+    QwenImageEditPipeline,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
 )
@@ -26,10 +31,28 @@ from transformers import (
     CLIPTextModel,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2Tokenizer,
+    Qwen2VLProcessor,
     T5Config,
     T5EncoderModel,
     T5TokenizerFast,
 )
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.processing_utils import ProcessorMixin
+
+PICTURE_SIZE = {"shortest_edge": 2 * 28 * 28, "longest_edge": 16 * 28 * 28}
+"""Pixels of a picture as Qwen2.5-VL sees it."""
+
+QWEN_SCHEDULER = {
+    "use_dynamic_shifting": True,
+    "base_shift": 0.5,
+    "max_shift": 0.9,
+    "max_image_seq_len": 8192,
+    "shift_terminal": 0.02,
+    "time_shift_type": "exponential",
+}
 
 WORDS = [
     "a",
@@ -130,6 +153,66 @@ def make_sd3(
     return _save(pipeline, path, generation_config)
 
 
+def make_qwen_edit(path: Path, **options: Any) -> Path:
+    """Write a QwenImageEditPipeline of random weights to `path` and return it. options: as for `_make_qwen`."""
+
+    def parts(tokenizer: Qwen2Tokenizer) -> dict[str, Any]:
+        return {"processor": PictureProcessor(Qwen2VLImageProcessorPil(size=PICTURE_SIZE), tokenizer)}
+
+    path = _make_qwen(path, QwenImageEditPipeline, parts, **options)
+    index = json.loads((path / "model_index.json").read_text())
+    index["processor"] = ["transformers", "Qwen2VLProcessor"]
+    (path / "model_index.json").write_text(json.dumps(index))
+    return path
+
+
+def make_qwen(path: Path, **options: Any) -> Path:
+    """Likewise a QwenImagePipeline."""
+    return _make_qwen(path, QwenImagePipeline, lambda _: {}, **options)
+
+
+def _make_qwen(
+    path: Path,
+    pipeline_class: Any,
+    parts: Callable[[Qwen2Tokenizer], dict[str, Any]],
+    *,
+    seed: int = 0,
+    scheduler: dict[str, Any] | None = None,
+    scheduler_class: Any = FlowMatchEulerDiscreteScheduler,
+    generation_config: dict[str, Any] | None = None,
+    native_size: int = 128,
+    **transformer: Any,
+) -> Path:
+    """scheduler: by default Qwen-Image's own configuration."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        tokenizer = qwen_tokenizer()
+        pipeline = pipeline_class(
+            scheduler=scheduler_class(**(QWEN_SCHEDULER if scheduler is None else scheduler)),
+            vae=_qwen_vae(),
+            text_encoder=_qwen_vl(tokenizer),
+            tokenizer=tokenizer,
+            transformer=qwen_transformer(**transformer),
+            **parts(tokenizer),
+        )
+    return _save(pipeline, path, {"native_size": native_size} | (generation_config or {}))
+
+
+class PictureProcessor(Qwen2VLProcessor):
+    """Without the part for videos, which needs torchvision."""
+
+    def __init__(self, image_processor: Any, tokenizer: Any) -> None:
+        self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
+        self.image_token_id = tokenizer.convert_tokens_to_ids(self.image_token)
+        self.video_token_id = tokenizer.convert_tokens_to_ids(self.video_token)
+        ProcessorMixin.__init__(self, image_processor, tokenizer)
+
+    @classmethod
+    def of_checkpoint(cls, path: Path) -> PictureProcessor:
+        """That of a checkpoint of `make_qwen_edit`."""
+        return cls(Qwen2VLImageProcessorPil.from_pretrained(path / "processor"), qwen_tokenizer())
+
+
 def _save(pipeline: Any, path: Path, generation_config: dict[str, Any] | None) -> Path:
     pipeline.save_pretrained(path)
     if generation_config is not None:
@@ -150,6 +233,17 @@ def t5_tokenizer(length: int) -> T5TokenizerFast:
     pieces += [("▁" + word, -3.0) for word in WORDS]
     pieces += [(letter, -8.0) for letter in string.ascii_letters + string.digits + ".,-'!?"]
     return T5TokenizerFast(vocab=pieces, extra_ids=0, additional_special_tokens=[], model_max_length=length)
+
+
+def qwen_tokenizer() -> Qwen2Tokenizer:
+    """A byte-level BPE of single letters, and the chat template's own tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    names = ("im_start", "im_end", "vision_start", "vision_end", "vision_pad", "image_pad", "video_pad")
+    return Qwen2Tokenizer(
+        vocab={letter: i for i, letter in enumerate(alphabet)},
+        merges=[],
+        additional_special_tokens=[f"<|{name}|>" for name in names],
+    )
 
 
 def _vae(native_size: int) -> AutoencoderKL:
@@ -198,6 +292,49 @@ def _t5(tokenizer: T5TokenizerFast, width: int) -> T5EncoderModel:
         use_cache=False,
     )
     return T5EncoderModel(config)
+
+
+def _qwen_vae() -> AutoencoderKLQwenImage:
+    return AutoencoderKLQwenImage(base_dim=8, z_dim=16, dim_mult=[1, 2, 2, 2], num_res_blocks=1)
+
+
+def _qwen_vl(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
+    ids = {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("image_pad", "video_pad")}
+    text = {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
+    }
+    vision = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "fullatt_block_indexes": [1],
+    }
+    config = Qwen2_5_VLConfig(
+        text_config=text, vision_config=vision, image_token_id=ids["image_pad"], video_token_id=ids["video_pad"]
+    )
+    return Qwen2_5_VLForConditionalGeneration(config)
+
+
+def qwen_transformer(**options: Any) -> QwenImageTransformer2DModel:
+    """options: of its configuration, besides sizes."""
+    return QwenImageTransformer2DModel(
+        num_layers=3,
+        attention_head_dim=32,
+        num_attention_heads=2,
+        joint_attention_dim=64,
+        axes_dims_rope=(8, 12, 12),
+        **options,
+    )
 
 
 def flux_transformer(width: int, guidance_embeds: bool, in_channels: int = 384) -> FluxTransformer2DModel:

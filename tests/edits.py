@@ -89,7 +89,11 @@ class Edit:
 
     def encode_plan(self, max_sequence_length: int = 16) -> StepPlan:
         text = TextEncode(
-            prompt=self.prompt, max_sequence_length=max_sequence_length, negative_prompt=self.negative_prompt
+            prompt=self.prompt,
+            max_sequence_length=max_sequence_length,
+            negative_prompt=self.negative_prompt,
+            template=self.template,
+            content_id=self.request_id,
         )
         image = ImageEncode(
             template=self.template,
@@ -133,6 +137,7 @@ class Edit:
         )
         inputs = (
             self._ref("text_encode", "prompt_embeds"),
+            self._ref("text_encode", "text_lengths"),
             self._ref("text_encode", "pooled_prompt_embeds"),
             self._ref("image_encode", "latents"),
             self._ref("image_encode", "condition"),

@@ -84,7 +84,7 @@ class Rig:
         scheduler = self.pipeline.scheduler
         scheduler.step = partial(type(scheduler).step, scheduler, generator=generator)
         output = self.pipeline(
-            edit.prompt,
+            prompt=edit.prompt,
             image=Image.fromarray(picture(edit.seed, edit.size)),
             mask_image=Image.fromarray(box_mask(edit.size) * 255),
             width=width,

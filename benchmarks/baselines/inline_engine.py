@@ -254,7 +254,8 @@ class InlineEngine:
             content_id=prepared.content_id,
             num_tokens=num_tokens,
             max_text_tokens=info.max_text_tokens,
-            extra_text_tokens=info.extra_text_tokens,
+            extra_text_tokens=info.text_tokens_beside(width, height),
+            num_condition_tokens=info.conditions_per_token * num_tokens,
             pixels=(carve(self._alloc(height * width * 3, edit.regions), 0, (height, width, 3), "uint8"),),
             latents=carve(
                 self._alloc(num_tokens * info.latent_width * 4, edit.regions),

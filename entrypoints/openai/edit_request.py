@@ -189,7 +189,7 @@ def _has_effect(field: Field, values: Mapping[str, Value], model: ModelInfo, ope
         case "negative_prompt" if model.is_guidance_cfg:
             return cast(float, values.get("guidance_scale", model.default_guidance_scale)) > 1.0
         case "negative_prompt":
-            return model.has_true_cfg and cast(float, values.get("true_cfg_scale", 1.0)) > 1.0
+            return model.has_true_cfg and cast(float, values.get("true_cfg_scale", model.default_true_cfg_scale)) > 1.0
         case "quality":
             return not {"num_inference_steps", "steps"} & values.keys() or values["quality"] in ("auto", "standard")
         case "output_compression":

@@ -21,8 +21,9 @@ from model_executor.sampling import State
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedText:
-    """prompt_embeds: [text tokens, width]. pooled_prompt_embeds: [pooled width]. num_tokens: tokens of the prompt that
-    were used, padding not counted. truncated: the prompt was longer than the encoder's length."""
+    """prompt_embeds: [text tokens, width]; of some families as many as the prompt has. pooled_prompt_embeds: [pooled
+    width]. num_tokens: tokens of the prompt that were used, padding not counted. truncated: the prompt was longer than
+    the encoder's length."""
 
     prompt_embeds: Tensor
     pooled_prompt_embeds: Tensor
@@ -61,7 +62,8 @@ class Sample:
 class Row:
     """One request's part of a forward pass.
 
-    latents, condition: all image tokens of the request; rows of tokens that are computed in no block are not read.
+    latents, condition: all image tokens of the request; rows of tokens that are computed in no block are not read. A
+    denoiser that sees the template as tokens of their own has these from `condition`.
     sigma: float32 scalar, the noise level. grid: image tokens as (rows, columns). active: int64 [active tokens], the
     token indices to compute, ascending; None for all. pages: the template's at this noise level; needed with `active`.
     full_blocks: leading blocks that compute all tokens all the same, 0..number of blocks. modulation: [1, width], of
@@ -116,8 +118,13 @@ class Family(Protocol):
     def info(self, name: str) -> ModelInfo:
         """What this model can do, read from its configuration alone."""
 
-    def encode_text(self, prompt: str, max_sequence_length: int) -> EncodedText:
-        """Embed a prompt, padded or cut to `max_sequence_length` tokens."""
+    @property
+    def text_sees_template(self) -> bool:
+        """Whether a prompt's embedding depends on the picture it is for."""
+
+    def encode_text(self, prompt: str, max_sequence_length: int, template: Tensor | None = None) -> EncodedText:
+        """Embed a prompt, padded or cut to `max_sequence_length` tokens. template: uint8 [height, width, 3], the
+        picture that it is for; needed where `text_sees_template`."""
 
     def encode_image(
         self,

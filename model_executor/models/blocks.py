@@ -29,7 +29,8 @@ MakeGroup = Callable[..., LinearGroup]
 
 
 class Source(Protocol):
-    """Where the keys and values of a request's image tokens come from, and where they go; num_tokens counts them."""
+    """Where the keys and values of a request's image tokens come from, and where they go; num_tokens counts them, with
+    the condition tokens behind them."""
 
     @property
     def num_tokens(self) -> int: ...
@@ -50,10 +51,10 @@ class Source(Protocol):
 class Edit:
     """A request of which leading blocks compute all image tokens, the others the active ones."""
 
-    def __init__(self, row: Row, first_pages: Sequence[int], kernels: Kernels | None) -> None:
+    def __init__(self, row: Row, num_tokens: int, first_pages: Sequence[int], kernels: Kernels | None) -> None:
         """first_pages: of each block. A block is computed in full whose first page is among the row's `full_blocks`.
         Raises ValueError for a row that leaves tokens out and has no pages."""
-        self.num_tokens = row.latents.shape[0]
+        self.num_tokens = num_tokens
         self._active, self._full_blocks = row.active, sum(page < row.full_blocks for page in first_pages)
         if row.active is None or len(row.active) == self.num_tokens:
             self._active, self._full_blocks = None, len(first_pages)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 import torch
 import torch.nn.functional as F
@@ -37,10 +37,15 @@ MODULATION_BYTES = 64 * 1024**2
 class Denoiser(ABC):
     """A ragged forward pass. `module` is a diffusers transformer; `num_train_timesteps` is its scheduler's.
 
+    rows_per_token: as in `PageLayout`; with 2, a row's condition tokens stand behind its image tokens, and only blocks
+    that compute all tokens compute them.
+
     linear: how layers run; None for the fastest that this process has, on one thread with compiled kernels. Weights and
     adapters must be in place, and the number of threads set, when it is made (see `LinearGroup`). owns_module: nobody
     else runs it, so that no weight has to be held twice.
     """
+
+    rows_per_token: ClassVar[int] = 1
 
     def __init__(
         self, module: Any, num_train_timesteps: int, linear: Linear | None = None, *, owns_module: bool = False
@@ -79,7 +84,8 @@ class Denoiser(ABC):
 
     @abstractmethod
     def _embed(self, rows: Sequence[Row | PrimeRow], computed: Sequence[Tensor | None], packing: Packing) -> Tensor:
-        """Text and image tokens of all rows, [tokens, hidden]. computed: the image tokens of each, None for all."""
+        """Text and image tokens of all rows, [tokens, hidden]. computed: the image tokens of each, None for all, and
+        for the condition tokens too."""
 
     @abstractmethod
     def _embedding(self, sigma: Tensor, pooled_prompt_embeds: Tensor, guidance_scale: float) -> Tensor:
@@ -90,7 +96,8 @@ class Denoiser(ABC):
 
     @abstractmethod
     def _make_rotary_table(self, text_tokens: int, grid: tuple[int, int]) -> Tensor:
-        """Rotations of text and of every token of an image, row by row: complex64 [tokens, 1, 1, head dim / 2]."""
+        """Rotations of text and of every token of an image, row by row, and of its condition tokens likewise: complex64
+        [tokens, 1, 1, head dim / 2]."""
 
     # ------------------------------------------------------------------------------------------------------- pages
 
@@ -102,6 +109,7 @@ class Denoiser(ABC):
             num_heads=config["num_attention_heads"],
             head_dim=config["attention_head_dim"],
             dtype=dtype,
+            rows_per_token=cls.rows_per_token,
         )
 
     def page_layout(self, dtype: PageDtype) -> PageLayout:
@@ -118,14 +126,15 @@ class Denoiser(ABC):
 
         Raises ValueError for a row that leaves tokens out and has no pages.
         """
-        edits = [Edit(row, self._first_pages, self._kernels) for row in rows]
+        edits = [Edit(row, self._num_tokens(row), self._first_pages, self._kernels) for row in rows]
         stream = self._start(rows, edits, [edit.computed(0) for edit in edits])
         for number, block in enumerate(self._blocks):
             stream.keep([edit.kept(number) for edit in edits])
             block.run(stream, number)
         stream.keep([edit.kept(len(self._blocks)) for edit in edits])
         velocity = self._project_out(stream)
-        return [velocity[start:stop] for start, stop in stream.packing.image]
+        spans = zip(rows, stream.packing.image, strict=True)
+        return [velocity[start:stop][: len(row.latents)] for row, (start, stop) in spans]
 
     def prime(self, rows: Sequence[PrimeRow], pages: tuple[int, int]) -> list[tuple[Tensor, ...]]:
         """All image tokens of each row through the blocks whose last page is one of [start, stop), and their pages into
@@ -134,7 +143,7 @@ class Denoiser(ABC):
         Returns each row's hidden state for the next chunk, [text and image tokens, hidden]; () after the last block, of
         which only keys and values are computed. A row's bits depend neither on the other rows nor on the chunks.
         """
-        templates = [Template(self._entry(row), len(row.latents)) for row in rows]
+        templates = [Template(self._entry(row), self._num_tokens(row)) for row in rows]
         stream = self._start(rows, templates, [None] * len(rows))
         for number, block in enumerate(self._blocks):
             if pages[0] <= block.page + block.num_pages - 1 < pages[1]:
@@ -167,7 +176,7 @@ class Denoiser(ABC):
         packing = Packing.of(
             [row.prompt_embeds.shape[0] for row in rows],
             [
-                row.latents.shape[0] if tokens is None else len(tokens)
+                self._num_tokens(row) if tokens is None else len(tokens)
                 for row, tokens in zip(rows, computed, strict=True)
             ],
         )
@@ -182,7 +191,7 @@ class Denoiser(ABC):
         """Room for one request at a time, used for every request and block of a pass; dtype and device of `like`. With
         the text's, and where a block asks for them, without."""
         heads, head_dim = self.module.config.num_attention_heads, self.module.config.attention_head_dim
-        sizes = [(row.prompt_embeds.shape[0], row.latents.shape[0]) for row in rows]
+        sizes = [(row.prompt_embeds.shape[0], self._num_tokens(row)) for row in rows]
         room = like.new_empty(2 * heads * max(map(sum, sizes)) * head_dim)
         alone = sizes if self.num_pages > len(self._blocks) else []
         joint = [KeysValues(room, heads, head_dim, *size) for size in sizes]
@@ -197,6 +206,10 @@ class Denoiser(ABC):
         embeddings = [self._embedding(row.sigma, row.pooled_prompt_embeds, row.guidance_scale) for row in rows]
         conditioning = F.silu(torch.cat(embeddings))
         return lambda number: self._modulations[number].parts(self._modulations[number].product(conditioning))
+
+    def _num_tokens(self, row: Row | PrimeRow) -> int:
+        """Image and condition tokens."""
+        return self.rows_per_token * len(row.latents)
 
     def _rotary(self, row: Row | PrimeRow, tokens: Tensor | None) -> Tensor:
         """Rotations of these of a request's tokens, complex64 [tokens, 1, 1, head dim / 2]."""

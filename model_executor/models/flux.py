@@ -61,7 +61,7 @@ class Flux(LatentFamily):
             dtype=str(self._checkpoint.dtype).removeprefix("torch."),
         )
 
-    def encode_text(self, prompt: str, max_sequence_length: int) -> EncodedText:
+    def encode_text(self, prompt: str, max_sequence_length: int, template: Tensor | None = None) -> EncodedText:
         """encode_prompt. Pooled output of CLIP, sequence of T5; each cuts at its own length."""
         clip_tokens = tokenize(self._tokenizer, prompt, self._tokenizer.model_max_length)
         tokens = tokenize(self._tokenizer_2, prompt, max_sequence_length)

@@ -20,7 +20,8 @@ from core.page_scheme import PageDtype, PageLayout
 from model_executor.loader import Checkpoint
 from model_executor.models.base import EncodedImage, EncodedText, PrimeRow, Row, Sample
 from model_executor.models.denoiser import Denoiser
-from model_executor.models.vae_region import Box, RegionDecoder, times
+from model_executor.models.vae import ImageVae, Vae
+from model_executor.models.vae_region import Box, times
 from model_executor.sampling import Sampling, State
 
 PATCH = 2
@@ -35,8 +36,11 @@ class LatentFamily(ABC):
     """What it is and how it edits, in a few words."""
 
     denoiser: ClassVar[type[Denoiser]]
+    vae: ClassVar[type[Vae]] = ImageVae
     text_parts: tuple[str, ...]
     """The text encoders, named as in model_index.json."""
+
+    text_sees_template = False
 
     samples_packed = True
     """Whether the pipeline's loop has latents packed: noise that a sampler draws falls into their shape."""
@@ -45,11 +49,11 @@ class LatentFamily(ABC):
         self._checkpoint = checkpoint
         self._device = checkpoint.device
         self._vae_config, self._transformer_config = checkpoint.config("vae"), checkpoint.config("transformer")
-        self._vae_scale = 2 ** (len(self._vae_config["block_out_channels"]) - 1)
+        self._vae_scale, self._latent_channels = self.vae.scale_and_channels(self._vae_config)
         self._sampling = Sampling(checkpoint.load("scheduler"))
         self._parts: dict[str, Any] = {}  # part name -> module
         self._transformer: Denoiser | None = None
-        self._decoder: RegionDecoder | None = None
+        self._loaded_vae: Vae | None = None
 
     # -------------------------------------------------------------------------------------------- each family's own
 
@@ -58,7 +62,7 @@ class LatentFamily(ABC):
         """As `Family.info`."""
 
     @abstractmethod
-    def encode_text(self, prompt: str, max_sequence_length: int) -> EncodedText:
+    def encode_text(self, prompt: str, max_sequence_length: int, template: Tensor | None = None) -> EncodedText:
         """As `Family.encode_text`."""
 
     @abstractmethod
@@ -84,18 +88,14 @@ class LatentFamily(ABC):
     def put(self, part: str, module: nn.Module) -> None:
         self._parts[part] = module
         if part == "vae":
-            # Convolutions of few channels on large maps: channels last took 0.6 of the time on one core in float32.
-            module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # PyTorch's stub lacks it
-            for activation in (layer for layer in module.modules() if isinstance(layer, nn.SiLU)):
-                activation.inplace = True  # it always follows a norm, whose output nothing else reads
-            self._decoder = RegionDecoder(module)
+            self._loaded_vae = self.vae(module)
         if part == "transformer":
             self._transformer = self.denoiser(module, self._sampling.num_train_timesteps, owns_module=True)
 
     def drop(self, part: str) -> None:
         del self._parts[part]
         if part == "vae":
-            self._decoder = None
+            self._loaded_vae = None
         if part == "transformer":
             self._transformer = None
 
@@ -106,10 +106,10 @@ class LatentFamily(ABC):
         return self._transformer
 
     @property
-    def _vae_decoder(self) -> RegionDecoder:
-        if self._decoder is None:
+    def _vae(self) -> Vae:
+        if self._loaded_vae is None:
             raise KeyError("the VAE is not loaded")
-        return self._decoder
+        return self._loaded_vae
 
     # ------------------------------------------------------------------------------------------------------- shapes
 
@@ -120,8 +120,7 @@ class LatentFamily(ABC):
 
     @property
     def _latent_width(self) -> int:
-        channels: int = self._vae_config["latent_channels"]
-        return channels * PATCH**2
+        return self._latent_channels * PATCH**2
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
         return height // self._token_size, width // self._token_size
@@ -129,13 +128,12 @@ class LatentFamily(ABC):
     # ------------------------------------------------------------------------------------------------------- images
 
     def encode_template(self, template: Tensor) -> Tensor:
-        vae = self._parts["vae"]
-        return pack(self._scaled(vae.encode(to_image(template).to(self._device, vae.dtype)).latent_dist.mode()))
+        return pack(self._vae.encode(to_image(template).to(self._device, self._vae.dtype)))
 
     def _latent_shape(self, image: Tensor) -> tuple[int, ...]:
         """Of an image's latents, [1, channels, height / 8, width / 8]."""
         height, width = (side // self._vae_scale for side in image.shape[2:])
-        return (1, self._vae_config["latent_channels"], height, width)
+        return (1, self._latent_channels, height, width)
 
     def _draw(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Standard normal numbers, drawn on the CPU in the compute dtype: the numbers depend on it."""
@@ -144,33 +142,22 @@ class LatentFamily(ABC):
 
     def _posterior_sample(self, image: Tensor, generator: torch.Generator) -> Tensor:
         """Scaled latents of an image in -1..1: [1, channels, height / 8, width / 8]."""
-        vae = self._parts["vae"]
-        return self._scaled(vae.encode(image.to(self._device, vae.dtype)).latent_dist.sample(generator))
-
-    def _scaled(self, latents: Tensor) -> Tensor:
-        """From the VAE's own range to the denoiser's."""
-        config = self._parts["vae"].config
-        return (latents - config.shift_factor) * config.scaling_factor  # type: ignore[no-any-return]
+        return self._vae.encode(image.to(self._device, self._vae.dtype), generator)
 
     def decode(self, latents: Tensor, width: int, height: int) -> Tensor:
-        return to_pixels(self._vae_decoder.decode(self._vae_latents(latents, width, height)))
+        return to_pixels(self._vae.decode(self._vae_latents(latents, width, height)))
 
     def decode_region(self, latents: Tensor, active: Tensor, width: int, height: int) -> tuple[Tensor, Box]:
         """The bounding box of the active tokens, which is all of an edit that reaches the result."""
-        tokens = _bounding_box(active, self.grid(width, height)[1])
-        region = self._vae_decoder.region(tokens, self.grid(width, height))
-        unpacked = self._vae_latents(latents, width, height)
-        left, top, right, bottom = box = times(tokens, self._token_size)
-        if region is None:
-            return to_pixels(self._vae_decoder.decode(unpacked)[:, :, top:bottom, left:right]), box
-        return to_pixels(self._vae_decoder.decode_region(unpacked, region)), box
+        grid = self.grid(width, height)
+        tokens = _bounding_box(active, grid[1])
+        pixels = self._vae.decode_region(self._vae_latents(latents, width, height), tokens, grid)
+        return to_pixels(pixels), times(tokens, self._token_size)
 
     def _vae_latents(self, latents: Tensor, width: int, height: int) -> Tensor:
         """Packed latents as the VAE wants them, [1, channels, height / 8, width / 8]."""
-        vae = self._parts["vae"]
-        latents = latents.to(vae.dtype)  # what another rank exported has widened to float32
-        unpacked = unpack(latents, self.grid(width, height))
-        return unpacked / vae.config.scaling_factor + vae.config.shift_factor  # type: ignore[no-any-return]
+        latents = latents.to(self._vae.dtype)  # what another rank exported has widened to float32
+        return unpack(latents, self.grid(width, height))
 
     # ------------------------------------------------------------------------------------------------------ priming
 
@@ -251,7 +238,7 @@ class NoisedTemplate(LatentFamily):
         [height, width] -> float32 [image tokens, latent width]."""
         height, width = (side // self._vae_scale for side in mask.shape)
         small = nn.functional.interpolate(mask[None, None].float(), size=(height, width))
-        return pack(small.repeat(1, self._vae_config["latent_channels"], 1, 1))
+        return pack(small.repeat(1, self._latent_channels, 1, 1))
 
     def _unmasked_condition(self, clean: Tensor) -> Tensor:
         return clean.new_empty(len(clean), 0)

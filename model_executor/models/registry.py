@@ -7,6 +7,7 @@ from model_executor.loader import Checkpoint
 from model_executor.models.base import Family
 from model_executor.models.flux import FluxFill, FluxInpaint
 from model_executor.models.latent_family import LatentFamily
+from model_executor.models.qwen import QwenEdit, QwenInpaint
 from model_executor.models.sd3 import StableDiffusion3
 
 FAMILIES: dict[str, type[LatentFamily]] = {
@@ -15,6 +16,10 @@ FAMILIES: dict[str, type[LatentFamily]] = {
     "FluxInpaintPipeline": FluxInpaint,
     "StableDiffusion3Pipeline": StableDiffusion3,
     "StableDiffusion3InpaintPipeline": StableDiffusion3,
+    "QwenImagePipeline": QwenInpaint,
+    "QwenImageInpaintPipeline": QwenInpaint,
+    "QwenImageEditPipeline": QwenEdit,
+    "QwenImageEditInpaintPipeline": QwenEdit,
 }
 
 

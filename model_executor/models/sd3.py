@@ -68,7 +68,7 @@ class StableDiffusion3(NoisedTemplate):
             dtype=str(self._checkpoint.dtype).removeprefix("torch."),
         )
 
-    def encode_text(self, prompt: str, max_sequence_length: int) -> EncodedText:
+    def encode_text(self, prompt: str, max_sequence_length: int, template: Tensor | None = None) -> EncodedText:
         """encode_prompt. Both CLIPs' sequences side by side, filled up with zeros to T5's width, and T5's below; both
         CLIPs' pooled outputs side by side."""
         length = self._tokenizers[0].model_max_length

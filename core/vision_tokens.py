@@ -1,0 +1,31 @@
+"""How many tokens a picture is to a text encoder that sees it: the arithmetic of Qwen2-VL's image processor."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+
+class VisionTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """side: pixels of a token's side. min_pixels, max_pixels: what a picture is resized to lie between."""
+
+    side: int
+    min_pixels: int
+    max_pixels: int
+
+    def count(self, width: int, height: int) -> int:
+        """Tokens of a picture of so many pixels, none of its sides over 200 times the other."""
+        wide, high = self.size(width, height)
+        return (wide // self.side) * (high // self.side)
+
+    def size(self, width: int, height: int) -> tuple[int, int]:
+        """(width, height) that it is resized to; transformers' smart_resize."""
+        wide, high = (round(length / self.side) * self.side for length in (width, height))
+        if wide * high > self.max_pixels:
+            shrink = math.sqrt(width * height / self.max_pixels)
+            wide, high = (max(1, math.floor(n / shrink / self.side)) * self.side for n in (width, height))
+        elif wide * high < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / (width * height))
+            wide, high = (math.ceil(n * grow / self.side) * self.side for n in (width, height))
+        return wide, high
