@@ -122,7 +122,8 @@ class Qwen(NoisedTemplate):
         if len(predictions) == 1:
             return guided
         norms = [torch.linalg.vector_norm(velocity, dim=-1, keepdim=True) for velocity in (predictions[0], guided)]
-        return guided * (norms[0] / norms[1])
+        rescaled: Tensor = guided * (norms[0] / norms[1])
+        return rescaled
 
 
 class QwenInpaint(Qwen):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import flux_transformer, sd3_transformer
+from checkpoints import flux_transformer, qwen_transformer, sd3_transformer
 from torch import Tensor
 
 from model_executor.linear import plain_linear
@@ -16,6 +16,7 @@ from model_executor.models.base import PrimeRow, Row
 from model_executor.models.denoiser import Denoiser
 from model_executor.models.flux_transformer import FluxTransformer
 from model_executor.models.latent_family import pack, unpack
+from model_executor.models.qwen_transformer import QwenEditTransformer, QwenTransformer
 from model_executor.models.sd3_transformer import SD3Transformer
 from model_executor.pages import Pages
 
@@ -62,6 +63,21 @@ def of_sd3(module: Any, row: Row) -> Tensor:
     return pack(output)
 
 
+def of_qwen(module: Any, row: Row) -> Tensor:
+    """With the template's tokens, where the row has them."""
+    hidden, pictures = [row.latents], [(1, *row.grid)]
+    if row.condition.numel():
+        hidden, pictures = [row.latents, row.condition], pictures * 2
+    output: Tensor = module(
+        hidden_states=torch.cat(hidden)[None],
+        timestep=row.sigma.expand(1),
+        encoder_hidden_states=row.prompt_embeds[None],
+        img_shapes=[pictures],
+        return_dict=False,
+    )[0][0]
+    return output[: len(row.latents)]
+
+
 def sd3(**options: Any) -> Callable[[], Any]:
     return lambda: sd3_transformer(WIDTH, WIDTH, **options)
 
@@ -73,6 +89,8 @@ CASES = {
     "sd3.5-large": Case(sd3(dual_attention_layers=()), SD3Transformer, of_sd3, 3),
     "sd3.5-medium": Case(sd3(dual_attention_layers=(0, 1)), SD3Transformer, of_sd3, 5),
     "second-attention-last": Case(sd3(dual_attention_layers=(2,)), SD3Transformer, of_sd3, 4),
+    "qwen": Case(qwen_transformer, QwenTransformer, of_qwen, 3),
+    "qwen-edit": Case(qwen_transformer, QwenEditTransformer, of_qwen, 3),
 }
 
 
@@ -92,7 +110,10 @@ def denoiser(case: Case, module: Any) -> Denoiser:
     return case.denoiser(module, 1000)
 
 
-def make_row(seed: int, grid: tuple[int, int] = (6, 8), text_tokens: int = 8) -> Row:
+Kind = Denoiser | type[Denoiser]
+
+
+def make_row(kind: Kind, seed: int, grid: tuple[int, int] = (6, 8), text_tokens: int = 8) -> Row:
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -101,7 +122,7 @@ def make_row(seed: int, grid: tuple[int, int] = (6, 8), text_tokens: int = 8) ->
     tokens = grid[0] * grid[1]
     return Row(
         latents=draw(tokens, 64),
-        condition=torch.empty(tokens, 0),
+        condition=draw(tokens, 64) if kind.rows_per_token == 2 else torch.empty(tokens, 0),
         prompt_embeds=draw(text_tokens, WIDTH),
         pooled_prompt_embeds=draw(WIDTH),
         sigma=torch.rand((), generator=generator),
@@ -141,7 +162,7 @@ def primed(denoiser: Denoiser, row: Row, active: Tensor = ACTIVE) -> Row:
 
 @pytest.mark.parametrize("number", range(len(ROWS)))
 def test_one_request_is_the_modules_own(case: Case, module: Any, number: int) -> None:
-    row = make_row(number, *ROWS[number])
+    row = make_row(case.denoiser, number, *ROWS[number])
     with torch.inference_mode():
         expected = case.reference(module, row)
     (output,) = forward(case.denoiser(module, 1000, plain_linear), [row])
@@ -151,8 +172,8 @@ def test_one_request_is_the_modules_own(case: Case, module: Any, number: int) ->
 
 def test_bits_do_not_depend_on_the_batch(denoiser: Denoiser) -> None:
     """Exact and mask-aware, sizes and text lengths: alone or with any others."""
-    rows = [make_row(number, *shape) for number, shape in enumerate(ROWS)]
-    rows += [primed(denoiser, make_row(7)), replace(primed(denoiser, make_row(8)), full_blocks=1)]
+    rows = [make_row(denoiser, number, *shape) for number, shape in enumerate(ROWS)]
+    rows += [primed(denoiser, make_row(denoiser, 7)), replace(primed(denoiser, make_row(denoiser, 8)), full_blocks=1)]
     alone = [forward(denoiser, [row])[0] for row in rows]
     for order in ([0, 1, 2, 3, 4, 5], [5, 3, 1, 4, 0, 2], [4, 4]):
         for index, output in zip(order, forward(denoiser, [rows[i] for i in order]), strict=True):
@@ -162,7 +183,7 @@ def test_bits_do_not_depend_on_the_batch(denoiser: Denoiser) -> None:
 @pytest.mark.parametrize("active", [ACTIVE, torch.arange(1, 48), torch.tensor([17])])
 def test_own_content_gives_the_bits_of_the_exact_pass(denoiser: Denoiser, active: Tensor) -> None:
     """Where pages hold what the request itself would compute, leaving tokens out changes nothing."""
-    row = make_row(0)
+    row = make_row(denoiser, 0)
     (exact,) = forward(denoiser, [row])
     (output,) = forward(denoiser, [primed(denoiser, row, active)])
     assert torch.equal(output, exact[active])
@@ -170,7 +191,7 @@ def test_own_content_gives_the_bits_of_the_exact_pass(denoiser: Denoiser, active
 
 def test_full_blocks_on_own_inputs(denoiser: Denoiser) -> None:
     """However many pages are not there yet: blocks that would need one of them compute all tokens."""
-    row = make_row(5)
+    row = make_row(denoiser, 5)
     (exact,) = forward(denoiser, [row])
     for full_blocks in range(denoiser.num_pages + 1):
         partial = primed(denoiser, row)
@@ -183,17 +204,17 @@ def test_full_blocks_on_own_inputs(denoiser: Denoiser) -> None:
 def test_priming_in_chunks_writes_the_same_bytes(case: Case, denoiser: Denoiser) -> None:
     """Also where a chunk ends between the two pages of one block."""
     assert denoiser.page_layout("int8").num_blocks == denoiser.num_pages == case.num_pages
-    whole = prime_row(denoiser, make_row(0))
+    whole = prime_row(denoiser, make_row(denoiser, 0))
     prime(denoiser, whole)
     for cut in range(1, denoiser.num_pages):
-        part = prime_row(denoiser, make_row(0))
+        part = prime_row(denoiser, make_row(denoiser, 0))
         prime(denoiser, part, [cut])
         assert torch.equal(part.entry, whole.entry)
 
 
 @torch.inference_mode()
 def test_tables_of_all_of_a_requests_rows_keep_one_limit(denoiser: Denoiser, monkeypatch: pytest.MonkeyPatch) -> None:
-    row, sigmas = make_row(0), torch.linspace(1, 0.1, 4)
+    row, sigmas = make_row(denoiser, 0), torch.linspace(1, 0.1, 4)
     table = denoiser.modulation(row.pooled_prompt_embeds, row.guidance_scale, sigmas, 1)
     assert table is not None
     monkeypatch.setattr("model_executor.models.denoiser.MODULATION_BYTES", table.nbytes)
