@@ -154,7 +154,8 @@ class Batches:
     def _encode_image(self, side: int) -> EncodedImage:
         empty = torch.zeros(side, side, 3, dtype=torch.uint8)
         mask = torch.ones_like(empty[..., 0])
-        return self.family.encode_image(empty, mask, seed=0, num_inference_steps=1, num_denoising_steps=1)
+        steps = self.info.min_inference_steps
+        return self.family.encode_image(empty, mask, seed=0, num_inference_steps=steps, num_denoising_steps=1)
 
     def _decode(self, side: int) -> Tensor:
         return self.family.decode(self._image.latents[: (side // self.info.token_size) ** 2], side, side)

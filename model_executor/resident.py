@@ -112,7 +112,8 @@ def edit_once(family: Family, side: int, text_tokens: int) -> torch.Tensor:
     empty = torch.zeros(side, side, 3, dtype=torch.uint8)
     text = family.encode_text("", text_tokens, empty)
     mask = torch.ones_like(empty[..., 0])
-    image = family.encode_image(empty, mask, seed=0, num_inference_steps=1, num_denoising_steps=1)
+    steps = family.info("").min_inference_steps
+    image = family.encode_image(empty, mask, seed=0, num_inference_steps=steps, num_denoising_steps=1)
     row = Row(
         latents=image.latents,
         condition=image.condition,

@@ -150,7 +150,11 @@ _COMMON = (
     Field("steps", "integer", "Alias of num_inference_steps.", 1, 200),
     Field("guidance_scale", "number", "Guidance: distilled or classifier-free, as the model has it.", 0, 100),
     Field(
-        "true_cfg_scale", "number", "Classifier-free guidance beside a distilled one; needs negative_prompt.", 0, 100
+        "true_cfg_scale",
+        "number",
+        "Classifier-free guidance where guidance_scale is none; needs negative_prompt.",
+        0,
+        100,
     ),
     Field(
         "negative_prompt",

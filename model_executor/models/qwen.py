@@ -71,6 +71,7 @@ class Qwen(NoisedTemplate):
             has_true_cfg=True,
             default_true_cfg_scale=4.0 if defaults.guidance_scale is None else defaults.guidance_scale,
             solver_order=self._sampling.order,
+            min_inference_steps=self._sampling.min_steps,
             max_side=MAX_SIDE,
             conditions_per_token=self.denoiser.rows_per_token - 1,
             extra_text_tokens=self._frame_tokens,

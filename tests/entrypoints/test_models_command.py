@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from checkpoints import make_qwen_edit, make_sd3
+from checkpoints import make_sd3
 
 from core.config import EMBEDDED_MODEL
 from core.page_scheme import PageLayout
@@ -42,16 +42,6 @@ def test_fields_and_parts_are_the_checkpoints(tmp_path: Path, capsys: pytest.Cap
     assert "text_encoder_3" not in told
     assert "guidance_scale (classifier-free, default 7), negative_prompt\n" in told
     assert "5 keyframes of 5 int8 pages" in told
-
-
-def test_tokens_of_the_template_itself_are_cached_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = make_qwen_edit(tmp_path / "qwen")
-    assert main(["--model", str(path)]) == 0
-    told = capsys.readouterr().out
-    assert "family qwen-image-edit" in told
-    assert "takes mask_aware, strength, true_cfg_scale (default 4), negative_prompt\n" in told
-    entry = PageLayout(num_blocks=3, num_heads=2, head_dim=32, dtype="int8").entry_bytes(2 * 64)
-    assert f"64 tokens {entry / 1e3:.3g} kB a keyframe" in " ".join(told.split())
 
 
 def test_variants_in_parts_are_counted_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

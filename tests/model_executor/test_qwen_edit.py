@@ -25,6 +25,7 @@ from core.config import ModelConfig
 from core.errors import ConfigError
 from core.ipc.shared_array import Arena
 from core.vision_tokens import VisionTokens
+from model_executor.describe import describe
 from model_executor.loader import Checkpoint
 from model_executor.models.base import EncodedText
 from model_executor.models.registry import make_family
@@ -200,6 +201,15 @@ def test_a_region_is_decoded_as_in_the_whole(edit_rig: Rig, active: list[int]) -
     assert region.float().std() > 10
     assert difference.abs().max() <= 1
     assert (difference != 0).float().mean() < 0.001
+
+
+def test_the_templates_own_tokens_are_cached_too(tmp_path: Path) -> None:
+    card = describe(str(make_qwen_edit(tmp_path / "qwen")))
+    plain = describe(str(make_qwen(tmp_path / "plain")))
+    assert (card.info.family, plain.info.family) == ("qwen-image-edit", "qwen-image")
+    assert card.layout.entry_bytes(64) == plain.layout.entry_bytes(2 * 64)
+    assert (card.info.default_true_cfg_scale, card.info.min_inference_steps) == (4.0, 2)
+    assert set(card.parameters) == {"text_encoder", "vae", "transformer"}
 
 
 @pytest.mark.parametrize("option", ["zero_cond_t", "use_additional_t_cond", "use_layer3d_rope"])
