@@ -302,6 +302,7 @@ def _qwen_vl(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
     ids = {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("image_pad", "video_pad")}
     text = {
         "vocab_size": len(tokenizer),
+        "initializer_range": 0.15,  # at the default of 0.02 a token's embedding is all that is left after two layers
         "bos_token_id": None,
         "eos_token_id": None,
         "hidden_size": 64,
@@ -313,6 +314,7 @@ def _qwen_vl(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
     }
     vision = {
         "depth": 2,
+        "initializer_range": 0.15,
         "hidden_size": 32,
         "intermediate_size": 48,
         "num_heads": 2,

@@ -18,6 +18,7 @@ from diffusers import (
 )
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_inpaint
 from edits import Edit, picture
+from PIL import Image
 from pipeline_rig import Rig, assert_same
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
@@ -134,6 +135,14 @@ def edit_rig(tmp_path_factory: pytest.TempPathFactory, arena: Arena) -> Iterator
     rig = make_edit_rig(tmp_path_factory.mktemp("model") / "edit", arena)
     yield rig
     rig.pages.close()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("size", [(128, 128), (48, 96)])
+def test_an_embedding_is_the_pipelines_own(rig: Rig, size: tuple[int, int]) -> None:
+    image = {"image": Image.fromarray(picture(0, size))} if rig.family.text_sees_template else {}
+    theirs, _ = rig.pipeline.encode_prompt(PROMPT, **image)
+    torch.testing.assert_close(encode(rig, PROMPT, 512, size=size).prompt_embeds, theirs[0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("size", [(128, 128), (16, 256), (400, 32), (32, 48)])
