@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
+from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
 from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from diffusers.utils.logging import set_verbosity_error
 from torch import Tensor
@@ -32,6 +33,7 @@ from model_executor.models.base import PrimeRow, Row
 from model_executor.models.denoiser import Denoiser
 from model_executor.models.flux_transformer import FluxTransformer
 from model_executor.models.latent_family import unpack
+from model_executor.models.qwen_transformer import QwenEditTransformer
 from model_executor.models.sd3_transformer import SD3Transformer
 from model_executor.pages import Pages
 
@@ -60,7 +62,7 @@ class Shape:
     def bound(self, active: Sequence[int]) -> float:
         """Operations of exact steps over those of steps with so many active tokens. Linear layers and attention over
         all keys both grow with the computed tokens."""
-        exact = (self.image_tokens + self.text_tokens) * len(active)
+        exact = (self.denoiser.rows_per_token * self.image_tokens + self.text_tokens) * len(active)
         return exact / sum(number + self.text_tokens for number in active)
 
 
@@ -87,6 +89,14 @@ class Bench:
                 timestep=row.sigma.expand(batch) * 1000,
                 pooled_projections=row.pooled_prompt_embeds.expand(batch, -1),
                 encoder_hidden_states=row.prompt_embeds.expand(batch, -1, -1),
+                return_dict=False,
+            )
+        if self.shape.denoiser is QwenEditTransformer:
+            return self._diffusers(
+                hidden_states=torch.cat([row.latents, row.condition]).expand(batch, -1, -1),
+                timestep=row.sigma.expand(batch),
+                encoder_hidden_states=row.prompt_embeds.expand(batch, -1, -1),
+                img_shapes=[[(1, rows, columns)] * 2] * batch,
                 return_dict=False,
             )
         ids = torch.cartesian_prod(torch.zeros(1), torch.arange(float(rows)), torch.arange(float(columns)))
@@ -120,12 +130,13 @@ class Bench:
             return torch.randn(size, generator=generator).to(self._dtype)
 
         width = config.out_channels * config.patch_size**2
-        condition = config.in_channels * config.patch_size**2 - width
+        beside = config.in_channels * config.patch_size**2 - width
+        condition = width if self.shape.denoiser.rows_per_token == 2 else beside
         row = Row(
             latents=draw(self.shape.image_tokens, width),
             condition=draw(self.shape.image_tokens, condition),
             prompt_embeds=draw(self.shape.text_tokens, config.joint_attention_dim),
-            pooled_prompt_embeds=draw(config.pooled_projection_dim),
+            pooled_prompt_embeds=draw(config.get("pooled_projection_dim", 0)),
             sigma=torch.tensor(0.6),
             guidance_scale=1.0,
             grid=self.shape.grid,
@@ -226,7 +237,15 @@ def sd3_shape() -> Shape:
     return Shape("SD 3.5 medium, hidden 1536, 2 blocks", module, (32, 32), 333, SD3Transformer)
 
 
-WIDE = {"flux.1": flux_1_shape, "sd3.5-medium": sd3_shape}
+def qwen_edit_shape() -> Shape:
+    """Two blocks of Qwen-Image-Edit; text with the picture's 324 tokens."""
+    torch.manual_seed(0)
+    with torch.inference_mode(False):
+        module = QwenImageTransformer2DModel(num_layers=2)
+    return Shape("Qwen-Image-Edit, hidden 3072, 2 blocks", module, (32, 32), 351, QwenEditTransformer)
+
+
+WIDE = {"flux.1": flux_1_shape, "sd3.5-medium": sd3_shape, "qwen-image-edit": qwen_edit_shape}
 
 
 def measure_steps(bench: Bench, args: argparse.Namespace, ratios: Sequence[float]) -> None:
