@@ -151,7 +151,7 @@ def test_text_tokens_are_foretold(edit_rig: Rig, size: tuple[int, int]) -> None:
     info = edit_rig.family.info("tiny")
     for prompt in ("", "hat"):
         text = encode(edit_rig, prompt, size=size)
-        assert len(text.prompt_embeds) == info.text_tokens(len(prompt), *size)
+        assert len(text.prompt_embeds) == len(prompt) + info.text_tokens_beside(*size)
 
 
 def test_a_picture_is_as_many_tokens_as_its_processor_makes() -> None:
