@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from checkpoints import make_flux, make_sd3
+from checkpoints import make_flux, make_qwen_edit, make_sd3
 from diffusers import FlowMatchHeunDiscreteScheduler
 from PIL import Image
 
@@ -54,6 +54,7 @@ def test_what_it_saves_is_what_the_engine_uses(
 FAMILIES: dict[str, Callable[[Path], Path]] = {
     "flux": lambda path: make_flux(path, guidance_embeds=True, scheduler={"use_dynamic_shifting": True}),
     "sd3": lambda path: make_sd3(path, scheduler_class=FlowMatchHeunDiscreteScheduler),
+    "qwen-image-edit": make_qwen_edit,
 }
 
 
