@@ -311,8 +311,12 @@ class TemplatePages:
     def _land(self, job: PrimingJob, seconds: float) -> None:
         job.is_in_flight = False
         job.seconds += seconds
-        for hold in [*self.waiters(job), *self._left.get(job.id, [])]:
-            hold.is_read = False
+        left = self._left.get(job.id, [])
+        for hold in [*self._holds.values(), *left]:
+            # Who lent its pixels may wait no longer: pages may have come up from another tier meanwhile.
+            if hold.template.key == job.template.key:
+                hold.is_read = False
+        for hold in [*self.waiters(job), *left]:
             hold.prime_seconds += seconds
 
     def _settle(self, job: PrimingJob) -> None:

@@ -23,7 +23,9 @@ from core.messages import (
     EditRequest,
     Failed,
     Finished,
+    ModelInfo,
     PartialImage,
+    Prime,
     PrimeTemplate,
     StepPlan,
     TemplatePrimed,
@@ -31,6 +33,7 @@ from core.messages import (
 from core.page_scheme import PageLayout, PageScheme
 from core.scheduler import StepScheduler
 from core.template_pages import Bracket, bracket, keyframes_needed
+from core.vision_tokens import VisionTokens
 
 GRID = (1.0, 0.75, 0.5, 0.25, 0.0)
 LAYOUT = PageLayout(num_blocks=7, num_heads=4, head_dim=64, dtype="int8")
@@ -39,6 +42,9 @@ SCHEME = PageScheme(
 )
 TEMPLATE_BYTES = SCHEME.template_bytes(256, 5)
 ROOMY = CacheConfig(host_bytes=8 * TEMPLATE_BYTES)
+SEEING = msgspec.structs.replace(MODEL, vision=VisionTokens(side=28, min_pixels=28 * 28, max_pixels=1 << 20))
+"""A model whose text encoder sees the template: priming reads its pixels too."""
+
 AHEAD = {"max_plans_in_flight": 2, "max_ahead_ms": 1e9}
 """A second plan is sent, whatever the first one takes."""
 
@@ -99,9 +105,10 @@ class Engine:
         self,
         scheme: PageScheme = SCHEME,
         cache: CacheConfig = ROOMY,
+        model: ModelInfo = MODEL,
         **limits: Any,
     ) -> None:
-        model = msgspec.structs.replace(MODEL, page_scheme=scheme)
+        model = msgspec.structs.replace(model, page_scheme=scheme)
         self.scheduler = StepScheduler(SchedulerConfig(**limits), {"m": model}, cache=cache)
         self.workers = FakeWorkers(pages=FakePages(LAYOUT.num_blocks))
         self.outputs: list[object] = []
@@ -260,6 +267,26 @@ def test_an_abort_while_a_worker_reads_its_template_is_answered_after_that() -> 
         engine.finish_plan()
     assert isinstance(engine.result("a"), Aborted)
     assert engine.scheduler.num_requests == 0
+
+
+@pytest.mark.parametrize("model", [MODEL, SEEING])
+def test_priming_reads_a_template_that_the_text_encoder_sees(model: ModelInfo) -> None:
+    """Lent by an edit that waits, for as long as the chunk takes, though its own pages come from elsewhere meanwhile."""
+    engine = Engine(model=model)
+    engine.scheduler.add(make_masked("a"))
+    works: list[Prime] = []
+    while not works:
+        engine.step()
+        plan = engine.scheduler.schedule(now=0.0)
+        assert plan is not None
+        engine.workers.submit(plan)
+        works = [item.work for batch in plan.batches for item in batch.items if isinstance(item.work, Prime)]
+    (hold,) = engine.scheduler.pages._holds.values()
+    assert {work.template for work in works} == {hold.pixels if model is SEEING else None}
+    assert hold.is_read == (model is SEEING)
+    hold.is_complete = True
+    engine.finish_plan()
+    assert not hold.is_read
 
 
 def test_registration_primes_the_whole_grid_and_answers_once() -> None:
@@ -499,7 +526,7 @@ class MaskAwareMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         cache = CacheConfig(host_bytes=3 * TEMPLATE_BYTES, disk_bytes=1 << 40)
-        self.engine = Engine(cache=cache, max_num_seqs=4, **AHEAD)
+        self.engine = Engine(cache=cache, model=SEEING, max_num_seqs=4, **AHEAD)
         self.added: list[str] = []
 
     @rule(content=st.sampled_from("abcd"), steps=st.integers(1, 9), full=st.integers(0, 3), masked=st.booleans())
