@@ -271,7 +271,7 @@ def test_an_abort_while_a_worker_reads_its_template_is_answered_after_that() -> 
 
 @pytest.mark.parametrize("model", [MODEL, SEEING])
 def test_priming_reads_a_template_that_the_text_encoder_sees(model: ModelInfo) -> None:
-    """Lent by an edit that waits, for as long as the chunk takes, though its own pages come from elsewhere meanwhile."""
+    """Lent by an edit that waits, for as long as the chunk takes, though its own pages come from elsewhere by then."""
     engine = Engine(model=model)
     engine.scheduler.add(make_masked("a"))
     works: list[Prime] = []
