@@ -15,6 +15,13 @@ from core.errors import ConfigError
 EMBEDDED_MODEL = str(Path(__file__).resolve().parent.parent / "model_executor" / "embedded")
 
 
+class AdapterConfig(msgspec.Struct, frozen=True):
+    """A LoRA adapter that requests may choose by `name`. path: its safetensors file, or a folder that holds one."""
+
+    name: str
+    path: str
+
+
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Which checkpoint a worker loads and how. `model` is a diffusers directory or a Hugging Face hub id.
 
@@ -23,7 +30,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     its share of the cores but one. mask_aware: whether edits may skip untouched tokens. cache_keyframes: auto (the
     checkpoint's calibration, else 5), per-step, or a number from 2 on, spread evenly over noise levels 0..1.
     cache_dtype: how pages are kept: auto (likewise, else int8), int8, bfloat16 or float32. priming_prompt: what
-    templates are primed with.
+    templates are primed with. adapters: served beside the model itself. Raises ConfigError for adapters of one name.
     """
 
     model: str = EMBEDDED_MODEL
@@ -36,6 +43,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     cache_keyframes: str = "auto"
     cache_dtype: str = "auto"
     priming_prompt: str = ""
+    adapters: tuple[AdapterConfig, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [self.name, *(adapter.name for adapter in self.adapters)]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ConfigError(f"--lora {twice}: adapters need names of their own, other than the model's")
 
     @property
     def name(self) -> str:

@@ -36,7 +36,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     longest side, None for any. vision: what the template is to a text encoder that sees it, None where it does not.
     conditions_per_token: condition tokens per image token, 1 where the denoiser sees the clean template as tokens of
     its own. page_scheme: how templates are cached, None where the model is served without mask-aware execution. device:
-    its type; which of several alike it is makes no difference to anybody.
+    its type; which of several alike it is makes no difference to anybody. parent: the model that this is an adapter of,
+    "" for a model itself.
     """
 
     name: str
@@ -60,6 +61,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     vision: VisionTokens | None = None
     conditions_per_token: int = 0
     page_scheme: PageScheme | None = None
+    parent: str = ""
 
     def num_steps(self, sampling: SamplingParams) -> int:
         """Steps of a run, each one call of the model: a solver of order o takes o for each of its noise levels, but one

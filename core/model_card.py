@@ -16,9 +16,18 @@ class FamilyCard(msgspec.Struct, frozen=True, kw_only=True):
     summary: str
 
 
+class AdapterCard(msgspec.Struct, frozen=True, kw_only=True):
+    """A LoRA adapter. num_layers: of the transformer, that it adds to. ranks: least and most of these layers."""
+
+    name: str
+    num_layers: int
+    ranks: tuple[int, int]
+    parameters: int
+
+
 class CheckpointCard(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint. parameters: of each part with weights. layout, num_keyframes, latent_bytes: how its templates are
-    cached where no flag or calibration says otherwise; see PageScheme."""
+    """A checkpoint, and adapters that fit it. parameters: of each part with weights. layout, num_keyframes,
+    latent_bytes: how its templates are cached where no flag or calibration says otherwise; see PageScheme."""
 
     pipeline: str
     scheduler: str
@@ -27,6 +36,7 @@ class CheckpointCard(msgspec.Struct, frozen=True, kw_only=True):
     layout: PageLayout
     num_keyframes: int
     latent_bytes: int
+    adapters: tuple[AdapterCard, ...] = ()
 
     def tokens(self, width: int, height: int) -> int:
         """Image tokens of a picture of so many pixels."""

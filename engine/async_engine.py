@@ -17,11 +17,12 @@ from typing import Any
 import numpy.typing as npt
 
 from core.config import StencilConfig
-from core.errors import EngineDeadError, EngineError, ModelNotFoundError, OverloadedError, StencilError
+from core.errors import EngineDeadError, EngineError, OverloadedError, StencilError
 from core.handles import ArrayRef
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.load_report import EngineStats, LoadReport, StepSample
 from core.messages import ModelInfo
+from core.model_choice import choose_model, kin
 from engine.captures import Captures
 from engine.door import Door
 from engine.edit import EditInput, ImageOutput
@@ -89,6 +90,7 @@ class AsyncEngine:
         """Wait until edits are served. Raises what kept the engine from starting."""
         models = await self.router.ready()
         self.metrics.expect(models, self.config.engine.data_parallel_size)
+        self.metrics.name_adapters([model.name for model in models.values() if model.parent])
         self.models = models
 
     async def shutdown(self, drain_seconds: float) -> None:
@@ -149,7 +151,7 @@ class AsyncEngine:
         Raises on entering: InvalidRequestError and below, OverloadedError (full, too busy for it, loading or shutting
         down), DeadlineExceededError. While iterating: DeadlineExceededError, OverloadedError, EngineError.
         """
-        session = EditSession(self, request_id, edit, self._choose_model(edit.model))
+        session = EditSession(self, request_id, edit, self._choose_model(edit.model, edit.lora))
         self._check_room(session)
         with self.hold(session):
             await session.prepare()
@@ -222,17 +224,14 @@ class AsyncEngine:
         """Images in the queue that would make room for a request of the highest class that has come so far."""
         return sum(session.num_images for session in self._lower_than(self._highest_class))
 
-    def _choose_model(self, name: str) -> ModelInfo:
+    def _choose_model(self, name: str, lora: str) -> ModelInfo:
         if self.is_closing:
             self.metrics.observe_rejected("shutting_down")
             raise OverloadedError("The server is shutting down.", retry_after=MIN_RETRY_SECONDS)
         if not self.models:
             self.metrics.observe_rejected("not_ready")
             raise OverloadedError("The model is still loading.", retry_after=MIN_RETRY_SECONDS)
-        model = self.models.get(name) if name else next(iter(self.models.values()))
-        if model is None:
-            raise ModelNotFoundError(name)
-        return model
+        return choose_model(self.models, name, lora)
 
     def retry_after(self) -> float:
         """Seconds after which a refused client is likely to find room: the predicted time to drain what is here."""
@@ -251,12 +250,15 @@ class AsyncEngine:
 
     # ---------------------------------------------------------------------------------- templates
 
-    async def prime_template(self, request_id: str, image: Upload, *, model: str = "", owner: str = "") -> Template:
-        """Register an image as a template of `owner` and make its pages, which edits by its id then find.
+    async def prime_template(
+        self, request_id: str, image: Upload, *, model: str = "", lora: str = "", owner: str = ""
+    ) -> Template:
+        """Register an image as a template of `owner` and make its pages, which edits by its id with the same adapter,
+        or likewise none, then find.
 
         Raises InvalidRequestError and below, OverloadedError, EngineError; nothing is registered then.
         """
-        info = self._choose_model(model)
+        info = self._choose_model(model, lora)
         self.templates.check_size(image.size)
         upload = await KeptUpload.of(image)
         session = TemplateSession(self, request_id, upload, info)
@@ -289,8 +291,10 @@ class AsyncEngine:
         self._drop_all_pages(self.templates.remove(template_id, owner))
 
     def _drop_all_pages(self, gone: Template) -> None:
-        for content_id in gone.content_ids:
-            self.drop_pages(gone.model, content_id)
+        """Those of edits with other adapters as well."""
+        for model in kin(self.models, gone.model):
+            for content_id in gone.content_ids:
+                self.drop_pages(model, content_id)
 
     def drop_pages(self, model: str, content_id: str) -> None:
         """Have pages forgotten, unless a template has them still, or will; "" is a template that never was prepared."""

@@ -21,15 +21,16 @@ class EditInput:
     """One edit: an image, what to change of it, and how the result is to look.
 
     image: None for a generation, on an empty canvas of `canvas_size` (width, height; None = the model's native square).
-    template_id: a registered template of `owner`, instead of an image; a template made of the result is `owner`'s, too.
-    mask, mask_kind and padding_mask_crop (0..65535): see `core.messages.PrepareEdit`. output_size: (width, height),
-    None = the upload's. compression: 0..100, jpeg and webp. partial_images: previews per image, 0..3. base64: outputs
-    as base64 text, not file bytes.
+    model, lora: see `core.model_choice.choose_model`. template_id: a registered template of `owner`, instead of an
+    image; a template made of the result is `owner`'s, too. mask, mask_kind and padding_mask_crop (0..65535): see
+    `core.messages.PrepareEdit`. output_size: (width, height), None = the upload's. compression: 0..100, jpeg and webp.
+    partial_images: previews per image, 0..3. base64: outputs as base64 text, not file bytes.
     """
 
     prompt: str
     sampling: SamplingParams = field(default_factory=SamplingParams)
     model: str = ""  # "" = the first model served
+    lora: str = ""  # "" = no adapter
     image: Upload | None = None
     template_id: str | None = None
     owner: str = ""

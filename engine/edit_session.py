@@ -34,6 +34,7 @@ from core.messages import (
     PrepareEdit,
     TemplatePrimed,
 )
+from core.model_choice import kin
 from core.request import MAX_IMAGES, MAX_PADDING_MASK_CROP, MAX_PROMPT_CHARACTERS, SamplingParams
 from core.validation import check_integer, check_length
 from engine import image_ops
@@ -137,7 +138,7 @@ class EditSession:
             image_ops.check_output_size(*self._output_size, edit.output_format)
         full_steps = resolve_full_steps(self._sampling, model, self._mask_ratio)
         self._sampling = msgspec.structs.replace(self._sampling, full_steps=full_steps)
-        if self._template is not None and self._template.model == model.name:
+        if self._template is not None and self._template.model in kin(self._engine.models, model.name):
             self._note_content(self._template.id, self._prepared)
         self._timing.prepared = time.monotonic()
         self._span.child("prepare", self._timing.arrival, self._timing.prepared, {})

@@ -7,7 +7,7 @@ vLLM's own prefix as well. Knows nothing of HTTP; docs/observability.md lists al
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, Protocol, get_args
 
 from core.load_report import EngineStats, LoadReport
@@ -103,12 +103,19 @@ class Metrics:
         )
 
     def _make_gateway_collectors(self, registry: MetricRegistry) -> None:
-        """A gateway's view of adapters, whose absence it takes for a broken server: there is room for none."""
+        """A gateway's view of adapters, whose absence it takes for a broken server."""
         labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
-        adapters = registry.gauge("lora_requests_info", "Adapters; the time of the scrape.", *labels, prefix=GATEWAYS)
-        adapters.labels("0", "", "").set_function(time.time)
+        self._adapters = registry.gauge(
+            "lora_requests_info", "Adapters; the time of the scrape.", *labels, prefix=GATEWAYS
+        )
+        self.name_adapters(())
 
     # ---------------------------------------------------------------------------------- what is there
+
+    def name_adapters(self, names: Sequence[str]) -> None:
+        """These are loaded, and there is room for no other."""
+        self._adapters.clear()
+        self._adapters.labels(str(len(names)), ",".join(names), "").set_function(time.time)
 
     def expect(self, models: Iterable[str], num_engines: int) -> None:
         """Have the series of these models, and of engines 0..num_engines - 1, from now on, before anything happens."""

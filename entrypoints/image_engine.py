@@ -9,9 +9,10 @@ import asyncio
 import io
 import threading
 import uuid
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -22,6 +23,7 @@ from tqdm import tqdm
 
 from core.config import (
     EMBEDDED_MODEL,
+    AdapterConfig,
     CacheConfig,
     EngineConfig,
     ImageConfig,
@@ -42,6 +44,7 @@ ImageLike = Image.Image | str | Path | bytes | npt.NDArray[np.uint8]
 """A PIL image, a path, an encoded file, or an array uint8 [height, width(, 1..4)]."""
 
 _CACHE = CacheConfig()
+_NO_ADAPTERS: Mapping[str, str | Path] = MappingProxyType({})
 MAX_IN_FLIGHT = 64
 """Edits handed to each engine at once: enough to keep any batch full, little enough to bound their memory."""
 
@@ -53,7 +56,8 @@ class Edit:
     Without either, the image's own transparent area is edited, or all of it. Without an image, one is generated on an
     empty canvas of `size` (width, height; default: the model's native square); with one, the result is resized to it.
     template_id: a template of this engine (`ImageEngine.create_template`), instead of an image. padding_mask_crop: as
-    diffusers': edit only the mask's box and so many pixels around it, at the model's own resolution.
+    diffusers': edit only the mask's box and so many pixels around it, at the model's own resolution. lora: the
+    name of one of the engine's adapters.
     """
 
     prompt: str
@@ -63,6 +67,7 @@ class Edit:
     size: tuple[int, int] | None = None
     template_id: str | None = None
     padding_mask_crop: int | None = None
+    lora: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +84,9 @@ class ImageEngine:
     """A loaded model, ready to edit. Use as a context manager, or call `close`.
 
     model: diffusers directory or hub id, default the embedded model. variant, dtype, device, threads, mask_aware,
-    cache_keyframes, cache_dtype, priming_prompt: see ModelConfig; cache: see CacheConfig; data_parallel_size: engines
-    that edits are spread over. Raises ConfigError when the
-    model cannot be loaded.
+    cache_keyframes, cache_dtype, priming_prompt: see ModelConfig; loras: name -> file of each adapter, see
+    AdapterConfig; cache: see CacheConfig; data_parallel_size: engines that edits are spread over. Raises ConfigError
+    when the model or an adapter cannot be loaded.
     """
 
     def __init__(
@@ -96,6 +101,7 @@ class ImageEngine:
         cache_keyframes: str = "auto",
         cache_dtype: str = "auto",
         priming_prompt: str = "",
+        loras: Mapping[str, str | Path] = _NO_ADAPTERS,
         cache: CacheConfig = _CACHE,
         max_num_seqs: int = SchedulerConfig().max_num_seqs,
         image_workers: int = ImageConfig().image_workers,
@@ -114,6 +120,7 @@ class ImageEngine:
                         cache_keyframes=cache_keyframes,
                         cache_dtype=cache_dtype,
                         priming_prompt=priming_prompt,
+                        adapters=tuple(AdapterConfig(name, str(path)) for name, path in loras.items()),
                     ),
                 ),
                 scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
@@ -154,12 +161,12 @@ class ImageEngine:
         """What the loaded model can do, and how its templates are cached."""
         return next(iter(self._engine.models.values()))
 
-    def create_template(self, image: ImageLike) -> Template:
-        """Register an image that is to be edited often, and compute what its edits share: give the template's `id` as
-        `Edit.template_id`. Raises InvalidRequestError.
+    def create_template(self, image: ImageLike, *, lora: str = "") -> Template:
+        """Register an image that is to be edited often, and compute what its edits with this adapter share: give the
+        template's `id` as `Edit.template_id`. Raises InvalidRequestError.
         """
         upload = BytesUpload(_encode(image, "image"))
-        return self._run(self._engine.prime_template(f"offline-{uuid.uuid4().hex}", upload))
+        return self._run(self._engine.prime_template(f"offline-{uuid.uuid4().hex}", upload, lora=lora))
 
     def close(self) -> None:
         """Stop the engine's processes. Idempotent."""
@@ -258,6 +265,7 @@ def _to_input(edit: Edit, sampling: SamplingParams) -> EditInput:
         mask_kind="alpha" if edit.mask is not None else "luminance",
         template_id=edit.template_id,
         padding_mask_crop=_padding(edit.padding_mask_crop),
+        lora=edit.lora,
         canvas_size=edit.size if is_generation else None,
         output_size=None if is_generation else edit.size,
     )

@@ -1,7 +1,7 @@
 """What can be served: `python -m entrypoints.models`, or of one checkpoint `python -m entrypoints.models --model M`
 
-Tells the parameters of a checkpoint, tokens and cache bytes of pictures, and which request fields it takes. Weights are
-not read. What needs torch runs in a process of its own.
+Tells the parameters of a checkpoint, tokens and cache bytes of pictures, which request fields it takes, and with --lora
+whether an adapter fits. Weights are not read. What needs torch runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import msgspec
 
 from core.messages import ModelInfo
 from core.model_card import CheckpointCard, FamilyCard
+from entrypoints.serve_args import parse_adapter
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = ((512, 512), (768, 768), (1024, 768), (1024, 1024), (1536, 1024))
@@ -26,7 +27,7 @@ SIZES = ((512, 512), (768, 768), (1024, 768), (1024, 1024), (1536, 1024))
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit status is 0, or 1 with one line on stderr."""
     args = _parse(argv)
-    command = [sys.executable, "-m", "model_executor.describe", *([args.model] if args.model else [])]
+    command = [sys.executable, "-m", "model_executor.describe", *_arguments(args)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(command, capture_output=True, env=environment, check=False)
     if done.returncode:
@@ -41,6 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _arguments(args: argparse.Namespace) -> list[str]:
+    return [args.model, *(f"{lora.name}={lora.path}" for lora in args.loras)] if args.model else []
+
+
 def _list(families: Iterable[FamilyCard]) -> Iterable[str]:
     for family in families:
         yield f"{family.name:10} {family.summary}\n{'':10} {', '.join(family.pipelines)}"
@@ -53,6 +58,10 @@ def _describe(card: CheckpointCard) -> Iterable[str]:
     yield f"parameters {_short(total)}: {', '.join(f'{part} {_short(n)}' for part, n in card.parameters.items())}"
     yield f"{card.scheduler}, {info.default_num_inference_steps} steps, up to {info.max_text_tokens} text tokens"
     yield f"takes {', '.join(_fields(info))}"
+    for adapter in card.adapters:
+        rank = "-".join(map(str, sorted(set(adapter.ranks))))
+        size = f"{adapter.num_layers} layers, rank {rank}, {_short(adapter.parameters)} parameters"
+        yield f"adapter {adapter.name}: {size}"
     pages = f"{card.layout.num_blocks} {card.layout.dtype} pages"
     yield f"cached per template: {card.num_keyframes} keyframes of {pages}"
     for width, height in _sizes(info):
@@ -98,7 +107,19 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m entrypoints.models", description="What can be served, or what is to be said of one checkpoint."
     )
     parser.add_argument("--model", help="diffusers directory or hub id")
-    return parser.parse_args(argv)
+    parser.add_argument(
+        "--lora",
+        dest="loras",
+        action="append",
+        default=[],
+        type=parse_adapter,
+        metavar="NAME=PATH",
+        help="an adapter that is to fit it; may be repeated",
+    )
+    args = parser.parse_args(argv)
+    if args.loras and not args.model:
+        parser.error("--lora needs the --model that it is for")
+    return args
 
 
 if __name__ == "__main__":

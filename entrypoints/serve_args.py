@@ -13,6 +13,7 @@ from typing import NoReturn, get_args
 
 from core.config import (
     EMBEDDED_MODEL,
+    AdapterConfig,
     CacheConfig,
     EngineConfig,
     ImageConfig,
@@ -76,6 +77,7 @@ def _config(args: argparse.Namespace) -> StencilConfig:
         cache_keyframes=args.cache_keyframes,
         cache_dtype=args.cache_dtype,
         priming_prompt=args.priming_prompt,
+        adapters=tuple(args.loras),
     )
     cache = CacheConfig(
         device_bytes=args.cache_device_bytes,
@@ -172,6 +174,16 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
         default=default.variant,
         metavar="NAME",
         help="variant of the checkpoint's weight files, such as fp16; parts that have none load their plain ones",
+    )
+    group.add_argument(
+        "--lora",
+        dest="loras",
+        action="append",
+        default=[],
+        type=parse_adapter,
+        metavar="NAME=PATH",
+        help="a LoRA adapter that requests may choose by this name: a safetensors file, or a folder that holds one; "
+        "may be repeated",
     )
     group.add_argument(
         "--dtype",
@@ -455,6 +467,16 @@ def _http_url(text: str) -> str:
     if text and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", text):
         raise argparse.ArgumentTypeError(f"'{text}' is not an http:// or https:// URL")
     return text
+
+
+def parse_adapter(text: str) -> AdapterConfig:
+    """NAME=PATH. Raises argparse.ArgumentTypeError."""
+    name, _, path = text.partition("=")
+    if not re.fullmatch(r"[\w.:-]+", name) or not path:
+        raise argparse.ArgumentTypeError(f"'{text}' is not NAME=PATH, with a name of letters, digits and _ . : -")
+    if not Path(path).expanduser().exists():
+        raise argparse.ArgumentTypeError(f"there is no file '{path}'")
+    return AdapterConfig(name, path)
 
 
 def _device(text: str) -> str:

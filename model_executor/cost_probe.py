@@ -52,8 +52,14 @@ def known_or_probed(
     families: Mapping[str, Family], infos: Sequence[ModelInfo], cache_folder: Path
 ) -> tuple[CostSample, ...]:
     """Samples of all models, `infos` as the worker is about to report them: those kept from an earlier start, else new
-    ones. A folder that cannot be written only means that the next start measures again."""
-    return tuple(sample for info in infos for sample in _samples(families[info.name], info, cache_folder))
+    ones. A folder that cannot be written only means that the next start measures again. An adapter's are its model's:
+    it takes a few percent longer, which is learnt as it is used."""
+    measured = {info.name: _samples(families[info.name], info, cache_folder) for info in infos if not info.parent}
+    return tuple(
+        msgspec.structs.replace(sample, model=ModelKey(info.name, sample.model.component))
+        for info in infos
+        for sample in measured[info.parent or info.name]
+    )
 
 
 @torch.inference_mode()

@@ -1,4 +1,5 @@
-"""`python -m model_executor.describe [CHECKPOINT]`: the families as JSON, or a checkpoint, whose weights stay unread.
+"""`python -m model_executor.describe [CHECKPOINT [NAME=ADAPTER...]]`: the families as JSON, or a checkpoint, whose
+weights stay unread, and what fits it.
 
 For who may not import torch: `entrypoints.models` runs it.
 """
@@ -13,10 +14,12 @@ from pathlib import Path
 import msgspec
 from safetensors import SafetensorError, safe_open
 
-from core.config import ModelConfig
+from core.config import AdapterConfig, ModelConfig
 from core.errors import ConfigError
-from core.model_card import CheckpointCard, FamilyCard
+from core.model_card import AdapterCard, CheckpointCard, FamilyCard
+from model_executor.adapters import read_adapter
 from model_executor.loader import Checkpoint
+from model_executor.models.base import Family
 from model_executor.models.registry import FAMILIES, make_family
 from model_executor.page_schemes import DEFAULT_DTYPE, DEFAULT_KEYFRAMES
 from model_executor.weights import usual_variant, weight_files
@@ -25,7 +28,7 @@ from model_executor.weights import usual_variant, weight_files
 def main(argv: Sequence[str]) -> int:
     """The exit status is 1, with one line on stderr, for a checkpoint that cannot be served."""
     try:
-        card = describe(argv[0]) if argv else families()
+        card = describe(argv[0], argv[1:]) if argv else families()
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -42,8 +45,8 @@ def families() -> list[FamilyCard]:
     return [FamilyCard(name=name, pipelines=tuple(found), summary=summaries[name]) for name, found in pipelines.items()]
 
 
-def describe(model: str) -> CheckpointCard:
-    """model: a directory or a hub id, which is downloaded. Raises ConfigError."""
+def describe(model: str, adapters: Sequence[str] = ()) -> CheckpointCard:
+    """model: a directory or a hub id, which is downloaded. adapters: NAME=PATH each. Raises ConfigError."""
     checkpoint = Checkpoint.open(ModelConfig(model=model, device="cpu", dtype="bfloat16"))
     family = make_family(checkpoint)
     info = family.info(model)
@@ -56,6 +59,20 @@ def describe(model: str) -> CheckpointCard:
         layout=family.page_layout(DEFAULT_DTYPE),
         num_keyframes=DEFAULT_KEYFRAMES,
         latent_bytes=info.latent_width * checkpoint.dtype.itemsize,
+        adapters=tuple(_describe_adapter(family, *adapter.split("=", 1)) for adapter in adapters),
+    )
+
+
+def _describe_adapter(family: Family, name: str, path: str) -> AdapterCard:
+    adapter = read_adapter(AdapterConfig(name, path), family.lora_loader)
+    family.check_adapter(adapter)
+    layers = adapter.layers.values()
+    ranks = [len(layer.down) for layer in layers]
+    return AdapterCard(
+        name=name,
+        num_layers=len(layers),
+        ranks=(min(ranks), max(ranks)),
+        parameters=sum(layer.down.numel() + layer.up.numel() for layer in layers),
     )
 
 

@@ -83,10 +83,11 @@ DEFINE_TILE(6)
 typedef void (*Tile)(const float *, long, int, const float *, const float *, const float *, int, int, int, float *, long);
 static const Tile tiles[] = {0, tile_1, tile_2, tile_3, tile_4, tile_5, tile_6};
 
-/* out [rows, outputs] = x [rows, inputs] times weight, plus bias [outputs], and its GELU. weight: [outputs / PANEL,
- * inputs, PANEL]; outputs is a multiple of PANEL. x_step: numbers from one row of x to the next. */
+/* out [rows, outputs] = x [rows, inputs] times weight, plus bias [outputs] and, with onto, what is in out; and its GELU.
+ * weight: [outputs / PANEL, inputs, PANEL]; outputs is a multiple of PANEL. x_step: numbers from one row of x to the
+ * next. */
 void stencil_linear(const float *x, long x_step, int rows, int inputs, const float *weight, const float *bias,
-                    int outputs, int gelu, float *out) {
+                    int outputs, int gelu, int onto, float *out) {
     for (int k = 0; k < inputs; k += DEPTH) {
         int depth = inputs - k < DEPTH ? inputs - k : DEPTH, last = k + depth == inputs;
         for (int n = 0; n < outputs; n += PANEL) {
@@ -95,7 +96,7 @@ void stencil_linear(const float *x, long x_step, int rows, int inputs, const flo
             for (int r = 0; r < rows; r += ROWS) {
                 int m = rows - r < ROWS ? rows - r : ROWS, quarter = r / ROWS;
                 const float *fetched = quarter < 4 ? next + quarter * LANES : panel;
-                tiles[m](x + r * x_step + k, x_step, depth, panel, fetched, bias + n, k == 0, last, gelu,
+                tiles[m](x + r * x_step + k, x_step, depth, panel, fetched, bias + n, k == 0 && !onto, last, gelu,
                          out + (long)r * outputs + n, outputs);
             }
         }

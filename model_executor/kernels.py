@@ -35,7 +35,7 @@ COMPILE_SECONDS = 60.0
 
 _FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-ffp-contract=fast", "-shared", "-fPIC")
 _SIGNATURES: dict[str, list[Any]] = {
-    "stencil_linear": [c_void_p, c_long, c_int, c_int, c_void_p, c_void_p, c_int, c_int, c_void_p],
+    "stencil_linear": [c_void_p, c_long, c_int, c_int, c_void_p, c_void_p, c_int, c_int, c_int, c_void_p],
     "stencil_attend": [
         *(c_void_p, c_long, c_int, c_int, c_int, c_float),
         *(c_void_p, c_void_p, c_int, c_void_p, c_void_p),
@@ -57,13 +57,14 @@ class Kernels:
         functions = (_function(library, name) for name in _SIGNATURES)
         self._linear, self._attend, self._normalise_and_rotate, self._interpolate = functions
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor, *, gelu: bool) -> Tensor:
-        """x [rows, in] times weight, of `pack`, plus bias [out]; gelu applies the tanh approximation to the result."""
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor, *, gelu: bool, onto: Tensor | None = None) -> Tensor:
+        """x [rows, in] times weight, of `pack`, plus bias [out]; gelu applies the tanh approximation to the result.
+        onto: [rows, out] side by side, added before that and overwritten with the result."""
         x = x if x.stride(1) == 1 else x.contiguous()
         (rows, inputs), outputs = x.shape, len(bias)
-        out = x.new_empty(rows, outputs)
-        weights = weight.data_ptr(), bias.data_ptr()
-        self._linear(x.data_ptr(), x.stride(0), rows, inputs, *weights, outputs, gelu, out.data_ptr())
+        out = x.new_empty(rows, outputs) if onto is None else onto
+        weights, has_onto = (weight.data_ptr(), bias.data_ptr()), onto is not None
+        self._linear(x.data_ptr(), x.stride(0), rows, inputs, *weights, outputs, gelu, has_onto, out.data_ptr())
         return out
 
     def attend(self, query: Tensor, key_value: Tensor) -> Tensor:

@@ -16,6 +16,12 @@ from torch import Tensor, nn
 
 from model_executor.kernels import PANEL, Kernels, pack
 
+Group = Callable[..., Tensor]
+"""(x [rows, in], gelu=False) -> [rows, sum of out]: layers that read the same input, as one product."""
+
+MakeGroup = Callable[..., Group]
+"""(*layers) -> their group."""
+
 Linear = Callable[..., Tensor]
 """(layer, x [rows, in], gelu=False) -> [rows, out]; gelu applies the tanh approximation to the result."""
 
@@ -67,8 +73,8 @@ class LinearGroup:
     Where `keep_packed` asks for it and all are plain `nn.Linear`s, their weights are held together and in the order
     that our own kernels, if given, or oneDNN compute in: without rearranging them every time, oneDNN's products of some
     tens of tokens took 0.5 to 0.9 of the time, with the same bits. With `owns_layers` the layers' own weights go: they
-    cannot run by themselves any more. Other layers run as themselves, one after the other. Made when weights and
-    adapters are in place; what is changed later is not seen.
+    cannot run by themselves any more. Other layers run as themselves, one after the other. Made when weights
+    are in place; what is changed later is not seen.
     """
 
     def __init__(
@@ -98,6 +104,38 @@ class LinearGroup:
             return onednn_product(x, *self._packed, gelu=gelu)
         outputs = [self._linear(layer, x, gelu=gelu) for layer in self._layers]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+    def add_to(self, y: Tensor, x: Tensor, *, gelu: bool = False) -> Tensor:
+        """y [rows, sum of out], side by side, plus the product with x; y itself is used up. gelu: of the sum."""
+        if self._packed is not None and self._kernels is not None:
+            return self._kernels.linear(x, *self._packed, gelu=gelu, onto=y)
+        y = y.add_(self(x))
+        return F.gelu(y, approximate="tanh") if gelu else y
+
+
+class AdaptedGroup:
+    """A group and what an adapter adds to its output: the input times `down`, times `up`. A row's bits depend on that
+    row alone, as in the group."""
+
+    def __init__(self, group: LinearGroup, down: LinearGroup, up: LinearGroup) -> None:
+        self._group, self._down, self._up = group, down, up
+
+    def __call__(self, x: Tensor, *, gelu: bool = False) -> Tensor:
+        """As of the group."""
+        return self._up.add_to(self._group(x), self._down(x), gelu=gelu)
+
+
+def as_linear(layer: nn.Module) -> nn.Module:
+    """A convolution over patches side by side, for patches as rows, channel by channel; it shares the weights. Any
+    other layer as it is."""
+    if not isinstance(layer, nn.Conv2d):
+        return layer
+    weight = layer.weight.flatten(1)
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=layer.bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if layer.bias is not None:
+        linear.bias = nn.Parameter(layer.bias, requires_grad=False)
+    return linear
 
 
 @torch.no_grad()

@@ -117,6 +117,15 @@ class Checkpoint:
         except LOAD_ERRORS as error:
             raise ConfigError(f"cannot load {part} of {self.path}: {_first_line(error)}") from error
 
+    def outline(self, part: str) -> torch.nn.Module:
+        """A part with all its layers and no weights. Raises ConfigError."""
+        cls = self._class_of(part)
+        try:
+            with torch.device("meta"):
+                return cls.from_config(self.config(part))  # type: ignore[no-any-return]
+        except LOAD_ERRORS as error:
+            raise ConfigError(f"cannot make {part} of {self.path}: {_first_line(error)}") from error
+
     def _load_module(self, cls: Any, part: str) -> torch.nn.Module:
         module, report = cls.from_pretrained(
             self.path,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import diffusers.utils.logging
@@ -17,6 +19,7 @@ from core.config import ModelConfig
 from core.handles import ModelKey
 from core.ipc.heap import keep_freed_memory
 from core.messages import ModelInfo, WorkerReady
+from model_executor.adapters import Adapter, read_adapter
 from model_executor.loader import Checkpoint
 from model_executor.models.base import Family, PrimeRow, Row, Sample
 from model_executor.models.registry import make_family
@@ -33,7 +36,8 @@ KEPT_BYTES = 256 * 1024**2
 
 
 class ResidentModels:
-    """Served models by name; loads and drops their components. Made by `open`, which reads no weights."""
+    """Served models by name; loads and drops their components. Made by `open`, which reads no weights but adapters'.
+    Raises ConfigError for an adapter that cannot be used."""
 
     def __init__(
         self,
@@ -43,7 +47,19 @@ class ResidentModels:
     ) -> None:
         self._configs = {config.name: config for config in configs}
         self._checkpoints = checkpoints
-        self.families = families
+        self._adapters = [  # each with the name of its model
+            (config.name, read_adapter(adapter, families[config.name].lora_loader))
+            for config in configs
+            for adapter in config.adapters
+        ]
+        for name, read in self._adapters:  # before minutes are spent on loading
+            families[name].check_adapter(read)
+        self.families = dict(families)  # adapters among them once they are loaded
+
+    @property
+    def parents(self) -> dict[str, str]:
+        """Adapter's name -> its model's."""
+        return {adapter.name: name for name, adapter in self._adapters}
 
     @classmethod
     def open(
@@ -67,10 +83,13 @@ class ResidentModels:
         return next(iter(self._checkpoints.values())).device
 
     def load_all(self) -> None:
-        """Every component of every model. Raises ConfigError."""
-        for name, family in self.families.items():
-            for component in family.components:
+        """Every component of every model, and every adapter. Raises ConfigError."""
+        for name in self._configs:
+            for component in self.families[name].components:
                 self.load(ModelKey(name, component))
+        for name, adapter in self._adapters:
+            self.families[adapter.name] = self.families[name].adapted(adapter)
+        self._adapters = [(name, replace(adapter, layers={})) for name, adapter in self._adapters]  # in use by now
 
     def load(self, key: ModelKey) -> None:
         """Read a component's weights. Raises ConfigError."""
@@ -85,8 +104,10 @@ class ResidentModels:
             family.drop(part)
 
     def ready(self, rank: int) -> WorkerReady:
-        """What this worker can do. Every component must be loaded. Raises ConfigError."""
-        return WorkerReady(rank=rank, models=tuple(self._info(name) for name in self.families))
+        """What this worker can do, models before their adapters. Every component must be loaded. Raises ConfigError."""
+        models = {name: self._info(name) for name in self._configs}
+        adapters = (_adapted(models[name], adapter) for name, adapter in self._adapters)
+        return WorkerReady(rank=rank, models=(*models.values(), *adapters))
 
     def _info(self, name: str) -> ModelInfo:
         family = self.families[name]
@@ -98,12 +119,22 @@ class ResidentModels:
         """Edit one small picture with every model, so that the first request does not pay for first calls, nor for
         memory that was never touched."""
         keep_freed_memory(KEPT_BYTES)
-        for name, family in self.families.items():
+        for name in self._configs:
+            family = self.families[name]
             info = family.info(name)
             side = min(info.native_size, WARM_UP_SIDE) // info.token_size * info.token_size
             edit_once(family, side, info.max_text_tokens)
             if self._configs[name].mask_aware:
                 edit_masked_once(family, side, info.max_text_tokens)
+
+
+def _adapted(model: ModelInfo, adapter: Adapter) -> ModelInfo:
+    """The model with an adapter: its pages are others."""
+    scheme = model.page_scheme
+    if scheme is not None:
+        fingerprint = hashlib.sha256(f"{scheme.fingerprint} {adapter.digest}".encode()).hexdigest()
+        scheme = msgspec.structs.replace(scheme, fingerprint=fingerprint)
+    return msgspec.structs.replace(model, name=adapter.name, parent=model.name, page_scheme=scheme)
 
 
 @torch.inference_mode()

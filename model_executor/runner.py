@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -56,6 +57,8 @@ TOGETHER = ("denoise", "prime")
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 """How PyTorch's CPU allocator words it, in a plain RuntimeError."""
 
+_NO_PARENTS: Mapping[str, str] = MappingProxyType({})
+
 NO_ROOM = (
     "the device has no room for this image, even alone: send a smaller one, or have the server hold less at a time "
     "(--max-num-seqs, --cache-device-bytes)"
@@ -63,15 +66,22 @@ NO_ROOM = (
 
 
 class Runner:
-    """Runs batches of one worker. `models` maps a model's name to its family, whose components are loaded by the
-    worker."""
+    """Runs batches of one worker. models: name -> family, whose components are loaded by the worker. parents: of those
+    that are adapters, whose prompts are embedded as their model's are."""
 
     def __init__(
-        self, rank: int, models: Mapping[str, Family], store: TensorStore, arena: SharedMemory, pages: PageStore
+        self,
+        rank: int,
+        models: Mapping[str, Family],
+        store: TensorStore,
+        arena: SharedMemory,
+        pages: PageStore,
+        parents: Mapping[str, str] = _NO_PARENTS,
     ) -> None:
         self._rank = rank
         self._models = models
-        self._prompts = {name: PromptCache(family) for name, family in models.items()}
+        prompts = {name: PromptCache(family) for name, family in models.items() if name not in parents}
+        self._prompts = {name: prompts[parents.get(name, name)] for name in models}
         self._dtypes = {name: getattr(torch, family.info(name).dtype) for name, family in models.items()}
         self._store = store
         self._arena = arena

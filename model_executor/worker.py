@@ -97,7 +97,7 @@ def _start(settings: WorkerConfig, link: EngineLink, arena: Arena, page_arena: A
         ready = msgspec.structs.replace(ready, samples=samples)
     store = TensorStore(settings.rank, models.device, arena)
     pages = PageStore(models.device, page_arena, _page_files(settings.cache), link.report, settings.rank)
-    runner = Runner(settings.rank, models.families, store, arena, pages)
+    runner = Runner(settings.rank, models.families, store, arena, pages, models.parents)
     link.send(ready)
     return Worker(settings.rank, link, models, store, pages, runner)
 

@@ -44,7 +44,7 @@ def box_mask(size: tuple[int, int] = SIZE) -> npt.NDArray[np.uint8]:
 
 
 class Edit:
-    """An edit of `picture(seed)` under `box_mask()` by the model "tiny"."""
+    """An edit of `picture(seed)` under `box_mask()`."""
 
     def __init__(
         self,
@@ -56,8 +56,10 @@ class Edit:
         steps: int = 3,
         prompt: str = "a red striped shirt",
         size: tuple[int, int] = SIZE,
+        model: str = "tiny",
     ) -> None:
         self.request_id, self.seed, self.steps, self.prompt, self.size = request_id, seed, steps, prompt, size
+        self.model = model
         self.strength = 1.0
         self.guidance_scale = 30.0
         self.true_cfg_scale = 1.0
@@ -105,24 +107,24 @@ class Edit:
             num_denoising_steps=self.num_denoising_steps,
         )
         return _plan(
-            _batch("text_encode", "text_encoder", [self._item("text_encode", text)]),
-            _batch("image_encode", "vae", [self._item("image_encode", image)]),
+            self._batch("text_encode", "text_encoder", [self._item("text_encode", text)]),
+            self._batch("image_encode", "vae", [self._item("image_encode", image)]),
         )
 
     def denoise_plan(self, step: int, *, keep_clean: bool = False) -> StepPlan:
-        return _plan(_batch("denoise", "transformer", [self._denoise_item(step, keep_clean)]))
+        return _plan(self._batch("denoise", "transformer", [self._denoise_item(step, keep_clean)]))
 
     def decode_plan(self, rank: int = 0, latents: TensorRef | None = None) -> StepPlan:
         """Decode and free. latents: where they lie, when not in the store of `rank`."""
         work = Decode(width=self.size[0], height=self.size[1], partial=False, pixels=self.pixels)
         item = Item(self.request_id, "decode", work, (latents or self._ref("image_encode", "latents"),))
-        batch = _batch("decode", "vae", [item], rank)
+        batch = self._batch("decode", "vae", [item], rank)
         return StepPlan(seq=next(_numbers), batches=(batch,), free=(TensorKey(self.request_id, "", ""),))
 
     @staticmethod
     def denoise_batch(edits: Sequence[Edit], steps: Mapping[Edit, int]) -> Batch:
-        """One step of all of them together, each at its own step number."""
-        return _batch("denoise", "transformer", [edit._denoise_item(steps[edit], False) for edit in edits])
+        """One step of all of them together, each at its own step number; they are of one model."""
+        return edits[0]._batch("denoise", "transformer", [edit._denoise_item(steps[edit], False) for edit in edits])
 
     def _denoise_item(self, step: int, keep_clean: bool) -> Item:
         work = Denoise(
@@ -146,6 +148,9 @@ class Edit:
         )
         return Item(self.request_id, "denoise", work, inputs)
 
+    def _batch(self, stage: str, component: str, items: Sequence[Item], rank: int = 0) -> Batch:
+        return Batch(next(_numbers), stage, ModelKey(self.model, component), (rank,), tuple(items))
+
     def _item(self, node: str, work: StageWork) -> Item:
         return Item(self.request_id, node, work, ())
 
@@ -160,7 +165,3 @@ class Edit:
 
 def _plan(*batches: Batch) -> StepPlan:
     return StepPlan(seq=next(_numbers), batches=batches)
-
-
-def _batch(stage: str, component: str, items: Sequence[Item], rank: int = 0) -> Batch:
-    return Batch(next(_numbers), stage, ModelKey("tiny", component), (rank,), tuple(items))

@@ -13,7 +13,7 @@ import torch
 from edits import Edit, box_mask, picture
 from PIL import Image
 
-from core.config import ModelConfig
+from core.config import AdapterConfig, ModelConfig
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages import BatchResult, PageCopied, StepPlan
 from model_executor.page_store import PageStore
@@ -33,22 +33,28 @@ PROMPT = "a person wearing the red striped shirt, and more words than fit"
 class Rig:
     """A runner with one model in this process, and diffusers' pipeline for the same checkpoint."""
 
-    def __init__(self, checkpoint: Path, arena: Arena, pipeline: Any, **parts: Any) -> None:
+    def __init__(
+        self, checkpoint: Path, arena: Arena, pipeline: Any, adapters: Sequence[AdapterConfig] = (), **parts: Any
+    ) -> None:
         """pipeline: its class. parts: of the pipeline, in place of the checkpoint's."""
         self.arena = arena
         self.space = ArenaAllocator(arena)
-        models = ResidentModels.open([ModelConfig(model=str(checkpoint), served_model_name="tiny", dtype="float32")])
+        model = ModelConfig(model=str(checkpoint), served_model_name="tiny", dtype="float32", adapters=tuple(adapters))
+        models = ResidentModels.open([model])
         models.load_all()
+        self.models = models
         self.store = TensorStore(0, models.device, arena)
         copied: list[PageCopied] = []
         self.pages = PageStore(models.device, arena, None, copied.append)
-        self.runner = Runner(0, models.families, self.store, arena, self.pages)
+        self.runner = Runner(0, models.families, self.store, arena, self.pages, models.parents)
         self.family = models.families["tiny"]
         self.pipeline = pipeline.from_pretrained(checkpoint, **parts)
         self.pipeline.set_progress_bar_config(disable=True)
 
-    def edit(self, name: str, *, seed: int, steps: int, size: tuple[int, int], prompt: str = PROMPT) -> Edit:
-        return Edit(self.arena, self.space, name, seed=seed, steps=steps, size=size, prompt=prompt)
+    def edit(
+        self, name: str, *, seed: int, steps: int, size: tuple[int, int], prompt: str = PROMPT, model: str = "tiny"
+    ) -> Edit:
+        return Edit(self.arena, self.space, name, seed=seed, steps=steps, size=size, prompt=prompt, model=model)
 
     def do(self, plan: StepPlan) -> list[BatchResult]:
         results = [self.runner.run(batch) for batch in plan.batches]
@@ -69,7 +75,9 @@ class Rig:
             self.do(edit.encode_plan())
         done, iteration = dict.fromkeys(edits, 0), 0
         while running := [edit for edit in edits[: iteration + 1] if done[edit] < edit.num_steps]:
-            self.do(StepPlan(seq=0, batches=(Edit.denoise_batch(running, done),)))
+            models = {edit.model: [other for other in running if other.model == edit.model] for edit in running}
+            batches = [Edit.denoise_batch(group, done) for group in models.values()]
+            self.do(StepPlan(seq=0, batches=tuple(batches)))
             done |= {edit: done[edit] + 1 for edit in running}
             iteration += 1
         for edit in edits:

@@ -148,11 +148,11 @@ def _add_template_routes(app: FastAPI, engine: AsyncEngine, settings: ServerSett
 async def _register(engine: AsyncEngine, request: Request, submission: Submission) -> Template:
     if "image" not in submission.uploads:
         raise missing("image")
-    model, owner = str(submission.values.get("model", "")), _owner(request)
-    image = submission.uploads["image"]
-    return await _unless_gone(
-        request, engine.prime_template(request.scope[REQUEST_ID], image, model=model, owner=owner)
+    model, lora = (str(submission.values.get(name, "")) for name in ("model", "lora"))
+    primed = engine.prime_template(
+        request.scope[REQUEST_ID], submission.uploads["image"], model=model, lora=lora, owner=_owner(request)
     )
+    return await _unless_gone(request, primed)
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -177,13 +177,13 @@ def _add_model_routes(app: FastAPI, engine: AsyncEngine) -> None:
 
     @app.get("/v1/models", response_model=None)
     async def list_models() -> Response:
-        """The loaded models."""
+        """The loaded models, and each one's adapters, whose parent it is."""
         _require_ready(engine)
         return _json({"object": "list", "data": [_model_object(model, started) for model in engine.models.values()]})
 
     @app.get("/v1/models/{model_id:path}", response_model=None)
     async def retrieve_model(model_id: str) -> Response:
-        """One loaded model; the id may hold slashes."""
+        """One of them; the id may hold slashes."""
         _require_ready(engine)
         if model_id not in engine.models:
             raise ModelNotFoundError(model_id)
@@ -245,7 +245,8 @@ def _status(engine: AsyncEngine) -> str:
 
 
 def _model_object(model: ModelInfo, created: int) -> dict[str, Any]:
-    return {"id": model.name, "object": "model", "created": created, "owned_by": "stencil"}
+    parent = model.parent or None
+    return {"id": model.name, "object": "model", "created": created, "owned_by": "stencil", "parent": parent}
 
 
 def _template_object(template: Template) -> dict[str, Any]:

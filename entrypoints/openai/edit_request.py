@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from core.errors import InvalidRequestError, ModelNotFoundError, OverloadedError
+from core.errors import InvalidRequestError, OverloadedError
 from core.messages import (
     MaskKind,
     ModelInfo,
     OutputFormat,
 )
+from core.model_choice import choose_model
 from core.request import MAX_INFERENCE_STEPS, SamplingParams
 from engine.edit import EditInput
 from entrypoints.openai.fields import EDIT_FIELDS, GENERATION_FIELDS, QUALITY_FACTORS, Field, Value, parse_size
@@ -58,7 +59,7 @@ def build_call(
     loaded.
     """
     values = submission.values
-    model = _choose_model(str(values.get("model", "")), models)
+    model = _choose_model(values, models)
     _refuse_unsupported(values)
     prompt = _require_prompt(values)
     is_edit = operation == "image_edit"
@@ -98,12 +99,10 @@ def build_call(
     )
 
 
-def _choose_model(name: str, models: Mapping[str, ModelInfo]) -> ModelInfo:
+def _choose_model(values: Mapping[str, Value], models: Mapping[str, ModelInfo]) -> ModelInfo:
     if not models:
         raise OverloadedError("The model is still loading.", retry_after=LOADING_RETRY_SECONDS)
-    if name and name not in models:
-        raise ModelNotFoundError(name)
-    return models[name] if name else next(iter(models.values()))
+    return choose_model(models, str(values.get("model", "")), str(values.get("lora", "")))
 
 
 def _refuse_unsupported(values: Mapping[str, Value]) -> None:

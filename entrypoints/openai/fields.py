@@ -125,6 +125,7 @@ QUALITY_FACTORS = {"low": 0.5, "medium": 1.0, "high": 2.0, "hd": 2.0, "xhigh": 3
 _COMMON = (
     Field("prompt", "string", "What to paint.", max_length=MAX_PROMPT_CHARACTERS),
     Field("model", "string", "A model id of /v1/models; empty or omitted: the loaded model."),
+    Field("lora", "string", "An adapter of the model; empty or omitted: none.", max_length=512),
     Field("n", "integer", "Images to make.", 1, 10),
     Field("size", "string", "Output size: auto or WIDTHxHEIGHT in pixels."),
     Field("response_format", "string", "b64_json; url is not offered.", choices=("b64_json", "url")),
@@ -194,7 +195,7 @@ GENERATION_FIELDS: dict[str, Field] = {
         Field("style", "string", "Not used.", choices=("vivid", "natural"), has_effect=False),
     )
 }
-TEMPLATE_FIELDS: dict[str, Field] = {field.name: field for field in _COMMON if field.name == "model"}
+TEMPLATE_FIELDS: dict[str, Field] = {field.name: field for field in _COMMON if field.name in ("model", "lora")}
 
 
 def parse_size(text: str) -> tuple[int, int] | None:

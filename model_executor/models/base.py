@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 from torch import Tensor, nn
 
 from core.messages import ModelInfo
 from core.page_scheme import PageDtype, PageLayout
+from model_executor.adapters import Adapter
 from model_executor.pages import Pages
 from model_executor.sampling import State
 
@@ -106,11 +107,22 @@ class Family(Protocol):
     """One model architecture, made with the light parts of a checkpoint; parts with weights come and go by name."""
 
     @property
+    def lora_loader(self) -> str:
+        """What reads its adapters, a class of `diffusers.loaders.lora_pipeline`."""
+
+    @property
     def components(self) -> Mapping[str, tuple[str, ...]]:
         """Component of a ModelKey -> parts of the checkpoint it consists of, named as in model_index.json."""
 
     def put(self, part: str, module: nn.Module) -> None:
         """Take a loaded part in use."""
+
+    def check_adapter(self, adapter: Adapter) -> None:
+        """Raises ConfigError where it does not fit; no weights are needed for that."""
+
+    def adapted(self, adapter: Adapter) -> Self:
+        """This model, loaded as it is, with an adapter; they share all weights. Raises ConfigError where it does not
+        fit."""
 
     def drop(self, part: str) -> None:
         """Forget a part; its memory is free once nothing else holds it."""

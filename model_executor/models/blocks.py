@@ -17,15 +17,12 @@ from torch import Tensor
 
 from model_executor.attention import KeysValues, attend, head_major, normalise_and_rotate_
 from model_executor.kernels import Kernels
-from model_executor.linear import Linear, LinearGroup, plain_linear
+from model_executor.linear import Linear, MakeGroup, plain_linear
 from model_executor.models.base import Row
 from model_executor.pages import Entry, PageReader
 from model_executor.ragged import Packing, Span, add_gated_, gather, norm_modulate
 
 FLOAT16_MAX = 65504.0
-
-MakeGroup = Callable[..., LinearGroup]
-"""(*layers) -> their group."""
 
 
 class Source(Protocol):

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from functools import lru_cache
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, Self, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core.page_scheme import PageDtype, PageLayout
+from model_executor.adapters import Adapter, FittedAdapter
 from model_executor.attention import KeysValues
 from model_executor.kernels import best_kernels
-from model_executor.linear import PACKED_BYTES, Linear, LinearGroup, best_linear
+from model_executor.linear import PACKED_BYTES, Group, Linear, LinearGroup, as_linear, best_linear
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.blocks import Block, Edit, Modulation, Source, Stream, Template
 from model_executor.pages import Entry
@@ -40,9 +42,9 @@ class Denoiser(ABC):
     rows_per_token: as in `PageLayout`; with 2, a row's condition tokens stand behind its image tokens, and only blocks
     that compute all tokens compute them.
 
-    linear: how layers run; None for the fastest that this process has, on one thread with compiled kernels. Weights and
-    adapters must be in place, and the number of threads set, when it is made (see `LinearGroup`). owns_module: nobody
-    else runs it, so that no weight has to be held twice.
+    linear: how layers run; None for the fastest that this process has, on one thread with compiled kernels. Weights
+    must be in place, and the number of threads set, when it is made (see `LinearGroup`). owns_module: nobody else runs
+    it, so that no weight has to be held twice.
     """
 
     rows_per_token: ClassVar[int] = 1
@@ -58,6 +60,17 @@ class Denoiser(ABC):
         self._linear = linear or best_linear()
         self._kernels = best_kernels() if linear is None and self._device.type == "cpu" else None
         self._pack = sum(parameter.nbytes for parameter in module.parameters()) <= PACKED_BYTES
+        self._groups: dict[tuple[nn.Module, ...], LinearGroup] = {}  # layers -> their group without an adapter
+        self._adapter: FittedAdapter | None = None
+        self._build()
+        if owns_module and self._pack:
+            _unmap(module)
+        self._rotary_table = lru_cache(maxsize=CACHED_GRIDS)(self._make_rotary_table)
+
+    def _build(self) -> None:
+        """All that reads the adapter."""
+        embed = self.module.time_text_embed
+        self._time_text_embed = embed if self._adapter is None else self._adapter.merge(embed)
         self._blocks = self._make_blocks()
         self.num_pages = 0
         for block in self._blocks:
@@ -65,11 +78,17 @@ class Denoiser(ABC):
             self.num_pages += block.num_pages
         self._first_pages = [block.page for block in self._blocks]
         self._modulations = [block.modulation for block in self._blocks]
-        self._modulations.append(Modulation([module.norm_out], [0], self._group))
-        self._image_out = self._group(module.proj_out)
-        if owns_module and self._pack:
-            _unmap(module)
-        self._rotary_table = lru_cache(maxsize=CACHED_GRIDS)(self._make_rotary_table)
+        self._modulations.append(Modulation([self.module.norm_out], [0], self._group))
+        self._image_out = self._group(self.module.proj_out)
+
+    def adapted(self, adapter: Adapter) -> Self:
+        """This denoiser with an adapter; they share all weights. Raises ConfigError where it does not fit."""
+        twin = copy(self)
+        twin._adapter = fitted = FittedAdapter(adapter, self.module, self._device, self.dtype)
+        twin._build()
+        fitted.check()
+        twin._adapter = None  # what was read of it: the groups have their own
+        return twin
 
     # ------------------------------------------------------------------------------------------- each model's own
 
@@ -80,7 +99,7 @@ class Denoiser(ABC):
 
     @abstractmethod
     def _make_blocks(self) -> list[Block]:
-        """In the order they run; called once, when groups can be made."""
+        """In the order they run; called when groups can be made."""
 
     @abstractmethod
     def _embed(self, rows: Sequence[Row | PrimeRow], computed: Sequence[Tensor | None], packing: Packing) -> Tensor:
@@ -116,8 +135,15 @@ class Denoiser(ABC):
         """The shape of this model's pages."""
         return self.layout_of(self.module.config, dtype)
 
-    def _group(self, *layers: nn.Module) -> LinearGroup:
-        return LinearGroup(layers, self._linear, self._pack, self._kernels, owns_layers=self._owns_module)
+    def _group(self, *layers: nn.Module) -> Group:
+        """Their group, with what the adapter adds to them."""
+        if layers not in self._groups:
+            self._groups[layers] = self._make_group(*map(as_linear, layers), owns_layers=self._owns_module)
+        group = self._groups[layers]
+        return group if self._adapter is None else self._adapter.extend(group, layers, self._make_group)
+
+    def _make_group(self, *layers: nn.Module, owns_layers: bool = True) -> LinearGroup:
+        return LinearGroup(layers, self._linear, self._pack, self._kernels, owns_layers=owns_layers)
 
     # ------------------------------------------------------------------------------------------------------- passes
 

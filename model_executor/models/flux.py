@@ -28,6 +28,7 @@ class Flux(LatentFamily):
     without a scale to choose."""
 
     denoiser = FluxTransformer
+    lora_loader = "FluxLoraLoaderMixin"
     text_parts = ("text_encoder", "text_encoder_2")
     default_steps: int
     default_guidance: float

@@ -48,7 +48,7 @@ class FluxTransformer(Denoiser):
         if self.module.config.guidance_embeds:
             guidance = torch.full([1], guidance_scale, dtype=torch.float32, device=timestep.device)
             inputs.insert(1, guidance.to(self.dtype) * 1000)
-        embedding: Tensor = self.module.time_text_embed(*inputs)
+        embedding: Tensor = self._time_text_embed(*inputs)
         return embedding
 
     def _make_rotary_table(self, text_tokens: int, grid: tuple[int, int]) -> Tensor:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from copy import copy
+from typing import Any, ClassVar, Self
 
 import torch
 from diffusers.utils.torch_utils import randn_tensor
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from core.errors import ConfigError
 from core.messages import ModelInfo
 from core.page_scheme import PageDtype, PageLayout
+from model_executor.adapters import Adapter
 from model_executor.loader import Checkpoint
 from model_executor.models.base import EncodedImage, EncodedText, PrimeRow, Row, Sample
 from model_executor.models.denoiser import Denoiser
@@ -37,6 +39,9 @@ class LatentFamily(ABC):
 
     denoiser: ClassVar[type[Denoiser]]
     vae: ClassVar[type[Vae]] = ImageVae
+    lora_loader: ClassVar[str]
+    """What reads its adapters, a class of `diffusers.loaders.lora_pipeline`."""
+
     text_parts: tuple[str, ...]
     """The text encoders, named as in model_index.json."""
 
@@ -91,6 +96,14 @@ class LatentFamily(ABC):
             self._loaded_vae = self.vae(module)
         if part == "transformer":
             self._transformer = self.denoiser(module, self._sampling.num_train_timesteps, owns_module=True)
+
+    def check_adapter(self, adapter: Adapter) -> None:
+        self.denoiser(self._checkpoint.outline("transformer"), self._sampling.num_train_timesteps).adapted(adapter)
+
+    def adapted(self, adapter: Adapter) -> Self:
+        twin = copy(self)
+        twin._transformer = self._denoiser.adapted(adapter)
+        return twin
 
     def drop(self, part: str) -> None:
         del self._parts[part]

@@ -38,6 +38,7 @@ UNSUPPORTED = ("guidance_embeds", "zero_cond_t", "use_additional_t_cond", "use_l
 class Qwen(NoisedTemplate):
     """What the two have in common. Guidance is classifier-free, and done only where there is a negative prompt."""
 
+    lora_loader = "QwenImageLoraLoaderMixin"
     vae = QwenVae
     text_parts = ("text_encoder",)
     system: str

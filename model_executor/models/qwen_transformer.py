@@ -44,7 +44,7 @@ class QwenTransformer(Denoiser):
 
     def _embedding(self, sigma: Tensor, pooled_prompt_embeds: Tensor, guidance_scale: float) -> Tensor:
         timestep = (sigma * self._num_train_timesteps).reshape(1).to(self.dtype) / 1000
-        embedding: Tensor = self.module.time_text_embed(timestep, timestep)  # of the latter the dtype is taken
+        embedding: Tensor = self._time_text_embed(timestep, timestep)  # of the latter the dtype is taken
         return embedding
 
     def _make_rotary_table(self, text_tokens: int, grid: tuple[int, int]) -> Tensor:

@@ -33,6 +33,7 @@ class StableDiffusion3(NoisedTemplate):
     family = "sd3"
     summary = "Stable Diffusion 3 and 3.5: likewise, with classifier-free guidance"
     denoiser = SD3Transformer
+    lora_loader = "SD3LoraLoaderMixin"
     samples_packed = False
 
     def __init__(self, checkpoint: Checkpoint) -> None:

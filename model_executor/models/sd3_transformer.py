@@ -11,8 +11,9 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from model_executor.linear import Linear
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.blocks import Block, DoubleBlock, Stream
 from model_executor.models.denoiser import CACHED_GRIDS, Denoiser, select
@@ -23,6 +24,12 @@ class SD3Transformer(Denoiser):
     """Double blocks only, some with a second attention; positions are added to the tokens and not to queries and keys;
     guidance is none of its business."""
 
+    def __init__(
+        self, module: Any, num_train_timesteps: int, linear: Linear | None = None, *, owns_module: bool = False
+    ) -> None:
+        self._positions = lru_cache(maxsize=CACHED_GRIDS)(self._make_positions)
+        super().__init__(module, num_train_timesteps, linear, owns_module=owns_module)
+
     @staticmethod
     def _count_pages(config: Mapping[str, Any]) -> int:
         return int(config["num_layers"]) + len(config.get("dual_attention_layers", ()))
@@ -30,9 +37,8 @@ class SD3Transformer(Denoiser):
     def _make_blocks(self) -> list[Block]:
         module = self.module
         self._patch: int = module.config.patch_size
-        self._image_in = self._group(_as_linear(module.pos_embed.proj))
+        self._image_in = self._group(module.pos_embed.proj)
         self._text_in = self._group(module.context_embedder)
-        self._positions = lru_cache(maxsize=CACHED_GRIDS)(self._make_positions)
         return [DoubleBlock(block, self._group) for block in module.transformer_blocks]
 
     def _embed(self, rows: Sequence[Row | PrimeRow], computed: Sequence[Tensor | None], packing: Packing) -> Tensor:
@@ -45,7 +51,7 @@ class SD3Transformer(Denoiser):
     def _embedding(self, sigma: Tensor, pooled_prompt_embeds: Tensor, guidance_scale: float) -> Tensor:
         """Time and pooled text."""
         timestep = (sigma * self._num_train_timesteps).reshape(1)
-        embedding: Tensor = self.module.time_text_embed(timestep, pooled_prompt_embeds[None])
+        embedding: Tensor = self._time_text_embed(timestep, pooled_prompt_embeds[None])
         return embedding
 
     def _make_positions(self, grid: tuple[int, int]) -> Tensor:
@@ -62,13 +68,3 @@ class SD3Transformer(Denoiser):
         """The module's patches have their channels last, latents have them first."""
         velocity = super()._project_out(stream)
         return velocity.view(len(velocity), self._patch, self._patch, -1).permute(0, 3, 1, 2).flatten(1)
-
-
-def _as_linear(convolution: nn.Conv2d) -> nn.Linear:
-    """A convolution over patches side by side, for patches as rows, channel by channel; it shares the weights."""
-    weight = convolution.weight.flatten(1)
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=convolution.bias is not None, device="meta")
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    if convolution.bias is not None:
-        linear.bias = nn.Parameter(convolution.bias, requires_grad=False)
-    return linear

@@ -12,9 +12,9 @@ import fakes
 import msgspec
 
 from core.config import StencilConfig
-from core.errors import ModelNotFoundError
 from core.load_report import EngineStats, LoadReport, StepSample
 from core.messages import ModelInfo
+from core.model_choice import choose_model
 from engine.edit import EditInput, EditReport, ImageOutput
 from engine.metrics import Metrics
 from engine.templates import Template, TemplateStore
@@ -99,14 +99,15 @@ class FakeEngine:
         finally:
             self.num_open -= 1
 
-    async def prime_template(self, request_id: str, image: Upload, *, model: str = "", owner: str = "") -> Template:
-        if model and model not in self.models:
-            raise ModelNotFoundError(model)
+    async def prime_template(
+        self, request_id: str, image: Upload, *, model: str = "", lora: str = "", owner: str = ""
+    ) -> Template:
+        info = choose_model(self.models, model, lora)
         await self.gate.wait()
         template = Template(
             upload=await KeptUpload.of(image),
             owner=owner,
-            model=model or MODEL.name,
+            model=info.name,
             width=48,
             height=32,
             image_tokens=6,

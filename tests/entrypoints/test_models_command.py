@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from adapters import make_lora
 from checkpoints import make_sd3
 
 from core.config import EMBEDDED_MODEL
@@ -52,6 +53,17 @@ def test_variants_in_parts_are_counted_once(tmp_path: Path, capsys: pytest.Captu
     shutil.copy(weights, weights.with_name("diffusion_pytorch_model.fp16-00001-of-00001.safetensors"))
     assert main(["--model", str(path)]) == 0
     assert capsys.readouterr().out == told
+
+
+def test_adapters_that_fit_are_told_of_and_others_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = make_sd3(tmp_path / "sd3", has_t5=False)
+    fits = make_lora(tmp_path / "fits.safetensors", path, r"transformer_blocks\.0\.attn\.to_[qk]")
+    assert main(["--model", str(path), "--lora", f"shirt={fits}"]) == 0
+    assert "adapter shirt: 2 layers, rank 4, 1.02 k parameters\n" in capsys.readouterr().out
+    assert main(["--model", EMBEDDED_MODEL, "--lora", f"shirt={fits}"]) == 1
+    assert capsys.readouterr().err.startswith(f"error: cannot use adapter shirt of {fits}: it takes transformer_blocks")
 
 
 def test_a_reader_that_ends_without_a_word_is_one_line(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from core.config import CacheConfig, EngineConfig, StencilConfig
+from core.config import AdapterConfig, CacheConfig, EngineConfig, StencilConfig
 from core.errors import ConfigError
 from entrypoints.serve_args import check_model, parse_options
 
@@ -143,3 +143,33 @@ def test_check_model(tmp_path: Path) -> None:
     (tmp_path / "model_index.json").touch()
     check_model(str(tmp_path))
     check_model("black-forest-labs/FLUX.1-Fill-dev")
+
+
+def test_adapters_land(tmp_path: Path) -> None:
+    for name in ("a=b.safetensors", "hat.safetensors"):
+        (tmp_path / name).touch()
+    odd, hat = tmp_path / "a=b.safetensors", tmp_path / "hat.safetensors"
+    options = parse_options(["--lora", f"v1.2:odd={odd}", "--lora", f"hat={hat}"])
+    assert options.model.adapters == (AdapterConfig("v1.2:odd", str(odd)), AdapterConfig("hat", str(hat)))
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ("hat", "'hat' is not NAME=PATH"),
+        ("hat=", "'hat=' is not NAME=PATH"),
+        ("=hat", "'=hat' is not NAME=PATH"),
+        ("a hat=x", "'a hat=x' is not NAME=PATH"),
+        ("hat=/nowhere/hat.safetensors", "there is no file '/nowhere/hat.safetensors'"),
+    ],
+)
+def test_adapters_that_cannot_be(value: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_options(["--lora", value])
+    assert why in capsys.readouterr().err
+
+
+def test_an_adapter_has_a_name_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_options(["--served-model-name", "hat", "--lora", f"hat={tmp_path}"])
+    assert "--lora hat: adapters need names of their own" in capsys.readouterr().err

@@ -321,4 +321,4 @@ async def test_openapi_names_the_routes(client: httpx.AsyncClient) -> None:
     paths = (await client.get("/openapi.json")).json()["paths"]
     assert {"/v1/templates", "/v1/templates/{template_id}", "/v1/engine/stats"} <= set(paths)
     form = paths["/v1/templates"]["post"]["requestBody"]["content"]["multipart/form-data"]["schema"]
-    assert (set(form["properties"]), form["required"]) == ({"image", "model"}, ["image"])
+    assert (set(form["properties"]), form["required"]) == ({"image", "model", "lora"}, ["image"])

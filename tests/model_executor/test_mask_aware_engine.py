@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
+from adapters import make_lora
 from checkpoints import make_flux_fill
 
-from core.config import CacheConfig, ModelConfig, SchedulerConfig
+from core.config import AdapterConfig, CacheConfig, ModelConfig, SchedulerConfig
 from core.cost_model import Work
 from core.handles import PAGE_ARENA, ArrayRef, ModelKey
 from core.ipc.shared_array import Arena, ArenaAllocator, carve
@@ -74,12 +75,13 @@ class Rig:
         self._space = ArenaAllocator(self._arena)
         self.store = PageStore(models.device, pages, files, self.copied.put)
         memory: SharedMemory = Arenas(self._arena)
-        self._runner = Runner(0, models.families, TensorStore(0, models.device, memory), memory, self.store)
+        tensors = TensorStore(0, models.device, memory)
+        self._runner = Runner(0, models.families, tensors, memory, self.store, models.parents)
         self._info = next(iter(infos.values()))
 
-    def edit(self, name: str, template: Pixels, *, mask_aware: bool = True) -> tuple[Pixels, Finished]:
-        """Run one edit of the ACTIVE tokens; its pixels."""
-        request = self._request(name, template, mask_aware)
+    def edit(self, name: str, template: Pixels, *, mask_aware: bool = True, model: str = "") -> tuple[Pixels, Finished]:
+        """Run one edit of the ACTIVE tokens; its pixels. model: "" for the first."""
+        request = self._request(name, template, mask_aware, model or self._info.name)
         self.scheduler.add(request)
         while True:
             self._iterate()
@@ -107,12 +109,12 @@ class Rig:
         while not self.copied.empty():
             self.scheduler.apply_copy(self.copied.get())
 
-    def _request(self, name: str, template: Pixels, mask_aware: bool) -> EditRequest:
+    def _request(self, name: str, template: Pixels, mask_aware: bool, model: str) -> EditRequest:
         mask = np.zeros((SIDE, SIDE), np.uint8)
         mask[34:60, 34:60] = 1
         return EditRequest(
             request_id=name,
-            model=self._info.name,
+            model=model,
             prompt="a red hat",
             sampling=SamplingParams(num_inference_steps=4, guidance_scale=30.0, seed=3, full_steps=0),
             width=SIDE,
@@ -197,6 +199,42 @@ def test_leading_blocks_in_full_change_little(
     assert (finished.cache, finished.tier) == ("hit", "disk")
     assert finished.full_blocks > 0
     assert np.abs(again.astype(int) - painted).mean() < 2, "of 255"
+
+
+def test_pages_of_other_adapters_are_not_mixed(template: Pixels, tmp_path: Path) -> None:
+    """Neither in memory nor on disk; an adapter by another name is the same one."""
+    checkpoint = make_flux_fill(tmp_path / "flux")
+    files = {name: make_lora(tmp_path / f"{name}.safetensors", checkpoint, seed=len(name)) for name in ("hat", "shirt")}
+    files["again"] = files["hat"]
+    adapters = tuple(AdapterConfig(name, str(path)) for name, path in files.items())
+    models = ResidentModels.open(
+        [ModelConfig(model=str(checkpoint), served_model_name="plain", dtype="float32", adapters=adapters)]
+    )
+    models.load_all()
+    cache, disk = CacheConfig(host_bytes=2**26, disk_bytes=2**28), PageFiles(tmp_path / "pages", 2**28)
+    alone = {}
+    for name in ("plain", "hat", "shirt"):
+        rig = Rig(models, CacheConfig(host_bytes=2**26), None)
+        with closing(rig.store):
+            alone[name], _ = rig.edit(name, template, model=name)
+    assert len({picture.tobytes() for picture in alone.values()}) == 3
+    rig = Rig(models, cache, disk)
+    with closing(rig.store):
+        for expected in ("miss", "hit", "hit"):
+            for name, before in alone.items():
+                picture, finished = rig.edit(f"{name}-{expected}", template, model=name)
+                assert np.array_equal(picture, before)
+                assert finished.cache == expected
+            rig.settle()
+        picture, finished = rig.edit("again", template, model="again")
+        assert np.array_equal(picture, alone["hat"])
+        assert finished.cache == "hit"
+    rig = Rig(models, cache, PageFiles(tmp_path / "pages", 2**28))
+    with closing(rig.store):
+        for name, before in alone.items():
+            picture, finished = rig.edit(name, template, model=name)
+            assert np.array_equal(picture, before)
+            assert (finished.cache, finished.tier) == ("hit", "disk")
 
 
 def teach_costs(scheduler: StepScheduler, *, load: float) -> None:

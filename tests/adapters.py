@@ -1,0 +1,80 @@
+"""Small random LoRA adapters for the checkpoints of `checkpoints.py`, in the layouts that trainers write."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+STRENGTH = 0.6
+"""Of an adapter's additions against a layer's own weights: enough for quite another picture."""
+
+RANK = 4
+
+
+def make_lora(path: Path, checkpoint: Path, layers: str = ".*", *, seed: int = 1, alpha: float | None = None) -> Path:
+    """Write an adapter of `layers`, a regular expression, as diffusers' `save_lora_weights` does, and return its file.
+    alpha: as some trainers write it beside each layer."""
+    halves = _halves(checkpoint, layers, seed)
+    alphas = {} if alpha is None else {f"{name}.alpha": torch.tensor(alpha) for name in halves}
+    return _save(
+        path, _named(halves, "transformer.") | {f"transformer.{name}": value for name, value in alphas.items()}
+    )
+
+
+def make_peft_lora(folder: Path, checkpoint: Path, layers: str = ".*", *, seed: int = 1, alpha: float = RANK) -> Path:
+    """Likewise a folder as peft's `save_pretrained` writes it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _save(folder / "adapter_model.safetensors", _named(_halves(checkpoint, layers, seed), "base_model.model."))
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": alpha, "alpha_pattern": {"proj_mlp": 2 * alpha}}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def make_kohya_lora(path: Path, *, seed: int = 1, width: int = 64, alpha: float = 2.0, text: bool = False) -> Path:
+    """Likewise one of a FLUX model's first double block as kohya's scripts write it: other names, queries, keys and
+    values as one layer. text: of the text encoder, too."""
+    shapes = {"img_attn_qkv": (3 * width, width), "txt_attn_proj": (width, width), "img_mlp_0": (4 * width, width)}
+    shapes = {f"lora_unet_double_blocks_0_{name}": shape for name, shape in shapes.items()}
+    if text:
+        shapes["lora_te1_text_model_encoder_layers_0_self_attn_q_proj"] = (width, width)
+    tensors: dict[str, Tensor] = {}
+    for number, (name, shape) in enumerate(shapes.items()):
+        down, up = _random(shape, torch.Generator().manual_seed(seed * 1000 + number))
+        tensors |= {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up}
+        tensors[f"{name}.alpha"] = torch.tensor(alpha)
+    return _save(path, tensors)
+
+
+def _halves(checkpoint: Path, layers: str, seed: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """Linear layer of the transformer -> (A, B). The patches' convolution counts as one."""
+    generator = torch.Generator().manual_seed(seed)
+    with safe_open(checkpoint / "transformer/diffusion_pytorch_model.safetensors", "pt") as weights:
+        shapes = {name.removesuffix(".weight"): weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
+    wanted = {name: shape for name, shape in shapes.items() if len(shape) > 1 and re.fullmatch(layers, name)}
+    wanted.pop("pos_embed.pos_embed", None)
+    assert wanted, f"no layer is called {layers}"
+    return {name: _random(shape, generator) for name, shape in wanted.items()}
+
+
+def _random(shape: tuple[int, ...], generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    outputs, *inputs = shape
+    down = torch.randn(RANK, *inputs, generator=generator) / RANK**0.5
+    up = torch.randn(outputs, RANK, *[1] * len(inputs[1:]), generator=generator)
+    return down, up * STRENGTH / down[0].numel() ** 0.5
+
+
+def _named(halves: dict[str, tuple[Tensor, Tensor]], prefix: str) -> dict[str, Tensor]:
+    names = {f"{prefix}{name}.lora_A.weight": down for name, (down, _) in halves.items()}
+    return names | {f"{prefix}{name}.lora_B.weight": up for name, (_, up) in halves.items()}
+
+
+def _save(path: Path, tensors: dict[str, Tensor]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    return path

@@ -1,0 +1,126 @@
+"""A server with LoRA adapters: the field, the list of models, several adapters at once, templates, a bad file."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from adapters import make_lora
+from checkpoints import make_sd3
+from pictures import Pixels, alpha_mask, decode, encode, photo
+from server_process import ServerProcess, spawn, start
+
+from core.request import SamplingParams
+from entrypoints.image_engine import Edit, ImageEngine
+
+PHOTO, ALPHA = encode(photo()), alpha_mask()
+CHOICES = ({}, {"lora": "shirt"}, {"lora": "hat"})
+FLAGS = ("--served-model-name", "tiny", "--threads", "1", "--dtype", "float32")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The checkpoint and two adapters of it."""
+    folder = tmp_path_factory.mktemp("model")
+    checkpoint = make_sd3(folder / "sd3")
+    shirt = make_lora(folder / "shirt.safetensors", checkpoint)
+    hat = make_lora(folder / "hat" / "pytorch_lora_weights.safetensors", checkpoint, r".*attn\..*", seed=2).parent
+    return {"checkpoint": checkpoint, "shirt": shirt, "hat": hat}
+
+
+@pytest.fixture(scope="module")
+def adapted_server(files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    adapters = [flag for name in ("shirt", "hat") for flag in ("--lora", f"{name}={files[name]}")]
+    flags = ("--model", str(files["checkpoint"]), *FLAGS, *adapters)
+    server = start(tmp_path_factory.mktemp("server") / "scratch", *flags)
+    yield server
+    assert server.stop() == 0, server.log.read_text()
+
+
+@pytest.fixture
+def client(adapted_server: ServerProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=adapted_server.base_url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def edit(client: openai.OpenAI, image: bytes = PHOTO, **fields: Any) -> tuple[Pixels, dict[str, Any]]:
+    """The picture, and what the server says of it."""
+    source = openai.omit if "template_id" in fields else image
+    result = client.images.edit(
+        image=source, mask=ALPHA, prompt="a red hat", extra_body={"seed": 1, "num_inference_steps": 4} | fields
+    )
+    assert result.data
+    return decode(base64.b64decode(result.data[0].b64_json or "")), result.stencil  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("mask_aware", [True, False])
+def test_adapters_at_once_paint_what_each_paints_alone(client: openai.OpenAI, mask_aware: bool) -> None:
+    wanted = [choice | {"mask_aware": mask_aware} for choice in CHOICES]
+    alone = [edit(client, **each)[0] for each in wanted]
+    assert len({picture.tobytes() for picture in alone}) == len(CHOICES)
+    with ThreadPoolExecutor(9) as pool:
+        together = list(pool.map(lambda each: edit(client, **each)[0], wanted * 3))
+    for picture, before in zip(together, alone * 3, strict=True):
+        np.testing.assert_array_equal(picture, before)
+
+
+def test_an_unknown_adapter_is_named_with_those_there_are(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match=r"'dress'.*Supported values are: 'shirt', 'hat'") as caught:
+        edit(client, lora="dress")
+    assert caught.value.param == "lora"
+
+
+def test_adapters_are_models_whose_parent_is_the_checkpoint(client: openai.OpenAI) -> None:
+    parents = {model.id: model.parent for model in client.models.list()}  # type: ignore[attr-defined]
+    assert parents == {"tiny": None, "shirt": "tiny", "hat": "tiny"}
+    by_lora, _ = edit(client, lora="hat")
+    result = client.images.edit(
+        model="hat", image=PHOTO, mask=ALPHA, prompt="a red hat", extra_body={"seed": 1, "num_inference_steps": 4}
+    )
+    assert result.data
+    np.testing.assert_array_equal(decode(base64.b64decode(result.data[0].b64_json or "")), by_lora)
+
+
+def test_a_template_is_primed_for_its_adapter_and_goes_with_all_of_them(
+    client: openai.OpenAI, adapted_server: ServerProcess
+) -> None:
+    dark = encode(photo() // 2)
+    answer = httpx.post(f"{adapted_server.base_url}/templates", data={"lora": "shirt"}, files={"image": dark})
+    template = answer.json()
+    assert template["primed"]
+    report = {choice: edit(client, template_id=template["id"], lora=choice)[1] for choice in ("shirt", "hat", "")}
+    assert [report[choice]["cache"] for choice in report] == ["hit", "miss", "miss"]
+    again = [edit(client, dark, lora=choice)[1]["cache"] for choice in report]
+    assert again == ["hit"] * 3
+    assert httpx.delete(f"{adapted_server.base_url}/templates/{template['id']}").json()["deleted"]
+    again = [edit(client, dark, lora=choice)[1]["cache"] for choice in report]
+    assert again == ["miss"] * 3
+
+
+def test_offline_edits_are_the_servers(client: openai.OpenAI, files: dict[str, Path]) -> None:
+    loras = {name: files[name] for name in ("shirt", "hat")}
+    edits = [Edit(prompt="a red hat", image=PHOTO, mask=ALPHA, **choice) for choice in (*CHOICES, {"lora": "dress"})]
+    with ImageEngine(str(files["checkpoint"]), dtype="float32", threads=1, loras=loras) as engine:
+        *results, refused = engine.generate(edits, SamplingParams(seed=1, num_inference_steps=4), use_tqdm=False)
+    for result, choice in zip(results, CHOICES, strict=True):
+        np.testing.assert_array_equal(np.asarray(result.images[0])[..., :3], edit(client, **choice)[0][..., :3])
+    assert "Supported values are: 'shirt', 'hat'" in str(refused.error)
+
+
+def test_a_file_for_another_model_ends_the_start_in_one_line(files: dict[str, Path], tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    process = spawn(scratch, "--lora", f"shirt={files['shirt']}", "--no-playground")  # the embedded model
+    assert process.wait(60) == 1
+    assert process.stdout is not None
+    process.stdout.close()
+    said = [line for line in scratch.with_suffix(".log").read_text().splitlines() if "cannot use adapter" in line]
+    assert len(said) == 1
+    assert f"cannot use adapter shirt of {files['shirt']}: it " in said[0]
+    assert "Traceback" not in scratch.with_suffix(".log").read_text()

@@ -1,0 +1,249 @@
+"""LoRA adapters: edits through the runner against diffusers' pipelines with the same adapter loaded, and what is no
+adapter for a model."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+from adapters import make_kohya_lora, make_lora, make_peft_lora
+from checkpoints import make_flux, make_flux_fill, make_qwen, make_sd3
+from diffusers import (
+    FluxFillPipeline,
+    FluxInpaintPipeline,
+    QwenImageInpaintPipeline,
+    StableDiffusion3InpaintPipeline,
+)
+from edits import Edit
+from pipeline_rig import Rig, assert_same
+from safetensors.torch import load_file, save_file
+
+from core.config import AdapterConfig, ModelConfig
+from core.errors import ConfigError
+from core.ipc.shared_array import Arena
+from model_executor.resident import ResidentModels
+
+FAMILIES: dict[str, tuple[Callable[[Path], Path], Any]] = {
+    "flux-fill": (lambda path: make_flux_fill(path, guidance_embeds=True), FluxFillPipeline),
+    "flux": (make_flux, FluxInpaintPipeline),
+    "sd3": (make_sd3, StableDiffusion3InpaintPipeline),
+    "qwen-image": (make_qwen, QwenImageInpaintPipeline),
+}
+
+
+@pytest.fixture(scope="module")
+def arena() -> Iterator[Arena]:
+    arena = Arena.create(1, 1 << 26)
+    yield arena
+    arena.close()
+
+
+class AdaptedRig(Rig):
+    """With adapters, of which diffusers' pipeline loads one at a time. files: by name."""
+
+    def __init__(self, checkpoint: Path, arena: Arena, pipeline: Any, files: dict[str, Path]) -> None:
+        adapters = [AdapterConfig(name, str(path)) for name, path in files.items()]
+        super().__init__(checkpoint, arena, pipeline, adapters)
+        self.files = files
+        self._fix_shift()
+
+    def _fix_shift(self) -> None:
+        """diffusers' SD3 pipeline subtracts the shift when it encodes, and up to 0.42 forgets to add it here."""
+        if isinstance(self.pipeline, StableDiffusion3InpaintPipeline):
+            vae = self.pipeline.vae
+            decode, shift = vae.decode, vae.config.shift_factor
+            vae.decode = lambda latents, **options: decode(latents + shift, **options)
+
+    def make(self, name: str, model: str, size: tuple[int, int] = (96, 64), steps: int = 4) -> Edit:
+        """With guidance, where the family has classifier-free one."""
+        edit = self.edit(name, seed=steps, steps=steps, size=size, model=model, prompt="a red hat")
+        if isinstance(self.pipeline, StableDiffusion3InpaintPipeline):
+            edit.guidance_scale = edit.true_cfg_scale = 3.0
+            edit.negative_prompt = ""
+        return edit
+
+    def check(self, edit: Edit, ours: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+        if edit.model == "tiny":
+            assert_same(ours, self.expected(edit))
+            return
+        self.pipeline.load_lora_weights(str(self.files[edit.model]))
+        assert_same(ours, self.expected(edit))
+        self.pipeline.unload_lora_weights()
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, arena: Arena) -> Iterator[AdaptedRig]:
+    """One adapter of every layer there is, one of attention alone with an alpha that is not its rank."""
+    make, pipeline = FAMILIES[request.param]
+    folder = tmp_path_factory.mktemp("adapters")
+    checkpoint = make(folder / request.param)
+    alpha = 7.0 if request.param.startswith("flux") else None  # diffusers' other loaders know none in this layout
+    files = {
+        "whole": make_lora(folder / "whole.safetensors", checkpoint),
+        "attention": make_lora(folder / "attention.safetensors", checkpoint, r".*attn\..*", seed=2, alpha=alpha),
+    }
+    rig = AdaptedRig(checkpoint, arena, pipeline, files)
+    yield rig
+    rig.pages.close()
+
+
+@pytest.mark.parametrize("model", ["tiny", "whole", "attention"])
+def test_edit_equals_the_pipeline_with_the_adapter(rig: AdaptedRig, model: str) -> None:
+    edit = rig.make(f"alone-{model}", model)
+    rig.check(edit, rig.run(edit))
+
+
+def test_edits_of_other_adapters_and_of_none_change_nothing(rig: AdaptedRig) -> None:
+    """They join and leave at other steps, of other sizes; two edits of one adapter share their batches."""
+    shapes = [("whole", (96, 64)), ("tiny", (64, 64)), ("attention", (96, 64)), ("whole", (48, 96)), ("tiny", (96, 64))]
+    edits = [rig.make(f"mixed-{i}", model, size, 3 + i) for i, (model, size) in enumerate(shapes)]
+    alone = [rig.run(edit) for edit in edits]
+    for edit, before, together in zip(edits, alone, rig.run_together(edits), strict=True):
+        assert np.array_equal(together, before)
+        rig.check(edit, together)
+    assert len(rig.store) == 0
+
+
+def test_an_adapter_shares_all_weights_and_prompts(rig: AdaptedRig) -> None:
+    model, adapted = rig.models.families["tiny"], rig.models.families["whole"]
+    assert adapted is not model
+    assert adapted.components == model.components
+    assert rig.models.parents == {"whole": "tiny", "attention": "tiny"}
+    infos = {info.name: info for info in rig.models.ready(0).models}
+    assert list(infos) == ["tiny", "whole", "attention"]
+    assert [info.parent for info in infos.values()] == ["", "tiny", "tiny"]
+    schemes = [info.page_scheme for info in infos.values()]
+    assert len({scheme.template_key("content") for scheme in schemes if scheme}) == 3
+
+
+# ---------------------------------------------------------------------------------------------------- kinds of files
+
+
+@pytest.fixture
+def fill(tiny_checkpoint: Path) -> Path:
+    return tiny_checkpoint
+
+
+def test_layers_named_by_kohya_are_found(fill: Path, tmp_path: Path, arena: Arena) -> None:
+    rig = AdaptedRig(fill, arena, FluxFillPipeline, {"kohya": make_kohya_lora(tmp_path / "kohya.safetensors")})
+    edit = rig.make("kohya", "kohya")
+    rig.check(edit, rig.run(edit))
+    rig.pages.close()
+
+
+def test_an_adapter_of_dev_fits_fill(fill: Path, tmp_path: Path, arena: Arena) -> None:
+    """Whose first layer reads more, which the adapter says nothing of."""
+    dev = make_flux(tmp_path / "dev", guidance_embeds=True)
+    rig = AdaptedRig(fill, arena, FluxFillPipeline, {"dev": make_lora(tmp_path / "dev.safetensors", dev)})
+    edit = rig.make("dev", "dev")
+    rig.check(edit, rig.run(edit))
+    rig.pages.close()
+
+
+def test_a_folder_of_peft_is_read_with_its_scales(fill: Path, tmp_path: Path, arena: Arena) -> None:
+    folder = make_peft_lora(tmp_path / "peft", fill, r".*(to_q|proj_mlp)", alpha=6.0)
+    config = peft.LoraConfig(r=4, lora_alpha=6.0, target_modules=["to_q", "proj_mlp"], alpha_pattern={"proj_mlp": 12.0})
+    rig = AdaptedRig(fill, arena, FluxFillPipeline, {"peft": folder})
+    edit = rig.make("peft", "peft")
+    ours = rig.run(edit)
+    model = peft.PeftModel(rig.pipeline.transformer, config)
+    weights = load_file(folder / "adapter_model.safetensors")
+    assert peft.set_peft_model_state_dict(model, weights).unexpected_keys == []
+    assert_same(ours, rig.expected(edit))
+    rig.pages.close()
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
+
+
+def load(checkpoint: Path, path: Path) -> None:
+    adapter = AdapterConfig("shirt", str(path))
+    ResidentModels.open([ModelConfig(model=str(checkpoint), served_model_name="tiny", adapters=(adapter,))]).load_all()
+
+
+def refused(checkpoint: Path, path: Path, why: str) -> None:
+    """In one line that names adapter, file and reason."""
+    with pytest.raises(ConfigError, match=rf"cannot use adapter shirt of {path}.*{why}") as caught:
+        load(checkpoint, path)
+    assert "\n" not in str(caught.value)
+
+
+class Bomb:
+    """Is seen when it is unpickled."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return pytest.fail, ("a pickle was read",)
+
+
+@pytest.mark.parametrize("name", ["pytorch_lora_weights.bin", "shirt.pt", "shirt.ckpt"])
+def test_pickles_are_refused_by_name(fill: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(pickle.dumps(Bomb()))
+    for path in (tmp_path / name, tmp_path):
+        refused(fill, path, f"only safetensors weights are read, as unpickling {name} could run code")
+
+
+def test_a_pickle_by_another_name_is_not_read(fill: Path, tmp_path: Path) -> None:
+    (tmp_path / "shirt.safetensors").write_bytes(pickle.dumps(Bomb()))
+    refused(fill, tmp_path / "shirt.safetensors", "")
+
+
+def test_files_that_are_none(fill: Path, tmp_path: Path) -> None:
+    refused(fill, tmp_path / "nowhere.safetensors", "there is no such file")
+    refused(fill, tmp_path, "a LoRA is a .safetensors file, or a folder that holds one")
+    for name in ("a.safetensors", "b.safetensors"):
+        make_lora(tmp_path / name, fill)
+    refused(fill, tmp_path, "it holds a.safetensors, b.safetensors; name one of these files")
+    shutil.copy(fill / "vae/diffusion_pytorch_model.safetensors", tmp_path / "vae.safetensors")
+    refused(fill, tmp_path / "vae.safetensors", "is no part of a LoRA")
+
+
+def test_an_adapter_for_another_model(fill: Path, tmp_path: Path) -> None:
+    sd3, wide = make_sd3(tmp_path / "sd3"), make_flux_fill(tmp_path / "wide", width=96)
+    other = make_lora(tmp_path / "other.safetensors", sd3, r".*attn\..*")
+    refused(fill, other, "transformer_blocks.*which is no linear layer of this transformer")
+    other = make_lora(tmp_path / "wide.safetensors", wide, "context_embedder")
+    refused(fill, other, "it takes context_embedder from 96 to 64 numbers, the layer from 64 to 64")
+
+
+@pytest.mark.parametrize(
+    ("key", "why"),
+    [
+        ("transformer.proj_out.dora_scale", "DoRA"),
+        ("transformer.proj_out.lora_magnitude_vector", "DoRA"),
+        ("transformer.proj_out.lokr_w1", "LoKr"),
+        ("transformer.proj_out.lora_B.bias", "proj_out.lora_B.bias is no part of a LoRA"),
+        ("transformer.x_embedder.lora_A.weight", "one of lora_A and lora_B for x_embedder only"),
+        ("text_encoder.text_model.encoder.layers.0.self_attn.q_proj.lora_A.weight", "changes the text encoder"),
+    ],
+)
+def test_what_no_layer_can_add(fill: Path, tmp_path: Path, key: str, why: str) -> None:
+    path = make_lora(tmp_path / "odd.safetensors", fill, "proj_out")
+    tensors = load_file(path)
+    save_file(tensors | {key: torch.ones(4, 64)}, path)
+    refused(fill, path, why)
+
+
+def test_kohyas_text_encoder_is_refused_too(fill: Path, tmp_path: Path) -> None:
+    refused(fill, make_kohya_lora(tmp_path / "text.safetensors", text=True), "changes the text encoder")
+
+
+def test_a_norm_that_a_control_lora_replaces(fill: Path, tmp_path: Path) -> None:
+    path = make_lora(tmp_path / "control.safetensors", fill, "proj_out")
+    norm = {"transformer.transformer_blocks.0.attn.norm_q.weight": torch.ones(32)}
+    save_file(load_file(path) | norm, path)
+    refused(fill, path, "norm_q.weight is no part of a LoRA")
+
+
+def test_adapters_need_names_of_their_own() -> None:
+    one = AdapterConfig("shirt", "a.safetensors")
+    with pytest.raises(ConfigError, match="--lora shirt"):
+        ModelConfig(adapters=(one, one))
+    with pytest.raises(ConfigError, match="--lora tiny"):
+        ModelConfig(served_model_name="tiny", adapters=(AdapterConfig("tiny", "a.safetensors"),))
