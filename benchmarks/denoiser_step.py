@@ -1,7 +1,7 @@
 """One denoising step, mask-aware against exact: `python -m benchmarks.denoiser_step [--threads 1] [--dtype float32]`.
 
 Shapes: small blocks like FLUX's with random weights, and the embedded model; with `--shape`, a pair of blocks of the
-width that a family's checkpoints have, at 512 x 512 pixels. Pages are as they are shipped: int8
+width that a family's checkpoints have, at 512 x 512 pixels or `--side`. Pages are as they are shipped: int8
 keyframes, dequantised and interpolated within the step. Every time is compared with diffusers' own forward of the same
 module and with our exact step; the first also shows what our products and batching gain, the second what the mask alone
 does. Ours have their modulation at hand, which a run computes once for all of its steps. The bound is the ratio of
@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from model_executor.pages import Pages
 
 RATIOS = (0.05, 0.1, 0.2, 0.35, 0.5, 1.0)
 BATCH = 8
+TOKEN_SIDE = 16  # px
 WEIGHT = 0.37
 """Where between two keyframes the measured step lies."""
 
@@ -172,6 +174,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--rounds", type=int, default=7, help="each figure is the median of so many")
     parser.add_argument("--shape", choices=WIDE, help="measure this one only, at mask ratio 0.2")
+    parser.add_argument("--side", type=int, default=512, help="with --shape: the square picture's, in pixels")
     parser.add_argument("--skip-batch", action="store_true", help=f"leave out the batches of {BATCH}")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -179,7 +182,7 @@ def main() -> None:
     dtype = getattr(torch, args.dtype)
     with torch.inference_mode():
         if args.shape:
-            measure_steps(Bench(WIDE[args.shape](), dtype), args, [0.2])
+            measure_steps(Bench(WIDE[args.shape](args.side // TOKEN_SIDE), dtype), args, [0.2])
             return
         for shape in (flux_shape(), embedded_shape()):
             measure_steps(Bench(shape, dtype), args, RATIOS)
@@ -214,38 +217,45 @@ def embedded_shape() -> Shape:
     return Shape("embedded model, hidden 256, 2 + 5 blocks", module, (16, 16), 24)
 
 
-def flux_1_shape() -> Shape:
+def flux_1_shape(side: int) -> Shape:
     """One block of each kind as FLUX.1 has them, without Fill's condition."""
     torch.manual_seed(0)
     with torch.inference_mode(False):
         module = FluxTransformer2DModel(out_channels=64, num_layers=1, num_single_layers=1)
-    return Shape("FLUX.1, hidden 3072, 1 + 1 blocks", module, (32, 32), 512)
+    return Shape("FLUX.1, hidden 3072, 1 + 1 blocks", module, (side, side), 512)
 
 
-def sd3_shape() -> Shape:
-    """The first and the last kind of block of Stable Diffusion 3.5 medium: the one has a second attention."""
+def sd3_shape(name: str, heads: int, dual: tuple[int, ...], qk_norm: str | None, side: int) -> Shape:
+    """The first and the last kind of block of Stable Diffusion 3; dual: which of the two has a second attention."""
     torch.manual_seed(0)
     with torch.inference_mode(False):
         module = SD3Transformer2DModel(
             num_layers=2,
-            num_attention_heads=24,
-            caption_projection_dim=1536,
+            num_attention_heads=heads,
+            caption_projection_dim=64 * heads,
             pos_embed_max_size=384,
-            dual_attention_layers=(0,),
-            qk_norm="rms_norm",
+            dual_attention_layers=dual,
+            qk_norm=qk_norm,
         )
-    return Shape("SD 3.5 medium, hidden 1536, 2 blocks", module, (32, 32), 333, SD3Transformer)
+    return Shape(f"SD {name}, hidden {64 * heads}, 2 blocks", module, (side, side), 333, SD3Transformer)
 
 
-def qwen_edit_shape() -> Shape:
+def qwen_edit_shape(side: int) -> Shape:
     """Two blocks of Qwen-Image-Edit; text with the picture's 324 tokens."""
     torch.manual_seed(0)
     with torch.inference_mode(False):
         module = QwenImageTransformer2DModel(num_layers=2)
-    return Shape("Qwen-Image-Edit, hidden 3072, 2 blocks", module, (32, 32), 351, QwenEditTransformer)
+    return Shape("Qwen-Image-Edit, hidden 3072, 2 blocks", module, (side, side), 351, QwenEditTransformer)
 
 
-WIDE = {"flux.1": flux_1_shape, "sd3.5-medium": sd3_shape, "qwen-image-edit": qwen_edit_shape}
+WIDE: dict[str, Callable[[int], Shape]] = {
+    "flux.1": flux_1_shape,
+    "sd3-medium": partial(sd3_shape, "3 medium", 24, (), None),
+    "sd3.5-medium": partial(sd3_shape, "3.5 medium", 24, (0,), "rms_norm"),
+    "sd3.5-large": partial(sd3_shape, "3.5 large", 38, (), "rms_norm"),
+    "qwen-image-edit": qwen_edit_shape,
+}
+"""Name -> shape, given the tokens of a side."""
 
 
 def measure_steps(bench: Bench, args: argparse.Namespace, ratios: Sequence[float]) -> None:
