@@ -141,6 +141,8 @@ class Crowd:
             self.ledger.count("timeouts")
         elif error.code == "template_not_found":
             self.ledger.count("templates_gone")
+        elif error.status == 200 and error.code == "server_is_overloaded":
+            self.ledger.count("refused")  # a stream that had begun when a higher class took its place in the queue
         elif error.status not in (0, 500, 502):  # the wire has blamed those
             self.ledger.blame("lost", str(error), edit=edit, delivery=delivery)
 
