@@ -172,7 +172,7 @@ def test_padding_mask_crop(client: openai.OpenAI, raw: httpx.Client) -> None:
         np.testing.assert_array_equal(out[~inside], photo(300, 200)[~inside])
         assert (out[inside] != photo(300, 200)[inside]).mean() > 0.5
     np.testing.assert_array_equal(painted[-1], painted[-2])
-    assert len(events) == 3
+    assert len(events) in (2, 3), "a preview that comes due while another is made is left out"
     assert several.stencil["ignored"] == []
     left, top, right, bottom = as_json["stencil"]["crop"]
     assert left <= 20 < 80 <= right
