@@ -283,9 +283,13 @@ class StepScheduler:
 
     def _open_ranks(self) -> tuple[set[int], set[int]]:
         """(ranks that may be given work, those of them that have none). What is out must be nearly done: a small step's
-        round trip is then hidden behind it, and nobody who comes waits long."""
+        round trip is then hidden behind it, and nobody who comes waits long. Nothing is sent ahead of a preview: it
+        would be late, and the next one skipped.
+        """
         out, limit = self.predict_out(), self.config.max_ahead_ms / 1e3
         idle = set(range(self.num_workers)) - out.keys()
+        if any(request.progress.is_preview_out for request in self._order):
+            return idle, idle
         has_room = {rank for rank in out if len(self._plans_out[rank]) < self._max_plans_out}
         return idle | {rank for rank in has_room if out[rank] < limit}, idle
 

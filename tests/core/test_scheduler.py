@@ -249,20 +249,35 @@ def test_partial_images_come_in_order_before_the_end() -> None:
 
 
 def test_a_preview_is_skipped_while_the_one_before_has_not_left() -> None:
-    scheduler, workers = make_scheduler(max_plans_in_flight=8, max_ahead_ms=ANY_MS), FakeWorkers()
+    scheduler, workers = make_scheduler(num_workers=2), FakeWorkers(num_ranks=2)
     scheduler.add(make_edit("a", steps=8, partial_images=3))
-    for _ in range(2):
-        step(scheduler, workers)
-    plans = [scheduler.schedule(now=0.0) for _ in range(7)]
-    kept = [
-        item.work.step
-        for plan in plans
-        if plan
-        for batch in plan.batches
-        for item in batch.items
-        if isinstance(item.work, Denoise) and item.work.keep_clean
-    ]
-    assert kept == [1], "steps 2..8 were planned before the first preview could be decoded"
+    kept = []
+    for _ in range(12):  # the worker that decodes does nothing all the while
+        plan = scheduler.schedule(now=0.0)
+        if plan is not None:
+            workers.submit(plan)
+            kept += steps_kept(plan)
+        apply_all(scheduler, workers.run_one(0))
+    assert kept == [1], "steps 2..8 were done before the first preview was decoded"
+
+
+def test_no_preview_is_late_because_steps_are_sent_ahead() -> None:
+    scheduler, workers = make_scheduler(max_ahead_ms=ANY_MS), FakeWorkers()
+    scheduler.add(make_edit("a", steps=6, partial_images=2))
+    kept = []
+    while scheduler.num_requests:
+        while (plan := scheduler.schedule(now=0.0)) is not None:
+            workers.submit(plan)
+            kept += steps_kept(plan)
+        apply_all(scheduler, workers.run_one(0))
+    assert kept == [1, 3]
+    assert [output.step for output in scheduler.take_outputs() if isinstance(output, PartialImage)] == [2, 4]
+
+
+def steps_kept(plan: StepPlan) -> list[int]:
+    """Steps whose clean prediction a preview is to show."""
+    works = [item.work for batch in plan.batches for item in batch.items]
+    return [work.step for work in works if isinstance(work, Denoise) and work.keep_clean]
 
 
 def test_stage_work_beyond_the_time_budget_waits() -> None:
