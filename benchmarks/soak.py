@@ -27,7 +27,7 @@ from benchmarks.server import STOP_SECONDS, Server, start_server
 from benchmarks.soaking.checking import References
 from benchmarks.soaking.faults import FAULTS, NUM_ENGINES, Fault, Site, inject
 from benchmarks.soaking.ledger import Ledger
-from benchmarks.soaking.memory import MB, ROLES, STANDING, WORKER_WARM_UP_SECONDS, Sample, Samples
+from benchmarks.soaking.memory import MB, ROLES, WORKER_WARM_UP_SECONDS, Sample, Samples
 from benchmarks.soaking.sending import Sender
 from benchmarks.soaking.tree import Tree, holdings, processes_of, shared_memory_files
 from benchmarks.soaking.users import Crowd
@@ -45,7 +45,7 @@ WARM_UP_SHARE, WARM_UP_SECONDS = 0.3, 300.0
 QUIET_SECONDS = 15.0
 """Within which nothing may be in the queue any more, once the traffic has ended."""
 MAX_SLOPE = 1.0
-"""MB per minute, of what outlives workers and of all workers in their lives together."""
+"""MB per minute, of all processes together."""
 SLOPE_MINUTES = 10.0
 """A soak of so many minutes must tell a slope; shorter ones may end before there is one."""
 
@@ -221,13 +221,12 @@ def _told(ledger: Ledger) -> str:
 def _report(args: argparse.Namespace, ledger: Ledger, record: Record) -> bool:
     """Print everything; whether all bars are held."""
     counts, samples = ledger.counts, record.samples
-    standing, growth = samples.memory_slope(*STANDING), samples.worker_growth()
-    slope, with_jumps = standing + NUM_ENGINES * growth, samples.worker_growth_with_jumps()
+    slope, slopes = samples.memory_slope(), {role: samples.memory_slope(role) for role in ROLES}
+    growth, with_jumps = samples.worker_growth(), samples.worker_growth_with_jumps()
     if not counts["compared"]:
         record.failures.append("no picture was compared")
     if math.isnan(slope) and args.minutes >= SLOPE_MINUTES:
         record.failures.append("too few samples for a memory slope")
-    whole, slopes = samples.memory_slope(), {role: samples.memory_slope(role) for role in ROLES}
     recoveries = record.recoveries or [float("nan")]
     cache = " ".join(f"{counts[f'cache_{kind}']} {kind}" for kind in ("hit", "miss", "off"))
     rows = [
@@ -240,18 +239,16 @@ def _report(args: argparse.Namespace, ledger: Ledger, record: Record) -> bool:
         ("faults", f"{record.num_faults}; well again after {percentile(recoveries, 0.5):.1f} s, P95 "
                    f"{percentile(recoveries, 0.95):.1f} s, at most {max(recoveries):.1f} s"),
         ("restarts", f"{record.restarts} of engines"),
-        ("memory slope", f"{slope:+.2f} MB/min: {standing:+.2f} of all but workers, {growth:+.2f} of each worker after "
-                         f"its first {WORKER_WARM_UP_SECONDS:g} s, in {samples.num_worker_lives()} lives "
-                         f"({with_jumps:+.2f} with jumps to new maxima)"),
-        ("of the tree", f"{whole:+.2f} MB/min: " + ", ".join(f"{role} {slopes[role]:+.2f}" for role in slopes)),
+        ("memory slope", f"{slope:+.2f} MB/min: " + ", ".join(f"{role} {slopes[role]:+.2f}" for role in slopes)),
+        ("of a worker", f"{growth:+.2f} MB/min after its first {WORKER_WARM_UP_SECONDS:g} s, in "
+                        f"{samples.num_worker_lives()} lives ({with_jumps:+.2f} with jumps to new maxima)"),
         ("memory", f"{_from_to(samples.memory())} MB, {_from_to(samples.memory('server'))} MB of the API server, "
                    f"{samples.warm_worker():.0f} MB of a warm worker"),
         ("descriptors", f"{_from_to(samples.fds())}, {_from_to(samples.fds('server'))} of the API server"),
         ("processes", f"{_from_to(samples.processes())}; threads {_from_to(samples.threads())}"),
         ("end", "; ".join(record.failures) or "status 0, nothing left behind"),
     ]  # fmt: skip
-    measured = {"memory_slope": slope, "standing_slope": standing, "worker_growth": growth, "tree_slope": whole}
-    measured["worker_growth_with_jumps"] = with_jumps
+    measured = {"memory_slope": slope, "worker_growth": growth, "worker_growth_with_jumps": with_jumps}
     measured |= {f"{role}_slope": value for role, value in slopes.items()}
     result: dict[str, Value] = {
         "minutes": args.minutes,

@@ -22,7 +22,6 @@ PAIR_SECONDS = 20.0, 60.0
 """How far two samples of a worker are apart, at least and at most, that make a slope."""
 
 ROLES: tuple[Role, ...] = get_args(Role)
-STANDING: tuple[Role, ...] = tuple(role for role in ROLES if role != "worker")
 
 
 @dataclass(frozen=True)
@@ -38,9 +37,8 @@ class Samples:
     """What counts comes after the warm-up and, but for the API server's own, was taken while all engines served: one
     that is being started holds less.
 
-    Deaths make the workers' memory a saw, which begins anew with every restart: its slope over all of them says how old
-    they happened to be. What grows without end is in one of two slopes, which both are free of that: that of all other
-    processes, and that within the life of each worker.
+    Deaths make the workers' memory a saw, which begins anew with every restart and hides what a worker leaks: a soak
+    without deaths shows that, and `worker_growth`.
     """
 
     def __init__(self, warm_up_seconds: float) -> None:

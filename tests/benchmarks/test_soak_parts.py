@@ -17,7 +17,7 @@ from benchmarks.soak import Record, _report
 from benchmarks.soaking.checking import References
 from benchmarks.soaking.edits import PLAIN, Delivery, Edit, catalogue, fresh
 from benchmarks.soaking.ledger import Ledger
-from benchmarks.soaking.memory import MB, STANDING, Sample, Samples
+from benchmarks.soaking.memory import MB, Sample, Samples
 from benchmarks.soaking.pictures import Pixels, template
 from benchmarks.soaking.sending import Answer
 from benchmarks.soaking.tree import Holdings, WorkerMemory
@@ -164,7 +164,6 @@ def test_a_worker_grows_by_what_it_leaks_whenever_it_was_started(leak: float) ->
     assert samples.worker_growth_with_jumps() == pytest.approx(leak, abs=0.01)
     assert samples.num_worker_lives() == 8
     assert 500 <= samples.warm_worker() - leak * 2 < 520
-    assert samples.memory_slope(*STANDING) == pytest.approx(0)
     assert samples.memory_slope() > 1
 
 
@@ -203,12 +202,12 @@ def growing(server: float, worker: float, minutes: int) -> Samples:
     [
         (10.0, growing(0.0, 0.0, 10), 5, True),
         (10.0, growing(2.0, 0.0, 10), 5, False),
-        (10.0, growing(0.0, 0.6, 10), 5, False),
+        (10.0, growing(0.0, 1.2, 10), 5, False),
         (10.0, growing(0.0, 0.0, 2), 5, False),
         (9.0, growing(0.0, 0.0, 2), 5, True),
         (10.0, growing(0.0, 0.0, 10), 0, False),
     ],
-    ids=["good", "leak", "two workers leak", "no slope", "too short for one", "nothing compared"],
+    ids=["good", "leak", "a worker leaks", "no slope", "too short for one", "nothing compared"],
 )
 def test_a_soak_that_measured_nothing_is_not_good(
     ledger: Ledger, minutes: float, samples: Samples, compared: int, is_good: bool
