@@ -6,11 +6,14 @@ All are msgspec Structs, since child processes get theirs as msgpack.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
 from core.errors import ConfigError
+
+Quantization = Literal["none", "torchao-int8", "bitsandbytes-8bit", "bitsandbytes-4bit"]
+"""How a transformer's weights are quantised while they are loaded: by which package, to what."""
 
 EMBEDDED_MODEL = str(Path(__file__).resolve().parent.parent / "model_executor" / "embedded")
 
@@ -26,17 +29,19 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Which checkpoint a worker loads and how. `model` is a diffusers directory or a Hugging Face hub id.
 
     variant: of its weight files, such as fp16, where a part has them; "" = those without a name, else the only ones.
-    dtype: auto, float32, bfloat16 or float16. device: auto, cpu, cuda or cuda:N. threads: CPU threads per worker, 0 =
-    its share of the cores but one. mask_aware: whether edits may skip untouched tokens. cache_keyframes: auto (the
-    checkpoint's calibration, else 5), per-step, or a number from 2 on, spread evenly over noise levels 0..1.
-    cache_dtype: how pages are kept: auto (likewise, else int8), int8, bfloat16 or float32. priming_prompt: what
-    templates are primed with. adapters: served beside the model itself. Raises ConfigError for adapters of one name.
+    dtype: auto, float32, bfloat16 or float16. quantization: of the transformer's linear layers; products are taken in
+    dtype. device: auto, cpu, cuda or cuda:N. threads: CPU threads per worker, 0 = its share of the cores but
+    one. mask_aware: whether edits may skip untouched tokens. cache_keyframes: auto (the checkpoint's calibration, else
+    5), per-step, or a number from 2 on, spread evenly over noise levels 0..1. cache_dtype: how pages are kept: auto
+    (likewise, else int8), int8, bfloat16 or float32. priming_prompt: what templates are primed with. adapters: served
+    beside the model itself. Raises ConfigError for adapters of one name, and for a quantization that there is not.
     """
 
     model: str = EMBEDDED_MODEL
     served_model_name: str = ""
     variant: str = ""
     dtype: str = "auto"
+    quantization: Quantization = "none"
     device: str = "auto"
     threads: int = 0
     mask_aware: bool = True
@@ -49,6 +54,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         names = [self.name, *(adapter.name for adapter in self.adapters)]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ConfigError(f"--lora {twice}: adapters need names of their own, other than the model's")
+        if self.quantization not in get_args(Quantization):
+            raise ConfigError(f"unknown quantization {self.quantization!r}; use {', '.join(get_args(Quantization))}")
 
     @property
     def name(self) -> str:

@@ -12,12 +12,13 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 
 from core.cache_folder import user_cache_folder
 from core.calibration import Calibration, calibration_file
-from core.config import EMBEDDED_MODEL
+from core.config import EMBEDDED_MODEL, Quantization
 from core.errors import ConfigError, StencilError
 from core.ipc.atomic_file import write_atomically
 from core.messages import ModelInfo
@@ -40,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.model,
             variant=args.variant,
             dtype=args.dtype,
+            quantization=args.quantization,
             device=args.device,
             cache_keyframes=keyframes,
             cache_dtype=dtype,
@@ -144,6 +146,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="where to write (default: where servers of this user look)")
     parser.add_argument("--variant", default="", help="of the weight files, as the server is given it")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    parser.add_argument(
+        "--quantization", default="none", choices=get_args(Quantization), help="as the server is given it"
+    )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     return parser.parse_args(argv)
 

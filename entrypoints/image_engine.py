@@ -28,6 +28,7 @@ from core.config import (
     EngineConfig,
     ImageConfig,
     ModelConfig,
+    Quantization,
     SchedulerConfig,
     StencilConfig,
 )
@@ -83,8 +84,8 @@ class EditResult:
 class ImageEngine:
     """A loaded model, ready to edit. Use as a context manager, or call `close`.
 
-    model: diffusers directory or hub id, default the embedded model. variant, dtype, device, threads, mask_aware,
-    cache_keyframes, cache_dtype, priming_prompt: see ModelConfig; loras: name -> file of each adapter, see
+    model: diffusers directory or hub id, default the embedded model. variant, dtype, quantization, device, threads,
+    mask_aware, cache_keyframes, cache_dtype, priming_prompt: see ModelConfig; loras: name -> file of each adapter, see
     AdapterConfig; cache: see CacheConfig; data_parallel_size: engines that edits are spread over. Raises ConfigError
     when the model or an adapter cannot be loaded.
     """
@@ -95,6 +96,7 @@ class ImageEngine:
         *,
         variant: str = "",
         dtype: str = "auto",
+        quantization: Quantization = "none",
         device: str = "auto",
         threads: int = 0,
         mask_aware: bool = True,
@@ -114,6 +116,7 @@ class ImageEngine:
                         model=model,
                         variant=variant,
                         dtype=dtype,
+                        quantization=quantization,
                         device=device,
                         threads=threads,
                         mask_aware=mask_aware,

@@ -18,6 +18,7 @@ from core.config import (
     EngineConfig,
     ImageConfig,
     ModelConfig,
+    Quantization,
     RouterPolicy,
     SchedulerConfig,
     StencilConfig,
@@ -71,6 +72,7 @@ def _config(args: argparse.Namespace) -> StencilConfig:
         served_model_name=args.served_model_name,
         variant=args.variant,
         dtype=args.dtype,
+        quantization=args.quantization,
         device=args.device,
         threads=args.threads,
         mask_aware=args.mask_aware,
@@ -190,6 +192,13 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
         default=default.dtype,
         choices=("auto", "float32", "bfloat16", "float16"),
         help="compute type of the weights; auto: the fastest that is safe on the device",
+    )
+    group.add_argument(
+        "--quantization",
+        default=default.quantization,
+        choices=get_args(Quantization),
+        help="of the transformer's weights, while they are loaded; torchao-int8 runs everywhere and needs the extra "
+        "quantization, bitsandbytes-8bit and bitsandbytes-4bit need a GPU and that package",
     )
     group.add_argument(
         "--device", default=default.device, type=_device, metavar="DEVICE", help="auto, cpu, cuda or cuda:N"

@@ -1,0 +1,7 @@
+"""What runs on a device."""
+
+import logging
+
+# diffusers imports torchao wherever it is installed, which then warns of kernels for processors that are not there.
+for _name in ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer"):
+    logging.getLogger(_name).setLevel(logging.ERROR)

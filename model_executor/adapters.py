@@ -27,6 +27,7 @@ from core.config import AdapterConfig
 from core.errors import ConfigError
 from model_executor.linear import AdaptedGroup, Group, LinearGroup
 from model_executor.loader import LOAD_ERRORS
+from model_executor.quantization import unquantized
 from model_executor.weights import PICKLES
 
 PREFIX = "transformer."
@@ -236,14 +237,22 @@ class FittedAdapter:
         merged = deepcopy(part)
         for name, layer in part.named_modules():
             if (low := self._take(prefix + name, layer)) is not None:
-                weight: Any = merged.get_submodule(name).weight
-                weight.data.copy_(weight.float() + (low.up @ low.down).to(weight.device))
+                linear = self._plain(prefix + name, merged.get_submodule(name))
+                merged.set_submodule(name, linear)
+                linear.weight.data.copy_(linear.weight.float() + (low.up @ low.down).to(linear.weight.device))
         return merged
 
     def check(self) -> None:
         """Raises ConfigError where something of the adapter was not taken."""
         if self._left:
             raise self._adapter.refuse(f"it changes {min(self._left)}, which is no linear layer of this transformer")
+
+    def _plain(self, name: str, layer: nn.Module) -> nn.Linear:
+        """The layer, or one of its weights as they were before they were quantised, but for what that cost."""
+        try:
+            return unquantized(layer)
+        except ValueError as error:
+            raise self._adapter.refuse(f"it changes {name}, {error}") from error
 
     def _take(self, name: str, layer: nn.Module) -> LowRank | None:
         low = self._adapter.layers.get(name)

@@ -35,8 +35,8 @@ class KnownHash(msgspec.Struct, frozen=True):
 
 
 def fingerprint(checkpoint: Checkpoint, cache_folder: Path) -> str:
-    """Hex digest of the checkpoint's weights, configurations and tokenizers, of which parts its index names, and of the
-    dtype it computes in.
+    """Hex digest of the checkpoint's weights, configurations and tokenizers, of which parts its index names, of the
+    dtype it computes in, and of how its weights are quantised.
 
     The same files elsewhere have the same fingerprint. Raises OSError for a file that cannot be read; whatever is wrong
     with the remembered hashes only means that they are made again.
@@ -45,7 +45,8 @@ def fingerprint(checkpoint: Checkpoint, cache_folder: Path) -> str:
     parts = [(str(path.relative_to(checkpoint.path)), hashes.sha256(path)) for path in _files(checkpoint)]
     parts.append((INDEX, _named_parts(checkpoint)))
     hashes.save()
-    return hashlib.sha256(repr([str(checkpoint.dtype), parts]).encode()).hexdigest()
+    computed = [str(checkpoint.dtype), *([checkpoint.quantization] if checkpoint.quantization != "none" else [])]
+    return hashlib.sha256(repr([*computed, parts]).encode()).hexdigest()
 
 
 def _named_parts(checkpoint: Checkpoint) -> str:

@@ -9,6 +9,7 @@ its batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -35,9 +36,14 @@ def plain_linear(layer: nn.Module, x: Tensor, *, gelu: bool = False) -> Tensor:
 def fused_linear(layer: nn.Module, x: Tensor, *, gelu: bool = False) -> Tensor:
     """Through oneDNN where the layer is a plain `nn.Linear` on a CPU; adapters and quantised layers run as
     themselves."""
-    if type(layer) is not nn.Linear or not has_onednn(x):
+    if not is_plain(layer) or not has_onednn(x):
         return plain_linear(layer, x, gelu=gelu)
     return onednn_product(x, layer.weight, layer.bias, gelu=gelu)
+
+
+def is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether it is an `nn.Linear` of ordinary weights: torchao quantises by another kind of tensor in the layer."""
+    return type(layer) is nn.Linear and type(layer.weight) is nn.Parameter
 
 
 def has_onednn(x: Tensor) -> bool:
@@ -88,7 +94,7 @@ class LinearGroup:
     ) -> None:
         self._linear = linear
         self._layers = layers
-        plain = [layer for layer in layers if type(layer) is nn.Linear]
+        plain = [layer for layer in layers if is_plain(layer)]
         can_pack = keep_packed and linear is fused_linear and len(plain) == len(layers) and has_onednn(plain[0].weight)
         self._kernels = kernels if can_pack and _suits_kernels(plain) else None
         self._packed = _pack(plain, self._kernels) if can_pack else None

@@ -17,9 +17,10 @@ import msgspec
 import torch
 from safetensors import SafetensorError
 
-from core.config import ModelConfig
+from core.config import ModelConfig, Quantization
 from core.errors import ConfigError
 from model_executor.hub import DEFAULTS, INDEX, download
+from model_executor.quantization import QUANTIZED, check_method, check_wish, load_options, on_device, stored_method
 from model_executor.weights import check_pickles, check_shards, choose_variant, variants
 
 MODULES = {
@@ -50,8 +51,9 @@ IN_PLACE_OF = {"Qwen2VLProcessor": "Qwen2VLImageProcessorPil", "Qwen2_5_VLProces
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, SafetensorError)
-"""What diffusers, transformers and safetensors raise for files that are missing, torn or of another shape."""
+LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError)
+"""What diffusers, transformers and safetensors raise for files that are missing, torn or of another shape, and for
+packages that are missing or too old."""
 
 
 class Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -75,6 +77,7 @@ class Checkpoint:
     dtype: torch.dtype
     device: torch.device
     variant: str = ""  # of the weights, where a part has it
+    quantization: Quantization = "none"  # of the transformer, while it is loaded
 
     @classmethod
     def open(cls, model: ModelConfig, device_index: int = 0) -> Checkpoint:
@@ -87,8 +90,9 @@ class Checkpoint:
             raise ConfigError(f"{path / INDEX} names no _class_name; is this a diffusers checkpoint?")
         device = resolve_device(model.device, device_index)
         dtype = resolve_dtype(model.dtype, device)
-        checkpoint = cls(path, index, _read_defaults(path), dtype, device, model.variant)
+        checkpoint = cls(path, index, _read_defaults(path), dtype, device, model.variant, model.quantization)
         checkpoint._check_variant()
+        checkpoint._check_quantization()
         return checkpoint
 
     @property
@@ -122,11 +126,16 @@ class Checkpoint:
         cls = self._class_of(part)
         try:
             with torch.device("meta"):
-                return cls.from_config(self.config(part))  # type: ignore[no-any-return]
+                config = self.config(part)
+                config.pop("quantization_config", None)
+                return cls.from_config(config)  # type: ignore[no-any-return]
         except LOAD_ERRORS as error:
             raise ConfigError(f"cannot make {part} of {self.path}: {_first_line(error)}") from error
 
     def _load_module(self, cls: Any, part: str) -> torch.nn.Module:
+        wish = self.quantization if part == QUANTIZED else "none"
+        is_quantized = wish != "none" or self._stored_method(part) is not None
+        options = load_options(wish, self.device, self.dtype) if is_quantized else {}
         module, report = cls.from_pretrained(
             self.path,
             subfolder=part,
@@ -135,10 +144,12 @@ class Checkpoint:
             local_files_only=True,
             output_loading_info=True,
             dtype=self.dtype,
+            **options,
         )
         if report["missing_keys"]:
             raise ValueError(f"the weights lack {sorted(report['missing_keys'])[0]}")
-        return module.to(self.device).eval().requires_grad_(False)  # type: ignore[no-any-return]
+        module = on_device(module, self.device) if is_quantized else module.to(self.device)
+        return module.eval().requires_grad_(False)
 
     def variant_of(self, part: str) -> str:
         """Of the weights that a part is loaded from, "" for those without a name. Raises ValueError where they cannot
@@ -156,6 +167,18 @@ class Checkpoint:
         if self.variant and self.variant not in found:
             there = ", ".join(sorted(name for name in found if name)) or "none with a name"
             raise ConfigError(f"{self.path} has no weights of the variant {self.variant}; there: {there}")
+
+    def _check_quantization(self) -> None:
+        """Before minutes are spent on loading other parts."""
+        check_wish(self.quantization, self._stored_method(QUANTIZED), self.device)
+        for part, value in self.index.items():
+            if isinstance(value, list) and (method := self._stored_method(part)) is not None:
+                check_method(method, f"{part} of {self.path} is quantised with {method}", self.device)
+
+    def _stored_method(self, part: str) -> str | None:
+        """What the part's weights are quantised with in their files."""
+        file = self.path / part / "config.json"
+        return stored_method(_read_json(file)) if file.is_file() else None
 
     def _check_part(self, part: str) -> None:
         if not self.has(part):

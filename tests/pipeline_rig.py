@@ -13,7 +13,7 @@ import torch
 from edits import Edit, box_mask, picture
 from PIL import Image
 
-from core.config import AdapterConfig, ModelConfig
+from core.config import AdapterConfig, ModelConfig, Quantization
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages import BatchResult, PageCopied, StepPlan
 from model_executor.page_store import PageStore
@@ -34,12 +34,24 @@ class Rig:
     """A runner with one model in this process, and diffusers' pipeline for the same checkpoint."""
 
     def __init__(
-        self, checkpoint: Path, arena: Arena, pipeline: Any, adapters: Sequence[AdapterConfig] = (), **parts: Any
+        self,
+        checkpoint: Path,
+        arena: Arena,
+        pipeline: Any,
+        adapters: Sequence[AdapterConfig] = (),
+        quantization: Quantization = "none",
+        **parts: Any,
     ) -> None:
         """pipeline: its class. parts: of the pipeline, in place of the checkpoint's."""
         self.arena = arena
         self.space = ArenaAllocator(arena)
-        model = ModelConfig(model=str(checkpoint), served_model_name="tiny", dtype="float32", adapters=tuple(adapters))
+        model = ModelConfig(
+            model=str(checkpoint),
+            served_model_name="tiny",
+            dtype="float32",
+            quantization=quantization,
+            adapters=tuple(adapters),
+        )
         models = ResidentModels.open([model])
         models.load_all()
         self.models = models

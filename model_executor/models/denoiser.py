@@ -261,7 +261,7 @@ class Denoiser(ABC):
 def _unmap(module: nn.Module) -> None:
     """Copy the few parameters left, or they would keep all of the checkpoint's file mapped, which counts as memory."""
     for parameter in module.parameters():
-        if not parameter.is_meta:
+        if not parameter.is_meta and type(parameter) is nn.Parameter:  # quantised ones never were in the file
             parameter.data = parameter.data.clone()
 
 

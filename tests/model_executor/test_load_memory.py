@@ -28,7 +28,8 @@ def status():
     return [int(lines[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile")]
 
 def load(path):
-    models = ResidentModels.open([ModelConfig(model=path, served_model_name="m", dtype=sys.argv[3], device="cpu")])
+    models = ResidentModels.open([ModelConfig(model=path, served_model_name="m", dtype=sys.argv[3], device="cpu",
+                                              quantization=sys.argv[4])])
     models.load_all()
     return models
 
@@ -67,10 +68,24 @@ def large(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tu
 def test_weights_are_held_once(tiny_checkpoint: Path, large: tuple[Path, int], dtype: str) -> None:
     """The file is float32. Peak is private memory; what is held afterwards counts the file's mapped pages, too."""
     path, number = large
-    command = [sys.executable, "-c", LOAD, str(tiny_checkpoint), str(path), dtype]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, env=environment, cwd=ROOT, check=True)
-    found, weights = json.loads(done.stdout), number * getattr(torch, dtype).itemsize
+    found, weights = load(tiny_checkpoint, path, dtype), number * getattr(torch, dtype).itemsize
     assert weights > 90e6
     assert found["peak"] < 1.5 * weights, "the weights and the largest layers, which are rearranged one by one"
     assert 0.8 * weights < found["held"] < 1.25 * weights
+
+
+def test_quantised_weights_are_never_all_held_as_they_were(tiny_checkpoint: Path, large: tuple[Path, int]) -> None:
+    pytest.importorskip("torchao")
+    path, weights = large  # a byte each
+    found = load(tiny_checkpoint, path, "float32", "torchao-int8")
+    assert found["peak"] < 2.5 * weights, "the weights and the largest layer as it was and is made, of four bytes each"
+    assert 0.8 * weights < found["held"] < 1.25 * weights
+
+
+def load(small: Path, large: Path, dtype: str, quantization: str = "none") -> dict[str, int]:
+    """Private memory in bytes while `large` is loaded, at its peak, and all that is held for it afterwards."""
+    command = [sys.executable, "-c", LOAD, str(small), str(large), dtype, quantization]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}
+    done = subprocess.run(command, capture_output=True, env=environment, cwd=ROOT, check=True)
+    found: dict[str, int] = json.loads(done.stdout)
+    return found

@@ -1,0 +1,90 @@
+"""Quantised weights that cannot be had: one line that says why. No package that quantises is needed here."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from core.config import ModelConfig
+from core.errors import ConfigError
+from model_executor import quantization
+from model_executor.loader import Checkpoint
+from model_executor.quantization import check_method, stored_method, unquantized
+
+GPU = torch.device("cuda", 0)
+
+
+def refused(path: Path, why: str, **settings: Any) -> None:
+    with pytest.raises(ConfigError, match=why) as caught:
+        Checkpoint.open(ModelConfig(model=str(path), device="cpu", **settings))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def stored(tiny_checkpoint: Path, tmp_path: Path) -> Path:
+    """A checkpoint of which a test says how its transformer is quantised."""
+    return Path(shutil.copytree(tiny_checkpoint, tmp_path / "stored"))
+
+
+def say_stored(path: Path, **config: Any) -> None:
+    file = path / "transformer" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": config}))
+
+
+def test_a_name_that_there_is_not() -> None:
+    with pytest.raises(ConfigError, match="unknown quantization 'int9'; use none, torchao-int8, bitsandbytes-8bit"):
+        ModelConfig(quantization="int9")  # type: ignore[arg-type]
+
+
+def test_a_missing_package_is_named_with_how_to_get_it(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantization, "find_spec", lambda name: None)
+    why = r"--quantization torchao-int8: the package torchao is not installed; pip install 'stencil-serve\[quantiz"
+    refused(tiny_checkpoint, why, quantization="torchao-int8")
+    with pytest.raises(ConfigError, match="package bitsandbytes is not installed; pip install bitsandbytes"):
+        check_method("bitsandbytes", "--quantization bitsandbytes-4bit", GPU)
+
+
+@pytest.mark.parametrize("wish", ["bitsandbytes-8bit", "bitsandbytes-4bit"])
+def test_bitsandbytes_without_a_gpu(tiny_checkpoint: Path, wish: str) -> None:
+    refused(
+        tiny_checkpoint, f"--quantization {wish}: bitsandbytes needs a GPU, and the device is cpu", quantization=wish
+    )
+
+
+def test_what_is_stored_otherwise_is_refused(stored: Path) -> None:
+    say_stored(stored, quant_method="gguf")
+    refused(
+        stored, "transformer of .* is quantised with gguf, which is not supported; supported: torchao, bitsandbytes"
+    )
+    say_stored(stored, quant_method="bitsandbytes", load_in_4bit=True)
+    refused(stored, "is quantised with bitsandbytes: bitsandbytes needs a GPU")
+
+
+def test_what_is_quantised_already_is_not_quantised_again(stored: Path) -> None:
+    say_stored(stored, quant_method="torchao")
+    refused(stored, "the checkpoint's transformer is quantised with torchao already", quantization="torchao-int8")
+
+
+@pytest.mark.parametrize(
+    ("config", "method"),
+    [
+        ({}, None),
+        ({"quantization_config": None}, None),
+        ({"quantization_config": {"quant_method": "torchao"}}, "torchao"),
+        ({"quantization_config": {"load_in_4bit": True}}, "bitsandbytes"),
+        ({"quantization_config": {}}, "an unknown method"),
+    ],
+)
+def test_how_weights_are_stored(config: dict[str, Any], method: str | None) -> None:
+    assert stored_method(config) == method
+
+
+def test_a_layer_of_another_kind_cannot_be_undone() -> None:
+    with pytest.raises(ValueError, match="which is quantised with torch and runs as a whole"):
+        unquantized(nn.Bilinear(2, 2, 2))

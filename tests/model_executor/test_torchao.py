@@ -1,0 +1,194 @@
+"""Transformers quantised by torchao: against diffusers' pipelines of the same quantisation, with adapters, and stored.
+
+Skipped where the extra `quantization` is not installed; the extra `test` has it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from adapters import make_lora
+from checkpoints import make_flux, make_sd3
+from diffusers import FluxInpaintPipeline, PipelineQuantizationConfig, StableDiffusion3InpaintPipeline, TorchAoConfig
+from edits import Edit
+from pipeline_rig import Rig, assert_same
+from torch import nn
+
+from core.config import AdapterConfig, ModelConfig
+from core.ipc.shared_array import Arena
+from model_executor.fingerprint import fingerprint
+from model_executor.loader import Checkpoint
+from model_executor.quantization import Int8Linear, on_device, unquantized
+from model_executor.resident import ResidentModels
+
+torchao = pytest.importorskip("torchao.quantization")
+
+FAMILIES: dict[str, tuple[Callable[[Path], Path], Any]] = {
+    "flux": (lambda path: make_flux(path, guidance_embeds=True), FluxInpaintPipeline),
+    "sd3": (make_sd3, StableDiffusion3InpaintPipeline),
+}
+
+
+@pytest.fixture(scope="module")
+def arena() -> Iterator[Arena]:
+    arena = Arena.create(1, 1 << 26)
+    yield arena
+    arena.close()
+
+
+def config() -> TorchAoConfig:
+    return TorchAoConfig(torchao.Int8WeightOnlyConfig(set_inductor_config=False))
+
+
+class QuantizedRig(Rig):
+    """Ours and the pipeline quantised alike, with an adapter of every layer."""
+
+    def __init__(self, checkpoint: Path, arena: Arena, pipeline: Any, lora: Path) -> None:
+        wanted = PipelineQuantizationConfig(quant_mapping={"transformer": config()})
+        adapters = [AdapterConfig("shirt", str(lora))]
+        parts = {"quantization_config": wanted, "dtype": torch.float32}  # without, torchao takes bfloat16
+        super().__init__(checkpoint, arena, pipeline, adapters, "torchao-int8", **parts)
+        self.checkpoint, self._lora = checkpoint, lora
+        if pipeline is StableDiffusion3InpaintPipeline:  # which forgets the shift, up to 0.42
+            vae = self.pipeline.vae
+            decode, shift = vae.decode, vae.config.shift_factor
+            vae.decode = lambda latents, **options: decode(latents + shift, **options)
+
+    def make(self, name: str, model: str, size: tuple[int, int], steps: int = 4) -> Edit:
+        edit = self.edit(name, seed=steps, steps=steps, size=size, model=model, prompt="a red hat")
+        if self.family.info("tiny").is_guidance_cfg:
+            edit.guidance_scale = edit.true_cfg_scale = 3.0
+            edit.negative_prompt = ""
+        return edit
+
+    def check(self, edit: Edit, ours: Any) -> None:
+        if edit.model == "shirt":
+            self.pipeline.load_lora_weights(str(self._lora))
+        assert_same(ours, self.expected(edit))
+        if edit.model == "shirt":
+            self.pipeline.unload_lora_weights()
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def rig(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, arena: Arena
+) -> Iterator[QuantizedRig]:
+    make, pipeline = FAMILIES[request.param]
+    folder = tmp_path_factory.mktemp("quantized")
+    checkpoint = make(folder / request.param)
+    rig = QuantizedRig(checkpoint, arena, pipeline, make_lora(folder / "shirt.safetensors", checkpoint))
+    yield rig
+    rig.pages.close()
+
+
+@pytest.mark.parametrize("model", ["tiny", "shirt"])
+@pytest.mark.parametrize("size", [(128, 128), (96, 64)])
+def test_edit_equals_the_pipeline(rig: QuantizedRig, model: str, size: tuple[int, int]) -> None:
+    edit = rig.make(f"{model}-{size}", model, size)
+    rig.check(edit, rig.run(edit))
+
+
+def test_batch_of_others_at_different_steps_changes_nothing(rig: QuantizedRig) -> None:
+    shapes = [("tiny", (96, 64)), ("shirt", (64, 64)), ("tiny", (48, 96)), ("shirt", (96, 64))]
+    edits = [rig.make(f"mixed-{i}", model, size, 3 + i) for i, (model, size) in enumerate(shapes)]
+    alone = [rig.run(edit) for edit in edits]
+    for before, together in zip(alone, rig.run_together(edits), strict=True):
+        assert np.array_equal(together, before)
+
+
+def open_model(path: Path, **settings: Any) -> ResidentModels:
+    models = ResidentModels.open(
+        [ModelConfig(model=str(path), served_model_name="tiny", dtype="float32", device="cpu", **settings)]
+    )
+    models.load_all()
+    return models
+
+
+def module_of(path: Path, **settings: Any) -> nn.Module:
+    return Checkpoint.open(  # type: ignore[no-any-return]
+        ModelConfig(model=str(path), dtype="float32", device="cpu", **settings)
+    ).load("transformer")
+
+
+def num_bytes(module: nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+
+
+def test_weights_take_a_byte_each(rig: QuantizedRig) -> None:
+    plain, quantized = module_of(rig.checkpoint), module_of(rig.checkpoint, quantization="torchao-int8")
+    layers = [layer for layer in quantized.modules() if isinstance(layer, Int8Linear)]
+    assert len(layers) == sum(type(layer) is nn.Linear for layer in plain.modules())
+    saved = num_bytes(plain) - num_bytes(quantized)
+    weights = sum(layer.qdata.numel() for layer in layers)
+    assert saved >= 3 * weights - 4 * sum(layer.out_features for layer in layers)
+
+
+def test_pages_and_costs_of_quantised_weights_are_others(rig: QuantizedRig, tmp_path: Path) -> None:
+    prints = [
+        fingerprint(Checkpoint.open(ModelConfig(model=str(rig.checkpoint), quantization=wish)), tmp_path)
+        for wish in ("none", "torchao-int8")
+    ]
+    assert prints[0] != prints[1]
+
+
+def test_a_checkpoint_that_is_stored_quantised_paints_the_same(rig: QuantizedRig, arena: Arena, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(rig.checkpoint, tmp_path / "stored"))
+    shutil.rmtree(path / "transformer")
+    rig.pipeline.transformer.save_pretrained(path / "transformer")
+    assert Checkpoint.open(ModelConfig(model=str(path))).config("transformer")["quantization_config"]
+    size = (96, 64)
+    again = Rig(path, arena, type(rig.pipeline))
+    painted = again.run(rig.make("stored", "tiny", size))
+    again.pages.close()
+    assert np.array_equal(painted, rig.run(rig.make("now", "tiny", size)))
+
+
+# ------------------------------------------------------------------------------------------------------------- layers
+
+
+@pytest.fixture(params=[True, False])
+def layer(request: pytest.FixtureRequest) -> nn.Linear:
+    """As torchao quantises it. param: with bias."""
+    torch.manual_seed(0)
+    linear = nn.Linear(96, 160, bias=request.param).requires_grad_(False)
+    torchao.quantize_(linear, torchao.Int8WeightOnlyConfig(set_inductor_config=False))
+    return linear
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-6), (torch.bfloat16, 0.01), (torch.float16, 0.002)])
+def test_our_product_is_torchaos(layer: nn.Linear, dtype: torch.dtype, limit: float) -> None:
+    layer.to(dtype)
+    x = torch.randn(2, 7, 96).to(dtype)
+    ours, theirs = Int8Linear(layer)(x), layer(x)
+    assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+    assert (ours - theirs).float().norm() / theirs.float().norm() < limit
+
+
+def test_a_row_does_not_depend_on_the_others(layer: nn.Linear) -> None:
+    ours, x = Int8Linear(layer), torch.randn(65, 96)
+    whole = ours(x)
+    for number in (1, 2, 3, 17):
+        assert torch.equal(ours(x[:number]), whole[:number])
+
+
+def test_what_was_quantised_is_undone_alike(layer: nn.Linear) -> None:
+    """Ours and torchao's own, which runs on a GPU."""
+    x = torch.randn(5, 96)
+    for quantized in (layer, Int8Linear(layer)):
+        plain = unquantized(quantized)
+        assert type(plain.weight) is nn.Parameter
+        torch.testing.assert_close(plain(x), layer(x), rtol=1e-5, atol=1e-5)
+    assert unquantized(plain) is plain
+
+
+def test_other_layers_of_torchao_run_as_they_are() -> None:
+    linear = nn.Linear(96, 160).requires_grad_(False)
+    torchao.quantize_(linear, torchao.Float8WeightOnlyConfig())
+    module = on_device(nn.Sequential(linear, nn.Linear(2, 2)), torch.device("cpu"))
+    assert module[0] is linear  # type: ignore[index]
