@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from core.config import ModelConfig, Quantization
 from core.errors import ConfigError
 from model_executor.hub import DEFAULTS, INDEX, download
-from model_executor.quantization import QUANTIZED, check_method, check_wish, load_options, on_device, stored_method
+from model_executor.quantization import QUANTIZED, check_method, check_wish, for_device, load_options, stored_method
 from model_executor.weights import check_pickles, check_shards, choose_variant, variants
 
 MODULES = {
@@ -92,7 +92,6 @@ class Checkpoint:
         dtype = resolve_dtype(model.dtype, device)
         checkpoint = cls(path, index, _read_defaults(path), dtype, device, model.variant, model.quantization)
         checkpoint._check_variant()
-        checkpoint._check_quantization()
         return checkpoint
 
     @property
@@ -121,6 +120,13 @@ class Checkpoint:
         except LOAD_ERRORS as error:
             raise ConfigError(f"cannot load {part} of {self.path}: {_first_line(error)}") from error
 
+    def check_quantization(self) -> None:
+        """Before minutes are spent on loading: what is quantised, now or already, can be here. Raises ConfigError."""
+        check_wish(self.quantization, self._stored_method(QUANTIZED), self.device)
+        for part, value in self.index.items():
+            if isinstance(value, list) and (method := self._stored_method(part)) is not None:
+                check_method(method, f"{part} of {self.path} is quantised with {method}", self.device)
+
     def outline(self, part: str) -> torch.nn.Module:
         """A part with all its layers and no weights. Raises ConfigError."""
         cls = self._class_of(part)
@@ -148,7 +154,10 @@ class Checkpoint:
         )
         if report["missing_keys"]:
             raise ValueError(f"the weights lack {sorted(report['missing_keys'])[0]}")
-        module = on_device(module, self.device) if is_quantized else module.to(self.device)
+        if not is_quantized:
+            module = module.to(self.device)
+        elif part == QUANTIZED:
+            module = for_device(module, self.device)
         return module.eval().requires_grad_(False)
 
     def variant_of(self, part: str) -> str:
@@ -167,13 +176,6 @@ class Checkpoint:
         if self.variant and self.variant not in found:
             there = ", ".join(sorted(name for name in found if name)) or "none with a name"
             raise ConfigError(f"{self.path} has no weights of the variant {self.variant}; there: {there}")
-
-    def _check_quantization(self) -> None:
-        """Before minutes are spent on loading other parts."""
-        check_wish(self.quantization, self._stored_method(QUANTIZED), self.device)
-        for part, value in self.index.items():
-            if isinstance(value, list) and (method := self._stored_method(part)) is not None:
-                check_method(method, f"{part} of {self.path} is quantised with {method}", self.device)
 
     def _stored_method(self, part: str) -> str | None:
         """What the part's weights are quantised with in their files."""

@@ -114,8 +114,9 @@ class Int8Linear(nn.Module):
         return y.reshape(*x.shape[:-1], self.out_features)
 
 
-def on_device(module: nn.Module, device: torch.device) -> nn.Module:
-    """A part as it came from `from_pretrained` with `load_options`, in the form that is fast on this device."""
+def for_device(module: nn.Module, device: torch.device) -> nn.Module:
+    """The transformer as it came from `from_pretrained` with `load_options`, in the form that is fast on this device.
+    Other parts look at their layers' weights themselves."""
     if device.type == "cpu" and torch.backends.mkldnn.is_available():
         for name, layer in [*module.named_modules()]:
             if type(layer) is nn.Linear and _is_int8(layer.weight):

@@ -75,7 +75,10 @@ class ResidentModels:
         if any(checkpoint.device.type != "cpu" for checkpoint in checkpoints.values()) and not has_device_tier:
             logger.warning("every token is computed: mask-aware edits on a GPU need --cache-device-bytes")
             configs = [msgspec.structs.replace(config, mask_aware=False) for config in configs]
-        return cls(configs, checkpoints, {name: make_family(checkpoint) for name, checkpoint in checkpoints.items()})
+        families = {name: make_family(checkpoint) for name, checkpoint in checkpoints.items()}
+        for checkpoint in checkpoints.values():
+            checkpoint.check_quantization()
+        return cls(configs, checkpoints, families)
 
     @property
     def device(self) -> torch.device:

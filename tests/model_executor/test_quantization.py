@@ -14,15 +14,15 @@ from torch import nn
 from core.config import ModelConfig
 from core.errors import ConfigError
 from model_executor import quantization
-from model_executor.loader import Checkpoint
 from model_executor.quantization import check_method, stored_method, unquantized
+from model_executor.resident import ResidentModels
 
 GPU = torch.device("cuda", 0)
 
 
 def refused(path: Path, why: str, **settings: Any) -> None:
     with pytest.raises(ConfigError, match=why) as caught:
-        Checkpoint.open(ModelConfig(model=str(path), device="cpu", **settings))
+        ResidentModels.open([ModelConfig(model=str(path), device="cpu", **settings)])
     assert "\n" not in str(caught.value)
 
 

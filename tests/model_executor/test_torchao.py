@@ -24,7 +24,7 @@ from core.config import AdapterConfig, ModelConfig
 from core.ipc.shared_array import Arena
 from model_executor.fingerprint import fingerprint
 from model_executor.loader import Checkpoint
-from model_executor.quantization import Int8Linear, on_device, unquantized
+from model_executor.quantization import Int8Linear, for_device, unquantized
 from model_executor.resident import ResidentModels
 
 torchao = pytest.importorskip("torchao.quantization")
@@ -190,5 +190,5 @@ def test_what_was_quantised_is_undone_alike(layer: nn.Linear) -> None:
 def test_other_layers_of_torchao_run_as_they_are() -> None:
     linear = nn.Linear(96, 160).requires_grad_(False)
     torchao.quantize_(linear, torchao.Float8WeightOnlyConfig())
-    module = on_device(nn.Sequential(linear, nn.Linear(2, 2)), torch.device("cpu"))
+    module = for_device(nn.Sequential(linear, nn.Linear(2, 2)), torch.device("cpu"))
     assert module[0] is linear  # type: ignore[index]
