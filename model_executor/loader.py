@@ -158,7 +158,7 @@ class Checkpoint:
             module = module.to(self.device)
         elif part == QUANTIZED:
             module = for_device(module, self.device)
-        return module.eval().requires_grad_(False)
+        return module.eval().requires_grad_(False)  # type: ignore[no-any-return]
 
     def variant_of(self, part: str) -> str:
         """Of the weights that a part is loaded from, "" for those without a name. Raises ValueError where they cannot
