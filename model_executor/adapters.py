@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from core.config import AdapterConfig
 from core.errors import ConfigError
-from model_executor.linear import AdaptedGroup, Group, LinearGroup
+from model_executor.linear import AdaptedGroup, Group, LinearGroup, is_plain
 from model_executor.loader import LOAD_ERRORS
 from model_executor.quantization import unquantized
 from model_executor.weights import PICKLES
@@ -250,7 +250,7 @@ class FittedAdapter:
     def _plain(self, name: str, layer: nn.Module) -> nn.Linear:
         """The layer, or one of its weights as they were before they were quantised, but for what that cost."""
         try:
-            return unquantized(layer)
+            return layer if is_plain(layer) else unquantized(layer).to(self._dtype)
         except ValueError as error:
             raise self._adapter.refuse(f"it changes {name}, {error}") from error
 

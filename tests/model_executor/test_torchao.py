@@ -25,7 +25,7 @@ from core.ipc.shared_array import Arena
 from model_executor.fingerprint import fingerprint
 from model_executor.loader import Checkpoint
 from model_executor.quantization import Int8Linear, for_device, unquantized
-from model_executor.resident import ResidentModels
+from model_executor.resident import ResidentModels, edit_once
 
 torchao = pytest.importorskip("torchao.quantization")
 
@@ -54,7 +54,7 @@ class QuantizedRig(Rig):
         adapters = [AdapterConfig("shirt", str(lora))]
         parts = {"quantization_config": wanted, "dtype": torch.float32}  # without, torchao takes bfloat16
         super().__init__(checkpoint, arena, pipeline, adapters, "torchao-int8", **parts)
-        self.checkpoint, self._lora = checkpoint, lora
+        self.checkpoint, self.lora = checkpoint, lora
         if pipeline is StableDiffusion3InpaintPipeline:  # which forgets the shift, up to 0.42
             vae = self.pipeline.vae
             decode, shift = vae.decode, vae.config.shift_factor
@@ -69,7 +69,7 @@ class QuantizedRig(Rig):
 
     def check(self, edit: Edit, ours: Any) -> None:
         if edit.model == "shirt":
-            self.pipeline.load_lora_weights(str(self._lora))
+            self.pipeline.load_lora_weights(str(self.lora))
         assert_same(ours, self.expected(edit))
         if edit.model == "shirt":
             self.pipeline.unload_lora_weights()
@@ -102,14 +102,6 @@ def test_batch_of_others_at_different_steps_changes_nothing(rig: QuantizedRig) -
         assert np.array_equal(together, before)
 
 
-def open_model(path: Path, **settings: Any) -> ResidentModels:
-    models = ResidentModels.open(
-        [ModelConfig(model=str(path), served_model_name="tiny", dtype="float32", device="cpu", **settings)]
-    )
-    models.load_all()
-    return models
-
-
 def module_of(path: Path, **settings: Any) -> nn.Module:
     return Checkpoint.open(  # type: ignore[no-any-return]
         ModelConfig(model=str(path), dtype="float32", device="cpu", **settings)
@@ -137,16 +129,33 @@ def test_pages_and_costs_of_quantised_weights_are_others(rig: QuantizedRig, tmp_
     assert prints[0] != prints[1]
 
 
-def test_a_checkpoint_that_is_stored_quantised_paints_the_same(rig: QuantizedRig, arena: Arena, tmp_path: Path) -> None:
+@pytest.fixture
+def stored(rig: QuantizedRig, tmp_path: Path) -> Path:
+    """The checkpoint with its transformer as diffusers saves it once it is quantised."""
     path = Path(shutil.copytree(rig.checkpoint, tmp_path / "stored"))
     shutil.rmtree(path / "transformer")
     rig.pipeline.transformer.save_pretrained(path / "transformer")
     assert Checkpoint.open(ModelConfig(model=str(path))).config("transformer")["quantization_config"]
+    return path
+
+
+def test_a_checkpoint_that_is_stored_quantised_paints_the_same(rig: QuantizedRig, stored: Path, arena: Arena) -> None:
+    again = Rig(stored, arena, type(rig.pipeline))
     size = (96, 64)
-    again = Rig(path, arena, type(rig.pipeline))
     painted = again.run(rig.make("stored", "tiny", size))
     again.pages.close()
     assert np.array_equal(painted, rig.run(rig.make("now", "tiny", size)))
+
+
+def test_it_runs_in_another_dtype_too(rig: QuantizedRig, stored: Path) -> None:
+    """With and without an adapter of every layer."""
+    adapters = (AdapterConfig("shirt", str(rig.lora)),)
+    model = ModelConfig(model=str(stored), served_model_name="tiny", dtype="bfloat16", device="cpu", adapters=adapters)
+    models = ResidentModels.open([model])
+    models.load_all()
+    painted = [edit_once(models.families[name], 64, 16).float() for name in ("tiny", "shirt")]
+    assert all(picture.std() > 10 for picture in painted)
+    assert not torch.equal(*painted)
 
 
 # ------------------------------------------------------------------------------------------------------------- layers
