@@ -20,34 +20,9 @@ from safetensors import SafetensorError
 from core.config import ModelConfig, Quantization
 from core.errors import ConfigError
 from model_executor.hub import DEFAULTS, INDEX, download
+from model_executor.models.parts import IN_PLACE_OF, MODULES
 from model_executor.quantization import QUANTIZED, check_method, check_wish, for_device, load_options, stored_method
 from model_executor.weights import check_pickles, check_shards, choose_variant, variants
-
-MODULES = {
-    "FluxTransformer2DModel": "diffusers.models.transformers.transformer_flux",
-    "SD3Transformer2DModel": "diffusers.models.transformers.transformer_sd3",
-    "QwenImageTransformer2DModel": "diffusers.models.transformers.transformer_qwenimage",
-    "AutoencoderKL": "diffusers.models.autoencoders.autoencoder_kl",
-    "AutoencoderKLQwenImage": "diffusers.models.autoencoders.autoencoder_kl_qwenimage",
-    "FlowMatchEulerDiscreteScheduler": "diffusers.schedulers.scheduling_flow_match_euler_discrete",
-    "FlowMatchHeunDiscreteScheduler": "diffusers.schedulers.scheduling_flow_match_heun_discrete",
-    "FlowMatchLCMScheduler": "diffusers.schedulers.scheduling_flow_match_lcm",
-    "CLIPTextModel": "transformers.models.clip.modeling_clip",
-    "CLIPTextModelWithProjection": "transformers.models.clip.modeling_clip",
-    "T5EncoderModel": "transformers.models.t5.modeling_t5",
-    "Qwen2_5_VLForConditionalGeneration": "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
-    "CLIPTokenizer": "transformers",
-    "T5Tokenizer": "transformers",
-    "T5TokenizerFast": "transformers",
-    "Qwen2Tokenizer": "transformers",
-    "Qwen2TokenizerFast": "transformers",
-    "Qwen2VLProcessor": "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl",
-    "Qwen2_5_VLProcessor": "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl",
-}
-"""Class named by model_index.json -> the module that defines it, or what is loaded in its place."""
-
-IN_PLACE_OF = {"Qwen2VLProcessor": "Qwen2VLImageProcessorPil", "Qwen2_5_VLProcessor": "Qwen2VLImageProcessorPil"}
-"""Of a processor of pictures, videos and chats the first part alone, in its form that works without torchvision."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
