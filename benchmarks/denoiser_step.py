@@ -33,9 +33,9 @@ from benchmarks.report import Value, print_report
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.denoiser import Denoiser
 from model_executor.models.flux_transformer import FluxTransformer
-from model_executor.models.latent_family import unpack
 from model_executor.models.qwen_transformer import QwenEditTransformer
 from model_executor.models.sd3_transformer import SD3Transformer
+from model_executor.models.vae_family import unpack
 from model_executor.pages import Pages
 
 RATIOS = (0.05, 0.1, 0.2, 0.35, 0.5, 1.0)

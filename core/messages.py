@@ -32,12 +32,13 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     extra_text_tokens: further ones that a prompt has in the denoiser, whatever its length. has_guidance: whether
     guidance_scale has a meaning, which with is_guidance_cfg is that of classifier-free guidance, else of an embedding.
     has_true_cfg: whether true_cfg_scale has one; default_true_cfg_scale: where a request gives a negative prompt alone.
-    solver_order: the sampler's. min_inference_steps: fewest that the sampler can do. max_side: tokens of a picture's
-    longest side, None for any. vision: what the template is to a text encoder that sees it, None where it does not.
-    conditions_per_token: condition tokens per image token, 1 where the denoiser sees the clean template as tokens of
-    its own. page_scheme: how templates are cached, None where the model is served without mask-aware execution. device:
-    its type; which of several alike it is makes no difference to anybody. parent: the model that this is an adapter of,
-    "" for a model itself.
+    solver_order: the sampler's. extra_steps: calls of the model that it takes beyond those of its order.
+    rounds_strength_down: whether a step that strength covers in part is left out; else it is done. min_inference_steps:
+    fewest that the sampler can do. max_side: tokens of a picture's longest side, None for any. vision: what the
+    template is to a text encoder that sees it, None where it does not. conditions_per_token: condition tokens per image
+    token, 1 where the denoiser sees the clean template as tokens of its own. page_scheme: how templates are cached,
+    None where the model is served without mask-aware execution. device: its type; which of several alike it is makes no
+    difference to anybody. parent: the model that this is an adapter of, "" for a model itself.
     """
 
     name: str
@@ -56,6 +57,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     extra_text_tokens: int = 0
     default_true_cfg_scale: float = 1.0
     solver_order: int = 1
+    extra_steps: int = 0
+    rounds_strength_down: bool = False
     min_inference_steps: int = 1
     max_side: int | None = None
     vision: VisionTokens | None = None
@@ -65,8 +68,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     def num_steps(self, sampling: SamplingParams) -> int:
         """Steps of a run, each one call of the model: a solver of order o takes o for each of its noise levels, but one
-        for the last. sampling: with its num_inference_steps."""
-        return self.solver_order * (sampling.num_denoising_steps - 1) + 1
+        for the last, and PNDM one more. sampling: with its num_inference_steps."""
+        return self.solver_order * (sampling.num_denoising_steps - 1) + 1 + self.extra_steps
 
     def num_text_tokens(self, max_sequence_length: int | None = None) -> int:
         """Text tokens of a row in the denoiser, with a prompt of so many at most (None: the encoder's length), but for

@@ -45,9 +45,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     embedding, classifier-free guidance in those made for it, 0..100. true_cfg_scale: classifier-free guidance in the
     former, 0..100, given a negative_prompt. Resolved for a model, true_cfg_scale and negative_prompt are what
     classifier-free guidance is done with in either, both None without it. n: images per request, 1..10. seed:
-    0..2**63-1, ``torch.Generator("cpu").manual_seed(seed)``; None draws one; image i uses seed + i. strength: 0..1.
-    max_sequence_length: text tokens >= 1, up to the model's own. mask_aware, mask_margin (px, 0..4096), full_steps
-    (0..200): mask-aware execution; see docs/architecture.md. priority: lower first. timeout: seconds, 0.001..86400.
+    0..2**63-1, ``torch.Generator("cpu").manual_seed(seed)``; None draws one; image i uses seed + i. strength: 0..1;
+    resolved, rounded to steps where the model does that in a way of its own. max_sequence_length: text tokens >= 1, up
+    to the model's own. mask_aware, mask_margin (px, 0..4096), full_steps (0..200): mask-aware execution; see
+    docs/architecture.md. priority: lower first. timeout: seconds, 0.001..86400.
 
     A value out of range raises InvalidRequestError, also where a message is decoded.
     """

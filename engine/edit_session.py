@@ -526,6 +526,7 @@ def resolve(sampling: SamplingParams, model: ModelInfo) -> SamplingParams:
     resolved = msgspec.structs.replace(
         sampling,
         num_inference_steps=steps,
+        strength=_resolve_strength(sampling.strength, steps) if model.rounds_strength_down else sampling.strength,
         guidance_scale=guidance,
         true_cfg_scale=true_cfg_scale,
         negative_prompt=negative_prompt,
@@ -536,6 +537,11 @@ def resolve(sampling: SamplingParams, model: ModelInfo) -> SamplingParams:
         message = f"Invalid 'strength': {sampling.strength} leaves no step to do; give more than 0."
         raise InvalidRequestError(message, param="strength")
     return resolved
+
+
+def _resolve_strength(strength: float, steps: int) -> float:
+    """A share of the steps that comes to what diffusers' pipelines of UNets do of them: whole ones, none begun."""
+    return max(int(steps * strength) - 0.5, 0.0) / steps  # up to the middle of the last: no rounding error adds one
 
 
 def _classifier_free(

@@ -77,11 +77,14 @@ class Adapter:
 # ------------------------------------------------------------------------------------------------------------ reading
 
 
-def read_adapter(config: AdapterConfig, loader: str) -> Adapter:
-    """loader: the class in `diffusers.loaders.lora_pipeline` that reads adapters of the model's family. Raises
-    ConfigError for a file that is not there, is none of a LoRA, or changes more than linear layers of the transformer.
+def read_adapter(config: AdapterConfig, loader: str | None) -> Adapter:
+    """loader: the class in `diffusers.loaders.lora_pipeline` that reads adapters of the model's family, None where it
+    takes none. Raises ConfigError for that, and for a file that is not there, is none of a LoRA, or changes more than
+    linear layers of the transformer.
     """
     path = Path(config.path).expanduser()
+    if loader is None:
+        raise _refuse(config.name, path, "adapters of UNets are not supported")
     try:
         file = _find(path)
         layers = _read_layers(file, loader)

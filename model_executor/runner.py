@@ -46,7 +46,7 @@ from model_executor.models.base import Family, PrimeRow, Row, Sample
 from model_executor.page_store import PageStore
 from model_executor.pages import Pages
 from model_executor.prompt_cache import PromptCache
-from model_executor.sampling import State, predict_clean
+from model_executor.sampling import State
 from model_executor.tensor_store import SharedMemory, TensorStore
 
 logger = logging.getLogger("stencil.worker")
@@ -222,15 +222,24 @@ class Runner:
         family = self._models[model]
         steps = [self._step(model, item) for item in items]
         predictions = iter(family.predict([row for step in steps for row in step.rows]))
-        velocities = [family.combine_guidance([next(predictions) for _ in step.rows], step.scale) for step in steps]
-        outputs = [step.outputs(family, velocity) for step, velocity in zip(steps, velocities, strict=True)]
+        guided = [family.combine_guidance([next(predictions) for _ in step.rows], step.scale) for step in steps]
+        outputs = [step.outputs(family, prediction) for step, prediction in zip(steps, guided, strict=True)]
         return [self._put_step(item, *output) for item, output in zip(items, outputs, strict=True)]
 
     def _step(self, model: str, item: Item) -> _Step:
         work, inputs = item.work, {ref.key.name: self._store.resolve(ref) for ref in item.inputs}
         assert isinstance(work, Denoise)
-        family, latents, condition = self._models[model], inputs["latents"], inputs["condition"]
+        family = self._models[model]
         grid, sigma = family.grid(work.width, work.height), inputs["sigmas"][work.step]
+        sample = Sample(
+            latents=inputs["latents"],
+            outside=inputs["outside"],
+            sigmas=inputs["sigmas"],
+            step=work.step,
+            state=self._store.get_series(_sampler_key(item)),
+            grid=grid,
+        )
+        latents, condition = family.denoiser_input(sample), inputs["condition"]
         active = self._indices(work.active, latents.device)
         if active is not None and work.full_blocks:
             latents, condition = self._fill_inactive(model, work, sigma, active, latents, condition)
@@ -253,14 +262,6 @@ class Runner:
             )
             for number, (embeds, pooled) in enumerate(prompts)
         ]
-        sample = Sample(
-            latents=inputs["latents"],
-            outside=inputs["outside"],
-            sigmas=inputs["sigmas"],
-            step=work.step,
-            state=self._store.get_series(_sampler_key(item)),
-            grid=grid,
-        )
         return _Step(rows, sample, work.true_cfg_scale, work.keep_clean)
 
     def _modulation(
@@ -294,8 +295,10 @@ class Runner:
         for key in coming:
             self._pages.begin_with(key, work.full_blocks)
         near, *far = (self._pages.entry(ref) for ref in refs)
+        layout = family.page_layout(span.dtype)
+        assert layout is not None
         return Pages(
-            layout=family.page_layout(span.dtype),
+            layout=layout,
             num_tokens=rows * columns,
             near=near,
             far=far[0] if far else None,
@@ -338,7 +341,7 @@ class Runner:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One request's denoising step: what goes in, and how its velocity moves the sampler's state. scale: of
+    """One request's denoising step: what goes in, and how its prediction moves the sampler's state. scale: of
     classifier-free guidance, with two rows."""
 
     rows: Sequence[Row]
@@ -346,17 +349,16 @@ class _Step:
     scale: float
     keep_clean: bool
 
-    def outputs(self, family: Family, velocity: Tensor) -> tuple[dict[str, Tensor], State]:
+    def outputs(self, family: Family, prediction: Tensor) -> tuple[dict[str, Tensor], State]:
         """`latents` after the step and, if asked for, `clean`, and the sampler's state; tokens that are not active stay
-        as they are. velocity: the active tokens'."""
+        as they are. prediction: the active tokens'."""
         sample, active = self.sample, self.rows[0].active
         if active is not None:
-            velocity = velocity.new_zeros(sample.latents.shape).index_copy_(0, active, velocity)
-        moved, state = family.advance(sample, velocity)
+            prediction = prediction.new_zeros(sample.latents.shape).index_copy_(0, active, prediction)
+        moved, state = family.advance(sample, prediction)
         named = {"latents": self._of_active(moved)}
         if self.keep_clean:
-            clean = predict_clean(sample.latents, velocity, sample.sigmas[sample.step])
-            named["clean"] = self._of_active(clean)
+            named["clean"] = self._of_active(family.predict_clean(sample, prediction))
         return named, state
 
     def _of_active(self, moved: Tensor) -> Tensor:

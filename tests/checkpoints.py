@@ -15,6 +15,7 @@ import torch
 from diffusers import (
     AutoencoderKL,
     AutoencoderKLQwenImage,
+    DDIMScheduler,
     FlowMatchEulerDiscreteScheduler,
     FluxFillPipeline,
     FluxPipeline,
@@ -24,6 +25,9 @@ from diffusers import (
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
+    StableDiffusionPipeline,
+    StableDiffusionXLPipeline,
+    UNet2DConditionModel,
 )
 from tokenizers import pre_tokenizers
 from transformers import (
@@ -153,6 +157,109 @@ def make_sd3(
     return _save(pipeline, path, generation_config)
 
 
+NOISE_SCHEDULE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
+"""Of all Stable Diffusion's checkpoints."""
+
+
+def make_sd(
+    path: Path,
+    *,
+    seed: int = 0,
+    in_channels: int = 4,
+    clip_tokens: int = 12,
+    scheduler: dict[str, Any] | None = None,
+    scheduler_class: Any = DDIMScheduler,
+    generation_config: dict[str, Any] | None = None,
+    native_size: int = 128,
+    **unet: Any,
+) -> Path:
+    """Write a StableDiffusionPipeline of random weights to `path` and return it: plain with 4 input channels, for
+    inpainting with 9. scheduler: its configuration besides the noise schedule. unet: of the UNet's, besides sizes."""
+    width = 24
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        tokenizer = clip_tokenizer(clip_tokens)
+        pipeline = StableDiffusionPipeline(
+            scheduler=_noise_scheduler(scheduler_class, scheduler),
+            vae=_sd_vae(native_size),
+            text_encoder=_clip(tokenizer, clip_tokens, width),
+            tokenizer=tokenizer,
+            unet=unet_2d(
+                in_channels,
+                width,
+                sample_size=native_size // 8,
+                down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
+                up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+                **unet,
+            ),
+            safety_checker=None,
+            feature_extractor=None,
+            requires_safety_checker=False,
+        )
+    return _save(pipeline, path, generation_config)
+
+
+def make_sdxl(
+    path: Path,
+    *,
+    seed: int = 0,
+    in_channels: int = 4,
+    clip_tokens: int = 12,
+    scheduler: dict[str, Any] | None = None,
+    scheduler_class: Any = DDIMScheduler,
+    generation_config: dict[str, Any] | None = None,
+    native_size: int = 128,
+    zero_prompt: bool = True,
+) -> Path:
+    """Likewise a StableDiffusionXLPipeline. zero_prompt: whether a negative prompt that is not given is zeros."""
+    width, time_width = 24, 8
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        tokenizer = clip_tokenizer(clip_tokens)
+        pipeline = StableDiffusionXLPipeline(
+            scheduler=_noise_scheduler(scheduler_class, scheduler),
+            vae=_sd_vae(native_size),
+            text_encoder=_clip(tokenizer, clip_tokens, width),
+            tokenizer=tokenizer,
+            text_encoder_2=_clip(tokenizer, clip_tokens, width, CLIPTextModelWithProjection),
+            tokenizer_2=tokenizer,
+            unet=unet_2d(
+                in_channels,
+                2 * width,
+                sample_size=native_size // 8,
+                down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+                up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+                transformer_layers_per_block=(1, 1, 2),
+                use_linear_projection=True,
+                addition_embed_type="text_time",
+                addition_time_embed_dim=time_width,
+                projection_class_embeddings_input_dim=width + 6 * time_width,
+            ),
+            force_zeros_for_empty_prompt=zero_prompt,
+            add_watermarker=False,
+        )
+    return _save(pipeline, path, generation_config)
+
+
+def _noise_scheduler(scheduler_class: Any, config: dict[str, Any] | None) -> Any:
+    extra = {"clip_sample": False} if scheduler_class is DDIMScheduler else {}
+    return scheduler_class(**(NOISE_SCHEDULE | extra | (config or {})))
+
+
+def unet_2d(in_channels: int, text_width: int, **options: Any) -> UNet2DConditionModel:
+    """options: of its configuration, besides those that any tiny one has."""
+    return UNet2DConditionModel(
+        in_channels=in_channels,
+        out_channels=4,
+        block_out_channels=(16, 32, 32),
+        layers_per_block=1,
+        cross_attention_dim=text_width,
+        attention_head_dim=4,
+        norm_num_groups=4,
+        **options,
+    )
+
+
 def make_qwen_edit(path: Path, **options: Any) -> Path:
     """Write a QwenImageEditPipeline of random weights to `path` and return it. options: as for `_make_qwen`."""
 
@@ -247,19 +354,30 @@ def qwen_tokenizer() -> Qwen2Tokenizer:
 
 
 def _vae(native_size: int) -> AutoencoderKL:
+    return _autoencoder(
+        native_size,
+        latent_channels=16,
+        mid_block_add_attention=False,
+        scaling_factor=0.3611,
+        shift_factor=0.1159,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+    )
+
+
+def _sd_vae(native_size: int) -> AutoencoderKL:
+    return _autoencoder(native_size, latent_channels=4, scaling_factor=0.18215)
+
+
+def _autoencoder(native_size: int, **options: Any) -> AutoencoderKL:
     return AutoencoderKL(
         block_out_channels=(8, 16, 16, 16),
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
         layers_per_block=1,
-        latent_channels=16,
         norm_num_groups=4,
-        mid_block_add_attention=False,
         sample_size=native_size,
-        scaling_factor=0.3611,
-        shift_factor=0.1159,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
+        **options,
     )
 
 

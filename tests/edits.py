@@ -65,6 +65,7 @@ class Edit:
         self.true_cfg_scale = 1.0
         self.negative_prompt: str | None = None
         self.solver_order = 1
+        self.extra_steps = 0
         self._arena, self._space = arena, space
         width, height = size
         self.template = self._share(picture(seed, size))
@@ -79,8 +80,9 @@ class Edit:
 
     @property
     def num_steps(self) -> int:
-        """Steps that are run: strength below 1 leaves the first ones out, a solver of order 2 takes them twice."""
-        return self.solver_order * (self.num_denoising_steps - 1) + 1
+        """Steps that are run: strength below 1 leaves the first ones out, a solver of order 2 takes them twice, PNDM
+        one of them."""
+        return self.solver_order * (self.num_denoising_steps - 1) + 1 + self.extra_steps
 
     @property
     def num_denoising_steps(self) -> int:

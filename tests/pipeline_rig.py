@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,8 @@ class Rig:
         generator = torch.Generator("cpu").manual_seed(edit.seed)
         # The pipelines pass none: noise that a sampler draws would come from the process's own generator.
         scheduler = self.pipeline.scheduler
-        scheduler.step = partial(type(scheduler).step, scheduler, generator=generator)
+        if "generator" in signature(type(scheduler).step).parameters:
+            scheduler.step = partial(type(scheduler).step, scheduler, generator=generator)
         output = self.pipeline(
             prompt=edit.prompt,
             image=Image.fromarray(picture(edit.seed, edit.size)),

@@ -2,7 +2,8 @@
 
 A family turns prompts, pictures and latents into one another. It holds no per-request state: whatever lives from one
 step to the next is a named tensor that the runner keeps in its tensor store. A step of the loop is `predict`, with a
-row for each of a request's prompts, then `combine_guidance`, then `advance`.
+row for each of a request's prompts, then `combine_guidance`, then `advance`. What a denoiser predicts is a velocity; a
+UNet, trained at timesteps, may predict the noise instead.
 """
 
 from __future__ import annotations
@@ -63,8 +64,9 @@ class Sample:
 class Row:
     """One request's part of a forward pass.
 
-    latents, condition: all image tokens of the request; rows of tokens that are computed in no block are not read. A
-    denoiser that sees the template as tokens of their own has these from `condition`.
+    latents, condition: all image tokens of the request, latents as `Family.denoiser_input` has them; rows of tokens
+    that are computed in no block are not read. A denoiser that sees the template as tokens of their own has these from
+    `condition`.
     sigma: float32 scalar, the noise level. grid: image tokens as (rows, columns). active: int64 [active tokens], the
     token indices to compute, ascending; None for all. pages: the template's at this noise level; needed with `active`.
     full_blocks: leading blocks that compute all tokens all the same, 0..number of blocks. modulation: [1, width], of
@@ -107,8 +109,8 @@ class Family(Protocol):
     """One model architecture, made with the light parts of a checkpoint; parts with weights come and go by name."""
 
     @property
-    def lora_loader(self) -> str:
-        """What reads its adapters, a class of `diffusers.loaders.lora_pipeline`."""
+    def lora_loader(self) -> str | None:
+        """What reads its adapters, a class of `diffusers.loaders.lora_pipeline`; None where it takes none."""
 
     @property
     def components(self) -> Mapping[str, tuple[str, ...]]:
@@ -153,8 +155,9 @@ class Family(Protocol):
     def encode_template(self, template: Tensor) -> Tensor:
         """Clean latents of a template, uint8 [height, width, 3]: the posterior's mode, [image tokens, latent width]."""
 
-    def page_layout(self, dtype: PageDtype) -> PageLayout:
-        """The shape of this model's pages."""
+    def page_layout(self, dtype: PageDtype) -> PageLayout | None:
+        """The shape of this model's pages; None where it has none, and computes every token of every edit. Nothing is
+        primed then."""
 
     def prime_inputs(self, clean: Tensor, content_id: str, sigma: Tensor) -> tuple[Tensor, Tensor]:
         """(latents, condition) of a template at noise level `sigma`: (1 - sigma) * clean + sigma * noise, the noise
@@ -172,15 +175,21 @@ class Family(Protocol):
         [levels, width]: one pass over those weights instead of one a step. None where so much is too much to keep for
         each of the request's rows."""
 
+    def denoiser_input(self, sample: Sample) -> Tensor:
+        """The sample's latents as the denoiser takes them: a sampler may keep them at another scale."""
+
     def predict(self, rows: Sequence[Row]) -> list[Tensor]:
-        """Velocity of each row's active tokens, [active tokens, latent width]: one forward pass for all rows."""
+        """Prediction for each row's active tokens, [active tokens, latent width]: one forward pass for all rows."""
 
     def combine_guidance(self, predictions: Sequence[Tensor], scale: float) -> Tensor:
-        """One velocity from the predictions of all of a request's rows: of its prompt and, with classifier-free
-        guidance of this scale, of its negative prompt."""
+        """One prediction from those of all of a request's rows: of its prompt and, with classifier-free guidance of
+        this scale, of its negative prompt."""
 
-    def advance(self, sample: Sample, velocity: Tensor) -> tuple[Tensor, State]:
-        """Latents and sampler state after a step. velocity: all tokens', [image tokens, latent width]; where tokens
+    def predict_clean(self, sample: Sample, prediction: Tensor) -> Tensor:
+        """The clean latents that a prediction points at, [image tokens, latent width]. prediction: as for `advance`."""
+
+    def advance(self, sample: Sample, prediction: Tensor) -> tuple[Tensor, State]:
+        """Latents and sampler state after a step. prediction: all tokens', [image tokens, latent width]; where tokens
         were not computed, neither are their latents to be read."""
 
     def decode(self, latents: Tensor, width: int, height: int) -> Tensor:

@@ -15,8 +15,9 @@ from core.messages import ModelInfo
 from model_executor.loader import Checkpoint
 from model_executor.models.base import EncodedImage, EncodedText
 from model_executor.models.flux_transformer import FluxTransformer
-from model_executor.models.latent_family import LatentFamily, NoisedTemplate, pack, refuse, to_image
+from model_executor.models.latent_family import LatentFamily, NoisedTemplate
 from model_executor.models.text import encode_t5, tokenize
+from model_executor.models.vae_family import pack, refuse, to_image
 from model_executor.sampling import dynamic_shift
 
 MAX_TEXT_TOKENS = 512

@@ -6,14 +6,21 @@ from core.errors import ConfigError
 from model_executor.loader import Checkpoint
 from model_executor.models.base import Family
 from model_executor.models.flux import FluxFill, FluxInpaint
-from model_executor.models.latent_family import LatentFamily
 from model_executor.models.qwen import QwenEdit, QwenInpaint
 from model_executor.models.sd3 import StableDiffusion3
+from model_executor.models.stable_diffusion import StableDiffusion, StableDiffusionXL
+from model_executor.models.vae_family import VaeFamily
 
-FAMILIES: dict[str, type[LatentFamily]] = {
+FAMILIES: dict[str, type[VaeFamily]] = {
     "FluxFillPipeline": FluxFill,
     "FluxPipeline": FluxInpaint,
     "FluxInpaintPipeline": FluxInpaint,
+    "StableDiffusionPipeline": StableDiffusion,
+    "StableDiffusionImg2ImgPipeline": StableDiffusion,
+    "StableDiffusionInpaintPipeline": StableDiffusion,
+    "StableDiffusionXLPipeline": StableDiffusionXL,
+    "StableDiffusionXLImg2ImgPipeline": StableDiffusionXL,
+    "StableDiffusionXLInpaintPipeline": StableDiffusionXL,
     "StableDiffusion3Pipeline": StableDiffusion3,
     "StableDiffusion3InpaintPipeline": StableDiffusion3,
     "QwenImagePipeline": QwenInpaint,

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from core.messages import ModelInfo
 from model_executor.loader import Checkpoint
 from model_executor.models.base import EncodedText
-from model_executor.models.latent_family import PATCH, NoisedTemplate, refuse
+from model_executor.models.latent_family import NoisedTemplate
 from model_executor.models.sd3_transformer import SD3Transformer
 from model_executor.models.text import encode_t5, tokenize
+from model_executor.models.vae_family import PATCH, refuse
 from model_executor.sampling import dynamic_shift
 
 MAX_TEXT_TOKENS = 256

@@ -53,6 +53,7 @@ class ImageVae(Vae):
         silu_in_place(module)
         super().__init__(module)
         self._decoder = RegionDecoder(module)
+        self._shift: float = module.config.shift_factor or 0.0
 
     @staticmethod
     def scale_and_channels(config: Mapping[str, Any]) -> tuple[int, int]:
@@ -61,7 +62,7 @@ class ImageVae(Vae):
     def encode(self, image: Tensor, generator: torch.Generator | None = None) -> Tensor:
         config, posterior = self._module.config, self._module.encode(image).latent_dist
         latents = posterior.mode() if generator is None else posterior.sample(generator)
-        return (latents - config.shift_factor) * config.scaling_factor  # type: ignore[no-any-return]
+        return (latents - self._shift) * config.scaling_factor  # type: ignore[no-any-return]
 
     def decode(self, latents: Tensor) -> Tensor:
         return self._decoder.decode(self._unscaled(latents))
@@ -73,8 +74,7 @@ class ImageVae(Vae):
         return self._decoder.decode_region(self._unscaled(latents), region)
 
     def _unscaled(self, latents: Tensor) -> Tensor:
-        config = self._module.config
-        return latents / config.scaling_factor + config.shift_factor  # type: ignore[no-any-return]
+        return latents / self._module.config.scaling_factor + self._shift  # type: ignore[no-any-return]
 
 
 def silu_in_place(module: nn.Module) -> None:

@@ -15,9 +15,9 @@ from model_executor.linear import plain_linear
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.denoiser import Denoiser
 from model_executor.models.flux_transformer import FluxTransformer
-from model_executor.models.latent_family import pack, unpack
 from model_executor.models.qwen_transformer import QwenEditTransformer, QwenTransformer
 from model_executor.models.sd3_transformer import SD3Transformer
+from model_executor.models.vae_family import pack, unpack
 from model_executor.pages import Pages
 
 WIDTH = 64

@@ -1,0 +1,266 @@
+"""Stable Diffusion 1 and 2 as `diffusers.StableDiffusionInpaintPipeline` does them, and SDXL as
+`diffusers.StableDiffusionXLInpaintPipeline` does: the families whose denoiser is a UNet.
+
+Of either there are two kinds of checkpoint. An inpainting one, of 9 input channels, sees mask and masked picture; a
+plain one sees nothing but latents, and after each step what lies outside the mask is replaced by the template at that
+step's noise level. No safety checker is run, and no watermark added.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from core.messages import ModelInfo
+from core.page_scheme import PageDtype, PageLayout
+from model_executor.loader import Checkpoint
+from model_executor.models.base import EncodedImage, EncodedText, PrimeRow, Row, Sample
+from model_executor.models.text import Tokens, tokenize
+from model_executor.models.unet import Unet
+from model_executor.models.vae_family import VaeFamily, pack, refuse, to_image, unpack
+from model_executor.sampling import State
+from model_executor.timestep_sampling import TimestepSampling
+
+UNSUPPORTED = ("class_embed_type", "num_class_embeds", "encoder_hid_dim_type", "time_cond_proj_dim")
+"""Of the UNet's configuration: what other pipelines' checkpoints have, and distilled ones whose guidance is an
+embedding."""
+
+
+class UnetFamily(VaeFamily):
+    """What all of them have in common. Guidance is classifier-free.
+
+    Draws: posterior noise of the image, initial noise, posterior noise of the masked image. A plain checkpoint makes
+    nothing of the last one, but a sampler that draws noise goes on behind it; at full strength an inpainting one makes
+    nothing of the first, and its pipeline does not draw it.
+    """
+
+    denoiser_part = "unet"
+    added: ClassVar[str | None]
+    """What the UNet is told besides timestep and text: its addition_embed_type."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(checkpoint)
+        self._unet_config = checkpoint.config("unet")
+        self._check()
+        try:
+            self._sampling = TimestepSampling(self._load_scheduler())
+        except ValueError as error:
+            raise refuse(checkpoint, str(error)) from error
+        self._tokenizers = [checkpoint.load(part.replace("text_encoder", "tokenizer")) for part in self.text_parts]
+        self._unet: Unet | None = None
+
+    def _check(self) -> None:
+        """Raises ConfigError for a denoiser or a VAE of another form."""
+        config, channels = self._unet_config, self._latent_channels
+        if options := [name for name in UNSUPPORTED if config.get(name) is not None]:
+            raise refuse(self._checkpoint, f"a denoiser with {', '.join(options)} is not supported")
+        if config.get("addition_embed_type") != self.added:
+            raise refuse(
+                self._checkpoint, f"a denoiser of other addition_embed_type than {self.added} is not supported"
+            )
+        self._sees_mask = config.get("in_channels") == 2 * channels + 1
+        if not self._sees_mask and config.get("in_channels") != channels:
+            wanted = f"{channels} or {2 * channels + 1} input channels"
+            raise refuse(self._checkpoint, f"a denoiser of other than {wanted} is not supported")
+        if self._vae_config.get("latents_mean") is not None:
+            raise refuse(self._checkpoint, "a VAE with latents_mean is not supported")
+
+    def _load_scheduler(self) -> Any:
+        return self._checkpoint.load("scheduler")
+
+    def put(self, part: str, module: nn.Module) -> None:
+        super().put(part, module)
+        if part == "unet":
+            self._unet = Unet(module, self._sampling.num_train_timesteps, self._token_size)
+
+    def drop(self, part: str) -> None:
+        super().drop(part)
+        if part == "unet":
+            self._unet = None
+
+    def info(self, name: str) -> ModelInfo:
+        defaults = self._checkpoint.defaults
+        return ModelInfo(
+            name=name,
+            family=self.family,
+            native_size=defaults.native_size or self._unet_config["sample_size"] * self._vae_scale,
+            token_size=self._token_size,
+            latent_width=self._latent_width,
+            max_text_tokens=max(tokenizer.model_max_length for tokenizer in self._tokenizers),
+            default_num_inference_steps=defaults.num_inference_steps or 50,
+            default_guidance_scale=7.5 if defaults.guidance_scale is None else defaults.guidance_scale,
+            has_guidance=True,
+            has_true_cfg=False,
+            is_guidance_cfg=True,
+            solver_order=self._sampling.order,
+            extra_steps=self._sampling.extra_steps,
+            rounds_strength_down=True,
+            min_inference_steps=self._sampling.min_steps,
+            device=self._device.type,
+            dtype=str(self._checkpoint.dtype).removeprefix("torch."),
+        )
+
+    # -------------------------------------------------------------------------------------------------------- text
+
+    def encode_text(self, prompt: str, max_sequence_length: int, template: Tensor | None = None) -> EncodedText:
+        """encode_prompt, but that a prompt may be cut at less than the encoders' length."""
+        tokens = [tokenize(t, prompt, min(max_sequence_length, t.model_max_length)) for t in self._tokenizers]
+        sequence, pooled = self._embed(tokens)
+        return EncodedText(
+            prompt_embeds=sequence.to(self._checkpoint.dtype),
+            pooled_prompt_embeds=pooled.to(self._checkpoint.dtype),
+            num_tokens=tokens[0].used,
+            truncated=any(t.cut for t in tokens),
+        )
+
+    @abstractmethod
+    def _embed(self, tokens: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
+        """Sequence [tokens, width] and pooled output [pooled width] of the text encoders for their tokens."""
+
+    # ------------------------------------------------------------------------------------------------------- images
+
+    def encode_image(
+        self, template: Tensor, mask: Tensor, *, seed: int, num_inference_steps: int, num_denoising_steps: int
+    ) -> EncodedImage:
+        """prepare_latents and prepare_mask_latents."""
+        generator = torch.Generator("cpu").manual_seed(seed)
+        image, run = to_image(template), self._sampling.run(num_inference_steps, num_denoising_steps)
+        is_whole = num_denoising_steps == num_inference_steps
+        clean = None if is_whole and self._sees_mask else self._posterior_sample(image, generator)
+        noise = self._draw(self._latent_shape(image), generator)
+        if is_whole or clean is None:
+            latents = self._sampling.pure_noise(noise, run)
+        else:
+            latents = self._sampling.noised(clean, noise, run, 0)
+        condition = outside = noise[:, :0]
+        if self._sees_mask:
+            masked = self._posterior_sample(image * (1 - mask.float()), generator)
+            condition = torch.cat([self._latent_mask(mask).to(noise), masked], dim=1)
+        elif clean is not None:
+            self._draw(self._latent_shape(image), generator)
+            outside = torch.cat([clean, noise, self._latent_mask(mask).to(noise)], dim=1)
+        return EncodedImage(
+            latents=pack(latents),
+            condition=pack(condition),
+            outside=pack(outside),
+            sigmas=self._sampling.noise_levels(run).to(self._device),
+            state=self._sampling.begin(run, generator),
+        )
+
+    def _posterior_sample(self, image: Tensor, generator: torch.Generator) -> Tensor:
+        """In the compute dtype, whatever the VAE's is."""
+        return super()._posterior_sample(image, generator).to(self._checkpoint.dtype)
+
+    # ---------------------------------------------------------------------------------------------------- denoising
+
+    def modulation(
+        self, pooled_prompt_embeds: Tensor, guidance_scale: float, sigmas: Tensor, num_rows: int
+    ) -> Tensor | None:
+        """None: the embedding of time is the least part of a step."""
+        return None
+
+    def denoiser_input(self, sample: Sample) -> Tensor:
+        return self._sampling.scaled(sample.latents, sample.state[0], sample.step)
+
+    def predict(self, rows: Sequence[Row]) -> list[Tensor]:
+        if self._unet is None:
+            raise KeyError("the UNet is not loaded")
+        return self._unet.forward(rows)
+
+    def predict_clean(self, sample: Sample, prediction: Tensor) -> Tensor:
+        return self._sampling.clean(sample.latents, prediction, sample.state[0], sample.step)
+
+    def advance(self, sample: Sample, prediction: Tensor) -> tuple[Tensor, State]:
+        latents, prediction = unpack(sample.latents, sample.grid), unpack(prediction, sample.grid)
+        moved, state = self._sampling.step(latents, prediction, sample.state, sample.step)
+        if not self._sees_mask:
+            moved = self._keep_outside(sample, moved)
+        return pack(moved), state
+
+    def _keep_outside(self, sample: Sample, moved: Tensor) -> Tensor:
+        """What lies outside the mask is the template's, at the noise level after the step."""
+        channels = self._latent_channels
+        clean, noise, mask = unpack(sample.outside, sample.grid).split([channels, channels, 1], dim=1)
+        noised = self._sampling.noised(clean, noise, sample.state[0], sample.step + 1)
+        return (1 - mask) * noised + mask * moved
+
+    # ------------------------------------------------------------------------------------------------------ priming
+
+    def page_layout(self, dtype: PageDtype) -> PageLayout | None:
+        """None: every edit computes every token."""
+        return None
+
+    def prime_inputs(self, clean: Tensor, content_id: str, sigma: Tensor) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("no pages are kept of a UNet")
+
+    def prime(self, rows: Sequence[PrimeRow], blocks: tuple[int, int]) -> list[tuple[Tensor, ...]]:
+        raise NotImplementedError("no pages are kept of a UNet")
+
+
+class StableDiffusion(UnetFamily):
+    """Checkpoints whose model_index.json names StableDiffusionPipeline, or that of image to image or inpainting."""
+
+    family = "sd"
+    summary = "Stable Diffusion 1 and 2: a UNet, with classifier-free guidance; every token is computed"
+    text_parts = ("text_encoder",)
+    added = None
+
+    def _load_scheduler(self) -> Any:
+        """Configured as the pipeline does it, whatever the checkpoint says."""
+        scheduler = super()._load_scheduler()
+        wanted = {"steps_offset": 1, "skip_prk_steps": True}
+        scheduler.register_to_config(**{name: value for name, value in wanted.items() if name in scheduler.config})
+        return scheduler
+
+    def _embed(self, tokens: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
+        """encode_prompt: the last layer's sequence, and nothing pooled."""
+        sequence = self._parts["text_encoder"](tokens[0].ids.to(self._device))[0][0]
+        return sequence, sequence.new_empty(0)
+
+
+class StableDiffusionXL(UnetFamily):
+    """Checkpoints whose model_index.json names StableDiffusionXLPipeline, or that of image to image or inpainting; not
+    refiners. An empty prompt, as a negative one is where none was given, is one of zeros where the checkpoint says so.
+    """
+
+    family = "sdxl"
+    summary = "Stable Diffusion XL: likewise, told of the picture's size too"
+    text_parts = ("text_encoder", "text_encoder_2")
+    added = "text_time"
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        if checkpoint.index.get("requires_aesthetics_score") or not checkpoint.has("text_encoder"):
+            raise refuse(checkpoint, "a refiner is not supported")
+        super().__init__(checkpoint)
+        self._has_zero_prompt = checkpoint.index.get("force_zeros_for_empty_prompt", True)
+
+    def put(self, part: str, module: nn.Module) -> None:
+        """The VAE overflows in float16: it is kept in float32 where its configuration says so, as by the pipeline."""
+        if part == "vae" and self._vae_config.get("force_upcast", True) and self._checkpoint.dtype == torch.float16:
+            module.float()
+        super().put(part, module)
+
+    def encode_text(self, prompt: str, max_sequence_length: int, template: Tensor | None = None) -> EncodedText:
+        text = super().encode_text(prompt, max_sequence_length, template)
+        if prompt or not self._has_zero_prompt:
+            return text
+        return EncodedText(
+            prompt_embeds=torch.zeros_like(text.prompt_embeds),
+            pooled_prompt_embeds=torch.zeros_like(text.pooled_prompt_embeds),
+            num_tokens=text.num_tokens,
+            truncated=False,
+        )
+
+    def _embed(self, tokens: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
+        """encode_prompt: both encoders' last but one layers side by side, and the second's pooled projection."""
+        encoders = (self._parts[part] for part in self.text_parts)
+        outputs = [
+            encoder(t.ids.to(self._device), output_hidden_states=True)
+            for encoder, t in zip(encoders, tokens, strict=True)
+        ]
+        sequence = torch.cat([output.hidden_states[-2][0] for output in outputs], dim=1)
+        return sequence, outputs[1][0][0]

@@ -1,0 +1,238 @@
+"""VaeFamily: what families share whose denoiser works on patches of a VAE's latents, whatever the denoiser is.
+
+Latents are packed: a token's row holds its patch, channel by channel. Random draws come from
+``torch.Generator("cpu").manual_seed(seed)`` in the order of the pipeline that a family follows.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+import torch
+from diffusers.utils.torch_utils import randn_tensor
+from torch import Tensor, nn
+
+from core.errors import ConfigError
+from core.messages import ModelInfo
+from core.page_scheme import PageDtype, PageLayout
+from model_executor.adapters import Adapter
+from model_executor.loader import Checkpoint
+from model_executor.models.base import EncodedImage, EncodedText, PrimeRow, Row, Sample
+from model_executor.models.vae import ImageVae, Vae
+from model_executor.models.vae_region import Box, times
+from model_executor.sampling import State
+
+PATCH = 2
+"""Latent pixels per token side."""
+
+
+class VaeFamily(ABC):
+    """Pictures, latents and sizes; text, conditions, sampling and the denoiser are for others to add."""
+
+    family: ClassVar[str]
+    summary: ClassVar[str]
+    """What it is and how it edits, in a few words."""
+
+    denoiser_part: ClassVar[str] = "transformer"
+    """The denoiser, named as in model_index.json."""
+
+    lora_loader: ClassVar[str | None] = None
+    """What reads its adapters, a class of `diffusers.loaders.lora_pipeline`; None where it takes none."""
+
+    vae: ClassVar[type[Vae]] = ImageVae
+    text_parts: tuple[str, ...]
+    """The text encoders, named as in model_index.json."""
+
+    text_sees_template = False
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._device = checkpoint.device
+        self._vae_config = checkpoint.config("vae")
+        self._vae_scale, self._latent_channels = self.vae.scale_and_channels(self._vae_config)
+        self._parts: dict[str, Any] = {}  # part name -> module
+        self._loaded_vae: Vae | None = None
+
+    # -------------------------------------------------------------------------------------------- each family's own
+
+    @abstractmethod
+    def info(self, name: str) -> ModelInfo:
+        """As `Family.info`."""
+
+    @abstractmethod
+    def encode_text(self, prompt: str, max_sequence_length: int, template: Tensor | None = None) -> EncodedText:
+        """As `Family.encode_text`."""
+
+    @abstractmethod
+    def encode_image(
+        self, template: Tensor, mask: Tensor, *, seed: int, num_inference_steps: int, num_denoising_steps: int
+    ) -> EncodedImage:
+        """As `Family.encode_image`."""
+
+    @abstractmethod
+    def page_layout(self, dtype: PageDtype) -> PageLayout | None:
+        """As `Family.page_layout`."""
+
+    @abstractmethod
+    def prime_inputs(self, clean: Tensor, content_id: str, sigma: Tensor) -> tuple[Tensor, Tensor]:
+        """As `Family.prime_inputs`."""
+
+    @abstractmethod
+    def prime(self, rows: Sequence[PrimeRow], blocks: tuple[int, int]) -> list[tuple[Tensor, ...]]:
+        """As `Family.prime`."""
+
+    @abstractmethod
+    def modulation(
+        self, pooled_prompt_embeds: Tensor, guidance_scale: float, sigmas: Tensor, num_rows: int
+    ) -> Tensor | None:
+        """As `Family.modulation`."""
+
+    @abstractmethod
+    def denoiser_input(self, sample: Sample) -> Tensor:
+        """As `Family.denoiser_input`."""
+
+    @abstractmethod
+    def predict(self, rows: Sequence[Row]) -> list[Tensor]:
+        """As `Family.predict`."""
+
+    @abstractmethod
+    def predict_clean(self, sample: Sample, prediction: Tensor) -> Tensor:
+        """As `Family.predict_clean`."""
+
+    @abstractmethod
+    def advance(self, sample: Sample, prediction: Tensor) -> tuple[Tensor, State]:
+        """As `Family.advance`."""
+
+    # ------------------------------------------------------------------------------------------------------- parts
+
+    @property
+    def components(self) -> Mapping[str, tuple[str, ...]]:
+        return {"text_encoder": self.text_parts, "vae": ("vae",), "transformer": (self.denoiser_part,)}
+
+    def put(self, part: str, module: nn.Module) -> None:
+        self._parts[part] = module
+        if part == "vae":
+            self._loaded_vae = self.vae(module)
+
+    def check_adapter(self, adapter: Adapter) -> None:
+        raise adapter.refuse("adapters of this family are not supported")
+
+    def adapted(self, adapter: Adapter) -> Self:
+        raise adapter.refuse("adapters of this family are not supported")
+
+    def drop(self, part: str) -> None:
+        del self._parts[part]
+        if part == "vae":
+            self._loaded_vae = None
+
+    @property
+    def _vae(self) -> Vae:
+        if self._loaded_vae is None:
+            raise KeyError("the VAE is not loaded")
+        return self._loaded_vae
+
+    # ------------------------------------------------------------------------------------------------------- shapes
+
+    @property
+    def _token_size(self) -> int:
+        size: int = self._vae_scale * PATCH
+        return size
+
+    @property
+    def _latent_width(self) -> int:
+        return self._latent_channels * PATCH**2
+
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        return height // self._token_size, width // self._token_size
+
+    # ------------------------------------------------------------------------------------------------------- images
+
+    def encode_template(self, template: Tensor) -> Tensor:
+        return pack(self._vae.encode(to_image(template).to(self._device, self._vae.dtype)))
+
+    def _latent_shape(self, image: Tensor) -> tuple[int, ...]:
+        """Of an image's latents, [1, channels, height / 8, width / 8]."""
+        height, width = (side // self._vae_scale for side in image.shape[2:])
+        return (1, self._latent_channels, height, width)
+
+    def _draw(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Standard normal numbers, drawn on the CPU in the compute dtype: the numbers depend on it."""
+        noise: Tensor = randn_tensor(shape, generator=generator, device=self._device, dtype=self._checkpoint.dtype)
+        return noise
+
+    def _posterior_sample(self, image: Tensor, generator: torch.Generator) -> Tensor:
+        """Scaled latents of an image in -1..1: [1, channels, height / 8, width / 8]."""
+        return self._vae.encode(image.to(self._device, self._vae.dtype), generator)
+
+    def _latent_mask(self, mask: Tensor) -> Tensor:
+        """The pipelines' `prepare_mask_latents`: one pixel for each of a latent's. mask: uint8 [height, width] ->
+        float32 [1, 1, height / 8, width / 8]."""
+        height, width = (side // self._vae_scale for side in mask.shape)
+        return nn.functional.interpolate(mask[None, None].float(), size=(height, width))
+
+    def decode(self, latents: Tensor, width: int, height: int) -> Tensor:
+        return to_pixels(self._vae.decode(self._vae_latents(latents, width, height)))
+
+    def decode_region(self, latents: Tensor, active: Tensor, width: int, height: int) -> tuple[Tensor, Box]:
+        """The bounding box of the active tokens, which is all of an edit that reaches the result."""
+        grid = self.grid(width, height)
+        tokens = _bounding_box(active, grid[1])
+        pixels = self._vae.decode_region(self._vae_latents(latents, width, height), tokens, grid)
+        return to_pixels(pixels), times(tokens, self._token_size)
+
+    def _vae_latents(self, latents: Tensor, width: int, height: int) -> Tensor:
+        """Packed latents as the VAE wants them, [1, channels, height / 8, width / 8]."""
+        latents = latents.to(self._vae.dtype)  # what another rank exported has widened to float32
+        return unpack(latents, self.grid(width, height))
+
+    # ---------------------------------------------------------------------------------------------------- denoising
+
+    def _content_noise(self, clean: Tensor, content_id: str) -> Tensor:
+        """The noise that a template is primed with, of which nothing but its content decides; like `clean`."""
+        generator = torch.Generator("cpu").manual_seed(int(content_id[:16], 16) >> 1)
+        return self._draw(tuple(clean.shape), generator).to(clean.device, clean.dtype)
+
+    def combine_guidance(self, predictions: Sequence[Tensor], scale: float) -> Tensor:
+        """The prompt's row comes first, then the negative prompt's, if there is one."""
+        wanted, *unwanted = predictions
+        return unwanted[0] + scale * (wanted - unwanted[0]) if unwanted else wanted
+
+
+def to_image(template: Tensor) -> Tensor:
+    """uint8 [height, width, 3] -> float32 [1, 3, height, width] in -1..1; VaeImageProcessor.preprocess."""
+    return (template.permute(2, 0, 1)[None].float() / 255.0) * 2.0 - 1.0
+
+
+def to_pixels(image: Tensor) -> Tensor:
+    """[1, 3, height, width] in -1..1 -> uint8 [height, width, 3]; VaeImageProcessor.postprocess."""
+    image = (image * 0.5 + 0.5).clamp(0, 1)
+    pixels: Tensor = (image[0].cpu().permute(1, 2, 0).float() * 255).round().to(torch.uint8)
+    return pixels.contiguous()
+
+
+def pack(x: Tensor) -> Tensor:
+    """[1, channels, height, width] -> [height / 2 * width / 2, channels * 4]; FluxPipeline._pack_latents."""
+    _, channels, height, width = x.shape
+    rows, columns = height // PATCH, width // PATCH
+    x = x.view(channels, rows, PATCH, columns, PATCH).permute(1, 3, 0, 2, 4)
+    return x.reshape(rows * columns, channels * PATCH**2)
+
+
+def unpack(x: Tensor, grid: tuple[int, int]) -> Tensor:
+    """[rows * columns, channels * 4] -> [1, channels, rows * 2, columns * 2]; FluxPipeline._unpack_latents."""
+    rows, columns = grid
+    x = x.view(rows, columns, -1, PATCH, PATCH).permute(2, 0, 3, 1, 4)
+    return x.reshape(1, -1, rows * PATCH, columns * PATCH)
+
+
+def refuse(checkpoint: Checkpoint, reason: str) -> ConfigError:
+    """That a checkpoint cannot be served."""
+    return ConfigError(f"{checkpoint.path}: {reason}")
+
+
+def _bounding_box(tokens: Tensor, columns: int) -> Box:
+    """Box around token indices of a grid with so many columns, in tokens."""
+    x, y = tokens % columns, tokens // columns
+    return int(x.min()), int(y.min()), int(x.max()) + 1, int(y.max()) + 1
