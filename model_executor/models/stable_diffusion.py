@@ -186,7 +186,8 @@ class UnetFamily(VaeFamily):
         channels = self._latent_channels
         clean, noise, mask = unpack(sample.outside, sample.grid).split([channels, channels, 1], dim=1)
         noised = self._sampling.noised(clean, noise, sample.state[0], sample.step + 1)
-        return (1 - mask) * noised + mask * moved
+        kept: Tensor = (1 - mask) * noised + mask * moved
+        return kept
 
     # ------------------------------------------------------------------------------------------------------ priming
 
@@ -218,7 +219,7 @@ class StableDiffusion(UnetFamily):
 
     def _embed(self, tokens: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
         """encode_prompt: the last layer's sequence, and nothing pooled."""
-        sequence = self._parts["text_encoder"](tokens[0].ids.to(self._device))[0][0]
+        sequence: Tensor = self._parts["text_encoder"](tokens[0].ids.to(self._device))[0][0]
         return sequence, sequence.new_empty(0)
 
 

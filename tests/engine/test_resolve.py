@@ -43,6 +43,25 @@ def test_guidance_is_decided_as_diffusers_pipelines_do(model: Any, fields: Any, 
     assert guidance(model, **fields) == expected
 
 
+@pytest.mark.parametrize(
+    ("strength", "steps", "done"), [(1.0, 5, 5), (0.6, 5, 3), (0.5, 5, 2), (0.99, 50, 49), (0.56, 25, 14), (0.1, 10, 1)]
+)
+def test_unets_leave_out_a_step_that_strength_covers_in_part(strength: float, steps: int, done: int) -> None:
+    """As `get_timesteps` of their pipelines does it: min(int(num_inference_steps * strength), num_inference_steps)."""
+    model = msgspec.structs.replace(fakes.MODEL, rounds_strength_down=True, extra_steps=1)
+    resolved = resolve(SamplingParams(strength=strength, num_inference_steps=steps), model)
+    assert done == min(int(steps * strength), steps)
+    assert resolved.num_denoising_steps == done
+    assert model.num_steps(resolved) == done + 1
+
+
+def test_strength_that_covers_no_whole_step_is_refused() -> None:
+    model = msgspec.structs.replace(fakes.MODEL, rounds_strength_down=True)
+    with pytest.raises(InvalidRequestError, match="leaves no step to do") as caught:
+        resolve(SamplingParams(strength=0.1, num_inference_steps=5), model)
+    assert caught.value.param == "strength"
+
+
 def test_fewer_steps_than_the_sampler_can_do_are_refused() -> None:
     model = msgspec.structs.replace(fakes.MODEL, min_inference_steps=2)
     assert resolve(SamplingParams(num_inference_steps=2), model).num_inference_steps == 2

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from checkpoints import make_sd, make_sdxl
 from diffusers import (
     DDIMScheduler,
@@ -21,7 +23,13 @@ from diffusers import (
 from edits import Edit
 from pipeline_rig import Rig, assert_same
 
+from core.config import AdapterConfig, ModelConfig
+from core.errors import ConfigError
 from core.ipc.shared_array import Arena
+from model_executor.describe import describe
+from model_executor.loader import Checkpoint
+from model_executor.models.registry import make_family
+from model_executor.resident import ResidentModels
 
 V = {"prediction_type": "v_prediction"}
 KINDS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
@@ -138,3 +146,74 @@ def test_batch_of_others_at_different_steps_changes_nothing(rig: Rig) -> None:
         assert np.array_equal(together, before)
         assert_same(together, expected(rig, edit))
     assert len(rig.store) == 0
+
+
+def test_a_prompt_of_zeros_is_the_checkpoints_choice(tmp_path: Path, arena: Arena) -> None:
+    """SDXL's pipeline embeds an empty negative prompt where the checkpoint does not say that it is zeros."""
+    rig = make_rig(make_sdxl, tmp_path / "sdxl", arena, zero_prompt=False)
+    edit = make_edit(rig, "embedded", (64, 96), 1.0, 3.0, seed=8, steps=3)
+    assert_same(rig.run(edit), expected(rig, edit))
+    assert rig.family.encode_text("", 12).prompt_embeds.abs().max() > 0
+    rig.pages.close()
+
+
+def test_the_preview_of_the_last_step_is_the_picture(rig: Rig) -> None:
+    """The last step of these samplers goes all the way to what it predicts, or nearly."""
+    edit = make_edit(rig, "clean", (64, 96), 1.0, 3.0, seed=2, steps=4)
+    rig.do(edit.encode_plan())
+    for step in range(edit.num_steps):
+        rig.do(edit.denoise_plan(step, keep_clean=True))
+    latents, clean = (rig.store.get(edit.key(*key)) for key in (("image_encode", "latents"), ("denoise", "clean")))
+    inside = torch.zeros(6, 4, dtype=torch.bool)
+    inside[2:4, 1:3] = True
+    difference = (latents - clean)[inside.flatten()]
+    assert difference.abs().max() < 0.2 * clean.std()
+    rig.do(edit.decode_plan())
+
+
+def test_what_is_said_of_them(tmp_path: Path) -> None:
+    pndm = {"scheduler_class": PNDMScheduler, "scheduler": {"skip_prk_steps": True}}
+    plain = describe(str(make_sd(tmp_path / "sd", native_size=64, **pndm)))
+    large = describe(str(make_sdxl(tmp_path / "sdxl", in_channels=9)))
+    assert (plain.info.family, large.info.family) == ("sd", "sdxl")
+    assert (plain.info.extra_steps, plain.info.min_inference_steps, large.info.extra_steps) == (1, 2, 0)
+    assert (plain.info.native_size, large.info.native_size, plain.info.token_size) == (64, 128, 16)
+    assert (plain.layout, large.layout) == (None, None)
+    assert set(large.parameters) == {"text_encoder", "text_encoder_2", "vae", "unet"}
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "reason"),
+    [
+        (make_sd, {"class_embed_type": "timestep"}, "a denoiser with class_embed_type is not supported"),
+        (make_sd, {"time_cond_proj_dim": 8}, "a denoiser with time_cond_proj_dim is not supported"),
+        (make_sd, {"in_channels": 8}, "a denoiser of other than 4 or 9 input channels is not supported"),
+        (make_sd, {"scheduler": {"prediction_type": "sample"}}, "prediction_type sample is not supported"),
+        (
+            make_sdxl,
+            {"scheduler_class": PNDMScheduler, "scheduler": {"skip_prk_steps": False}},
+            "PNDMScheduler with skip_prk_steps off is not supported",
+        ),
+    ],
+)
+def test_what_is_not_done_as_the_pipeline_does_it_is_refused(
+    tmp_path: Path, make: Callable[..., Path], options: dict[str, Any], reason: str
+) -> None:
+    path = make(tmp_path / "other", **options)
+    with pytest.raises(ConfigError, match=reason):
+        make_family(Checkpoint.open(ModelConfig(model=str(path))))
+
+
+@pytest.mark.parametrize("entry", [{"requires_aesthetics_score": True}, {"text_encoder": [None, None]}])
+def test_refiners_are_refused(tmp_path: Path, entry: dict[str, Any]) -> None:
+    path = make_sdxl(tmp_path / "refiner")
+    index = json.loads((path / "model_index.json").read_text())
+    (path / "model_index.json").write_text(json.dumps(index | entry))
+    with pytest.raises(ConfigError, match="a refiner is not supported"):
+        make_family(Checkpoint.open(ModelConfig(model=str(path))))
+
+
+def test_adapters_are_refused_in_one_line(tmp_path: Path) -> None:
+    model = ModelConfig(model=str(make_sd(tmp_path / "sd")), adapters=(AdapterConfig("red", "red.safetensors"),))
+    with pytest.raises(ConfigError, match=r"cannot use adapter red of red\.safetensors: adapters of UNets are not"):
+        ResidentModels.open([model])
