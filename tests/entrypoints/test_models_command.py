@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from adapters import make_lora
-from checkpoints import make_sd3
+from checkpoints import make_sd3, make_sdxl
 
 from core.config import EMBEDDED_MODEL
 from core.page_scheme import PageLayout
@@ -45,6 +45,14 @@ def test_fields_and_parts_are_the_checkpoints(tmp_path: Path, capsys: pytest.Cap
     assert "5 keyframes of 5 int8 pages" in told
 
 
+def test_a_unet_is_described_without_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", str(make_sdxl(tmp_path / "sdxl"))]) == 0
+    told = capsys.readouterr().out
+    assert "StableDiffusionXLPipeline, family sdxl" in told
+    assert "takes strength, guidance_scale (classifier-free, default 7.5), negative_prompt\n" in told
+    assert "every edit computes every token: nothing is cached of templates\n" in told
+
+
 def test_variants_in_parts_are_counted_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = make_sd3(tmp_path / "sd3", has_t5=False)
     assert main(["--model", str(path)]) == 0
@@ -79,7 +87,7 @@ def test_a_reader_that_ends_without_a_word_is_one_line(
 
 
 def test_what_cannot_be_served_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "StableDiffusionPipeline"}))
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "KandinskyPipeline"}))
     for model, reason in (
         (tmp_path / "missing", "no model directory"),
         (tmp_path, "is not supported; supported: Flux"),

@@ -1,0 +1,99 @@
+"""SDXL and Stable Diffusion 2 behind the API, where every token is computed."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from checkpoints import make_sd, make_sdxl
+from diffusers import EulerAncestralDiscreteScheduler, PNDMScheduler
+from pictures import BOX, Pixels, alpha_mask, decode, encode, photo
+from server_process import ServerProcess, start
+
+STEPS = 4
+PHOTO, ALPHA = encode(photo()), alpha_mask()
+
+PNDM = {"skip_prk_steps": True, "prediction_type": "v_prediction"}
+CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
+    "sdxl": lambda path: make_sdxl(path, scheduler_class=EulerAncestralDiscreteScheduler),
+    "sd": lambda path: make_sd(path, in_channels=9, scheduler_class=PNDMScheduler, scheduler=PNDM),
+}
+
+
+@pytest.fixture(scope="module", params=CHECKPOINTS)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    checkpoint = CHECKPOINTS[request.param](tmp_path_factory.mktemp("model") / request.param)
+    flags = ("--served-model-name", "tiny", "--threads", "1", "--dtype", "float32")
+    server = start(tmp_path_factory.mktemp("server") / "scratch", "--model", str(checkpoint), *flags)
+    yield server
+    assert server.stop() == 0, server.log.read_text()
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def edit(client: openai.OpenAI, **fields: Any) -> tuple[Pixels, dict[str, Any]]:
+    """The picture, and what the server says of it."""
+    body = {"seed": 1, "num_inference_steps": STEPS} | fields
+    result = client.images.edit(image=PHOTO, mask=ALPHA, prompt="a red hat", extra_body=body)
+    assert result.data
+    return decode(base64.b64decode(result.data[0].b64_json or "")), result.stencil  # type: ignore[attr-defined]
+
+
+def test_what_lies_under_the_mask_is_painted_and_all_else_stays(client: openai.OpenAI) -> None:
+    picture, report = edit(client)
+    assert report["cache"] == "off"
+    assert "its family has none" in report["notes"][0]
+    assert report["num_inference_steps"] == STEPS
+    outside = np.ones(picture.shape[:2], bool)
+    outside[BOX] = False
+    np.testing.assert_array_equal(picture[outside][:, :3], photo()[outside])
+    assert np.abs(picture[BOX][..., :3].astype(int) - photo()[BOX]).mean() > 10
+
+
+def test_every_parameter_counts(client: openai.OpenAI) -> None:
+    plain, _ = edit(client)
+    for fields in ({"strength": 0.5}, {"guidance_scale": 2.0}, {"negative_prompt": "a hat"}, {"seed": 2}):
+        changed, report = edit(client, **fields)
+        assert report["ignored"] == []
+        assert np.abs(changed.astype(int) - plain).max() > 0, fields
+
+
+def test_strength_that_leaves_no_step_is_an_error(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="leaves no step to do"):
+        edit(client, strength=0.2)
+
+
+def test_edits_of_all_sizes_and_steps_share_batches_and_change_nothing(client: openai.OpenAI) -> None:
+    requests = [{}, {"guidance_scale": 1.0}, {"strength": 0.8}, {"num_inference_steps": 3, "size": "96x64"}]
+    alone = [edit(client, **request)[0] for request in requests]
+    with ThreadPoolExecutor(len(requests)) as pool:
+        together = list(pool.map(lambda request: edit(client, **request)[0], requests))
+    for picture, before in zip(together, alone, strict=True):
+        np.testing.assert_array_equal(picture, before)
+
+
+def test_partial_images_come_before_the_picture(client: openai.OpenAI) -> None:
+    body = {"seed": 1, "num_inference_steps": STEPS}
+    stream = client.images.edit(
+        image=PHOTO, mask=ALPHA, prompt="a red hat", stream=True, partial_images=1, extra_body=body
+    )
+    events = list(stream)
+    assert [event.type for event in events] == ["image_edit.partial_image", "image_edit.completed"]
+    np.testing.assert_array_equal(decode(base64.b64decode(events[-1].b64_json)), edit(client)[0])
+
+
+def test_a_template_is_kept_though_nothing_is_primed(client: openai.OpenAI, server: ServerProcess) -> None:
+    answer = httpx.post(f"{server.base_url}/templates", files={"image": ("photo.png", PHOTO)})
+    assert answer.status_code == 200, answer.text
+    assert (answer.json()["primed"], answer.json()["page_bytes"]) == (False, 0)
