@@ -40,7 +40,7 @@ class TimestepSampling:
         self.name = type(scheduler).__name__
         self.order = int(scheduler.order)
         self.num_train_timesteps = int(scheduler.config.num_train_timesteps)
-        self._prediction = scheduler.config.prediction_type
+        self._prediction = scheduler.config.get("prediction_type")
         if self._prediction not in PREDICTIONS:
             raise ValueError(f"{self.name} with prediction_type {self._prediction} is not supported")
         if scheduler.config.get("skip_prk_steps") is False:

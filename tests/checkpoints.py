@@ -242,6 +242,8 @@ def make_sdxl(
 
 
 def _noise_scheduler(scheduler_class: Any, config: dict[str, Any] | None) -> Any:
+    if scheduler_class is FlowMatchEulerDiscreteScheduler:
+        return scheduler_class(**(config or {}))
     extra = {"clip_sample": False} if scheduler_class is DDIMScheduler else {}
     return scheduler_class(**(NOISE_SCHEDULE | extra | (config or {})))
 

@@ -17,7 +17,7 @@ from model_executor.adapters import Adapter
 from model_executor.loader import Checkpoint
 from model_executor.models.base import EncodedImage, PrimeRow, Row, Sample
 from model_executor.models.denoiser import Denoiser
-from model_executor.models.vae_family import VaeFamily, pack, to_image, unpack
+from model_executor.models.vae_family import VaeFamily, pack, refuse, to_image, unpack
 from model_executor.sampling import Sampling, State, predict_clean
 
 
@@ -32,7 +32,10 @@ class LatentFamily(VaeFamily):
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint)
         self._transformer_config = checkpoint.config("transformer")
-        self._sampling = Sampling(checkpoint.load("scheduler"))
+        scheduler = checkpoint.load("scheduler")
+        if not hasattr(scheduler, "scale_noise"):
+            raise refuse(checkpoint, f"{type(scheduler).__name__} is no scheduler of flow matching")
+        self._sampling = Sampling(scheduler)
         self._transformer: Denoiser | None = None
 
     # -------------------------------------------------------------------------------------------- each family's own

@@ -120,13 +120,18 @@ def test_directory_without_index(tmp_path: Path) -> None:
 
 
 def test_unsupported_pipeline_names_the_supported(copy: Path) -> None:
-    edit_json(copy / "model_index.json", _class_name="StableDiffusionPipeline")
-    assert_refused(copy, "StableDiffusionPipeline is not supported; supported: FluxFillPipeline, ")
+    edit_json(copy / "model_index.json", _class_name="KandinskyPipeline")
+    assert_refused(copy, "KandinskyPipeline is not supported; supported: FluxFillPipeline, ")
 
 
 def test_unsupported_part(copy: Path) -> None:
+    edit_json(copy / "model_index.json", scheduler=["diffusers", "LMSDiscreteScheduler"])
+    assert_refused(copy, "scheduler is of class LMSDiscreteScheduler")
+
+
+def test_scheduler_of_unets(copy: Path) -> None:
     edit_json(copy / "model_index.json", scheduler=["diffusers", "DDIMScheduler"])
-    assert_refused(copy, "scheduler is of class DDIMScheduler")
+    assert_refused(copy, "DDIMScheduler is no scheduler of flow matching")
 
 
 def test_scheduler_that_takes_no_noise_levels(copy: Path) -> None:

@@ -16,6 +16,7 @@ from diffusers import (
     DPMSolverMultistepScheduler,
     EulerAncestralDiscreteScheduler,
     EulerDiscreteScheduler,
+    FlowMatchEulerDiscreteScheduler,
     PNDMScheduler,
     StableDiffusionInpaintPipeline,
     StableDiffusionXLInpaintPipeline,
@@ -189,6 +190,7 @@ def test_what_is_said_of_them(tmp_path: Path) -> None:
         (make_sd, {"time_cond_proj_dim": 8}, "a denoiser with time_cond_proj_dim is not supported"),
         (make_sd, {"in_channels": 8}, "a denoiser of other than 4 or 9 input channels is not supported"),
         (make_sd, {"scheduler": {"prediction_type": "sample"}}, "prediction_type sample is not supported"),
+        (make_sd, {"scheduler_class": FlowMatchEulerDiscreteScheduler}, "prediction_type None is not supported"),
         (
             make_sdxl,
             {"scheduler_class": PNDMScheduler, "scheduler": {"skip_prk_steps": False}},
