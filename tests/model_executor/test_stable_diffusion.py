@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from core.errors import ConfigError
 from core.ipc.shared_array import Arena
 from model_executor.describe import describe
 from model_executor.loader import Checkpoint
+from model_executor.models.base import Row
 from model_executor.models.registry import make_family
 from model_executor.resident import ResidentModels
 
@@ -219,3 +220,52 @@ def test_adapters_are_refused_in_one_line(tmp_path: Path) -> None:
     model = ModelConfig(model=str(make_sd(tmp_path / "sd")), adapters=(AdapterConfig("red", "red.safetensors"),))
     with pytest.raises(ConfigError, match=r"cannot use adapter red of red\.safetensors: adapters of UNets are not"):
         ResidentModels.open([model])
+
+
+SHAPES = [(0, (4, 6), 12), (1, (6, 4), 12), (2, (4, 6), 12), (3, (4, 6), 8)]
+"""Seed, grid and text tokens of a row each."""
+
+
+def make_row(rig: Rig, seed: int, grid: tuple[int, int], text_tokens: int) -> Row:
+    generator = torch.Generator().manual_seed(seed)
+    picture = torch.zeros(16 * grid[0], 16 * grid[1], 3, dtype=torch.uint8)
+    text = rig.family.encode_text("a hat" * seed, text_tokens)
+    with torch.inference_mode():
+        image = rig.family.encode_image(
+            picture, picture[..., 0], seed=seed, num_inference_steps=4, num_denoising_steps=4
+        )
+    return Row(
+        latents=torch.randn(image.latents.shape, generator=generator),
+        condition=image.condition,
+        prompt_embeds=text.prompt_embeds,
+        pooled_prompt_embeds=text.pooled_prompt_embeds,
+        sigma=image.sigmas[0],
+        guidance_scale=1.0,
+        grid=grid,
+    )
+
+
+def count_passes(unet: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by the rows of each pass."""
+    run, passes = unet._run, list[int]()
+
+    def counted(rows: Sequence[Row]) -> torch.Tensor:
+        passes.append(len(rows))
+        predictions: torch.Tensor = run(rows)
+        return predictions
+
+    monkeypatch.setattr(unet, "_run", counted)
+    return passes
+
+
+@torch.inference_mode()
+def test_rows_of_one_size_share_a_pass_where_they_may(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: one pass for each size, and predictions in the order of their rows."""
+    unet = rig.family._unet  # type: ignore[attr-defined]
+    rows = [make_row(rig, seed, grid, length) for seed, grid, length in SHAPES]
+    alone = [unet.forward([row])[0] for row in rows]
+    monkeypatch.setattr(unet, "_is_shared", True)
+    passes = count_passes(unet, monkeypatch)
+    for ours, expected_one in zip(unet.forward(rows), alone, strict=True):
+        torch.testing.assert_close(ours, expected_one, atol=1e-4, rtol=1e-4)
+    assert sorted(passes) == [1, 1, 2]
