@@ -31,7 +31,7 @@ from model_executor.describe import describe
 from model_executor.loader import Checkpoint
 from model_executor.models.base import Row
 from model_executor.models.registry import make_family
-from model_executor.resident import ResidentModels
+from model_executor.resident import ResidentModels, edit_once
 
 V = {"prediction_type": "v_prediction"}
 KINDS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
@@ -269,3 +269,19 @@ def test_rows_of_one_size_share_a_pass_where_they_may(rig: Rig, monkeypatch: pyt
     for ours, expected_one in zip(unet.forward(rows), alone, strict=True):
         torch.testing.assert_close(ours, expected_one, atol=1e-4, rtol=1e-4)
     assert sorted(passes) == [1, 1, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["sd1", "sdxl-inpaint"])
+def test_half_precision_paints_too(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+    """SDXL's VAE is kept in float32 where the rest is float16, in which it overflows."""
+    make, options = KINDS[kind]
+    name = str(dtype).removeprefix("torch.")
+    models = ResidentModels.open([ModelConfig(model=str(make(tmp_path / kind, **options)), dtype=name)])
+    models.load_all()
+    (family,) = models.families.values()
+    assert edit_once(family, 64, 12).float().std() > 10
+    is_widened = kind == "sdxl-inpaint" and dtype == torch.float16
+    assert family.encode_template(torch.zeros(64, 64, 3, dtype=torch.uint8)).dtype == (
+        torch.float32 if is_widened else dtype
+    )
