@@ -241,7 +241,7 @@ class Runner:
         )
         latents, condition = family.denoiser_input(sample), inputs["condition"]
         active = self._indices(work.active, latents.device)
-        if active is not None and work.full_blocks:
+        if active is not None and (work.full_blocks or family.sees_all_latents):
             latents, condition = self._fill_inactive(model, work, sigma, active, latents, condition)
         lengths = inputs["text_lengths"].long().tolist()
         prompts = zip(inputs["prompt_embeds"].split(lengths), inputs["pooled_prompt_embeds"], strict=True)

@@ -96,6 +96,15 @@ class TimestepSampling:
         noised: Tensor = self._at(run, step).add_noise(clean, noise, timestep)
         return noised
 
+    def shares(self, level: Tensor) -> tuple[Tensor, Tensor]:
+        """What latents of unit variance have of clean ones and of noise at a noise level, between timesteps
+        interpolated; each like `level`."""
+        timestep = (level.float() * self.num_train_timesteps).clamp(max=self.num_train_timesteps - 1)
+        alphas = self._scheduler.alphas_cumprod.to(level.device)
+        below = timestep.long().clamp(max=len(alphas) - 2)
+        alpha = torch.lerp(alphas[below], alphas[below + 1], timestep - below)
+        return alpha.sqrt(), (1 - alpha).sqrt()
+
     def scaled(self, latents: Tensor, run: Tensor, step: int) -> Tensor:
         """Latents before `step` as the model takes them: of unit variance, whatever the scheduler keeps."""
         scheduler = self._at(run, step)

@@ -184,14 +184,7 @@ def make_sd(
             vae=_sd_vae(native_size),
             text_encoder=_clip(tokenizer, clip_tokens, width),
             tokenizer=tokenizer,
-            unet=unet_2d(
-                in_channels,
-                width,
-                sample_size=native_size // 8,
-                down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
-                up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
-                **unet,
-            ),
+            unet=sd_unet(in_channels, width, sample_size=native_size // 8, **unet),
             safety_checker=None,
             feature_extractor=None,
             requires_safety_checker=False,
@@ -212,7 +205,7 @@ def make_sdxl(
     zero_prompt: bool = True,
 ) -> Path:
     """Likewise a StableDiffusionXLPipeline. zero_prompt: whether a negative prompt that is not given is zeros."""
-    width, time_width = 24, 8
+    width = 24
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         tokenizer = clip_tokenizer(clip_tokens)
@@ -223,18 +216,7 @@ def make_sdxl(
             tokenizer=tokenizer,
             text_encoder_2=_clip(tokenizer, clip_tokens, width, CLIPTextModelWithProjection),
             tokenizer_2=tokenizer,
-            unet=unet_2d(
-                in_channels,
-                2 * width,
-                sample_size=native_size // 8,
-                down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-                up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-                transformer_layers_per_block=(1, 1, 2),
-                use_linear_projection=True,
-                addition_embed_type="text_time",
-                addition_time_embed_dim=time_width,
-                projection_class_embeddings_input_dim=width + 6 * time_width,
-            ),
+            unet=sdxl_unet(in_channels, width, sample_size=native_size // 8),
             force_zeros_for_empty_prompt=zero_prompt,
             add_watermarker=False,
         )
@@ -248,8 +230,34 @@ def _noise_scheduler(scheduler_class: Any, config: dict[str, Any] | None) -> Any
     return scheduler_class(**(NOISE_SCHEDULE | extra | (config or {})))
 
 
-def unet_2d(in_channels: int, text_width: int, **options: Any) -> UNet2DConditionModel:
+def sd_unet(in_channels: int, width: int, **options: Any) -> UNet2DConditionModel:
     """options: of its configuration, besides those that any tiny one has."""
+    return _unet(
+        in_channels,
+        width,
+        down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+        **options,
+    )
+
+
+def sdxl_unet(in_channels: int, width: int, **options: Any) -> UNet2DConditionModel:
+    time_width = 8
+    return _unet(
+        in_channels,
+        2 * width,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        transformer_layers_per_block=(1, 1, 2),
+        use_linear_projection=True,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=time_width,
+        projection_class_embeddings_input_dim=width + 6 * time_width,
+        **options,
+    )
+
+
+def _unet(in_channels: int, text_width: int, **options: Any) -> UNet2DConditionModel:
     return UNet2DConditionModel(
         in_channels=in_channels,
         out_channels=4,

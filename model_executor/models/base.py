@@ -136,6 +136,10 @@ class Family(Protocol):
     def text_sees_template(self) -> bool:
         """Whether a prompt's embedding depends on the picture it is for."""
 
+    @property
+    def sees_all_latents(self) -> bool:
+        """Whether the denoiser reads the latents of tokens that no block computes: the template's then."""
+
     def encode_text(self, prompt: str, max_sequence_length: int, template: Tensor | None = None) -> EncodedText:
         """Embed a prompt, padded or cut to `max_sequence_length` tokens. template: uint8 [height, width, 3], the
         picture that it is for; needed where `text_sees_template`."""

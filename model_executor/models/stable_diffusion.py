@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -21,9 +22,16 @@ from model_executor.loader import Checkpoint
 from model_executor.models.base import EncodedImage, EncodedText, PrimeRow, Row, Sample
 from model_executor.models.text import Tokens, tokenize
 from model_executor.models.unet import Unet
+from model_executor.models.unet_layers import TOKEN_SIDE, Layers
 from model_executor.models.vae_family import VaeFamily, pack, refuse, to_image, unpack
 from model_executor.sampling import State
 from model_executor.timestep_sampling import TimestepSampling
+
+BLOCKS = {
+    "down_block_types": {"CrossAttnDownBlock2D", "DownBlock2D"},
+    "up_block_types": {"CrossAttnUpBlock2D", "UpBlock2D"},
+}
+"""Of the UNet's configuration: what `unet_layers.py` knows the order of."""
 
 UNSUPPORTED = ("class_embed_type", "num_class_embeds", "encoder_hid_dim_type", "time_cond_proj_dim")
 """Of the UNet's configuration: what other pipelines' checkpoints have, and distilled ones whose guidance is an
@@ -39,6 +47,8 @@ class UnetFamily(VaeFamily):
     """
 
     denoiser_part = "unet"
+    sees_all_latents = True
+    patch = TOKEN_SIDE
     added: ClassVar[str | None]
     """What the UNet is told besides timestep and text: its addition_embed_type."""
 
@@ -58,6 +68,9 @@ class UnetFamily(VaeFamily):
         config, channels = self._unet_config, self._latent_channels
         if options := [name for name in UNSUPPORTED if config.get(name) is not None]:
             raise refuse(self._checkpoint, f"a denoiser with {', '.join(options)} is not supported")
+        for name, known in BLOCKS.items():
+            if unknown := set(config.get(name, [])) - known:
+                raise refuse(self._checkpoint, f"a denoiser with {', '.join(sorted(unknown))} is not supported")
         if config.get("addition_embed_type") != self.added:
             raise refuse(
                 self._checkpoint, f"a denoiser of other addition_embed_type than {self.added} is not supported"
@@ -144,9 +157,9 @@ class UnetFamily(VaeFamily):
             self._draw(self._latent_shape(image), generator)
             outside = torch.cat([clean, noise, self._latent_mask(mask).to(noise)], dim=1)
         return EncodedImage(
-            latents=pack(latents),
-            condition=pack(condition),
-            outside=pack(outside),
+            latents=pack(latents, TOKEN_SIDE),
+            condition=pack(condition, TOKEN_SIDE),
+            outside=pack(outside, TOKEN_SIDE),
             sigmas=self._sampling.noise_levels(run).to(self._device),
             state=self._sampling.begin(run, generator),
         )
@@ -167,46 +180,63 @@ class UnetFamily(VaeFamily):
         return self._sampling.scaled(sample.latents, sample.state[0], sample.step)
 
     def predict(self, rows: Sequence[Row]) -> list[Tensor]:
+        return self._denoiser.forward(rows)
+
+    @property
+    def _denoiser(self) -> Unet:
         if self._unet is None:
             raise KeyError("the UNet is not loaded")
-        return self._unet.forward(rows)
+        return self._unet
 
     def predict_clean(self, sample: Sample, prediction: Tensor) -> Tensor:
         return self._sampling.clean(sample.latents, prediction, sample.state[0], sample.step)
 
     def advance(self, sample: Sample, prediction: Tensor) -> tuple[Tensor, State]:
-        latents, prediction = unpack(sample.latents, sample.grid), unpack(prediction, sample.grid)
-        moved, state = self._sampling.step(latents, prediction, sample.state, sample.step)
+        latents, output = (unpack(x, sample.grid, TOKEN_SIDE) for x in (sample.latents, prediction))
+        moved, state = self._sampling.step(latents, output, sample.state, sample.step)
         if not self._sees_mask:
             moved = self._keep_outside(sample, moved)
-        return pack(moved), state
+        return pack(moved, TOKEN_SIDE), state
 
     def _keep_outside(self, sample: Sample, moved: Tensor) -> Tensor:
         """What lies outside the mask is the template's, at the noise level after the step."""
         channels = self._latent_channels
-        clean, noise, mask = unpack(sample.outside, sample.grid).split([channels, channels, 1], dim=1)
+        clean, noise, mask = unpack(sample.outside, sample.grid, TOKEN_SIDE).split([channels, channels, 1], dim=1)
         noised = self._sampling.noised(clean, noise, sample.state[0], sample.step + 1)
         kept: Tensor = (1 - mask) * noised + mask * moved
         return kept
 
     # ------------------------------------------------------------------------------------------------------ priming
 
-    def page_layout(self, dtype: PageDtype) -> PageLayout | None:
-        """None: every edit computes every token."""
-        return None
+    def page_layout(self, dtype: PageDtype) -> PageLayout:
+        return self._layers.page_layout(dtype)
+
+    @cached_property
+    def _layers(self) -> Layers:
+        """Without weights."""
+        return Layers(self._checkpoint.outline("unet"))
 
     def prime_inputs(self, clean: Tensor, content_id: str, sigma: Tensor) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError("no pages are kept of a UNet")
+        """Latents as the denoiser takes them: of unit variance."""
+        noise = self._content_noise(clean, content_id)
+        signal, share = self._sampling.shares(sigma)
+        mask = clean.new_zeros(len(clean), TOKEN_SIDE**2)
+        condition = torch.cat([mask, clean], dim=1) if self._sees_mask else clean[:, :0]
+        return signal * clean + share * noise, condition
 
     def prime(self, rows: Sequence[PrimeRow], blocks: tuple[int, int]) -> list[tuple[Tensor, ...]]:
-        raise NotImplementedError("no pages are kept of a UNet")
+        return self._denoiser.prime(rows, blocks)
+
+    def encode_template(self, template: Tensor) -> Tensor:
+        """In the compute dtype, whatever the VAE's is."""
+        return super().encode_template(template).to(self._checkpoint.dtype)
 
 
 class StableDiffusion(UnetFamily):
     """Checkpoints whose model_index.json names StableDiffusionPipeline, or that of image to image or inpainting."""
 
     family = "sd"
-    summary = "Stable Diffusion 1 and 2: a UNet, with classifier-free guidance; every token is computed"
+    summary = "Stable Diffusion 1 and 2: a UNet, with classifier-free guidance"
     text_parts = ("text_encoder",)
     added = None
 

@@ -25,7 +25,7 @@ from model_executor.models.vae_region import Box, times
 from model_executor.sampling import State
 
 PATCH = 2
-"""Latent pixels per token side."""
+"""Latent pixels per token side, where a family has no other."""
 
 
 class VaeFamily(ABC):
@@ -41,11 +41,14 @@ class VaeFamily(ABC):
     lora_loader: ClassVar[str | None] = None
     """What reads its adapters, a class of `diffusers.loaders.lora_pipeline`; None where it takes none."""
 
+    patch: ClassVar[int] = PATCH
+    """Latent pixels per token side."""
+
     vae: ClassVar[type[Vae]] = ImageVae
     text_parts: tuple[str, ...]
     """The text encoders, named as in model_index.json."""
 
-    text_sees_template = False
+    text_sees_template = sees_all_latents = False
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
@@ -137,12 +140,12 @@ class VaeFamily(ABC):
 
     @property
     def _token_size(self) -> int:
-        size: int = self._vae_scale * PATCH
+        size: int = self._vae_scale * self.patch
         return size
 
     @property
     def _latent_width(self) -> int:
-        return self._latent_channels * PATCH**2
+        return self._latent_channels * self.patch**2
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
         return height // self._token_size, width // self._token_size
@@ -150,7 +153,7 @@ class VaeFamily(ABC):
     # ------------------------------------------------------------------------------------------------------- images
 
     def encode_template(self, template: Tensor) -> Tensor:
-        return pack(self._vae.encode(to_image(template).to(self._device, self._vae.dtype)))
+        return pack(self._vae.encode(to_image(template).to(self._device, self._vae.dtype)), self.patch)
 
     def _latent_shape(self, image: Tensor) -> tuple[int, ...]:
         """Of an image's latents, [1, channels, height / 8, width / 8]."""
@@ -177,15 +180,16 @@ class VaeFamily(ABC):
 
     def decode_region(self, latents: Tensor, active: Tensor, width: int, height: int) -> tuple[Tensor, Box]:
         """The bounding box of the active tokens, which is all of an edit that reaches the result."""
-        grid = self.grid(width, height)
+        grid, smaller = self.grid(width, height), self.patch // PATCH  # the VAE's parts are counted in these
         tokens = _bounding_box(active, grid[1])
-        pixels = self._vae.decode_region(self._vae_latents(latents, width, height), tokens, grid)
+        finer = (grid[0] * smaller, grid[1] * smaller)
+        pixels = self._vae.decode_region(self._vae_latents(latents, width, height), times(tokens, smaller), finer)
         return to_pixels(pixels), times(tokens, self._token_size)
 
     def _vae_latents(self, latents: Tensor, width: int, height: int) -> Tensor:
         """Packed latents as the VAE wants them, [1, channels, height / 8, width / 8]."""
         latents = latents.to(self._vae.dtype)  # what another rank exported has widened to float32
-        return unpack(latents, self.grid(width, height))
+        return unpack(latents, self.grid(width, height), self.patch)
 
     # ---------------------------------------------------------------------------------------------------- denoising
 
@@ -212,19 +216,20 @@ def to_pixels(image: Tensor) -> Tensor:
     return pixels.contiguous()
 
 
-def pack(x: Tensor) -> Tensor:
-    """[1, channels, height, width] -> [height / 2 * width / 2, channels * 4]; FluxPipeline._pack_latents."""
+def pack(x: Tensor, patch: int = PATCH) -> Tensor:
+    """[1, channels, height, width] -> [height / 2 * width / 2, channels * 4], and so with patches of another side;
+    FluxPipeline._pack_latents."""
     _, channels, height, width = x.shape
-    rows, columns = height // PATCH, width // PATCH
-    x = x.view(channels, rows, PATCH, columns, PATCH).permute(1, 3, 0, 2, 4)
-    return x.reshape(rows * columns, channels * PATCH**2)
+    rows, columns = height // patch, width // patch
+    x = x.reshape(channels, rows, patch, columns, patch).permute(1, 3, 0, 2, 4)
+    return x.reshape(rows * columns, channels * patch**2)
 
 
-def unpack(x: Tensor, grid: tuple[int, int]) -> Tensor:
+def unpack(x: Tensor, grid: tuple[int, int], patch: int = PATCH) -> Tensor:
     """[rows * columns, channels * 4] -> [1, channels, rows * 2, columns * 2]; FluxPipeline._unpack_latents."""
     rows, columns = grid
-    x = x.view(rows, columns, -1, PATCH, PATCH).permute(2, 0, 3, 1, 4)
-    return x.reshape(1, -1, rows * PATCH, columns * PATCH)
+    x = x.view(rows, columns, -1, patch, patch).permute(2, 0, 3, 1, 4)
+    return x.reshape(1, -1, rows * patch, columns * patch)
 
 
 def refuse(checkpoint: Checkpoint, reason: str) -> ConfigError:

@@ -161,13 +161,13 @@ def test_a_prompt_of_zeros_is_the_checkpoints_choice(tmp_path: Path, arena: Aren
 
 def test_the_preview_of_the_last_step_is_the_picture(rig: Rig) -> None:
     """The last step of these samplers goes all the way to what it predicts, or nearly."""
-    edit = make_edit(rig, "clean", (64, 96), 1.0, 3.0, seed=2, steps=4)
+    edit = make_edit(rig, "clean", (128, 128), 1.0, 3.0, seed=2, steps=4)
     rig.do(edit.encode_plan())
     for step in range(edit.num_steps):
         rig.do(edit.denoise_plan(step, keep_clean=True))
     latents, clean = (rig.store.get(edit.key(*key)) for key in (("image_encode", "latents"), ("denoise", "clean")))
-    inside = torch.zeros(6, 4, dtype=torch.bool)
-    inside[2:4, 1:3] = True
+    inside = torch.zeros(4, 4, dtype=torch.bool)
+    inside[1:3, 1:3] = True
     difference = (latents - clean)[inside.flatten()]
     assert difference.abs().max() < 0.2 * clean.std()
     rig.do(edit.decode_plan())
@@ -179,8 +179,10 @@ def test_what_is_said_of_them(tmp_path: Path) -> None:
     large = describe(str(make_sdxl(tmp_path / "sdxl", in_channels=9)))
     assert (plain.info.family, large.info.family) == ("sd", "sdxl")
     assert (plain.info.extra_steps, plain.info.min_inference_steps, large.info.extra_steps) == (1, 2, 0)
-    assert (plain.info.native_size, large.info.native_size, plain.info.token_size) == (64, 128, 16)
-    assert (plain.layout, large.layout) == (None, None)
+    assert (plain.info.native_size, large.info.native_size, plain.info.token_size) == (64, 128, 32)
+    assert plain.layout is not None
+    assert large.layout is not None
+    assert (plain.layout.num_blocks, large.layout.num_blocks) == (3 * 8 + 3 * 4 + 1, 3 * 4 + 4 * 2)
     assert set(large.parameters) == {"text_encoder", "text_encoder_2", "vae", "unet"}
 
 
@@ -222,13 +224,13 @@ def test_adapters_are_refused_in_one_line(tmp_path: Path) -> None:
         ResidentModels.open([model])
 
 
-SHAPES = [(0, (4, 6), 12), (1, (6, 4), 12), (2, (4, 6), 12), (3, (4, 6), 8)]
+SHAPES = [(0, (2, 3), 12), (1, (3, 2), 12), (2, (2, 3), 12), (3, (2, 3), 8)]
 """Seed, grid and text tokens of a row each."""
 
 
 def make_row(rig: Rig, seed: int, grid: tuple[int, int], text_tokens: int) -> Row:
     generator = torch.Generator().manual_seed(seed)
-    picture = torch.zeros(16 * grid[0], 16 * grid[1], 3, dtype=torch.uint8)
+    picture = torch.zeros(32 * grid[0], 32 * grid[1], 3, dtype=torch.uint8)
     text = rig.family.encode_text("a hat" * seed, text_tokens)
     with torch.inference_mode():
         image = rig.family.encode_image(

@@ -1,0 +1,137 @@
+"""UNets layer by layer: against diffusers' module, and with active tokens over a template's pages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import sd_unet, sdxl_unet
+from torch import Tensor
+
+from core.page_scheme import PageDtype, PageLayout
+from model_executor.models.base import PrimeRow, Row
+from model_executor.models.unet import Unet
+from model_executor.pages import Pages
+
+GRID = (3, 4)
+NUM_TOKENS = GRID[0] * GRID[1]
+ACTIVE = torch.tensor([1, 4, 5, 6, 11])
+TEXT_TOKENS, WIDTH = 7, 24
+MAKE = {"sd": sd_unet, "sdxl": sdxl_unet}
+
+
+@pytest.fixture(scope="module", params=MAKE)
+def unet(request: pytest.FixtureRequest) -> Unet:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Unet(MAKE[request.param](9, WIDTH).eval().requires_grad_(False), 1000, 32)
+
+
+def make_inputs(unet: Unet, seed: int, sigma: float = 0.5) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    config: Any = unet.module.config
+    return {
+        "latents": draw(NUM_TOKENS, 64),
+        "condition": draw(NUM_TOKENS, 80),
+        "prompt_embeds": draw(TEXT_TOKENS, config.cross_attention_dim),
+        "pooled_prompt_embeds": draw(WIDTH if config.addition_embed_type else 0),
+        "sigma": torch.tensor(sigma),
+        "guidance_scale": 1.0,
+        "grid": GRID,
+    }
+
+
+def prime(unet: Unet, inputs: dict[str, Any], layout: PageLayout, stops: tuple[int, ...] = ()) -> Tensor:
+    """The entry, made in chunks that end before these pages."""
+    entry = torch.zeros(layout.entry_bytes(NUM_TOKENS), dtype=torch.uint8)
+    start, hidden = 0, None
+    for stop in (*stops, layout.num_blocks):
+        (hidden,) = unet.prime([PrimeRow(**inputs, hidden=hidden, entry=entry)], (start, stop))
+        start = stop
+    assert hidden == ()
+    return entry
+
+
+def pages_of(unet: Unet, inputs: dict[str, Any], dtype: PageDtype = "float32") -> Pages:
+    layout = unet.page_layout(dtype)
+    return Pages(layout, NUM_TOKENS, prime(unet, inputs, layout), None, 0.0)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("int8", 0.05)])
+def test_active_tokens_of_an_unchanged_template_are_as_if_all_were_computed(
+    unet: Unet, dtype: PageDtype, tolerance: float
+) -> None:
+    inputs = make_inputs(unet, 0)
+    (whole,) = unet.forward([Row(**inputs)])
+    (some,) = unet.forward([Row(**inputs, active=ACTIVE, pages=pages_of(unet, inputs, dtype))])
+    assert whole.std() > 0.1
+    assert (some - whole[ACTIVE]).abs().max() < tolerance * whole.std()
+
+
+@torch.inference_mode()
+def test_what_is_kept_is_what_differs(unet: Unet) -> None:
+    """With other latents under the mask, the blocks' other tokens stay the template's: close to exact, not equal."""
+    inputs, other = make_inputs(unet, 0), make_inputs(unet, 1)
+    edit = inputs | {"latents": inputs["latents"].index_copy(0, ACTIVE, other["latents"][ACTIVE])}
+    pages = pages_of(unet, inputs)
+    (whole,), (template,) = (unet.forward([Row(**each)]) for each in (edit, inputs))
+    (some,) = unet.forward([Row(**edit, active=ACTIVE, pages=pages)])
+    errors = [(some - exact[ACTIVE]).abs().mean() for exact in (whole, template)]
+    assert 0 < errors[0] < 0.5 * errors[1]
+
+
+@torch.inference_mode()
+def test_leading_blocks_in_full_and_all_tokens_active_are_exact(unet: Unet) -> None:
+    inputs, other = make_inputs(unet, 0), make_inputs(unet, 1)
+    edit, pages = inputs | {"prompt_embeds": other["prompt_embeds"]}, pages_of(unet, inputs)
+    (whole,) = unet.forward([Row(**edit)])
+    row = Row(**edit, active=ACTIVE, pages=pages, full_blocks=pages.layout.num_blocks)
+    (full,) = unet.forward([row])
+    torch.testing.assert_close(full, whole[ACTIVE], atol=1e-4, rtol=1e-4)
+    (every,) = unet.forward([replace(row, active=torch.arange(NUM_TOKENS), full_blocks=0)])
+    assert torch.equal(every, whole)
+
+
+@torch.inference_mode()
+def test_chunks_change_no_bit_of_the_pages(unet: Unet) -> None:
+    inputs, layout = make_inputs(unet, 2), unet.page_layout("int8")
+    whole = prime(unet, inputs, layout)
+    for stops in (tuple(range(1, layout.num_blocks)), (layout.num_blocks // 2,)):
+        assert torch.equal(prime(unet, inputs, layout, stops), whole)
+
+
+@torch.inference_mode()
+def test_pages_between_keyframes_are_interpolated(unet: Unet) -> None:
+    near, far = (make_inputs(unet, 0, sigma) for sigma in (0.6, 0.4))
+    layout = unet.page_layout("float32")
+    entries = [prime(unet, each, layout) for each in (near, far)]
+    middle = Row(**make_inputs(unet, 0, 0.5), active=ACTIVE)
+    outputs = [
+        unet.forward([replace(middle, pages=Pages(layout, NUM_TOKENS, entries[0], entries[1], weight))])[0]
+        for weight in (0.0, 0.5, 1.0)
+    ]
+    (only_near,) = unet.forward([replace(middle, pages=Pages(layout, NUM_TOKENS, entries[0], None, 0.0))])
+    torch.testing.assert_close(outputs[0], only_near)
+    between = (outputs[0] + outputs[2]) / 2
+    assert (outputs[1] - between).abs().max() < 0.1 * (outputs[0] - outputs[2]).abs().max()
+
+
+def test_a_row_that_leaves_tokens_out_needs_pages(unet: Unet) -> None:
+    with pytest.raises(ValueError, match="needs the template's pages"):
+        unet.forward([Row(**make_inputs(unet, 0), active=ACTIVE)])
+
+
+@torch.inference_mode()
+def test_exact_and_masked_rows_share_a_batch(unet: Unet) -> None:
+    inputs, other = make_inputs(unet, 0), make_inputs(unet, 3)
+    rows = [Row(**inputs, active=ACTIVE, pages=pages_of(unet, inputs)), Row(**other), Row(**inputs)]
+    alone = [unet.forward([row])[0] for row in rows]
+    for together, before in zip(unet.forward(rows), alone, strict=True):
+        assert torch.equal(together, before)
