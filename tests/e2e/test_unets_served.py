@@ -1,4 +1,4 @@
-"""SDXL and Stable Diffusion 2 behind the API, where every token is computed."""
+"""SDXL and Stable Diffusion 2 behind the API."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from pictures import BOX, Pixels, alpha_mask, decode, encode, photo
 from server_process import ServerProcess, start
 
 STEPS = 4
-PHOTO, ALPHA = encode(photo()), alpha_mask()
+SIDE = 128  # that of a picture of 16 tokens
+PIXELS = photo(SIDE, SIDE)
+PHOTO, ALPHA = encode(PIXELS), alpha_mask(SIDE, SIDE)
 
 PNDM = {"skip_prk_steps": True, "prediction_type": "v_prediction"}
 CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
@@ -51,20 +53,31 @@ def edit(client: openai.OpenAI, **fields: Any) -> tuple[Pixels, dict[str, Any]]:
 
 
 def test_what_lies_under_the_mask_is_painted_and_all_else_stays(client: openai.OpenAI) -> None:
-    picture, report = edit(client)
-    assert report["cache"] == "off"
-    assert "its family has none" in report["notes"][0]
-    assert report["num_inference_steps"] == STEPS
+    picture, cold = edit(client)
+    again, warm = edit(client)
+    np.testing.assert_array_equal(again, picture)
+    assert (cold["cache"], warm["cache"]) == ("miss", "hit")
+    assert cold["num_inference_steps"] == STEPS
+    assert 0 < cold["active_tokens"] < cold["image_tokens"]
     outside = np.ones(picture.shape[:2], bool)
     outside[BOX] = False
-    np.testing.assert_array_equal(picture[outside][:, :3], photo()[outside])
-    assert np.abs(picture[BOX][..., :3].astype(int) - photo()[BOX]).mean() > 10
+    np.testing.assert_array_equal(picture[outside][:, :3], PIXELS[outside])
+    assert np.abs(picture[BOX][..., :3].astype(int) - PIXELS[BOX]).mean() > 10
 
 
-def test_every_parameter_counts(client: openai.OpenAI) -> None:
-    plain, _ = edit(client)
+def test_an_exact_edit_is_another_picture_that_repeats(client: openai.OpenAI) -> None:
+    exact, report = edit(client, mask_aware=False)
+    np.testing.assert_array_equal(exact, edit(client, mask_aware=False)[0])
+    assert report["cache"] == "off"
+    masked, _ = edit(client)
+    assert (masked != exact).any()
+
+
+@pytest.mark.parametrize("mask_aware", [True, False])
+def test_every_parameter_counts(client: openai.OpenAI, mask_aware: bool) -> None:
+    plain, _ = edit(client, mask_aware=mask_aware)
     for fields in ({"strength": 0.5}, {"guidance_scale": 2.0}, {"negative_prompt": "a hat"}, {"seed": 2}):
-        changed, report = edit(client, **fields)
+        changed, report = edit(client, mask_aware=mask_aware, **fields)
         assert report["ignored"] == []
         assert np.abs(changed.astype(int) - plain).max() > 0, fields
 
@@ -75,7 +88,8 @@ def test_strength_that_leaves_no_step_is_an_error(client: openai.OpenAI) -> None
 
 
 def test_edits_of_all_sizes_and_steps_share_batches_and_change_nothing(client: openai.OpenAI) -> None:
-    requests = [{}, {"guidance_scale": 1.0}, {"strength": 0.8}, {"num_inference_steps": 3, "size": "96x64"}]
+    exact = {"mask_aware": False}
+    requests = [{}, exact | {"guidance_scale": 1.0}, exact, {"strength": 0.8}, {"num_inference_steps": 3}]
     alone = [edit(client, **request)[0] for request in requests]
     with ThreadPoolExecutor(len(requests)) as pool:
         together = list(pool.map(lambda request: edit(client, **request)[0], requests))
@@ -93,7 +107,7 @@ def test_partial_images_come_before_the_picture(client: openai.OpenAI) -> None:
     np.testing.assert_array_equal(decode(base64.b64decode(events[-1].b64_json)), edit(client)[0])
 
 
-def test_a_template_is_kept_though_nothing_is_primed(client: openai.OpenAI, server: ServerProcess) -> None:
+def test_a_template_is_primed_ahead(server: ServerProcess) -> None:
     answer = httpx.post(f"{server.base_url}/templates", files={"image": ("photo.png", PHOTO)})
     assert answer.status_code == 200, answer.text
-    assert (answer.json()["primed"], answer.json()["page_bytes"]) == (False, 0)
+    assert answer.json()["page_bytes"] > 0

@@ -45,12 +45,12 @@ def test_fields_and_parts_are_the_checkpoints(tmp_path: Path, capsys: pytest.Cap
     assert "5 keyframes of 5 int8 pages" in told
 
 
-def test_a_unet_is_described_without_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_unet_is_described(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--model", str(make_sdxl(tmp_path / "sdxl"))]) == 0
     told = capsys.readouterr().out
     assert "StableDiffusionXLPipeline, family sdxl" in told
-    assert "takes strength, guidance_scale (classifier-free, default 7.5), negative_prompt\n" in told
-    assert "every edit computes every token: nothing is cached of templates\n" in told
+    assert "takes mask_aware, strength, guidance_scale (classifier-free, default 7.5), negative_prompt\n" in told
+    assert "5 keyframes of 20 int8 pages" in told
 
 
 def test_variants_in_parts_are_counted_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,146 @@
+"""One denoising step of a UNet, mask-aware against exact: `python -m benchmarks.unet_step [--unet sdxl] [--time SIDE]`.
+
+FLOPs are counted, of convolutions, products and attentions, with the published configurations and no weights: what
+share of them the mask leaves, and so the most that a step can be faster. With --time, steps are timed, with random
+weights and the transformers' depth cut to --depth, on one thread and pictures of so many pixels a side; the two ways in
+turns, medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.report import Value, print_report
+from model_executor.models.base import Row
+from model_executor.models.unet import Unet
+from model_executor.pages import Pages
+
+RATIOS = (0.05, 0.1, 0.2, 0.5)
+TOKEN = 32
+TEXT_TOKENS = 77
+LAYERS = {"layers_per_block": 2, "in_channels": 4, "out_channels": 4}
+FOUR = {
+    "block_out_channels": (320, 640, 1280, 1280),
+    "down_block_types": ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
+    "up_block_types": ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "sd1.5": FOUR | {"cross_attention_dim": 768, "attention_head_dim": 8, "sample_size": 64},
+    "sd2.1": FOUR
+    | {
+        "cross_attention_dim": 1024,
+        "attention_head_dim": (5, 10, 20, 20),
+        "use_linear_projection": True,
+        "sample_size": 96,
+    },
+    "sdxl": {
+        "block_out_channels": (320, 640, 1280),
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        "transformer_layers_per_block": (1, 2, 10),
+        "attention_head_dim": (5, 10, 20),
+        "cross_attention_dim": 2048,
+        "use_linear_projection": True,
+        "addition_embed_type": "text_time",
+        "addition_time_embed_dim": 256,
+        "projection_class_embeddings_input_dim": 2816,
+        "sample_size": 128,
+    },
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = _parse(argv)
+    config = LAYERS | CONFIGS[args.unet]
+    with torch.device("meta"):
+        unet = Unet(UNet2DConditionModel(**config).eval(), 1000, TOKEN)
+    side = 8 * config["sample_size"] // TOKEN
+    rows = _rows(unet, side, torch.device("meta"))
+    exact = _count(unet, rows[1.0])
+    lines, result = [("exact", f"{exact / 1e12:.3f} TFLOP")], dict[str, Value](exact_flop=exact)
+    for ratio in RATIOS:
+        share = _count(unet, rows[ratio]) / exact
+        lines.append((f"mask ratio {ratio}", f"{share:.3f} of it: at most {1 / share:.2f}x faster"))
+        result[f"share_{ratio}"] = share
+    print_report(f"A step of {args.unet} at {TOKEN * side} px, one row", lines, result)
+    if args.time:
+        _report_times(args, config)
+
+
+def _report_times(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
+    depths = tuple(min(depth, args.depth) for depth in config.get("transformer_layers_per_block", (1,)))
+    cut = {"transformer_layers_per_block": depths} if len(depths) > 1 else {}
+    torch.set_num_threads(1)
+    unet = Unet(UNet2DConditionModel(**(config | cut)).eval().requires_grad_(False), 1000, TOKEN)
+    rows = _rows(unet, args.time // TOKEN, torch.device("cpu"))
+    flops = {ratio: _count(unet, row) for ratio, row in rows.items()}
+    seconds = _time({ratio: lambda row=row: unet.forward([row]) for ratio, row in rows.items()}, args.rounds)
+    lines, result = [("exact", f"{seconds[1.0] * 1e3:.0f} ms")], dict[str, Value](exact_ms=seconds[1.0] * 1e3)
+    for ratio in RATIOS:
+        faster, bound = seconds[1.0] / seconds[ratio], flops[1.0] / flops[ratio]
+        lines.append((f"mask ratio {ratio}", f"{faster:.2f}x faster, of {bound:.2f}x by FLOPs: {faster / bound:.2f}"))
+        result |= {f"faster_{ratio}": faster, f"bound_{ratio}": bound}
+    print_report(f"Timed at {args.time} px, transformers of depth {depths}, 1 thread, float32", lines, result)
+
+
+@torch.inference_mode()
+def _count(unet: Unet, row: Row) -> int:
+    with FlopCounterMode(display=False) as counter:
+        unet.forward([row])
+    return int(counter.get_total_flops())
+
+
+@torch.inference_mode()
+def _time(ways: Mapping[float, Callable[[], object]], rounds: int) -> dict[float, float]:
+    """Median seconds of each, the first round not counted."""
+    seconds: dict[float, list[float]] = {ratio: [] for ratio in ways}
+    for _ in range(rounds + 1):
+        for ratio, run in ways.items():
+            started = time.perf_counter()
+            run()
+            seconds[ratio].append(time.perf_counter() - started)
+    return {ratio: statistics.median(values[1:]) for ratio, values in seconds.items()}
+
+
+def _rows(unet: Unet, side: int, device: torch.device) -> dict[float, Row]:
+    """Mask ratio -> a row of a square picture with so many tokens a side; 1 is an exact one."""
+    config: Any = unet.module.config
+    tokens, layout = side * side, unet.page_layout("int8")
+    near, far = (torch.zeros(layout.entry_bytes(tokens), dtype=torch.uint8, device=device) for _ in range(2))
+    pages = Pages(layout, tokens, near, far, 0.5)
+    pooled = 1280 if config.addition_embed_type else 0
+    whole = Row(
+        latents=torch.randn(tokens, 64, device=device),
+        condition=torch.empty(tokens, 0, device=device),
+        prompt_embeds=torch.randn(TEXT_TOKENS, config.cross_attention_dim, device=device),
+        pooled_prompt_embeds=torch.randn(pooled, device=device),
+        sigma=torch.tensor(0.5, device=device),
+        guidance_scale=1.0,
+        grid=(side, side),
+    )
+    rows = {1.0: whole}
+    for ratio in RATIOS:
+        active = torch.arange(max(1, round(ratio * tokens)), device=device)
+        rows[ratio] = Row(**{name: getattr(whole, name) for name in Row.__slots__} | {"active": active, "pages": pages})
+    return rows
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.unet_step", description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--unet", choices=CONFIGS, default="sdxl")
+    parser.add_argument("--time", type=int, default=0, metavar="SIDE", help="time steps of pictures of so many pixels")
+    parser.add_argument("--depth", type=int, default=2, help="most blocks of a transformer, where steps are timed")
+    parser.add_argument("--rounds", type=int, default=3)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main()
