@@ -27,14 +27,13 @@ class AdapterCard(msgspec.Struct, frozen=True, kw_only=True):
 
 class CheckpointCard(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint, and adapters that fit it. parameters: of each part with weights. layout, num_keyframes,
-    latent_bytes: how its templates are cached where no flag or calibration says otherwise; see PageScheme. layout: None
-    where nothing is cached, since every edit computes every token."""
+    latent_bytes: how its templates are cached where no flag or calibration says otherwise; see PageScheme."""
 
     pipeline: str
     scheduler: str
     info: ModelInfo
     parameters: dict[str, int]
-    layout: PageLayout | None
+    layout: PageLayout
     num_keyframes: int
     latent_bytes: int
     adapters: tuple[AdapterCard, ...] = ()
@@ -46,6 +45,4 @@ class CheckpointCard(msgspec.Struct, frozen=True, kw_only=True):
     def template_bytes(self, width: int, height: int) -> int:
         """Bytes of all that is cached of a picture."""
         num_tokens = self.tokens(width, height)
-        if self.layout is None:
-            return 0
         return self.num_keyframes * self.layout.entry_bytes(num_tokens) + num_tokens * self.latent_bytes

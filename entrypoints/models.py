@@ -17,7 +17,6 @@ import msgspec
 
 from core.messages import ModelInfo
 from core.model_card import CheckpointCard, FamilyCard
-from core.page_scheme import PageLayout
 from entrypoints.serve_args import parse_adapter
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,30 +57,23 @@ def _describe(card: CheckpointCard) -> Iterable[str]:
     total = sum(card.parameters.values())
     yield f"parameters {_short(total)}: {', '.join(f'{part} {_short(n)}' for part, n in card.parameters.items())}"
     yield f"{card.scheduler}, {info.default_num_inference_steps} steps, up to {info.max_text_tokens} text tokens"
-    yield f"takes {', '.join(_fields(card))}"
+    yield f"takes {', '.join(_fields(info))}"
     for adapter in card.adapters:
         rank = "-".join(map(str, sorted(set(adapter.ranks))))
         size = f"{adapter.num_layers} layers, rank {rank}, {_short(adapter.parameters)} parameters"
         yield f"adapter {adapter.name}: {size}"
-    if card.layout is None:
-        yield "every edit computes every token: nothing is cached of templates"
-    else:
-        yield from _describe_pages(card, card.layout)
-
-
-def _describe_pages(card: CheckpointCard, layout: PageLayout) -> Iterable[str]:
-    yield f"cached per template: {card.num_keyframes} keyframes of {layout.num_blocks} {layout.dtype} pages"
-    for width, height in _sizes(card.info):
-        tokens, keyframe = card.tokens(width, height), layout.entry_bytes(card.tokens(width, height))
+    pages = f"{card.layout.num_blocks} {card.layout.dtype} pages"
+    yield f"cached per template: {card.num_keyframes} keyframes of {pages}"
+    for width, height in _sizes(info):
+        tokens, keyframe = card.tokens(width, height), card.layout.entry_bytes(card.tokens(width, height))
         whole = card.template_bytes(width, height)
         size = f"{width:4} x {height:4} px  {tokens:5} tokens"
         yield f"  {size}  {_bytes(keyframe)} a keyframe  {_bytes(whole)} a template"
 
 
-def _fields(card: CheckpointCard) -> Iterable[str]:
+def _fields(info: ModelInfo) -> Iterable[str]:
     """Request fields that depend on the model."""
-    info = card.info
-    yield from ("mask_aware", "strength") if card.layout else ("strength",)
+    yield from ("mask_aware", "strength")
     if info.has_guidance:
         kind = "classifier-free" if info.is_guidance_cfg else "distilled"
         yield f"guidance_scale ({kind}, default {info.default_guidance_scale:g})"

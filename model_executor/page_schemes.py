@@ -38,9 +38,9 @@ def page_scheme(
     config: ModelConfig, checkpoint: Checkpoint, family: Family, info: ModelInfo, cache_folder: Path
 ) -> PageScheme | None:
     """The scheme of a model whose components are loaded; None where it is to be served without mask-aware execution: by
-    flag, because its family has none, or because its calibration says that edits would differ too much and no flag
-    overrides that. Raises ConfigError for flags that cannot be."""
-    if not config.mask_aware or family.page_layout(DEFAULT_DTYPE) is None:
+    flag, or because its calibration says that edits would differ too much and no flag overrides that. Raises
+    ConfigError for flags that cannot be."""
+    if not config.mask_aware:
         return None
     checkpoint_hash = fingerprint(checkpoint, cache_folder)
     calibration = find_calibration(checkpoint.path, cache_folder, checkpoint_hash)
@@ -52,10 +52,8 @@ def page_scheme(
             calibration.ssim_p10,
         )
         return None
-    layout = family.page_layout(_dtype(config, calibration))
-    assert layout is not None
     return PageScheme(
-        layout=layout,
+        layout=family.page_layout(_dtype(config, calibration)),
         keyframes=_keyframes(config, calibration),
         latent_bytes=info.latent_width * checkpoint.dtype.itemsize,
         fingerprint=checkpoint_hash,

@@ -19,7 +19,6 @@ from core.config import ModelConfig
 from core.handles import ModelKey
 from core.ipc.heap import keep_freed_memory
 from core.messages import ModelInfo, WorkerReady
-from core.page_scheme import PageLayout
 from model_executor.adapters import Adapter, read_adapter
 from model_executor.loader import Checkpoint
 from model_executor.models.base import Family, PrimeRow, Row, Sample
@@ -128,9 +127,8 @@ class ResidentModels:
             info = family.info(name)
             side = min(info.native_size, WARM_UP_SIDE) // info.token_size * info.token_size
             edit_once(family, side, info.max_text_tokens)
-            layout = family.page_layout("int8") if self._configs[name].mask_aware else None
-            if layout is not None:
-                edit_masked_once(family, layout, side, info.max_text_tokens)
+            if self._configs[name].mask_aware:
+                edit_masked_once(family, side, info.max_text_tokens)
 
 
 def _adapted(model: ModelInfo, adapter: Adapter) -> ModelInfo:
@@ -167,11 +165,11 @@ def edit_once(family: Family, side: int, text_tokens: int) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def edit_masked_once(family: Family, layout: PageLayout, side: int, text_tokens: int) -> None:
+def edit_masked_once(family: Family, side: int, text_tokens: int) -> None:
     """One mask-aware step of an empty square, its pages primed before and what it changed decoded after."""
     template = torch.zeros(side, side, 3, dtype=torch.uint8)
     text = family.encode_text("", text_tokens, template)
-    clean, grid = family.encode_template(template), family.grid(side, side)
+    clean, grid, layout = family.encode_template(template), family.grid(side, side), family.page_layout("int8")
     sigma = torch.ones((), device=clean.device)
     latents, condition = family.prime_inputs(clean, "0" * 64, sigma)
     entry = torch.empty(layout.entry_bytes(len(clean)), dtype=torch.uint8, device=clean.device)

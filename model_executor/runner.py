@@ -295,10 +295,8 @@ class Runner:
         for key in coming:
             self._pages.begin_with(key, work.full_blocks)
         near, *far = (self._pages.entry(ref) for ref in refs)
-        layout = family.page_layout(span.dtype)
-        assert layout is not None
         return Pages(
-            layout=layout,
+            layout=family.page_layout(span.dtype),
             num_tokens=rows * columns,
             near=near,
             far=far[0] if far else None,

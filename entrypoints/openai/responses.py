@@ -16,8 +16,7 @@ from entrypoints.openai.uploads import pieces_of
 UNMASKED_NOTE = "No mask was given and the image has no transparent area: the whole image was regenerated."
 EXACT_NOTES: dict[ExactReason, str] = {
     "disabled": "Every token was computed: the server runs with --no-mask-aware.",
-    "unsafe": "Every token was computed: this checkpoint's calibration found mask-aware execution unsafe for it, or "
-    "its family has none.",
+    "unsafe": "Every token was computed: this checkpoint's calibration found mask-aware execution unsafe for it.",
     "mask_covers_all": "Every token was computed: the mask, grown by mask_margin, covers the whole image, or the whole "
     "crop of it that is edited.",
     "too_large": "Every token was computed: the picture is too large for the activation cache (--cache-host-bytes, or "

@@ -159,9 +159,8 @@ class Family(Protocol):
     def encode_template(self, template: Tensor) -> Tensor:
         """Clean latents of a template, uint8 [height, width, 3]: the posterior's mode, [image tokens, latent width]."""
 
-    def page_layout(self, dtype: PageDtype) -> PageLayout | None:
-        """The shape of this model's pages; None where it has none, and computes every token of every edit. Nothing is
-        primed then."""
+    def page_layout(self, dtype: PageDtype) -> PageLayout:
+        """The shape of this model's pages."""
 
     def prime_inputs(self, clean: Tensor, content_id: str, sigma: Tensor) -> tuple[Tensor, Tensor]:
         """(latents, condition) of a template at noise level `sigma`: (1 - sigma) * clean + sigma * noise, the noise

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from core.page_scheme import PageDtype, PageLayout
+from model_executor.kernels import Kernels, best_kernels
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.unet_layers import TOKEN_SIDE, Block, Layers, Source, Walk
 from model_executor.models.vae_family import pack, unpack
@@ -37,6 +38,7 @@ class Unet:
         self._num_train_timesteps = num_train_timesteps
         self._token_size = token_size
         self._layers = Layers(module)
+        self._kernels = best_kernels() if module.device.type == "cpu" else None
 
     def page_layout(self, dtype: PageDtype) -> PageLayout:
         """The shape of this model's pages."""
@@ -65,7 +67,7 @@ class Unet:
 
     def _run_masked(self, row: Row) -> Tensor:
         """Prediction for the active tokens."""
-        walk = self._start(row, Edit(row))
+        walk = self._start(row, Edit(row, self._kernels))
         self._layers.run(walk)
         module = self.module
         prediction = module.conv_out(module.conv_act(module.conv_norm_out(walk.map)))
@@ -131,10 +133,10 @@ class Edit:
     block is computed in full whose first page is among the row's `full_blocks`. Raises ValueError for a row that leaves
     tokens out and has no pages."""
 
-    def __init__(self, row: Row) -> None:
+    def __init__(self, row: Row, kernels: Kernels | None) -> None:
         if row.pages is None or row.active is None:
             raise ValueError("a request that leaves tokens out needs the template's pages")
-        self._pages, self._full_blocks, self._layout = row.pages.open(), row.full_blocks, row.pages.layout
+        self._pages, self._full_blocks, self._layout = row.pages.open(kernels), row.full_blocks, row.pages.layout
         self._num_tokens, self._columns, self._active = len(row.latents), row.grid[1], row.active
         self._enlarged = cache(self._enlarge)
 

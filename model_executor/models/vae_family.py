@@ -75,7 +75,7 @@ class VaeFamily(ABC):
         """As `Family.encode_image`."""
 
     @abstractmethod
-    def page_layout(self, dtype: PageDtype) -> PageLayout | None:
+    def page_layout(self, dtype: PageDtype) -> PageLayout:
         """As `Family.page_layout`."""
 
     @abstractmethod

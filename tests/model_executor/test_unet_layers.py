@@ -108,9 +108,10 @@ def test_chunks_change_no_bit_of_the_pages(unet: Unet) -> None:
 
 
 @torch.inference_mode()
-def test_pages_between_keyframes_are_interpolated(unet: Unet) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_pages_between_keyframes_are_interpolated(unet: Unet, dtype: PageDtype) -> None:
     near, far = (make_inputs(unet, 0, sigma) for sigma in (0.6, 0.4))
-    layout = unet.page_layout("float32")
+    layout = unet.page_layout(dtype)
     entries = [prime(unet, each, layout) for each in (near, far)]
     middle = Row(**make_inputs(unet, 0, 0.5), active=ACTIVE)
     outputs = [
