@@ -261,12 +261,11 @@ def _unet(in_channels: int, text_width: int, **options: Any) -> UNet2DConditionM
     return UNet2DConditionModel(
         in_channels=in_channels,
         out_channels=4,
-        block_out_channels=(16, 32, 32),
         layers_per_block=1,
         cross_attention_dim=text_width,
         attention_head_dim=4,
         norm_num_groups=4,
-        **options,
+        **({"block_out_channels": (16, 32, 32)} | options),
     )
 
 

@@ -22,7 +22,7 @@ from model_executor.loader import Checkpoint
 from model_executor.models.base import EncodedImage, EncodedText, PrimeRow, Row, Sample
 from model_executor.models.text import Tokens, tokenize
 from model_executor.models.unet import Unet
-from model_executor.models.unet_layers import TOKEN_SIDE, Layers
+from model_executor.models.unet_layers import TOKEN_SIDE, Layers, fill_whole_pages
 from model_executor.models.vae_family import VaeFamily, pack, refuse, to_image, unpack
 from model_executor.sampling import State
 from model_executor.timestep_sampling import TimestepSampling
@@ -33,7 +33,18 @@ BLOCKS = {
 }
 """Of the UNet's configuration: what `unet_layers.py` knows the order of."""
 
-UNSUPPORTED = ("class_embed_type", "num_class_embeds", "encoder_hid_dim_type", "time_cond_proj_dim")
+MIDDLE = "UNetMidBlock2DCrossAttn"
+
+UNSUPPORTED = (
+    "class_embed_type",
+    "num_class_embeds",
+    "encoder_hid_dim_type",
+    "time_cond_proj_dim",
+    "time_embedding_act_fn",
+    "center_input_sample",
+    "only_cross_attention",
+    "dual_cross_attention",
+)
 """Of the UNet's configuration: what other pipelines' checkpoints have, and distilled ones whose guidance is an
 embedding."""
 
@@ -66,11 +77,13 @@ class UnetFamily(VaeFamily):
     def _check(self) -> None:
         """Raises ConfigError for a denoiser or a VAE of another form."""
         config, channels = self._unet_config, self._latent_channels
-        if options := [name for name in UNSUPPORTED if config.get(name) is not None]:
+        if options := [name for name in UNSUPPORTED if config.get(name)]:
             raise refuse(self._checkpoint, f"a denoiser with {', '.join(options)} is not supported")
-        for name, known in BLOCKS.items():
-            if unknown := set(config.get(name, [])) - known:
-                raise refuse(self._checkpoint, f"a denoiser with {', '.join(sorted(unknown))} is not supported")
+        unknown = {kind for name, known in BLOCKS.items() for kind in set(config.get(name, [])) - known}
+        unknown |= {str(config.get("mid_block_type", MIDDLE))} - {MIDDLE}
+        if unknown or not fill_whole_pages(config):
+            blocks = ", ".join(sorted(unknown)) or f"block_out_channels {config['block_out_channels']}"
+            raise refuse(self._checkpoint, f"a denoiser with {blocks} is not supported")
         if config.get("addition_embed_type") != self.added:
             raise refuse(
                 self._checkpoint, f"a denoiser of other addition_embed_type than {self.added} is not supported"

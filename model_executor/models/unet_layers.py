@@ -9,7 +9,7 @@ larger, so that all pages are of one size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import gcd
@@ -143,6 +143,15 @@ class Layers:
     def _behind(self, page: int) -> int:
         """How many layers come up to the last block whose pages are all before `page`."""
         return max((behind for end, behind in self._ends if end <= page), default=0)
+
+
+def fill_whole_pages(config: Mapping[str, Any]) -> bool:
+    """Whether the outputs of all transformer blocks of a UNet of this configuration are multiples of the smallest."""
+    channels = config["block_out_channels"]
+    widths = [n * (TOKEN_SIDE >> level) ** 2 for level, n in enumerate(channels)]
+    has_blocks = [kind.startswith("CrossAttn") for kind in config["down_block_types"][:-1]] + [True]  # and the middle
+    kept = [width for width, has in zip(widths, has_blocks, strict=True) if width and has]
+    return all(width % min(kept) == 0 for width in kept)
 
 
 def _down(unet: Any) -> Iterator[Layer]:

@@ -189,6 +189,9 @@ def test_what_is_said_of_them(tmp_path: Path) -> None:
     [
         (make_sd, {"class_embed_type": "timestep"}, "a denoiser with class_embed_type is not supported"),
         (make_sd, {"time_cond_proj_dim": 8}, "a denoiser with time_cond_proj_dim is not supported"),
+        (make_sd, {"only_cross_attention": True}, "a denoiser with only_cross_attention is not supported"),
+        (make_sd, {"mid_block_type": "UNetMidBlock2D"}, "a denoiser with UNetMidBlock2D is not supported"),
+        (make_sd, {"block_out_channels": (16, 24, 40)}, r"a denoiser with block_out_channels \[16, 24, 40\] is not"),
         (make_sd, {"in_channels": 8}, "a denoiser of other than 4 or 9 input channels is not supported"),
         (make_sd, {"scheduler": {"prediction_type": "sample"}}, "prediction_type sample is not supported"),
         (make_sd, {"scheduler_class": FlowMatchEulerDiscreteScheduler}, "prediction_type None is not supported"),
