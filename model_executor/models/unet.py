@@ -165,10 +165,13 @@ class Template:
     """A template that is primed: what blocks give is kept."""
 
     def __init__(self, row: PrimeRow, layers: Layers) -> None:
-        """The entry's size tells the dtype of its pages."""
-        self._num_tokens = len(row.latents)
-        layouts = map(layers.page_layout, get_args(PageDtype))
-        self._layout = next(each for each in layouts if each.entry_bytes(self._num_tokens) == row.entry.numel())
+        """The entry's size tells the dtype of its pages. Raises ValueError for one that is none's."""
+        self._num_tokens, size = len(row.latents), row.entry.numel()
+        layouts = [layers.page_layout(dtype) for dtype in get_args(PageDtype)]
+        fitting = [layout for layout in layouts if layout.entry_bytes(self._num_tokens) == size]
+        if not fitting:
+            raise ValueError(f"an entry of {size} bytes holds no pages of {self._num_tokens} tokens of this model")
+        self._layout = fitting[0]
         self._entry = Entry(row.entry, self._layout, self._num_tokens)
 
     def active(self, block: Block) -> Tensor | None:

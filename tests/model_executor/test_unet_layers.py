@@ -24,9 +24,13 @@ MAKE = {"sd": sd_unet, "sdxl": sdxl_unet}
 
 @pytest.fixture(scope="module", params=MAKE)
 def unet(request: pytest.FixtureRequest) -> Unet:
+    return make_unet(request.param)
+
+
+def make_unet(name: str, dtype: torch.dtype = torch.float32) -> Unet:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return Unet(MAKE[request.param](9, WIDTH).eval().requires_grad_(False), 1000, 32)
+        return Unet(MAKE[name](9, WIDTH).to(dtype).eval().requires_grad_(False), 1000, 32)
 
 
 def make_inputs(unet: Unet, seed: int, sigma: float = 0.5) -> dict[str, Any]:
@@ -136,3 +140,35 @@ def test_exact_and_masked_rows_share_a_batch(unet: Unet) -> None:
     alone = [unet.forward([row])[0] for row in rows]
     for together, before in zip(unet.forward(rows), alone, strict=True):
         assert torch.equal(together, before)
+
+
+@torch.inference_mode()
+def test_a_chunk_may_run_twice(unet: Unet) -> None:
+    """As after one that failed half-way: it changes nothing of what it is given."""
+    layout, inputs = unet.page_layout("int8"), make_inputs(unet, 0)
+    cut, entry = layout.num_blocks // 2, torch.zeros(layout.entry_bytes(NUM_TOKENS), dtype=torch.uint8)
+    (hidden,) = unet.prime([PrimeRow(**inputs, hidden=None, entry=entry)], (0, cut))
+    row = PrimeRow(**inputs, hidden=hidden, entry=entry)
+    for _ in range(2):
+        assert unet.prime([row], (cut, layout.num_blocks)) == [()]
+    assert torch.equal(entry, prime(unet, inputs, layout))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", MAKE)
+def test_own_content_in_bfloat16(name: str) -> None:
+    unet = make_unet(name, torch.bfloat16)
+    inputs = {
+        key: value.bfloat16() if isinstance(value, Tensor) and key != "sigma" else value
+        for key, value in make_inputs(unet, 0).items()
+    }
+    (whole,) = unet.forward([Row(**inputs)])
+    (some,) = unet.forward([Row(**inputs, active=ACTIVE, pages=pages_of(unet, inputs, "bfloat16"))])
+    assert some.dtype == whole.dtype == torch.bfloat16
+    assert (some - whole[ACTIVE]).abs().max() < 0.1 * whole.std()
+
+
+def test_an_entry_of_another_size_is_refused(unet: Unet) -> None:
+    row = PrimeRow(**make_inputs(unet, 0), hidden=None, entry=torch.zeros(64, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="an entry of 64 bytes holds no pages of 12 tokens"):
+        unet.prime([row], (0, 1))
