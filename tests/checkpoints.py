@@ -15,7 +15,6 @@ import torch
 from diffusers import (
     AutoencoderKL,
     AutoencoderKLQwenImage,
-    DDIMScheduler,
     FlowMatchEulerDiscreteScheduler,
     FluxFillPipeline,
     FluxPipeline,
@@ -25,9 +24,6 @@ from diffusers import (
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
-    StableDiffusionPipeline,
-    StableDiffusionXLPipeline,
-    UNet2DConditionModel,
 )
 from tokenizers import pre_tokenizers
 from transformers import (
@@ -114,13 +110,13 @@ def _make_flux(
         pipeline = pipeline_class(
             scheduler=scheduler_class(**(scheduler or {})),
             vae=_vae(native_size).to(dtype),
-            text_encoder=_clip(tokenizer, clip_tokens, width).to(dtype),
+            text_encoder=clip_encoder(tokenizer, clip_tokens, width).to(dtype),
             tokenizer=tokenizer,
             text_encoder_2=_t5(tokenizer_2, width).to(dtype),
             tokenizer_2=tokenizer_2,
             transformer=flux_transformer(width, guidance_embeds, in_channels).to(dtype),
         )
-    return _save(pipeline, path, generation_config)
+    return save(pipeline, path, generation_config)
 
 
 def make_sd3(
@@ -142,7 +138,7 @@ def make_sd3(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         tokenizer, tokenizer_3 = clip_tokenizer(clip_tokens), t5_tokenizer(text_tokens)
-        clips = [_clip(tokenizer, clip_tokens, clip_width, CLIPTextModelWithProjection) for _ in range(2)]
+        clips = [clip_encoder(tokenizer, clip_tokens, clip_width, CLIPTextModelWithProjection) for _ in range(2)]
         pipeline = StableDiffusion3Pipeline(
             scheduler=scheduler_class(**({"shift": 3.0} if scheduler is None else scheduler)),
             vae=_vae(native_size),
@@ -154,119 +150,7 @@ def make_sd3(
             tokenizer_3=tokenizer_3 if has_t5 else None,
             transformer=sd3_transformer(width, 2 * clip_width, qk_norm, dual_attention_layers, native_size // 8),
         )
-    return _save(pipeline, path, generation_config)
-
-
-NOISE_SCHEDULE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
-"""Of all Stable Diffusion's checkpoints."""
-
-
-def make_sd(
-    path: Path,
-    *,
-    seed: int = 0,
-    in_channels: int = 4,
-    clip_tokens: int = 12,
-    scheduler: dict[str, Any] | None = None,
-    scheduler_class: Any = DDIMScheduler,
-    generation_config: dict[str, Any] | None = None,
-    native_size: int = 128,
-    **unet: Any,
-) -> Path:
-    """Write a StableDiffusionPipeline of random weights to `path` and return it: plain with 4 input channels, for
-    inpainting with 9. scheduler: its configuration besides the noise schedule. unet: of the UNet's, besides sizes."""
-    width = 24
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        tokenizer = clip_tokenizer(clip_tokens)
-        pipeline = StableDiffusionPipeline(
-            scheduler=_noise_scheduler(scheduler_class, scheduler),
-            vae=_sd_vae(native_size),
-            text_encoder=_clip(tokenizer, clip_tokens, width),
-            tokenizer=tokenizer,
-            unet=sd_unet(in_channels, width, sample_size=native_size // 8, **unet),
-            safety_checker=None,
-            feature_extractor=None,
-            requires_safety_checker=False,
-        )
-    return _save(pipeline, path, generation_config)
-
-
-def make_sdxl(
-    path: Path,
-    *,
-    seed: int = 0,
-    in_channels: int = 4,
-    clip_tokens: int = 12,
-    scheduler: dict[str, Any] | None = None,
-    scheduler_class: Any = DDIMScheduler,
-    generation_config: dict[str, Any] | None = None,
-    native_size: int = 128,
-    zero_prompt: bool = True,
-) -> Path:
-    """Likewise a StableDiffusionXLPipeline. zero_prompt: whether a negative prompt that is not given is zeros."""
-    width = 24
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        tokenizer = clip_tokenizer(clip_tokens)
-        pipeline = StableDiffusionXLPipeline(
-            scheduler=_noise_scheduler(scheduler_class, scheduler),
-            vae=_sd_vae(native_size),
-            text_encoder=_clip(tokenizer, clip_tokens, width),
-            tokenizer=tokenizer,
-            text_encoder_2=_clip(tokenizer, clip_tokens, width, CLIPTextModelWithProjection),
-            tokenizer_2=tokenizer,
-            unet=sdxl_unet(in_channels, width, sample_size=native_size // 8),
-            force_zeros_for_empty_prompt=zero_prompt,
-            add_watermarker=False,
-        )
-    return _save(pipeline, path, generation_config)
-
-
-def _noise_scheduler(scheduler_class: Any, config: dict[str, Any] | None) -> Any:
-    if scheduler_class is FlowMatchEulerDiscreteScheduler:
-        return scheduler_class(**(config or {}))
-    extra = {"clip_sample": False} if scheduler_class is DDIMScheduler else {}
-    return scheduler_class(**(NOISE_SCHEDULE | extra | (config or {})))
-
-
-def sd_unet(in_channels: int, width: int, **options: Any) -> UNet2DConditionModel:
-    """options: of its configuration, besides those that any tiny one has."""
-    return _unet(
-        in_channels,
-        width,
-        down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
-        **options,
-    )
-
-
-def sdxl_unet(in_channels: int, width: int, **options: Any) -> UNet2DConditionModel:
-    time_width = 8
-    return _unet(
-        in_channels,
-        2 * width,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-        transformer_layers_per_block=(1, 1, 2),
-        use_linear_projection=True,
-        addition_embed_type="text_time",
-        addition_time_embed_dim=time_width,
-        projection_class_embeddings_input_dim=width + 6 * time_width,
-        **options,
-    )
-
-
-def _unet(in_channels: int, text_width: int, **options: Any) -> UNet2DConditionModel:
-    return UNet2DConditionModel(
-        in_channels=in_channels,
-        out_channels=4,
-        layers_per_block=1,
-        cross_attention_dim=text_width,
-        attention_head_dim=4,
-        norm_num_groups=4,
-        **({"block_out_channels": (16, 32, 32)} | options),
-    )
+    return save(pipeline, path, generation_config)
 
 
 def make_qwen_edit(path: Path, **options: Any) -> Path:
@@ -311,7 +195,7 @@ def _make_qwen(
             transformer=qwen_transformer(**transformer),
             **parts(tokenizer),
         )
-    return _save(pipeline, path, {"native_size": native_size} | (generation_config or {}))
+    return save(pipeline, path, {"native_size": native_size} | (generation_config or {}))
 
 
 class PictureProcessor(Qwen2VLProcessor):
@@ -329,7 +213,7 @@ class PictureProcessor(Qwen2VLProcessor):
         return cls(Qwen2VLImageProcessorPil.from_pretrained(path / "processor"), qwen_tokenizer())
 
 
-def _save(pipeline: Any, path: Path, generation_config: dict[str, Any] | None) -> Path:
+def save(pipeline: Any, path: Path, generation_config: dict[str, Any] | None) -> Path:
     pipeline.save_pretrained(path)
     if generation_config is not None:
         (path / "generation_config.json").write_text(json.dumps(generation_config))
@@ -363,7 +247,7 @@ def qwen_tokenizer() -> Qwen2Tokenizer:
 
 
 def _vae(native_size: int) -> AutoencoderKL:
-    return _autoencoder(
+    return autoencoder(
         native_size,
         latent_channels=16,
         mid_block_add_attention=False,
@@ -374,11 +258,7 @@ def _vae(native_size: int) -> AutoencoderKL:
     )
 
 
-def _sd_vae(native_size: int) -> AutoencoderKL:
-    return _autoencoder(native_size, latent_channels=4, scaling_factor=0.18215)
-
-
-def _autoencoder(native_size: int, **options: Any) -> AutoencoderKL:
+def autoencoder(native_size: int, **options: Any) -> AutoencoderKL:
     return AutoencoderKL(
         block_out_channels=(8, 16, 16, 16),
         down_block_types=("DownEncoderBlock2D",) * 4,
@@ -390,7 +270,7 @@ def _autoencoder(native_size: int, **options: Any) -> AutoencoderKL:
     )
 
 
-def _clip(tokenizer: CLIPTokenizer, length: int, width: int, model: Any = CLIPTextModel) -> Any:
+def clip_encoder(tokenizer: CLIPTokenizer, length: int, width: int, model: Any = CLIPTextModel) -> Any:
     config = CLIPTextConfig(
         vocab_size=len(tokenizer),
         hidden_size=width,

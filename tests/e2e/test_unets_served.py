@@ -12,10 +12,10 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from checkpoints import make_sd, make_sdxl
 from diffusers import EulerAncestralDiscreteScheduler, PNDMScheduler
 from pictures import BOX, Pixels, alpha_mask, decode, encode, photo
 from server_process import ServerProcess, start
+from unet_checkpoints import make_sd, make_sdxl
 
 STEPS = 4
 SIDE = 128  # that of a picture of 16 tokens

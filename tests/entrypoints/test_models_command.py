@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from adapters import make_lora
-from checkpoints import make_sd3, make_sdxl
+from checkpoints import make_sd3
+from unet_checkpoints import make_sdxl
 
 from core.config import EMBEDDED_MODEL
 from core.page_scheme import PageLayout

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import make_sd, make_sdxl
 from diffusers import (
     DDIMScheduler,
     DPMSolverMultistepScheduler,
@@ -23,6 +22,7 @@ from diffusers import (
 )
 from edits import Edit
 from pipeline_rig import Rig, assert_same
+from unet_checkpoints import make_sd, make_sdxl
 
 from core.config import AdapterConfig, ModelConfig
 from core.errors import ConfigError

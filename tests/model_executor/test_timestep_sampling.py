@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from checkpoints import NOISE_SCHEDULE
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from diffusers.schedulers.scheduling_dpmsolver_multistep import DPMSolverMultistepScheduler
 from diffusers.schedulers.scheduling_euler_ancestral_discrete import EulerAncestralDiscreteScheduler
@@ -15,6 +14,7 @@ from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteSchedule
 from diffusers.schedulers.scheduling_pndm import PNDMScheduler
 from fakes import MODEL
 from torch import Tensor
+from unet_checkpoints import NOISE_SCHEDULE
 
 from core.request import SamplingParams
 from model_executor.timestep_sampling import TimestepSampling

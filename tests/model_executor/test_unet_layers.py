@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import sd_unet, sdxl_unet
 from torch import Tensor
+from unet_checkpoints import sd_unet, sdxl_unet
 
 from core.page_scheme import PageDtype, PageLayout
 from model_executor.models.base import PrimeRow, Row

@@ -1,0 +1,134 @@
+"""Small random checkpoints of Stable Diffusion 1, 2 and XL in the diffusers layout, as in checkpoints.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from checkpoints import autoencoder, clip_encoder, clip_tokenizer, save
+from diffusers import (
+    AutoencoderKL,
+    DDIMScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    StableDiffusionPipeline,
+    StableDiffusionXLPipeline,
+    UNet2DConditionModel,
+)
+from transformers import CLIPTextModelWithProjection
+
+NOISE_SCHEDULE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
+"""Of all Stable Diffusion's checkpoints."""
+
+
+def make_sd(
+    path: Path,
+    *,
+    seed: int = 0,
+    in_channels: int = 4,
+    clip_tokens: int = 12,
+    scheduler: dict[str, Any] | None = None,
+    scheduler_class: Any = DDIMScheduler,
+    generation_config: dict[str, Any] | None = None,
+    native_size: int = 128,
+    **unet: Any,
+) -> Path:
+    """Write a StableDiffusionPipeline of random weights to `path` and return it: plain with 4 input channels, for
+    inpainting with 9. scheduler: its configuration besides the noise schedule. unet: of the UNet's, besides sizes."""
+    width = 24
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        tokenizer = clip_tokenizer(clip_tokens)
+        pipeline = StableDiffusionPipeline(
+            scheduler=_noise_scheduler(scheduler_class, scheduler),
+            vae=_sd_vae(native_size),
+            text_encoder=clip_encoder(tokenizer, clip_tokens, width),
+            tokenizer=tokenizer,
+            unet=sd_unet(in_channels, width, sample_size=native_size // 8, **unet),
+            safety_checker=None,
+            feature_extractor=None,
+            requires_safety_checker=False,
+        )
+    return save(pipeline, path, generation_config)
+
+
+def make_sdxl(
+    path: Path,
+    *,
+    seed: int = 0,
+    in_channels: int = 4,
+    clip_tokens: int = 12,
+    scheduler: dict[str, Any] | None = None,
+    scheduler_class: Any = DDIMScheduler,
+    generation_config: dict[str, Any] | None = None,
+    native_size: int = 128,
+    zero_prompt: bool = True,
+) -> Path:
+    """Likewise a StableDiffusionXLPipeline. zero_prompt: whether a negative prompt that is not given is zeros."""
+    width = 24
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        tokenizer = clip_tokenizer(clip_tokens)
+        pipeline = StableDiffusionXLPipeline(
+            scheduler=_noise_scheduler(scheduler_class, scheduler),
+            vae=_sd_vae(native_size),
+            text_encoder=clip_encoder(tokenizer, clip_tokens, width),
+            tokenizer=tokenizer,
+            text_encoder_2=clip_encoder(tokenizer, clip_tokens, width, CLIPTextModelWithProjection),
+            tokenizer_2=tokenizer,
+            unet=sdxl_unet(in_channels, width, sample_size=native_size // 8),
+            force_zeros_for_empty_prompt=zero_prompt,
+            add_watermarker=False,
+        )
+    return save(pipeline, path, generation_config)
+
+
+def _noise_scheduler(scheduler_class: Any, config: dict[str, Any] | None) -> Any:
+    if scheduler_class is FlowMatchEulerDiscreteScheduler:
+        return scheduler_class(**(config or {}))
+    extra = {"clip_sample": False} if scheduler_class is DDIMScheduler else {}
+    return scheduler_class(**(NOISE_SCHEDULE | extra | (config or {})))
+
+
+def sd_unet(in_channels: int, width: int, **options: Any) -> UNet2DConditionModel:
+    """options: of its configuration, besides those that any tiny one has."""
+    return _unet(
+        in_channels,
+        width,
+        down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+        **options,
+    )
+
+
+def sdxl_unet(in_channels: int, width: int, **options: Any) -> UNet2DConditionModel:
+    """Likewise, told of a pooled prompt and sizes."""
+    time_width = 8
+    return _unet(
+        in_channels,
+        2 * width,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        transformer_layers_per_block=(1, 1, 2),
+        use_linear_projection=True,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=time_width,
+        projection_class_embeddings_input_dim=width + 6 * time_width,
+        **options,
+    )
+
+
+def _unet(in_channels: int, text_width: int, **options: Any) -> UNet2DConditionModel:
+    return UNet2DConditionModel(
+        in_channels=in_channels,
+        out_channels=4,
+        layers_per_block=1,
+        cross_attention_dim=text_width,
+        attention_head_dim=4,
+        norm_num_groups=4,
+        **({"block_out_channels": (16, 32, 32)} | options),
+    )
+
+
+def _sd_vae(native_size: int) -> AutoencoderKL:
+    return autoencoder(native_size, latent_channels=4, scaling_factor=0.18215)
