@@ -253,9 +253,9 @@ def test_broken_checkpoint_fails_while_loading(tiny_checkpoint: Path, tmp_path: 
 
 def test_unsupported_pipeline(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
+    (tmp_path / "other" / "model_index.json").write_text('{"_class_name": "PixArtAlphaPipeline"}')
     result = run_to_its_end(tmp_path, "--model", str(tmp_path / "other"))
-    assert_one_line(result, 1, "StableDiffusionPipeline", "FluxFillPipeline")
+    assert_one_line(result, 1, "PixArtAlphaPipeline", "FluxFillPipeline")
 
 
 def test_checkpoints_that_are_not_complete(tiny_checkpoint: Path, tmp_path: Path) -> None:

@@ -133,7 +133,8 @@ def test_engine_stats_and_metrics(client: openai.OpenAI, server: ServerProcess) 
     assert stats["totals"]["tokens_skipped"] > 0
     lines = [line.rsplit(" ", 1) for line in httpx.get(f"{server.url}/metrics").text.splitlines()]
     metrics = {name: float(value) for name, value in lines if name.startswith("stencil:")}
-    assert metrics['stencil:cache_hits_total{tier="host"}'] == cache["hits"]["host"] > 0
+    # Engines tell how they do once a second: the metrics, asked for later, may be of a later report.
+    assert metrics['stencil:cache_hits_total{tier="host"}'] >= cache["hits"]["host"] > 0
     assert metrics['stencil:cache_used_bytes{tier="host"}'] == cache["used_bytes"]["host"]
     assert metrics["stencil:tokens_skipped_total"] == stats["totals"]["tokens_skipped"]
     assert metrics['stencil:request_cache_result_total{model_name="tiny/fill",result="hit"}'] >= 1
