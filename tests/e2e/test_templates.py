@@ -135,8 +135,8 @@ def test_engine_stats_and_metrics(client: openai.OpenAI, server: ServerProcess) 
     metrics = {name: float(value) for name, value in lines if name.startswith("stencil:")}
     # Engines tell how they do once a second: the metrics, asked for later, may be of a later report.
     assert metrics['stencil:cache_hits_total{tier="host"}'] >= cache["hits"]["host"] > 0
-    assert metrics['stencil:cache_used_bytes{tier="host"}'] == cache["used_bytes"]["host"]
-    assert metrics["stencil:tokens_skipped_total"] == stats["totals"]["tokens_skipped"]
+    assert metrics['stencil:cache_used_bytes{tier="host"}'] > 0
+    assert metrics["stencil:tokens_skipped_total"] >= stats["totals"]["tokens_skipped"]
     assert metrics['stencil:request_cache_result_total{model_name="tiny/fill",result="hit"}'] >= 1
 
 
