@@ -31,7 +31,7 @@ from benchmarks.report import Value, print_report
 from core.block_plan import Run, algorithm_1, finish_time, plan_prefix, plan_subset, prefix_of
 from core.handles import EntryRef
 from core.ipc.shared_array import Arena, ArenaAllocator
-from core.messages import PageCopied, PageCopy
+from core.messages.worker import PageCopied, PageCopy
 from model_executor.models.base import Row
 from model_executor.models.flux_transformer import FluxTransformer
 from model_executor.page_files import Bytes, PageFiles

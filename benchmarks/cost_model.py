@@ -23,7 +23,7 @@ from benchmarks.report import Value, print_report
 from core.config import EMBEDDED_MODEL, ModelConfig
 from core.cost_model import CostKey, CostModel, Work
 from core.handles import ModelKey
-from core.messages import CostSample
+from core.messages.worker import CostSample
 from model_executor.cost_probe import BUDGET_SECONDS, Batches, Timed, probe
 from model_executor.resident import ResidentModels, quiet_libraries, set_threads
 

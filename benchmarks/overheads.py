@@ -30,7 +30,8 @@ from core.handles import ArrayRef
 from core.ipc.process import spawn
 from core.ipc.ring import Channel, PeerClosedError
 from core.ipc.shared_array import Arena
-from core.messages import BatchResult, Denoise, Finished, StepPlan
+from core.messages.engine import Finished
+from core.messages.worker import BatchResult, Denoise, StepPlan
 from core.scheduler import StepScheduler
 
 BATCH = 8

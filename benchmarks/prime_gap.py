@@ -26,7 +26,9 @@ from benchmarks.workload import IMAGE
 from core.config import EMBEDDED_MODEL, CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from core.handles import PAGE_ARENA, ArrayRef
 from core.ipc.shared_array import Arena, ArenaAllocator
-from core.messages import BatchResult, EditRequest, ModelInfo, PageCopied, StepPlan, TransferDone
+from core.messages.engine import EditRequest
+from core.messages.worker import BatchResult, PageCopied, StepPlan, TransferDone
+from core.model_info import ModelInfo
 from core.request import SamplingParams
 from core.scheduler import StepScheduler
 from engine.image_ops import content_id

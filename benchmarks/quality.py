@@ -27,7 +27,7 @@ from benchmarks.quality_edits import (
     run_exact,
 )
 from benchmarks.quality_table import Row, measure_table, settings_around, shipped_setting, table_markdown
-from core.messages import ModelInfo
+from core.model_info import ModelInfo
 from entrypoints.calibration_search import describe_full_steps
 from tools.train_embedded import seeds
 from tools.train_embedded.cases import Case, cases

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from benchmarks.quality_edits import Likeness, Machine, Setting, aware_params, make_edit, pixels, run_aware
-from core.messages import ModelInfo
+from core.model_info import ModelInfo
 from core.request import SamplingParams
 from entrypoints import EditResult, ImageEngine
 from tools.train_embedded.cases import Case

@@ -20,7 +20,7 @@ from benchmarks.simulation.scenarios import SCENARIOS
 from core.config import RouterPolicy
 from core.fleet import EditShape, Fleet
 from core.load_report import LoadReport
-from core.messages import EditRequest
+from core.messages.engine import EditRequest
 from core.routing import make_policy
 
 REPEATS = 5

@@ -18,7 +18,8 @@ from benchmarks.simulation.masks import MASKS
 from benchmarks.simulation.overload import Goodput, OverloadedCluster
 from benchmarks.simulation.scenario import Scenario
 from benchmarks.simulation.scenarios import REFERENCE
-from core.messages import Batch, EditRequest
+from core.messages.engine import EditRequest
+from core.messages.worker import Batch
 
 LOADS = (0.6, 0.8, 1.0, 1.2, 1.5)
 OVERLOAD = 2.0

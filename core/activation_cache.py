@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from core.handles import ArrayRef, EntryRef, Tier
 from core.load_report import CacheStats, Residency
 from core.memory_tier import MemoryTier
-from core.messages import PageCopied, PageCopy
+from core.messages.worker import PageCopied, PageCopy
 from core.page_scheme import latents_key, template_of
 
 LoadWins = Callable[[Tier, int], bool]

@@ -14,7 +14,7 @@ from core.errors import DeadlineExceededError
 from core.failure import Failure
 from core.fleet import until_free
 from core.load_report import RequestLoad
-from core.messages import EditRequest
+from core.messages.engine import EditRequest
 from core.request import CLASS_SECONDS, PATIENCE_SECONDS, Request, Status
 
 PASSED = Failure.of(DeadlineExceededError("The request's timeout passed before it finished."))

@@ -22,7 +22,8 @@ import numpy.typing as npt
 
 from core.fleet_costs import Features, FleetCosts, SizeCosts, Vector, work_features
 from core.load_report import LoadReport, RequestLoad
-from core.messages import EditRequest, ModelInfo, PrimeTemplate
+from core.messages.engine import EditRequest, PrimeTemplate
+from core.model_info import ModelInfo
 from core.request import CLASS_SECONDS
 from core.template_map import Counts, Pages, TemplateMap
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from core.failure import Failure
-from core.messages import Item, ItemResult
+from core.messages.worker import Item, ItemResult
 
 Attempt = Callable[[Sequence[Item]], list[ItemResult] | Failure]
 """Computes items together. A Failure: it left no trace of any of them."""

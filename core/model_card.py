@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from core.messages import ModelInfo
+from core.model_info import ModelInfo
 from core.page_scheme import PageLayout
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from core.errors import InvalidRequestError, ModelNotFoundError
-from core.messages import ModelInfo
+from core.model_info import ModelInfo
 from core.validation import check_choice
 
 

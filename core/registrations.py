@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from core.failure import Failure
-from core.messages import Aborted, Failed, TemplatePrimed
+from core.messages.engine import Aborted, Failed, TemplatePrimed
 from core.template_pages import PageHold, TemplatePages
 
 Ending = TemplatePrimed | Failed | Aborted

@@ -9,7 +9,8 @@ from core.config import SchedulerConfig
 from core.cost_model import CostKey, CostModel, Work, extra_seconds, token_seconds
 from core.handles import ModelKey
 from core.load_report import CopyLine, CostLine, EngineCosts, EngineStats, LoadReport, RequestLoad, StepSample
-from core.messages import BatchResult, ModelInfo, PageCopied
+from core.messages.worker import BatchResult, PageCopied
+from core.model_info import ModelInfo
 from core.request import Request, Status
 from core.stage_work import node_work
 from core.stages import Node, Workflow

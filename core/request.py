@@ -17,7 +17,7 @@ from core.validation import check_decimal, check_integer
 if TYPE_CHECKING:
     from core.handles import ArrayRef, TensorKey
     from core.load_report import RequestLoad
-    from core.messages import EditRequest
+    from core.messages.engine import EditRequest
     from core.stages import Progress
     from core.template_pages import PageHold
 

@@ -24,23 +24,18 @@ from core.deadlines import Deadlines, urgency
 from core.failure import NEVER_BEGUN, Failure
 from core.handles import PAGE_ARENA, ModelKey, TensorKey, Tier
 from core.load_report import EngineStats, LoadReport
-from core.messages import (
+from core.messages.engine import (
     Aborted,
-    Batch,
-    BatchResult,
     DropTemplate,
     EditRequest,
     Failed,
     Finished,
-    ItemResult,
-    ModelInfo,
-    PageCopied,
     PartialImage,
     PrimeTemplate,
-    StepPlan,
     TemplatePrimed,
-    TransferDone,
 )
+from core.messages.worker import Batch, BatchResult, ItemResult, PageCopied, StepPlan, TransferDone
+from core.model_info import ModelInfo
 from core.page_scheme import latents_key, page_key
 from core.priming import Chunk, PrimingJob, TemplateInfo
 from core.registrations import Registrations

@@ -13,11 +13,7 @@ from core.config import SchedulerConfig
 from core.cost_model import Work
 from core.deadlines import MayJoin
 from core.handles import ModelKey, TensorKey, TensorRef, Tier
-from core.messages import (
-    Batch,
-    Item,
-    Transfer,
-)
+from core.messages.worker import Batch, Item, Transfer
 from core.priming import Chunk, PrimingJob
 from core.request import Request, Status
 from core.stage_work import chunk_items, chunk_work, exports_needed, latents_item, make_item, node_work

@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from core.cost_model import Work
 from core.handles import ArrayRef, TensorKey, TensorRef
-from core.messages import (
-    Decode,
-    Denoise,
-    EncodeTemplate,
-    ImageEncode,
-    Item,
-    Prime,
-    StageWork,
-    TextEncode,
-)
+from core.messages.worker import Decode, Denoise, EncodeTemplate, ImageEncode, Item, Prime, StageWork, TextEncode
 from core.priming import Chunk, PrimingJob
 from core.request import Request
 from core.stages import Node, Placement

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 
 from core.activation_cache import ActivationCacheManager, EntryState, Want
 from core.handles import ArrayRef, EntryRef, Tier
-from core.messages import PageCopied, PageSpan
+from core.messages.worker import PageCopied, PageSpan
 from core.page_scheme import page_key
 from core.priming import Chunk, PrimingJob, TemplateInfo
 

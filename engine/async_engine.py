@@ -21,8 +21,8 @@ from core.errors import EngineDeadError, EngineError, OverloadedError, StencilEr
 from core.handles import ArrayRef
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.load_report import EngineStats, LoadReport, StepSample
-from core.messages import ModelInfo
 from core.model_choice import choose_model, kin
+from core.model_info import ModelInfo
 from engine.captures import Captures
 from engine.door import Door
 from engine.edit import EditInput, ImageOutput

@@ -12,7 +12,8 @@ import time
 from typing import TYPE_CHECKING
 
 from core.errors import StencilError
-from core.messages import ComposedImage, ModelInfo
+from core.messages.image_processor import ComposedImage
+from core.model_info import ModelInfo
 from engine.image_ops import generation_size
 from engine.mask_aware import can_prime_ahead
 from engine.template_session import TemplateSession

@@ -6,11 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from core.handles import Tier
-from core.messages import (
-    Box,
-    MaskKind,
-    OutputFormat,
-)
+from core.messages.image_processor import Box, MaskKind, OutputFormat
 from core.request import SamplingParams
 from engine.mask_aware import ExactReason
 from engine.upload import Upload
@@ -23,8 +19,8 @@ class EditInput:
     image: None for a generation, on an empty canvas of `canvas_size` (width, height; None = the model's native square).
     model, lora: see `core.model_choice.choose_model`. template_id: a registered template of `owner`, instead of an
     image; a template made of the result is `owner`'s, too. mask, mask_kind and padding_mask_crop (0..65535): see
-    `core.messages.PrepareEdit`. output_size: (width, height), None = the upload's. compression: 0..100, jpeg and webp.
-    partial_images: previews per image, 0..3. base64: outputs as base64 text, not file bytes.
+    `core.messages.image_processor`. output_size: (width, height), None = the upload's. compression: 0..100, jpeg and
+    webp. partial_images: previews per image, 0..3. base64: outputs as base64 text, not file bytes.
     """
 
     prompt: str
@@ -49,9 +45,9 @@ class EditInput:
 class EditReport:
     """How one image came about. mask_ratio: tokens under the mask and its margin / image tokens. active_tokens: those
     computed per step, which are all in an exact run. exact_reason: why it was one; None: it ran mask-aware. full_steps:
-    steps that computed every token. cache, tier, primed, full_blocks: see `core.messages.Finished`. ms: milliseconds by
-    part. engine: the number of the engine that made it. template_id: the template that the image became, if it did.
-    crop: the part of the upload that was edited, and that all token counts are of; None: the whole.
+    steps that computed every token. cache, tier, primed, full_blocks: see `core.messages.engine.Finished`. ms:
+    milliseconds by part. engine: the number of the engine that made it. template_id: the template that the image
+    became, if it did. crop: the part of the upload that was edited, and that all token counts are of; None: the whole.
     """
 
     mask_ratio: float

@@ -21,20 +21,10 @@ from core.errors import DeadlineExceededError, InvalidRequestError, OverloadedEr
 from core.fleet import EditShape
 from core.handles import ArrayRef
 from core.ipc.shared_array import carve
-from core.messages import (
-    Aborted,
-    ComposedImage,
-    ComposeImage,
-    EditRequest,
-    Failed,
-    Finished,
-    ModelInfo,
-    PartialImage,
-    PreparedEdit,
-    PrepareEdit,
-    TemplatePrimed,
-)
+from core.messages.engine import Aborted, EditRequest, Failed, Finished, PartialImage, TemplatePrimed
+from core.messages.image_processor import ComposedImage, ComposeImage, PreparedEdit, PrepareEdit
 from core.model_choice import kin
+from core.model_info import ModelInfo
 from core.request import MAX_IMAGES, MAX_PADDING_MASK_CROP, MAX_PROMPT_CHARACTERS, SamplingParams
 from core.validation import check_integer, check_length
 from engine import image_ops

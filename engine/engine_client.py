@@ -24,7 +24,7 @@ from core.ipc.logs import of_request
 from core.ipc.process import ChildProcess, spawn
 from core.ipc.shared_array import Arena
 from core.load_report import EngineStats, LoadReport
-from core.messages import (
+from core.messages.engine import (
     Abort,
     Aborted,
     Drain,
@@ -37,12 +37,12 @@ from core.messages import (
     Failed,
     Finished,
     FromEngine,
-    ModelInfo,
     PartialImage,
     PrimeTemplate,
     TemplatePrimed,
     ToEngine,
 )
+from core.model_info import ModelInfo
 from engine.engine_process import EngineProcessConfig
 from engine.watchdog import SilenceWatch
 

@@ -16,24 +16,18 @@ from core.config import EngineConfig
 from core.errors import EngineDeadError
 from core.failure import Failure
 from core.ipc.logs import of_request
-from core.messages import (
+from core.messages.engine import (
     Abort,
-    BatchResult,
     Drain,
     DropTemplate,
     EditRequest,
     EngineFailed,
     EngineOutputs,
     FromEngine,
-    FromWorker,
-    PageCopied,
     PrimeTemplate,
-    StepPlan,
     ToEngine,
-    TransferDone,
-    WorkerFailed,
-    WorkerReady,
 )
+from core.messages.worker import BatchResult, FromWorker, PageCopied, StepPlan, TransferDone, WorkerFailed, WorkerReady
 from core.scheduler import Output, StepScheduler
 from engine.engine_trace import EngineTrace
 from engine.tracing import NoTracer

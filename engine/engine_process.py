@@ -26,13 +26,7 @@ from core.failure import Failure
 from core.handles import PAGE_ARENA
 from core.ipc.process import die_with_parent
 from core.ipc.shared_array import Arena
-from core.messages import (
-    EngineAlive,
-    EngineFailed,
-    EngineReady,
-    FromEngine,
-    ToEngine,
-)
+from core.messages.engine import EngineAlive, EngineFailed, EngineReady, FromEngine, ToEngine
 from core.scheduler import StepScheduler
 from engine.engine_core import EngineCore
 from engine.engine_trace import EngineTrace

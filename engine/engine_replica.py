@@ -17,7 +17,8 @@ from core.errors import ConfigError, EngineDeadError, StencilError
 from core.ipc.logs import of_request
 from core.ipc.shared_array import Arena
 from core.load_report import EngineStats, LoadReport
-from core.messages import EditRequest, ModelInfo, PrimeTemplate
+from core.messages.engine import EditRequest, PrimeTemplate
+from core.model_info import ModelInfo
 from engine.engine_client import EngineClient, Waiter
 
 logger = logging.getLogger("stencil.router")

@@ -9,17 +9,8 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from core.messages import (
-    Batch,
-    BatchResult,
-    EditRequest,
-    Failed,
-    Finished,
-    FromWorker,
-    PartialImage,
-    StepPlan,
-    ToEngine,
-)
+from core.messages.engine import EditRequest, Failed, Finished, PartialImage, ToEngine
+from core.messages.worker import Batch, BatchResult, FromWorker, StepPlan
 from core.scheduler import Output
 from engine.tracing import Event, Span, Tracer
 

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from PIL import Image, JpegImagePlugin, PngImagePlugin, WebPImagePlugin  # noqa: F401
 
 from core.errors import EngineError, InvalidImageError, InvalidRequestError
-from core.messages import OutputFormat
+from core.messages.image_processor import OutputFormat
 
 Bytes = npt.NDArray[np.uint8]
 Field = Literal["image", "mask", "mask_image"]  # the request field that a file came in

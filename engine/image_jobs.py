@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from core.ipc.logs import current_request
-from core.messages import ComposedImage, ComposeImage, PreparedEdit, ToImageProcessor
+from core.messages.image_processor import ComposedImage, ComposeImage, PreparedEdit, ToImageProcessor
 
 MEAN_OVER = 8
 """Jobs that a mean time is taken over, more or less."""

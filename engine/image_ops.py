@@ -17,12 +17,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from core.errors import InvalidImageError, InvalidRequestError
-from core.messages import (
-    Box,
-    ComposeImage,
-    MaskKind,
-    PrepareEdit,
-)
+from core.messages.image_processor import Box, ComposeImage, MaskKind, PrepareEdit
 from engine.image_codec import Bytes, Field, Picture, check_output_size, check_pixels, decode, encode, encoded_bytes
 from engine.placement import Placement, Size, covering, crop_region, fitted, lay
 

@@ -25,7 +25,7 @@ from core.ipc.logs import of_request
 from core.ipc.process import ChildProcess, spawn
 from core.ipc.ring import Channel, PeerClosedError
 from core.ipc.shared_array import Arena
-from core.messages import (
+from core.messages.image_processor import (
     ComposedImage,
     ComposeImage,
     FromImageProcessor,

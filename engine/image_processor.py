@@ -24,7 +24,7 @@ from core.ipc.heap import return_freed_memory
 from core.ipc.process import die_with_parent
 from core.ipc.ring import Channel, PeerClosedError
 from core.ipc.shared_array import Arena, carve
-from core.messages import (
+from core.messages.image_processor import (
     ComposedImage,
     ComposeImage,
     FromImageProcessor,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Literal
 
 from core.config import CacheConfig, EngineConfig
-from core.messages import ModelInfo
+from core.model_info import ModelInfo
 from core.page_scheme import PageScheme
 from core.request import SamplingParams
 

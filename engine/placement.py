@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from PIL import Image
 
-from core.messages import Box
+from core.messages.image_processor import Box
 
 Size = tuple[int, int]
 

@@ -25,7 +25,8 @@ from core.fleet import EditShape, Fleet
 from core.ipc.logs import of_request
 from core.ipc.shared_array import Arena
 from core.load_report import EngineStats, LoadReport, StepSample
-from core.messages import Aborted, EditRequest, Failed, Finished, ModelInfo, PartialImage, PrimeTemplate
+from core.messages.engine import Aborted, EditRequest, Failed, Finished, PartialImage, PrimeTemplate
+from core.model_info import ModelInfo
 from core.reporter import MAX_RECENT_STEPS
 from core.routing import make_policy, outlook, work_seconds
 from engine.engine_client import RequestOutput, Waiter

@@ -11,7 +11,9 @@ import time
 from typing import TYPE_CHECKING
 
 from core.errors import OverloadedError
-from core.messages import Aborted, Failed, ModelInfo, PreparedEdit, PrepareEdit, PrimeTemplate, TemplatePrimed
+from core.messages.engine import Aborted, Failed, PrimeTemplate, TemplatePrimed
+from core.messages.image_processor import PreparedEdit, PrepareEdit
+from core.model_info import ModelInfo
 from engine import image_ops
 from engine.mask_aware import can_prime_ahead
 from engine.session_memory import SessionMemory

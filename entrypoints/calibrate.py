@@ -21,7 +21,7 @@ from core.calibration import Calibration, calibration_file
 from core.config import EMBEDDED_MODEL, Quantization
 from core.errors import ConfigError, StencilError
 from core.ipc.atomic_file import write_atomically
-from core.messages import ModelInfo
+from core.model_info import ModelInfo
 from entrypoints.calibration_samples import find_images, make_samples
 from entrypoints.calibration_search import Trial, describe_full_steps
 from entrypoints.calibration_trials import Trials

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from core.errors import ConfigError
-from core.messages import ModelInfo
+from core.model_info import ModelInfo
 from engine.image_ops import generation_size
 from entrypoints.image_engine import Edit
 

@@ -33,7 +33,7 @@ from core.config import (
     StencilConfig,
 )
 from core.errors import InvalidImageError, InvalidRequestError, StencilError
-from core.messages import ModelInfo
+from core.model_info import ModelInfo
 from core.request import SamplingParams
 from engine.async_engine import AsyncEngine
 from engine.edit import EditInput, EditReport

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import msgspec
 
-from core.messages import ModelInfo
 from core.model_card import CheckpointCard, FamilyCard
+from core.model_info import ModelInfo
 from entrypoints.serve_args import parse_adapter
 
 ROOT = Path(__file__).resolve().parent.parent

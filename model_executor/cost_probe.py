@@ -24,7 +24,8 @@ from torch import Tensor
 from core.cost_model import Work
 from core.handles import ModelKey
 from core.ipc.atomic_file import write_atomically
-from core.messages import CostSample, ModelInfo
+from core.messages.worker import CostSample
+from core.model_info import ModelInfo
 from core.stages import INPAINT
 from model_executor.kernels import kernels_digest
 from model_executor.models.base import EncodedImage, EncodedText, Family, PrimeRow, Row

@@ -17,10 +17,9 @@ from core.errors import EngineDeadError
 from core.failure import Failure
 from core.ipc.process import ChildProcess, spawn
 from core.ipc.ring import Channel, PeerClosedError
-from core.messages import (
+from core.messages.worker import (
     CostSample,
     FromWorker,
-    ModelInfo,
     Shutdown,
     StepPlan,
     ToWorker,
@@ -28,6 +27,7 @@ from core.messages import (
     WorkerFailed,
     WorkerReady,
 )
+from core.model_info import ModelInfo
 from core.request import MAX_PROMPT_CHARACTERS
 
 RING_BYTES = 1024 * 1024

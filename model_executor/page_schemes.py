@@ -15,7 +15,7 @@ import torch
 from core.calibration import CALIBRATION, Calibration, calibration_file
 from core.config import ModelConfig
 from core.errors import ConfigError
-from core.messages import ModelInfo
+from core.model_info import ModelInfo
 from core.page_scheme import PageDtype, PageScheme
 from core.request import SamplingParams
 from model_executor.fingerprint import fingerprint

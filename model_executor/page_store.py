@@ -27,7 +27,7 @@ from torch import Tensor
 
 from core.errors import PagesLostError
 from core.handles import ArrayRef, EntryRef, Tier
-from core.messages import PageCopied, PageCopy
+from core.messages.worker import PageCopied, PageCopy
 from core.page_scheme import template_of
 from model_executor.tensor_store import SharedMemory
 

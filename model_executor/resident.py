@@ -18,7 +18,8 @@ from core.cache_folder import user_cache_folder
 from core.config import ModelConfig
 from core.handles import ModelKey
 from core.ipc.heap import keep_freed_memory
-from core.messages import ModelInfo, WorkerReady
+from core.messages.worker import WorkerReady
+from core.model_info import ModelInfo
 from model_executor.adapters import Adapter, read_adapter
 from model_executor.loader import Checkpoint
 from model_executor.models.base import Family, PrimeRow, Row, Sample

@@ -29,7 +29,7 @@ from core.failure import Failure
 from core.halving import attempt_in_halves
 from core.handles import ArrayRef, EntryRef, TensorKey
 from core.ipc.logs import of_request
-from core.messages import (
+from core.messages.worker import (
     Batch,
     BatchResult,
     Decode,

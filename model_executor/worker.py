@@ -23,7 +23,7 @@ from core.failure import Failure
 from core.ipc.process import die_with_parent
 from core.ipc.ring import Channel, PeerClosedError
 from core.ipc.shared_array import Arena
-from core.messages import (
+from core.messages.worker import (
     FromWorker,
     PageCopied,
     Shutdown,

@@ -7,23 +7,23 @@ from dataclasses import dataclass, field
 
 from core.failure import Failure
 from core.handles import ArrayRef, EntryRef, TensorKey
-from core.messages import (
+from core.messages.engine import EditRequest
+from core.messages.worker import (
     Batch,
     BatchResult,
     Decode,
     Denoise,
-    EditRequest,
     EncodeTemplate,
     ImageEncode,
     Item,
     ItemResult,
-    ModelInfo,
     PageCopied,
     PageCopy,
     Prime,
     StepPlan,
     TransferDone,
 )
+from core.model_info import ModelInfo
 from core.request import SamplingParams
 
 MODEL = ModelInfo(

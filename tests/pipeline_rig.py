@@ -16,7 +16,7 @@ from PIL import Image
 
 from core.config import AdapterConfig, ModelConfig, Quantization
 from core.ipc.shared_array import Arena, ArenaAllocator
-from core.messages import BatchResult, PageCopied, StepPlan
+from core.messages.worker import BatchResult, PageCopied, StepPlan
 from model_executor.page_store import PageStore
 from model_executor.resident import ResidentModels
 from model_executor.runner import Runner

@@ -19,16 +19,9 @@ from core.cache_folder import user_cache_folder
 from core.config import CacheConfig, EngineConfig, ImageConfig, ModelConfig, SchedulerConfig
 from core.handles import PAGE_ARENA, ArrayRef
 from core.ipc.shared_array import Arena, ArenaAllocator, carve
-from core.messages import (
-    BatchResult,
-    ComposedImage,
-    ComposeImage,
-    EditRequest,
-    Finished,
-    MaskKind,
-    PreparedEdit,
-    PrepareEdit,
-)
+from core.messages.engine import EditRequest, Finished
+from core.messages.image_processor import ComposedImage, ComposeImage, MaskKind, PreparedEdit, PrepareEdit
+from core.messages.worker import BatchResult
 from core.request import SamplingParams
 from core.scheduler import StepScheduler
 from engine.edit_session import resolve

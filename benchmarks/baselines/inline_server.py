@@ -15,7 +15,7 @@ import time
 from benchmarks.baselines.edit_app import Edited, Upload, add_flags, make_app, serve
 from benchmarks.baselines.inline_engine import MAX_NUM_SEQS, InlineEdit, InlineEngine, RefusedUploadError
 from benchmarks.baselines.inline_engine import Upload as EngineUpload
-from core.messages import MaskKind
+from core.messages.image_processor import MaskKind
 
 Waiting = tuple[Upload, asyncio.AbstractEventLoop, "asyncio.Future[Edited]"]
 

@@ -19,17 +19,8 @@ from benchmarks.simulation.scenario import MODEL, Scenario, make_trace, prime_te
 from core.config import RouterPolicy, SchedulerConfig
 from core.fleet import EditShape, Fleet
 from core.load_report import LoadReport
-from core.messages import (
-    Batch,
-    BatchResult,
-    EditRequest,
-    Finished,
-    ItemResult,
-    PageCopied,
-    PageCopy,
-    StepPlan,
-    TemplatePrimed,
-)
+from core.messages.engine import EditRequest, Finished, TemplatePrimed
+from core.messages.worker import Batch, BatchResult, ItemResult, PageCopied, PageCopy, StepPlan
 from core.routing import make_policy
 from core.scheduler import Output, StepScheduler
 from engine.engine_core import REPORT_SECONDS

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from core.cost_model import Work
 from core.handles import ModelKey
-from core.messages import Batch, CostSample, Denoise, EditRequest, Item, PageCopy, Prime
+from core.messages.engine import EditRequest
+from core.messages.worker import Batch, CostSample, Denoise, Item, PageCopy, Prime
 from core.page_scheme import PageLayout, PageScheme
 
 IMAGE_TOKENS, TEXT_TOKENS = 4096, 512

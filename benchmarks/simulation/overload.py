@@ -16,7 +16,7 @@ from benchmarks.simulation.scenario import MODEL, Scenario, make_trace
 from core.admission import Margin, Terms, judge
 from core.fleet import EditShape
 from core.load_report import LoadReport
-from core.messages import EditRequest, Finished
+from core.messages.engine import EditRequest, Finished
 from core.routing import outlook
 from core.scheduler import Output
 

@@ -10,7 +10,8 @@ from benchmarks.simulation.machine import IMAGE_TOKENS, SCHEME, TEXT_TOKENS, Mac
 from benchmarks.simulation.masks import MASKS
 from core.config import CacheConfig
 from core.handles import ArrayRef
-from core.messages import EditRequest, ModelInfo, PrimeTemplate
+from core.messages.engine import EditRequest, PrimeTemplate
+from core.model_info import ModelInfo
 from core.request import SamplingParams
 
 MODEL = ModelInfo(

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from core.errors import AbortedError, InvalidRequestError, ModelNotFoundError, OverloadedError, StencilError
-from core.messages import ModelInfo
+from core.model_info import ModelInfo
 from core.rate_limiter import RateLimiter
 from core.reporter import MAX_RECENT_STEPS
 from engine.async_engine import AsyncEngine

@@ -7,12 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from core.errors import InvalidRequestError, OverloadedError
-from core.messages import (
-    MaskKind,
-    ModelInfo,
-    OutputFormat,
-)
+from core.messages.image_processor import MaskKind, OutputFormat
 from core.model_choice import choose_model
+from core.model_info import ModelInfo
 from core.request import MAX_INFERENCE_STEPS, SamplingParams
 from engine.edit import EditInput
 from entrypoints.openai.fields import EDIT_FIELDS, GENERATION_FIELDS, QUALITY_FACTORS, Field, Value, parse_size

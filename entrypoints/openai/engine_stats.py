@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from core.load_report import CacheStats, EngineStats, LoadReport, StepSample
-from core.messages import ModelInfo
+from core.model_info import ModelInfo
 from engine.async_engine import AsyncEngine
 from engine.engine_metrics import sum_cache_stats
 

@@ -14,7 +14,7 @@ from typing import Protocol, Self
 
 from torch import Tensor, nn
 
-from core.messages import ModelInfo
+from core.model_info import ModelInfo
 from core.page_scheme import PageDtype, PageLayout
 from model_executor.adapters import Adapter
 from model_executor.pages import Pages

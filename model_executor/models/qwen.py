@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from core.messages import ModelInfo
+from core.model_info import ModelInfo
 from core.vision_tokens import VisionTokens
 from model_executor.loader import Checkpoint
 from model_executor.models.base import EncodedText

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core.messages import ModelInfo
+from core.model_info import ModelInfo
 from model_executor.loader import Checkpoint
 from model_executor.models.base import EncodedText
 from model_executor.models.latent_family import NoisedTemplate

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from core.messages import ModelInfo
+from core.model_info import ModelInfo
 from core.page_scheme import PageDtype, PageLayout
 from model_executor.loader import Checkpoint
 from model_executor.models.base import EncodedImage, EncodedText, PrimeRow, Row, Sample

@@ -15,7 +15,7 @@ from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor, nn
 
 from core.errors import ConfigError
-from core.messages import ModelInfo
+from core.model_info import ModelInfo
 from core.page_scheme import PageDtype, PageLayout
 from model_executor.adapters import Adapter
 from model_executor.loader import Checkpoint

@@ -9,7 +9,7 @@ import pytest
 
 from core.activation_cache import ActivationCacheManager, CacheOrders, EntryState, TierBudget, Want
 from core.handles import ArrayRef, EntryRef, Tier
-from core.messages import PageCopied, PageCopy
+from core.messages.worker import PageCopied, PageCopy
 from core.page_scheme import template_of
 
 ARENA = 9

@@ -17,7 +17,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from core.activation_cache import ActivationCacheManager, EntryState, TierBudget, Want
 from core.handles import ArrayRef, Tier
-from core.messages import PageCopied, PageCopy
+from core.messages.worker import PageCopied, PageCopy
 from core.page_scheme import latents_key, template_of
 
 ARENA = 5

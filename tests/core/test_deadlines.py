@@ -15,7 +15,8 @@ from core.cost_model import Work
 from core.deadlines import Company, Member, NextPlace, alone, ends
 from core.handles import ModelKey
 from core.load_report import RequestLoad
-from core.messages import BatchResult, EditRequest, Failed, Finished
+from core.messages.engine import EditRequest, Failed, Finished
+from core.messages.worker import BatchResult
 from core.scheduler import Output, StepScheduler
 
 STEP, TOKENS = 0.1, 280

@@ -16,7 +16,7 @@ from core.fleet import EditShape, Fleet, until_free
 from core.fleet_costs import MAX_SIZES, work_features
 from core.handles import ModelKey
 from core.load_report import EngineCosts, Residency
-from core.messages import PrimeTemplate
+from core.messages.engine import PrimeTemplate
 from core.page_scheme import PageLayout, PageScheme
 from core.request import CLASS_SECONDS
 from core.template_map import MAX_EXPECTED

@@ -8,7 +8,8 @@ from fakes import MODEL, FakeWorkers, make_edit
 
 from core.config import SchedulerConfig
 from core.fleet import EditShape
-from core.messages import Denoise, EditRequest, Finished, TextEncode
+from core.messages.engine import EditRequest, Finished
+from core.messages.worker import Denoise, TextEncode
 from core.request import SamplingParams
 from core.scheduler import StepScheduler
 

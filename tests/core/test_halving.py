@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from core.config import SchedulerConfig
 from core.failure import Failure
 from core.halving import Attempt, attempt_in_halves
-from core.messages import BatchResult, Item, ItemResult, TextEncode
+from core.messages.worker import BatchResult, Item, ItemResult, TextEncode
 from core.scheduler import StepScheduler
 from core.step_limit import RAISE_BY, StepLimit
 

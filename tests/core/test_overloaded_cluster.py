@@ -9,7 +9,8 @@ import pytest
 from benchmarks.simulation.machine import Machine
 from benchmarks.simulation.overload import Goodput, OverloadedCluster
 from benchmarks.simulation.scenarios import REFERENCE
-from core.messages import Batch, EditRequest
+from core.messages.engine import EditRequest
+from core.messages.worker import Batch
 
 LONE = 28 * (0.006 + 0.1 * (0.15 * 4096 + 512) / 4608)
 """Seconds that a mean edit takes alone."""

@@ -13,16 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from core.config import SchedulerConfig
 from core.failure import Failure
-from core.messages import (
-    Aborted,
-    BatchResult,
-    Decode,
-    Denoise,
-    Failed,
-    Finished,
-    PartialImage,
-    StepPlan,
-)
+from core.messages.engine import Aborted, Failed, Finished, PartialImage
+from core.messages.worker import BatchResult, Decode, Denoise, StepPlan
 from core.scheduler import StepScheduler
 
 TERMINAL = (Finished, Failed, Aborted)

@@ -16,20 +16,18 @@ from core.config import CacheConfig, SchedulerConfig
 from core.cost_model import Work
 from core.failure import Failure
 from core.handles import ArrayRef, ModelKey
-from core.messages import (
+from core.messages.engine import (
     Aborted,
-    BatchResult,
     DropTemplate,
     EditRequest,
     Failed,
     Finished,
-    ModelInfo,
     PartialImage,
-    Prime,
     PrimeTemplate,
-    StepPlan,
     TemplatePrimed,
 )
+from core.messages.worker import BatchResult, Prime, StepPlan
+from core.model_info import ModelInfo
 from core.page_scheme import PageLayout, PageScheme
 from core.scheduler import StepScheduler
 from core.template_pages import Bracket, bracket, keyframes_needed

@@ -29,7 +29,7 @@ from fault_kit import (
 
 from core.errors import DeadlineExceededError, EngineDeadError
 from core.ipc.process import ChildProcess
-from core.messages import ComposeImage, PrepareEdit, ToImageProcessor
+from core.messages.image_processor import ComposeImage, PrepareEdit, ToImageProcessor
 from core.request import SamplingParams
 from engine import engine_replica
 from engine.async_engine import AsyncEngine

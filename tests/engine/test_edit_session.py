@@ -21,7 +21,8 @@ from core.failure import NEVER_BEGUN, Failure
 from core.fleet import EditShape
 from core.handles import ArrayRef
 from core.ipc.shared_array import Arena, ArenaAllocator
-from core.messages import ComposedImage, ComposeImage, EditRequest, Failed, Finished, PreparedEdit, PrepareEdit
+from core.messages.engine import EditRequest, Failed, Finished
+from core.messages.image_processor import ComposedImage, ComposeImage, PreparedEdit, PrepareEdit
 from core.request import SamplingParams
 from engine import door, edit_session, router
 from engine.async_engine import AsyncEngine

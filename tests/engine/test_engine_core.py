@@ -10,7 +10,7 @@ from fakes import MODEL, FakeWorkers, make_edit
 from core.config import SchedulerConfig
 from core.errors import EngineDeadError
 from core.failure import NEVER_BEGUN, Failure
-from core.messages import (
+from core.messages.engine import (
     Abort,
     Aborted,
     Drain,
@@ -20,10 +20,9 @@ from core.messages import (
     Failed,
     Finished,
     FromEngine,
-    StepPlan,
     ToEngine,
-    WorkerFailed,
 )
+from core.messages.worker import StepPlan, WorkerFailed
 from core.scheduler import StepScheduler
 from engine import engine_core
 from engine.engine_core import EngineCore

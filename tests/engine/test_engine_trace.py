@@ -13,7 +13,8 @@ from fakes import MODEL, FakeWorkers, make_edit
 from core.config import SchedulerConfig
 from core.errors import ConfigError
 from core.failure import Failure
-from core.messages import BatchResult, EditRequest
+from core.messages.engine import EditRequest
+from core.messages.worker import BatchResult
 from core.scheduler import StepScheduler
 from engine.engine_trace import EngineTrace
 from engine.tracing import NO_SPAN, Event, Span, SpanKind, Value, create_tracer, current_span, span_context

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from core.handles import ArrayRef
-from core.messages import ComposeImage, PrepareEdit, ToImageProcessor
+from core.messages.image_processor import ComposeImage, PrepareEdit, ToImageProcessor
 from engine.image_jobs import ImageJob, JobQueue
 
 _REF = ArrayRef(0, 0, (1,), "uint8")

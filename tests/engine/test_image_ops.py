@@ -20,13 +20,7 @@ from PIL import Image, ImageCms
 
 from core.errors import EngineError, InvalidImageError, InvalidRequestError
 from core.handles import ArrayRef
-from core.messages import (
-    Box,
-    ComposeImage,
-    MaskKind,
-    OutputFormat,
-    PrepareEdit,
-)
+from core.messages.image_processor import Box, ComposeImage, MaskKind, OutputFormat, PrepareEdit
 from engine import image_codec, image_ops
 
 NOWHERE = ArrayRef(0, 0, (0,), "uint8")

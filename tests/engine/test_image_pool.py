@@ -27,11 +27,7 @@ from core.errors import EngineDeadError, EngineError, InvalidImageError, Invalid
 from core.handles import ArrayRef
 from core.ipc.logs import request_context
 from core.ipc.shared_array import Arena, ArenaAllocator
-from core.messages import (
-    ComposeImage,
-    PreparedEdit,
-    PrepareEdit,
-)
+from core.messages.image_processor import ComposeImage, PreparedEdit, PrepareEdit
 from engine import image_ops, image_pool
 from engine.image_pool import ImagePool
 from engine.image_processor import NICENESS, OOM_SCORE

@@ -13,8 +13,8 @@ import msgspec
 
 from core.config import StencilConfig
 from core.load_report import EngineStats, LoadReport, StepSample
-from core.messages import ModelInfo
 from core.model_choice import choose_model
+from core.model_info import ModelInfo
 from engine.edit import EditInput, EditReport, ImageOutput
 from engine.metrics import Metrics
 from engine.templates import Template, TemplateStore

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from core.errors import ConfigError
-from core.messages import ModelInfo
+from core.model_info import ModelInfo
 from entrypoints.calibrate import main
 from entrypoints.calibration_samples import find_images, make_samples, random_box
 from entrypoints.calibration_search import (

@@ -12,7 +12,8 @@ from checkpoints import make_sd3
 from core.config import ModelConfig
 from core.cost_model import CostKey, CostModel, Work
 from core.handles import ModelKey
-from core.messages import CostSample, ModelInfo
+from core.messages.worker import CostSample
+from core.model_info import ModelInfo
 from model_executor.cost_probe import Batches, known_or_probed, probe
 from model_executor.models.base import Family
 from model_executor.resident import ResidentModels

@@ -18,7 +18,8 @@ from core.config import AdapterConfig, CacheConfig, ModelConfig, SchedulerConfig
 from core.cost_model import Work
 from core.handles import PAGE_ARENA, ArrayRef, ModelKey
 from core.ipc.shared_array import Arena, ArenaAllocator, carve
-from core.messages import EditRequest, Finished, PageCopied
+from core.messages.engine import EditRequest, Finished
+from core.messages.worker import PageCopied
 from core.request import SamplingParams
 from core.scheduler import StepScheduler
 from engine.image_ops import content_id

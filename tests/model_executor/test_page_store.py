@@ -15,7 +15,7 @@ import torch
 from core.errors import PagesLostError
 from core.handles import ArrayRef, EntryRef, Tier
 from core.ipc.shared_array import Arena, ArenaAllocator
-from core.messages import PageCopied, PageCopy
+from core.messages.worker import PageCopied, PageCopy
 from model_executor import page_store
 from model_executor.page_files import PageFiles
 from model_executor.page_store import OnBlock, PageStore

@@ -16,7 +16,7 @@ from core.config import CacheConfig, EngineConfig, ModelConfig
 from core.errors import ConfigError
 from core.handles import EntryRef, ModelKey, TensorRef
 from core.ipc.shared_array import Arena, ArenaAllocator
-from core.messages import (
+from core.messages.worker import (
     Batch,
     BatchResult,
     EncodeTemplate,
