@@ -13,7 +13,7 @@ import asyncio
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from benchmarks.report import print_report
 from benchmarks.serving.arrivals import due_times
-from benchmarks.serving.client import Target, WarmUpError, send_on_time, warm_up, worker_seconds
+from benchmarks.serving.client import Target, WarmUpError, send_on_time, spent_between, warm_up, worker_seconds
 from benchmarks.serving.dataset import EditCall, Mix, from_folder, from_trace, read_trace, synthetic
 from benchmarks.serving.summary import Context, Spread, Summary, summarise
 
@@ -92,8 +92,7 @@ async def measure(
     before = await worker_seconds(target)
     on_done = (lambda: None) if progress is None else progress.update
     run = await send_on_time(target, calls, due, max_concurrency=max_concurrency, on_done=on_done)
-    after = await worker_seconds(target)
-    spent = None if before is None or after is None else after - before
+    spent = spent_between(before, await worker_seconds(target))
     areas = [call.area for call in calls if call.area is not None]
     return summarise(run, replace(context, areas=areas, worker_seconds=spent))
 
@@ -133,6 +132,13 @@ def _offered(args: argparse.Namespace, due: Sequence[float]) -> float:
 # --------------------------------------------------------------------------------------------------------- the report
 
 
+def _by_stage(seconds: Mapping[str, float] | None) -> str:
+    if seconds is None:
+        return "n/a"
+    parts = ", ".join(f"{stage} {value:.2f}" for stage, value in seconds.items())
+    return f"{sum(seconds.values()):.2f} s: {parts}"
+
+
 def rows(summary: Summary) -> list[tuple[str, str]]:
     """The table that is printed."""
     return [
@@ -143,7 +149,7 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
         ("SLO attainment", _number(summary.slo_attainment)),
         ("achieved, less the shortest latency", f"{summary.achieved:.3f} edits/s"),
         ("keeps up", "n/a" if summary.keeps_up is None else "yes" if summary.keeps_up else "no"),
-        ("worker seconds", _number(summary.worker_seconds, 2)),
+        ("worker seconds", _by_stage(summary.worker_seconds)),
         ("latency", _spread(summary.latency)),
         ("mean latency of completed", f"{_number(summary.latency_completed_ms, 0)} ms"),
         ("queue time", _spread(summary.queue)),

@@ -94,7 +94,9 @@ def trained() -> FeatureNet:
     else:
         train(net, cases(FIRST_SEED, TRAINING_CASES), EPOCHS)
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(net.state_dict(), path)
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        torch.save(net.state_dict(), unfinished)
+        unfinished.replace(path)
     return net.eval()
 
 

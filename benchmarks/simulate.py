@@ -27,15 +27,16 @@ POLICIES: tuple[RouterPolicy, ...] = get_args(RouterPolicy)
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """One trace under one policy. Latencies in simulated seconds. utilization: busy share of the workers, the mean over
-    engines. primed, loaded: keyframes per edit. error: median of |predicted / real - 1|, None where nothing was
-    predicted. router_us: microseconds per edit, all of the router; scheduler_share: of one engine's busy time, for its
-    scheduler. wall_seconds: what the run took.
+    """One trace under one policy. offered: edits a second. Latencies in simulated seconds. utilization: busy share of
+    the workers, the mean over engines. primed, loaded: keyframes per edit. error: median of |predicted / real - 1|,
+    None where nothing was predicted. router_us: microseconds per edit, all of the router; scheduler_share: of one
+    engine's busy time, for its scheduler. wall_seconds: what the run took.
     """
 
     scenario: str
     policy: RouterPolicy
     seed: int
+    offered: float
     mean: float
     p50: float
     p95: float
@@ -66,6 +67,7 @@ def _run_of(scenario: str, policy: RouterPolicy, seed: int, outcome: Outcome, wa
         scenario=scenario,
         policy=policy,
         seed=seed,
+        offered=SCENARIOS[scenario].load * SCENARIOS[scenario].capacity,
         mean=float(latencies.mean()),
         p50=p50,
         p95=p95,

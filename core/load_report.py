@@ -126,8 +126,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
     stage_seconds: predicted work left per stage. resident_models: loaded components. r_squared: how well each stage's
     cost is predicted, 1 = exactly. batch_tokens, batch_requests: sums over steps of tokens computed and of images in
-    the batch. tokens_skipped: image tokens that mask-aware execution left out. busy_seconds: worker time, all ranks.
-    cache: None without mask-aware execution.
+    the batch. tokens_skipped: image tokens that mask-aware execution left out. busy_seconds: worker time of each
+    stage, all ranks. cache: None without mask-aware execution.
     """
 
     stage_seconds: dict[str, float]
@@ -138,6 +138,6 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     batch_requests: int
     tokens_skipped: int
     prime_chunks: int
-    busy_seconds: float
+    busy_seconds: dict[str, float]
     recent_steps: tuple[StepSample, ...] = ()
     cache: CacheStats | None = None

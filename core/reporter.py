@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from core.config import SchedulerConfig
 from core.cost_model import CostKey, CostModel, Work, extra_seconds, token_seconds
@@ -31,7 +31,7 @@ class Counters:
     batch_tokens: int = 0
     batch_requests: int = 0
     tokens_skipped: int = 0
-    busy_seconds: float = 0.0
+    busy_seconds: dict[str, float] = field(default_factory=dict)  # by stage
 
 
 class Reporter:
@@ -71,7 +71,8 @@ class Reporter:
 
     def note_batch(self, key: CostKey, work: Work, result: BatchResult, *, is_ok: bool) -> None:
         """A batch is done. The cost model learns from it, unless part of it failed."""
-        self._counters.busy_seconds += result.seconds
+        busy = self._counters.busy_seconds
+        busy[key.stage] = busy.get(key.stage, 0.0) + result.seconds
         self._batches_since_costs += 1
         if key.stage == "denoise":
             self._note_step(key, work, result)
@@ -141,7 +142,7 @@ class Reporter:
             batch_requests=counters.batch_requests,
             tokens_skipped=counters.tokens_skipped,
             prime_chunks=self._pages.num_chunks,
-            busy_seconds=counters.busy_seconds,
+            busy_seconds=dict(counters.busy_seconds),
             recent_steps=recent,
             cache=self._pages.cache.stats(),
         )

@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from itertools import chain
+from typing import Any, get_args
 
 from prometheus_client import Gauge
 
 from core.load_report import CacheStats, EngineStats, LoadReport, StepSample
+from core.stages import StageName
 from engine.metric_registry import MetricRegistry
 
 STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -28,7 +30,7 @@ _NO_STATS = EngineStats(
     batch_requests=0,
     tokens_skipped=0,
     prime_chunks=0,
-    busy_seconds=0.0,
+    busy_seconds={},
 )
 _NO_CACHE = CacheStats(
     hits={},
@@ -43,6 +45,7 @@ _NO_CACHE = CacheStats(
     budget_bytes={},
     load_seconds=0.0,
 )
+_WORKER_STAGES: tuple[str, ...] = (*get_args(StageName), "prime")
 _TOTALS = {  # field of EngineStats -> name, text
     "steps": ("steps", "Denoising steps run."),
     "batch_tokens": ("tokens_computed", "Tokens computed in denoising steps."),
@@ -87,7 +90,7 @@ class EngineMetrics:
             "predicted_drain_seconds", "Predicted time until all that an engine holds is done.", "engine"
         )
         self._busy_seconds = registry.counter(
-            "worker_busy_seconds", "Time an engine's workers spent computing.", "engine"
+            "worker_busy_seconds", "Time an engine's workers spent computing, by stage.", "engine", "stage"
         )
         self._totals = {field: registry.counter(name, text) for field, (name, text) in _TOTALS.items()}
 
@@ -118,8 +121,10 @@ class EngineMetrics:
     def expect(self, num_engines: int) -> None:
         """Have the series of engines 0..num_engines - 1 from now on."""
         for engine in range(num_engines):
-            for collector in (self._alive, self._restarts, *self._load_gauges(), self._busy_seconds):
+            for collector in (self._alive, self._restarts, *self._load_gauges()):
                 collector.labels(str(engine))
+            for stage in _WORKER_STAGES:
+                self._busy_seconds.labels(str(engine), stage)
 
     def observe(self, engine: int, load: LoadReport, stats: EngineStats | None) -> None:
         """Take over what engine number `engine` says; totals that went down belong to a restarted one."""
@@ -129,7 +134,7 @@ class EngineMetrics:
         self._drain_seconds.labels(str(engine)).set(load.drain_seconds)
         if stats is not None:
             last = self._stats.get(engine, _NO_STATS)
-            is_restarted = stats.steps < last.steps or stats.busy_seconds < last.busy_seconds
+            is_restarted = stats.steps < last.steps or _busy(stats) < _busy(last)
             self._stats[engine] = stats
             self._observe_stats(engine, stats, _NO_STATS if is_restarted else last)
             self._move_levels(last.cache or _NO_CACHE, stats.cache or _NO_CACHE)
@@ -149,7 +154,8 @@ class EngineMetrics:
         return self._running, self._waiting, self._drain_seconds
 
     def _observe_stats(self, engine: int, stats: EngineStats, last: EngineStats) -> None:
-        self._busy_seconds.labels(str(engine)).inc(stats.busy_seconds - last.busy_seconds)
+        for stage, seconds in stats.busy_seconds.items():
+            self._busy_seconds.labels(str(engine), stage).inc(seconds - last.busy_seconds.get(stage, 0.0))
         for field, total in self._totals.items():
             total.inc(getattr(stats, field) - getattr(last, field))
         self._observe_steps(stats.recent_steps)
@@ -193,6 +199,11 @@ class EngineMetrics:
                 level.labels(tier).inc(holds.get(tier, 0) - held.get(tier, 0))
 
 
+def _busy(stats: EngineStats) -> float:
+    """Worker time of all stages, in seconds."""
+    return sum(stats.busy_seconds.values())
+
+
 def sum_cache_stats(every: Iterable[CacheStats | None]) -> CacheStats:
     """One CacheStats that counts what all of `every` did and hold; None counts nothing."""
     known = [stats or _NO_CACHE for stats in every]
@@ -201,9 +212,12 @@ def sum_cache_stats(every: Iterable[CacheStats | None]) -> CacheStats:
     )
 
 
+def sum_by_key(every: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Of each key the sum over all that have it."""
+    known = list(every)
+    return {key: sum(values.get(key, 0) for values in known) for key in dict.fromkeys(chain.from_iterable(known))}
+
+
 def _sum(values: Sequence[Any]) -> Any:
     """Of numbers, or of dictionaries of numbers by key."""
-    if not any(isinstance(value, dict) for value in values):
-        return sum(values)
-    keys = [key for value in values for key in value]
-    return {key: sum(value.get(key, 0) for value in values) for key in dict.fromkeys(keys)}
+    return sum_by_key(values) if any(isinstance(value, dict) for value in values) else sum(values)

@@ -18,11 +18,14 @@ FIRST_BLOCK_CACHE = 0.4
 
 @dataclass(frozen=True)
 class System:
-    """label: in tables. module: run as a process for each engine, or for all of them where it is Stencil."""
+    """label: in tables. module: run as a process for each engine, or for all of them where it is Stencil.
+    is_mask_aware: what an edit takes depends on its mask, and on what was edited before.
+    """
 
     label: str
     module: str
     flags: tuple[str, ...] = ()
+    is_mask_aware: bool = False
 
 
 SYSTEMS = {
@@ -37,10 +40,11 @@ SYSTEMS = {
         "mask-aware, one at a time (FISEdit emulated)",
         STENCIL,
         ("--max-num-seqs", "1", "--router-policy", "least-requests"),
+        is_mask_aware=True,
     ),
     "stencil-exact": System("Stencil, mask-aware off", STENCIL, ("--no-mask-aware",)),
-    "stencil-inline": System("Stencil's engine, image work in line", INLINE),
-    "stencil": System("Stencil", STENCIL),
+    "stencil-inline": System("Stencil's engine, image work in line", INLINE, is_mask_aware=True),
+    "stencil": System("Stencil", STENCIL, is_mask_aware=True),
 }
 """FISEdit itself runs with Stable Diffusion 2.1 on GPUs before Hopper. What is emulated is how it serves: mask-aware,
 one edit at a time, since it does not batch edits of different masks."""

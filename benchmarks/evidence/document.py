@@ -51,14 +51,14 @@ def _throughput(results: Results, plots: dict[str, str]) -> str:
 
 
 def _throughput_table(found: dict[str, Result]) -> str:
-    """The bound is what the workers would make if they never waited: edits over their seconds."""
+    """The bound is what the workers would make if they never waited: edits over the seconds that the stages took."""
     base = found["diffusers"]["throughput"]
     rows = []
     for name in SYSTEMS:
         if name not in found:
             continue
         result = found[name]
-        bound = result["num_edits"] / result["worker_seconds"] if result["worker_seconds"] else None
+        bound = result["num_edits"] / sum(result["worker_seconds"].values()) if result["worker_seconds"] else None
         share = None if bound is None else result["throughput"] / bound
         rows.append(
             [
@@ -133,17 +133,21 @@ def _rates(results: Results, plots: dict[str, str]) -> str:
 
 
 def _stages(results: Results, plots: dict[str, str]) -> str:
-    result = results.find("serving/throughput-public-8-stencil")
-    if result is None:
+    runs = {
+        f"{steps} steps, area mean {AREAS[areas]}": results.find(f"serving/throughput-{areas}-{steps}-stencil")
+        for areas, steps in (("public", 8), ("flashps-prod", 8), ("public", 28))
+    }
+    spent = {
+        title: {stage: 1e3 * seconds / run["num_edits"] for stage, seconds in run["worker_seconds"].items()}
+        for title, run in runs.items()
+        if run is not None and run["worker_seconds"]
+    }
+    if not spent:
         return ""
-    parts = {name: ms for name, ms in result["stage_ms"].items() if name != "queue"}
-    rows = [[name, f"{ms:.1f}"] for name, ms in parts.items()]
-    seconds = result["worker_seconds"] / result["num_edits"]
-    return (
-        "## Where Stencil's time goes\n\nOf an edit under full load (8 steps, area mean 0.19), mean milliseconds. "
-        "Parts that are shared with others in a\nbatch count in full for each, so they add up to more than the "
-        f"{1e3 * seconds:.0f} ms of worker time that an edit takes.\n\n{table(['part', 'ms'], rows)}"
-    )
+    stages = list(dict.fromkeys(stage for by_stage in spent.values() for stage in by_stage))
+    rows = [[stage, *(_number(by_stage.get(stage), 1) for by_stage in spent.values())] for stage in stages]
+    rows.append(["**worker, all**", *(f"**{sum(by_stage.values()):.1f}**" for by_stage in spent.values())])
+    return f"{text.STAGES}\n{table(['stage', *spent], rows)}"
 
 
 # --------------------------------------------------------------------------------------------------------- other parts
@@ -247,8 +251,29 @@ def _overheads(results: Results, plots: dict[str, str]) -> str:
 
 
 def _quality(results: Results, plots: dict[str, str]) -> str:
-    parts = [_quality_table(line) for found in results.all("quality") for line in found["lines"]]
+    parts = [_quality_table(line) for found in results.all("quality/") for line in found["lines"]]
     return f"{text.QUALITY}\n" + "\n".join(parts) if parts else ""
+
+
+def _fleet(results: Results, plots: dict[str, str]) -> str:
+    """FlashPS's claims, of a fleet of GPUs that is made up."""
+    found = [line for result in results.all("fleet/") for line in result["lines"]]
+    if len(found) < len(text.FLEETS):
+        return ""
+    mean = {line["scenario"]: line["mean"] for line in found}
+    rows = [
+        [
+            text.FLEETS[line["scenario"]],
+            _number(line["offered"]),
+            _number(line["mean"]),
+            _number(line["p95"]),
+            f"{line['utilization']:.0%}",
+        ]
+        for line in found
+    ]
+    head = ["8 simulated engines", "edits/s", "mean latency, s", "P95, s", "busy"]
+    gain = mean["one-at-a-time"] / mean["same-rate"]
+    return f"{text.FLEET}\n{table(head, rows)}\nMean latency {gain:.1f}x lower.\n"
 
 
 def _quality_table(line: Result) -> str:
@@ -281,6 +306,7 @@ _SECTIONS: tuple[Callable[[Results, dict[str, str]], str], ...] = (
     _headline,
     _rates,
     _stages,
+    _fleet,
     _large,
     _two_engines,
     _quality,

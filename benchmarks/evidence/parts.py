@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +23,7 @@ from benchmarks.large_checkpoint import SIDE, write_checkpoint
 from benchmarks.serving.client import Target, send_in_turn, warm_up
 from benchmarks.serving.dataset import Mix, synthetic
 from benchmarks.serving.summary import Context, summarise
+from benchmarks.simulate import POLICIES
 from core.config import EMBEDDED_MODEL
 
 SETTING = Setting(EMBEDDED_MODEL)
@@ -67,8 +70,13 @@ def batching(sweep: Sweep) -> None:
 
 
 def policies(sweep: Sweep) -> None:
-    for scenario in ("production", "mix"):
-        sweep.command(f"policies/{scenario}", "benchmarks.simulate", "--scenarios", scenario, "--seeds", "1")
+    def one(name: str, scenario: str, policies: Sequence[str]) -> None:
+        flags = ["--scenarios", scenario, "--seeds", "1", "--policies", *policies]
+        sweep.command(f"{name}/{scenario}", "benchmarks.simulate", *flags)
+
+    _both(*(partial(one, "policies", scenario, POLICIES) for scenario in ("production", "mix")))
+    one("fleet", "one-at-a-time", ["least-requests"])
+    one("fleet", "same-rate", ["mask-aware"])
 
 
 def cost_model(sweep: Sweep) -> None:
@@ -87,8 +95,12 @@ def overheads(sweep: Sweep) -> None:
 
 
 def quality(sweep: Sweep) -> None:
-    flags = ["--num-edits", str(sweep.plan.quality_edits // 2), "--steps", str(sweep.plan.steps)]
-    sweep.command("quality", "benchmarks.quality_systems", *flags, "--sheets", str(sweep.docs))
+    def one(masks: str) -> None:
+        flags = ["--num-edits", str(sweep.plan.quality_edits // 2), "--steps", str(sweep.plan.steps)]
+        flags += ["--masks", masks, "--sheets", str(sweep.docs)]
+        sweep.command(f"quality/{masks}", "benchmarks.quality_systems", *flags)
+
+    _both(*(partial(one, masks) for masks in ("silhouette", "box")))
 
 
 def large(sweep: Sweep) -> None:
@@ -115,6 +127,13 @@ def two_engines(sweep: Sweep) -> None:
             f"two-engines/{name}",
             lambda name=name: _closed_loop(name, setting, mix, sweep.plan.throughput_edits, sweep.plan.warm_ups),  # type: ignore[misc]
         )
+
+
+def _both(*tasks: Callable[[], None]) -> None:
+    """At once, for what is not a matter of time. Raises what the first failed one raised."""
+    with ThreadPoolExecutor() as pool:
+        for future in [pool.submit(task) for task in tasks]:
+            future.result()
 
 
 def _closed_loop(name: str, setting: Setting, mix: Mix, number: int, warm_ups: int) -> Result:

@@ -10,22 +10,23 @@ AREAS = {"public": 0.19, "flashps-prod": 0.11}
 
 @dataclass(frozen=True)
 class Plan:
-    """Edits, arrivals and rates. Loads are shares of what diffusers serves one at a time. few_areas_edits: of the
-    second distribution of areas. headline_*: the comparison at `headline_load`. window: seconds that arrivals of the
-    rate sweep take.
+    """Edits, arrivals and rates. Loads are shares of what diffusers serves one at a time. *_edits: of systems that
+    compute every token, whose edits are all alike; times `aware_share` of those that do not. headline_*: the comparison
+    at `headline_load`. window: seconds that arrivals of the rate sweep take.
     """
 
     concurrency: int = 16
-    throughput_edits: int = 36
-    few_areas_edits: int = 24
-    many_steps_edits: int = 10
-    warm_ups: int = 20
+    throughput_edits: int = 16
+    many_steps_edits: int = 8
+    aware_share: int = 4
+    warm_ups: int = 8
+    headline_warm_ups: int = 20
     headline_load: float = 0.95
     headline_edits: int = 300
     headline_seeds: int = 3
     keep_up_loads: tuple[float, ...] = (1.6,)
     keep_up_edits: int = 150
-    loads: tuple[float, ...] = (0.5, 1.4, 2.0)
+    loads: tuple[float, ...] = (0.5, 1.4)
     window: float = 12.0
     quality_edits: int = 200
     batch_edits: int = 16
@@ -37,9 +38,10 @@ class Plan:
 FULL = Plan()
 SHORT = Plan(
     throughput_edits=8,
-    few_areas_edits=4,
     many_steps_edits=4,
+    aware_share=2,
     warm_ups=4,
+    headline_warm_ups=4,
     headline_edits=12,
     headline_seeds=1,
     keep_up_edits=8,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
@@ -16,15 +16,19 @@ import numpy as np
 
 from benchmarks.baselines.systems import SYSTEMS, Setting, running
 from benchmarks.benchmark_serving import as_json, measure
-from benchmarks.evidence.plan import AREAS, Plan
+from benchmarks.evidence.plan import Plan
 from benchmarks.evidence.results import Result, Results
 from benchmarks.server import Server
 from benchmarks.serving.arrivals import due_times
-from benchmarks.serving.client import Target, send_in_turn, warm_up, worker_seconds
+from benchmarks.serving.client import Target, send_in_turn, spent_between, warm_up, worker_seconds
 from benchmarks.serving.dataset import EditCall, Mix, synthetic
 from benchmarks.serving.summary import Context, summarise
 
+Measured = Callable[[Target, list[EditCall]], Awaitable[Result]]
+
 HEADLINE = ("diffusers", "stencil")
+COMPARED = ("diffusers", "diffusers-batch", "diffusers-skip", "stencil")
+"""Of the other areas and step counts."""
 HOPELESS = 0.75
 """Share of the offered rate that a system achieved, below which its next rate is not tried: its queue only grows."""
 
@@ -58,33 +62,35 @@ class ServingPart:
         self._results = results
 
     def run(self) -> None:
-        for areas, number in zip(AREAS, (self._plan.throughput_edits, self._plan.few_areas_edits), strict=True):
-            for name in SYSTEMS:
-                self._throughput(name, areas, self._plan.steps, number)
         for name in SYSTEMS:
-            self._throughput(name, "public", self._plan.many_steps, self._plan.many_steps_edits)
+            self._throughput(name, "public", self._plan.steps)
+        for name in COMPARED:
+            self._throughput(name, "flashps-prod", self._plan.steps)
+            self._throughput(name, "public", self._plan.many_steps)
         self._headline()
         self._keep_up()
         self._rates()
 
     # ------------------------------------------------------------------------------------------------ one run
 
-    def _throughput(self, name: str, areas: str, steps: int, number: int) -> Result:
+    def _throughput(self, name: str, areas: str, steps: int) -> Result:
         """A closed loop: always enough to do."""
+        plan = self._plan
+        number = plan.throughput_edits if steps == plan.steps else plan.many_steps_edits
+        if SYSTEMS[name].is_mask_aware:
+            number *= plan.aware_share
 
         async def measured(target: Target, calls: list[EditCall]) -> Result:
             before = await worker_seconds(target)
             run = await send_in_turn(target, calls, self._plan.concurrency)
-            after = await worker_seconds(target)
-            spent = None if before is None or after is None else after - before
+            spent = spent_between(before, await worker_seconds(target))
             areas = [call.area for call in calls if call.area is not None]
             return as_json(summarise(run, Context(areas=areas, worker_seconds=spent)))
 
-        return self._run(
-            f"throughput-{areas}-{steps}-{name}", name, Mix(areas, num_inference_steps=str(steps)), number, measured
-        )
+        key, mix = f"throughput-{areas}-{steps}-{name}", Mix(areas, num_inference_steps=str(steps))
+        return self._run(key, name, mix, plan.warm_ups, number, measured)
 
-    def _at_rate(self, key: str, name: str, load: float, number: int, seed: int) -> Result:
+    def _at_rate(self, key: str, name: str, load: float, warm_ups: int, number: int, seed: int = 0) -> Result:
         """An open loop, at this share of what diffusers serves one at a time."""
         rate = load * self.capacity
 
@@ -94,30 +100,30 @@ class ServingPart:
             summary = await measure(target, calls, due, Context(request_rate=offered))
             return as_json(summary) | {"load": load, "seed": seed}
 
-        return self._run(key, name, Mix(num_inference_steps=str(self._plan.steps)), number, measured, seed)
+        return self._run(key, name, Mix(num_inference_steps=str(self._plan.steps)), warm_ups, number, measured, seed)
 
-    def _run(self, key: str, name: str, mix: Mix, number: int, measured: Callable, seed: int = 0) -> Result:  # type: ignore[type-arg]
+    def _run(
+        self, key: str, name: str, mix: Mix, warm_ups: int, number: int, measured: Measured, seed: int = 0
+    ) -> Result:
         def make() -> Result:
             fresh = replace(mix, first_template=zlib.crc32(key.rpartition("-")[0].encode()) % 60_000)
-            calls = synthetic(fresh, self._plan.warm_ups + number, np.random.default_rng(seed))
+            calls = synthetic(fresh, warm_ups + number, np.random.default_rng(seed))
             target = self._fleet.target(name)
 
             async def both() -> Result:
-                await warm_up(target, calls[: self._plan.warm_ups], self._plan.concurrency)
-                result: Result = await measured(target, calls[self._plan.warm_ups :])
-                return result
+                await warm_up(target, calls[:warm_ups], self._plan.concurrency)
+                return await measured(target, calls[warm_ups:])
 
             print(f"serving: {key}", flush=True)
-            return {"system": name, "areas": mix.mask_ratio_dist, "steps": int(mix.num_inference_steps)} | asyncio.run(
-                both()
-            )
+            facts = {"system": name, "areas": mix.mask_ratio_dist, "steps": int(mix.num_inference_steps)}
+            return facts | asyncio.run(both())
 
         return self._results.get_or_make(f"serving/{key}", make)
 
     @property
     def capacity(self) -> float:
         """Edits per second of diffusers, one at a time."""
-        result = self._throughput("diffusers", "public", self._plan.steps, self._plan.throughput_edits)
+        result = self._throughput("diffusers", "public", self._plan.steps)
         rate: float = result["throughput"]
         return rate
 
@@ -126,13 +132,13 @@ class ServingPart:
     def _headline(self) -> None:
         for seed in range(self._plan.headline_seeds):
             for name in HEADLINE:
-                load, number = self._plan.headline_load, self._plan.headline_edits
-                self._at_rate(f"headline-{seed}-{name}", name, load, number, seed)
+                load, counts = self._plan.headline_load, (self._plan.headline_warm_ups, self._plan.headline_edits)
+                self._at_rate(f"headline-{seed}-{name}", name, load, *counts, seed)
 
     def _keep_up(self) -> None:
         for load in self._plan.keep_up_loads:
-            result = self._at_rate(f"keep-up-{load:g}-stencil", "stencil", load, self._plan.keep_up_edits, 0)
-            if not result["keeps_up"]:
+            counts = self._plan.headline_warm_ups, self._plan.keep_up_edits
+            if not self._at_rate(f"keep-up-{load:g}-stencil", "stencil", load, *counts)["keeps_up"]:
                 return
 
     def _rates(self) -> None:
@@ -141,6 +147,6 @@ class ServingPart:
             number = max(8, round(self._plan.window * load * self.capacity))
             for name in SYSTEMS:
                 if name not in hopeless:
-                    result = self._at_rate(f"rate-{load:g}-{name}", name, load, number, 0)
+                    result = self._at_rate(f"rate-{load:g}-{name}", name, load, self._plan.warm_ups, number)
                     if result["achieved"] < HOPELESS * result["request_rate"]:
                         hopeless.add(name)

@@ -34,6 +34,29 @@ As FlashPS's figure 12. The load is the offered rate over what diffusers serves 
 by the edits that came back over the time from the first arrival to the last answer, less the run's shortest latency.
 """
 
+STAGES = """## Where Stencil's time goes
+
+Worker time of an edit under full load by stage, in milliseconds; a batch's is shared by its edits. One over the sum is
+the bound in the tables of throughput. What the mask does not shorten limits the gain: encoding, priming (of templates
+that are not cached yet) and decoding, and of a step the text tokens and what it takes to run at all. A larger model
+spends a smaller share there: see "Where tokens dominate".
+"""
+
+FLEETS = {
+    "one-at-a-time": "one edit at a time, all tokens (at 0.95 of its capacity, least-requests)",
+    "same-rate": "Stencil, FlashPS's production masks (same rate, mask-aware)",
+}
+"""Rows of the table, by scenario."""
+
+FLEET = """## Against the papers' figures
+
+FlashPS reports up to 3x the throughput and 14.7x lower mean latency than diffusers on 8 GPUs. Throughput by this
+factor and more is measured above. How much lower latency gets is a matter of the queue, which grows without limit as a
+system nears its capacity: on one engine it is what "Latency at 0.95 of diffusers' capacity" says. For 8 GPUs there is
+a simulation alone (`python -m benchmarks.simulate`): Stencil's own schedulers and router with a made-up worker, whose
+step of FLUX.1 takes 6 ms and 0.1 s for each 4608 tokens, an assumption and no fit to a GPU, templates warm, 28 steps.
+"""
+
 LARGE = """## Where tokens dominate
 
 512 x 512 px edits, 8 steps, of a checkpoint of random weights with FLUX-shaped blocks (hidden size 512, 4 + 8 of them),

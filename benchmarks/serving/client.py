@@ -7,6 +7,7 @@ the user's wait too. Bodies are made before the first edit is due, so that littl
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -170,8 +171,9 @@ async def warm_up(target: Target, calls: Sequence[EditCall], concurrency: int) -
     return run
 
 
-async def worker_seconds(target: Target) -> float | None:
-    """What all workers computed so far, in seconds, of a server whose /metrics count it; else None."""
+async def worker_seconds(target: Target) -> dict[str, float] | None:
+    """What all workers computed so far, in seconds by stage, of a server whose /metrics count it; else None. One that
+    tells no stages has the stage "all"."""
     async with connect(target) as http:
         try:
             answer = await http.get(f"{target.root}/metrics")
@@ -179,9 +181,20 @@ async def worker_seconds(target: Target) -> float | None:
             return None
     if answer.status_code != 200:
         return None
-    lines = (line.split() for line in answer.text.splitlines() if not line.startswith("#"))
-    found = [float(words[-1]) for words in lines if words and "worker_busy_seconds_total" in words[0]]
-    return sum(found) if found else None
+    found: dict[str, float] = {}
+    for line in answer.text.splitlines():
+        if "worker_busy_seconds_total" in line and not line.startswith("#"):
+            named = re.search(r'stage="(\w+)"', line)
+            stage = named[1] if named else "all"
+            found[stage] = found.get(stage, 0.0) + float(line.split()[-1])
+    return found or None
+
+
+def spent_between(before: Mapping[str, float] | None, after: Mapping[str, float] | None) -> dict[str, float] | None:
+    """Seconds by stage, from two answers of `worker_seconds`."""
+    if before is None or after is None:
+        return None
+    return {stage: seconds - before.get(stage, 0.0) for stage, seconds in after.items()}
 
 
 def connect(target: Target) -> httpx.AsyncClient:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -55,7 +55,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     mask_area: float | None
     mask_ratio: float | None
     hit_ratio: float | None
-    worker_seconds: float | None
+    worker_seconds: dict[str, float] | None
     stage_ms: dict[str, float]
     client_late_ms: float
     client_cpu_ms: float
@@ -68,13 +68,13 @@ KEEPS_UP = 0.98
 @dataclass(frozen=True)
 class Context:
     """What a summary needs beyond the run. request_rate: offered, None in a closed loop. areas: of the masks sent.
-    worker_seconds: what workers computed during the run."""
+    worker_seconds: what workers computed during the run, by stage."""
 
     percents: Sequence[float] = (95.0, 99.0)
     slo_ms: float | None = None
     request_rate: float | None = None
     areas: Sequence[float] = ()
-    worker_seconds: float | None = None
+    worker_seconds: Mapping[str, float] | None = None
     wants_first_image: bool = False
 
 
@@ -103,7 +103,7 @@ def summarise(run: Run, context: Context) -> Summary:
         mask_area=_mean(context.areas),
         mask_ratio=_mean(_facts(completed, "mask_ratio")),
         hit_ratio=_mean([fact == "hit" for fact in _facts(completed, "cache") if fact != "off"]),
-        worker_seconds=context.worker_seconds,
+        worker_seconds=None if context.worker_seconds is None else dict(context.worker_seconds),
         stage_ms=_stage_means(_facts(completed, "ms")),
         client_late_ms=1e3 * percentile([outcome.sent - outcome.due for outcome in outcomes] or [0.0], 0.99),
         client_cpu_ms=1e3 * run.cpu_seconds / max(1, len(outcomes)),

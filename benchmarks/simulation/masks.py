@@ -22,6 +22,11 @@ _PUBLIC = (
 _SHARES = tuple(index / 20 for index in range(21))
 
 
+def whole(random: np.random.Generator, number: int) -> Ratios:
+    """Every token is computed."""
+    return np.ones(number)
+
+
 def reference(random: np.random.Generator, number: int) -> Ratios:
     """Gamma of shape 1.6 and mean 0.15."""
     return random.gamma(1.6, 0.15 / 1.6, number).clip(1e-4, 1.0)
@@ -44,4 +49,10 @@ def tryon(random: np.random.Generator, number: int) -> Ratios:
     return random.beta(3.7, 6.9, number).clip(1e-4, 1.0)
 
 
-MASKS: dict[str, Draw] = {"reference": reference, "production": production, "public": public, "tryon": tryon}
+MASKS: dict[str, Draw] = {
+    "whole": whole,
+    "reference": reference,
+    "production": production,
+    "public": public,
+    "tryon": tryon,
+}

@@ -23,6 +23,13 @@ MIX = Scenario(
 )
 """Of 300 templates, 4.4 GB each, an engine's device holds 14 and its host memory 43, cold at the start."""
 
+ONE_AT_A_TIME = replace(REFERENCE, name="one-at-a-time", masks="whole", max_num_seqs=1, load=0.95, num_edits=2000)
+"""What serves edits without caching, batching or masks."""
+
+_SAME_RATE = replace(REFERENCE, name="same-rate", masks="production", num_edits=2000)
+SAME_RATE = replace(_SAME_RATE, load=ONE_AT_A_TIME.load * ONE_AT_A_TIME.capacity / _SAME_RATE.capacity)
+"""Mask-aware and batched, at the rate that nearly fills those."""
+
 SCENARIOS: dict[str, Scenario] = {
     "reference": REFERENCE,
     "mix": MIX,
@@ -31,6 +38,8 @@ SCENARIOS: dict[str, Scenario] = {
     "public": replace(REFERENCE, name="public", masks="public", num_edits=2000),
     "tryon": replace(REFERENCE, name="tryon", masks="tryon", num_edits=2000),
     "bursty": replace(REFERENCE, name="bursty", burstiness=0.25, load=0.65, num_edits=2000),
+    "one-at-a-time": ONE_AT_A_TIME,
+    "same-rate": SAME_RATE,
     "two-engines": replace(
         MIX,
         name="two-engines",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -11,10 +11,10 @@ import msgspec
 from core.load_report import CacheStats, EngineStats, LoadReport, StepSample
 from core.model_info import ModelInfo
 from engine.async_engine import AsyncEngine
-from engine.engine_metrics import sum_cache_stats
+from engine.engine_metrics import sum_by_key, sum_cache_stats
 
 _LOAD_FIELDS = ("num_received", "num_running", "num_waiting", "base_seconds", "priming_seconds", "drain_seconds")
-_TOTAL_FIELDS = ("steps", "batch_tokens", "batch_requests", "tokens_skipped", "prime_chunks", "busy_seconds")
+_TOTAL_FIELDS = ("steps", "batch_tokens", "batch_requests", "tokens_skipped", "prime_chunks")
 
 
 def engine_stats(engine: AsyncEngine, num_steps: int, shown: Callable[[str], str]) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def engine_stats(engine: AsyncEngine, num_steps: int, shown: Callable[[str], str
             _engine(index, *facts) | _steps(engine, index, num_steps, shown)
             for index, facts in enumerate(zip(engine.alive, engine.loads, every, strict=True))
         ],
-        "totals": {field: sum(getattr(stats, field) for stats in known) for field in _TOTAL_FIELDS},
+        "totals": _totals(known),
         "cache": _cache(sum_cache_stats(stats.cache for stats in known)) if any(s.cache for s in known) else None,
         "templates": _templates(engine),
         "models": [_model(model) for model in engine.models.values()],
@@ -57,10 +57,16 @@ def _engine(index: int, alive: bool, load: LoadReport | None, stats: EngineStats
         "load": None if load is None or not alive else {field: getattr(load, field) for field in _LOAD_FIELDS},
         "stage_seconds": None if stats is None else stats.stage_seconds,
         "resident_models": None if stats is None else msgspec.to_builtins(stats.resident_models),
-        "totals": None if stats is None else {field: getattr(stats, field) for field in _TOTAL_FIELDS},
+        "totals": None if stats is None else _totals([stats]),
         "cost_model": None if stats is None else {"r_squared": stats.r_squared},
         "cache": None if stats is None or stats.cache is None else _cache(stats.cache),
     }
+
+
+def _totals(known: Sequence[EngineStats]) -> dict[str, Any]:
+    """busy_seconds: by stage."""
+    totals: dict[str, Any] = {field: sum(getattr(stats, field) for stats in known) for field in _TOTAL_FIELDS}
+    return totals | {"busy_seconds": sum_by_key(stats.busy_seconds for stats in known)}
 
 
 def _steps(engine: AsyncEngine, index: int, num_steps: int, shown: Callable[[str], str]) -> dict[str, Any]:

@@ -45,7 +45,10 @@ def test_what_is_there_is_not_measured_again(results: Results) -> None:
 
 def run(system: str, throughput: float, load: float, rate: float) -> Result:
     outcomes = [Outcome(0.0, 0.0, 10 / throughput, None, "", {"ms": {"queue": 5.0, "denoise": 50.0}})] * 10
-    summary = summarise(Run(outcomes, 10 / throughput, 0.1), Context(worker_seconds=8 / throughput, request_rate=rate))
+    summary = summarise(
+        Run(outcomes, 10 / throughput, 0.1),
+        Context(worker_seconds={"prime": 2 / throughput, "denoise": 6 / throughput}, request_rate=rate),
+    )
     return {"system": system, "load": load, "seed": 0} | as_json(summary)
 
 
@@ -64,6 +67,8 @@ def test_the_document_says_what_the_files_say(results: Results, tmp_path: Path) 
     assert "Mean latency 1.0x lower." in text
     assert "![Latency and queue time by rate](benchmarks_rates.svg)" in text
     assert (folder / "benchmarks_rates.svg").read_text().startswith("<?xml")
+    assert "| prime | 50.0 |" in text
+    assert "| **worker, all** | **200.0** |" in text
     assert "## Quality" not in text  # nothing was measured
 
 
@@ -117,13 +122,15 @@ def test_every_system_gets_the_same_warm_ups(results: Results, counting: Countin
         def target(self, name: str) -> Target:
             return Target(counting.url)
 
-    part = ServingPart(OneServer(Setting("any")), replace(SHORT, warm_ups=3), results)
+    part = ServingPart(
+        OneServer(Setting("any")), replace(SHORT, warm_ups=3, throughput_edits=2, aware_share=2), results
+    )
     sent = {}
     for name in SYSTEMS:
         counting.num_edits = 0
-        part._throughput(name, "public", 1, 2)
+        part._throughput(name, "public", SHORT.steps)
         sent[name] = counting.num_edits
-    assert sent == dict.fromkeys(SYSTEMS, 5)
+    assert sent == {name: 3 + (4 if system.is_mask_aware else 2) for name, system in SYSTEMS.items()}
 
 
 def test_baselines_keep_connections_longer_than_clients() -> None:
@@ -138,6 +145,9 @@ def test_every_part_has_its_section_and_plot(results: Results, tmp_path: Path) -
     results.put("mask-ratio/step", {"lines": [step | {"shape": "a"}, step | {"shape": "b"}]})
     edit = {"exact_s": 0.4, "warm_s": 0.2, "cold_s": 0.3, "exact_denoise_s": 0.3, "warm_speedup": 2.0}
     results.put("mask-ratio/edit", {"lines": [edit | {"mask_ratio": ratio} for ratio in (0.1, 0.5)]})
+    fleet = {"offered": 2.5, "utilization": 0.9, "p95": 8.0}
+    for scenario, mean in (("one-at-a-time", 6.0), ("same-rate", 0.5)):
+        results.put(f"fleet/{scenario}", {"lines": [fleet | {"scenario": scenario, "mean": mean}]})
     names = ("p95_s", "mean_s", "inference_p95_s", "interruptions_mean", "foreign_cores")
     kinds = ("static", "continuous", "disaggregated")
     results.put("batching", {"lines": [{f"{kind}_{name}": 1.5 for kind in kinds for name in names}]})
@@ -148,7 +158,7 @@ def test_every_part_has_its_section_and_plot(results: Results, tmp_path: Path) -
     figures += ("colour", "pattern", "feature_distance", "outside_error_mean", "seconds_per_edit")
     system = {"num_edits": 25} | dict.fromkeys(figures, 0.5)
     quality = {"masks": "box", "steps": 8, "num_edits": 100, "first_block_cache": 0.4, "systems": {"Stencil": system}}
-    results.put("quality", {"lines": [quality]})
+    results.put("quality/box", {"lines": [quality]})
     for name in ("large/diffusers", "large/stencil"):
         results.put(name, run(name.partition("/")[2], 2.0, 1.0, 1.0))
     folder = tmp_path / "docs"
@@ -159,6 +169,7 @@ def test_every_part_has_its_section_and_plot(results: Results, tmp_path: Path) -
         "| 0.10 | 400 | 200 | 300 | 2.00x |",
         "| Stencil (25) | 0.5000 / 0.5000 |",
         "| mix | mask-aware | 3.00 |",
+        "Mean latency 12.0x lower.",
     ):
         assert row in text
     assert {path.stem for path in folder.glob("*.svg")} == {

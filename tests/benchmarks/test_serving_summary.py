@@ -24,7 +24,9 @@ def outcome(due: float, latency: float, error: str = "", facts: dict[str, Any] |
 
 def test_rates_latencies_and_slos() -> None:
     outcomes = [outcome(float(i), 0.5 if i < 8 else 2.0) for i in range(10)]
-    context = Context(slo_ms=1000, request_rate=1.0, areas=(0.1, 0.2), worker_seconds=4.0, wants_first_image=True)
+    context = Context(
+        slo_ms=1000, request_rate=1.0, areas=(0.1, 0.2), worker_seconds={"all": 4.0}, wants_first_image=True
+    )
     summary = summarise(Run(outcomes, seconds=11.0, cpu_seconds=0.02), context)
     assert summary.throughput == pytest.approx(10 / 11)
     assert summary.goodput == pytest.approx(8 / 11)

@@ -214,7 +214,7 @@ def test_metrics_of_two_engines(seen: Seen) -> None:
     model = "tiny/fill"
     assert [metrics[f"stencil:engine_alive,{engine}"] for engine in (0, 1)] == [1, 1]
     assert sum(metrics[f"stencil:router_requests_total,{engine}"] for engine in (0, 1)) == 5
-    assert all(metrics[f"stencil:worker_busy_seconds_total,{engine}"] > 0 for engine in (0, 1))
+    assert all(metrics[f"stencil:worker_busy_seconds_total,{engine},denoise"] > 0 for engine in (0, 1))
     assert metrics[f"stencil:request_success_total,stop,{model}"] == 4
     assert metrics["stencil:request_rejects_total,invalid"] == 2
     assert metrics["stencil:image_processor_deaths_total"] == 1

@@ -42,7 +42,7 @@ def engine_stats(
         batch_requests=3 * steps,
         tokens_skipped=10 * tokens,
         prime_chunks=steps,
-        busy_seconds=busy,
+        busy_seconds={"denoise": busy, "prime": busy},
         cache=cache,
         recent_steps=samples,
     )
@@ -138,7 +138,11 @@ def test_totals_become_counters_across_restarts_and_engines() -> None:
     seen = values(metrics)
     assert seen["stencil:steps_total"] == 8
     assert seen["stencil:tokens_computed_total"] == 750
-    assert (seen["stencil:worker_busy_seconds_total,0"], seen["stencil:worker_busy_seconds_total,1"]) == (2.0, 0.0)
+    metrics.expect(["m"], num_engines=2)
+    seen = values(metrics)
+    stages = ("denoise", "prime", "decode")
+    assert [seen[f"stencil:worker_busy_seconds_total,0,{stage}"] for stage in stages] == [2.0, 2.0, 0.0]
+    assert [seen[f"stencil:worker_busy_seconds_total,1,{stage}"] for stage in stages] == [0.0, 0.0, 0.0]
     assert seen["stencil:tokens_skipped_total"] == 7500
     assert seen["stencil:prime_chunks_total"] == 8
 

@@ -46,7 +46,7 @@ STATS = EngineStats(
     batch_requests=0,
     tokens_skipped=0,
     prime_chunks=0,
-    busy_seconds=0.0,
+    busy_seconds={"denoise": 0.0},
     recent_steps=(StepSample(1, 1, 0.1, 0.1, 0.1),),
     cache=CACHE,
 )

@@ -156,7 +156,7 @@ STATS = EngineStats(
     batch_requests=0,
     tokens_skipped=0,
     prime_chunks=0,
-    busy_seconds=0.0,
+    busy_seconds={},
 )
 
 

@@ -248,7 +248,7 @@ STATS = EngineStats(
     batch_requests=8,
     tokens_skipped=900,
     prime_chunks=5,
-    busy_seconds=0.5,
+    busy_seconds={"denoise": 0.5},
     cache=CACHE,
 )
 
@@ -274,10 +274,17 @@ async def test_engine_stats(client: httpx.AsyncClient, engine: FakeEngine) -> No
 
 async def test_what_engines_did_together(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     other = msgspec.structs.replace(CACHE, hits={"host": 1}, misses=9, used_bytes={"host": 50, "disk": 7})
-    engine.stats = (STATS, msgspec.structs.replace(STATS, steps=6, busy_seconds=1.0, cache=other))
+    engine.stats = (
+        STATS,
+        msgspec.structs.replace(STATS, steps=6, busy_seconds={"denoise": 1.0, "prime": 0.2}, cache=other),
+    )
     stats = (await client.get("/v1/engine/stats")).json()
     totals, cache = stats["totals"], stats["cache"]
-    assert (totals["steps"], totals["tokens_skipped"], totals["busy_seconds"]) == (10, 1800, 1.5)
+    assert (totals["steps"], totals["tokens_skipped"], totals["busy_seconds"]) == (
+        10,
+        1800,
+        {"denoise": 1.5, "prime": 0.2},
+    )
     assert (cache["hit_ratio"], cache["hits"]) == (0.5, {"host": 7, "disk": 3})
     assert cache["used_bytes"] == {"host": 150, "disk": 7}
     engine.alive, engine.loads = (True, False), (LOAD, LOAD)
