@@ -17,7 +17,7 @@ import msgspec
 
 from core.model_card import CheckpointCard, FamilyCard
 from core.model_info import ModelInfo
-from entrypoints.serve_args import parse_adapter
+from entrypoints.flag_types import named_adapter
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = ((512, 512), (768, 768), (1024, 768), (1024, 1024), (1536, 1024))
@@ -112,7 +112,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         dest="loras",
         action="append",
         default=[],
-        type=parse_adapter,
+        type=named_adapter,
         metavar="NAME=PATH",
         help="an adapter that is to fit it; may be repeated",
     )

@@ -1,0 +1,76 @@
+"""What a flag's text may be: each takes the text and raises argparse.ArgumentTypeError, which says what is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from core.config import AdapterConfig
+
+_PAGE_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # other spellings
+_UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
+_MAX_CACHE_BYTES = 2**46  # address space that a process can have
+
+
+def whole_number(low: int, high: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"[+-]?[0-9]{1,18}", text) or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from {low} to {high}")
+        return int(text)
+
+    return parse
+
+
+def byte_count(text: str) -> int:
+    match = re.fullmatch(r"([0-9]{1,18})([KMG]?)(?:i?B)?", text, re.IGNORECASE)
+    size = int(match[1]) * _UNITS[match[2].upper()] if match else -1
+    if not 0 <= size <= _MAX_CACHE_BYTES:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of bytes, such as 1000000, 512M or 4G")
+    return size
+
+
+def keyframes(text: str) -> str:
+    if text not in ("auto", "per-step") and not (re.fullmatch(r"[0-9]{1,2}", text) and 2 <= int(text) <= 64):
+        raise argparse.ArgumentTypeError(f"'{text}' is none of auto, per-step, 2 to 64")
+    return text
+
+
+def page_dtype(text: str) -> str:
+    return _PAGE_DTYPES.get(text, text)
+
+
+def decimal(low: float, high: float) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"'{text}' is not a number from {low:g} to {high:g}")
+        return value
+
+    return parse
+
+
+def http_url(text: str) -> str:
+    if text and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", text):
+        raise argparse.ArgumentTypeError(f"'{text}' is not an http:// or https:// URL")
+    return text
+
+
+def named_adapter(text: str) -> AdapterConfig:
+    """NAME=PATH. Raises argparse.ArgumentTypeError."""
+    name, _, path = text.partition("=")
+    if not re.fullmatch(r"[\w.:-]+", name) or not path:
+        raise argparse.ArgumentTypeError(f"'{text}' is not NAME=PATH, with a name of letters, digits and _ . : -")
+    if not Path(path).expanduser().exists():
+        raise argparse.ArgumentTypeError(f"there is no file '{path}'")
+    return AdapterConfig(name, path)
+
+
+def device(text: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", text):
+        raise argparse.ArgumentTypeError(f"'{text}' is none of auto, cpu, cuda, cuda:N")
+    return text
