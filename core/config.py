@@ -83,19 +83,27 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The activation cache's limits, in bytes per engine, and what it keeps.
 
-    device_bytes: device memory for pages; 0 on a CPU uses host pages in place. host_bytes: shared memory for pages.
+    device_bytes: device memory for pages; None: on a GPU what is left of `gpu_memory_utilization` (0..1), its share of
+    all memory there, when weights and the largest batch have theirs; 0: none, and a CPU reads host pages in place.
+    host_bytes: shared memory for pages.
     disk_bytes: files in `directory` ("" = stencil/pages in the user's cache folder), 0 = none; shared by all engines
     that name the same folder. admission: always keeps an edit's pages while there is room, manual only those of
     templates that were registered. block_plan: auto may compute leading blocks in full while pages come from a slower
-    tier.
+    tier. Raises ConfigError for a share that is none.
     """
 
-    device_bytes: int = 0
+    device_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
     host_bytes: int = 4 * 1024**3
     disk_bytes: int = 0
     directory: str = ""
     admission: Literal["always", "manual"] = "always"
     block_plan: Literal["off", "auto"] = "off"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.gpu_memory_utilization <= 1:
+            share = f"{self.gpu_memory_utilization:g}"
+            raise ConfigError(f"--gpu-memory-utilization {share} is no share: above 0, at most 1")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,17 +126,26 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     otlp_traces_endpoint: str = ""  # URL that spans are sent to; "" = none are made
 
     def __post_init__(self) -> None:
-        if self.workers_per_engine > 1 and self.cache.device_bytes > 0:
+        if self.workers_per_engine > 1 and self.cache.device_bytes:
             raise ConfigError(
                 f"{self.workers_per_engine} workers cannot share pages in device memory: the last worker decodes, "
                 "and these pages lie with the first; give --workers-per-engine 1 or --cache-device-bytes 0"
             )
         numbered = next((model.device for model in self.models if ":" in model.device), None)
-        if numbered and self.workers_per_engine * self.data_parallel_size > 1:
+        if numbered and self.num_workers > 1:
             raise ConfigError(
                 f"--device {numbered} is one device, and each worker takes one of its own; give --device "
                 f"{numbered.partition(':')[0]}, or one engine with one worker"
             )
+
+    @property
+    def num_workers(self) -> int:
+        """Of all engines on this machine."""
+        return self.workers_per_engine * self.data_parallel_size
+
+    def device_index(self, rank: int) -> int:
+        """The place of a worker of this engine among all workers: the GPU it takes where no other one was named."""
+        return self.workers_per_engine * self.data_parallel_rank + rank
 
 
 class ImageConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -54,6 +54,7 @@ class AsyncEngine:
         self.config = config
         self.metrics = metrics or Metrics()
         self.models: dict[str, ModelInfo] = {}  # name -> info; empty until ready
+        self.cache = config.engine.cache  # with what the engines found they have, once ready
         self.templates = TemplateStore(config.template_bytes)
         self.captures = Captures(self)
         self.door = Door(self)
@@ -91,6 +92,7 @@ class AsyncEngine:
         models = await self.router.ready()
         self.metrics.expect(models, self.config.engine.data_parallel_size)
         self.metrics.name_adapters([model.name for model in models.values() if model.parent])
+        self.cache = self.router.cache
         self.models = models
 
     async def shutdown(self, drain_seconds: float) -> None:

@@ -66,7 +66,7 @@ class Captures:
         return template.id
 
     def _is_useful(self, model: ModelInfo, num_tokens: int) -> bool:
-        cache = self._engine.config.engine.cache
+        cache = self._engine.cache
         return cache.admission == "always" and can_prime_ahead(model, cache, num_tokens)
 
     async def _prime(self, template: Template, model: ModelInfo) -> None:

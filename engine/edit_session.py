@@ -268,7 +268,7 @@ class EditSession:
     def _exact_reason(self) -> ExactReason | None:
         prepared = self._prepared
         assert prepared is not None
-        engine = self._engine.config.engine
+        engine = msgspec.structs.replace(self._engine.config.engine, cache=self._engine.cache)
         return why_exact(self._sampling, self._model, engine, prepared.active.size, self._num_tokens)
 
     def _hear(self, output: RequestOutput) -> None:

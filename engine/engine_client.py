@@ -59,8 +59,9 @@ Waiter = Callable[[RequestOutput], None]
 """Called in the event loop with every output of one request; must not block or raise."""
 
 
-OnReady = Callable[[dict[str, ModelInfo]], None]
-"""Called once, with the models by name, before anything else that the engine says is handed out."""
+OnReady = Callable[[dict[str, ModelInfo], int], None]
+"""Called once, with the models by name and the bytes that pages may take on the device, before anything else that the
+engine says is handed out."""
 
 OnReport = Callable[[LoadReport, EngineStats | None], None]
 """Called with what an engine says of itself, before its outputs are handed out."""
@@ -249,7 +250,7 @@ class EngineClient:
                 self._serves_in_time()
                 models = {info.name: info for info in message.models}
                 self._ready.set_result(models)
-                self._on_ready(models)
+                self._on_ready(models, message.device_page_bytes)
             case EngineFailed():
                 if message.failure.detail:
                     logger.error("the engine failed: %s\n%s", message.failure.message, message.failure.detail)

@@ -102,11 +102,13 @@ def _page_arena(config: EngineConfig) -> Arena:
 
 async def _run_engine(config: EngineConfig, executor: Executor, link: _Link, trace: EngineTrace) -> None:
     models = await executor.ready()
-    scheduler = StepScheduler(config.scheduler, models, config.workers_per_engine, cache=config.cache)
+    page_bytes = executor.device_page_bytes
+    cache = msgspec.structs.replace(config.cache, device_bytes=page_bytes)
+    scheduler = StepScheduler(config.scheduler, models, config.workers_per_engine, cache=cache)
     for sample in executor.cost_samples:
         scheduler.cost.observe(scheduler.cost_key(sample.model, sample.stage), sample.work, sample.seconds)
     core = EngineCore(scheduler, executor, link.emit, trace, config.hang_seconds)
-    link.emit(EngineReady(models=tuple(models.values())))
+    link.emit(EngineReady(models=tuple(models.values()), device_page_bytes=page_bytes))
     async with asyncio.TaskGroup() as tasks:
         feeders = [tasks.create_task(link.feed(core)), tasks.create_task(_feed_results(executor, core))]
         await core.run()

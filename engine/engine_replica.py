@@ -12,6 +12,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Literal, Protocol
 
+import msgspec
+
 from core.config import EngineConfig
 from core.errors import ConfigError, EngineDeadError, StencilError
 from core.ipc.logs import of_request
@@ -66,6 +68,7 @@ class EngineReplica:
     def __init__(self, config: EngineConfig, arena: Arena, watcher: ReplicaWatcher) -> None:
         self.rank = config.data_parallel_rank
         self.error: StencilError | None = None  # why it is never started again, once it is not
+        self.cache = config.cache  # what it was found to have is in it from its first start on
         self._config = config
         self._arena = arena
         self._watcher = watcher
@@ -139,7 +142,7 @@ class EngineReplica:
         on_report = partial(self._watcher.on_report, self.rank)
         return EngineClient(self._config, self._arena, self._on_ready, on_report, self._start_seconds)
 
-    def _on_ready(self, models: dict[str, ModelInfo]) -> None:
+    def _on_ready(self, models: dict[str, ModelInfo], device_page_bytes: int) -> None:
         if self._models is not None and models != self._models:
             self._client.fail(ConfigError("the engine no longer serves its models in the same way"))
             return
@@ -147,6 +150,9 @@ class EngineReplica:
         if self._models is None:
             patience = max(MIN_RESTART_SECONDS, RESTART_PATIENCE * (self._up_since - self._started))
             self._start_seconds = min(self._start_seconds, patience)
+            # Measured once: whether a picture's pages fit must not change with a restart.
+            self.cache = msgspec.structs.replace(self.cache, device_bytes=device_page_bytes)
+            self._config = msgspec.structs.replace(self._config, cache=self.cache)
         self._models = models
         while self._late_drops:
             self._client.drop(*self._late_drops.pop())

@@ -18,7 +18,7 @@ from functools import partial
 import msgspec
 
 from core.admission import Outlook
-from core.config import StencilConfig
+from core.config import CacheConfig, StencilConfig
 from core.errors import ConfigError, EngineDeadError, StencilError
 from core.failure import NEVER_BEGUN, Failure
 from core.fleet import EditShape, Fleet
@@ -119,6 +119,11 @@ class Router:
             )
         self._models = models
         return models
+
+    @property
+    def cache(self) -> CacheConfig:
+        """The engines' limits, once they are ready: the least device memory for pages that any of them has."""
+        return min((replica.cache for replica in self._replicas), key=lambda cache: cache.device_bytes or 0)
 
     async def failed(self) -> StencilError:
         """Wait until the last engine is given up and return why; never returns while one serves or is started anew."""

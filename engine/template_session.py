@@ -84,7 +84,7 @@ class TemplateSession:
     @property
     def can_prime(self) -> bool:
         """Whether this template has pages that can be made now, and fit."""
-        return can_prime_ahead(self._model, self._engine.config.engine.cache, self.num_tokens)
+        return can_prime_ahead(self._model, self._engine.cache, self.num_tokens)
 
     async def prime(self) -> TemplatePrimed:
         """Have its pages made. Raises EngineError, or OverloadedError when the server shuts down."""

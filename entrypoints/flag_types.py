@@ -31,6 +31,11 @@ def byte_count(text: str) -> int:
     return size
 
 
+def auto_or_bytes(text: str) -> int | None:
+    """None: auto."""
+    return None if text == "auto" else byte_count(text)
+
+
 def keyframes(text: str) -> str:
     if text not in ("auto", "per-step") and not (re.fullmatch(r"[0-9]{1,2}", text) and 2 <= int(text) <= 64):
         raise argparse.ArgumentTypeError(f"'{text}' is none of auto, per-step, 2 to 64")

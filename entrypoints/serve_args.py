@@ -83,6 +83,7 @@ def _config(args: argparse.Namespace) -> StencilConfig:
     )
     cache = CacheConfig(
         device_bytes=args.cache_device_bytes,
+        gpu_memory_utilization=args.gpu_memory_utilization,
         host_bytes=args.cache_host_bytes,
         disk_bytes=args.cache_disk_bytes,
         directory=args.cache_dir,

@@ -18,6 +18,7 @@ from core.config import (
 )
 from entrypoints.api_keys import KEY_VARIABLE, KEYS_VARIABLE
 from entrypoints.flag_types import (
+    auto_or_bytes,
     byte_count,
     decimal,
     device,
@@ -261,8 +262,23 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_tier_flags(group: argparse._ArgumentGroup) -> None:
     cache = CacheConfig()
+    group.add_argument(
+        "--gpu-memory-utilization",
+        default=cache.gpu_memory_utilization,
+        type=decimal(0.01, 1),
+        metavar="SHARE",
+        help="of a GPU's memory that a worker may take; what weights and the largest batch leave of it is for cached "
+        "activations",
+    )
+    group.add_argument(
+        "--cache-device-bytes",
+        default="auto",
+        type=auto_or_bytes,
+        metavar="BYTES",
+        help="device memory for cached activations; auto: what --gpu-memory-utilization leaves; 0: none, and a CPU "
+        "reads the host's; a number of bytes, or with K, M or G",
+    )
     for flag, default, what in (
-        ("--cache-device-bytes", cache.device_bytes, "device memory for cached activations; 0: a CPU reads the host's"),
         ("--cache-host-bytes", cache.host_bytes, "shared memory for cached activations, of each engine"),
         ("--cache-disk-bytes", cache.disk_bytes, "files of cached activations, made of users' images; 0: none"),
         ("--template-bytes", StencilConfig().template_bytes, "encoded uploads kept for registered templates"),

@@ -174,14 +174,14 @@ class Batches:
         assert self.info.page_scheme is not None
         num_blocks = self.info.page_scheme.layout.num_blocks
         blocks = max(1, int(num_blocks * share))
-        tokens = self._num_all_tokens
+        tokens = self.num_row_tokens
         work = Work((tokens * blocks // num_blocks,) * keyframes, (tokens,) * keyframes)
         return "prime", work, lambda: self.family.prime([self._prime_row] * keyframes, (0, blocks))
 
     def denoise(self, mix: Sequence[float]) -> Timed:
         """A step of requests with these shares of active tokens; 1 is an exact one."""
         rows = [self._row(share) for share in mix]
-        keys = self._num_all_tokens
+        keys = self.num_row_tokens
         queries = [keys if row.active is None else self._text_tokens + len(row.active) for row in rows]
         work = Work.of_pairs((number, keys) for number in queries)
         return "denoise", work, lambda: self.family.predict(rows)
@@ -242,7 +242,8 @@ class Batches:
         return self.info.max_text_tokens + self.info.text_tokens_beside(self._side(1.0), self._side(1.0))
 
     @property
-    def _num_all_tokens(self) -> int:
+    def num_row_tokens(self) -> int:
+        """Tokens of an exact row: of text, picture and condition."""
         return self._text_tokens + (1 + self.info.conditions_per_token) * self._num_tokens
 
     @property

@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack, suppress
 from typing import Self
 
 import msgspec
+from msgspec import structs
 
 from core.config import EngineConfig
 from core.errors import EngineDeadError
@@ -46,7 +47,9 @@ class Executor:
         self, config: EngineConfig, arena_id: int, arena_fd: int, page_arena_id: int, page_arena_fd: int
     ) -> None:
         """arena: pictures and tensors on their way. page arena: the host tier of the activation cache."""
-        self.cost_samples: tuple[CostSample, ...] = ()  # what the workers measured; known once they are ready
+        # What the workers measured; known once they are ready.
+        self.cost_samples: tuple[CostSample, ...] = ()
+        self.device_page_bytes = 0
         self._config = config
         self._arena_ids = arena_id, page_arena_id
         self._arena_fds = arena_fd, page_arena_fd
@@ -79,6 +82,8 @@ class Executor:
                 case WorkerReady():
                     models |= {info.name: info for info in message.models}
                     self.cost_samples += message.samples
+                    if message.rank == 0:  # the pages' own
+                        self.device_page_bytes = message.device_page_bytes
                 case WorkerFailed():
                     raise message.failure.to_error()
                 case _:
@@ -107,9 +112,11 @@ class Executor:
             rank,
             config.models,
             *self._arena_ids,
-            config.cache,
-            num_workers=config.workers_per_engine * config.data_parallel_size,
-            device_index=config.workers_per_engine * config.data_parallel_rank + rank,
+            # Of several workers the last one decodes, and could not read what lies on the first one's device.
+            config.cache if config.workers_per_engine == 1 else structs.replace(config.cache, device_bytes=0),
+            config.scheduler,
+            num_workers=config.num_workers,
+            device_index=config.device_index(rank),
         )
 
 

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 
 from core.config import ModelConfig, Quantization
 from core.errors import ConfigError
+from model_executor.devices import resolve_device
 from model_executor.hub import DEFAULTS, INDEX, download
 from model_executor.models.parts import IN_PLACE_OF, MODULES
 from model_executor.quantization import QUANTIZED, check_method, check_wish, for_device, load_options, stored_method
@@ -55,15 +56,15 @@ class Checkpoint:
     quantization: Quantization = "none"  # of the transformer, while it is loaded
 
     @classmethod
-    def open(cls, model: ModelConfig, device_index: int = 0) -> Checkpoint:
+    def open(cls, model: ModelConfig, device_index: int = 0, num_workers: int = 1) -> Checkpoint:
         """Find the checkpoint and read its index; a hub id is downloaded first. device_index: the GPU that is taken
-        where no other one was named. Raises ConfigError.
+        where no other one was named, by one of `num_workers`. Raises ConfigError.
         """
+        device = resolve_device(model.device, device_index, num_workers)  # before a download
         path = _locate(model.model, model.variant)
         index = _read_json(path / INDEX)
         if "_class_name" not in index:
             raise ConfigError(f"{path / INDEX} names no _class_name; is this a diffusers checkpoint?")
-        device = resolve_device(model.device, device_index)
         dtype = resolve_dtype(model.dtype, device)
         checkpoint = cls(path, index, _read_defaults(path), dtype, device, model.variant, model.quantization)
         checkpoint._check_variant()
@@ -168,31 +169,6 @@ class Checkpoint:
         if name not in MODULES:
             raise ConfigError(f"{self.path}: {part} is of class {name}; supported: {', '.join(sorted(MODULES))}")
         return getattr(importlib.import_module(MODULES[name]), IN_PLACE_OF.get(name, name))
-
-
-def resolve_device(name: str, index: int = 0) -> torch.device:
-    """`auto` takes a GPU when there is one, of several the one at `index`, as does `cuda`. Raises ConfigError."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"unknown device {name!r}; use auto, cpu, cuda or cuda:N") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device {name} was asked for, but PyTorch sees no GPU; use --device cpu")
-    if device.type == "cuda" and device.index is None:
-        return _gpu(index)
-    return device
-
-
-def _gpu(index: int) -> torch.device:
-    """Raises ConfigError where there are fewer."""
-    if index >= torch.cuda.device_count():
-        raise ConfigError(
-            f"worker {index} would need a GPU of its own, but PyTorch sees {torch.cuda.device_count()}; "
-            "give a smaller --data-parallel-size or --workers-per-engine"
-        )
-    return torch.device("cuda", index)
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:

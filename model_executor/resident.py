@@ -64,17 +64,26 @@ class ResidentModels:
 
     @classmethod
     def open(
-        cls, configs: Sequence[ModelConfig], *, has_device_tier: bool = False, device_index: int = 0
+        cls,
+        configs: Sequence[ModelConfig],
+        *,
+        has_device_tier: bool = False,
+        device_index: int = 0,
+        num_workers: int = 1,
     ) -> ResidentModels:
-        """has_device_tier: there is room for pages in device memory, which a GPU cannot do without. device_index: the
-        GPU that is taken where no other one was named. Raises ConfigError for a checkpoint that cannot be served.
+        """has_device_tier: there may be pages in device memory, which a GPU cannot do without. device_index: the GPU
+        that is taken where no other one was named, by one of `num_workers`. Raises ConfigError for a checkpoint that
+        cannot be served.
         """
-        checkpoints = {config.name: Checkpoint.open(config, device_index) for config in configs}
+        checkpoints = {config.name: Checkpoint.open(config, device_index, num_workers) for config in configs}
         for checkpoint in checkpoints.values():
             if checkpoint.device.type == "cuda":
                 torch.cuda.set_device(checkpoint.device)  # what names no device means this one, not the first
         if any(checkpoint.device.type != "cpu" for checkpoint in checkpoints.values()) and not has_device_tier:
-            logger.warning("every token is computed: mask-aware edits on a GPU need --cache-device-bytes")
+            logger.warning(
+                "every token is computed: mask-aware edits on a GPU need pages in its memory, so "
+                "--workers-per-engine 1 and a --cache-device-bytes other than 0"
+            )
             configs = [msgspec.structs.replace(config, mask_aware=False) for config in configs]
         families = {name: make_family(checkpoint) for name, checkpoint in checkpoints.items()}
         for checkpoint in checkpoints.values():

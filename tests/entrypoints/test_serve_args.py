@@ -130,6 +130,18 @@ def test_device_pages_and_several_workers_exclude_each_other(capsys: pytest.Capt
         EngineConfig(workers_per_engine=2, cache=CacheConfig(device_bytes=1))
 
 
+def test_device_pages_take_what_the_share_leaves(capsys: pytest.CaptureFixture[str]) -> None:
+    cache = parse_options([]).config.engine.cache
+    assert (cache.device_bytes, cache.gpu_memory_utilization) == (None, 0.9)
+    flags = ["--gpu-memory-utilization", "0.45", "--cache-device-bytes"]
+    assert parse_options([*flags, "auto"]).config.engine.cache == CacheConfig(gpu_memory_utilization=0.45)
+    assert parse_options([*flags, "0"]).config.engine.cache.device_bytes == 0
+    for bad in ("0", "1.5", "90"):
+        with pytest.raises(SystemExit, match="2"):
+            parse_options(["--gpu-memory-utilization", bad])
+        assert "--gpu-memory-utilization" in capsys.readouterr().err
+
+
 def test_help_tells_every_default(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         parse_options(["--help"])

@@ -1,0 +1,65 @@
+"""How much of a device's memory is left for pages, once the models are there and their largest batches have run."""
+
+from __future__ import annotations
+
+import msgspec
+
+from core.errors import ConfigError
+
+_GIB = 1024**3
+_WHOLE = 1024**2
+"""A budget is a multiple of so many bytes."""
+
+REMEDIES = (
+    "have less run together (--max-num-seqs, --max-num-batched-tokens), quantise the weights (--quantization), "
+    "allow more of the device (--gpu-memory-utilization), or cache nothing (--no-mask-aware)"
+)
+
+
+class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """A device as a worker finds it, in bytes. taken: by this worker, weights and what libraries took. peak: what its
+    largest batch needs besides. free: that nobody has taken, others' share left out.
+    """
+
+    total: int
+    taken: int
+    peak: int
+    free: int
+
+
+def page_bytes(memory: DeviceMemory, utilization: float, least: int) -> int:
+    """Bytes that pages may take: what `utilization` (0..1) of the device leaves over, as far as it is free.
+
+    As vLLM counts, the share is this worker's own: two of them may take 0.45 each of one device. Raises ConfigError
+    where it is less than `least`, the pages of one picture, without which nothing is mask-aware.
+    """
+    allowed = int(memory.total * utilization) - memory.taken - memory.peak
+    room = min(allowed, memory.free - memory.peak) // _WHOLE * _WHOLE
+    if room < least:
+        raise ConfigError(_why(memory, utilization, least, is_others=allowed >= least))
+    return room
+
+
+def _why(memory: DeviceMemory, utilization: float, least: int, is_others: bool) -> str:
+    own = f"the model takes {_gib(memory.taken)} and its largest batch {_gib(memory.peak)}"
+    if is_others:
+        return (
+            f"no device memory is left for pages: {own}, one picture's pages {_gib(least)}, and {_gib(memory.free)} is "
+            f"free beside the model: other programs have the rest of {_gib(memory.total)}"
+        )
+    return (
+        f"no device memory is left for pages: {own}, and of {_gib(memory.total)} x --gpu-memory-utilization "
+        f"{utilization:g} there must remain {_gib(least)} for one picture's pages; {REMEDIES}"
+    )
+
+
+def describe(memory: DeviceMemory, pages: int) -> str:
+    """One line for the log."""
+    return (
+        f"device memory: {_gib(memory.total)}, of which the model takes {_gib(memory.taken)}, its largest batch "
+        f"{_gib(memory.peak)}, pages {_gib(pages)}"
+    )
+
+
+def _gib(nbytes: int) -> str:
+    return f"{max(0, nbytes) / _GIB:.2f} GiB"

@@ -1,0 +1,77 @@
+"""What is left of a device's memory for pages: within every limit, and an error that names the remedy."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.config import CacheConfig
+from core.errors import ConfigError
+from core.memory_budget import DeviceMemory, describe, page_bytes
+
+GIB = 1024**3
+H200 = DeviceMemory(total=140 * GIB, taken=34 * GIB, peak=8 * GIB, free=105 * GIB)
+
+
+def test_pages_get_what_is_left_of_the_share() -> None:
+    assert page_bytes(H200, 0.9, least=7 * GIB) == (126 - 34 - 8) * GIB
+    assert page_bytes(H200, 0.5, least=7 * GIB) == (70 - 34 - 8) * GIB
+
+
+def test_what_others_have_taken_is_not_for_pages() -> None:
+    crowded = msgspec.structs.replace(H200, free=40 * GIB)
+    assert page_bytes(crowded, 0.9, least=7 * GIB) == 32 * GIB
+
+
+@given(
+    st.integers(GIB, 200 * GIB),
+    st.integers(0, 200 * GIB),
+    st.integers(0, 50 * GIB),
+    st.integers(0, 200 * GIB),
+    st.floats(0.01, 1.0),
+    st.integers(1, 10 * GIB),
+)
+def test_no_limit_is_passed(total: int, taken: int, peak: int, free: int, share: float, least: int) -> None:
+    memory = DeviceMemory(total=total, taken=taken, peak=peak, free=free)
+    try:
+        pages = page_bytes(memory, share, least)
+    except ConfigError:
+        room = min(int(total * share) - taken - peak, free - peak)
+        assert room < least + 1024**2, "it would have fitted"
+        return
+    assert pages >= least
+    assert pages + peak + taken <= total * share
+    assert pages + peak <= free
+
+
+@pytest.mark.parametrize(
+    ("memory", "words"),
+    [
+        (
+            DeviceMemory(total=24 * GIB, taken=23 * GIB, peak=GIB, free=GIB),
+            ["the model takes 23.00 GiB", "--max-num-seqs", "--quantization", "--gpu-memory-utilization 0.9"],
+        ),
+        (DeviceMemory(total=140 * GIB, taken=34 * GIB, peak=8 * GIB, free=9 * GIB), ["other programs", "9.00 GiB"]),
+    ],
+)
+def test_nothing_left_names_the_remedy(memory: DeviceMemory, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        page_bytes(memory, 0.9, least=7 * GIB)
+    message = str(raised.value)
+    assert "\n" not in message
+    assert "7.00 GiB" in message
+    assert all(word in message for word in words), message
+
+
+def test_the_log_says_where_it_went() -> None:
+    assert describe(H200, 84 * GIB) == (
+        "device memory: 140.00 GiB, of which the model takes 34.00 GiB, its largest batch 8.00 GiB, pages 84.00 GiB"
+    )
+
+
+@pytest.mark.parametrize("share", [0.0, -0.5, 1.5, float("nan")])
+def test_a_share_is_a_share(share: float) -> None:
+    with pytest.raises(ConfigError, match="--gpu-memory-utilization"):
+        CacheConfig(gpu_memory_utilization=share)

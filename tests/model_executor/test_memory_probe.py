@@ -1,0 +1,191 @@
+"""The memory probe over a CPU: its batches are run, and the tensors that they make counted."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from checkpoints import make_sd3
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from core.config import CacheConfig, ModelConfig, SchedulerConfig
+from core.errors import ConfigError
+from core.messages import ModelInfo
+from model_executor.cost_probe import Batches
+from model_executor.memory_probe import device_page_bytes, gauge_of, heaviest, measure
+from model_executor.models.base import Family
+from model_executor.resident import ResidentModels
+
+LIMITS = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=400)
+MIB = 1024**2
+
+
+class Counter(TorchDispatchMode):
+    """Bytes of storages made under it that live, and the most there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        known = {storage._cdata for storage in _storages((args, kwargs))} | self._seen
+        for storage in _storages(out):
+            if storage._cdata not in known:
+                self._add(storage)
+        return out
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        self._seen.add(key)
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._drop, key, nbytes)
+
+    def _drop(self, key: int, nbytes: int) -> None:
+        self._seen.discard(key)
+        self.live -= nbytes
+
+
+def _storages(tree: Any) -> list[torch.UntypedStorage]:
+    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+class CpuGauge:
+    """A device of so many bytes, of which the model takes a known part; batches are really measured."""
+
+    def __init__(self, total: int, taken: int = 0) -> None:
+        self.total, self._taken = total, taken
+        self.peaks: list[int] = []
+
+    def taken(self) -> int:
+        return self._taken
+
+    def free(self) -> int:
+        return self.total - self._taken
+
+    def peak_of(self, run: Callable[[], object]) -> int:
+        with Counter() as counter:
+            run()
+        self.peaks.append(counter.peak)
+        return counter.peak
+
+
+@pytest.fixture(scope="module")
+def models(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ResidentModels]:
+    config = ModelConfig(model=str(tiny_checkpoint), served_model_name="tiny", dtype="float32", device="cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        models = ResidentModels.open([config])
+        models.load_all()
+        yield models
+
+
+@pytest.fixture(scope="module")
+def info(models: ResidentModels) -> ModelInfo:
+    (info,) = models.ready(0).models
+    return info
+
+
+@pytest.fixture(scope="module")
+def family(models: ResidentModels) -> Family:
+    return models.families["tiny"]
+
+
+@torch.inference_mode()
+def test_no_batch_within_the_limits_takes_more(family: Family, info: ModelInfo) -> None:
+    gauge = CpuGauge(10**9)
+    memory = measure(gauge, heaviest(Batches(family, info), LIMITS))
+    assert memory.peak == max(gauge.peaks)
+    batches, others = Batches(family, info), CpuGauge(10**9)
+    mixes = [(1.0,), (0.5,) * 4, (0.9, 0.1, 0.1), (0.7,) * 3, (1.0, 0.2, 0.2)]
+    smaller = [*(batches.denoise(mix) for mix in mixes), batches.prime(1, 1.0), batches.prime(2, 0.5), *batches.all()]
+    for _, work, run in smaller:
+        if sum(work.queries) <= LIMITS.max_num_batched_tokens and len(work.queries) <= LIMITS.max_num_seqs:
+            run()
+            assert others.peak_of(run) <= memory.peak * 1.01, work
+    assert len(others.peaks) > 10
+
+
+@torch.inference_mode()
+def test_higher_limits_take_more(family: Family, info: ModelInfo) -> None:
+    """As long as tokens are what decides."""
+    peaks = []
+    for tokens in (2000, 4000, 8000):
+        limits = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=tokens)
+        peaks.append(measure(CpuGauge(10**9), heaviest(Batches(family, info), limits)).peak)
+    assert peaks == sorted(set(peaks))
+
+
+@torch.inference_mode()
+def test_the_sizes_are_those_of_the_limits(family: Family, info: ModelInfo) -> None:
+    sizes: list[int] = []
+
+    class Recorder(Batches):
+        def denoise(self, mix: Any) -> Any:
+            sizes.append(len(mix))
+            return super().denoise(mix)
+
+    batches = Recorder(family, info)
+    list(heaviest(batches, SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=3 * batches.num_row_tokens)))
+    assert sizes[-2:] == [3, 6], "exact rows by the tokens, mask-aware ones by the requests"
+
+
+@torch.inference_mode()
+def test_guided_requests_have_two_rows(tmp_path: Path) -> None:
+    config = ModelConfig(model=str(make_sd3(tmp_path / "sd3")), served_model_name="tiny", dtype="float32", device="cpu")
+    models = ResidentModels.open([config])
+    models.load_all()
+    (info,) = models.ready(0).models
+    assert info.is_guidance_cfg
+    alone = msgspec.structs.replace(info, is_guidance_cfg=False)
+    peaks = {}
+    for each in (info, alone):
+        gauge = CpuGauge(10**9)
+        measure(gauge, heaviest(Batches(models.families["tiny"], each), SchedulerConfig(max_num_seqs=8)))
+        peaks[each.is_guidance_cfg] = max(gauge.peaks[-3:-1])
+    assert peaks[True] > 1.5 * peaks[False]
+
+
+def page_bytes(models: ResidentModels, info: ModelInfo, gauge: CpuGauge | None, cache: CacheConfig) -> int:
+    return device_page_bytes(gauge, models.families, [info], cache, LIMITS)
+
+
+def test_pages_get_what_the_model_and_its_batches_leave(models: ResidentModels, info: ModelInfo) -> None:
+    gauge = CpuGauge(1000 * MIB, taken=100 * MIB)
+    room = page_bytes(models, info, gauge, CacheConfig())
+    assert room % MIB == 0
+    assert 0 <= 800 * MIB - max(gauge.peaks) - room < MIB
+    half = page_bytes(models, info, CpuGauge(1000 * MIB, taken=100 * MIB), CacheConfig(gpu_memory_utilization=0.5))
+    assert room - half == 400 * MIB
+
+
+def test_what_was_asked_for_is_taken_as_it_is(models: ResidentModels, info: ModelInfo) -> None:
+    gauge = CpuGauge(1000 * MIB)
+    assert page_bytes(models, info, gauge, CacheConfig(device_bytes=5)) == 5
+    assert page_bytes(models, info, gauge, CacheConfig(device_bytes=0)) == 0
+    assert page_bytes(models, info, None, CacheConfig()) == 0, "a CPU"
+    assert page_bytes(models, msgspec.structs.replace(info, page_scheme=None), gauge, CacheConfig()) == 0
+    assert gauge.peaks == [], "nothing was measured for it"
+    assert gauge_of(torch.device("cpu")) is None
+
+
+def test_no_room_is_an_error_with_its_remedy(models: ResidentModels, info: ModelInfo) -> None:
+    with pytest.raises(ConfigError, match="--no-mask-aware"):
+        page_bytes(models, info, CpuGauge(100 * MIB, taken=90 * MIB), CacheConfig())
+
+    class Full(CpuGauge):
+        def peak_of(self, run: Callable[[], object]) -> int:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(
+        ConfigError, match=r"no room for the largest batch .*--max-num-batched-tokens"
+    ):
+        page_bytes(models, info, Full(100 * MIB), CacheConfig())
