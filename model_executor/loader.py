@@ -86,13 +86,15 @@ class Checkpoint:
 
     def load(self, part: str) -> Any:
         """A part by its name in model_index.json: weights on the device in the chosen dtype, tokenizers and schedulers
-        as they are. Raises ConfigError."""
+        as they are. Raises ConfigError, and torch.OutOfMemoryError."""
         self._check_part(part)
         cls = self._class_of(part)
         try:
             if issubclass(cls, torch.nn.Module):
                 return self._load_module(cls, part)
             return cls.from_pretrained(self.path, subfolder=part, local_files_only=True)
+        except torch.OutOfMemoryError:
+            raise  # the files are not at fault
         except LOAD_ERRORS as error:
             raise ConfigError(f"cannot load {part} of {self.path}: {_first_line(error)}") from error
 

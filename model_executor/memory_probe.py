@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from core.config import CacheConfig, SchedulerConfig
 from core.errors import ConfigError
 from core.memory_budget import REMEDIES, DeviceMemory, describe, page_bytes
-from core.messages import ModelInfo
+from core.model_info import ModelInfo
 from model_executor.cost_probe import Batches
 from model_executor.models.base import Family
 
@@ -99,15 +100,22 @@ def device_page_bytes(
     return pages
 
 
+@contextmanager
+def room_for(what: str) -> Iterator[None]:
+    """Raises ConfigError, with the remedies, where the device runs out of memory over it."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(f"the device has no room for {what}; {REMEDIES}") from error
+
+
 @torch.inference_mode()
 def measure(gauge: Gauge, runs: Iterable[Run]) -> DeviceMemory:
     """The device with the models on it. Each is run twice: what the first call makes and keeps is no batch's own.
     Raises ConfigError where one does not even fit.
     """
-    try:
+    with room_for("the largest batch beside the model"):
         peak = _peak(gauge, runs)  # whatever it made is gone when it returns
-    except torch.OutOfMemoryError as error:
-        raise ConfigError(f"the device has no room for the largest batch beside the model; {REMEDIES}") from error
     return DeviceMemory(total=gauge.total, taken=gauge.taken(), peak=peak, free=gauge.free())
 
 

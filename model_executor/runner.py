@@ -54,8 +54,8 @@ logger = logging.getLogger("stencil.worker")
 TOGETHER = ("denoise", "prime")
 """Stages whose items share one forward pass."""
 
-OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
-"""How PyTorch's CPU allocator words it, in a plain RuntimeError."""
+OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED", "ALLOCATION_FAILED")
+"""How it is worded in a plain RuntimeError: by PyTorch's CPU allocator, the CUDA driver, cuBLAS and cuDNN."""
 
 _NO_PARENTS: Mapping[str, str] = MappingProxyType({})
 

@@ -79,7 +79,7 @@ def _start(settings: WorkerConfig, link: EngineLink, arena: Arena, page_arena: A
     # diffusers' import makes the folder that this names, and by default one that stays behind; nothing is compiled.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
     from model_executor.cost_probe import known_or_probed
-    from model_executor.memory_probe import device_page_bytes, gauge_of
+    from model_executor.memory_probe import device_page_bytes, gauge_of, room_for
     from model_executor.page_store import PageStore
     from model_executor.resident import ResidentModels, quiet_libraries, set_threads
     from model_executor.runner import Runner
@@ -94,8 +94,9 @@ def _start(settings: WorkerConfig, link: EngineLink, arena: Arena, page_arena: A
         num_workers=settings.num_workers,
     )
     gauge = gauge_of(models.device)
-    models.load_all()
-    models.warm_up()
+    with room_for("the model"):
+        models.load_all()
+        models.warm_up()
     ready = models.ready(settings.rank)
     page_bytes = device_page_bytes(gauge, models.families, ready.models, settings.cache, settings.scheduler)
     ready = msgspec.structs.replace(ready, device_page_bytes=page_bytes)

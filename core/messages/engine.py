@@ -101,7 +101,10 @@ ToEngine = EditRequest | PrimeTemplate | DropTemplate | Abort | Drain
 
 
 class EngineReady(Message, frozen=True):
+    """device_page_bytes: device memory that its pages may take; 0 where they are read from the host."""
+
     models: tuple[ModelInfo, ...]
+    device_page_bytes: int = 0
 
 
 class PartialImage(Message, frozen=True):

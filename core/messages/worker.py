@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from core.config import CacheConfig, ModelConfig
+from core.config import CacheConfig, ModelConfig, SchedulerConfig
 from core.cost_model import Work
 from core.failure import Failure
 from core.handles import ArrayRef, EntryRef, ModelKey, TensorKey, TensorRef, Tier
@@ -207,6 +207,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     arena_id: int
     page_arena_id: int
     cache: CacheConfig
+    scheduler: SchedulerConfig = SchedulerConfig()  # how much it may be given at once
     num_workers: int = 1  # worker processes that share this machine's cores
     device_index: int = 0  # its place among them: the GPU it takes where no other one was named
 
@@ -221,11 +222,14 @@ class CostSample(msgspec.Struct, frozen=True):
 
 
 class WorkerReady(Message, frozen=True):
-    """samples: measured once per model and device, and kept; empty where nothing was measured."""
+    """samples: measured once per model and device, and kept; empty where nothing was measured. device_page_bytes: of
+    device memory, for pages.
+    """
 
     rank: int
     models: tuple[ModelInfo, ...]
     samples: tuple[CostSample, ...] = ()
+    device_page_bytes: int = 0
 
 
 class ItemResult(msgspec.Struct, frozen=True):

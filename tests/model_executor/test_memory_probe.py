@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from core.config import CacheConfig, ModelConfig, SchedulerConfig
 from core.errors import ConfigError
-from core.messages import ModelInfo
+from core.model_info import ModelInfo
 from model_executor.cost_probe import Batches
 from model_executor.memory_probe import device_page_bytes, gauge_of, heaviest, measure
 from model_executor.models.base import Family
@@ -185,7 +185,5 @@ def test_no_room_is_an_error_with_its_remedy(models: ResidentModels, info: Model
         def peak_of(self, run: Callable[[], object]) -> int:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    with pytest.raises(
-        ConfigError, match=r"no room for the largest batch .*--max-num-batched-tokens"
-    ):
+    with pytest.raises(ConfigError, match=r"no room for the largest batch .*--max-num-batched-tokens"):
         page_bytes(models, info, Full(100 * MIB), CacheConfig())

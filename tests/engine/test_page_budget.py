@@ -1,0 +1,38 @@
+"""What engines find they have for pages: the least of it decides what is mask-aware, and no restart moves it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+from fakes import MODEL
+
+from core.config import CacheConfig, EngineConfig, StencilConfig
+from core.ipc.shared_array import Arena
+from engine.metrics import Metrics
+from engine.router import Router
+
+
+@pytest.fixture
+async def router() -> AsyncIterator[Router]:
+    arena = Arena.create(0, 1 << 20)
+    config = StencilConfig(engine=EngineConfig(data_parallel_size=2, cache=CacheConfig(host_bytes=5)))
+    router = Router(config, arena, Metrics())
+    yield router
+    await router.close()
+    arena.close()
+
+
+async def test_the_least_of_all_engines_counts(router: Router) -> None:
+    assert router.cache.device_bytes is None
+    for replica, room in zip(router._replicas, (500, 300), strict=True):
+        replica._on_ready({MODEL.name: MODEL}, room)
+    assert router.cache == CacheConfig(host_bytes=5, device_bytes=300)
+
+
+async def test_a_restart_takes_what_was_found_first(router: Router) -> None:
+    first = router._replicas[0]
+    first._on_ready({MODEL.name: MODEL}, 500)
+    assert first._config.cache.device_bytes == 500, "what its next process is started with"
+    first._on_ready({MODEL.name: MODEL}, 200)
+    assert first._config.cache.device_bytes == 500
