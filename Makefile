@@ -10,7 +10,7 @@ TYPED := core engine model_executor entrypoints benchmarks tools
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-browser fuzz lint types format wheel train-embedded bench bench-quick bench-serving bench-throughput bench-startup bench-responsiveness bench-images bench-edit bench-prime bench-load-or-prime bench-step bench-vae bench-cache bench-quality bench-cost-model bench-block-plan simulate simulate-overload bench-router-decision bench-router bench-overload bench-playground soak calibrate clean
+.PHONY: help serve test test-browser fuzz lint types format wheel train-embedded bench bench-quick bench-serving bench-throughput bench-startup bench-responsiveness bench-images bench-edit bench-prime bench-load-or-prime bench-step bench-vae bench-cache bench-quality bench-cost-model bench-block-plan simulate simulate-overload bench-router-decision bench-router bench-overload bench-playground gpu-check soak calibrate clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 24
@@ -111,6 +111,9 @@ bench-router-decision: $(DEV)  ## Time of a routing decision, and what router an
 
 bench-playground: $(RUNTIME) $(BROWSER)  ## A person's first edit in the playground, and drawing on a 12-megapixel photo
 	npm --prefix tests/browser run measure
+
+gpu-check: $(DEV)  ## On a GPU machine, 10 minutes: correctness, speed and bars, written up as docs/gpu.md
+	$(BIN)/python -m benchmarks.gpu_check $(ARGS)
 
 soak: $(DEV)  ## 20 minutes of mixed traffic with a fault every 30 s: requests, lost, wrong, restarts, memory slope
 	$(BIN)/python -m benchmarks.soak $(ARGS)

@@ -43,7 +43,7 @@ _PLAN = msgspec.msgpack.Decoder(StepPlan)
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = _parse(argv)
-    steps = _steps(args.steps)
+    steps = step_seconds(args.steps)
     copies, hops, messages = _copies(args.repeats), _ring_hops(args.repeats), asyncio.run(_zmq_hops(args.repeats))
     handover = [copy + 2 * hop + message for copy, hop, message in zip(copies, hops, messages, strict=True)]
     named = {"step_batch_8": steps, "copy_picture": copies, "ring_hop": hops, "zmq_hop": messages, "handover": handover}
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print_report(f"overheads: steps of {BATCH} edits, a picture of {SIDE} x {SIDE}", rows, result)
 
 
-def _steps(number: int) -> list[float]:
+def step_seconds(number: int) -> list[float]:
     """Seconds of steps with BATCH edits in them, whatever else the plan has; edits are replaced as they end."""
     scheduler = StepScheduler(SchedulerConfig(max_num_seqs=BATCH), {MODEL.name: MODEL}, cache=CACHE)
     for sample in Machine().samples(MODEL.name):

@@ -1,4 +1,4 @@
-"""Small random LoRA adapters for the checkpoints of `checkpoints.py`, in the layouts that trainers write."""
+"""Small random LoRA adapters for the checkpoints of `tools.random_checkpoints`, in the layouts that trainers write."""
 
 from __future__ import annotations
 

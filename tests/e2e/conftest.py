@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from checkpoints import make_flux_fill
 from server_process import ServerProcess, start
+
+from tools.random_checkpoints import make_flux_fill
 
 API_KEY = "sk-local"
 NUM_STEPS = 4  # the checkpoint's default

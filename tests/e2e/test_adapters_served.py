@@ -13,12 +13,12 @@ import numpy as np
 import openai
 import pytest
 from adapters import make_lora
-from checkpoints import make_sd3
 from pictures import Pixels, alpha_mask, decode, encode, photo
 from server_process import ServerProcess, spawn, start
 
 from core.request import SamplingParams
 from entrypoints.image_engine import Edit, ImageEngine
+from tools.random_checkpoints import make_sd3
 
 PHOTO, ALPHA = encode(photo()), alpha_mask()
 CHOICES = ({}, {"lora": "shirt"}, {"lora": "hat"})

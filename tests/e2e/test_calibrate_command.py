@@ -8,13 +8,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from checkpoints import make_flux, make_qwen_edit, make_sd3
 from diffusers import FlowMatchHeunDiscreteScheduler
 from PIL import Image
 
 from core.calibration import Calibration
 from entrypoints.calibrate import UNSAFE, main
 from entrypoints.image_engine import ImageEngine
+from tools.random_checkpoints import make_flux, make_qwen_edit, make_sd3
 
 pytestmark = pytest.mark.slow  # eight engines start
 

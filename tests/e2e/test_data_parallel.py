@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 import pytest
-from checkpoints import make_flux_fill
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -23,6 +22,7 @@ from core.request import SamplingParams
 from engine.async_engine import AsyncEngine
 from engine.edit import EditInput, EditReport
 from engine.upload import BytesUpload
+from tools.random_checkpoints import make_flux_fill
 
 Pixels = npt.NDArray[np.uint8]
 

@@ -14,10 +14,11 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from checkpoints import make_flux, make_sd3
 from diffusers import FlowMatchHeunDiscreteScheduler
 from pictures import BOX, Pixels, alpha_mask, decode, encode, photo
 from server_process import ServerProcess, start
+
+from tools.random_checkpoints import make_flux, make_sd3
 
 STEPS = 5
 PHOTO, ALPHA = encode(photo()), alpha_mask()

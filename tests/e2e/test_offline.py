@@ -16,7 +16,6 @@ import numpy.typing as npt
 import psutil
 import pytest
 import torch
-from checkpoints import make_flux_fill
 from diffusers import FluxFillPipeline
 from PIL import Image
 
@@ -28,6 +27,7 @@ from engine.edit import EditInput, ImageOutput
 from engine.upload import BytesUpload
 from entrypoints import Edit, EditResult, ImageEngine
 from entrypoints.image_engine import _encode
+from tools.random_checkpoints import make_flux_fill
 
 Pixels = npt.NDArray[np.uint8]
 

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from checkpoints import make_qwen_edit
 from pictures import BOX, Pixels, alpha_mask, decode, encode, photo
 from server_process import ServerProcess, start
+
+from tools.random_checkpoints import make_qwen_edit
 
 STEPS = 4
 PHOTO, ALPHA = encode(photo()), alpha_mask()

@@ -15,7 +15,8 @@ import pytest
 from diffusers import EulerAncestralDiscreteScheduler, PNDMScheduler
 from pictures import BOX, Pixels, alpha_mask, decode, encode, photo
 from server_process import ServerProcess, start
-from unet_checkpoints import make_sd, make_sdxl
+
+from tools.random_unet_checkpoints import make_sd, make_sdxl
 
 STEPS = 4
 SIDE = 128  # that of a picture of 16 tokens

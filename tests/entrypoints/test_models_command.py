@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 from adapters import make_lora
-from checkpoints import make_sd3
-from unet_checkpoints import make_sdxl
 
 from core.config import EMBEDDED_MODEL
 from core.page_scheme import PageLayout
 from entrypoints.models import main
+from tools.random_checkpoints import make_sd3
+from tools.random_unet_checkpoints import make_sdxl
 
 
 def test_families_are_listed_with_their_pipelines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import make_flux_fill
+
+from tools.random_checkpoints import make_flux_fill
 
 torch.set_num_threads(1)  # tiny tensors: two threads wait for each other longer than they compute
 

@@ -14,7 +14,6 @@ import peft
 import pytest
 import torch
 from adapters import make_kohya_lora, make_lora, make_peft_lora
-from checkpoints import make_flux, make_flux_fill, make_qwen, make_sd3
 from diffusers import (
     FluxFillPipeline,
     FluxInpaintPipeline,
@@ -29,6 +28,7 @@ from core.config import AdapterConfig, ModelConfig
 from core.errors import ConfigError
 from core.ipc.shared_array import Arena
 from model_executor.resident import ResidentModels
+from tools.random_checkpoints import make_flux, make_flux_fill, make_qwen, make_sd3
 
 FAMILIES: dict[str, tuple[Callable[[Path], Path], Any]] = {
     "flux-fill": (lambda path: make_flux_fill(path, guidance_embeds=True), FluxFillPipeline),

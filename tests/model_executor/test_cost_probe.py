@@ -7,7 +7,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from checkpoints import make_sd3
 
 from core.config import ModelConfig
 from core.cost_model import CostKey, CostModel, Work
@@ -17,6 +16,7 @@ from core.model_info import ModelInfo
 from model_executor.cost_probe import Batches, known_or_probed, probe
 from model_executor.models.base import Family
 from model_executor.resident import ResidentModels
+from tools.random_checkpoints import make_sd3
 
 TINY = ModelKey("tiny", "transformer")
 PLENTY = 60.0  # seconds

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import flux_transformer, qwen_transformer, sd3_transformer
 from torch import Tensor
 
 from model_executor.linear import plain_linear
@@ -19,6 +18,7 @@ from model_executor.models.qwen_transformer import QwenEditTransformer, QwenTran
 from model_executor.models.sd3_transformer import SD3Transformer
 from model_executor.models.vae_family import pack, unpack
 from model_executor.pages import Pages
+from tools.random_checkpoints import flux_transformer, qwen_transformer, sd3_transformer
 
 WIDTH = 64
 ROWS = [((6, 8), 8), ((3, 5), 8), ((8, 2), 11), ((1, 1), 5)]

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoints import make_flux_fill
 from diffusers import FluxFillPipeline
 from edits import Edit, picture
 from pipeline_rig import PROMPT, Rig, assert_same
 
 from core.ipc.shared_array import Arena
+from tools.random_checkpoints import make_flux_fill
 
 
 @pytest.fixture(scope="module")

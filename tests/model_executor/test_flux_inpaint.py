@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import make_flux
 from diffusers import FlowMatchLCMScheduler, FluxInpaintPipeline
 from edits import Edit
 from pipeline_rig import Rig, assert_same
 
 from core.ipc.shared_array import Arena
+from tools.random_checkpoints import make_flux
 
 
 @pytest.fixture(scope="module")

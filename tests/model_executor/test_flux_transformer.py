@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import flux_transformer
 from torch import Tensor
 
 from model_executor.linear import fused_linear, plain_linear
 from model_executor.models.base import Row
 from model_executor.models.flux_transformer import FluxTransformer
+from tools.random_checkpoints import flux_transformer
 
 WIDTH = 32
 

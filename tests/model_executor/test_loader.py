@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_flux, make_flux_fill, make_sd3
 from diffusers import FlowMatchHeunDiscreteScheduler
 from safetensors.torch import load_file, save_file
 
@@ -19,6 +18,7 @@ from core.handles import ModelKey
 from model_executor.loader import Checkpoint, resolve_dtype
 from model_executor.models.registry import make_family
 from model_executor.resident import ResidentModels
+from tools.random_checkpoints import make_flux, make_flux_fill, make_sd3
 
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from checkpoints import flux_transformer
 from torch import Tensor
 
 from core.page_scheme import PageDtype
@@ -15,6 +14,7 @@ from model_executor.linear import Linear, fused_linear, plain_linear
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.flux_transformer import FluxTransformer
 from model_executor.pages import Pages
+from tools.random_checkpoints import flux_transformer
 
 WIDTH = 32
 GRID = (6, 8)

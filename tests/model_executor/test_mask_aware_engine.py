@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from adapters import make_lora
-from checkpoints import make_flux_fill
 
 from core.config import AdapterConfig, CacheConfig, ModelConfig, SchedulerConfig
 from core.cost_model import Work
@@ -28,6 +27,7 @@ from model_executor.page_store import PageStore
 from model_executor.resident import ResidentModels
 from model_executor.runner import Runner
 from model_executor.tensor_store import SharedMemory, TensorStore
+from tools.random_checkpoints import make_flux_fill
 
 Pixels = npt.NDArray[np.uint8]
 

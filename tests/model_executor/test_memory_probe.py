@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from checkpoints import make_sd3
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -21,6 +20,7 @@ from model_executor.cost_probe import Batches
 from model_executor.memory_probe import device_page_bytes, gauge_of, heaviest, measure
 from model_executor.models.base import Family
 from model_executor.resident import ResidentModels
+from tools.random_checkpoints import make_sd3
 
 LIMITS = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=400)
 MIB = 1024**2

@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from checkpoints import make_flux, make_sd3
 from diffusers import FluxInpaintPipeline, StableDiffusion3InpaintPipeline
 from PIL import Image
 from pipeline_rig import PROMPT, Rig
@@ -20,6 +19,7 @@ from core.handles import ArrayRef
 from core.ipc.shared_array import Arena
 from core.messages.image_processor import ComposeImage, PrepareEdit
 from engine import image_ops
+from tools.random_checkpoints import make_flux, make_sd3
 
 NOWHERE = ArrayRef(0, 0, (0,), "uint8")
 STEPS, SEED = 4, 3

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import PictureProcessor, make_qwen, make_qwen_edit
 from diffusers import (
     FlowMatchHeunDiscreteScheduler,
     FlowMatchLCMScheduler,
@@ -31,6 +30,7 @@ from model_executor.loader import Checkpoint
 from model_executor.models.base import EncodedText
 from model_executor.models.registry import make_family
 from model_executor.prompt_cache import PromptCache
+from tools.random_checkpoints import PictureProcessor, make_qwen, make_qwen_edit
 
 PROMPT = "a red hat"
 NEGATIVE_PROMPT = "blue"

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import make_sd3
 from diffusers import FlowMatchHeunDiscreteScheduler, FlowMatchLCMScheduler, StableDiffusion3InpaintPipeline
 from edits import Edit
 from pipeline_rig import Rig, assert_same
 
 from core.ipc.shared_array import Arena
+from tools.random_checkpoints import make_sd3
 
 KINDS: dict[str, dict[str, Any]] = {
     "3": {"qk_norm": None, "dual_attention_layers": ()},

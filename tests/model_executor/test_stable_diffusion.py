@@ -22,7 +22,6 @@ from diffusers import (
 )
 from edits import Edit
 from pipeline_rig import Rig, assert_same
-from unet_checkpoints import make_sd, make_sdxl
 
 from core.config import AdapterConfig, ModelConfig
 from core.errors import ConfigError
@@ -32,6 +31,7 @@ from model_executor.loader import Checkpoint
 from model_executor.models.base import Row
 from model_executor.models.registry import make_family
 from model_executor.resident import ResidentModels, edit_once
+from tools.random_unet_checkpoints import make_sd, make_sdxl
 
 V = {"prediction_type": "v_prediction"}
 KINDS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {

@@ -14,10 +14,10 @@ from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteSchedule
 from diffusers.schedulers.scheduling_pndm import PNDMScheduler
 from fakes import MODEL
 from torch import Tensor
-from unet_checkpoints import NOISE_SCHEDULE
 
 from core.request import SamplingParams
 from model_executor.timestep_sampling import TimestepSampling
+from tools.random_unet_checkpoints import NOISE_SCHEDULE
 
 V = {"prediction_type": "v_prediction"}
 SCHEDULERS: list[Any] = [

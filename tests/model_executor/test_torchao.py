@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from adapters import make_lora
-from checkpoints import make_flux, make_sd3
 from diffusers import FluxInpaintPipeline, PipelineQuantizationConfig, StableDiffusion3InpaintPipeline, TorchAoConfig
 from edits import Edit
 from pipeline_rig import Rig, assert_same
@@ -26,6 +25,7 @@ from model_executor.fingerprint import fingerprint
 from model_executor.loader import Checkpoint
 from model_executor.quantization import Int8Linear, for_device, unquantized
 from model_executor.resident import ResidentModels, edit_once
+from tools.random_checkpoints import make_flux, make_sd3
 
 torchao = pytest.importorskip("torchao.quantization")
 

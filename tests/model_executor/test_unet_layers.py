@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from unet_checkpoints import sd_unet, sdxl_unet
 
 from core.page_scheme import PageDtype, PageLayout
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.unet import Unet
 from model_executor.pages import Pages
+from tools.random_unet_checkpoints import sd_unet, sdxl_unet
 
 GRID = (3, 4)
 NUM_TOKENS = GRID[0] * GRID[1]

@@ -198,7 +198,7 @@ def _make_qwen(
     return save(pipeline, path, {"native_size": native_size} | (generation_config or {}))
 
 
-class PictureProcessor(Qwen2VLProcessor):
+class PictureProcessor(Qwen2VLProcessor):  # type: ignore[misc]
     """Without the part for videos, which needs torchvision."""
 
     def __init__(self, image_processor: Any, tokenizer: Any) -> None:

@@ -1,4 +1,4 @@
-"""Small random checkpoints of Stable Diffusion 1, 2 and XL in the diffusers layout, as in checkpoints.py."""
+"""Small random checkpoints of Stable Diffusion 1, 2 and XL in the diffusers layout, as in random_checkpoints.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoints import autoencoder, clip_encoder, clip_tokenizer, save
 from diffusers import (
     AutoencoderKL,
     DDIMScheduler,
@@ -16,6 +15,8 @@ from diffusers import (
     UNet2DConditionModel,
 )
 from transformers import CLIPTextModelWithProjection
+
+from tools.random_checkpoints import autoencoder, clip_encoder, clip_tokenizer, save
 
 NOISE_SCHEDULE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
 """Of all Stable Diffusion's checkpoints."""

@@ -1,0 +1,56 @@
+"""A step of FLUX's transformer by mask ratio and batch, against diffusers' own forward, eager and compiled."""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks.gpu_check.bench import Bench
+from benchmarks.gpu_check.flux import FluxBench
+from benchmarks.gpu_check.report import Figures
+
+NAME = "flux_steps"
+
+
+@torch.inference_mode()
+def run(bench: Bench, flux: FluxBench) -> None:
+    """Every batch size in turn; within it ours and eager diffusers take turns. Then diffusers compiled, which takes
+    most of the time, so that it comes last."""
+    near, far = flux.entry(), flux.entry()
+    flux.prime([near, far, *(flux.entry() for _ in range(flux.size.keyframes - 2))])()
+    bench.report.put(
+        NAME,
+        billion_parameters=flux.billion_parameters,
+        image_tokens=flux.size.image_tokens,
+        text_tokens=flux.size.text_tokens,
+        exact_tflop=flux.flop / 1e12,
+        entry_gb=flux.entry_bytes / 1e9,
+        batches={},
+    )
+    batches: dict[str, Figures] = {}
+    for batch in flux.size.batches:
+        entries = [(near.clone(), far.clone()) for _ in range(batch)]  # every edit is of another template
+        calls = {"diffusers": flux.diffusers(batch), "exact": flux.exact(batch)}
+        calls |= {f"{ratio:g}": flux.edits(ratio, entries) for ratio in flux.size.ratios if ratio < 1}
+        batches[str(batch)] = _figures(bench.medians(calls), batch, flux)
+        bench.report.put(NAME, batches=batches)
+        entries.clear()
+        calls.clear()
+        bench.clear()
+    flux.compile()
+    for batch in flux.size.batches:
+        started = bench.report.seconds
+        flux.diffusers(batch)()
+        batches[str(batch)]["compile_s"] = bench.report.seconds - started
+        batches[str(batch)]["diffusers_compiled_ms"] = 1e3 * bench.median(flux.diffusers(batch))
+        bench.report.put(NAME, batches=batches)
+
+
+def _figures(seconds: dict[str, float], batch: int, flux: FluxBench) -> Figures:
+    """ratios: by mask ratio, milliseconds, and how much faster a step can be by FLOPs."""
+    exact = seconds["exact"]
+    return {
+        "diffusers_ms": 1e3 * seconds.pop("diffusers"),
+        "exact_ms": 1e3 * seconds.pop("exact"),
+        "exact_tflops": batch * flux.flop / 1e12 / exact,
+        "ratios": {ratio: {"ms": 1e3 * taken, "bound": flux.bound(float(ratio))} for ratio, taken in seconds.items()},
+    }

@@ -1,0 +1,59 @@
+"""What a step of eight edits costs before its first kernel: scheduler, the plan's way to the worker, and runner."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from benchmarks.gpu_check.bench import Bench
+from benchmarks.gpu_check.local_engine import LocalEngine
+from benchmarks.overheads import BATCH, step_seconds
+from core.config import EMBEDDED_MODEL, CacheConfig
+from core.messages.worker import Batch, BatchResult
+from core.request import SamplingParams
+from model_executor.models.base import Row
+
+NAME = "overhead"
+SIDE = 256
+STEPS = 24
+"""Of each edit: most of them have all edits in them."""
+WARM_UP = 5
+PAGE_BYTES = 2**30
+
+
+def run(bench: Bench) -> None:
+    """Scheduler, ring and back from one process to another; then the runner, up to where it launches kernels."""
+    scheduling = statistics.median(step_seconds(bench.size.overhead_steps))
+    bench.report.put(NAME, batch=BATCH, schedule_ring_apply_ms=1e3 * scheduling)
+    cache = CacheConfig(device_bytes=PAGE_BYTES if bench.device.type == "cuda" else 0, host_bytes=PAGE_BYTES)
+    with closing(Watched(Path(EMBEDDED_MODEL), str(bench.device), "auto", cache)) as engine:
+        pictures = [np.full((SIDE, SIDE, 3), 127, np.uint8)] * BATCH  # one template, so that all begin together
+        engine.edit(pictures, SamplingParams(num_inference_steps=STEPS, seed=1))
+    runner = statistics.median(engine.to_kernels[WARM_UP:] or engine.to_kernels)
+    bench.report.put(NAME, runner_ms=1e3 * runner, total_ms=1e3 * (scheduling + runner))
+
+
+class Watched(LocalEngine):
+    """Notes how long a full step's batch was with the runner before the forward pass began. to_kernels: seconds."""
+
+    def __init__(self, checkpoint: Path, device: str, dtype: str, cache: CacheConfig) -> None:
+        super().__init__(checkpoint, device, dtype, cache)
+        self.to_kernels: list[float] = []
+        self._began = 0.0
+        self._predict = self.family.predict
+        self.family.predict = self._note  # type: ignore[method-assign]
+
+    def run(self, batch: Batch) -> BatchResult:
+        self._began = time.perf_counter()
+        return super().run(batch)
+
+    def _note(self, rows: Sequence[Row]) -> list[Tensor]:
+        if len(rows) == BATCH:
+            self.to_kernels.append(time.perf_counter() - self._began)
+        return self._predict(rows)

@@ -1,0 +1,110 @@
+"""The words of docs/gpu.md; they hold whatever was measured."""
+
+HEAD = """# GPUs
+
+Written by `make gpu-check`; do not edit. The words are in `benchmarks/gpu_check/text.py`, the figures come from files
+of results or are computed from shapes.
+
+## What there is
+
+- `--device cuda`, `cuda:N`, or `auto`, which takes a GPU when PyTorch sees one; bfloat16 unless `--dtype` says
+  otherwise.
+- One worker per GPU: engine i of W workers takes the GPUs i * W to i * W + W - 1 of those that `CUDA_VISIBLE_DEVICES`
+  leaves. `--data-parallel-size` is the number of engines; where there are too few GPUs the server ends at once and says
+  so.
+- Cached pages lie in the GPU's memory first. After loading, a worker runs its largest batches (what `--max-num-seqs`
+  and `--max-num-batched-tokens` allow at the native size, priming, encoding, decoding), and what weights and batches
+  leave of `--gpu-memory-utilization` (0.9) is for pages; `--cache-device-bytes` sets it instead. Where one picture's
+  pages have no room, the server ends with a line that says what takes how much and which flags help.
+- Below that pages lie in host memory (`--cache-host-bytes`) and come up on a stream of their own while steps are
+  computed: a block's attention waits for that block alone. Without room in the GPU's memory (`--cache-device-bytes 0`,
+  several workers in an engine) every token is computed.
+- Besides products and attention a step is Triton kernels: pages are dequantised, interpolated between their keyframes
+  and overlaid with what the edit computes in one pass over memory; norm and modulation, and gated additions, run per
+  request without a copy per token. Attention of a batch is one call over requests of any length. Where Triton is
+  missing PyTorch's operators do the same.
+- A step that runs out of memory is done in halves until whoever is at fault is alone, and what is cached of memory is
+  given back before each attempt ([reliability.md](reliability.md)).
+"""
+
+NOT_RUN = """## What has not been run
+
+**Nothing on this page has run on a GPU.** No machine that this project was built on had one. All of it was written
+against its twin on the CPU, where every piece has tests: the same code over CPU tensors where there is one (pages,
+tiers, scheduling, memory arithmetic, faults), PyTorch's operators where a kernel takes their place, and
+`benchmarks.gpu_check` itself at a tiny size. So expect the first run on a GPU to find faults, and please report them.
+Figures in the README and in [benchmarks.md](benchmarks.md) are all of CPUs.
+"""
+
+HOW = """## How to check a GPU machine
+
+    make gpu-check                                # 10 minutes at most, nothing from the internet
+    make gpu-check ARGS="--minutes 5"             # the most important sections alone
+    make gpu-check ARGS="--only flux_steps sdxl"  # these
+    make gpu-check ARGS="--device cpu --size tiny"  # no GPU: shows that the check itself runs
+
+It needs the packages that serving needs, and about 60 GB of GPU memory: FLUX.1-dev's transformer in bfloat16 with
+random weights, made on the GPU, and pages of 8 templates. Weights do not change the time of a step. Each figure is a
+median, both sides of a comparison take turns in one process, and diffusers runs eager and with its blocks compiled, as
+its guide to `torch.compile` has it. It prints a line for each bar, and writes `docs/gpu_results.json` after every
+figure and this page at its end:
+
+| section | what |
+| --- | --- |
+| `correctness` | edits of the embedded model and of small random checkpoints of every family against a CPU's |
+| `flux_steps` | a step by mask ratio, in batches of 1, 4 and 8 |
+| `flux_cold` | priming; the first edit of a new picture against an exact one, both without text encoders |
+| `flux_host_pages` | a run whose pages come up from host memory, and how much of the copies lies under kernels |
+| `overhead` | a step of 8 edits from the scheduler to its first kernel |
+| `sdxl` | a guided step, and a warm edit, of Stable Diffusion XL's shape |
+"""
+
+EXPECT = """## What to expect
+
+What floating-point operations allow, counted from the shapes: a step's products and its attention both grow with the
+tokens that are computed, text included. Compiled kernels and the GPU's memory decide how much of it is reached; reading
+int8 pages of a step's two keyframes alone takes {page_ms:.1f} ms at 4 TB/s.
+"""
+
+EXPECT_PAGES = """
+A template of this size is {entry_gb:.2f} GB per keyframe. Over a link of 50 GB/s a keyframe comes up in
+{load_ms:.0f} ms, and is needed once in {steps_per_keyframe:.0f} of {steps} steps.
+
+Stable Diffusion XL's convolutions compute every token, so that a step at mask ratio 0.2 can be 2.16 times faster by
+operations (`python -m benchmarks.unet_step --unet sdxl`), no more. The bar of 2.2 is the paper's, against diffusers
+eager; only what eager diffusers loses besides can make up for the rest.
+"""
+
+MACHINE = """## Measured
+
+{device}, {memory_gb:.0f} GB, CUDA {cuda}, {versions}; {seconds:.0f} s in all.
+"""
+
+NOT_A_GPU = "**Of a {device_type} at {size} size: these figures show that the check runs, and nothing else.**\n"
+
+STEPS = """### A step of FLUX's transformer
+
+{billion_parameters:.1f} billion parameters, {image_tokens} image and {text_tokens} text tokens, int8 pages between two
+keyframes, on the device. An exact step is {exact_tflop:.3g} TFLOP. Beside milliseconds: how much faster than diffusers
+compiled, and in brackets which share that is of the bound by operations.
+"""
+
+COLD = "### Priming and the first edit of a new picture\n"
+
+HOST = "### Pages in host memory\n"
+
+SDXL = """### Stable Diffusion XL's shape
+
+Guided: two rows a step. An edit is {steps} steps, encoding and decoding; the bound by operations of a step at mask
+ratio {ratio:g} is {bound:.2f}.
+"""
+
+CORRECTNESS = """### Against a CPU in float32
+
+Differences of pixel values, in levels of 255, the larger of exact and mask-aware edits. Random weights magnify what
+bfloat16 rounds; of the embedded model it means something.
+"""
+
+OVERHEAD = "### Before a step's first kernel, 8 edits\n"
+
+BROKEN = "### Broken off\n"

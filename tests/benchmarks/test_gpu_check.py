@@ -1,0 +1,246 @@
+"""The check of a GPU machine, run on a CPU at a tiny size: a machine with a GPU must lose no time on slips."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.gpu_check.bars import Bar, bars
+from benchmarks.gpu_check.bench import Bench
+from benchmarks.gpu_check.boxes import box_tokens
+from benchmarks.gpu_check.correctness import difference
+from benchmarks.gpu_check.document import render
+from benchmarks.gpu_check.flux import FluxBench
+from benchmarks.gpu_check.flux_runs import between
+from benchmarks.gpu_check.overlap import hidden_share, merged
+from benchmarks.gpu_check.report import Report, read
+from benchmarks.gpu_check.sizes import FULL, TINY
+from benchmarks.server import ROOT
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """The whole of it, at the tiny size."""
+    folder = tmp_path_factory.mktemp("gpu-check")
+    command = [sys.executable, "-m", "benchmarks.gpu_check", "--device", "cpu", "--size", "tiny", "--out", str(folder)]
+    return subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=600), folder
+
+
+def test_every_section_runs_without_a_gpu(ran: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    process, folder = ran
+    assert process.returncode == 0, process.stderr[-3000:]
+    results = read(folder / "gpu_results.json")
+    assert results is not None
+    sections = results["sections"]
+    assert "broken" not in sections
+    assert set(sections) == {
+        "correctness",
+        "flux_steps",
+        "flux_cold",
+        "flux_host_pages",
+        "overhead",
+        "sdxl",
+        "seconds",
+    }
+    assert all(batch["diffusers_compiled_ms"] > 0 for batch in sections["flux_steps"]["batches"].values())
+    alike = sections["correctness"]["checkpoints"]["flux-fill"]["float32"]
+    same = {"max_levels": 0, "mean_levels": 0.0, "share_within_1": 1.0}
+    assert alike == {"exact": same, "mask-aware": same}, "it is the same CPU"
+
+
+def test_a_line_for_every_bar_and_the_document(ran: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    process, folder = ran
+    results = read(folder / "gpu_results.json")
+    assert results is not None
+    for bar in bars(results["sections"]):
+        assert bar.line in process.stdout.splitlines()
+    document = (folder / "gpu.md").read_text()
+    assert document == render(results)
+    assert "Nothing on this page has run on a GPU" in document
+    assert "these figures show that the check runs, and nothing else" in document
+    assert "### A step of FLUX's transformer" in document
+
+
+def test_the_document_in_the_repository_is_of_the_results_there() -> None:
+    assert (ROOT / "docs" / "gpu.md").read_text() == render(read(ROOT / "docs" / "gpu_results.json"))
+
+
+def full_sections() -> dict[str, Any]:
+    """A run in which every bar is passed by little."""
+    ratios = {"0.1": {"ms": 50.0, "bound": 5.0}, "0.2": {"ms": 68.0, "bound": 3.46}}
+    large = {"0.1": {"ms": 180.0, "bound": 5.0}, "0.2": {"ms": 260.0, "bound": 3.46}}
+    way = {"max_levels": 2, "mean_levels": 0.9, "share_within_1": 0.9995}
+    checkpoint = {dtype: {"exact": way, "mask-aware": way} for dtype in ("float32", "bfloat16")}
+    batch = {"diffusers_ms": 210.0, "exact_ms": 190.0, "exact_tflops": 650.0}
+    return {
+        "correctness": {"checkpoints": {"embedded": checkpoint, "flux": checkpoint}},
+        "flux_steps": {
+            "billion_parameters": 11.9,
+            "image_tokens": 4096,
+            "text_tokens": 512,
+            "exact_tflop": 125.0,
+            "entry_gb": 1.48,
+            "batches": {
+                "1": batch | {"diffusers_compiled_ms": 195.0, "ratios": ratios},
+                "4": batch | {"diffusers_compiled_ms": 780.0, "ratios": large},
+            },
+        },
+        "flux_cold": {
+            "keyframes": 5,
+            "prime_ms": 900.0,
+            "exact_step_ms": 190.0,
+            "ratio": 0.1,
+            "steps": 28,
+            "cold_edit_s": 2.3,
+            "exact_edit_s": 5.4,
+            "cold_bound": 0.38,
+        },
+        "flux_host_pages": {
+            "ratio": 0.2,
+            "steps": 28,
+            "device_step_ms": 68.0,
+            "host_step_ms": 70.0,
+            "copied_gb": 7.4,
+            "hidden_share": 0.95,
+            "copy_ms": 150.0,
+            "seen_by": "profiler",
+        },
+        "overhead": {"schedule_ring_apply_ms": 0.4, "runner_ms": 0.5, "total_ms": 0.9},
+        "sdxl": {
+            "ratio": 0.2,
+            "steps": 30,
+            "bound": 2.16,
+            "diffusers_ms": 60.0,
+            "diffusers_compiled_ms": 50.0,
+            "exact_ms": 60.0,
+            "masked_ms": 25.0,
+            "diffusers_edit_s": 2.0,
+            "masked_edit_s": 0.9,
+        },
+    }
+
+
+def test_bars_pass_miss_or_were_not_run() -> None:
+    assert [bar.verdict for bar in bars(full_sections())] == ["pass"] * len(bars({}))
+    assert [bar.verdict for bar in bars({})] == ["not run"] * len(bars({}))
+    for section, figure, worse in (
+        ("flux_host_pages", "host_step_ms", 72.0),
+        ("flux_host_pages", "hidden_share", 0.5),
+        ("flux_cold", "prime_ms", 1200.0),
+        ("flux_cold", "cold_edit_s", 2.5),
+        ("overhead", "total_ms", 1.1),
+        ("sdxl", "masked_edit_s", 1.0),
+    ):
+        sections = full_sections()
+        sections[section][figure] = worse
+        assert [bar.verdict for bar in bars(sections)].count("miss") == 1, (section, figure)
+
+
+def test_the_worst_large_batch_counts() -> None:
+    sections = full_sections()
+    sections["flux_steps"]["batches"]["4"]["ratios"]["0.2"]["ms"] = 300.0  # 2.6x of 3.46x
+    missed = [bar for bar in bars(sections) if bar.verdict == "miss"]
+    assert [bar.measured for bar in missed] == [pytest.approx(780 / 300 / 3.46)]
+    assert Bar("x", 1.0, at_least=1.0).verdict == Bar("x", 1.0, at_most=1.0).verdict == "pass"
+
+
+def test_a_gpus_results_are_written_up() -> None:
+    about = {
+        "device": "NVIDIA H200",
+        "device_type": "cuda",
+        "memory_gb": 150.0,
+        "cuda": "13.0",
+        "size": "full",
+        "versions": {"torch": "2.13", "triton": "3.6", "diffusers": "0.42", "transformers": ""},
+        "seconds": 540.0,
+    }
+    document = render({"about": about, "sections": full_sections() | {"broken": {"sdxl": "Traceback: here"}}})
+    assert "has not been run" not in document
+    assert "NVIDIA H200, 150 GB, CUDA 13.0, torch 2.13, triton 3.6, diffusers 0.42; 540 s in all." in document
+    assert "| 1 | 210.0 | 195.0 | 190.0 (650 TFLOP/s) | 50.0: 3.90x (0.78) | 68.0: 2.87x (0.83) |" in document
+    assert "| priming at 5 keyframes, in exact steps | 4.74 | at most 6 | pass |" in document
+    assert "2.30 s: 0.43 of it, by operations of the denoiser 0.38" in document
+    assert "Traceback: here" in document
+
+
+def test_a_run_that_was_cut_off_leaves_what_it_had(tmp_path: Path) -> None:
+    report = Report(tmp_path / "results.json", {"device": "d"})
+    report.put("a", first_ms=1 / 3)
+    report.put("a", second_ms=2)
+    report.put("b", batches={"1": {"ms": 1e-9}})
+    assert json.loads((tmp_path / "results.json").read_text())["sections"] == {
+        "a": {"first_ms": 0.333333, "second_ms": 2},
+        "b": {"batches": {"1": {"ms": 1e-9}}},
+    }
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+    assert read(tmp_path / "none.json") is None
+
+
+def test_copies_hide_under_computation_where_both_run() -> None:
+    assert hidden_share([(0, 1)], [(0.25, 0.75)]) == 0.5
+    assert hidden_share([(0, 1), (0.5, 2)], [(0, 1), (1, 2)]) == 1.0, "time that is copied twice counts once"
+    assert hidden_share([(0, 1)], [(1, 2)]) == 0.0
+    assert hidden_share([], [(0, 1)]) == 1.0
+    assert merged([(3, 4), (0, 1), (0.5, 2)]) == [(0, 2), (3, 4)]
+
+
+def test_noise_levels_lie_between_keyframes() -> None:
+    keyframes = (1.0, 0.75, 0.5, 0.25, 0.0)
+    assert [between(sigma, keyframes) for sigma in (1.0, 0.9, 0.75, 0.0)] == [
+        (0, 0.0),
+        (0, pytest.approx(0.4)),
+        (0, 1.0),
+        (3, 1.0),
+    ]
+
+
+@pytest.mark.parametrize(("number", "side"), [(1, 4), (3, 4), (410, 64), (16, 4)])
+def test_a_box_of_tokens(number: int, side: int) -> None:
+    tokens = box_tokens(number, side, CPU)
+    assert len(tokens) == number
+    assert tokens.tolist() == sorted(set(tokens.tolist()))
+    assert max(tokens % side) <= max(tokens // side) + 1
+    assert tokens.max() < side * side
+
+
+def test_differences_are_counted_over_all_pictures() -> None:
+    first, second = torch.zeros(2, 2, 3).byte().numpy(), torch.full((2, 2, 3), 9).byte().numpy()
+    assert difference([first, second], [first, first]) == {
+        "max_levels": 9,
+        "mean_levels": 4.5,
+        "share_within_1": 0.5,
+    }
+
+
+def products(block: nn.Module) -> list[nn.Linear]:
+    """Linear layers that run once per token; those of modulation run once per request."""
+    layers = block.named_modules()
+    return [layer for name, layer in layers if isinstance(layer, nn.Linear) and "norm" not in name]
+
+
+def test_flop_and_bounds_are_the_shapes(tmp_path: Path) -> None:
+    """Counted from the configuration, as the products of the module's own weights would be."""
+    flux = FluxBench(Bench(CPU, torch.float32, TINY, Report(tmp_path / "results.json", {}), 1.0))
+    blocks = [*flux.module.transformer_blocks, *flux.module.single_transformer_blocks]
+    weights = [sum(layer.weight.numel() for layer in products(block)) for block in blocks]
+    num_double = len(flux.module.transformer_blocks)
+    per_token = sum(weights[:num_double]) / 2 + sum(weights[num_double:])  # a token passes one stream of a double block
+    tokens, hidden = TINY.flux.image_tokens + TINY.flux.text_tokens, flux.module.inner_dim
+    attention = len(blocks) * 2 * 2 * tokens**2 * hidden
+    assert flux.flop == pytest.approx(2 * tokens * per_token + attention)
+
+
+def test_the_full_size_has_the_bounds_of_the_bars() -> None:
+    document = render(None)
+    assert "| 0.1 | 410 | 5.00x |" in document
+    assert "| 0.2 | 819 | 3.46x |" in document
+    assert (FULL.flux.image_tokens, FULL.flux.steps, FULL.flux.keyframes) == (4096, 28, 5)
