@@ -15,6 +15,9 @@ from core.errors import ConfigError
 Quantization = Literal["none", "torchao-int8", "bitsandbytes-8bit", "bitsandbytes-4bit"]
 """How a transformer's weights are quantised while they are loaded: by which package, to what."""
 
+KernelChoice = Literal["auto", "torch"]
+"""What denoisers compute with: the fastest code that their device has, or PyTorch's operators alone."""
+
 EMBEDDED_MODEL = str(Path(__file__).resolve().parent.parent / "model_executor" / "embedded")
 
 
@@ -30,11 +33,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     variant: of its weight files, such as fp16, where a part has them; "" = those without a name, else the only ones.
     dtype: auto, float32, bfloat16 or float16. quantization: of the transformer's linear layers; products are taken in
-    dtype. device: auto, cpu, cuda or cuda:N. threads: CPU threads per worker, 0 = its share of the cores but
-    one. mask_aware: whether edits may skip untouched tokens. cache_keyframes: auto (the checkpoint's calibration, else
-    5), per-step, or a number from 2 on, spread evenly over noise levels 0..1. cache_dtype: how pages are kept: auto
-    (likewise, else int8), int8, bfloat16 or float32. priming_prompt: what templates are primed with. adapters: served
-    beside the model itself. Raises ConfigError for adapters of one name, and for a quantization that there is not.
+    dtype. device: auto, cpu, cuda or cuda:N. kernels: see `KernelChoice`. threads: CPU threads per worker, 0 = its
+    share of the cores but one. mask_aware: whether edits may skip untouched tokens. cache_keyframes: auto (the
+    checkpoint's calibration, else 5), per-step, or a number from 2 on, spread evenly over noise levels 0..1.
+    cache_dtype: how pages are kept: auto (likewise, else int8), int8, bfloat16 or float32. priming_prompt: what
+    templates are primed with. adapters: served beside the model itself. Raises ConfigError for adapters of one name,
+    and for a quantization that there is not.
     """
 
     model: str = EMBEDDED_MODEL
@@ -43,6 +47,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "auto"
     quantization: Quantization = "none"
     device: str = "auto"
+    kernels: KernelChoice = "auto"
     threads: int = 0
     mask_aware: bool = True
     cache_keyframes: str = "auto"

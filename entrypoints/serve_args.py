@@ -73,6 +73,7 @@ def _config(args: argparse.Namespace) -> StencilConfig:
         variant=args.variant,
         dtype=args.dtype,
         quantization=args.quantization,
+        kernels=args.kernels,
         device=args.device,
         threads=args.threads,
         mask_aware=args.mask_aware,

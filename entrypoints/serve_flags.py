@@ -10,6 +10,7 @@ from core.config import (
     CacheConfig,
     EngineConfig,
     ImageConfig,
+    KernelChoice,
     ModelConfig,
     Quantization,
     RouterPolicy,
@@ -70,6 +71,13 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--device", default=default.device, type=device, metavar="DEVICE", help="auto, cpu, cuda or cuda:N"
+    )
+    group.add_argument(
+        "--kernels",
+        default=default.kernels,
+        choices=get_args(KernelChoice),
+        help="what denoisers compute with: the fastest code for the device, or PyTorch's operators alone, which is "
+        "slower and needs no compiler",
     )
     group.add_argument(
         "--threads",

@@ -1,12 +1,14 @@
-"""Attention of one request, and rotary positions.
+"""Attention of a batch whose requests have keys of their own, and rotary positions.
 
-`attend` is the one place where queries meet keys: a request's queries see that request's own keys, whatever else is in
-the batch. There is no mask and no padding, since masks push scaled-dot-product attention off its fast path.
+A request's queries see that request's own keys, whatever else is in the batch. There is no mask and no padding, since
+masks push scaled-dot-product attention off its fast path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,21 +22,35 @@ SCORE_BYTES = 5 << 18
 """Scores held at once. Each product rearranges its keys anew, so fewer and larger ones won until the scores left a
 core's cache: with 166 queries over 1,088 keys, this took 0.82 of the time that 512 KiB did."""
 
+Sizes = Sequence[tuple[int, int]]
+"""Text and image tokens of each request of a batch; the latter with its condition tokens."""
+
 
 class KeysValues:
-    """Keys and values of one request in the block at hand, [2, heads, text and image tokens, head dim].
+    """Keys and values of one request in the block at hand. joint: [2, heads, text and image tokens, head dim], in any
+    order in memory but for the last dimension; image: of the image's tokens alone.
 
     The views that every block needs are made once: a step of few tokens spends as long on making views as on some of
     its products.
     """
 
-    def __init__(self, room: Tensor, heads: int, head_dim: int, text_tokens: int, image_tokens: int) -> None:
-        """room: memory for them, which other requests may use before and after: [numbers]."""
-        tokens = text_tokens + image_tokens
-        self.joint = room[: 2 * heads * tokens * head_dim].view(2, heads, tokens, head_dim)
-        self.image = self.joint[:, :, text_tokens:]
-        self.keys, values = self.joint
-        self.value_heads = values.transpose(1, 2).unbind()  # each [head dim, tokens]
+    def __init__(self, joint: Tensor, text_tokens: int) -> None:
+        self.joint, self.text_tokens = joint, text_tokens
+        self.image = joint[:, :, text_tokens:]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.joint.shape[2]
+
+    @cached_property
+    def keys(self) -> Tensor:
+        """[heads, tokens, head dim]."""
+        return self.joint[0]
+
+    @cached_property
+    def value_heads(self) -> Sequence[Tensor]:
+        """Each [head dim, tokens]."""
+        return self.joint[1].transpose(1, 2).unbind()
 
     def put(self, fresh: Tensor, rows: Tensor | None) -> None:
         """What the block computed, [computed tokens, 2, heads, head dim], into these rows; None for all."""
@@ -49,12 +65,68 @@ def head_major(x: Tensor) -> Tensor:
     return x.permute(1, 2, 0, 3)
 
 
+class Source(Protocol):
+    """Where a request's keys and values come from, and where they go."""
+
+    def load(self, number: int, page: int, keys_values: KeysValues, fresh: Tensor) -> None:
+        """Fill all of `keys_values` in block `number`: with what it computed, `fresh` [computed tokens, 2, heads, head
+        dim], and for the tokens that it did not, with a page."""
+
+    def store(self, page: int, image: Tensor) -> None:
+        """What is attended to in the image, complete: [2, heads, image tokens, head dim]."""
+
+
+class Attention(Protocol):
+    """That of one pass, over the same tokens in every block."""
+
+    def __call__(
+        self, number: int, page: int, qkv: Tensor, where: Sequence[Span], sources: Sequence[Source]
+    ) -> Sequence[Tensor]:
+        """Over `page` in block `number`. qkv: [tokens, 3, heads, head dim] of all requests, whose rows are `where` ->
+        parts of [tokens, heads * head dim], left to right."""
+
+
+class OneByOne:
+    """Request by request, in room for one: what a core's caches hold of it serves every request and every block."""
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        heads: int,
+        head_dim: int,
+        like: Tensor,
+        attend: Callable[[Tensor, KeysValues], Sequence[Tensor]],
+    ) -> None:
+        """like: of the dtype and device to compute in. attend: (query, keys and values) -> as `attend`."""
+        room = like.new_empty(2 * heads * max(map(sum, sizes)) * head_dim)
+        self._keys_values = [
+            KeysValues(room[: 2 * heads * sum(size) * head_dim].view(2, heads, sum(size), head_dim), size[0])
+            for size in sizes
+        ]
+        self._attend = attend
+
+    def __call__(
+        self, number: int, page: int, qkv: Tensor, where: Sequence[Span], sources: Sequence[Source]
+    ) -> Sequence[Tensor]:
+        outputs = []
+        for (start, stop), source, keys_values in zip(where, sources, self._keys_values, strict=True):
+            source.load(number, page, keys_values, qkv[start:stop, 1:])
+            source.store(page, keys_values.image)
+            outputs.append(self._attend(qkv[start:stop, 0], keys_values))
+        return _one_below_the_other(outputs)
+
+
+def _one_below_the_other(outputs: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
+    """Parts of all requests' rows from those of each."""
+    return outputs[0] if len(outputs) == 1 else [torch.cat([torch.cat(list(parts), dim=1) for parts in outputs])]
+
+
 def attend(query: Tensor, keys_values: KeysValues, linear: Linear, kernels: Kernels | None = None) -> Sequence[Tensor]:
     """query: [queries, heads, head dim] -> parts of [queries, heads * head dim], left to right.
 
     With `fused_linear` or kernels a query's result has the same bits whatever the number of other queries.
     """
-    if kernels is not None and can_attend(query, keys_values.joint.shape[2]):
+    if kernels is not None and can_attend(query, keys_values.num_tokens):
         return [kernels.attend(query, keys_values.joint)]
     if linear is fused_linear and has_onednn(query):
         return _attend_by_products(query, keys_values)
@@ -70,7 +142,7 @@ def _attend_by_products(query: Tensor, keys_values: KeysValues) -> Sequence[Tens
     queries, heads, head_dim = query.shape
     scaled = query.new_empty(heads, queries, head_dim, dtype=torch.float32)
     scaled.copy_(query.transpose(0, 1)).mul_(head_dim**-0.5)
-    step = max(2, SCORE_BYTES // (keys_values.joint.shape[2] * scaled.element_size()))
+    step = max(2, SCORE_BYTES // (keys_values.num_tokens * scaled.element_size()))
     parts = zip(scaled.unbind(), keys_values.keys.float().unbind(), keys_values.value_heads, strict=True)
     return [_attend_head(*part, step) for part in parts]
 

@@ -27,8 +27,8 @@ from core.ipc.atomic_file import write_atomically
 from core.messages.worker import CostSample
 from core.model_info import ModelInfo
 from core.stages import INPAINT
-from model_executor.kernels import kernels_digest
 from model_executor.models.base import EncodedImage, EncodedText, Family, PrimeRow, Row
+from model_executor.operators import operators_digest
 from model_executor.pages import Pages
 
 BUDGET_SECONDS = 2.0
@@ -90,7 +90,7 @@ def _conditions(info: ModelInfo) -> str:
     """Hex digest of all that costs depend on: the model as it is served, the processor, threads, PyTorch, kernels."""
     device = torch.device(info.device)
     processor = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
-    parts = [processor, platform.node(), torch.get_num_threads(), torch.__version__, kernels_digest()]
+    parts = [processor, platform.node(), torch.get_num_threads(), torch.__version__, operators_digest(device)]
     return hashlib.sha256(msgspec.json.encode(info) + repr(parts).encode()).hexdigest()
 
 

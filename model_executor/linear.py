@@ -60,6 +60,23 @@ def onednn_product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gel
     return y
 
 
+def gpu_linear(layer: nn.Module, x: Tensor, *, gelu: bool = False) -> Tensor:
+    """A plain `nn.Linear` with its activation computed before the product is rounded and written; adapters and
+    quantised layers run as themselves."""
+    if not is_plain(layer):
+        return plain_linear(layer, x, gelu=gelu)
+    return gpu_product(x, layer.weight, layer.bias, gelu=gelu)
+
+
+def gpu_product(x: Tensor, weight: Tensor, bias: Tensor | None, *, gelu: bool = False) -> Tensor:
+    """x [rows, in] times weight [out, in], transposed, plus bias [out]."""
+    if gelu and bias is not None:
+        y: Tensor = torch._addmm_activation(bias, x, weight.t(), use_gelu=True)  # cuBLASLt's is the tanh approximation
+        return y
+    y = F.linear(x, weight, bias)
+    return F.gelu(y, approximate="tanh") if gelu else y
+
+
 def best_linear() -> Linear:
     """`fused_linear` where PyTorch was built with oneDNN."""
     return fused_linear if torch.backends.mkldnn.is_available() else plain_linear
@@ -79,8 +96,9 @@ class LinearGroup:
     Where `keep_packed` asks for it and all are plain `nn.Linear`s, their weights are held together and in the order
     that our own kernels, if given, or oneDNN compute in: without rearranging them every time, oneDNN's products of some
     tens of tokens took 0.5 to 0.9 of the time, with the same bits. With `owns_layers` the layers' own weights go: they
-    cannot run by themselves any more. Other layers run as themselves, one after the other. Made when weights
-    are in place; what is changed later is not seen.
+    cannot run by themselves any more. On a GPU the weights of several layers are held together only then, in their own
+    order. Other layers run as themselves, one after the other. Made when weights are in place; what is changed later
+    is not seen.
     """
 
     def __init__(
@@ -101,6 +119,8 @@ class LinearGroup:
         if self._packed is not None and owns_layers:
             for layer in plain:
                 layer.to("meta")
+        if linear is gpu_linear and owns_layers and len(plain) == len(layers) > 1:
+            self._layers = [_joined(plain)]
 
     def __call__(self, x: Tensor, *, gelu: bool = False) -> Tensor:
         """x: [rows, in] -> [rows, sum of out], layer after layer."""
@@ -147,15 +167,33 @@ def as_linear(layer: nn.Module) -> nn.Module:
 @torch.no_grad()
 def _pack(layers: Sequence[nn.Linear], kernels: Kernels | None) -> tuple[Tensor, Tensor]:
     """One weight, opaque, and one bias for all of them."""
-    weights: list[Tensor] = [layer.weight for layer in layers]
-    biases: list[Tensor] = [
-        w.new_zeros(len(w)) if (b := layer.bias) is None else b for layer, w in zip(layers, weights, strict=True)
-    ]
+    weights, biases = _weights(layers)
     weight, bias = torch.cat(weights), torch.cat(biases)
     if kernels is not None:
         return pack(weight), bias
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, USUAL_ROWS)
     return packed, bias
+
+
+def _weights(layers: Sequence[nn.Linear]) -> tuple[list[Tensor], list[Tensor]]:
+    """Their weights, and their biases, zeros for a layer without."""
+    weights: list[Tensor] = [layer.weight for layer in layers]
+    biases: list[Tensor] = [
+        w.new_zeros(len(w)) if (b := layer.bias) is None else b for layer, w in zip(layers, weights, strict=True)
+    ]
+    return weights, biases
+
+
+@torch.no_grad()
+def _joined(layers: Sequence[nn.Linear]) -> nn.Linear:
+    """One layer that gives the outputs of all, side by side; their own weights are gone."""
+    weights, biases = _weights(layers)
+    joined = nn.Linear(weights[0].shape[1], sum(map(len, weights)), device="meta")
+    joined.weight = nn.Parameter(torch.cat(weights), requires_grad=False)
+    joined.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
+    for layer in layers:
+        layer.to("meta")
+    return joined
 
 
 def _suits_kernels(layers: Sequence[nn.Linear]) -> bool:

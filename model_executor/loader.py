@@ -17,7 +17,7 @@ import msgspec
 import torch
 from safetensors import SafetensorError
 
-from core.config import ModelConfig, Quantization
+from core.config import KernelChoice, ModelConfig, Quantization
 from core.errors import ConfigError
 from model_executor.devices import resolve_device
 from model_executor.hub import DEFAULTS, INDEX, download
@@ -54,6 +54,7 @@ class Checkpoint:
     device: torch.device
     variant: str = ""  # of the weights, where a part has it
     quantization: Quantization = "none"  # of the transformer, while it is loaded
+    kernels: KernelChoice = "auto"  # what its denoiser computes with
 
     @classmethod
     def open(cls, model: ModelConfig, device_index: int = 0, num_workers: int = 1) -> Checkpoint:
@@ -66,7 +67,8 @@ class Checkpoint:
         if "_class_name" not in index:
             raise ConfigError(f"{path / INDEX} names no _class_name; is this a diffusers checkpoint?")
         dtype = resolve_dtype(model.dtype, device)
-        checkpoint = cls(path, index, _read_defaults(path), dtype, device, model.variant, model.quantization)
+        defaults, wishes = _read_defaults(path), (model.variant, model.quantization, model.kernels)
+        checkpoint = cls(path, index, defaults, dtype, device, *wishes)
         checkpoint._check_variant()
         return checkpoint
 

@@ -13,15 +13,15 @@ import numpy as np
 import torch
 
 from core.calibration import CALIBRATION, Calibration, calibration_file
-from core.config import ModelConfig
+from core.config import KernelChoice, ModelConfig
 from core.errors import ConfigError
 from core.model_info import ModelInfo
 from core.page_scheme import PageDtype, PageScheme
 from core.request import SamplingParams
 from model_executor.fingerprint import fingerprint
-from model_executor.kernels import kernels_digest
 from model_executor.loader import Checkpoint
 from model_executor.models.base import Family
+from model_executor.operators import operators_digest
 
 logger = logging.getLogger("stencil.worker")
 
@@ -63,16 +63,16 @@ def page_scheme(
         full_steps=DEFAULT_FULL_STEPS if calibration is None else calibration.full_steps,
         full_steps_of=1 if calibration is None else _num_steps(calibration, info),
         full_steps_from=0.0 if calibration is None else calibration.full_steps_from,
-        environment=environment(checkpoint.device),
+        environment=environment(checkpoint.device, config.kernels),
     )
 
 
-def environment(device: torch.device) -> str:
+def environment(device: torch.device, kernels: KernelChoice = "auto") -> str:
     """PageScheme.environment of this process as it is now: with other threads or kernels, sums are taken in another
     order.
     """
-    kernels = kernels_digest() if device.type == "cpu" else ""
-    parts = [device.type, _device_name(device), torch.get_num_threads(), torch.__version__, kernels]
+    kernels_used = "torch" if kernels == "torch" else operators_digest(device)
+    parts = [device.type, _device_name(device), torch.get_num_threads(), torch.__version__, kernels_used]
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 

@@ -4,9 +4,7 @@ Host pages are read and written in place, in shared memory; device pages are ten
 What lies where, and for how long, is decided in the engine: the store holds, copies and reports.
 
 One I/O thread does the copies in the order they come. A copy towards a faster tier lets its readers start before its
-end: `wait_block` returns once that block has arrived. On a GPU copies run on a stream of their own and go through two
-pinned buffers: the arena itself is not pinned, since memory that is given back to the kernel while registered with CUDA
-would be read stale by the device.
+end: `wait_block` returns once that block has arrived. On a GPU copies run on a stream of their own (`copy_stream.py`).
 """
 
 from __future__ import annotations
@@ -29,6 +27,7 @@ from core.errors import PagesLostError
 from core.handles import ArrayRef, EntryRef, Tier
 from core.messages.worker import PageCopied, PageCopy
 from core.page_scheme import template_of
+from model_executor.copy_stream import CopyStream
 from model_executor.tensor_store import SharedMemory
 
 logger = logging.getLogger("stencil.worker")
@@ -38,6 +37,13 @@ OnBlock = Callable[[int], None]
 
 MAX_FAILED_LOADS = 1024
 """Keys whose loads failed and which nobody has made anew; an edit that ended meanwhile leaves them so for ever."""
+
+
+class PageArena(SharedMemory, Protocol):
+    """What the store needs of `core.ipc.shared_array.Arena`. size: bytes."""
+
+    id: int
+    size: int
 
 
 class Files(Protocol):
@@ -63,7 +69,7 @@ class _Load:
     target: Tier
     first_block: int = 0
     arrived: set[int] = field(default_factory=set)
-    events: dict[int, torch.cuda.Event] = field(default_factory=dict)
+    events: dict[int, torch.Event] = field(default_factory=dict)
     has_failed: bool = False
 
 
@@ -75,7 +81,7 @@ class _Job:
     copy: PageCopy
     load: _Load | None
     device: Tensor | None
-    ready: torch.cuda.Event | None
+    ready: torch.Event | None
 
 
 class PageStore:
@@ -84,13 +90,14 @@ class PageStore:
     def __init__(
         self,
         device: torch.device,
-        pages: SharedMemory,
+        pages: PageArena,
         files: Files | None,
         on_copied: Callable[[PageCopied], None],
         rank: int = 0,
     ) -> None:
         """pages: the page arena. files: None without a disk tier. on_copied: called once for every copy that was
-        started, in their order, from the I/O thread (not for those still waiting when the store is closed)."""
+        started, in their order, from the I/O thread (not for those still waiting when the store is closed). Raises
+        ConfigError where the arena cannot be what a GPU needs."""
         self._device = device
         self._pages = pages
         self._files = files
@@ -101,7 +108,7 @@ class PageStore:
         self._changed = threading.Condition()
         self._is_closed = False
         self._jobs: SimpleQueue[_Job | Sequence[str] | None] = SimpleQueue()
-        self._streamer = _Streamer(device) if device.type == "cuda" else None
+        self._stream = CopyStream(device, self._whole_arena()) if device.type == "cuda" else None
         self._thread = threading.Thread(target=self._run, name="page-io", daemon=True)
         self._thread.start()
 
@@ -139,7 +146,7 @@ class PageStore:
         load = self._expect(copy) if copy.source != "device" and copy.target != "disk" else None
         if copy.target == "device":
             self._make_target(copy)
-        ready = self._streamer.ready() if self._streamer is not None else None
+        ready = self._stream.ready() if self._stream is not None else None
         device = self._tensors.get(copy.key) if "device" in (copy.source, copy.target) else None
         self._jobs.put(_Job(copy, load, device, ready))
 
@@ -166,8 +173,8 @@ class PageStore:
                 self._wait_load(load, block)
                 if block not in load.arrived:
                     raise PagesLostError(f"pages {key} did not arrive")
-                if block in load.events:
-                    torch.cuda.current_stream(self._device).wait_event(load.events[block])
+                if self._stream is not None and block in load.events:
+                    self._stream.wait(load.events[block])
 
     def forget(self, keys: Iterable[str]) -> None:
         """Give up entries' device memory, where they have any, and what is known of their failed loads."""
@@ -188,9 +195,15 @@ class PageStore:
         self._is_closed = True
         self._jobs.put(None)
         self._thread.join()
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
 
     def _wait_load(self, load: _Load, block: int) -> None:
         self._changed.wait_for(lambda: block in load.arrived or load.has_failed or self._is_closed)
+
+    def _whole_arena(self) -> Tensor:
+        return torch.from_numpy(self._host(ArrayRef(self._pages.id, 0, (self._pages.size,), "uint8")))
 
     def _host(self, ref: ArrayRef) -> Bytes:
         return self._pages.view(ref)  # type: ignore[return-value]  # an entry's handle says uint8
@@ -213,6 +226,7 @@ class PageStore:
 
     # ------------------------------------------------------------------------------------------------ the I/O thread
 
+    @torch.inference_mode()  # as the thread that computes: it makes tensors that could not be written otherwise
     def _run(self) -> None:
         try:
             while not self._is_closed and (job := self._jobs.get()) is not None:
@@ -272,26 +286,29 @@ class PageStore:
                 raise ValueError(f"no such copy: {copy.source} to {copy.target}")
 
     def _upload(self, job: _Job, host: Bytes, device: Tensor) -> bool:
-        arrived = self._arrival(job)
-        if self._streamer is not None:
-            assert job.load is not None
-            assert job.ready is not None
-            self._streamer.upload(
-                host, device, job.copy.block_bytes, self._order(job), job.ready, job.load.events, arrived
-            )
+        arrived, nbytes = self._arrival(job), job.copy.block_bytes
+        if self._stream is None:
+            for index in self._order(job):
+                start, stop = index * nbytes, (index + 1) * nbytes
+                np.copyto(device.numpy()[start:stop], host[start:stop])  # PyTorch would start its threads here too
+                arrived(index)
             return True
-        for index in self._order(job):
-            start, stop = index * job.copy.block_bytes, (index + 1) * job.copy.block_bytes
-            np.copyto(device.numpy()[start:stop], host[start:stop])  # not PyTorch: it would start its threads here too
+
+        def queued(index: int, event: torch.Event) -> None:
+            assert job.load is not None
+            job.load.events[index] = event
             arrived(index)
+
+        assert job.ready is not None
+        self._stream.load(torch.from_numpy(host), device, nbytes, self._order(job), job.ready, queued)
         return True
 
     def _download(self, job: _Job, device: Tensor, host: Bytes) -> bool:
-        if self._streamer is None:
+        if self._stream is None:
             np.copyto(host, device.numpy())
             return True
         assert job.ready is not None
-        self._streamer.download(device, host, job.copy.block_bytes, job.ready)
+        self._stream.store(device, torch.from_numpy(host), job.ready)
         return True
 
     def _order(self, job: _Job) -> Iterator[int]:
@@ -339,66 +356,3 @@ class PageStore:
 def _has_failed(loads: Sequence[_Load]) -> bool:
     """Whether there are loads, and none under way."""
     return bool(loads) and all(load.has_failed for load in loads)
-
-
-class _Streamer:
-    """Copies between host and GPU on a stream of their own, through two pinned buffers in turn."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._buffers: list[Tensor] = []
-        self._idle = [torch.cuda.Event(), torch.cuda.Event()]
-
-    def ready(self) -> torch.cuda.Event:
-        """What the computing thread has queued up to now. Call it there."""
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def upload(
-        self,
-        host: Bytes,
-        device: Tensor,
-        block_bytes: int,
-        order: Iterable[int],
-        ready: torch.cuda.Event,
-        events: dict[int, torch.cuda.Event],
-        arrived: OnBlock,
-    ) -> None:
-        """Host to device; `arrived` when a block's copy is queued, its event in `events`. Returns when all is done."""
-        with self._queued_after(ready, device):
-            for turn, index in enumerate(order):
-                start, stop = index * block_bytes, (index + 1) * block_bytes
-                block = host[start:stop]
-                buffer = self._buffer(turn % 2, block_bytes)[: len(block)]
-                np.copyto(buffer.numpy(), block)
-                device[start:stop].copy_(buffer, non_blocking=True)
-                self._idle[turn % 2].record(self._stream)
-                events[index] = torch.cuda.Event()
-                events[index].record(self._stream)
-                arrived(index)
-        self._stream.synchronize()
-
-    def download(self, device: Tensor, host: Bytes, block_bytes: int, ready: torch.cuda.Event) -> None:
-        """Device to host. Returns when all is done."""
-        with self._queued_after(ready, device):
-            for start in range(0, len(host), block_bytes):
-                block = host[start : start + block_bytes]
-                buffer = self._buffer(0, block_bytes)[: len(block)]
-                buffer.copy_(device[start : start + block_bytes], non_blocking=True)
-                self._stream.synchronize()
-                np.copyto(block, buffer.numpy())
-
-    def _queued_after(self, ready: torch.cuda.Event, tensor: Tensor) -> torch.cuda.StreamContext:
-        self._stream.wait_event(ready)
-        tensor.record_stream(self._stream)  # its memory is not given away before these copies are done
-        return torch.cuda.stream(self._stream)
-
-    def _buffer(self, index: int, nbytes: int) -> Tensor:
-        """A pinned buffer that the device has done with."""
-        if not self._buffers or self._buffers[0].numel() < nbytes:
-            self._stream.synchronize()
-            self._buffers = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        self._idle[index].synchronize()
-        return self._buffers[index]

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from core.page_scheme import PageDtype, PageLayout
+from model_executor.attention import KeysValues
 from model_executor.kernels import Kernels
 
 INT8_MAX = 127
+
+Quantise = Callable[[Tensor, Tensor, Tensor], None]
+"""As `quantise`."""
 
 _DTYPES: dict[PageDtype, torch.dtype] = {"int8": torch.int8, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -40,9 +45,21 @@ class Pages:
         return PageReader(self, kernels)
 
 
+class Reader(Protocol):
+    """Reads blocks of pages at their noise level."""
+
+    def read(self, block: int, out: Tensor) -> None:
+        """Keys and values of a block into `out`, [2, heads, tokens, head dim] of any float dtype. Computed in
+        float32."""
+
+    def read_over(self, block: int, keys_values: KeysValues, fresh: Tensor, rows: Tensor) -> None:
+        """Likewise into the image's part of `keys_values`, and over it into these rows of all of it, text before image,
+        what was computed: fresh [rows, 2, heads, head dim]."""
+
+
 class PageReader:
-    """Reads blocks at the pages' noise level. Views of all blocks are made at once, and the weights of the two
-    keyframes folded into their scales; where blocks are still to come, when each has."""
+    """By PyTorch and compiled kernels. Views of all blocks are made at once, and the weights of the two keyframes
+    folded into their scales; where blocks are still to come, when each has."""
 
     def __init__(self, pages: Pages, kernels: Kernels | None) -> None:
         self._kernels = kernels
@@ -56,11 +73,9 @@ class PageReader:
         self._room = torch.empty(near.values[0].shape, dtype=torch.float32, device=pages.near.device)
 
     def read(self, block: int, out: Tensor) -> None:
-        """Keys and values of a block into `out`, float32 or bfloat16 [2, heads, tokens, head dim].
-
-        Exact at a keyframe, and float32 pages in float32 lose nothing. Computed in float32. Every pass runs over all
-        heads and both K and V at once: chunks by head that stay in a core's cache took 1.3 to 3.6 times as long, and a
-        product of int8 with float32 in one call, converted by PyTorch, 9 times.
+        """Exact at a keyframe, and float32 pages in float32 lose nothing. Every pass runs over all heads and both K and
+        V at once: chunks by head that stay in a core's cache took 1.3 to 3.6 times as long, and a product of int8 with
+        float32 in one call, converted by PyTorch, 9 times.
         """
         if self._wait is not None:
             self._wait(block)
@@ -71,6 +86,10 @@ class PageReader:
             self._read_int8(block, wide, self._near_scales(block))
         if wide is not out:
             out.copy_(wide)
+
+    def read_over(self, block: int, keys_values: KeysValues, fresh: Tensor, rows: Tensor) -> None:
+        self.read(block, keys_values.image)
+        keys_values.put(fresh, rows)
 
     def _read_int8(self, block: int, wide: Tensor, near_scales: Tensor) -> None:
         near = self._near[block]
@@ -88,6 +107,16 @@ class PageReader:
             wide.lerp_(self._room.copy_(self._far[block]), self._weight)
 
 
+def quantise(x: Tensor, values: Tensor, scales: Tensor) -> None:
+    """Symmetric int8 per row. x: [..., width]; values: int8 [..., width]; scales: float32 [..., 1], amax / 127.
+
+    x is within half a scale of scales * values. A row of zeros gets scale 0, and so does one whose scale is no float32.
+    """
+    x = x.float()
+    torch.div(x.abs().amax(-1, keepdim=True), INT8_MAX, out=scales)
+    values.copy_((x / scales).nan_to_num_(0.0, 0.0, 0.0).round_().clamp_(-INT8_MAX, INT8_MAX))
+
+
 class Entry:
     """Views of an entry, uint8 [entry bytes] from a multiple of 64 bytes on, of a picture of `num_tokens` image tokens.
 
@@ -95,7 +124,8 @@ class Entry:
     1], int8 pages only.
     """
 
-    def __init__(self, entry: Tensor, layout: PageLayout, num_tokens: int) -> None:
+    def __init__(self, entry: Tensor, layout: PageLayout, num_tokens: int, quantise: Quantise = quantise) -> None:
+        self._quantise = quantise
         blocks = entry.view(layout.num_blocks, layout.block_bytes(num_tokens))
         shape = (layout.num_blocks, 2, layout.num_heads, layout.num_rows(num_tokens))
         end = layout.value_bytes(num_tokens)
@@ -117,14 +147,4 @@ class Entry:
         if self.scales is None:
             self.values[block].copy_(key_value)
         else:
-            quantise(key_value, self.values[block], self.scales[block])
-
-
-def quantise(x: Tensor, values: Tensor, scales: Tensor) -> None:
-    """Symmetric int8 per row. x: [..., width]; values: int8 [..., width]; scales: float32 [..., 1], amax / 127.
-
-    x is within half a scale of scales * values. A row of zeros gets scale 0, and so does one whose scale is no float32.
-    """
-    x = x.float()
-    torch.div(x.abs().amax(-1, keepdim=True), INT8_MAX, out=scales)
-    values.copy_((x / scales).nan_to_num_(0.0, 0.0, 0.0).round_().clamp_(-INT8_MAX, INT8_MAX))
+            self._quantise(key_value, self.values[block], self.scales[block])

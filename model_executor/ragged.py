@@ -89,8 +89,9 @@ def norm_modulate(
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def add_gated_(x: Tensor, where: Sequence[Span], y: Tensor, rows: Sequence[Span], gate: Tensor) -> None:
-    """x += gate * y in place, request by request: rows `where` of x and `rows` of y, which is changed too. gate:
-    [requests, width]."""
-    for piece, change, factor in zip(pieces(x, where), pieces(y, rows), gate.chunk(len(where)), strict=True):
+def add_gated_(x: Tensor, where: Sequence[Span], y: Tensor, gate: Tensor) -> None:
+    """x += gate * y in place, request by request. y: what belongs to these rows of x, one span after the other; it is
+    changed too. gate: [requests, width]."""
+    changes = y.split([stop - start for start, stop in where])
+    for piece, change, factor in zip(pieces(x, where), changes, gate.chunk(len(where)), strict=True):
         piece.add_(change.mul_(factor))

@@ -109,7 +109,9 @@ class Runner:
         had computed. Raises when the device itself is broken: a kernel that failed has failed all that come after it,
         and only a new process helps."""
         try:
-            return self._compute(model, items)
+            results = self._compute(model, items)
+            _wait_for_device()  # a result tells how long it took, and a kernel that failed says so only then
+            return results
         except Exception as error:  # the actor's edge: whatever went wrong becomes a message to those who wait
             failure, cause = Failure.of(_named(error), traceback.format_exc()), f"{type(error).__name__}: {error}"
         names = ", ".join(item.request_id for item in items)
@@ -388,6 +390,12 @@ def _sampler_key(item: Item) -> TensorKey:
 def _hidden_key(item: Item, work: Prime) -> TensorKey:
     """Where the hidden state of a keyframe's pass waits for the next chunk."""
     return TensorKey(item.request_id, item.node, f"hidden-{work.sigma}")
+
+
+def _wait_for_device() -> None:
+    """Until what was queued has been computed. Copies of pages go on."""
+    if torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()
 
 
 def _recover() -> None:

@@ -1,4 +1,6 @@
-"""Nothing that a test starts writes to the user's own cache folder."""
+"""Nothing that a test starts writes to the user's own cache folder. Triton's kernels are interpreted, on any device:
+with TRITON_INTERPRET=0 a test that needs a GPU compiles them.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,8 @@ import os
 from collections.abc import Iterator
 
 import pytest
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported, by whatever it is
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -61,6 +61,7 @@ LAWS = {
         ("core", "model_executor"),
         frozenset({"diffusers", "huggingface_hub", "msgspec", "numpy", "safetensors", "torch", "transformers"}),
     ),
+    "model_executor.triton_kernels": Law((), frozenset({"triton"})),
     "engine": Law(
         ("core", "engine", "model_executor.executor"),
         frozenset({"PIL", "msgspec", "numpy", "prometheus_client", "uvloop", "zmq"}),

@@ -15,28 +15,22 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from model_executor.attention import KeysValues, attend, head_major, normalise_and_rotate_
-from model_executor.kernels import Kernels
-from model_executor.linear import Linear, MakeGroup, plain_linear
+from model_executor import attention
+from model_executor.attention import Attention, KeysValues, head_major
+from model_executor.linear import MakeGroup
 from model_executor.models.base import Row
-from model_executor.pages import Entry, PageReader
-from model_executor.ragged import Packing, Span, add_gated_, gather, norm_modulate
+from model_executor.operators import Operators
+from model_executor.pages import Entry, Reader
+from model_executor.ragged import Packing, Span, gather
 
 FLOAT16_MAX = 65504.0
 
 
-class Source(Protocol):
-    """Where the keys and values of a request's image tokens come from, and where they go; num_tokens counts them, with
-    the condition tokens behind them."""
+class Source(attention.Source, Protocol):
+    """A request of a pass; num_tokens counts its image tokens, with the condition tokens behind them."""
 
     @property
     def num_tokens(self) -> int: ...
-
-    def load(self, number: int, page: int, image: Tensor) -> None:
-        """Into `image`, [2, heads, image tokens, head dim], those of a page that block `number` does not compute."""
-
-    def store(self, page: int, image: Tensor) -> None:
-        """What is attended to in the image, complete."""
 
     def computed(self, number: int) -> Tensor | None:
         """The image tokens that block `number` computes, None for all."""
@@ -48,7 +42,7 @@ class Source(Protocol):
 class Edit:
     """A request of which leading blocks compute all image tokens, the others the active ones."""
 
-    def __init__(self, row: Row, num_tokens: int, first_pages: Sequence[int], kernels: Kernels | None) -> None:
+    def __init__(self, row: Row, num_tokens: int, first_pages: Sequence[int], operators: Operators) -> None:
         """first_pages: of each block. A block is computed in full whose first page is among the row's `full_blocks`.
         Raises ValueError for a row that leaves tokens out and has no pages."""
         self.num_tokens = num_tokens
@@ -61,7 +55,7 @@ class Edit:
             text_tokens = row.prompt_embeds.shape[0]
             text = torch.arange(text_tokens, device=row.active.device)
             self._rows = torch.cat([text, row.active + text_tokens])
-        self._pages: PageReader | None = None if row.pages is None else row.pages.open(kernels)
+        self._pages: Reader | None = None if row.pages is None else operators.open(row.pages)
 
     def computed(self, number: int) -> Tensor | None:
         return None if number < self._full_blocks else self._active
@@ -73,10 +67,13 @@ class Edit:
     def rows(self, number: int) -> Tensor | None:
         return None if self.computed(number) is None else self._rows
 
-    def load(self, number: int, page: int, image: Tensor) -> None:
-        if self.computed(number) is not None:
+    def load(self, number: int, page: int, keys_values: KeysValues, fresh: Tensor) -> None:
+        rows = self.rows(number) if keys_values.text_tokens else self.computed(number)
+        if rows is None:
+            keys_values.put(fresh, None)
+        else:
             assert self._pages is not None
-            self._pages.read(page, image)
+            self._pages.read_over(page, keys_values, fresh, rows)
 
     def store(self, page: int, image: Tensor) -> None:
         """An edit keeps nothing."""
@@ -89,8 +86,8 @@ class Template:
     entry: Entry
     num_tokens: int
 
-    def load(self, number: int, page: int, image: Tensor) -> None:
-        """Every token is computed."""
+    def load(self, number: int, page: int, keys_values: KeysValues, fresh: Tensor) -> None:
+        keys_values.put(fresh, None)
 
     def store(self, page: int, image: Tensor) -> None:
         self.entry.write(page, image)
@@ -107,8 +104,8 @@ class Stream:
     """The tokens of a batch on their way through the blocks.
 
     hidden: joint matrix [tokens, hidden], changed in place. rotary: complex64 [tokens, 1, 1, head dim / 2].
-    modulation: block number -> its parts, each [requests, hidden]. keys_values: of each request, text and image;
-    image_keys_values: of the image alone. All of them may share memory.
+    modulation: block number -> its parts, each [requests, hidden]. joint_attention: of text and image together;
+    image_attention: of the image tokens among themselves, None where no block has it.
     """
 
     hidden: Tensor
@@ -116,54 +113,20 @@ class Stream:
     rotary: Tensor
     modulation: Callable[[int], Sequence[Tensor]]
     sources: Sequence[Source]
-    keys_values: Sequence[KeysValues]
-    image_keys_values: Sequence[KeysValues]
-    linear: Linear
-    kernels: Kernels | None
-
-    @property
-    def fused(self) -> bool:
-        """Whether results may be rounded less often than diffusers does."""
-        return self.linear is not plain_linear
+    joint_attention: Attention
+    image_attention: Attention | None
+    operators: Operators
 
     def keep(self, tokens: Sequence[Tensor | None]) -> None:
         """Go on with these tokens of each request, text before image, None for all."""
         if all(kept is None for kept in tokens):
             return
         packing = self.packing
-        rows = [_rows_of(span, kept) for span, kept in zip(packing.joint, tokens, strict=True)]
-        chosen = torch.cat(rows).to(self.hidden.device)
+        rows = [_rows_of(span, kept, self.hidden.device) for span, kept in zip(packing.joint, tokens, strict=True)]
+        chosen = torch.cat(rows)
         lengths = [stop - start for start, stop in packing.joint_text]
         self.packing = Packing.of(lengths, [len(r) - length for r, length in zip(rows, lengths, strict=True)])
         self.hidden, self.rotary = self.hidden[chosen], self.rotary[chosen]
-
-    def attention(self, number: int, page: int, qkv: Tensor) -> Sequence[Tensor]:
-        """Every request's attention over `page` in block `number`, text and image together. qkv: [tokens, 3, heads,
-        head dim] -> parts of [tokens, hidden], left to right."""
-        requests = zip(self.packing.joint, self.sources, self.keys_values, strict=True)
-        outputs = [
-            self._attend(number, page, qkv[start:stop], source, keys_values, source.rows(number))
-            for (start, stop), source, keys_values in requests
-        ]
-        return _one_below_the_other(outputs)
-
-    def image_attention(self, number: int, page: int, qkv: Tensor) -> Sequence[Tensor]:
-        """Likewise of the image tokens among themselves. qkv: [image tokens, 3, heads, head dim]."""
-        requests = zip(self.packing.image, self.sources, self.image_keys_values, strict=True)
-        outputs = [
-            self._attend(number, page, qkv[start:stop], source, keys_values, source.computed(number))
-            for (start, stop), source, keys_values in requests
-        ]
-        return _one_below_the_other(outputs)
-
-    def _attend(
-        self, number: int, page: int, qkv: Tensor, source: Source, keys_values: KeysValues, rows: Tensor | None
-    ) -> Sequence[Tensor]:
-        """rows: where the keys and values belong that come with the queries."""
-        source.load(number, page, keys_values.image)
-        keys_values.put(qkv[:, 1:], rows)
-        source.store(page, keys_values.image)
-        return attend(qkv[:, 0], keys_values, self.linear, self.kernels)
 
 
 class Modulation:
@@ -221,13 +184,13 @@ class Block(ABC):
         packing = stream.packing
         # Queries come along: without their columns the product would round differently.
         key_value = projection.heads(image)[:, 1:]
-        projection.turn_(key_value[:, :1], gather(stream.rotary, packing.joint_image), stream.kernels, first=1)
+        projection.turn_(key_value[:, :1], gather(stream.rotary, packing.joint_image), stream.operators, first=1)
         for source, (start, stop) in zip(stream.sources, packing.image, strict=True):
             source.store(page, head_major(key_value[start:stop]))
 
     def _normed(self, stream: Stream, where: Sequence[Span], factor: Tensor, shift: Tensor) -> Tensor:
         """These rows of the stream, normed and modulated."""
-        return norm_modulate(stream.hidden, where, self._norm_eps, factor, shift, fused=stream.fused)
+        return stream.operators.norm_modulate(stream.hidden, where, self._norm_eps, factor, shift)
 
 
 class Projection:
@@ -254,11 +217,11 @@ class Projection:
         """[tokens, hidden] -> [tokens, 3, heads, head dim], neither normed nor turned."""
         return self.split(self(x))
 
-    def turn_(self, x: Tensor, rotary: Tensor, kernels: Kernels | None, first: int = 0) -> None:
+    def turn_(self, x: Tensor, rotary: Tensor, operators: Operators, first: int = 0) -> None:
         """Norm and rotary embedding in place. x: [tokens, n, heads, head dim], queries (0) and keys (1) from `first`
         on."""
         if self.weight is not None:
-            normalise_and_rotate_(x, rotary, self.eps, [([(0, len(x))], self.weight[first:])], kernels)
+            operators.normalise_and_rotate_(x, rotary, self.eps, [([(0, len(x))], self.weight[first:])])
 
 
 class DoubleBlock(Block):
@@ -293,8 +256,9 @@ class DoubleBlock(Block):
         text = self._normed(stream, packing.joint_text, text_factor, text_shift)
         image = self._normed(stream, packing.joint_image, factor, shift)
         beside = self._image_alone(stream, number, mlp[3:])
-        attended = _side_by_side(stream.attention(number, self.page, self._joint_qkv(stream, text, image)))
-        text, image = packing.split(attended)
+        qkv = self._joint_qkv(stream, text, image)
+        attended = stream.joint_attention(number, self.page, qkv, packing.joint, stream.sources)
+        text, image = packing.split(_side_by_side(attended))
         if not self._is_last:
             self._add_text(stream, self._text_out(text), text_parts[2])
         self._add_image(stream, self._out(image), gate)
@@ -315,12 +279,13 @@ class DoubleBlock(Block):
 
     def _image_alone(self, stream: Stream, number: int, parts: Sequence[Tensor]) -> Tensor | None:
         """What the second attention adds to the image tokens, before its gate. parts: its shift, scale and gate."""
-        if self._second is None or self._second_out is None:
+        if self._second is None or self._second_out is None or stream.image_attention is None:
             return None
-        where = stream.packing.joint_image
+        packing, where = stream.packing, stream.packing.joint_image
         qkv = self._second.heads(self._normed(stream, where, parts[1], parts[0]))
-        self._second.turn_(qkv[:, :2], gather(stream.rotary, where), stream.kernels)
-        return self._second_out(_side_by_side(stream.image_attention(number, self.page + 1, qkv)))
+        self._second.turn_(qkv[:, :2], gather(stream.rotary, where), stream.operators)
+        attended = stream.image_attention(number, self.page + 1, qkv, packing.image, stream.sources)
+        return self._second_out(_side_by_side(attended))
 
     def _joint_qkv(self, stream: Stream, text: Tensor, image: Tensor) -> Tensor:
         """Queries, keys and values after norm and rotary, [tokens, 3, heads, head dim]."""
@@ -328,17 +293,17 @@ class DoubleBlock(Block):
         qkv = self._image.split(packing.join(self._text(text), self._image(image)))
         if self._image.weight is not None and self._text.weight is not None:
             weights = [(packing.joint_text, self._text.weight), (packing.joint_image, self._image.weight)]
-            normalise_and_rotate_(qkv[:, :2], stream.rotary, self._image.eps, weights, stream.kernels)
+            stream.operators.normalise_and_rotate_(qkv[:, :2], stream.rotary, self._image.eps, weights)
         return qkv
 
     def _add_text(self, stream: Stream, text: Tensor, gate: Tensor) -> None:
-        packing = stream.packing
-        add_gated_(stream.hidden, packing.joint_text, text, packing.text, gate)
-        for start, stop in packing.joint_text:
+        where = stream.packing.joint_text
+        stream.operators.add_gated_(stream.hidden, where, text, gate)
+        for start, stop in where:
             _clip_float16_(stream.hidden[start:stop])
 
     def _add_image(self, stream: Stream, image: Tensor, gate: Tensor) -> None:
-        add_gated_(stream.hidden, stream.packing.joint_image, image, stream.packing.image, gate)
+        stream.operators.add_gated_(stream.hidden, stream.packing.joint_image, image, gate)
 
 
 class SingleBlock(Block):
@@ -354,15 +319,11 @@ class SingleBlock(Block):
         normed = self._normed(stream, joint, factor, shift)
         inner = self._up(normed, gelu=True)
         qkv = self._image.heads(normed)
-        self._image.turn_(qkv[:, :2], stream.rotary, stream.kernels)
-        out = self._out(_side_by_side([*stream.attention(number, self.page, qkv), inner]))
-        add_gated_(stream.hidden, joint, out, joint, gate)
+        self._image.turn_(qkv[:, :2], stream.rotary, stream.operators)
+        attended = stream.joint_attention(number, self.page, qkv, joint, stream.sources)
+        out = self._out(_side_by_side([*attended, inner]))
+        stream.operators.add_gated_(stream.hidden, joint, out, gate)
         _clip_float16_(stream.hidden)
-
-
-def _one_below_the_other(outputs: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
-    """Parts of all requests' rows from those of each."""
-    return outputs[0] if len(outputs) == 1 else [torch.cat([torch.cat(list(parts), dim=1) for parts in outputs])]
 
 
 def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
@@ -376,9 +337,9 @@ def _qk_weight(query_norm: Any, key_norm: Any, heads: int) -> Tensor:
     return weight[:, None].repeat(1, heads, 1)
 
 
-def _rows_of(span: Span, tokens: Tensor | None) -> Tensor:
+def _rows_of(span: Span, tokens: Tensor | None, device: torch.device) -> Tensor:
     """Rows of the joint matrix with these tokens of a request, None for all."""
-    return torch.arange(*span) if tokens is None else span[0] + tokens.cpu()
+    return torch.arange(*span, device=device) if tokens is None else span[0] + tokens
 
 
 def _clip_float16_(x: Tensor) -> None:

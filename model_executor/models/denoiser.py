@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 from core.page_scheme import PageDtype, PageLayout
 from model_executor.adapters import Adapter, FittedAdapter
-from model_executor.attention import KeysValues
-from model_executor.kernels import best_kernels
-from model_executor.linear import PACKED_BYTES, Group, Linear, LinearGroup, as_linear, best_linear
+from model_executor.attention import Attention
+from model_executor.linear import PACKED_BYTES, Group, LinearGroup, as_linear
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.blocks import Block, Edit, Modulation, Source, Stream, Template
+from model_executor.operators import Operators, best_operators
 from model_executor.pages import Entry
-from model_executor.ragged import Packing, norm_modulate
+from model_executor.ragged import Packing
 
 CACHED_GRIDS = 32
 """Tables of positions kept, one per image size and text length; FLUX's is 8 bytes * tokens * head dim / 2."""
@@ -42,23 +42,22 @@ class Denoiser(ABC):
     rows_per_token: as in `PageLayout`; with 2, a row's condition tokens stand behind its image tokens, and only blocks
     that compute all tokens compute them.
 
-    linear: how layers run; None for the fastest that this process has, on one thread with compiled kernels. Weights
-    must be in place, and the number of threads set, when it is made (see `LinearGroup`). owns_module: nobody else runs
-    it, so that no weight has to be held twice.
+    operators: what it computes with, None for the fastest that the device has. Weights must be in place, and the number
+    of threads set, when it is made (see `LinearGroup`). owns_module: nobody else runs it, so that no weight has to be
+    held twice.
     """
 
     rows_per_token: ClassVar[int] = 1
 
     def __init__(
-        self, module: Any, num_train_timesteps: int, linear: Linear | None = None, *, owns_module: bool = False
+        self, module: Any, num_train_timesteps: int, operators: Operators | None = None, *, owns_module: bool = False
     ) -> None:
         self.module = module
         self._device: torch.device = module.device
         self._owns_module = owns_module
         self.dtype: torch.dtype = module.dtype  # diffusers looks through all modules for it, 0.6 ms each time
         self._num_train_timesteps = num_train_timesteps
-        self._linear = linear or best_linear()
-        self._kernels = best_kernels() if linear is None and self._device.type == "cpu" else None
+        self._operators = operators or best_operators(self._device)
         self._pack = sum(parameter.nbytes for parameter in module.parameters()) <= PACKED_BYTES
         self._groups: dict[tuple[nn.Module, ...], LinearGroup] = {}  # layers -> their group without an adapter
         self._adapter: FittedAdapter | None = None
@@ -143,7 +142,8 @@ class Denoiser(ABC):
         return group if self._adapter is None else self._adapter.extend(group, layers, self._make_group)
 
     def _make_group(self, *layers: nn.Module, owns_layers: bool = True) -> LinearGroup:
-        return LinearGroup(layers, self._linear, self._pack, self._kernels, owns_layers=owns_layers)
+        operators = self._operators
+        return LinearGroup(layers, operators.linear, self._pack, operators.kernels, owns_layers=owns_layers)
 
     # ------------------------------------------------------------------------------------------------------- passes
 
@@ -152,7 +152,7 @@ class Denoiser(ABC):
 
         Raises ValueError for a row that leaves tokens out and has no pages.
         """
-        edits = [Edit(row, self._num_tokens(row), self._first_pages, self._kernels) for row in rows]
+        edits = [Edit(row, self._num_tokens(row), self._first_pages, self._operators) for row in rows]
         stream = self._start(rows, edits, [edit.computed(0) for edit in edits])
         for number, block in enumerate(self._blocks):
             stream.keep([edit.kept(number) for edit in edits])
@@ -209,19 +209,17 @@ class Denoiser(ABC):
         hidden = [row.hidden[0] for row in rows if isinstance(row, PrimeRow) and row.hidden is not None]
         rotary = torch.cat([self._rotary(row, source.rows(0)) for row, source in zip(rows, sources, strict=True)])
         joint = torch.cat(hidden) if hidden else self._embed(rows, computed, packing)
-        keys_values = self._keys_values(rows, joint)
         modulation = self._modulation_of(rows)
-        return Stream(joint, packing, rotary, modulation, sources, *keys_values, self._linear, self._kernels)
+        return Stream(joint, packing, rotary, modulation, sources, *self._attentions(rows, joint), self._operators)
 
-    def _keys_values(self, rows: Sequence[Row | PrimeRow], like: Tensor) -> tuple[list[KeysValues], list[KeysValues]]:
-        """Room for one request at a time, used for every request and block of a pass; dtype and device of `like`. With
-        the text's, and where a block asks for them, without."""
+    def _attentions(self, rows: Sequence[Row | PrimeRow], like: Tensor) -> tuple[Attention, Attention | None]:
+        """Of text and image together, and where a block asks for it, of the image alone; dtype and device of `like`."""
         heads, head_dim = self.module.config.num_attention_heads, self.module.config.attention_head_dim
         sizes = [(row.prompt_embeds.shape[0], self._num_tokens(row)) for row in rows]
-        room = like.new_empty(2 * heads * max(map(sum, sizes)) * head_dim)
-        alone = sizes if self.num_pages > len(self._blocks) else []
-        joint = [KeysValues(room, heads, head_dim, *size) for size in sizes]
-        return joint, [KeysValues(room, heads, head_dim, 0, image) for _, image in alone]
+        joint = self._operators.attention(sizes, heads, head_dim, like)
+        if self.num_pages == len(self._blocks):
+            return joint, None
+        return joint, self._operators.attention([(0, image) for _, image in sizes], heads, head_dim, like)
 
     def _modulation_of(self, rows: Sequence[Row | PrimeRow]) -> Callable[[int], Sequence[Tensor]]:
         """Block number -> its shifts, scales and gates, each [requests, hidden]; after the last one the output's."""
@@ -246,7 +244,7 @@ class Denoiser(ABC):
         num_tokens, size = len(row.latents), row.entry.numel()
         for layout in map(self.page_layout, get_args(PageDtype)):
             if layout.entry_bytes(num_tokens) == size:
-                return Entry(row.entry, layout, num_tokens)
+                return Entry(row.entry, layout, num_tokens, self._operators.quantise)
         raise ValueError(f"an entry of {size} bytes holds no pages of {num_tokens} tokens of this model")
 
     # ------------------------------------------------------------------------------------------------------- output
@@ -255,7 +253,7 @@ class Denoiser(ABC):
         """Velocity of all image tokens, [tokens, latent width]."""
         factor, shift = stream.modulation(len(self._blocks))
         where, eps = stream.packing.joint_image, self.module.norm_out.norm.eps
-        return self._image_out(norm_modulate(stream.hidden, where, eps, factor, shift, fused=stream.fused))
+        return self._image_out(self._operators.norm_modulate(stream.hidden, where, eps, factor, shift))
 
 
 def _unmap(module: nn.Module) -> None:

@@ -18,6 +18,7 @@ from model_executor.loader import Checkpoint
 from model_executor.models.base import EncodedImage, PrimeRow, Row, Sample
 from model_executor.models.denoiser import Denoiser
 from model_executor.models.vae_family import VaeFamily, pack, refuse, to_image, unpack
+from model_executor.operators import chosen_operators
 from model_executor.sampling import Sampling, State, predict_clean
 
 
@@ -53,7 +54,8 @@ class LatentFamily(VaeFamily):
     def put(self, part: str, module: nn.Module) -> None:
         super().put(part, module)
         if part == "transformer":
-            self._transformer = self.denoiser(module, self._sampling.num_train_timesteps, owns_module=True)
+            operators = chosen_operators(self._checkpoint.kernels, module.device)
+            self._transformer = self.denoiser(module, self._sampling.num_train_timesteps, operators, owns_module=True)
 
     def check_adapter(self, adapter: Adapter) -> None:
         self.denoiser(self._checkpoint.outline("transformer"), self._sampling.num_train_timesteps).adapted(adapter)

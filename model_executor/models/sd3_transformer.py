@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model_executor.linear import Linear
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.blocks import Block, DoubleBlock, Stream
 from model_executor.models.denoiser import CACHED_GRIDS, Denoiser, select
+from model_executor.operators import Operators
 from model_executor.ragged import Packing
 
 
@@ -25,10 +25,10 @@ class SD3Transformer(Denoiser):
     guidance is none of its business."""
 
     def __init__(
-        self, module: Any, num_train_timesteps: int, linear: Linear | None = None, *, owns_module: bool = False
+        self, module: Any, num_train_timesteps: int, operators: Operators | None = None, *, owns_module: bool = False
     ) -> None:
         self._positions = lru_cache(maxsize=CACHED_GRIDS)(self._make_positions)
-        super().__init__(module, num_train_timesteps, linear, owns_module=owns_module)
+        super().__init__(module, num_train_timesteps, operators, owns_module=owns_module)
 
     @staticmethod
     def _count_pages(config: Mapping[str, Any]) -> int:

@@ -15,8 +15,9 @@ HEADS, HEAD_DIM, TEXT = 3, 16, 5
 
 def keys_values(image_tokens: int, dtype: torch.dtype = torch.float32) -> KeysValues:
     """Filled, in room for more."""
+    tokens = TEXT + image_tokens
     room = torch.full([2 * HEADS * 100 * HEAD_DIM], 7.0, dtype=dtype)
-    holder = KeysValues(room, HEADS, HEAD_DIM, TEXT, image_tokens)
+    holder = KeysValues(room[: 2 * HEADS * tokens * HEAD_DIM].view(2, HEADS, tokens, HEAD_DIM), TEXT)
     holder.put(torch.randn(TEXT + image_tokens, 2, HEADS, HEAD_DIM).to(dtype), None)
     return holder
 

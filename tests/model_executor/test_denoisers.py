@@ -17,6 +17,7 @@ from model_executor.models.flux_transformer import FluxTransformer
 from model_executor.models.qwen_transformer import QwenEditTransformer, QwenTransformer
 from model_executor.models.sd3_transformer import SD3Transformer
 from model_executor.models.vae_family import pack, unpack
+from model_executor.operators import Operators
 from model_executor.pages import Pages
 from tools.random_checkpoints import flux_transformer, qwen_transformer, sd3_transformer
 
@@ -165,7 +166,7 @@ def test_one_request_is_the_modules_own(case: Case, module: Any, number: int) ->
     row = make_row(case.denoiser, number, *ROWS[number])
     with torch.inference_mode():
         expected = case.reference(module, row)
-    (output,) = forward(case.denoiser(module, 1000, plain_linear), [row])
+    (output,) = forward(case.denoiser(module, 1000, Operators(plain_linear)), [row])
     assert float(expected.std()) > 0.05
     torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from model_executor.linear import fused_linear, plain_linear
 from model_executor.models.base import Row
 from model_executor.models.flux_transformer import FluxTransformer
+from model_executor.operators import Operators
 from tools.random_checkpoints import flux_transformer
 
 WIDTH = 32
@@ -72,7 +73,7 @@ def forward(transformer: FluxTransformer, rows: list[Row]) -> list[Tensor]:
 def test_one_request_is_bit_identical(dtype: torch.dtype, guidance_embeds: bool) -> None:
     """With layers run as PyTorch runs them, nothing is left that differs."""
     flux = module(dtype, guidance_embeds)
-    transformer = FluxTransformer(flux, 1000, plain_linear)
+    transformer = FluxTransformer(flux, 1000, Operators(plain_linear))
     for seed, (grid, text_tokens) in enumerate(ROWS):
         row = make_row(seed, grid, text_tokens, dtype)
         assert torch.equal(forward(transformer, [row])[0], reference(flux, row))
@@ -84,7 +85,7 @@ def test_ragged_batch_matches_each_request_alone(guidance_embeds: bool) -> None:
     flux = module(torch.float32, guidance_embeds)
     rows = [make_row(seed, grid, text_tokens) for seed, (grid, text_tokens) in enumerate(ROWS)]
     for linear in (plain_linear, fused_linear):
-        outputs = forward(FluxTransformer(flux, 1000, linear), rows)
+        outputs = forward(FluxTransformer(flux, 1000, Operators(linear)), rows)
         for output, row in zip(outputs, rows, strict=True):
             torch.testing.assert_close(output, reference(flux, row), rtol=1e-5, atol=1e-5)
 

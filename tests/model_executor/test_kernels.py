@@ -18,6 +18,7 @@ from model_executor.kernels import Kernels, best_kernels, can_attend, pack
 from model_executor.linear import fused_linear
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.flux_transformer import FluxTransformer
+from model_executor.operators import Operators
 from model_executor.pages import Pages
 
 GRID, TEXT = (6, 8), 8
@@ -199,7 +200,7 @@ def test_denoiser_on_kernels(kernels: Kernels, flux: Any) -> None:
     denoiser, rows = FluxTransformer(flux, 1000), [make_row(0), make_row(1)]
     exact = [denoiser.forward([row])[0] for row in rows]
     for row, output in zip(rows, exact, strict=True):
-        (plain,) = FluxTransformer(flux, 1000, fused_linear).forward([row])
+        (plain,) = FluxTransformer(flux, 1000, Operators(fused_linear)).forward([row])
         torch.testing.assert_close(output, plain, rtol=1e-4, atol=1e-5)
         assert not torch.equal(output, plain), "the kernels are not used"
     edits = [replace(row, active=ACTIVE[n:], pages=own_pages(denoiser, row)) for n, row in enumerate(rows)]

@@ -13,6 +13,7 @@ from core.page_scheme import PageDtype
 from model_executor.linear import Linear, fused_linear, plain_linear
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.flux_transformer import FluxTransformer
+from model_executor.operators import Operators
 from model_executor.pages import Pages
 from tools.random_checkpoints import flux_transformer
 
@@ -26,7 +27,8 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 def transformer(dtype: torch.dtype = torch.float32, linear: Linear | None = None) -> FluxTransformer:
     torch.manual_seed(0)
-    return FluxTransformer(flux_transformer(WIDTH, True).to(dtype).eval(), 1000, linear)
+    operators = None if linear is None else Operators(linear)
+    return FluxTransformer(flux_transformer(WIDTH, True).to(dtype).eval(), 1000, operators)
 
 
 def make_row(

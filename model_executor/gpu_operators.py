@@ -1,0 +1,266 @@
+"""A GPU's operators: Triton's kernels, and attention of all requests of a batch in one call.
+
+Where Triton, or a kernel for what it is asked, is missing, PyTorch's operators do the same within rounding.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable, Sequence
+from functools import cached_property, lru_cache
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from model_executor.attention import Attention, KeysValues, Sizes, Source, head_major
+from model_executor.linear import Linear
+from model_executor.operators import Operators
+from model_executor.pages import Entry, Pages, Quantise, Reader
+from model_executor.ragged import Span, spans
+
+logger = logging.getLogger("stencil.worker")
+
+MAX_TABLES = 64
+"""Tables of rows kept on the device: a batch that goes on for many steps needs up to six, of 8 bytes a token each."""
+
+FLASH_CAPABILITY = (8, 0)
+FLASH_DTYPES = (torch.bfloat16, torch.float16)
+MAX_HEAD_DIM = 256
+"""What flash attention takes: Ampere and later, half precision, heads of so many numbers at most."""
+
+CHUNK = 1024
+"""Numbers of a row that one program adds."""
+
+TILE = 4096
+"""Numbers of a page that one program reads or writes."""
+
+
+def gpu_operators(linear: Linear) -> Operators:
+    """Triton's where it is installed, as PyTorch's packages for GPUs bring it on Linux; PyTorch's where it is not."""
+    if importlib.util.find_spec("triton") is None:
+        logger.warning("no Triton: PyTorch's operators compute what its kernels would, and take longer")
+        return GpuOperators(linear)
+    from model_executor import triton_kernels
+
+    return TritonOperators(linear, triton_kernels)
+
+
+class GpuOperators(Operators):
+    """PyTorch's, with attention for whole batches."""
+
+    def attention(self, sizes: Sizes, heads: int, head_dim: int, like: Tensor) -> Attention:
+        return Together(sizes, heads, head_dim, like, varlen_attend if has_flash(like, head_dim) else attend_each)
+
+
+class TritonOperators(GpuOperators):
+    """Triton's kernels, but where their layout does not suit them."""
+
+    def __init__(self, linear: Linear, kernels: ModuleType) -> None:
+        """kernels: `triton_kernels`."""
+        super().__init__(linear)
+        self._kernels = kernels
+
+    @property
+    def quantise(self) -> Quantise:
+        return self._quantise
+
+    def open(self, pages: Pages) -> Reader:
+        return TritonReader(pages, self._kernels)
+
+    def norm_modulate(self, x: Tensor, where: Sequence[Span], eps: float, factor: Tensor, shift: Tensor) -> Tensor:
+        rows, requests = table(tuple(where), x.device)
+        width = x.shape[1]
+        out = x.new_empty(len(rows), width)
+        steps = x.stride(0), factor.stride(0), shift.stride(0)
+        block = power_of_two(width)
+        self._kernels.norm_modulate[len(rows),](
+            x, rows, requests, factor, shift, out, *steps, width, eps, BLOCK=block, num_warps=warps(block)
+        )
+        return out
+
+    def add_gated_(self, x: Tensor, where: Sequence[Span], y: Tensor, gate: Tensor) -> None:
+        rows, requests = table(tuple(where), x.device)
+        width = x.shape[1]
+        steps = x.stride(0), y.stride(0), gate.stride(0)
+        grid = len(rows), -(-width // CHUNK)
+        self._kernels.add_gated[grid](x, rows, requests, y, gate, *steps, width, BLOCK=CHUNK)
+
+    def normalise_and_rotate_(
+        self, x: Tensor, rotary: Tensor, eps: float, weights: Sequence[tuple[Sequence[Span], Tensor]]
+    ) -> None:
+        _, kinds, heads, width = x.shape
+        if width != power_of_two(width) or not rotary.is_contiguous():
+            super().normalise_and_rotate_(x, rotary, eps, weights)
+            return
+        turns, block = torch.view_as_real(rotary), power_of_two(heads)
+        for where, weight in weights:
+            rows, _ = table(tuple(where), x.device)
+            self._kernels.normalise_and_rotate[len(rows), kinds](
+                *(x, rows, weight, turns, x.stride(0), x.stride(1), heads, eps),
+                WIDTH=width,
+                HEADS=block,
+                num_warps=warps(width * block),
+            )
+
+    def _quantise(self, x: Tensor, values: Tensor, scales: Tensor) -> None:
+        kinds, heads, tokens, width = x.shape
+        block = power_of_two(width)
+        together = max(1, TILE // block)
+        self._kernels.quantise[-(-tokens // together), kinds * heads](
+            *(x, values, scales, tokens, heads, *x.stride()[:3]), WIDTH=width, BLOCK=block, TOKENS=together
+        )
+
+
+class TritonReader:
+    """Reads pages, interpolates them and lays over them what was computed, all in one pass."""
+
+    def __init__(self, pages: Pages, kernels: ModuleType) -> None:
+        self._near = Entry(pages.near, pages.layout, pages.num_tokens)
+        self._far = self._near if pages.far is None else Entry(pages.far, pages.layout, pages.num_tokens)
+        self._has_far, self._wait, self._kernels = pages.far is not None, pages.wait, kernels
+        self._weights = (1.0 - pages.weight, pages.weight) if self._has_far else (1.0, 0.0)
+        self._places: dict[int, Tensor] = {}  # text tokens before the image -> which computed token is where
+
+    def read(self, block: int, out: Tensor) -> None:
+        self._run(block, out, 0, None, None)
+
+    def read_over(self, block: int, keys_values: KeysValues, fresh: Tensor, rows: Tensor) -> None:
+        text_tokens = keys_values.text_tokens
+        if text_tokens not in self._places:
+            self._places[text_tokens] = places(rows, keys_values.num_tokens)
+        self._run(block, keys_values.joint, text_tokens, fresh, self._places[text_tokens])
+
+    def _run(self, block: int, out: Tensor, first: int, fresh: Tensor | None, where: Tensor | None) -> None:
+        if self._wait is not None:
+            self._wait(block)
+        near, far = self._near.values[block], self._far.values[block]
+        near_scale, far_scale = near, far
+        if self._near.scales is not None and self._far.scales is not None:
+            near_scale, far_scale = self._near.scales[block], self._far.scales[block]
+        kinds, heads, tokens, width = out.shape
+        computed, block_width = near if fresh is None else fresh, power_of_two(width)
+        together = max(1, TILE // block_width)
+        self._kernels.read_page[-(-tokens // together), kinds * heads](
+            *(near, near_scale, far, far_scale, *self._weights, computed, near if where is None else where, out),
+            *(tokens, near.shape[2], first, heads, *computed.stride()[:2], *out.stride()[:3]),
+            WIDTH=width,
+            BLOCK=block_width,
+            TOKENS=together,
+            HAS_FAR=self._has_far,
+            HAS_SCALES=self._near.scales is not None,
+            HAS_FRESH=fresh is not None,
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------- attention
+
+Attend = Callable[[Tensor, Tensor, Tensor, Sequence[Span], Sequence[Span]], Tensor]
+"""(queries [queries, heads, head dim], keys [keys, heads, head dim], values, rows of each request's queries, of its
+keys) -> [queries, heads * head dim]."""
+
+
+class Together:
+    """All requests of a batch in one call: their keys and values lie one below the other, [keys, 2, heads, head dim].
+    Where all of them compute all tokens, these are what was computed, and nothing is copied."""
+
+    def __init__(self, sizes: Sizes, heads: int, head_dim: int, like: Tensor, attend: Attend) -> None:
+        self._sizes, self._attend = sizes, attend
+        self._where = spans(map(sum, sizes))
+        self._shape = (self._where[-1][1], 2, heads, head_dim)
+        self._like = like
+
+    @cached_property
+    def _joint(self) -> Tensor:
+        return self._like.new_empty(self._shape)
+
+    @cached_property
+    def _keys_values(self) -> Sequence[KeysValues]:
+        requests = zip(self._where, self._sizes, strict=True)
+        return [KeysValues(head_major(self._joint[start:stop]), text) for (start, stop), (text, _) in requests]
+
+    def __call__(
+        self, number: int, page: int, qkv: Tensor, where: Sequence[Span], sources: Sequence[Source]
+    ) -> Sequence[Tensor]:
+        fresh = qkv[:, 1:]
+        if tuple(where) == self._where:
+            for (start, stop), (text, _), source in zip(where, self._sizes, sources, strict=True):
+                source.store(page, head_major(fresh[start + text : stop]))
+            joint = fresh
+        else:
+            for (start, stop), keys_values, source in zip(where, self._keys_values, sources, strict=True):
+                source.load(number, page, keys_values, fresh[start:stop])
+                source.store(page, keys_values.image)
+            joint = self._joint
+        return [self._attend(qkv[:, 0], joint[:, 0], joint[:, 1], where, self._where)]
+
+
+def has_flash(like: Tensor, head_dim: int) -> bool:
+    """Whether flash attention takes such tensors."""
+    if like.device.type != "cuda" or like.dtype not in FLASH_DTYPES or head_dim > MAX_HEAD_DIM or head_dim % 8:
+        return False
+    return torch.cuda.get_device_capability(like.device) >= FLASH_CAPABILITY
+
+
+def varlen_attend(query: Tensor, key: Tensor, value: Tensor, where: Sequence[Span], keys: Sequence[Span]) -> Tensor:
+    """One call for all requests."""
+    starts = offsets(tuple(where), query.device), offsets(tuple(keys), query.device)
+    attended = varlen_attn(query, key, value, *starts, longest(where), longest(keys))
+    assert isinstance(attended, Tensor)  # nothing else was asked for
+    return attended.flatten(1)
+
+
+def attend_each(query: Tensor, key: Tensor, value: Tensor, where: Sequence[Span], keys: Sequence[Span]) -> Tensor:
+    """Request by request, for what flash attention does not take."""
+    q, k, v = (x[None].transpose(1, 2) for x in (query, key, value))
+    outputs = [
+        F.scaled_dot_product_attention(q[:, :, a:b], k[:, :, c:d], v[:, :, c:d])
+        for (a, b), (c, d) in zip(where, keys, strict=True)
+    ]
+    return torch.cat([output[0].transpose(0, 1).flatten(1) for output in outputs])
+
+
+# ------------------------------------------------------------------------------------------------------------- tables
+
+
+@lru_cache(maxsize=MAX_TABLES)
+def table(where: tuple[Span, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of these rows, one span after the other: their numbers and whose they are, int32 [rows] each."""
+    lengths = torch.tensor([stop - start for start, stop in where])
+    rows = torch.cat([torch.arange(*span, dtype=torch.int32) for span in where])
+    requests = torch.arange(len(where), dtype=torch.int32).repeat_interleave(lengths)
+    return upload(rows, device), upload(requests, device)
+
+
+@lru_cache(maxsize=MAX_TABLES)
+def offsets(where: tuple[Span, ...], device: torch.device) -> Tensor:
+    """Where each of these spans, which lie back to back, begins, and where the last one ends: int32 [spans + 1]."""
+    return upload(torch.tensor([start for start, _ in where] + [where[-1][1]], dtype=torch.int32), device)
+
+
+def longest(where: Sequence[Span]) -> int:
+    return max(stop - start for start, stop in where)
+
+
+def places(rows: Tensor, num_tokens: int) -> Tensor:
+    """Which of these rows each token is, -1 for none: int32 [tokens]."""
+    numbers = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
+    return torch.full([num_tokens], -1, dtype=torch.int32, device=rows.device).index_copy_(0, rows, numbers)
+
+
+def upload(x: Tensor, device: torch.device) -> Tensor:
+    """To the device behind what is queued there, without waiting for it."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
+
+
+def power_of_two(number: int) -> int:
+    """The smallest one that is not below."""
+    return 1 << (number - 1).bit_length()
+
+
+def warps(numbers: int) -> int:
+    """Of 32 threads each, for a program that works on so many numbers at a time."""
+    return max(1, min(16, numbers // 512))

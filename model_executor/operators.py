@@ -1,0 +1,82 @@
+"""What denoisers compute besides linear layers, by the fastest code that their device has.
+
+Chosen once, when a denoiser is made: PyTorch's operators and on one core compiled kernels (`kernels.py`) here, a GPU's
+in `gpu_operators.py`. Model code calls these and knows of no device.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from core.config import KernelChoice
+from model_executor.attention import Attention, OneByOne, Sizes, attend, normalise_and_rotate_
+from model_executor.kernels import Kernels, best_kernels, kernels_digest
+from model_executor.linear import Linear, best_linear, gpu_linear, plain_linear
+from model_executor.pages import Pages, Quantise, Reader, quantise
+from model_executor.ragged import Span, add_gated_, norm_modulate
+
+
+class Operators:
+    """PyTorch's operators. linear: how layers run; with `plain_linear` everything is rounded as diffusers does, with
+    any other less often. kernels: compiled ones, used where they can be; None for none."""
+
+    def __init__(self, linear: Linear, kernels: Kernels | None = None) -> None:
+        self.linear, self.kernels = linear, kernels
+        self._is_fused = linear is not plain_linear
+
+    @property
+    def quantise(self) -> Quantise:
+        """How int8 pages are made; see `pages.quantise`."""
+        return quantise
+
+    def open(self, pages: Pages) -> Reader:
+        """Ready to read; the entries' bytes must stay as they are meanwhile."""
+        return pages.open(self.kernels)
+
+    def norm_modulate(self, x: Tensor, where: Sequence[Span], eps: float, factor: Tensor, shift: Tensor) -> Tensor:
+        """See `ragged.norm_modulate`."""
+        return norm_modulate(x, where, eps, factor, shift, fused=self._is_fused)
+
+    def add_gated_(self, x: Tensor, where: Sequence[Span], y: Tensor, gate: Tensor) -> None:
+        """See `ragged.add_gated_`."""
+        add_gated_(x, where, y, gate)
+
+    def normalise_and_rotate_(
+        self, x: Tensor, rotary: Tensor, eps: float, weights: Sequence[tuple[Sequence[Span], Tensor]]
+    ) -> None:
+        """See `attention.normalise_and_rotate_`."""
+        normalise_and_rotate_(x, rotary, eps, weights, self.kernels)
+
+    def attention(self, sizes: Sizes, heads: int, head_dim: int, like: Tensor) -> Attention:
+        """For one pass over a batch. like: of the dtype and device to compute in."""
+        one: Callable[..., Sequence[Tensor]] = partial(attend, linear=self.linear, kernels=self.kernels)
+        return OneByOne(sizes, heads, head_dim, like, one)
+
+
+def best_operators(device: torch.device) -> Operators:
+    """The fastest of this process for a device."""
+    if device.type != "cuda":
+        return Operators(best_linear(), best_kernels() if device.type == "cpu" else None)
+    from model_executor.gpu_operators import gpu_operators  # Triton is not everywhere, nor needed on a CPU
+
+    return gpu_operators(gpu_linear)
+
+
+def chosen_operators(choice: KernelChoice, device: torch.device) -> Operators:
+    """As the user wishes."""
+    return Operators(plain_linear) if choice == "torch" else best_operators(device)
+
+
+def operators_digest(device: torch.device) -> str:
+    """Names what `best_operators` computes with besides PyTorch, "" for nothing: another may round otherwise."""
+    if device.type == "cpu":
+        return kernels_digest()
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return f"triton {importlib.metadata.version('triton')}"
+    return ""

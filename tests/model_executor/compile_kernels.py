@@ -1,0 +1,73 @@
+"""Compiles a GPU's kernels to machine code for it, on a machine without one: `python compile_kernels.py 80 90`, with
+`--all` for every dtype and size that models may ask for.
+
+A program of its own, since in a process Triton either interprets or compiles. Prints a line for each kernel.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from itertools import product
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from model_executor import triton_kernels as kernels
+
+FLOATS = ("*bf16", "*fp16", "*fp32")
+PAGES = ("*i8", "*bf16", "*fp32")
+INTEGERS, COUNT, NUMBER = "*i32", "i32", "fp32"
+
+Variant = tuple[Any, Mapping[str, str], Mapping[str, Any]]
+"""A kernel, its arguments' types, its constants."""
+
+
+def variants(every: bool) -> Iterator[Variant]:
+    """Those of FLUX, or of every dtype and a few sizes."""
+    for floats in FLOATS if every else FLOATS[:1]:
+        where = {"rows": INTEGERS, "requests": INTEGERS}
+        modulation = {"x": floats, **where, "factor": floats, "shift": floats, "out": floats, "eps": NUMBER}
+        for block in (64, 4096) if every else (4096,):
+            yield kernels.norm_modulate, modulation, {"BLOCK": block}
+        yield kernels.add_gated, {"x": floats, **where, "y": floats, "gate": floats}, {"BLOCK": 1024}
+        turned = {"x": floats, "rows": INTEGERS, "weight": "*fp32", "rotary": "*fp32", "eps": NUMBER}
+        for width, heads in ((64, 1), (64, 64), (128, 32)) if every else ((128, 32),):
+            yield kernels.normalise_and_rotate, turned, {"WIDTH": width, "HEADS": heads}
+        for width in (40, 64, 128) if every else (128,):
+            block = 1 << (width - 1).bit_length()
+            sizes = {"WIDTH": width, "BLOCK": block, "TOKENS": 4096 // block}
+            yield kernels.quantise, {"x": floats, "values": "*i8", "scales": "*fp32"}, sizes
+            for page in PAGES if every else PAGES[:1]:
+                yield from _page_variants(floats, page, sizes)
+
+
+def _page_variants(floats: str, page: str, sizes: Mapping[str, int]) -> Iterator[Variant]:
+    for has_far, has_fresh in product((False, True), (False, True)):
+        has_scales = page == "*i8"
+        scale = "*fp32" if has_scales else page
+        types = {
+            **{"near": page, "near_scale": scale, "far": page, "far_scale": scale},
+            **{"near_weight": NUMBER, "far_weight": NUMBER, "out": floats},
+            **({"fresh": floats, "places": INTEGERS} if has_fresh else {"fresh": page, "places": page}),
+        }
+        yield kernels.read_page, types, {**sizes, "HAS_FAR": has_far, "HAS_SCALES": has_scales, "HAS_FRESH": has_fresh}
+
+
+def compile_variant(variant: Variant, capability: int) -> int:
+    """Bytes of its machine code. Raises what Triton's compiler does."""
+    kernel, types, constants = variant
+    signature = {name: "constexpr" if name in constants else types.get(name, COUNT) for name in kernel.arg_names}
+    source = ASTSource(kernel, signature, constants)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
+    return len(compiled.asm["cubin"])
+
+
+if __name__ == "__main__":
+    for capability in map(int, filter(str.isdecimal, sys.argv[1:])):
+        for variant in variants("--all" in sys.argv):
+            kernel, types, constants = variant
+            size = compile_variant(variant, capability)
+            print(kernel.__name__, capability, size, dict(types), dict(constants))

@@ -1,0 +1,174 @@
+"""Copies beside computing, on a stand-in for a GPU that notes what it is asked for and copies at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from queue import Queue
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from core.errors import ConfigError
+from core.handles import EntryRef, Tier
+from core.ipc.shared_array import Arena, ArenaAllocator
+from core.messages import PageCopied, PageCopy
+from model_executor.copy_stream import BLOCKS_AHEAD, CopyStream
+from model_executor.page_store import PageStore
+
+CPU = torch.device("cpu")
+BLOCK, NUM_BLOCKS = 4096, 5
+NBYTES = NUM_BLOCKS * BLOCK - 100
+PATIENCE = 20.0
+
+
+class Event:
+    """is_over: somebody has waited for it, or for its stream."""
+
+    def __init__(self, gpu: Gpu, blocking: bool) -> None:
+        self.gpu, self.blocking, self.stream, self.is_over = gpu, blocking, "", False
+
+    def record(self, stream: Stream) -> None:
+        self.stream = stream.name
+        stream.events.append(self)
+
+    def synchronize(self) -> None:
+        assert self.blocking, "a thread that waits would spin"
+        self.is_over = True
+
+
+class Stream:
+    def __init__(self, gpu: Gpu, name: str) -> None:
+        self.gpu, self.name = gpu, name
+        self.events: list[Event] = []
+        self.waited_for: list[Event] = []
+
+    def wait_event(self, event: Event) -> None:
+        self.waited_for.append(event)
+
+    def synchronize(self) -> None:
+        for event in self.events:
+            event.is_over = True
+
+
+class Gpu:
+    """What `torch.cuda` offers, as far as it is used."""
+
+    def __init__(self) -> None:
+        self.computing, self.copying = Stream(self, "computing"), Stream(self, "copying")
+        self._current = threading.local()
+        self.registered: dict[int, int] = {}  # address -> bytes
+        self.register_error = 0
+
+    def Stream(self, device: torch.device) -> Stream:
+        return self.copying
+
+    def Event(self, blocking: bool = False) -> Event:
+        return Event(self, blocking)
+
+    def current_stream(self, device: torch.device) -> Stream:
+        """Every thread has its own."""
+        return getattr(self._current, "stream", self.computing)
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        self._current.stream = stream
+        yield
+        self._current.stream = self.computing
+
+    def cudart(self) -> Gpu:
+        return self
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.registered[address] = nbytes
+        return self.register_error
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.registered[address]
+        return 0
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    gpu = Gpu()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: gpu)
+    return gpu
+
+
+def content() -> Tensor:
+    return torch.randint(0, 256, [NBYTES], dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+
+
+def test_a_load_waits_for_what_was_computed_and_tells_of_each_block(gpu: Gpu) -> None:
+    stream, device = CopyStream(CPU, torch.empty(1)), torch.zeros(NBYTES, dtype=torch.uint8)
+    ready, told = stream.ready(), list[int]()
+
+    def queued(index: int, event: Any) -> None:
+        """Its copy was queued on the copying stream before its event was."""
+        told.append(index)
+        block = slice(index * BLOCK, (index + 1) * BLOCK)
+        assert torch.equal(device[block], content()[block])
+        assert event is gpu.copying.events[-1]
+        assert gpu.copying.waited_for == [ready]
+        assert sum(not event.is_over for event in gpu.copying.events) <= BLOCKS_AHEAD
+
+    stream.load(content(), device, BLOCK, iter([3, 4, 0, 1, 2]), ready, queued)
+    assert told == [3, 4, 0, 1, 2]
+    assert torch.equal(device, content())
+    assert all(event.is_over for event in gpu.copying.events)
+    assert gpu.computing.events == [ready]
+    assert gpu.current_stream(CPU) is gpu.computing
+
+
+def test_what_is_computed_next_waits_for_a_block(gpu: Gpu) -> None:
+    stream, events = CopyStream(CPU, torch.empty(1)), list[Any]()
+    stream.load(content(), content(), BLOCK, [0, 1], stream.ready(), lambda index, event: events.append(event))
+    stream.wait(events[1])
+    assert gpu.computing.waited_for == [events[1]]
+
+
+def test_copies_before_a_failure_are_over_when_it_is_told(gpu: Gpu) -> None:
+    stream = CopyStream(CPU, torch.empty(1))
+    with pytest.raises(RuntimeError, match="must match"):
+        stream.load(content(), content()[: BLOCK + 9], BLOCK, [0, 1], stream.ready(), lambda index, event: None)
+    assert [event.is_over for event in gpu.copying.events] == [True]
+
+
+def test_an_arena_that_cannot_be_pinned_is_a_config_error(gpu: Gpu) -> None:
+    gpu.register_error = 2
+    with pytest.raises(ConfigError, match=r"cannot pin 0.0 GiB .* \(cudaError 2\); give a smaller --cache-host-bytes"):
+        CopyStream(CPU, torch.empty(1))
+
+
+def test_a_store_moves_pages_by_it(gpu: Gpu) -> None:
+    """Down from a tensor that was made in inference mode, and up again; all of the arena is registered meanwhile."""
+    arena, done = Arena.create(7, 1 << 20), Queue[PageCopied]()
+    store = PageStore(CPU, arena, None, done.put)
+    store._stream = CopyStream(CPU, store._whole_arena())
+    assert list(gpu.registered.values()) == [1 << 20]
+    host, device = ArenaAllocator(arena).alloc(NBYTES), EntryRef("a", NBYTES, None)
+
+    def copy(source: Tier, target: Tier) -> None:
+        store.start(PageCopy("a", NBYTES, BLOCK, source, target, host))
+
+    with torch.inference_mode():
+        store.create(device).copy_(content())
+        copy("device", "host")
+    assert done.get(timeout=PATIENCE).ok
+    assert np.array_equal(arena.view(host), content().numpy())
+    with torch.inference_mode():
+        store.forget(["a"])
+        copy("host", "device")
+        for block in range(NUM_BLOCKS):
+            store.wait_block("a", block)
+        assert done.get(timeout=PATIENCE).ok
+        assert torch.equal(store.entry(device), content())
+    assert len(gpu.copying.events) == NUM_BLOCKS
+    assert gpu.copying.waited_for == gpu.computing.events  # one for each copy
+    store.close()
+    assert gpu.registered == {}
+    arena.close()

@@ -1,0 +1,209 @@
+"""A GPU's operators on a machine without one: on the CPU, where PyTorch's can run, and on the meta device, whose
+tensors have shapes and no content. There a pass fails that mixes devices, or that waits for a number to come to the
+host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
+from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
+from torch import Tensor
+
+from model_executor import gpu_operators
+from model_executor.gpu_operators import GpuOperators, Together, attend_each, offsets, places, table, varlen_attend
+from model_executor.linear import LinearGroup, gpu_linear, plain_linear
+from model_executor.models.base import PrimeRow, Row
+from model_executor.models.denoiser import Denoiser
+from model_executor.models.flux_transformer import FluxTransformer
+from model_executor.models.sd3_transformer import SD3Transformer
+from model_executor.operators import Operators
+from model_executor.pages import Pages
+
+META = torch.device("meta")
+GRID, TEXT, WIDTH = (3, 4), 2, 16
+TOKENS = GRID[0] * GRID[1]
+ACTIVE = torch.tensor([1, 5, 6, 11])
+
+
+def torch_operators() -> Operators:
+    """Without Triton."""
+    return GpuOperators(gpu_linear)
+
+
+def triton_operators() -> Operators:
+    """With it: interpreted, see conftest.py."""
+    pytest.importorskip("triton")
+    return gpu_operators.gpu_operators(gpu_linear)
+
+
+def make_flux() -> Any:
+    return FluxTransformer2DModel(
+        in_channels=2 * WIDTH,
+        out_channels=WIDTH,
+        num_layers=2,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
+        guidance_embeds=True,
+        axes_dims_rope=(4, 6, 6),
+    )
+
+
+def make_sd3() -> Any:
+    """With a second attention in its first block."""
+    return SD3Transformer2DModel(
+        sample_size=16,
+        patch_size=2,
+        in_channels=WIDTH // 4,
+        out_channels=WIDTH // 4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        caption_projection_dim=32,
+        pooled_projection_dim=32,
+        pos_embed_max_size=16,
+        dual_attention_layers=(0,),
+        qk_norm="rms_norm",
+    )
+
+
+MODELS = [(make_flux, FluxTransformer), (make_sd3, SD3Transformer)]
+Model = tuple[Callable[[], Any], Callable[..., Denoiser]]
+
+
+def make_denoiser(model: Model, device: torch.device, dtype: torch.dtype, operators: Operators) -> Denoiser:
+    torch.manual_seed(0)
+    module = model[0]().to(device, dtype).eval().requires_grad_(False)
+    return model[1](module, 1000, operators)
+
+
+def make_row(denoiser: Denoiser, seed: int, device: torch.device, dtype: torch.dtype) -> Row:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    return Row(
+        latents=draw(TOKENS, WIDTH),
+        condition=draw(TOKENS, WIDTH if isinstance(denoiser, FluxTransformer) else 0),
+        prompt_embeds=draw(TEXT + seed, 32),
+        pooled_prompt_embeds=draw(32),
+        sigma=torch.tensor(0.6).to(device),
+        guidance_scale=3.5,
+        grid=GRID,
+    )
+
+
+def primed(denoiser: Denoiser, row: Row) -> Pages:
+    """Its own pages as a far keyframe, made in two chunks, and as the near one."""
+    layout = denoiser.page_layout("float32")
+    entry = torch.empty(layout.entry_bytes(TOKENS), dtype=torch.uint8, device=row.latents.device)
+    shared = ("latents", "condition", "prompt_embeds", "pooled_prompt_embeds", "sigma", "guidance_scale", "grid")
+    template = PrimeRow(**{name: getattr(row, name) for name in shared}, hidden=None, entry=entry)
+    (hidden,) = denoiser.prime([template], (0, 2))
+    denoiser.prime([replace(template, hidden=hidden)], (2, denoiser.num_pages))
+    return Pages(layout, TOKENS, entry, entry, 0.3)
+
+
+# ------------------------------------------------------------------------------------------------------------ on a CPU
+
+
+@pytest.mark.parametrize("make_operators", [torch_operators, triton_operators])
+@pytest.mark.parametrize("model", MODELS, ids=["flux", "sd3"])
+@torch.inference_mode()
+def test_a_batch_is_what_each_request_alone_is_elsewhere(model: Model, make_operators: Callable[[], Operators]) -> None:
+    """Requests of several text lengths: all tokens, some, some after a block in full."""
+    ours = make_denoiser(model, torch.device("cpu"), torch.float32, make_operators())
+    theirs = make_denoiser(model, torch.device("cpu"), torch.float32, Operators(plain_linear))
+    rows = [make_row(ours, seed, torch.device("cpu"), torch.float32) for seed in range(3)]
+    pages = [primed(theirs, row) for row in rows]
+    for row, expected in zip(rows, pages, strict=True):
+        torch.testing.assert_close(
+            primed(ours, row).near.view(torch.float32), expected.near.view(torch.float32), rtol=1e-4, atol=1e-4
+        )
+    edits = [
+        replace(rows[0], active=ACTIVE, pages=pages[0]),
+        rows[1],
+        replace(rows[2], active=ACTIVE[1:], pages=pages[2], full_blocks=2),
+    ]
+    for batch in (edits, rows):
+        for output, row in zip(ours.forward(batch), batch, strict=True):
+            torch.testing.assert_close(output, theirs.forward([row])[0], rtol=1e-4, atol=1e-4)
+
+
+def test_where_all_tokens_are_computed_nothing_is_copied() -> None:
+    qkv = torch.randn(12, 3, 2, 16)
+    attention = Together([(2, 3), (3, 4)], 2, 16, qkv, attend_each)
+    attention(0, 0, qkv, ((0, 5), (5, 12)), [Unused(), Unused()])
+    assert "_joint" not in vars(attention)
+
+
+class Unused:
+    """A source of which nothing is to be loaded."""
+
+    def load(self, *_: object) -> None:
+        raise AssertionError
+
+    def store(self, page: int, image: Tensor) -> None:
+        """As an edit's."""
+
+
+def test_tables_of_rows() -> None:
+    rows, requests = table(((2, 4), (7, 8)), torch.device("cpu"))
+    assert (rows.tolist(), requests.tolist()) == ([2, 3, 7], [0, 0, 1])
+    assert offsets(((0, 4), (4, 9)), torch.device("cpu")).tolist() == [0, 4, 9]
+    assert places(torch.tensor([1, 3]), 5).tolist() == [-1, 0, -1, 1, -1]
+    assert all(t.dtype == torch.int32 for t in (rows, requests, places(torch.tensor([1]), 2)))
+
+
+def test_layers_held_together_give_what_each_gives() -> None:
+    """Their own weights are gone then; a quantised or adapted layer keeps its own."""
+    layers, x = [torch.nn.Linear(8, n, bias=n != 4) for n in (3, 4, 5)], torch.randn(6, 8)
+    expected = torch.cat([layer(x) for layer in layers], dim=1)
+    apart = LinearGroup(layers, gpu_linear, True)
+    torch.testing.assert_close(apart(x), expected)
+    group = LinearGroup(layers, gpu_linear, True, owns_layers=True)
+    torch.testing.assert_close(group(x), expected)
+    assert all(layer.weight.is_meta for layer in layers)
+
+
+def test_linear_with_activation() -> None:
+    """On a CPU this operator computes GELU itself, not its tanh approximation: they are 5e-4 apart at most."""
+    layer, x = torch.nn.Linear(8, 5), torch.randn(6, 8)
+    torch.testing.assert_close(gpu_linear(layer, x), layer(x))
+    torch.testing.assert_close(gpu_linear(layer, x, gelu=True), plain_linear(layer, x, gelu=True), rtol=0, atol=1e-3)
+    bare = torch.nn.Linear(8, 5, bias=False)
+    torch.testing.assert_close(gpu_linear(bare, x, gelu=True), plain_linear(bare, x, gelu=True))
+
+
+# --------------------------------------------------------------------------------------------------------- without data
+
+
+@pytest.mark.parametrize("attend", [attend_each, varlen_attend])
+@pytest.mark.parametrize("model", MODELS, ids=["flux", "sd3"])
+@torch.inference_mode()
+def test_a_pass_neither_mixes_devices_nor_waits(
+    monkeypatch: pytest.MonkeyPatch, model: Model, attend: gpu_operators.Attend
+) -> None:
+    monkeypatch.setattr(gpu_operators, "attend_each", attend)
+    monkeypatch.setattr(gpu_operators, "upload", lambda x, device: x.to(device))
+    denoiser = make_denoiser(model, META, torch.bfloat16, torch_operators())
+    rows = [make_row(denoiser, seed, META, torch.bfloat16) for seed in range(2)]
+    pages, active = primed(denoiser, rows[0]), ACTIVE.to(META)
+    modulation = denoiser.modulation(rows[1].pooled_prompt_embeds, 3.5, torch.ones(5, device=META), 1)
+    assert modulation is not None
+    for full_blocks in (0, 1, denoiser.num_pages):
+        edit = replace(rows[0], active=active, pages=pages, full_blocks=full_blocks)
+        outputs = denoiser.forward([edit, replace(rows[1], modulation=modulation[:1])])
+        assert [output.shape for output in outputs] == [(len(ACTIVE), WIDTH), (TOKENS, WIDTH)]
+        assert all(output.device == META and output.dtype == torch.bfloat16 for output in outputs)
+    denoiser.forward([replace(rows[1], modulation=modulation[:1])])

@@ -1,0 +1,213 @@
+"""A GPU's kernels on a CPU, by Triton's interpreter, against plain references.
+
+What is rounded once is within half a unit in the last place of the exact result, so the tolerance is one: 2^-7 of
+bfloat16, 2^-10 of float16; of float32 1e-5, since sums are taken in another order.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from core.page_scheme import PageDtype, PageLayout
+from model_executor.attention import KeysValues, head_major, normalise_and_rotate_
+from model_executor.gpu_operators import TritonOperators
+from model_executor.linear import gpu_linear
+from model_executor.operators import Operators
+from model_executor.pages import Entry, Pages, quantise
+from model_executor.ragged import spans
+
+pytest.importorskip("triton")  # interpreted: see conftest.py
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+EPS = 1e-6
+
+
+@pytest.fixture(scope="module")
+def kernels() -> ModuleType:
+    from model_executor import triton_kernels
+
+    return triton_kernels
+
+
+@pytest.fixture(scope="module")
+def operators(kernels: ModuleType) -> Operators:
+    return TritonOperators(gpu_linear, kernels)
+
+
+def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
+    """An H200's, without one at hand: what the interpreter lets pass the compiler may not."""
+    program = Path(__file__).with_name("compile_kernels.py")
+    settings = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, str(program), "90"], env=os.environ | settings, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    compiled = {line.split()[0] for line in done.stdout.splitlines()}
+    assert compiled == {"norm_modulate", "add_gated", "normalise_and_rotate", "read_page", "quantise"}
+
+
+def assert_near(actual: Tensor, exact: Tensor) -> None:
+    tolerance = TOLERANCE[actual.dtype]
+    torch.testing.assert_close(actual.double(), exact.double(), rtol=tolerance, atol=tolerance)
+
+
+# ---------------------------------------------------------------------------------------------------- norm and gates
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [48, 64, 200])
+def test_norm_and_modulation(operators: Operators, dtype: torch.dtype, width: int) -> None:
+    """Of chosen rows; factors and shifts lie within wider tables, and one request has a single row."""
+    x, table = torch.randn(20, width).to(dtype), torch.randn(3, 5 * width).to(dtype)
+    where, (shift, factor) = ((2, 5), (5, 6), (9, 20)), table.chunk(5, dim=1)[1:3]
+    out = operators.norm_modulate(x, where, EPS, factor, shift)
+    assert out.dtype == dtype
+    for number, ((start, stop), (first, last)) in enumerate(zip(where, spans([3, 1, 11]), strict=True)):
+        normed = F.layer_norm(x[start:stop].double(), [width], eps=EPS)
+        assert_near(out[first:last], normed * factor[number] + shift[number])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [48, 1500])
+def test_gated_sum(operators: Operators, dtype: torch.dtype, width: int) -> None:
+    """In place; other rows stay, and so does what is added."""
+    x, y, gate = torch.randn(20, width).to(dtype), torch.randn(6, width).to(dtype), torch.randn(2, 2 * width).to(dtype)
+    where, before, added = ((1, 2), (9, 14)), x.clone(), y.clone()
+    operators.add_gated_(x, where, y, gate[:, width:])
+    assert torch.equal(y, added)
+    rest = torch.tensor([row for row in range(20) if row != 1 and not 9 <= row < 14])
+    assert torch.equal(x[rest], before[rest])
+    for (start, stop), part, factor in zip(where, y.split([1, 5]), gate[:, width:], strict=True):
+        assert_near(x[start:stop], before[start:stop].double() + factor.double() * part.double())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "head_dim"), [(3, 64), (2, 128), (24, 16), (1, 48)])
+def test_norm_and_rotation(operators: Operators, dtype: torch.dtype, heads: int, head_dim: int) -> None:
+    """Queries and keys in place, by two sets of weights; values stay. Heads of 48 numbers are PyTorch's to compute,
+    which rounds them between."""
+    qkv, weights = torch.randn(11, 3, heads, head_dim).to(dtype), torch.randn(2, 2, heads, head_dim)
+    rotary = torch.polar(torch.ones(11, 1, 1, head_dim // 2), torch.randn(11, 1, 1, head_dim // 2))
+    where = [(((0, 2), (5, 8)), weights[0]), (((2, 5), (8, 11)), weights[1])]
+    before, expected = qkv.clone(), qkv.double()
+    operators.normalise_and_rotate_(qkv[:, :2], rotary, EPS, where)
+    for rows, weight in where:
+        for start, stop in rows:
+            normed = F.rms_norm(expected[start:stop, :2], [head_dim], eps=EPS) * weight
+            pairs = torch.view_as_complex(normed.unflatten(-1, (-1, 2))) * rotary[start:stop]
+            expected[start:stop, :2] = torch.view_as_real(pairs).flatten(-2)
+    tolerance = 4 * TOLERANCE[dtype] if head_dim == 48 else TOLERANCE[dtype]
+    torch.testing.assert_close(qkv.double(), expected, rtol=tolerance, atol=tolerance)
+    assert torch.equal(qkv[:, 2], before[:, 2])
+
+
+def test_keys_alone_are_normed_by_their_own_weights(operators: Operators) -> None:
+    """As of the last block of a template."""
+    qkv, weight = torch.randn(5, 3, 2, 16), torch.randn(2, 2, 16)
+    rotary = torch.polar(torch.ones(5, 1, 1, 8), torch.randn(5, 1, 1, 8))
+    expected = qkv.clone()
+    normalise_and_rotate_(expected[:, 1:2], rotary, EPS, [([(0, 5)], weight[1:])])
+    operators.normalise_and_rotate_(qkv[:, 1:2], rotary, EPS, [([(0, 5)], weight[1:])])
+    torch.testing.assert_close(qkv, expected, rtol=1e-5, atol=1e-5)
+
+
+# -------------------------------------------------------------------------------------------------------------- pages
+
+HEADS, TEXT = 3, 5
+
+
+def entry(layout: PageLayout, tokens: int, seed: int) -> Tensor:
+    """Random pages of two blocks."""
+    memory = torch.zeros(layout.entry_bytes(tokens), dtype=torch.uint8)
+    generator = torch.Generator().manual_seed(seed)
+    for block in range(layout.num_blocks):
+        numbers = torch.randn(2, HEADS, tokens, layout.head_dim, generator=generator)
+        Entry(memory, layout, tokens).write(block, numbers)
+    return memory
+
+
+def token_major(tokens: int, head_dim: int, dtype: torch.dtype) -> Tensor:
+    """[2, heads, tokens, head dim], a token's numbers together in memory."""
+    return head_major(torch.full([tokens, 2, HEADS, head_dim], 7.0, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("page_dtype", ["int8", "bfloat16", "float32"])
+@pytest.mark.parametrize(("tokens", "head_dim"), [(1, 64), (70, 64), (33, 128), (13, 24)])
+def test_pages_are_read(
+    operators: Operators, dtype: torch.dtype, page_dtype: PageDtype, tokens: int, head_dim: int
+) -> None:
+    """At a keyframe and between two, alone and under what was computed, in either memory order."""
+    layout = PageLayout(num_blocks=2, num_heads=HEADS, head_dim=head_dim, dtype=page_dtype)
+    near, far = entry(layout, tokens, 1), entry(layout, tokens, 2)
+    active = torch.arange(0, tokens, 3)
+    rows = torch.cat([torch.arange(TEXT), active + TEXT])
+    fresh = torch.randn(len(rows), 3, HEADS, head_dim).to(dtype)[:, 1:]
+    for pages in (Pages(layout, tokens, near, None, 0.0), Pages(layout, tokens, near, far, 0.3)):
+        exact = torch.empty(2, HEADS, tokens, head_dim)
+        pages.open().read(1, exact)
+        whole = torch.full([2, HEADS, TEXT + tokens, head_dim], 7.0, dtype=dtype)
+        operators.open(pages).read(1, whole[:, :, TEXT:])
+        assert_near(whole[:, :, TEXT:], exact)
+        assert (whole[:, :, :TEXT] == 7.0).all()
+        reader, keys_values = operators.open(pages), KeysValues(token_major(TEXT + tokens, head_dim, dtype), TEXT)
+        for block in (0, 1):
+            reader.read_over(block, keys_values, fresh, rows)
+        assert torch.equal(keys_values.joint[:, :, rows], head_major(fresh))
+        exact[:, :, active] = head_major(fresh).float()[:, :, TEXT:]
+        assert_near(keys_values.image, exact)
+
+
+def test_pages_under_the_image_alone(operators: Operators) -> None:
+    layout = PageLayout(num_blocks=1, num_heads=HEADS, head_dim=64, dtype="int8")
+    pages, active = Pages(layout, 9, entry(layout, 9, 1), None, 0.0), torch.tensor([0, 4, 8])
+    expected, ours = (KeysValues(token_major(9, 64, torch.float32), 0) for _ in range(2))
+    fresh = torch.randn(3, 2, HEADS, 64)
+    pages.open().read_over(0, expected, fresh, active)
+    operators.open(pages).read_over(0, ours, fresh, active)
+    torch.testing.assert_close(ours.joint, expected.joint, rtol=1e-5, atol=1e-5)
+
+
+def test_a_block_is_waited_for_before_it_is_read(operators: Operators) -> None:
+    layout, asked = PageLayout(num_blocks=2, num_heads=HEADS, head_dim=64, dtype="int8"), list[int]()
+    pages = Pages(layout, 9, entry(layout, 9, 1), None, 0.0, asked.append)
+    reader = operators.open(pages)
+    assert asked == []
+    reader.read(1, torch.empty(2, HEADS, 9, 64))
+    assert asked == [1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "head_dim"), [(1, 64), (70, 64), (33, 128), (13, 24)])
+def test_pages_are_written(operators: Operators, dtype: torch.dtype, tokens: int, head_dim: int) -> None:
+    """The bits of PyTorch's operators, but for a division that may differ in its last one."""
+    x = head_major(torch.randn(tokens, 3, HEADS, head_dim).to(dtype)[:, 1:])
+    x[0, 0, 0] = 0.0
+    values, expected = (torch.full(x.shape, 99, dtype=torch.int8) for _ in range(2))
+    scales, expected_scales = (torch.full([*x.shape[:3], 1], 9.0) for _ in range(2))
+    operators.quantise(x, values, scales)
+    quantise(x, expected, expected_scales)
+    torch.testing.assert_close(scales, expected_scales, rtol=1e-6, atol=0)
+    assert (values.int() - expected.int()).abs().max() <= 1
+    assert (values == expected).float().mean() > 0.999
+    assert (values[0, 0, 0] == 0).all()
+
+
+def test_rows_without_a_scale_are_zeros(operators: Operators) -> None:
+    x = torch.zeros(2, 1, 2, 64)
+    x[0, 0, 0, 3], x[0, 0, 1, 3], x[1, 0, 0, 3] = 1e-44, float("inf"), 127.0
+    values, scales = torch.full(x.shape, 99, dtype=torch.int8), torch.empty(2, 1, 2, 1)
+    operators.quantise(x, values, scales)
+    expected = torch.zeros(2, 1, 2, 64, dtype=torch.int8)
+    expected[1, 0, 0, 3] = 127
+    assert torch.equal(values, expected)
