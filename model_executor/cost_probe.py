@@ -28,7 +28,7 @@ from core.messages.worker import CostSample
 from core.model_info import ModelInfo
 from core.stages import INPAINT
 from model_executor.models.base import EncodedImage, EncodedText, Family, PrimeRow, Row
-from model_executor.operators import operators_digest
+from model_executor.operators import best_operators
 from model_executor.pages import Pages
 
 BUDGET_SECONDS = 2.0
@@ -90,7 +90,7 @@ def _conditions(info: ModelInfo) -> str:
     """Hex digest of all that costs depend on: the model as it is served, the processor, threads, PyTorch, kernels."""
     device = torch.device(info.device)
     processor = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
-    parts = [processor, platform.node(), torch.get_num_threads(), torch.__version__, operators_digest(device)]
+    parts = [processor, platform.node(), torch.get_num_threads(), torch.__version__, best_operators(device).digest]
     return hashlib.sha256(msgspec.json.encode(info) + repr(parts).encode()).hexdigest()
 
 

@@ -1,14 +1,15 @@
 """A GPU's operators: Triton's kernels, and attention of all requests of a batch in one call.
 
-Where Triton, or a kernel for what it is asked, is missing, PyTorch's operators do the same within rounding.
+Where Triton does not work, or has no kernel for what it is asked, PyTorch's operators do the same within rounding.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.metadata
 import logging
+import subprocess
 from collections.abc import Callable, Sequence
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from types import ModuleType
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from model_executor.attention import Attention, KeysValues, Sizes, Source, head_major
-from model_executor.linear import Linear
+from model_executor.linear import gpu_linear
 from model_executor.operators import Operators
 from model_executor.pages import Entry, Pages, Quantise, Reader
 from model_executor.ragged import Span, spans
@@ -39,18 +40,38 @@ TILE = 4096
 """Numbers of a page that one program reads or writes."""
 
 
-def gpu_operators(linear: Linear) -> Operators:
-    """Triton's where it is installed, as PyTorch's packages for GPUs bring it on Linux; PyTorch's where it is not."""
-    if importlib.util.find_spec("triton") is None:
-        logger.warning("no Triton: PyTorch's operators compute what its kernels would, and take longer")
-        return GpuOperators(linear)
-    from model_executor import triton_kernels
+LACKING = (AssertionError, ImportError, OSError, RuntimeError, subprocess.SubprocessError)
+"""What Triton raises where it is not installed, or finds no C compiler, no header of Python's or no driver."""
 
-    return TritonOperators(linear, triton_kernels)
+
+@cache
+def gpu_operators(device: torch.device) -> Operators:
+    """Triton's where they work, as they do with PyTorch's packages for GPUs on Linux and a C compiler; else PyTorch's,
+    and a line in the log."""
+    try:
+        from model_executor import triton_kernels
+
+        operators = TritonOperators(triton_kernels)
+        _try_out(operators, device)
+    except LACKING as error:
+        logger.warning("no Triton kernels, so PyTorch's operators compute instead, and take longer: %r", error)
+        return GpuOperators()
+    return operators
+
+
+def _try_out(operators: Operators, device: torch.device) -> None:
+    """One small sum. Raises RuntimeError where it is wrong."""
+    x, y, gate = (torch.full([1, 16], number, device=device) for number in (1.0, 2.0, 3.0))
+    operators.add_gated_(x, ((0, 1),), y, gate)
+    if x.min() != 7.0 or x.max() != 7.0:
+        raise RuntimeError(f"its kernels compute wrongly on {device}")
 
 
 class GpuOperators(Operators):
     """PyTorch's, with attention for whole batches."""
+
+    def __init__(self) -> None:
+        super().__init__(gpu_linear)
 
     def attention(self, sizes: Sizes, heads: int, head_dim: int, like: Tensor) -> Attention:
         return Together(sizes, heads, head_dim, like, varlen_attend if has_flash(like, head_dim) else attend_each)
@@ -59,10 +80,14 @@ class GpuOperators(Operators):
 class TritonOperators(GpuOperators):
     """Triton's kernels, but where their layout does not suit them."""
 
-    def __init__(self, linear: Linear, kernels: ModuleType) -> None:
+    def __init__(self, kernels: ModuleType) -> None:
         """kernels: `triton_kernels`."""
-        super().__init__(linear)
+        super().__init__()
         self._kernels = kernels
+
+    @property
+    def digest(self) -> str:
+        return f"triton {importlib.metadata.version('triton')}"
 
     @property
     def quantise(self) -> Quantise:

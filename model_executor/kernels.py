@@ -115,14 +115,6 @@ def best_kernels() -> Kernels | None:
     return _compiled() if torch.get_num_threads() == 1 else None
 
 
-def kernels_digest() -> str:
-    """Names the compiled code that this process computes with, "" where there is none: another compiler may round
-    otherwise.
-    """
-    kernels = best_kernels()
-    return kernels.digest if kernels else ""
-
-
 @cache
 def _compiled() -> Kernels | None:
     """Once a process. None, and a line in the log, where they cannot be had."""

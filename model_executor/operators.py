@@ -6,9 +6,7 @@ in `gpu_operators.py`. Model code calls these and knows of no device.
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 
 import torch
@@ -16,8 +14,8 @@ from torch import Tensor
 
 from core.config import KernelChoice
 from model_executor.attention import Attention, OneByOne, Sizes, attend, normalise_and_rotate_
-from model_executor.kernels import Kernels, best_kernels, kernels_digest
-from model_executor.linear import Linear, best_linear, gpu_linear, plain_linear
+from model_executor.kernels import Kernels, best_kernels
+from model_executor.linear import Linear, best_linear, plain_linear
 from model_executor.pages import Pages, Quantise, Reader, quantise
 from model_executor.ragged import Span, add_gated_, norm_modulate
 
@@ -29,6 +27,14 @@ class Operators:
     def __init__(self, linear: Linear, kernels: Kernels | None = None) -> None:
         self.linear, self.kernels = linear, kernels
         self._is_fused = linear is not plain_linear
+
+    @property
+    def digest(self) -> str:
+        """Names what it computes with besides PyTorch, or that it rounds as diffusers does: other code rounds
+        otherwise."""
+        if self.kernels is not None:
+            return self.kernels.digest
+        return "" if self._is_fused else "plain"
 
     @property
     def quantise(self) -> Quantise:
@@ -65,18 +71,9 @@ def best_operators(device: torch.device) -> Operators:
         return Operators(best_linear(), best_kernels() if device.type == "cpu" else None)
     from model_executor.gpu_operators import gpu_operators  # Triton is not everywhere, nor needed on a CPU
 
-    return gpu_operators(gpu_linear)
+    return gpu_operators(device)
 
 
 def chosen_operators(choice: KernelChoice, device: torch.device) -> Operators:
     """As the user wishes."""
     return Operators(plain_linear) if choice == "torch" else best_operators(device)
-
-
-def operators_digest(device: torch.device) -> str:
-    """Names what `best_operators` computes with besides PyTorch, "" for nothing: another may round otherwise."""
-    if device.type == "cpu":
-        return kernels_digest()
-    with suppress(importlib.metadata.PackageNotFoundError):
-        return f"triton {importlib.metadata.version('triton')}"
-    return ""

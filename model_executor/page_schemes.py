@@ -21,7 +21,7 @@ from core.request import SamplingParams
 from model_executor.fingerprint import fingerprint
 from model_executor.loader import Checkpoint
 from model_executor.models.base import Family
-from model_executor.operators import operators_digest
+from model_executor.operators import chosen_operators
 
 logger = logging.getLogger("stencil.worker")
 
@@ -71,8 +71,8 @@ def environment(device: torch.device, kernels: KernelChoice = "auto") -> str:
     """PageScheme.environment of this process as it is now: with other threads or kernels, sums are taken in another
     order.
     """
-    kernels_used = "torch" if kernels == "torch" else operators_digest(device)
-    parts = [device.type, _device_name(device), torch.get_num_threads(), torch.__version__, kernels_used]
+    digest = chosen_operators(kernels, device).digest
+    parts = [device.type, _device_name(device), torch.get_num_threads(), torch.__version__, digest]
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 

@@ -76,6 +76,7 @@ def _start(settings: WorkerConfig, link: EngineLink, arena: Arena, page_arena: A
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(num_threads)
     for cache, capacity in CACHED_OPERATORS.items():
         os.environ.setdefault(cache, str(capacity))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(user_cache_folder(os.environ) / "triton"))
     # diffusers' import makes the folder that this names, and by default one that stays behind; nothing is compiled.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
     from model_executor.cost_probe import known_or_probed

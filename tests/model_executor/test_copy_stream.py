@@ -16,7 +16,7 @@ from torch import Tensor
 from core.errors import ConfigError
 from core.handles import EntryRef, Tier
 from core.ipc.shared_array import Arena, ArenaAllocator
-from core.messages import PageCopied, PageCopy
+from core.messages.worker import PageCopied, PageCopy
 from model_executor.copy_stream import BLOCKS_AHEAD, CopyStream
 from model_executor.page_store import PageStore
 

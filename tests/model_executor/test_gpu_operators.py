@@ -5,6 +5,7 @@ host.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from diffusers.models.transformers.transformer_flux import FluxTransformer2DMode
 from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from torch import Tensor
 
+import model_executor
 from model_executor import gpu_operators
 from model_executor.gpu_operators import GpuOperators, Together, attend_each, offsets, places, table, varlen_attend
 from model_executor.linear import LinearGroup, gpu_linear, plain_linear
@@ -22,7 +24,7 @@ from model_executor.models.base import PrimeRow, Row
 from model_executor.models.denoiser import Denoiser
 from model_executor.models.flux_transformer import FluxTransformer
 from model_executor.models.sd3_transformer import SD3Transformer
-from model_executor.operators import Operators
+from model_executor.operators import Operators, chosen_operators
 from model_executor.pages import Pages
 
 META = torch.device("meta")
@@ -33,13 +35,13 @@ ACTIVE = torch.tensor([1, 5, 6, 11])
 
 def torch_operators() -> Operators:
     """Without Triton."""
-    return GpuOperators(gpu_linear)
+    return GpuOperators()
 
 
 def triton_operators() -> Operators:
     """With it: interpreted, see conftest.py."""
     pytest.importorskip("triton")
-    return gpu_operators.gpu_operators(gpu_linear)
+    return gpu_operators.gpu_operators(torch.device("cpu"))
 
 
 def make_flux() -> Any:
@@ -207,3 +209,42 @@ def test_a_pass_neither_mixes_devices_nor_waits(
         assert [output.shape for output in outputs] == [(len(ACTIVE), WIDTH), (TOKENS, WIDTH)]
         assert all(output.device == META and output.dtype == torch.bfloat16 for output in outputs)
     denoiser.forward([replace(rows[1], modulation=modulation[:1])])
+
+
+# -------------------------------------------------------------------------------------------------------------- choice
+
+
+class Broken:
+    """Kernels of a machine without a C compiler."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("Failed to find C compiler")
+
+
+class Wrong:
+    """Kernels that leave everything as it is."""
+
+    def __getattr__(self, name: str) -> Any:
+        class Launcher(dict[Any, Any]):
+            def __missing__(self, grid: Any) -> Any:
+                return lambda *args, **constants: None
+
+        return Launcher()
+
+
+@pytest.mark.parametrize(("kernels", "cause"), [(Broken, "C compiler"), (Wrong, "compute wrongly on cpu")])
+def test_without_kernels_that_work_pytorch_computes_and_the_log_says_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kernels: Callable[[], Any], cause: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "model_executor.triton_kernels", kernels())
+    monkeypatch.setattr(model_executor, "triton_kernels", kernels(), raising=False)
+    chosen = gpu_operators.gpu_operators.__wrapped__(torch.device("cpu"))
+    assert type(chosen) is GpuOperators
+    assert cause in caplog.text
+
+
+def test_the_users_choice() -> None:
+    """PyTorch's operators alone round as diffusers does, and pages are named for it."""
+    plain = chosen_operators("torch", torch.device("cpu"))
+    assert (plain.linear, plain.kernels) == (plain_linear, None)
+    assert plain.digest != chosen_operators("auto", torch.device("cpu")).digest

@@ -20,7 +20,6 @@ from torch import Tensor
 from core.page_scheme import PageDtype, PageLayout
 from model_executor.attention import KeysValues, head_major, normalise_and_rotate_
 from model_executor.gpu_operators import TritonOperators
-from model_executor.linear import gpu_linear
 from model_executor.operators import Operators
 from model_executor.pages import Entry, Pages, quantise
 from model_executor.ragged import spans
@@ -41,7 +40,7 @@ def kernels() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def operators(kernels: ModuleType) -> Operators:
-    return TritonOperators(gpu_linear, kernels)
+    return TritonOperators(kernels)
 
 
 def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
