@@ -54,7 +54,7 @@ class LatentFamily(VaeFamily):
     def put(self, part: str, module: nn.Module) -> None:
         super().put(part, module)
         if part == "transformer":
-            operators = chosen_operators(self._checkpoint.kernels, module.device)
+            operators = chosen_operators(self._checkpoint.kernels, self._device)
             self._transformer = self.denoiser(module, self._sampling.num_train_timesteps, operators, owns_module=True)
 
     def check_adapter(self, adapter: Adapter) -> None:
