@@ -96,9 +96,9 @@ class LinearGroup:
     Where `keep_packed` asks for it and all are plain `nn.Linear`s, their weights are held together and in the order
     that our own kernels, if given, or oneDNN compute in: without rearranging them every time, oneDNN's products of some
     tens of tokens took 0.5 to 0.9 of the time, with the same bits. With `owns_layers` the layers' own weights go: they
-    cannot run by themselves any more. On a GPU the weights of several layers are held together only then, in their own
-    order. Other layers run as themselves, one after the other. Made when weights are in place; what is changed later
-    is not seen.
+    cannot run by themselves any more. On a GPU plain layers' weights are always held together, in their own order, and
+    theirs become views of that. Other layers run as themselves, one after the other. Made when weights are in place;
+    what is changed later is not seen.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class LinearGroup:
         if self._packed is not None and owns_layers:
             for layer in plain:
                 layer.to("meta")
-        if linear is gpu_linear and owns_layers and len(plain) == len(layers) > 1:
+        if linear is gpu_linear and len(plain) == len(layers) > 1:
             self._layers = [_joined(plain)]
 
     def __call__(self, x: Tensor, *, gelu: bool = False) -> Tensor:
@@ -186,13 +186,14 @@ def _weights(layers: Sequence[nn.Linear]) -> tuple[list[Tensor], list[Tensor]]:
 
 @torch.no_grad()
 def _joined(layers: Sequence[nn.Linear]) -> nn.Linear:
-    """One layer that gives the outputs of all, side by side; their own weights are gone."""
+    """One layer that gives the outputs of all, side by side; their own weights are views of its."""
     weights, biases = _weights(layers)
     joined = nn.Linear(weights[0].shape[1], sum(map(len, weights)), device="meta")
     joined.weight = nn.Parameter(torch.cat(weights), requires_grad=False)
     joined.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
-    for layer in layers:
-        layer.to("meta")
+    parts = joined.weight.split([len(weight) for weight in weights])
+    for layer, part in zip(layers, parts, strict=True):
+        layer.weight = nn.Parameter(part, requires_grad=False)
     return joined
 
 

@@ -45,7 +45,7 @@ class LocalEngine:
         self._arenas = Arenas(Arena.create(0, ARENA_BYTES), Arena.create(PAGE_ARENA, cache.host_bytes))
         self._space = ArenaAllocator(self._arenas.own)
         self._copied: queue.SimpleQueue[PageCopied] = queue.SimpleQueue()
-        self._pages = PageStore(models.device, self._arenas, None, self._copied.put)
+        self._pages = PageStore(models.device, self._arenas.pages, None, self._copied.put)
         self._tensors = TensorStore(0, models.device, self._arenas)
         self.runner = Runner(0, models.families, self._tensors, self._arenas, self._pages)
         self._num_edits = 0
@@ -132,7 +132,7 @@ class Arenas:
     """The edits' arena and the pages', as a worker sees them."""
 
     def __init__(self, own: Arena, pages: Arena) -> None:
-        self.own, self._by_id = own, {arena.id: arena for arena in (own, pages)}
+        self.own, self.pages, self._by_id = own, pages, {arena.id: arena for arena in (own, pages)}
 
     def view(self, ref: ArrayRef) -> npt.NDArray[np.generic]:
         view: npt.NDArray[np.generic] = self._by_id[ref.arena].view(ref)
