@@ -1,13 +1,23 @@
 """Scenes are pure functions of their seeds, and masks cover what they are drawn for."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from tools.train_embedded.captions import caption, noun_phrase
-from tools.train_embedded.garments import PATTERNS, Garment
-from tools.train_embedded.masks import LARGEST, SMALLEST, draw_edit, silhouette_mask
+from tools.train_embedded.garments import KINDS, PATTERNS, Garment
+from tools.train_embedded.masks import (
+    FIRST,
+    LARGEST,
+    MORE_BOXES,
+    SMALLEST,
+    Mixture,
+    box_mask,
+    draw_edit,
+    silhouette_mask,
+)
 from tools.train_embedded.scenes import SIZE, draw_scene, render
 
 
@@ -29,12 +39,23 @@ def test_swapping_a_garment_changes_only_what_it_covers() -> None:
     assert not np.array_equal(before.image[~outside], after.image[~outside])
 
 
-def test_masks_are_of_usable_size() -> None:
+@pytest.mark.parametrize("mixture", [FIRST, MORE_BOXES])
+def test_masks_are_of_usable_size(mixture: Mixture) -> None:
     rng = random.Random(0)
     scene = draw_scene(11)
     drawn = render(scene)
     for _ in range(40):
-        assert SMALLEST <= draw_edit(rng, scene, drawn).mask.mean() <= LARGEST
+        assert SMALLEST <= draw_edit(rng, scene, drawn, mixture).mask.mean() <= LARGEST
+
+
+@pytest.mark.parametrize("seed", range(3, 11))
+def test_a_whole_box_holds_every_garment_of_its_slot(seed: int) -> None:
+    scene = draw_scene(seed)
+    for slot, worn in scene.garments().items():
+        for kind in KINDS[slot]:
+            drawn = render(scene.wearing(replace(worn, kind=kind)))
+            outside = (drawn.silhouettes[slot] > 127) & ~box_mask(drawn.whole_boxes[slot])
+            assert not outside.any(), (slot, kind)
 
 
 @pytest.mark.parametrize(

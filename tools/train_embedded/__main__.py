@@ -5,8 +5,7 @@ from pathlib import Path
 
 from tools.train_embedded.seeds import TEST_CASES
 
-STAGES = ("vae", "denoiser", "distil", "export", "evaluate", "examples", "gallery")
-SHEET_CASES = 16  # the first ones, none picked
+STAGES = ("vae", "denoiser", "boxes", "distil", "export", "evaluate", "examples", "gallery")
 
 
 def parse() -> argparse.Namespace:
@@ -17,7 +16,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2, help="training processes, one thread each")
     parser.add_argument("--vae-minutes", type=float, default=18.0)
     parser.add_argument("--denoiser-minutes", type=float, default=71.0)
-    parser.add_argument("--distil-minutes", type=float, default=9.0)
+    parser.add_argument("--boxes-minutes", type=float, default=90.0)
+    parser.add_argument("--distil-minutes", type=float, default=20.0)
     parser.add_argument("--sheet", type=Path, default=Path("docs/embedded_model_sheet.png"))
     parser.add_argument("--examples", type=Path, default=Path("examples"))
     parser.add_argument("--cases", type=int, default=TEST_CASES, help="held-out edits to evaluate on")
@@ -40,6 +40,10 @@ def run(stage: str, options: argparse.Namespace) -> None:
             from tools.train_embedded.denoiser import train_denoiser
 
             train_denoiser(options.work, options.denoiser_minutes * 60, options.ranks)
+        case "boxes":
+            from tools.train_embedded.denoiser import train_on_boxes
+
+            train_on_boxes(options.work, options.boxes_minutes * 60, options.ranks)
         case "distil":
             from tools.train_embedded.denoiser import distil_guidance
 
@@ -60,7 +64,7 @@ def run(stage: str, options: argparse.Namespace) -> None:
             print(summary(outcome.numbers), flush=True)
             if not options.tuning:
                 write(outcome.numbers, options.out / "evaluation.json")
-            contact_sheet(outcome.asked[:SHEET_CASES], outcome.edits[:SHEET_CASES], options.sheet)
+            contact_sheet(*outcome.shown, options.sheet)
         case "examples":
             from tools.train_embedded.examples import write_examples
 

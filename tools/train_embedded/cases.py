@@ -11,7 +11,7 @@ from tools.train_embedded.garments import COLOURS, KINDS, PATTERNS, Garment, Slo
 from tools.train_embedded.masks import LARGEST, Mask, box_mask, silhouette_mask
 from tools.train_embedded.scenes import Pixels, Render, Scene, draw_scene, render
 
-MaskKind = Literal["silhouette", "box"]
+MaskKind = Literal["silhouette", "box", "whole_box"]
 SMALLEST = 0.02  # share of the picture; smaller garments show too few repeats of a pattern
 GROW = 3  # pixels the silhouette is grown by: nothing of the old garment's edge is left
 
@@ -71,6 +71,10 @@ def _kinds_fitting(scene: Scene, slot: Slot) -> tuple[str, ...]:
 
 
 def _mask(before: Render, slot: Slot, masks: MaskKind) -> Mask:
-    if masks == "box":
-        return box_mask(before.boxes[slot])
-    return silhouette_mask(before.silhouettes[slot], GROW)
+    match masks:
+        case "silhouette":
+            return silhouette_mask(before.silhouettes[slot], GROW)
+        case "box":
+            return box_mask(before.boxes[slot])
+        case "whole_box":
+            return box_mask(before.whole_boxes[slot])

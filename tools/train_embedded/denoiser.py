@@ -1,6 +1,7 @@
-"""Stages `denoiser` and `distil`: the transformer and its text encoders, then guidance folded into the transformer.
+"""Stages `denoiser`, `boxes` and `distil`: the transformer and its text encoders learn mostly on silhouettes, then
+mostly on boxes, and guidance is folded into the transformer.
 
-FluxFillPipeline has no classifier-free guidance at run time, and a model trained this briefly needs it. So the second
+FluxFillPipeline has no classifier-free guidance at run time, and a model trained this briefly needs it. So the last
 stage teaches the model to give at once what guidance of GUIDANCE would have given: its own average is the teacher.
 """
 
@@ -26,6 +27,7 @@ from tools.train_embedded.flow import (
     weighted_error,
 )
 from tools.train_embedded.layout import IMAGE_TOKENS
+from tools.train_embedded.masks import FIRST, MORE_BOXES, Mixture
 from tools.train_embedded.models import build_text_encoders, build_transformer, is_modulation
 from tools.train_embedded.muon import Muon
 from tools.train_embedded.pool import Batch, Pool
@@ -37,7 +39,6 @@ from tools.train_embedded.vae import load_vae
 from tools.train_embedded.wording import teach_wording
 
 SEED_STRIDE = 1_000_000  # between the ranks' scenes
-WARM_POOL = 240  # examples a rank draws before the first step
 SAVE_EVERY = 120.0  # seconds
 REPORT_EVERY = 50  # steps
 
@@ -56,10 +57,24 @@ class Recipe:
     reuse: float  # times an example is shown, on average
     average: float  # decay of the weights' average, applied every 4th step
     guidance: float | None  # distil this scale from the starting weights; None learns from pictures
+    mixture: Mixture
+    pool: str  # its folder's name, less the rank
+    warm_pool: int  # examples a rank draws before the first step
+    first_seed: int
 
 
-DENOISER = Recipe("denoiser", 1.5e-3, 16, 60, 0.5, 0.88, 96, 4.0, 0.995, None)
-DISTIL = Recipe("distil", 4e-4, 16, 15, 0.3, 0.7, 96, 8.0, 0.95, 2.0)
+DENOISER = Recipe(
+    "denoiser", rate=1.5e-3, batch=16, warmup=60, decay_from=0.5, full_from=0.88, tokens=96, reuse=4.0, average=0.995,
+    guidance=None, mixture=FIRST, pool="pool", warm_pool=240, first_seed=seeds.DENOISER_TRAIN,
+)  # fmt: skip
+BOXES = Recipe(
+    "boxes", rate=1e-3, batch=16, warmup=60, decay_from=0.15, full_from=0.7, tokens=128, reuse=4.0, average=0.995,
+    guidance=None, mixture=MORE_BOXES, pool="boxes", warm_pool=960, first_seed=seeds.BOXES_TRAIN,
+)  # fmt: skip
+DISTIL = Recipe(
+    "distil", rate=4e-4, batch=16, warmup=15, decay_from=0.3, full_from=0.7, tokens=128, reuse=8.0, average=0.95,
+    guidance=2.5, mixture=MORE_BOXES, pool="boxes", warm_pool=960, first_seed=seeds.BOXES_TRAIN,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -153,16 +168,18 @@ class Trainer:
         self.average = Average(self.models.named())
         if state is not None:
             self._resume(state)
-        seed = seeds.DENOISER_TRAIN + SEED_STRIDE * rank
-        self.pool = Pool(work / f"pool{rank}", load_vae(work / "vae"), self.tokenizers, seed)
+        seed = recipe.first_seed + SEED_STRIDE * rank
+        folder = work / f"{recipe.pool}{rank}"
+        self.pool = Pool(folder, load_vae(work / "vae"), self.tokenizers, seed, recipe.mixture)
         torch.manual_seed(1000 * self.step + rank)
         self._empty = self.tokenizers([""])
 
     def _start_from(self, weights: dict[str, dict[str, Tensor]]) -> None:
         for name, module in self.models.named().items():
             load_state(module, weights[name])
-        self.models.clip.requires_grad_(False)
-        self.models.t5.requires_grad_(False)
+        if self.recipe.guidance is not None:  # the teacher reads with these encoders too
+            self.models.clip.requires_grad_(False)
+            self.models.t5.requires_grad_(False)
 
     def _resume(self, state: dict[str, Any]) -> None:
         for name, module in self.models.named().items():
@@ -187,7 +204,7 @@ class Trainer:
 
     def fill(self, ranks: int) -> None:
         """Draw as many examples as keep each one's expected showings at `reuse`."""
-        wanted = max(WARM_POOL, self.shown / ranks / self.recipe.reuse)
+        wanted = max(self.recipe.warm_pool, self.shown / ranks / self.recipe.reuse)
         while self.pool.drawn < wanted:
             self.pool.grow()
 
@@ -254,7 +271,13 @@ def train_denoiser(work: Path, budget: float, ranks: int) -> None:
     launch(ranks, lambda rank, number: Trainer(DENOISER, work, budget, None, rank).train(number))
 
 
-def distil_guidance(work: Path, budget: float, ranks: int) -> None:
+def train_on_boxes(work: Path, budget: float, ranks: int) -> None:
     start = load(work / "denoiser.pt")
-    assert start is not None, "the denoiser comes before its distillation"
+    assert start is not None, "the denoiser comes before its continuation"
+    launch(ranks, lambda rank, number: Trainer(BOXES, work, budget, start, rank).train(number))
+
+
+def distil_guidance(work: Path, budget: float, ranks: int) -> None:
+    start = load(work / "boxes.pt")
+    assert start is not None, "the boxes come before the distillation"
     launch(ranks, lambda rank, number: Trainer(DISTIL, work, budget, start, rank).train(number))

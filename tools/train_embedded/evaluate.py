@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from tools.train_embedded import seeds
-from tools.train_embedded.cases import Case, cases
+from tools.train_embedded.cases import Case, MaskKind, cases
 from tools.train_embedded.editing import EditBatch, with_pipeline
 from tools.train_embedded.export import load_pipeline, weight_bytes
 from tools.train_embedded.metrics import Scores, score, shuffled
@@ -20,6 +20,8 @@ from tools.train_embedded.vae import held_out_images, load_vae, round_trip_psnr
 STEPS = 8
 SHUFFLES = 5
 PSNR_IMAGES = 64
+SHOWN = 8  # edits of each kind of mask on the contact sheet: the first ones, none picked
+KINDS: tuple[MaskKind, ...] = ("silhouette", "box", "whole_box")
 
 
 @dataclass(frozen=True)
@@ -68,11 +70,18 @@ def judge(edits: Sequence[Pixels], asked: Sequence[Case]) -> Report:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an evaluation gives: the numbers to publish, and the silhouette cases with their edits, in order."""
+    """What an evaluation gives: the numbers to publish, and the cases to show with their edits."""
 
     numbers: dict[str, Any]
-    asked: list[Case]
-    edits: list[Pixels]
+    shown: tuple[list[Case], list[Pixels]]
+
+
+def held_out_cases(final: bool, number: int) -> dict[MaskKind, list[Case]]:
+    """`number` silhouettes and half as many of each kind of box: test scenes if `final`, else tuning scenes."""
+    tuning = {"silhouette": seeds.TUNING, "box": seeds.TUNING + 50_000, "whole_box": seeds.TUNING + 70_000}
+    test = {"silhouette": seeds.TEST, "box": seeds.TEST_BOXES, "whole_box": seeds.TEST_WHOLE_BOXES}
+    first = test if final else tuning
+    return {kind: cases(first[kind], number if kind == "silhouette" else number // 2, kind) for kind in KINDS}
 
 
 def evaluate(folder: Path, final: bool, edit: EditBatch | None = None, number: int = seeds.TEST_CASES) -> Outcome:
@@ -81,11 +90,10 @@ def evaluate(folder: Path, final: bool, edit: EditBatch | None = None, number: i
     `edit` replaces diffusers' pipeline, for example by a serving engine that holds the same checkpoint.
     """
     run = edit or with_pipeline(load_pipeline(folder), STEPS)
-    asked = cases(seeds.TEST if final else seeds.TUNING, number)
-    boxes = cases(seeds.TEST_BOXES if final else seeds.TUNING + 50_000, number // 2, "box")
+    asked = held_out_cases(final, number)
     vae, held_out = load_vae(folder / "vae"), held_out_images(PSNR_IMAGES)
-    edits = run_cases(run, asked)
-    reports = {"silhouette": judge(edits, asked), "box": judge(run_cases(run, boxes), boxes)}
+    edits = {kind: run_cases(run, asked[kind]) for kind in KINDS}
+    reports = {kind: judge(edits[kind], asked[kind]) for kind in KINDS}
     numbers = {
         "scenes": "test" if final else "tuning",
         "steps": STEPS,
@@ -95,12 +103,13 @@ def evaluate(folder: Path, final: bool, edit: EditBatch | None = None, number: i
         "vae_psnr_bfloat16": round_trip_psnr(vae.to(torch.bfloat16), held_out),
         "weight_bytes": weight_bytes(folder),
     }
-    return Outcome(numbers, asked, edits)
+    shown = [(case, edit) for kind in KINDS for case, edit in list(zip(asked[kind], edits[kind], strict=True))[:SHOWN]]
+    return Outcome(numbers, ([case for case, _ in shown], [edit for _, edit in shown]))
 
 
 def summary(numbers: dict[str, Any]) -> str:
     lines = [f"{numbers['scenes']} scenes, {numbers['steps']} steps, VAE {numbers['vae_psnr_bfloat16']:.2f} dB"]
-    for name in ("silhouette", "box"):
+    for name in KINDS:
         report = numbers[name]
         lines += [
             f"{name:>10} {what:>7}: model {report['model'][what]:.3f}, truth {report['truth'][what]:.3f}, "

@@ -19,6 +19,19 @@ AIMS: tuple[Slot, ...] = ("top", "top", "bottom", "bottom", "hat")  # a hat half
 
 
 @dataclass(frozen=True)
+class Mixture:
+    """Shares of the training masks; what is left of 1 are free masks."""
+
+    silhouettes: float
+    boxes: float
+    whole_boxes: float
+
+
+FIRST = Mixture(0.67, 0.2, 0.0)
+MORE_BOXES = Mixture(0.26, 0.28, 0.36)
+
+
+@dataclass(frozen=True)
 class MaskedEdit:
     """One training example's mask and the caption of what lies under it."""
 
@@ -73,22 +86,25 @@ def covered_slot(mask: Mask, render: Render) -> Slot | None:
     return slot if shares[slot] > 0.25 else None
 
 
-def draw_edit(rng: random.Random, scene: Scene, render: Render) -> MaskedEdit:
-    """Two thirds silhouettes (some of two garments), a fifth boxes, the rest free masks."""
+def draw_edit(rng: random.Random, scene: Scene, render: Render, mixture: Mixture = FIRST) -> MaskedEdit:
+    """A mask of a kind drawn from the mixture; some silhouettes are of two garments."""
     worn = scene.garments()
+    boxes_to = mixture.silhouettes + mixture.boxes
     while True:
         kind = rng.random()
         aimed: Slot = rng.choice([name for name in AIMS if name in worn])
         asked: tuple[Slot, ...] = (aimed,)
-        if kind < 0.67:
+        if kind < mixture.silhouettes:
             mask = silhouette_mask(render.silhouettes[aimed], rng.choice((2, 3, 3, 4, 6)))
             others = [name for name in worn if name != aimed]
             if others and rng.random() < 0.15:
                 other = rng.choice(others)
                 asked = (aimed, other)
                 mask = mask | silhouette_mask(render.silhouettes[other], 3)
-        elif kind < 0.87:
+        elif kind < boxes_to:
             mask = box_mask(render.boxes[aimed], rng.uniform(-4, 12), rng.choice((0.0, 0.0, 24.0)))
+        elif kind < boxes_to + mixture.whole_boxes:
+            mask = box_mask(render.whole_boxes[aimed], rng.uniform(0, 12))
         else:
             mask = free_mask(rng)
             covered = covered_slot(mask, render)

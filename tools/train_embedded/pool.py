@@ -10,7 +10,7 @@ from diffusers import AutoencoderKL
 from torch import Tensor
 
 from tools.train_embedded.layout import IMAGE_TOKENS, LATENTS, MASK, TEXT_TOKENS, pack, pack_mask
-from tools.train_embedded.masks import MaskedEdit, draw_edit
+from tools.train_embedded.masks import MaskedEdit, Mixture, draw_edit
 from tools.train_embedded.scenes import Render, draw_scene, render
 from tools.train_embedded.tokenizing import Tokenizers
 
@@ -40,9 +40,11 @@ class Batch:
 class Pool:
     """Examples of one rank, drawn and encoded on demand; the oldest are overwritten once it is full."""
 
-    def __init__(self, folder: Path, vae: AutoencoderKL, tokenizers: Tokenizers, first_seed: int) -> None:
+    def __init__(
+        self, folder: Path, vae: AutoencoderKL, tokenizers: Tokenizers, first_seed: int, mixture: Mixture
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._vae, self._tokenizers, self._first_seed = vae, tokenizers, first_seed
+        self._vae, self._tokenizers, self._first_seed, self._mixture = vae, tokenizers, first_seed, mixture
         self._scenes_file = folder / "scenes.txt"
         self._scenes = int(self._scenes_file.read_text()) if self._scenes_file.exists() else 0
         mode = "r+" if self._scenes else "w+"
@@ -64,7 +66,7 @@ class Pool:
             rng, scene = random.Random(seed), draw_scene(seed)
             drawn = render(scene)
             renders.append(drawn)
-            edits += [(i, draw_edit(rng, scene, drawn)) for _ in range(EDITS_PER_SCENE)]
+            edits += [(i, draw_edit(rng, scene, drawn, self._mixture)) for _ in range(EDITS_PER_SCENE)]
         self._write(renders, edits)
         self._scenes += SCENES_PER_CALL
         self._scenes_file.write_text(str(self._scenes))

@@ -70,11 +70,15 @@ class Scene:
 
 @dataclass(frozen=True)
 class Render:
-    """A drawn scene: `image` [256, 256, 3], each worn garment's coverage [256, 256] in 0..255, and a box around it."""
+    """A drawn scene: `image` [256, 256, 3], each worn garment's coverage [256, 256] in 0..255, and boxes around it.
+
+    `boxes` may cut through sleeves and hems; `whole_boxes` hold any garment of the slot, and the top's both hands.
+    """
 
     image: Pixels
     silhouettes: dict[Slot, Pixels]
     boxes: dict[Slot, Box]
+    whole_boxes: dict[Slot, Box]
 
 
 def draw_scene(seed: int) -> Scene:
@@ -449,7 +453,30 @@ def slot_boxes(body: Body) -> dict[Slot, Box]:
         ),
         "hat": (hx - r * 1.8, hy - r * 2.0, hx + r * 1.8, hy - r * 0.2),
     }
-    return {slot: (a / UNIT, b / UNIT, c / UNIT, d / UNIT) for slot, (a, b, c, d) in samples.items()}
+    return {slot: in_pixels(box) for slot, box in samples.items()}
+
+
+def whole_boxes(body: Body) -> dict[Slot, Box]:
+    """The slots' boxes made wide enough for every kind of the slot, in this pose, and for both hands, in pixels."""
+    boxes, w = slot_boxes(body), body.arm_width
+    hands = [hand for _, _, hand in body.arms]
+    top = (
+        min(x for x, _ in hands) - w, body.shoulder_y - w,
+        max(x for x, _ in hands) + w, max(body.y + 0.83 * body.height, *(y + w for _, y in hands)),
+    )  # fmt: skip
+    legs = body.hip * 0.45 + body.stance + body.leg_width * 0.7
+    half = max(legs, body.hip * 1.5 + body.stance * 0.5)
+    bottom = (body.x - half, body.waist_y, body.x + half, body.ankle_y + body.leg_width * 0.7)
+    return {**boxes, "top": around(boxes["top"], in_pixels(top)), "bottom": around(boxes["bottom"], in_pixels(bottom))}
+
+
+def in_pixels(box: Box) -> Box:
+    return box[0] / UNIT, box[1] / UNIT, box[2] / UNIT, box[3] / UNIT
+
+
+def around(a: Box, b: Box) -> Box:
+    """The smallest box that holds both."""
+    return min(a[0], b[0]), min(a[1], b[1]), max(a[2], b[2]), max(a[3], b[3])
 
 
 def render(scene: Scene) -> Render:
@@ -473,7 +500,7 @@ def render(scene: Scene) -> Render:
     pixels = np.asarray(image.resize((SIZE, SIZE), Image.Resampling.BOX), np.float32)
     gain = (1 + slope_x * (_X - 0.5) * 2 + slope_y * (_Y - 0.5) * 2) * exposure
     lit = np.clip(pixels * gain[..., None], 0, 255).astype(np.uint8)
-    return Render(lit, visible(silhouettes), slot_boxes(body))
+    return Render(lit, visible(silhouettes), slot_boxes(body), whole_boxes(body))
 
 
 def visible(silhouettes: dict[Slot, Pixels]) -> dict[Slot, Pixels]:

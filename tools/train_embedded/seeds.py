@@ -8,8 +8,10 @@ TUNING = 5_000_000  # held-out scenes looked at during development
 VAE_HELD_OUT = 6_000_000  # held-out scenes for the autoencoder's PSNR
 TEST = 9_000_000  # the scenes the published figures come from, read once at the end
 TEST_BOXES = 9_500_000  # the same, for box masks and the shape score
+TEST_WHOLE_BOXES = 9_700_000  # the same, for boxes that hold the whole garment and both hands
 VAE_TRAIN = 10_000_000
 DENOISER_TRAIN = 20_000_000
+BOXES_TRAIN = 30_000_000
 EXAMPLES = 40_000_000
 
 TEST_CASES = 200
