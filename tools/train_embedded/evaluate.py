@@ -93,7 +93,7 @@ def evaluate(folder: Path, final: bool, edit: EditBatch | None = None, number: i
     asked = held_out_cases(final, number)
     vae, held_out = load_vae(folder / "vae"), held_out_images(PSNR_IMAGES)
     edits = {kind: run_cases(run, asked[kind]) for kind in KINDS}
-    reports = {kind: judge(edits[kind], asked[kind]) for kind in KINDS}
+    reports: dict[str, Report] = {kind: judge(edits[kind], asked[kind]) for kind in KINDS}
     numbers = {
         "scenes": "test" if final else "tuning",
         "steps": STEPS,
