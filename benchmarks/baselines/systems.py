@@ -12,7 +12,7 @@ DIFFUSERS = "benchmarks.baselines.diffusers_server"
 INLINE = "benchmarks.baselines.inline_server"
 BALANCER = "benchmarks.baselines.balancer"
 
-FIRST_BLOCK_CACHE = 0.4
+FIRST_BLOCK_CACHE = 0.5
 """Threshold, chosen by `python -m benchmarks.baselines.tune_first_block_cache`."""
 
 

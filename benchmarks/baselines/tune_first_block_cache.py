@@ -21,7 +21,7 @@ from engine.similarity import ssim_in_box
 from tools.train_embedded import seeds
 from tools.train_embedded.cases import Case, cases
 
-THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5)
+THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
 MEAN_BAR, P10_BAR = 0.95, 0.9
 FIRST_SCENE = seeds.TUNING + 60_000
 
