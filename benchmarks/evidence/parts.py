@@ -123,10 +123,9 @@ def two_engines(sweep: Sweep) -> None:
     """Two processes behind a balancer where Stencil has two engines."""
     mix, setting = Mix(num_inference_steps=str(sweep.plan.steps)), replace(SETTING, engines=2)
     for name in ("diffusers", "diffusers-batch", "stencil"):
-        sweep.results.get_or_make(
-            f"two-engines/{name}",
-            lambda name=name: _closed_loop(name, setting, mix, sweep.plan.throughput_edits, sweep.plan.warm_ups),  # type: ignore[misc]
-        )
+        number = sweep.plan.number_of(name, sweep.plan.throughput_edits)
+        make = partial(_closed_loop, name, setting, mix, number, sweep.plan.warm_ups)
+        sweep.results.get_or_make(f"two-engines/{name}", make)
 
 
 def _both(*tasks: Callable[[], None]) -> None:
@@ -156,14 +155,14 @@ class Part:
 
 
 PARTS = {
-    "overheads": Part(overheads, 0.5),
-    "cost-model": Part(cost_model, 0.7),
-    "mask-ratio": Part(mask_ratio, 2.0),
-    "batch-size": Part(batch_size, 2.5),
-    "batching": Part(batching, 2.0),
-    "policies": Part(policies, 1.5),
-    "quality": Part(quality, 6.0),
-    "large": Part(large, 2.5),
-    "two-engines": Part(two_engines, 1.5),
-    "serving": Part(serving, 23.0),
+    "overheads": Part(overheads, 0.2),
+    "cost-model": Part(cost_model, 0.6),
+    "mask-ratio": Part(mask_ratio, 2.2),
+    "batch-size": Part(batch_size, 2.8),
+    "batching": Part(batching, 1.6),
+    "policies": Part(policies, 1.3),
+    "quality": Part(quality, 3.9),
+    "large": Part(large, 1.8),
+    "two-engines": Part(two_engines, 1.0),
+    "serving": Part(serving, 25.0),
 }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from benchmarks.baselines.systems import SYSTEMS
+
 AREAS = {"public": 0.19, "flashps-prod": 0.11}
 """Distributions of mask areas and their means."""
 
@@ -33,6 +35,10 @@ class Plan:
     large_edits: int = 4
     steps: int = 8
     many_steps: int = 28
+
+    def number_of(self, system: str, number: int) -> int:
+        """Edits that `system` is given where one that computes every token gets `number`."""
+        return number * self.aware_share if SYSTEMS[system].is_mask_aware else number
 
 
 FULL = Plan()

@@ -76,9 +76,7 @@ class ServingPart:
     def _throughput(self, name: str, areas: str, steps: int) -> Result:
         """A closed loop: always enough to do."""
         plan = self._plan
-        number = plan.throughput_edits if steps == plan.steps else plan.many_steps_edits
-        if SYSTEMS[name].is_mask_aware:
-            number *= plan.aware_share
+        number = plan.number_of(name, plan.throughput_edits if steps == plan.steps else plan.many_steps_edits)
 
         async def measured(target: Target, calls: list[EditCall]) -> Result:
             before = await worker_seconds(target)

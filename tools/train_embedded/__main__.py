@@ -16,7 +16,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2, help="training processes, one thread each")
     parser.add_argument("--vae-minutes", type=float, default=18.0)
     parser.add_argument("--denoiser-minutes", type=float, default=71.0)
-    parser.add_argument("--boxes-minutes", type=float, default=90.0)
+    parser.add_argument("--boxes-minutes", type=float, default=100.0)
     parser.add_argument("--distil-minutes", type=float, default=20.0)
     parser.add_argument("--sheet", type=Path, default=Path("docs/embedded_model_sheet.png"))
     parser.add_argument("--examples", type=Path, default=Path("examples"))
