@@ -27,12 +27,12 @@ class Plan:
     headline_edits: int = 300
     headline_seeds: int = 3
     keep_up_loads: tuple[float, ...] = (1.6,)
-    keep_up_edits: int = 150
+    keep_up_edits: int = 120
     loads: tuple[float, ...] = (0.5, 1.4)
-    window: float = 12.0
+    window: float = 9.0
     quality_edits: int = 200
-    batch_edits: int = 16
-    large_edits: int = 4
+    batch_edits: int = 12
+    large_edits: int = 3
     steps: int = 8
     many_steps: int = 28
 

@@ -22,8 +22,9 @@ is compared:
 
 Masks are boxes; their *areas* follow FlashPS's distributions (its public trace, mean 0.19, unless said otherwise). The
 mask ratio is what comes of them in tokens, margin included. Templates are 60 by Zipf's law, exponent 1.05, none cached
-before a run's 20 warm-ups, which are the same for every system. Latency counts from when an edit was due, failed edits
-have none and count as infinite.
+before a run's warm-ups (8 edits, 20 where latency is compared), which are the same for every system. Edits of systems
+that compute every token are all alike, so for throughput they get the first quarter of the others' edits. Latency
+counts from when an edit was due, failed edits have none and count as infinite.
 `benchmarks/benchmark_serving.py` measures any server of the OpenAI images API in the same way.
 """
 
@@ -77,7 +78,8 @@ mask's box compare after the upload's pixels were pasted back outside the mask. 
 the paper does: diffusers sends all of a picture through its autoencoder, Stencil leaves what lies outside the mask as
 it came. The feature distance is a Frechet distance on the features of a small network trained on this project's drawn
 scenes (`benchmarks/feature_net.py`); it is no FID, and it depends on the number of pictures. In brackets: edits, where
-they are fewer. Another seed of diffusers is the scale on which to read the rest.
+they are fewer. Another seed of diffusers is the scale on which to read the rest. Both kinds of masks ran at once, one
+system after the other, so seconds per edit are those of two busy cores.
 """
 
 BATCH_SIZES = """## Throughput by batch size
