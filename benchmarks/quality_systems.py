@@ -44,7 +44,7 @@ REFERENCE = "diffusers"
 OTHER_SEED = "diffusers, another seed"
 SKIPPING = "diffusers, first-block cache"
 SHEET_ROWS = 10
-SCALE_SHARE = 4
+SCALE_SHARE = 8
 """One of so many edits, from the first on, is enough for what is beside the point: another seed, and the exact mode."""
 
 

@@ -57,7 +57,7 @@ def batch_size(sweep: Sweep) -> None:
 
 
 def mask_ratio(sweep: Sweep) -> None:
-    sweep.command("mask-ratio/step", "benchmarks.denoiser_step", "--rounds", "5", "--skip-batch")
+    sweep.command("mask-ratio/step", "benchmarks.denoiser_step", "--rounds", "3", "--skip-batch")
     ratios = ["0.05", "0.1", "0.2", "0.35", "0.5", "0.75"]
     flags = ["--mask-ratio", *ratios, "--steps", str(sweep.plan.many_steps), "--rounds", "3"]
     sweep.command("mask-ratio/edit", "benchmarks.benchmark_latency", *flags)
@@ -75,8 +75,8 @@ def policies(sweep: Sweep) -> None:
         sweep.command(f"{name}/{scenario}", "benchmarks.simulate", *flags)
 
     _both(*(partial(one, "policies", scenario, POLICIES) for scenario in ("production", "mix")))
-    one("fleet", "one-at-a-time", ["least-requests"])
-    one("fleet", "same-rate", ["mask-aware"])
+    fleets = {"one-at-a-time": ["least-requests"], "same-rate": ["mask-aware"]}
+    _both(*(partial(one, "fleet", *fleet) for fleet in fleets.items()))
 
 
 def cost_model(sweep: Sweep) -> None:
