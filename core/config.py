@@ -15,8 +15,9 @@ from core.errors import ConfigError
 Quantization = Literal["none", "torchao-int8", "bitsandbytes-8bit", "bitsandbytes-4bit"]
 """How a transformer's weights are quantised while they are loaded: by which package, to what."""
 
-KernelChoice = Literal["auto", "torch"]
-"""What denoisers compute with: the fastest code that their device has, or PyTorch's operators alone."""
+KernelChoice = Literal["auto", "torch", "compile"]
+"""What denoisers compute with: the fastest code that their device has; PyTorch's operators alone; or the former, and a
+UNet's layers compiled by `torch.compile`, which takes minutes at the first start."""
 
 EMBEDDED_MODEL = str(Path(__file__).resolve().parent.parent / "model_executor" / "embedded")
 

@@ -76,8 +76,8 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--kernels",
         default=default.kernels,
         choices=get_args(KernelChoice),
-        help="what denoisers compute with: the fastest code for the device, or PyTorch's operators alone, which is "
-        "slower and needs no compiler",
+        help="what denoisers compute with: the fastest code for the device; PyTorch's operators alone, which is slower "
+        "and needs no compiler; or the former with a UNet's layers compiled, which takes minutes at the first start",
     )
     group.add_argument(
         "--threads",

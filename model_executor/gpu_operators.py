@@ -6,6 +6,7 @@ Where Triton does not work, or has no kernel for what it is asked, PyTorch's ope
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import logging
 import subprocess
 from collections.abc import Callable, Sequence
@@ -28,6 +29,9 @@ logger = logging.getLogger("stencil.worker")
 MAX_TABLES = 64
 """Tables of rows kept on the device: a batch that goes on for many steps needs up to six, of 8 bytes a token each."""
 
+FLASH_3, HOPPER = "flash_attn_interface", 9
+"""The module that flash-attn 3 is, and the major compute capability that it is for."""
+
 FLASH_CAPABILITY = (8, 0)
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256
@@ -48,6 +52,7 @@ LACKING = (AssertionError, ImportError, OSError, RuntimeError, subprocess.Subpro
 def gpu_operators(device: torch.device) -> Operators:
     """Triton's where they work, as they do with PyTorch's packages for GPUs on Linux and a C compiler; else PyTorch's,
     and a line in the log."""
+    _take_flash_3(device)
     try:
         from model_executor import triton_kernels
 
@@ -57,6 +62,18 @@ def gpu_operators(device: torch.device) -> Operators:
         logger.warning("no Triton kernels, so PyTorch's operators compute instead, and take longer: %r", error)
         return GpuOperators()
     return operators
+
+
+def _take_flash_3(device: torch.device) -> None:
+    """Have PyTorch's flash attention be that of the package flash-attn 3, where it is installed and the GPU is one that
+    it is for: Hopper."""
+    if importlib.util.find_spec(FLASH_3) is None or device.type != "cuda":
+        return
+    if torch.cuda.get_device_capability(device)[0] == HOPPER:
+        try:
+            torch.nn.attention.activate_flash_attention_impl("FA3")
+        except (ImportError, RuntimeError) as error:
+            logger.warning("attention is PyTorch's own, since flash-attn 3 cannot be used: %s", error)
 
 
 def _try_out(operators: Operators, device: torch.device) -> None:
@@ -86,7 +103,7 @@ class TritonOperators(GpuOperators):
         self._kernels = kernels
 
     @property
-    def digest(self) -> str:
+    def _kernels_digest(self) -> str:
         return f"triton {importlib.metadata.version('triton')}"
 
     @property

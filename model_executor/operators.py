@@ -6,11 +6,13 @@ in `gpu_operators.py`. Model code calls these and knows of no device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from functools import partial
+from typing import Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from core.config import KernelChoice
 from model_executor.attention import Attention, OneByOne, Sizes, attend, normalise_and_rotate_
@@ -18,6 +20,9 @@ from model_executor.kernels import Kernels, best_kernels
 from model_executor.linear import Linear, best_linear, plain_linear
 from model_executor.pages import Pages, Quantise, Reader, quantise
 from model_executor.ragged import Span, add_gated_, norm_modulate
+
+RECOMPILES = 64
+"""Stable Diffusion XL has a dozen shapes of residual blocks; PyTorch's own limit is 8."""
 
 
 class Operators:
@@ -27,19 +32,43 @@ class Operators:
     def __init__(self, linear: Linear, kernels: Kernels | None = None) -> None:
         self.linear, self.kernels = linear, kernels
         self._is_fused = linear is not plain_linear
+        self._compiles = False
+
+    def compiling(self) -> Self:
+        """Likewise, and layers are compiled where their models ask for it."""
+        twin = copy(self)
+        twin._compiles = True
+        return twin
 
     @property
     def digest(self) -> str:
-        """Names what it computes with besides PyTorch, or that it rounds as diffusers does: other code rounds
+        """Names what it computes with besides PyTorch's kernels, or that it rounds as diffusers does: other code rounds
         otherwise."""
-        if self.kernels is not None:
-            return self.kernels.digest
-        return "" if self._is_fused else "plain"
+        kernels = self._kernels_digest if self._is_fused else "plain"
+        return f"{kernels} compiled" if self._compiles else kernels
+
+    @property
+    def _kernels_digest(self) -> str:
+        return "" if self.kernels is None else self.kernels.digest
 
     @property
     def quantise(self) -> Quantise:
         """How int8 pages are made; see `pages.quantise`."""
         return quantise
+
+    def compiled(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """A function of modules and tensors with fewer kernels for the same, for tensors of any size; or as it is."""
+        if not self._compiles:
+            return function
+        allow_recompiles()
+        return torch.compile(function, dynamic=True)
+
+    def compile_(self, layers: Iterable[nn.Module]) -> None:
+        """Likewise these layers, in place."""
+        if self._compiles:
+            allow_recompiles()
+            for layer in layers:
+                layer.compile(dynamic=True)
 
     def open(self, pages: Pages) -> Reader:
         """Ready to read; the entries' bytes must stay as they are meanwhile."""
@@ -76,4 +105,15 @@ def best_operators(device: torch.device) -> Operators:
 
 def chosen_operators(choice: KernelChoice, device: torch.device) -> Operators:
     """As the user wishes."""
-    return Operators(plain_linear) if choice == "torch" else best_operators(device)
+    match choice:
+        case "torch":
+            return Operators(plain_linear)
+        case "auto":
+            return best_operators(device)
+        case "compile":
+            return best_operators(device).compiling()
+
+
+def allow_recompiles() -> None:
+    """As often as a model has layers of other widths; beyond, PyTorch would run a layer as it is."""
+    torch.compiler.config.recompile_limit = RECOMPILES

@@ -176,7 +176,8 @@ def edit_once(family: Family, side: int, text_tokens: int) -> torch.Tensor:
 
 @torch.inference_mode()
 def edit_masked_once(family: Family, side: int, text_tokens: int) -> None:
-    """One mask-aware step of an empty square, its pages primed before and what it changed decoded after."""
+    """One mask-aware step of an empty square, at a keyframe and between two, its pages primed before and what it
+    changed decoded after."""
     template = torch.zeros(side, side, 3, dtype=torch.uint8)
     text = family.encode_text("", text_tokens, template)
     clean, grid, layout = family.encode_template(template), family.grid(side, side), family.page_layout("int8")
@@ -194,7 +195,8 @@ def edit_masked_once(family: Family, side: int, text_tokens: int) -> None:
     }
     family.prime([PrimeRow(**common, hidden=None, entry=entry)], (0, layout.num_blocks))
     active = torch.zeros(1, dtype=torch.int64, device=clean.device)
-    family.predict([Row(**common, active=active, pages=Pages(layout, len(clean), entry, None, 0.0))])
+    at_keyframe, between = (Pages(layout, len(clean), entry, far, 0.5) for far in (None, entry))
+    family.predict([Row(**common, active=active, pages=pages) for pages in (at_keyframe, between)])
     family.decode_region(clean, active, side, side)
 
 

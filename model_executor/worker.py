@@ -77,6 +77,8 @@ def _start(settings: WorkerConfig, link: EngineLink, arena: Arena, page_arena: A
     for cache, capacity in CACHED_OPERATORS.items():
         os.environ.setdefault(cache, str(capacity))
     os.environ.setdefault("TRITON_CACHE_DIR", str(user_cache_folder(os.environ) / "triton"))
+    if any(model.kernels == "compile" for model in settings.models):
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(user_cache_folder(os.environ) / "inductor"))
     # diffusers' import makes the folder that this names, and by default one that stays behind; nothing is compiled.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
     from model_executor.cost_probe import known_or_probed

@@ -17,12 +17,25 @@ of results or are computed from shapes.
   leave of `--gpu-memory-utilization` (0.9) is for pages; `--cache-device-bytes` sets it instead. Where one picture's
   pages have no room, the server ends with a line that says what takes how much and which flags help.
 - Below that pages lie in host memory (`--cache-host-bytes`) and come up on a stream of their own while steps are
-  computed: a block's attention waits for that block alone. Without room in the GPU's memory (`--cache-device-bytes 0`,
-  several workers in an engine) every token is computed.
-- Besides products and attention a step is Triton kernels: pages are dequantised, interpolated between their keyframes
-  and overlaid with what the edit computes in one pass over memory; norm and modulation, and gated additions, run per
-  request without a copy per token. Attention of a batch is one call over requests of any length. Where Triton is
-  missing PyTorch's operators do the same.
+  computed: a block's attention waits for that block alone. All of that memory is taken and pinned when the server
+  starts, and not given back before it ends; where CUDA refuses, the server ends with a line that says so. Without room
+  in the GPU's memory (`--cache-device-bytes 0`, several workers in an engine) every token is computed.
+- Besides products and attention a step is Triton kernels (`model_executor/triton_kernels.py`): pages are dequantised,
+  interpolated between their keyframes and overlaid with what the edit computes in one pass over memory, and made in
+  one; norm and modulation, gated additions, and norm and rotation of queries and keys, run for all requests of a batch
+  at once without a copy per token. They are compiled when they are first needed, mostly before the server is ready, and
+  kept in `stencil/triton` of the user's cache folder. Triton comes with PyTorch's packages for GPUs; it needs a C
+  compiler and Python's headers. A small sum tries it out at the start, and where that fails the log says why, and
+  PyTorch's operators compute the same within rounding.
+- Attention of a batch is one call over requests of any length, `torch.nn.attention.varlen`: PyTorch's own flash
+  attention, or on Hopper that of the package flash-attn 3 (`flash_attn_interface`), where it is installed. In float32
+  it is a call per request.
+- A UNet's rows share passes: those of one size, and of an edit that skips tokens the prompt's and the negative
+  prompt's. `--kernels compile` runs its residual and transformer blocks through `torch.compile`, once for every number
+  of active tokens; that takes minutes at the first start. Transformers are not compiled, since what that could fuse is
+  fused; nothing is captured as a CUDA graph.
+- `--kernels torch` leaves all of this to PyTorch's operators. If a picture looks wrong, or the server does not start on
+  a GPU, try it first: what it changes tells where the fault lies.
 - A step that runs out of memory is done in halves until whoever is at fault is alone, and what is cached of memory is
   given back before each attempt ([reliability.md](reliability.md)).
 """
@@ -30,10 +43,23 @@ of results or are computed from shapes.
 NOT_RUN = """## What has not been run
 
 **Nothing on this page has run on a GPU.** No machine that this project was built on had one. All of it was written
-against its twin on the CPU, where every piece has tests: the same code over CPU tensors where there is one (pages,
-tiers, scheduling, memory arithmetic, faults), PyTorch's operators where a kernel takes their place, and
-`benchmarks.gpu_check` itself at a tiny size. So expect the first run on a GPU to find faults, and please report them.
-Figures in the README and in [benchmarks.md](benchmarks.md) are all of CPUs.
+against its twin on the CPU, where every piece has tests:
+
+- pages, tiers, scheduling, memory arithmetic and faults: the same code over CPU tensors;
+- Triton's kernels: by its interpreter against PyTorch's operators, in float32, bfloat16 and float16, with head dims of
+  16 to 128 and numbers of tokens that fill no tile, within one unit in the last place of the dtype; and compiled by it
+  to machine code for an H200, which needs none;
+- whole passes of models shaped as FLUX, SD3 and UNets on PyTorch's meta device, where a pass fails that mixes devices,
+  moves a tensor from the host or waits for a number from the GPU; there also the call of varlen attention, of which
+  nothing but shapes is checked;
+- copies beside computing: on a stand-in for streams and events that notes their order;
+- `--kernels compile`: traced, and run without generating code;
+- `benchmarks.gpu_check` itself: at a tiny size.
+
+That leaves to the first run all that only a GPU shows: whether kernels launch, races between streams, pinning, flash
+attention's numbers, GELU within cuBLASLt's products (on a CPU that operator computes another approximation), and every
+time. So expect it to find faults, and please report them. Figures in the README and in [benchmarks.md](benchmarks.md)
+are all of CPUs.
 """
 
 HOW = """## How to check a GPU machine

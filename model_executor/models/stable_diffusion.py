@@ -24,6 +24,7 @@ from model_executor.models.text import Tokens, tokenize
 from model_executor.models.unet import Unet
 from model_executor.models.unet_layers import TOKEN_SIDE, Layers, fill_whole_pages
 from model_executor.models.vae_family import VaeFamily, pack, refuse, to_image, unpack
+from model_executor.operators import chosen_operators
 from model_executor.sampling import State
 from model_executor.timestep_sampling import TimestepSampling
 
@@ -101,7 +102,8 @@ class UnetFamily(VaeFamily):
     def put(self, part: str, module: nn.Module) -> None:
         super().put(part, module)
         if part == "unet":
-            self._unet = Unet(module, self._sampling.num_train_timesteps, self._token_size)
+            operators = chosen_operators(self._checkpoint.kernels, self._device)
+            self._unet = Unet(module, self._sampling.num_train_timesteps, self._token_size, operators)
 
     def drop(self, part: str) -> None:
         super().drop(part)

@@ -7,38 +7,50 @@ goes alone, layer by layer (see `unet_layers.py`), and so does a template that i
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from functools import cache
-from typing import Any, get_args
+from functools import cache, lru_cache
+from typing import Any, TypeVar, get_args
 
 import torch
+from diffusers.models.attention import BasicTransformerBlock
+from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor
 
 from core.page_scheme import PageDtype, PageLayout
-from model_executor.kernels import Kernels, best_kernels
 from model_executor.models.base import PrimeRow, Row
-from model_executor.models.unet_layers import TOKEN_SIDE, Block, Layers, Source, Walk
+from model_executor.models.unet_layers import TOKEN_SIDE, Block, Layers, Source, Walk, compute_active
 from model_executor.models.vae_family import pack, unpack
+from model_executor.operators import Operators, best_operators
 from model_executor.pages import Entry
+
+CACHED_GRIDS = 32
+"""Sizes of pictures whose numbers are kept."""
+
+AnyRow = TypeVar("AnyRow", Row, PrimeRow)
 
 Numbers = Sequence[int]
 """Of rows, in the order they came."""
 
 
 class Unet:
-    """module: the UNet. num_train_timesteps: its scheduler's. token_size: pixels per token side.
+    """module: the UNet. num_train_timesteps: its scheduler's. token_size: pixels per token side. operators: what pages
+    are read and made with, None for the fastest that the device has.
 
     On a CPU only the rows of one request share a pass: of another number of rows a product may be rounded otherwise,
     and a picture must not depend on what shares its batches. It costs little: a pass of four rows took 0.85 of the time
     of four passes (320 channels, 16x16 latents, one core).
     """
 
-    def __init__(self, module: Any, num_train_timesteps: int, token_size: int) -> None:
+    def __init__(
+        self, module: Any, num_train_timesteps: int, token_size: int, operators: Operators | None = None
+    ) -> None:
         self.module = module.to(memory_format=torch.channels_last)  # as the VAE's convolutions, and for their reasons
         self._is_shared = module.device.type != "cpu"  # a pass, by all rows of one size
         self._num_train_timesteps = num_train_timesteps
         self._token_size = token_size
-        self._layers = Layers(module)
-        self._kernels = best_kernels() if module.device.type == "cpu" else None
+        self._operators = operators or best_operators(module.device)
+        self._operators.compile_(m for m in module.modules() if isinstance(m, ResnetBlock2D | BasicTransformerBlock))
+        self._layers = Layers(module, self._operators.compiled(compute_active))
+        self._ids = lru_cache(maxsize=CACHED_GRIDS)(self._make_ids)
 
     def page_layout(self, dtype: PageDtype) -> PageLayout:
         """The shape of this model's pages."""
@@ -48,53 +60,62 @@ class Unet:
         """Prediction for each row's active tokens, [active tokens, latent width]."""
         predictions: dict[int, Tensor] = {}  # row's number -> its prediction
         whole = [number for number, row in enumerate(rows) if row.active is None or len(row.active) == len(row.latents)]
+        masked = [number for number in range(len(rows)) if number not in whole]
         for numbers in _alike(rows, whole, _size if self._is_shared else _request):
-            images = self._run([rows[number] for number in numbers]).split(1)
-            predictions |= dict(zip(numbers, (pack(image, TOKEN_SIDE) for image in images), strict=True))
-        return [predictions[n] if n in predictions else self._run_masked(row) for n, row in enumerate(rows)]
+            predictions |= dict(zip(numbers, self._run([rows[number] for number in numbers]), strict=True))
+        for numbers in _alike(rows, masked, _edit if self._is_shared else id):
+            predictions |= dict(zip(numbers, self._run_masked([rows[number] for number in numbers]), strict=True))
+        return [predictions[number] for number in range(len(rows))]
 
     def prime(self, rows: Sequence[PrimeRow], pages: tuple[int, int]) -> list[tuple[Tensor, ...]]:
         """All image tokens of each row through the blocks whose last page is one of [start, stop), and their outputs
         into its entry. Returns each row's state for the next chunk; () after the last block."""
-        return [self._prime(row, *pages) for row in rows]
+        hidden: dict[int, tuple[Tensor, ...]] = {}  # row's number -> what its next chunk starts from
+        for numbers in _alike(rows, range(len(rows)), _size if self._is_shared else id):
+            hidden |= dict(zip(numbers, self._prime([rows[number] for number in numbers], *pages), strict=True))
+        return [hidden[number] for number in range(len(rows))]
 
-    def _prime(self, row: PrimeRow, start: int, stop: int) -> tuple[Tensor, ...]:
-        walk = self._start(row, Template(row, self._layers))
-        if row.hidden is not None:
-            walk.unpack(row.hidden)
+    def _prime(self, rows: Sequence[PrimeRow], start: int, stop: int) -> Sequence[tuple[Tensor, ...]]:
+        """rows: of one size, before the same chunk."""
+        walk = self._start(rows, Templates(rows, self._layers, self._operators))
+        if before := [row.hidden for row in rows if row.hidden is not None]:
+            walk.unpack([torch.cat(parts) for parts in zip(*before, strict=True)])
         self._layers.run(walk, start, stop)
-        return () if stop == self._layers.num_pages else walk.pack()
+        if stop == self._layers.num_pages:
+            return [()] * len(rows)
+        return list(zip(*(part.split(1) for part in walk.pack()), strict=True))
 
-    def _run_masked(self, row: Row) -> Tensor:
-        """Prediction for the active tokens."""
-        walk = self._start(row, Edit(row, self._kernels))
+    def _run_masked(self, rows: Sequence[Row]) -> Sequence[Tensor]:
+        """Predictions for the active tokens. rows: of one request."""
+        walk = self._start(rows, Edit(rows[0], self._operators))
         self._layers.run(walk)
         module = self.module
         prediction = module.conv_out(module.conv_act(module.conv_norm_out(walk.map)))
-        return pack(prediction, TOKEN_SIDE)[row.active]
+        return [pack(image, TOKEN_SIDE)[rows[0].active] for image in prediction.split(1)]
 
-    def _start(self, row: Row | PrimeRow, source: Source) -> Walk:
-        """Before the first layer, as UNet2DConditionModel.forward does it."""
-        module, picture, text = self.module, self._picture(row), row.prompt_embeds[None]
-        time = module.time_embedding(module.get_time_embed(picture, self._timesteps([row])))
-        added = module.get_aug_embed(time, text, self._added([row]))
-        return Walk(module.conv_in(picture), time if added is None else time + added, text, source)
+    def _start(self, rows: Sequence[Row | PrimeRow], source: Source) -> Walk:
+        """Before the first layer, as UNet2DConditionModel.forward does it. rows: of one size."""
+        module, pictures, text = self.module, self._pictures(rows), _texts(rows)
+        time = module.time_embedding(module.get_time_embed(pictures, self._timesteps(rows)))
+        added = module.get_aug_embed(time, text, self._added(rows))
+        return Walk(module.conv_in(pictures), time if added is None else time + added, text, source)
 
-    def _run(self, rows: Sequence[Row]) -> Tensor:
-        """[rows, channels, height / 8, width / 8]. rows: of one size."""
+    def _run(self, rows: Sequence[Row]) -> Sequence[Tensor]:
+        """Predictions for all tokens. rows: of one size."""
         prediction: Tensor = self.module(
-            torch.cat([self._picture(row) for row in rows]),
+            self._pictures(rows),
             self._timesteps(rows),
-            encoder_hidden_states=torch.stack([row.prompt_embeds for row in rows]),
+            encoder_hidden_states=_texts(rows),
             added_cond_kwargs=self._added(rows),
             return_dict=False,
         )[0]
-        return prediction
+        return [pack(image, TOKEN_SIDE) for image in prediction.split(1)]
 
     @staticmethod
-    def _picture(row: Row | PrimeRow) -> Tensor:
-        """[1, channels, height / 8, width / 8]."""
-        return unpack(torch.cat([row.latents, row.condition], dim=1), row.grid, TOKEN_SIDE)
+    def _pictures(rows: Sequence[Row | PrimeRow]) -> Tensor:
+        """[rows, channels, height / 8, width / 8]."""
+        images = (torch.cat([row.latents, row.condition], dim=1) for row in rows)
+        return torch.cat([unpack(image, row.grid, TOKEN_SIDE) for image, row in zip(images, rows, strict=True)])
 
     def _timesteps(self, rows: Sequence[Row | PrimeRow]) -> Tensor:
         """float32 [rows]. The noisiest keyframe lies behind the last timestep that there is."""
@@ -105,12 +126,20 @@ class Unet:
         """What SDXL sees besides: the pooled prompt; and the picture's size before it was cut, the corner where it was
         cut and the size it was cut to, which are all of the picture as it is. Others have no pooled prompt."""
         pooled = torch.stack([row.pooled_prompt_embeds for row in rows])
-        sizes = [[side * self._token_size for side in row.grid] for row in rows]
-        ids = [[*size, 0, 0, *size] for size in sizes]
-        return {"text_embeds": pooled, "time_ids": torch.tensor(ids, dtype=pooled.dtype, device=pooled.device)}
+        return {"text_embeds": pooled, "time_ids": torch.stack([self._ids(row.grid) for row in rows]).to(pooled.dtype)}
+
+    def _make_ids(self, grid: tuple[int, int]) -> Tensor:
+        """Of one size; kept on the device, since a GPU would have to be waited for to take them there."""
+        size = [side * self._token_size for side in grid]
+        return torch.tensor([*size, 0, 0, *size], device=self.module.device)
 
 
-def _size(row: Row) -> Hashable:
+def _texts(rows: Sequence[Row | PrimeRow]) -> Tensor:
+    """[rows, text tokens, width]."""
+    return torch.stack([row.prompt_embeds for row in rows])
+
+
+def _size(row: Row | PrimeRow) -> Hashable:
     """Image tokens as (rows, columns), and text tokens."""
     return row.grid, len(row.prompt_embeds)
 
@@ -120,7 +149,12 @@ def _request(row: Row) -> Hashable:
     return _size(row), id(row.latents)
 
 
-def _alike(rows: Sequence[Row], numbers: Numbers, key: Callable[[Row], Hashable]) -> Collection[Numbers]:
+def _edit(row: Row) -> Hashable:
+    """Likewise, of those that leave tokens out."""
+    return _request(row), id(row.active), id(row.pages)
+
+
+def _alike(rows: Sequence[AnyRow], numbers: Numbers, key: Callable[[AnyRow], Hashable]) -> Collection[Numbers]:
     """Those of these rows that have one key."""
     alike: dict[Hashable, list[int]] = {}
     for number in numbers:
@@ -133,10 +167,10 @@ class Edit:
     block is computed in full whose first page is among the row's `full_blocks`. Raises ValueError for a row that leaves
     tokens out and has no pages."""
 
-    def __init__(self, row: Row, kernels: Kernels | None) -> None:
+    def __init__(self, row: Row, operators: Operators) -> None:
         if row.pages is None or row.active is None:
             raise ValueError("a request that leaves tokens out needs the template's pages")
-        self._pages, self._full_blocks, self._layout = row.pages.open(kernels), row.full_blocks, row.pages.layout
+        self._pages, self._full_blocks, self._layout = operators.open(row.pages), row.full_blocks, row.pages.layout
         self._num_tokens, self._columns, self._active = len(row.latents), row.grid[1], row.active
         self._enlarged = cache(self._enlarge)
 
@@ -144,8 +178,9 @@ class Edit:
         return None if block.page < self._full_blocks else self._enlarged(block.side)
 
     def load(self, block: Block, tokens: Tensor) -> None:
-        for page, part in zip(range(block.page, block.page + block.num_pages), self._parts(tokens), strict=True):
+        for page, part in zip(range(block.page, block.page + block.num_pages), self._parts(tokens[0]), strict=True):
             self._pages.read(page, part)
+        tokens[1:] = tokens[:1]
 
     def store(self, block: Block, tokens: Tensor) -> None:
         """An edit keeps nothing."""
@@ -155,24 +190,27 @@ class Edit:
 
     def _enlarge(self, side: int) -> Tensor:
         """The active tokens' of a map that has side * side for each."""
-        row, column, within = self._active // self._columns, self._active % self._columns, torch.arange(side)
-        within = within.to(self._active.device)
+        row, column = self._active // self._columns, self._active % self._columns
+        within = torch.arange(side, device=self._active.device)
         rows, columns = (row[:, None] * side + within), (column[:, None] * side + within)
         return (rows[:, :, None] * (self._columns * side) + columns[:, None, :]).flatten()
 
 
-class Template:
-    """A template that is primed: what blocks give is kept."""
+class Templates:
+    """Templates that are primed together: what blocks give is kept."""
 
-    def __init__(self, row: PrimeRow, layers: Layers) -> None:
-        """The entry's size tells the dtype of its pages. Raises ValueError for one that is none's."""
-        self._num_tokens, size = len(row.latents), row.entry.numel()
+    def __init__(self, rows: Sequence[PrimeRow], layers: Layers, operators: Operators) -> None:
+        """An entry's size tells the dtype of its pages. Raises ValueError for one that is none's."""
+        self._num_tokens = len(rows[0].latents)
         layouts = [layers.page_layout(dtype) for dtype in get_args(PageDtype)]
-        fitting = [layout for layout in layouts if layout.entry_bytes(self._num_tokens) == size]
-        if not fitting:
+        of_size = {layout.entry_bytes(self._num_tokens): layout for layout in layouts}
+        size = next((row.entry.numel() for row in rows if row.entry.numel() not in of_size), None)
+        if size is not None:
             raise ValueError(f"an entry of {size} bytes holds no pages of {self._num_tokens} tokens of this model")
-        self._layout = fitting[0]
-        self._entry = Entry(row.entry, self._layout, self._num_tokens)
+        self._layout = of_size[rows[0].entry.numel()]
+        self._entries = [
+            Entry(row.entry, of_size[row.entry.numel()], self._num_tokens, operators.quantise) for row in rows
+        ]
 
     def active(self, block: Block) -> Tensor | None:
         return None
@@ -181,8 +219,9 @@ class Template:
         """Every token is computed."""
 
     def store(self, block: Block, tokens: Tensor) -> None:
-        for number, part in enumerate(as_pages(tokens, self._layout, self._num_tokens)):
-            self._entry.write(block.page + number, part)
+        for entry, of_row in zip(self._entries, tokens, strict=True):
+            for number, part in enumerate(as_pages(of_row, self._layout, self._num_tokens)):
+                entry.write(block.page + number, part)
 
 
 def as_pages(tokens: Tensor, layout: PageLayout, num_tokens: int) -> Tensor:

@@ -36,18 +36,18 @@ class Source(Protocol):
         """The tokens of its map that the block computes, None for all."""
 
     def load(self, block: Block, tokens: Tensor) -> None:
-        """Into `tokens`, [map tokens, channels], what is kept of the block."""
+        """Into each row of `tokens`, [rows, map tokens, channels], what is kept of the block."""
 
     def store(self, block: Block, tokens: Tensor) -> None:
-        """What the block has given, of all tokens."""
+        """What the block has given, of all tokens of each row, shaped likewise."""
 
 
 @dataclass(slots=True)
 class Walk:
-    """A picture on its way through the layers.
+    """Pictures of one size on their way through the layers, n of them.
 
-    map: [1, channels, rows, columns]. tokens: [1, rows * columns, channels] within a transformer, whose input the map
-    then is. skips: maps that layers on the way up read. time, text: [1, width] and [1, text tokens, width].
+    map: [n, channels, rows, columns]. tokens: [n, rows * columns, channels] within a transformer, whose input the map
+    then is. skips: maps that layers on the way up read. time, text: [n, width] and [n, text tokens, width].
     """
 
     map: Tensor
@@ -59,7 +59,7 @@ class Walk:
 
     def pack(self) -> tuple[Tensor, ...]:
         """All that has come of it so far."""
-        return (self.map, self.map.new_empty(0) if self.tokens is None else self.tokens, *self.skips)
+        return (self.map, self.map.new_empty(len(self.map), 0) if self.tokens is None else self.tokens, *self.skips)
 
     def unpack(self, packed: Sequence[Tensor]) -> None:
         self.map, tokens, *self.skips = packed
@@ -71,10 +71,12 @@ Layer = Callable[[Walk], None]
 
 class Block:
     """A transformer block. side: tokens of its map per token of the picture, along a side; 0 where it has fewer tokens
-    than the picture, and computes all of them. page, num_pages: where its output is kept."""
+    than the picture, and computes all of them. page, num_pages: where its output is kept. compute: `compute_active`,
+    or what it was compiled to."""
 
     def __init__(self, module: Any, side: int) -> None:
         self._module, self.side = module, side
+        self.compute: Callable[..., Tensor] = compute_active
         self.page = self.num_pages = 0
 
     @property
@@ -87,21 +89,21 @@ class Block:
         if active is None:
             walk.tokens = computed = self._module(walk.tokens, encoder_hidden_states=walk.text)
             if self.side:
-                walk.source.store(self, computed[0])
+                walk.source.store(self, computed)
         else:
-            fresh = self._compute(walk.tokens, active, walk.text)
+            fresh = self.compute(self._module, walk.tokens, active, walk.text)
             whole = walk.tokens.new_empty(walk.tokens.shape)
-            walk.source.load(self, whole[0])
+            walk.source.load(self, whole)
             walk.tokens = whole.index_copy_(1, active, fresh)
 
-    def _compute(self, tokens: Tensor, active: Tensor, text: Tensor) -> Tensor:
-        """BasicTransformerBlock.forward for the active tokens, [1, active tokens, channels]."""
-        module, some = self._module, tokens[:, active]
-        normed = module.norm1(tokens)
-        some = some + _attend(module.attn1, normed[:, active], normed)
-        some = some + _attend(module.attn2, module.norm2(some), text)
-        computed: Tensor = some + module.ff(module.norm3(some))
-        return computed
+
+def compute_active(module: Any, tokens: Tensor, active: Tensor, text: Tensor) -> Tensor:
+    """BasicTransformerBlock.forward for the active tokens, [n, active tokens, channels]."""
+    some, normed = tokens[:, active], module.norm1(tokens)
+    some = some + _attend(module.attn1, normed[:, active], normed)
+    some = some + _attend(module.attn2, module.norm2(some), text)
+    computed: Tensor = some + module.ff(module.norm3(some))
+    return computed
 
 
 def _attend(attention: Any, queries: Tensor, context: Tensor) -> Tensor:
@@ -118,9 +120,13 @@ def _attend(attention: Any, queries: Tensor, context: Tensor) -> Tensor:
 class Layers:
     """All between conv_in and conv_norm_out, in the order they run; each `Block` knows its pages."""
 
-    def __init__(self, unet: Any) -> None:
+    def __init__(self, unet: Any, compute: Callable[..., Tensor] = compute_active) -> None:
+        """compute: of the blocks."""
         deepest = len(unet.down_blocks) - 1
         self._layers = [*_down(unet), *_middle(unet.mid_block, deepest), *_up(unet, deepest)]
+        for layer in self._layers:
+            if isinstance(layer, Block):
+                layer.compute = compute
         self._kept = [layer for layer in self._layers if isinstance(layer, Block) and layer.side]
         self._unit = min(block.channels * block.side**2 for block in self._kept)
         self.num_pages = 0
@@ -217,8 +223,8 @@ def _enter(transformer: Any, walk: Walk) -> None:
 
 def _leave(transformer: Any, walk: Walk) -> None:
     assert walk.tokens is not None
-    _, _, height, width = walk.map.shape
+    number, _, height, width = walk.map.shape
     walk.map = transformer._get_output_for_continuous_inputs(
-        walk.tokens, walk.map, batch_size=1, height=height, width=width, inner_dim=walk.tokens.shape[2]
+        walk.tokens, walk.map, batch_size=number, height=height, width=width, inner_dim=walk.tokens.shape[2]
     )
     walk.tokens = None

@@ -6,8 +6,9 @@ host.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ import torch
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import model_executor
 from model_executor import gpu_operators
@@ -24,8 +27,10 @@ from model_executor.models.base import PrimeRow, Row
 from model_executor.models.denoiser import Denoiser
 from model_executor.models.flux_transformer import FluxTransformer
 from model_executor.models.sd3_transformer import SD3Transformer
+from model_executor.models.unet import Unet
 from model_executor.operators import Operators, chosen_operators
-from model_executor.pages import Pages
+from model_executor.pages import Entry, Pages
+from tools.random_unet_checkpoints import sd_unet, sdxl_unet
 
 META = torch.device("meta")
 GRID, TEXT, WIDTH = (3, 4), 2, 16
@@ -186,7 +191,97 @@ def test_linear_with_activation() -> None:
     torch.testing.assert_close(gpu_linear(bare, x, gelu=True), plain_linear(bare, x, gelu=True))
 
 
+def make_unet(make: Callable[..., Any], device: torch.device, dtype: torch.dtype, operators: Operators) -> Unet:
+    torch.manual_seed(0)
+    return Unet(make(9, WIDTH).to(device, dtype).eval().requires_grad_(False), 1000, 32, operators)
+
+
+def unet_row(unet: Unet, seed: int, device: torch.device, dtype: torch.dtype) -> Row:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    return Row(
+        latents=draw(TOKENS, 64),
+        condition=draw(TOKENS, 80),
+        prompt_embeds=draw(7, unet.module.config.cross_attention_dim),
+        pooled_prompt_embeds=draw(WIDTH),
+        sigma=torch.tensor(0.6).to(device),
+        guidance_scale=1.0,
+        grid=GRID,
+    )
+
+
+def unet_pages(unet: Unet, rows: Sequence[Row]) -> list[Tensor]:
+    """Entries of int8 pages, of templates primed together in two chunks."""
+    layout = unet.page_layout("int8")
+    entries = [torch.zeros(layout.entry_bytes(TOKENS), dtype=torch.uint8, device=row.latents.device) for row in rows]
+    shared = [{f.name: getattr(row, f.name) for f in fields(Row)[:7]} for row in rows]
+    templates = [PrimeRow(**s, hidden=None, entry=entry) for s, entry in zip(shared, entries, strict=True)]
+    hidden = unet.prime(templates, (0, 3))
+    again = [replace(template, hidden=parts) for template, parts in zip(templates, hidden, strict=True)]
+    assert unet.prime(again, (3, layout.num_blocks)) == [(), ()]
+    return entries
+
+
+@pytest.mark.parametrize("make_operators", [torch_operators, triton_operators])
+@pytest.mark.parametrize("make", [sd_unet, sdxl_unet])
+@torch.inference_mode()
+def test_rows_that_share_a_unets_pass_are_what_each_is_alone(
+    make: Callable[..., Any], make_operators: Callable[[], Operators]
+) -> None:
+    """Templates of one size; a guided request's rows, masked; another request's beside them."""
+    cpu = torch.device("cpu")
+    ours = make_unet(make, cpu, torch.float32, make_operators())
+    theirs = make_unet(make, cpu, torch.float32, Operators(plain_linear))
+    ours._is_shared = True
+    rows, layout = [unet_row(ours, seed, cpu, torch.float32) for seed in range(3)], ours.page_layout("int8")
+    entries = unet_pages(theirs, rows[:2])
+    for made, expected in zip(unet_pages(ours, rows[:2]), entries, strict=True):
+        values = (Entry(entry, layout, TOKENS).values for entry in (made, expected))
+        assert all((a.int() - b.int()).abs().max() <= 1 for a, b in zip(*values, strict=True))
+    pages = Pages(layout, TOKENS, *entries, 0.3)
+    edit = replace(rows[0], active=ACTIVE, pages=pages)
+    guided = [edit, replace(edit, prompt_embeds=rows[1].prompt_embeds)]
+    batch = [guided[0], rows[2], replace(rows[1], active=ACTIVE[1:], pages=pages), guided[1]]
+    for output, row in zip(ours.forward(batch), batch, strict=True):
+        torch.testing.assert_close(output, theirs.forward([row])[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("make", [sd_unet, sdxl_unet])
+@torch.inference_mode()
+def test_compiled_layers_give_what_they_give_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[..., Any]
+) -> None:
+    """Traced, and run without generating code. Another mask compiles nothing anew."""
+    torch.compiler.reset()
+    counters, cpu = CompileCounter(), torch.device("cpu")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counters))
+    theirs = make_unet(make, cpu, torch.float32, Operators(plain_linear))
+    ours = make_unet(make, cpu, torch.float32, Operators(plain_linear).compiling())
+    row = unet_row(ours, 0, cpu, torch.float32)
+    pages = Pages(ours.page_layout("int8"), TOKENS, *unet_pages(theirs, [row, row]), 0.3)
+    edits = [replace(row, active=active, pages=pages) for active in (ACTIVE, ACTIVE[1:], torch.arange(2, 10))]
+    torch.testing.assert_close(ours.forward([row])[0], theirs.forward([row])[0], rtol=1e-4, atol=1e-4)
+    ours.forward(edits[:1])
+    compiled = counters.frame_count
+    for edit in edits:
+        torch.testing.assert_close(ours.forward([edit])[0], theirs.forward([edit])[0], rtol=1e-4, atol=1e-4)
+    assert counters.frame_count == compiled > 0
+
+
 # --------------------------------------------------------------------------------------------------------- without data
+
+
+class NoTransfers(TorchDispatchMode):
+    """Refuses what goes from host to device: on a GPU it would wait for all that is queued there."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and kwargs.get("device") == META:
+            assert args[0].device == META, "a tensor goes from host to device in the middle of a pass"
+        return func(*args, **kwargs)
 
 
 @pytest.mark.parametrize("attend", [attend_each, varlen_attend])
@@ -204,10 +299,26 @@ def test_a_pass_neither_mixes_devices_nor_waits(
     assert modulation is not None
     for full_blocks in (0, 1, denoiser.num_pages):
         edit = replace(rows[0], active=active, pages=pages, full_blocks=full_blocks)
-        outputs = denoiser.forward([edit, replace(rows[1], modulation=modulation[:1])])
+        batch = [edit, replace(rows[1], modulation=modulation[:1])]
+        denoiser.forward(batch)  # tables that are kept from step to step
+        with NoTransfers():
+            outputs = denoiser.forward(batch)
         assert [output.shape for output in outputs] == [(len(ACTIVE), WIDTH), (TOKENS, WIDTH)]
         assert all(output.device == META and output.dtype == torch.bfloat16 for output in outputs)
     denoiser.forward([replace(rows[1], modulation=modulation[:1])])
+
+
+@pytest.mark.parametrize("make", [sd_unet, sdxl_unet])
+@torch.inference_mode()
+def test_nor_does_a_unets(make: Callable[..., Any]) -> None:
+    unet = make_unet(make, META, torch.bfloat16, GpuOperators())
+    row, layout = unet_row(unet, 0, META, torch.bfloat16), unet.page_layout("int8")
+    entries = unet_pages(unet, [row, row])
+    edit = replace(row, active=ACTIVE.to(META), pages=Pages(layout, TOKENS, *entries, 0.3))
+    unet.forward([edit])
+    with NoTransfers():
+        outputs = unet.forward([edit, row, edit])
+    assert [output.shape for output in outputs] == [(len(ACTIVE), 64), (TOKENS, 64), (len(ACTIVE), 64)]
 
 
 # -------------------------------------------------------------------------------------------------------------- choice
