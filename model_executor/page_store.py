@@ -94,10 +94,13 @@ class PageStore:
         files: Files | None,
         on_copied: Callable[[PageCopied], None],
         rank: int = 0,
+        *,
+        has_device_tier: bool = True,
     ) -> None:
         """pages: the page arena. files: None without a disk tier. on_copied: called once for every copy that was
-        started, in their order, from the I/O thread (not for those still waiting when the store is closed). Raises
-        ConfigError where the arena cannot be what a GPU needs."""
+        started, in their order, from the I/O thread (not for those still waiting when the store is closed).
+        has_device_tier: on a GPU, whether pages may come into its memory; then the arena is pinned. Raises ConfigError
+        where it cannot be."""
         self._device = device
         self._pages = pages
         self._files = files
@@ -108,7 +111,8 @@ class PageStore:
         self._changed = threading.Condition()
         self._is_closed = False
         self._jobs: SimpleQueue[_Job | Sequence[str] | None] = SimpleQueue()
-        self._stream = CopyStream(device, self._whole_arena()) if device.type == "cuda" else None
+        is_pinned = device.type == "cuda" and has_device_tier
+        self._stream = CopyStream(device, self._whole_arena()) if is_pinned else None
         self._thread = threading.Thread(target=self._run, name="page-io", daemon=True)
         self._thread.start()
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import count
 from typing import Any
 
@@ -46,6 +46,7 @@ class TimestepSampling:
         if scheduler.config.get("skip_prk_steps") is False:
             raise ValueError(f"{self.name} with skip_prk_steps off is not supported")
         self._of_steps = lru_cache(maxsize=CACHED_RUNS)(self._make)
+        self._alphas = cache(scheduler.alphas_cumprod.to)  # on a device
         self._takes_generator = "generator" in inspect.signature(scheduler.step).parameters
         self._names, self._is_stochastic = self._explore()
 
@@ -100,7 +101,7 @@ class TimestepSampling:
         """What latents of unit variance have of clean ones and of noise at a noise level, between timesteps
         interpolated; each like `level`."""
         timestep = (level.float() * self.num_train_timesteps).clamp(max=self.num_train_timesteps - 1)
-        alphas = self._scheduler.alphas_cumprod.to(level.device)
+        alphas = self._alphas(level.device)
         below = timestep.long().clamp(max=len(alphas) - 2)
         alpha = torch.lerp(alphas[below], alphas[below + 1], timestep - below)
         return alpha.sqrt(), (1 - alpha).sqrt()

@@ -107,7 +107,10 @@ def _start(settings: WorkerConfig, link: EngineLink, arena: Arena, page_arena: A
         samples = known_or_probed(models.families, ready.models, user_cache_folder(os.environ))
         ready = msgspec.structs.replace(ready, samples=samples)
     store = TensorStore(settings.rank, models.device, arena)
-    pages = PageStore(models.device, page_arena, _page_files(settings.cache), link.report, settings.rank)
+    files = _page_files(settings.cache)
+    pages = PageStore(
+        models.device, page_arena, files, link.report, settings.rank, has_device_tier=ready.device_page_bytes > 0
+    )
     runner = Runner(settings.rank, models.families, store, arena, pages, models.parents)
     link.send(ready)
     return Worker(settings.rank, link, models, store, pages, runner)

@@ -1,4 +1,5 @@
-"""A GPU's kernels on a CPU, by Triton's interpreter, against plain references.
+"""A GPU's kernels against plain references: on a CPU by Triton's interpreter, and where there is a GPU on that, compiled
+with `TRITON_INTERPRET=0`.
 
 What is rounded once is within half a unit in the last place of the exact result, so the tolerance is one: 2^-7 of
 bfloat16, 2^-10 of float16; of float32 1e-5, since sums are taken in another order.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -29,6 +31,13 @@ pytest.importorskip("triton")  # interpreted: see conftest.py
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 EPS = 1e-6
+
+
+@pytest.fixture(autouse=True)
+def _device() -> Iterator[None]:
+    """Where tensors are made."""
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -128,10 +137,9 @@ HEADS, TEXT = 3, 5
 def entry(layout: PageLayout, tokens: int, seed: int) -> Tensor:
     """Random pages of two blocks."""
     memory = torch.zeros(layout.entry_bytes(tokens), dtype=torch.uint8)
-    generator = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
     for block in range(layout.num_blocks):
-        numbers = torch.randn(2, HEADS, tokens, layout.head_dim, generator=generator)
-        Entry(memory, layout, tokens).write(block, numbers)
+        Entry(memory, layout, tokens).write(block, torch.randn(2, HEADS, tokens, layout.head_dim))
     return memory
 
 
@@ -140,9 +148,19 @@ def token_major(tokens: int, head_dim: int, dtype: torch.dtype) -> Tensor:
     return head_major(torch.full([tokens, 2, HEADS, head_dim], 7.0, dtype=dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("page_dtype", ["int8", "bfloat16", "float32"])
-@pytest.mark.parametrize(("tokens", "head_dim"), [(1, 64), (70, 64), (33, 128), (13, 24)])
+@pytest.mark.parametrize(
+    ("dtype", "page_dtype", "tokens", "head_dim"),
+    [
+        (torch.float32, "int8", 1, 64),
+        (torch.float32, "int8", 70, 64),
+        (torch.bfloat16, "int8", 33, 128),
+        (torch.float16, "int8", 13, 24),
+        (torch.bfloat16, "bfloat16", 33, 128),
+        (torch.float32, "bfloat16", 13, 24),
+        (torch.float32, "float32", 70, 64),
+        (torch.float16, "float32", 1, 24),
+    ],
+)
 def test_pages_are_read(
     operators: Operators, dtype: torch.dtype, page_dtype: PageDtype, tokens: int, head_dim: int
 ) -> None:

@@ -1,0 +1,91 @@
+"""What only a GPU can show: `TRITON_INTERPRET=0 python -m pytest -m gpu`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from queue import Queue
+
+import numpy as np
+import pytest
+import torch
+
+from core.handles import EntryRef
+from core.ipc.shared_array import Arena, ArenaAllocator
+from core.messages.worker import PageCopied, PageCopy
+from model_executor.gpu_operators import TritonOperators, attend_each, gpu_operators, has_flash, varlen_attend
+from model_executor.linear import gpu_linear, plain_linear
+from model_executor.page_store import PageStore
+from model_executor.ragged import spans
+
+pytestmark = pytest.mark.gpu
+
+PATIENCE = 60.0
+
+
+@pytest.fixture(autouse=True)
+def _gpu() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    torch.cuda.set_device(0)
+
+
+def device() -> torch.device:
+    return torch.device("cuda", 0)
+
+
+def test_triton_works_here() -> None:
+    assert os.environ["TRITON_INTERPRET"] == "0", "its kernels are not compiled otherwise"
+    assert isinstance(gpu_operators(device()), TritonOperators)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("queries", "keys"), [([1], [70]), ([33, 5, 500], [1000, 64, 777]), ([300, 20], [300, 20])])
+def test_attention_of_a_batch(dtype: torch.dtype, head_dim: int, queries: Sequence[int], keys: Sequence[int]) -> None:
+    """Against each request alone, in float32; keys and values lie between one another, as they do in a pass."""
+    query = torch.randn(sum(queries), 3, 4, head_dim, dtype=dtype, device=device())[:, 0]
+    joint = torch.randn(sum(keys), 2, 4, head_dim, dtype=dtype, device=device())
+    assert has_flash(query, head_dim)
+    where = spans(queries), spans(keys)
+    out = varlen_attend(query, joint[:, 0], joint[:, 1], *where)
+    exact = attend_each(query.float(), joint[:, 0].float(), joint[:, 1].float(), *where)
+    torch.testing.assert_close(out.float(), exact, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 77, 1331])
+def test_activation_within_a_product(dtype: torch.dtype, rows: int) -> None:
+    layer = torch.nn.Linear(256, 1024, dtype=dtype, device=device())
+    x = torch.randn(rows, 256, dtype=dtype, device=device())
+    exact = plain_linear(layer.float(), x.float(), gelu=True)
+    out = gpu_linear(layer.to(dtype), x, gelu=True)
+    torch.testing.assert_close(out.float(), exact, rtol=2e-2, atol=1e-2)
+
+
+def test_pages_come_up_beside_a_computation_and_are_read_behind_their_events() -> None:
+    """And go down again, when what was computed before has written them."""
+    block, num_blocks = 1 << 22, 8
+    nbytes = block * num_blocks
+    arena, done = Arena.create(7, 4 * nbytes), Queue[PageCopied]()
+    store = PageStore(device(), arena, None, done.put)
+    host = ArenaAllocator(arena).alloc(nbytes)
+    content = torch.randint(0, 256, [nbytes], dtype=torch.uint8)
+    torch.from_numpy(arena.view(host)).copy_(content)
+    busy = torch.randn(8192, 8192, device=device())
+    store.start(PageCopy("a", nbytes, block, "host", "device", host))
+    read = []
+    for number in range(num_blocks):
+        busy = busy @ busy
+        store.wait_block("a", number)
+        read.append(store.entry(EntryRef("a", nbytes, None))[number * block : (number + 1) * block].clone())
+    assert done.get(timeout=PATIENCE).ok
+    assert torch.equal(torch.cat(read).cpu(), content)
+    for _ in range(20):
+        busy = busy @ busy
+    store.entry(EntryRef("a", nbytes, None)).bitwise_not_()  # behind all that
+    store.start(PageCopy("a", nbytes, block, "device", "host", host))
+    assert done.get(timeout=PATIENCE).ok
+    assert np.array_equal(arena.view(host), ~content.numpy())
+    store.close()
+    arena.close()
