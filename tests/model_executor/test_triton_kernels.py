@@ -1,4 +1,4 @@
-"""A GPU's kernels against plain references: on a CPU by Triton's interpreter, and where there is a GPU on that, compiled
+"""A GPU's kernels against plain references: on a CPU by Triton's interpreter; on a GPU, where there is one, compiled
 with `TRITON_INTERPRET=0`.
 
 What is rounded once is within half a unit in the last place of the exact result, so the tolerance is one: 2^-7 of
