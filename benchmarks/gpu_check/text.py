@@ -21,21 +21,22 @@ of results or are computed from shapes.
   starts, and not given back before it ends; where CUDA refuses, the server ends with a line that says so. Without room
   in the GPU's memory (`--cache-device-bytes 0`, several workers in an engine) every token is computed.
 - Besides products and attention a step is Triton kernels (`model_executor/triton_kernels.py`): pages are dequantised,
-  interpolated between their keyframes and overlaid with what the edit computes in one pass over memory, and made in
-  one; norm and modulation, gated additions, and norm and rotation of queries and keys, run for all requests of a batch
-  at once without a copy per token. They are compiled when they are first needed, mostly before the server is ready, and
-  kept in `stencil/triton` of the user's cache folder. Triton comes with PyTorch's packages for GPUs; it needs a C
-  compiler and Python's headers. A small sum tries it out at the start, and where that fails the log says why, and
-  PyTorch's operators compute the same within rounding.
-- Attention of a batch is one call over requests of any length, `torch.nn.attention.varlen`: PyTorch's own flash
-  attention, or on Hopper that of the package flash-attn 3 (`flash_attn_interface`), where it is installed. In float32
-  it is a call per request.
-- A UNet's rows share passes: those of one size, and of an edit that skips tokens the prompt's and the negative
-  prompt's. `--kernels compile` runs its residual and transformer blocks through `torch.compile`, once for every number
-  of active tokens; that takes minutes at the first start. Transformers are not compiled, since what that could fuse is
-  fused; nothing is captured as a CUDA graph.
-- `--kernels torch` leaves all of this to PyTorch's operators. If a picture looks wrong, or the server does not start on
-  a GPU, try it first: what it changes tells where the fault lies.
+  interpolated between their keyframes and overlaid with what the edit computes in one pass over memory; norm and
+  modulation, rotation, gated additions, and making pages, are one pass each, for all requests of a batch without a copy
+  per token. Triton comes with PyTorch's packages for GPUs and needs a C compiler and Python's headers. Kernels are
+  tried out at the start; where they do not work, the log says why, and PyTorch's operators compute the same within
+  rounding. They are compiled when they are first needed, mostly before the server is ready, and kept in the folder
+  `stencil/triton` of the user's cache.
+- Attention of a batch is one call over requests of any length, PyTorch's flash attention in half precision, or on
+  Hopper that of the package flash-attn 3 (`flash_attn_interface`) where it is installed; in float32 a call per request.
+- A UNet's rows share passes: exact ones of one size, templates of one size, and of a mask-aware edit prompt and
+  negative prompt. `--kernels compile` runs a UNet's residual and transformer blocks through `torch.compile`, once for
+  all numbers of active tokens, which takes minutes at the first start. Transformers are not compiled, since what that
+  could fuse is fused. Nothing is a CUDA graph.
+- `--kernels torch` leaves all of it to PyTorch's operators: where a picture looks wrong, or a server does not start,
+  try it first, since it tells where the fault lies.
+- A product of another number of rows may be rounded otherwise, so what shares a picture's steps may change its last
+  bits; on a CPU it does not.
 - A step that runs out of memory is done in halves until whoever is at fault is alone, and what is cached of memory is
   given back before each attempt ([reliability.md](reliability.md)).
 """
@@ -58,8 +59,13 @@ against its twin on the CPU, where every piece has tests:
 
 That leaves to the first run all that only a GPU shows: whether kernels launch, races between streams, pinning, flash
 attention's numbers, GELU within cuBLASLt's products (on a CPU that operator computes another approximation), and every
-time. So expect it to find faults, and please report them. Figures in the README and in [benchmarks.md](benchmarks.md)
-are all of CPUs.
+time. So expect it to find faults, and please report them. The tests of kernels, of attention and of copies run on a GPU
+too:
+
+    TRITON_INTERPRET=0 make test ARGS="tests/model_executor/test_triton_kernels.py"
+    TRITON_INTERPRET=0 make test ARGS="-m gpu"
+
+Figures in the README and in [benchmarks.md](benchmarks.md) are all of CPUs.
 """
 
 HOW = """## How to check a GPU machine
