@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from math import prod
-from pathlib import Path
 
 import msgspec
-from safetensors import SafetensorError, safe_open
 
 from core.config import AdapterConfig, ModelConfig
 from core.errors import ConfigError
@@ -22,7 +19,7 @@ from model_executor.loader import Checkpoint
 from model_executor.models.base import Family
 from model_executor.models.registry import FAMILIES, make_family
 from model_executor.page_schemes import DEFAULT_DTYPE, DEFAULT_KEYFRAMES
-from model_executor.weights import usual_variant, weight_files
+from model_executor.parameter_count import count_parameters
 
 
 def main(argv: Sequence[str]) -> int:
@@ -55,7 +52,7 @@ def describe(model: str, adapters: Sequence[str] = ()) -> CheckpointCard:
         pipeline=checkpoint.class_name,
         scheduler=str(checkpoint.index["scheduler"][1]),
         info=info,
-        parameters={part: _count(checkpoint.path / part) for part in parts},
+        parameters={part: count_parameters(checkpoint.path / part) for part in parts},
         layout=family.page_layout(DEFAULT_DTYPE),
         num_keyframes=DEFAULT_KEYFRAMES,
         latent_bytes=info.latent_width * checkpoint.dtype.itemsize,
@@ -74,19 +71,6 @@ def _describe_adapter(family: Family, name: str, path: str) -> AdapterCard:
         ranks=(min(ranks), max(ranks)),
         parameters=sum(layer.down.numel() + layer.up.numel() for layer in layers),
     )
-
-
-def _count(folder: Path) -> int:
-    """Parameters of a part, by the headers of its files; where there are variants of another dtype, of one of them."""
-    return sum(map(_count_file, weight_files(folder, usual_variant(folder, ""))))
-
-
-def _count_file(file: Path) -> int:
-    try:
-        with safe_open(file, "pt") as tensors:
-            return sum(prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"cannot read {file}: {error}") from error
 
 
 if __name__ == "__main__":

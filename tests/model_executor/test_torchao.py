@@ -23,6 +23,7 @@ from core.config import AdapterConfig, ModelConfig
 from core.ipc.shared_array import Arena
 from model_executor.fingerprint import fingerprint
 from model_executor.loader import Checkpoint
+from model_executor.parameter_count import count_parameters
 from model_executor.quantization import Int8Linear, for_device, unquantized
 from model_executor.resident import ResidentModels, edit_once
 from tools.random_checkpoints import make_flux, make_sd3
@@ -145,6 +146,10 @@ def test_a_checkpoint_that_is_stored_quantised_paints_the_same(rig: QuantizedRig
     painted = again.run(rig.make("stored", "tiny", size))
     again.pages.close()
     assert np.array_equal(painted, rig.run(rig.make("now", "tiny", size)))
+
+
+def test_its_parameters_are_those_of_the_plain_one(rig: QuantizedRig, stored: Path) -> None:
+    assert count_parameters(stored / "transformer") == count_parameters(rig.checkpoint / "transformer")
 
 
 def test_it_runs_in_another_dtype_too(rig: QuantizedRig, stored: Path) -> None:
