@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -51,25 +53,37 @@ def wait_for_files(directory: Path, number: int) -> list[Path]:
     return files
 
 
-def use_twice(checkpoint: Path, directory: Path) -> Pixels:
-    """Edit one picture twice, so that its pages go to disk; what was painted."""
-    with engine_of(checkpoint, disk_bytes=ROOMY, directory=str(directory)) as engine:
-        painted, report = run(engine, 0)
-        assert report.cache == "miss"
-        again, _ = run(engine, 0)
-        assert np.array_equal(painted, again)
-        wait_for_files(directory, 5)  # the clean latents, and 4 of 5 keyframes: no step reads noise level 0
-    return painted
+@dataclass(frozen=True)
+class Kept:
+    """What an engine that has ended left: what it painted, cold, by seed, and the files of the pages of 0 and 1."""
+
+    painted: dict[int, Pixels]
+    files: dict[int, list[Path]]
+    template_bytes: int  # most that a template's pages take
+
+    def copy(self, directory: Path) -> dict[int, list[Path]]:
+        """The files, to do with as one likes."""
+        directory.mkdir()
+        return {seed: [Path(shutil.copy(file, directory)) for file in files] for seed, files in self.files.items()}
 
 
-def test_a_restart_with_a_warm_disk_primes_nothing(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    painted = use_twice(tiny_checkpoint, tmp_path / "pages")
-    with engine_of(tiny_checkpoint, disk_bytes=ROOMY, directory=str(tmp_path / "pages")) as engine:
-        again, report = run(engine, 0)
-        assert (report.cache, report.tier, report.primed) == ("hit", "disk", False)
-        assert np.array_equal(painted, again)
-        _, other = run(engine, 1)
-        assert other.cache == "miss"
+@pytest.fixture(scope="module")
+def kept(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Kept:
+    painted: dict[int, Pixels] = {}
+    files: dict[int, list[Path]] = {}
+    directory = tmp_path_factory.mktemp("kept") / "pages"
+    with engine_of(tiny_checkpoint, disk_bytes=ROOMY, directory=str(directory)) as engine:
+        for seed in range(3):
+            painted[seed], report = run(engine, seed)
+            assert report.cache == "miss"
+        for seed in range(2):  # used twice, they go to disk
+            again, _ = run(engine, seed)
+            assert np.array_equal(painted[seed], again)
+            # Clean latents, and 4 of 5 keyframes: no step reads noise level 0.
+            written = wait_for_files(directory, 5 * (seed + 1))
+            files[seed] = [file for file in written if file not in files.get(0, ())]
+        assert engine.model.page_scheme is not None
+        return Kept(painted, files, engine.model.page_scheme.template_bytes(36, 5))
 
 
 def truncate(file: Path) -> None:
@@ -90,48 +104,49 @@ DAMAGES: tuple[Callable[[Path], None], ...] = (truncate, flip_a_bit, replace)
 
 
 @pytest.mark.parametrize("block_plan", ["off", "auto"])
-def test_damaged_files_are_misses(tiny_checkpoint: Path, tmp_path: Path, block_plan: str) -> None:
-    painted = use_twice(tiny_checkpoint, tmp_path / "pages")
-    for file, damage in zip(sorted((tmp_path / "pages").glob("*.page")), cycle(DAMAGES), strict=False):
+def test_a_restart_with_a_warm_disk_primes_nothing_and_takes_damaged_files_for_misses(
+    tiny_checkpoint: Path, tmp_path: Path, kept: Kept, block_plan: str
+) -> None:
+    for file, damage in zip(kept.copy(tmp_path / "pages")[1], cycle(DAMAGES), strict=False):
         damage(file)
     cache = {"disk_bytes": ROOMY, "directory": str(tmp_path / "pages"), "block_plan": block_plan}
     with engine_of(tiny_checkpoint, **cache) as engine:
-        again, report = run(engine, 0)
-        assert report.cache == "miss"
-        assert np.array_equal(painted, again)
+        warm, report = run(engine, 0)
+        assert (report.cache, report.tier, report.primed) == ("hit", "disk", False)
+        if block_plan == "off":
+            assert np.array_equal(warm, kept.painted[0])
+        else:
+            assert 0 <= report.full_blocks <= 3, "while the others' pages come up"
+        for seed in (1, 2):
+            cold, report = run(engine, seed)
+            assert report.cache == "miss"
+            assert np.array_equal(cold, kept.painted[seed])
 
 
-def test_another_templates_pages_are_misses(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_another_templates_pages_are_misses(tiny_checkpoint: Path, tmp_path: Path, kept: Kept) -> None:
     """Whole files, with right checksums and of the same size, under each other's names."""
-    cache = {"disk_bytes": ROOMY, "directory": str(tmp_path / "pages")}
-    with engine_of(tiny_checkpoint, **cache) as engine:
-        painted = [run(engine, seed)[0] for seed in (0, 1, 0, 1)][:2]
-        files = wait_for_files(tmp_path / "pages", 10)
-    for file, size in [(file, file.stat().st_size) for file in files[:5]]:
-        other = next(other for other in files[5:] if other.stat().st_size == size)
+    files = kept.copy(tmp_path / "pages")
+    for file, size in [(file, file.stat().st_size) for file in files[0]]:
+        other = next(other for other in files[1] if other.stat().st_size == size)
         content = file.read_bytes()
         file.write_bytes(other.read_bytes())
         other.write_bytes(content)
-    with engine_of(tiny_checkpoint, **cache) as engine:
+    with engine_of(tiny_checkpoint, disk_bytes=ROOMY, directory=str(tmp_path / "pages")) as engine:
         for seed in (0, 1):
             again, report = run(engine, seed)
             assert report.cache == "miss"
-            assert np.array_equal(painted[seed], again)
+            assert np.array_equal(kept.painted[seed], again)
 
 
-def test_what_the_cache_holds_changes_no_picture(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    seeds = [0, 1, 0, 2, 1, 0, 0, 2]
-    with engine_of(tiny_checkpoint) as engine:
-        expected = {seed: run(engine, seed)[0] for seed in set(seeds)}
-        assert engine.model.page_scheme is not None
-        one = engine.model.page_scheme.template_bytes(36, 5)
+def test_what_the_cache_holds_changes_no_picture(tiny_checkpoint: Path, tmp_path: Path, kept: Kept) -> None:
+    one = kept.template_bytes
     tight = {"host_bytes": one, "disk_bytes": 2 * one, "directory": str(tmp_path / "pages")}
     others = set(psutil.Process().children(recursive=True))  # engines that other modules of this run keep for later
     with engine_of(tiny_checkpoint, **tight) as engine:
         seen = set()
-        for seed in seeds:
+        for seed in (0, 1, 0, 2, 1, 0, 0, 2):
             painted, report = run(engine, seed)
-            assert np.array_equal(painted, expected[seed])
+            assert np.array_equal(painted, kept.painted[seed])
             seen.add((report.cache, report.tier))
             assert resident_page_bytes(others) <= one
         assert ("hit", "host") in seen
@@ -151,20 +166,9 @@ def _page_arena_bytes(process: psutil.Process) -> int:
     return sum(area.rss for area in maps if area.path.startswith("/memfd:stencil-arena-1"))
 
 
-def test_a_device_tier_paints_the_same(tiny_checkpoint: Path) -> None:
-    with engine_of(tiny_checkpoint) as engine:
-        expected = {seed: run(engine, seed)[0] for seed in (0, 1)}
+def test_a_device_tier_paints_the_same(tiny_checkpoint: Path, kept: Kept) -> None:
     with engine_of(tiny_checkpoint, device_bytes=ROOMY) as engine:
         for seed in (0, 1, 0, 1):
             painted, report = run(engine, seed)
-            assert np.array_equal(painted, expected[seed])
+            assert np.array_equal(painted, kept.painted[seed])
             assert report.tier in (None, "device")
-
-
-def test_pages_that_come_up_while_blocks_are_computed_in_full(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    use_twice(tiny_checkpoint, tmp_path / "pages")
-    cache = {"disk_bytes": ROOMY, "directory": str(tmp_path / "pages"), "block_plan": "auto"}
-    with engine_of(tiny_checkpoint, **cache) as engine:
-        _, report = run(engine, 0)
-        assert (report.cache, report.tier) == ("hit", "disk")
-        assert 0 <= report.full_blocks <= 3

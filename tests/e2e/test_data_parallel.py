@@ -1,23 +1,22 @@
-"""Two engines behind one router: same pictures, warm templates found."""
+"""Two engines behind one router: same pictures, warm templates found. Each test has pictures of its own."""
 
 from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing, suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import psutil
 import pytest
+import pytest_asyncio
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
 from core.config import EngineConfig, ModelConfig, RouterPolicy, StencilConfig
-from core.errors import ConfigError
 from core.request import SamplingParams
 from engine.async_engine import AsyncEngine
 from engine.edit import EditInput, EditReport
@@ -26,12 +25,15 @@ from tools.random_checkpoints import make_flux_fill
 
 Pixels = npt.NDArray[np.uint8]
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_flux_fill(tmp_path_factory.mktemp("model") / "flux", generation_config={"num_inference_steps": 4})
 
 
+@asynccontextmanager
 async def start(checkpoint: Path, policy: RouterPolicy = "mask-aware") -> AsyncIterator[AsyncEngine]:
     model = ModelConfig(model=str(checkpoint), threads=1)
     config = EngineConfig(models=(model,), data_parallel_size=2)
@@ -44,11 +46,10 @@ async def start(checkpoint: Path, policy: RouterPolicy = "mask-aware") -> AsyncI
         await engine.shutdown(drain_seconds=5)
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def two(checkpoint: Path) -> AsyncIterator[AsyncEngine]:
-    async with aclosing(start(checkpoint)) as engines:
-        async for engine in engines:
-            yield engine
+    async with start(checkpoint) as engine:
+        yield engine
 
 
 def file_of(pixels: Pixels) -> bytes:
@@ -74,54 +75,58 @@ async def run(engine: AsyncEngine, request_id: str, edit: EditInput) -> tuple[by
         return bytes(output.data), output.report
 
 
-def routed(engine: AsyncEngine) -> dict[str, float]:
-    """Images sent to each engine since start."""
+def metric(engine: AsyncEngine, name: str) -> dict[str, float]:
+    """Engine, or "" where they are not told apart, -> the metric's value since the start."""
     families = text_string_to_metric_families(engine.metrics.exposition().decode())
-    samples = next(family.samples for family in families if family.name == "stencil:router_requests")
-    return {s.labels["engine"]: s.value for s in samples if s.name.endswith("_total")}
+    samples = [sample for family in families for sample in family.samples if sample.name == f"stencil:{name}"]
+    return {sample.labels.get("engine", ""): sample.value for sample in samples}
+
+
+def routed(engine: AsyncEngine, before: dict[str, float] | None = None) -> list[float]:
+    """Images sent to each engine since `before`, or the start."""
+    return [n - (before or {}).get(name, 0) for name, n in sorted(metric(engine, "router_requests_total").items())]
 
 
 async def test_engines_take_turns_and_paint_the_same(checkpoint: Path) -> None:
-    async with aclosing(start(checkpoint, "round-robin")) as engines:
-        async for engine in engines:
-            results = [await run(engine, f"r{i}", make_input()) for i in range(4)]
-            assert routed(engine) == {"0": 2, "1": 2}
-            assert len({data for data, _ in results}) == 1
-            assert [report.cache for _, report in results] == ["miss", "miss", "hit", "hit"], "each has its own pages"
+    async with start(checkpoint, "round-robin") as engine:
+        results = [await run(engine, f"r{i}", make_input()) for i in range(4)]
+        assert routed(engine) == [2, 2]
+        assert len({data for data, _ in results}) == 1
+        assert [report.cache for _, report in results] == ["miss", "miss", "hit", "hit"], "each has its own pages"
 
 
 async def test_an_edit_goes_where_its_template_is_warm(two: AsyncEngine) -> None:
-    edits = [make_input(seed) for seed in range(4)]
+    edits, before = [make_input(seed) for seed in range(4)], metric(two, "router_requests_total")
     for round_number in range(3):
         for number, edit in enumerate(edits):
             _, report = await run(two, f"r{round_number}-{number}", edit)
             assert report.cache == ("hit" if round_number else "miss")
-    assert min(routed(two).values()) >= 3, "cold templates were spread"
+    assert min(routed(two, before)) >= 3, "cold templates were spread"
 
 
 async def test_a_burst_is_spread(two: AsyncEngine) -> None:
-    await asyncio.gather(*(run(two, f"r{i}", make_input(seed=i, steps=12)) for i in range(8)))
-    assert min(routed(two).values()) >= 3
-    families = text_string_to_metric_families(two.metrics.exposition().decode())
-    errors = next(family for family in families if family.name == "stencil:router_prediction_error_ratio")
-    assert next(s.value for s in errors.samples if s.name.endswith("_count")) == 8
+    before, predicted = metric(two, "router_requests_total"), metric(two, "router_prediction_error_ratio_count")[""]
+    await asyncio.gather(*(run(two, f"burst-{i}", make_input(seed=10 + i, steps=12)) for i in range(8)))
+    assert min(routed(two, before)) >= 3
+    assert metric(two, "router_prediction_error_ratio_count")[""] == predicted + 8
 
 
 async def test_a_template_is_registered_once_found_and_dropped_everywhere(two: AsyncEngine) -> None:
-    image = make_input().image
+    edit = make_input(seed=20)
+    image = edit.image
     assert image is not None
     template = await two.prime_template("prime", image)
     assert template.primed
-    _, report = await run(two, "edit", replace(make_input(), image=None, template_id=template.id))
+    _, report = await run(two, "edit", replace(edit, image=None, template_id=template.id))
     assert report.cache == "hit"
     two.delete_template(template.id, "")
-    _, report = await run(two, "again", make_input())
+    _, report = await run(two, "again", edit)
     assert report.cache == "miss"
 
 
 async def test_aborts_reach_the_engine_that_has_the_request(two: AsyncEngine) -> None:
     async with asyncio.timeout(20):
-        tasks = [asyncio.create_task(run(two, f"r{i}", make_input(seed=i, steps=200))) for i in range(4)]
+        tasks = [asyncio.create_task(run(two, f"aborted-{i}", make_input(seed=30 + i, steps=200))) for i in range(4)]
         while two.num_requests_running < 4:
             await asyncio.sleep(0.01)
         for task in tasks:
@@ -129,26 +134,3 @@ async def test_aborts_reach_the_engine_that_has_the_request(two: AsyncEngine) ->
         while two.allocator.used_bytes:
             await asyncio.sleep(0.01)
     assert [load.num_running for load in two.loads if load] == [0, 0]
-
-
-def engine_processes() -> Iterator[psutil.Process]:
-    for child in psutil.Process().children():
-        with suppress(psutil.NoSuchProcess):  # another test's may end at any time
-            if any(word.startswith("stencil-engine-") for word in child.cmdline()):
-                yield child
-
-
-async def test_an_engine_that_cannot_start_is_told(tmp_path: Path) -> None:
-    model = make_flux_fill(tmp_path / "flux")
-    (model / "transformer" / "config.json").write_text("{}")
-    engine = AsyncEngine(
-        StencilConfig(engine=EngineConfig(models=(ModelConfig(model=str(model)),), data_parallel_size=2))
-    )
-    others = set(engine_processes())  # of servers that other tests keep
-    await engine.start()
-    try:
-        with pytest.raises(ConfigError, match="cannot load transformer"):
-            await asyncio.wait_for(engine.ready(), 60)
-    finally:
-        await engine.shutdown(drain_seconds=0)
-    assert set(engine_processes()) <= others

@@ -106,7 +106,7 @@ async def test_hanging_while_it_is_started_anew_counts_as_one_more_death(
         assert count(engine, "request_success") == 2 * len(BRIEF)
 
 
-async def test_restarts_in_a_row_wait_and_meanwhile_edits_wait_too(
+async def test_restarts_in_a_row_wait_for_which_edits_wait_too_but_no_shutdown(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_replica, "FIRST_WAIT_SECONDS", 2.0)
@@ -122,17 +122,9 @@ async def test_restarts_in_a_row_wait_and_meanwhile_edits_wait_too(
             assert time.monotonic() - died >= (0.0, 2.0)[restarts - 1]
             assert engine.num_requests_waiting == 1
         assert await asyncio.wait_for(task, 180) == expected
-
-
-async def test_shutdown_does_not_wait_for_a_restart_that_waits(
-    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine_replica, "FIRST_WAIT_SECONDS", 1000.0)
-    monkeypatch.setattr(engine_replica, "MAX_WAIT_SECONDS", 1000.0)
-    async with start(tiny_checkpoint) as engine:
-        for restarts in (1, 2):
-            await until(lambda: engine.is_ready)
-            processes("engine")[0].kill()
-            await until_restarted(engine, restarts)
+        monkeypatch.setattr(engine_replica, "FIRST_WAIT_SECONDS", 1000.0)
+        monkeypatch.setattr(engine_replica, "MAX_WAIT_SECONDS", 1000.0)
+        processes("engine")[0].kill()
+        await until_restarted(engine, 3)
         assert not processes("engine")
         await asyncio.wait_for(engine.shutdown(drain_seconds=0.0), 60)

@@ -183,19 +183,3 @@ def test_full_steps_come_nearer_to_exact(engine: ImageEngine) -> None:
     ]
     assert errors[0] > errors[2]
     assert errors[1] > 0
-
-
-def test_a_picture_too_large_for_the_cache_runs_exact(engine: ImageEngine, tiny_checkpoint: Path) -> None:
-    """By the flags alone: the smaller picture is mask-aware in the same cache."""
-    scheme = engine.model.page_scheme
-    assert scheme is not None
-    room = scheme.template_bytes(TOKENS, len(scheme.keyframes))
-    with engine_of(tiny_checkpoint, cache=CacheConfig(host_bytes=room - 1)) as tight:
-        _, report = run(tight, make_edit())
-        assert (report.exact_reason, report.cache) == ("too_large", "off")
-        small = Edit(prompt="p", image=photo(64, 64), mask_image=box_mask()[:64, :64])
-        assert run(tight, small)[1].exact_reason is None
-        assert not tight.create_template(photo(SIDE, SIDE)).primed
-    with engine_of(tiny_checkpoint, cache=CacheConfig(host_bytes=room)) as enough:
-        for seed in range(3):  # each displaces the one before
-            assert run(enough, make_edit(seed))[1].exact_reason is None

@@ -1,18 +1,21 @@
 """Work that fails while its worker lives: only who is at fault fails, and the others' pictures are as undisturbed.
 
-Nobody is killed here for being slow, as the machine may be.
+One engine for all of them: nobody is killed here, also not for being slow, as the machine may be.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 from fault_kit import (
     BRIEF,
     POISON,
     Fault,
+    Told,
     assert_alike,
     begin,
     count,
@@ -27,6 +30,9 @@ from fault_kit import (
 )
 
 from core.errors import EngineError, OutOfMemoryError
+from engine.async_engine import AsyncEngine
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 FAULTS = f"""
 import json
@@ -101,68 +107,90 @@ def inject(module, folder):
 """Faults half-way: in a block that has too many tokens, or when all but the last of a batch has been computed."""
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where its workers look for what they are to do wrong."""
+    return tmp_path_factory.mktemp("faults")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(tiny_checkpoint: Path, folder: Path) -> AsyncIterator[AsyncEngine]:
+    with pytest.MonkeyPatch.context() as patch:
+        shim(folder, patch, FAULTS)
+        async with start(tiny_checkpoint, hang_seconds=60.0) as engine:
+            (worker,) = processes("worker")
+            yield engine
+            assert processes("worker") == [worker], "which lived"
+            assert count(engine, "engine_restarts") == count(engine, "request_retries") == 0
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def expected(engine: AsyncEngine) -> dict[str, Told]:
+    return await run_each(engine, BRIEF)
+
+
 @pytest.fixture
-def fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fault:
-    shim(tmp_path, monkeypatch, FAULTS)
-    return Fault(tmp_path)
+def fault(folder: Path) -> Iterator[Fault]:
+    fault = Fault(folder)
+    yield fault
+    fault.clear()
 
 
 async def test_a_step_that_does_not_fit_is_done_in_parts_and_nobody_notices(
-    tiny_checkpoint: Path, fault: Fault
+    engine: AsyncEngine, expected: dict[str, Told], fault: Fault
 ) -> None:
-    async with start(tiny_checkpoint, hang_seconds=60.0) as engine:
-        expected = await run_each(engine, BRIEF)
-        fault.set(kind="OutOfMemoryError", tokens=70)
-        assert_alike(await ends(await begin(engine, BRIEF)), expected)
-        assert fault.count, "it came about"
-        assert count(engine, "request_success") == 2 * len(BRIEF)
-        assert count(engine, "engine_restarts") == count(engine, "request_retries") == 0
+    done = count(engine, "request_success")
+    fault.set(kind="OutOfMemoryError", tokens=70)
+    assert_alike(await ends(await begin(engine, BRIEF)), expected)
+    assert fault.count, "it came about"
+    assert count(engine, "request_success") == done + len(BRIEF)
 
 
-async def test_what_fails_alone_fails_and_takes_no_other_along(tiny_checkpoint: Path, fault: Fault) -> None:
-    async with start(tiny_checkpoint, hang_seconds=60.0) as engine:
-        expected = await run_each(engine, BRIEF)
-        (worker,) = processes("worker")
-        for stage, kind in (
-            ("denoise", "RuntimeError"),
-            ("denoise", "OutOfMemoryError"),
-            ("text_encode", "RuntimeError"),
-            ("image_encode", "OutOfMemoryError"),
-            ("decode", "MemoryError"),
-        ):
-            fault.set(stage=stage, kind=kind)
-            tasks = await begin(engine, BRIEF)
-            poison = asyncio.create_task(run(engine, f"{POISON}-{stage}", make_input(steps=20)))
-            if kind == "RuntimeError":
-                with pytest.raises(EngineError, match="RuntimeError: injected"):
-                    await poison
-            else:
-                with pytest.raises(OutOfMemoryError, match="send a smaller one"):
-                    await poison
-            assert_alike(await ends(tasks), expected)
-            assert fault.count >= 1
-        fault.clear()
-        assert processes("worker") == [worker]
-        assert count(engine, "request_success") == 6 * len(BRIEF) + 5
-
-
-async def test_memory_that_is_there_the_second_time_is_enough(tiny_checkpoint: Path, fault: Fault) -> None:
-    async with start(tiny_checkpoint, hang_seconds=60.0) as engine:
-        expected = await run_each(engine, BRIEF)
-        for stage in ("text_encode", "image_encode", "denoise", "decode"):
-            fault.set(stage=stage, kind="OutOfMemoryError", only_poison=False, times=1)
-            assert_alike(await ends(await begin(engine, BRIEF)), expected)
-            assert fault.count == 1
-
-
-async def test_a_template_that_cannot_be_primed_fails_its_own_edits(tiny_checkpoint: Path, fault: Fault) -> None:
-    async with start(tiny_checkpoint, hang_seconds=60.0) as engine:
-        expected = await run_each(engine, BRIEF)
-        fault.set(kind="OutOfMemoryError", tokens=40)
-        tasks = await begin(engine, BRIEF)
+@pytest.mark.parametrize(
+    ("stage", "kind"),
+    [
+        ("denoise", "RuntimeError"),
+        ("denoise", "OutOfMemoryError"),
+        ("text_encode", "RuntimeError"),
+        ("image_encode", "OutOfMemoryError"),
+        ("decode", "MemoryError"),
+    ],
+)
+async def test_what_fails_alone_fails_and_takes_no_other_along(
+    engine: AsyncEngine, expected: dict[str, Told], fault: Fault, stage: str, kind: str
+) -> None:
+    done = count(engine, "request_success")
+    fault.set(stage=stage, kind=kind)
+    tasks = await begin(engine, BRIEF)
+    poison = asyncio.create_task(run(engine, f"{POISON}-{stage}", make_input(steps=20)))
+    if kind == "RuntimeError":
+        with pytest.raises(EngineError, match="RuntimeError: injected"):
+            await poison
+    else:
         with pytest.raises(OutOfMemoryError, match="send a smaller one"):
-            await run(engine, "cold", make_input(seed=9))
-        assert_alike(await ends(tasks), expected)
-        fault.clear()
-        await run(engine, "cold again", make_input(seed=9))
-        await until(lambda: engine.num_requests_running == 0)
+            await poison
+    assert_alike(await ends(tasks), expected)
+    assert fault.count >= 1
+    assert count(engine, "request_success") == done + len(BRIEF) + 1
+
+
+async def test_memory_that_is_there_the_second_time_is_enough(
+    engine: AsyncEngine, expected: dict[str, Told], fault: Fault
+) -> None:
+    for stage in ("text_encode", "image_encode", "denoise", "decode"):
+        fault.set(stage=stage, kind="OutOfMemoryError", only_poison=False, times=1)
+        assert_alike(await ends(await begin(engine, BRIEF)), expected)
+        assert fault.count == 1
+
+
+async def test_a_template_that_cannot_be_primed_fails_its_own_edits(
+    engine: AsyncEngine, expected: dict[str, Told], fault: Fault
+) -> None:
+    fault.set(kind="OutOfMemoryError", tokens=40)
+    tasks = await begin(engine, BRIEF)
+    with pytest.raises(OutOfMemoryError, match="send a smaller one"):
+        await run(engine, "cold", make_input(seed=9))
+    assert_alike(await ends(tasks), expected)
+    fault.clear()
+    await run(engine, "cold again", make_input(seed=9))
+    await until(lambda: engine.num_requests_running == 0)

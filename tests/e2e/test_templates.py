@@ -6,6 +6,7 @@ import asyncio
 import base64
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -198,29 +199,53 @@ async def register_file(engine: AsyncEngine, name: str, image: bytes, owner: str
     return await engine.prime_template(name, BytesUpload(image), owner=owner)
 
 
-async def test_owners_displacement_and_pages_that_go_along(tiny_checkpoint: Path) -> None:
-    """Room for two uploads and a half."""
-    a, b, c = (photo_file(seed) for seed in range(3))
-    async with started(tiny_checkpoint, template_bytes=len(a) * 5 // 2) as engine:
-        first = await register_file(engine, "a", a, owner="me")
-        with pytest.raises(TemplateNotFoundError):
-            await paint(engine, "theirs", small_edit(template_id=first.id, owner="you"))
-        second = await register_file(engine, "b", b, owner="you")
-        assert await cache_result(engine, "use", small_edit(template_id=first.id, owner="me")) == "hit"
-        await register_file(engine, "c", c, owner="you")
-        assert first.id in engine.templates
-        assert second.id not in engine.templates
-        assert await cache_result(engine, "a2", small_edit(a)) == "hit"
-        assert await cache_result(engine, "b2", small_edit(b)) == "miss"
-        with pytest.raises(InvalidRequestError, match="--template-bytes"):
-            await register_file(engine, "large", encode(photo(512, 512)))
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(tiny_checkpoint: Path) -> AsyncIterator[AsyncEngine]:
     """With default flags."""
     async with started(tiny_checkpoint) as engine:
         yield engine
+
+
+def noise(seed: int, side: int = SIDE) -> bytes:
+    """A file far larger than that of a smooth picture, and for one side nearly always as large."""
+    return encode(np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def little_room(tiny_checkpoint: Path) -> AsyncIterator[AsyncEngine]:
+    """For two uploads and a half."""
+    async with started(tiny_checkpoint, template_bytes=len(noise(0)) * 5 // 2) as engine:
+        yield engine
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_owners_displacement_and_pages_that_go_along(little_room: AsyncEngine) -> None:
+    a, b, c = (noise(seed) for seed in range(3))
+    first = await register_file(little_room, "a", a, owner="me")
+    with pytest.raises(TemplateNotFoundError):
+        await paint(little_room, "theirs", small_edit(template_id=first.id, owner="you"))
+    second = await register_file(little_room, "b", b, owner="you")
+    assert await cache_result(little_room, "use", small_edit(template_id=first.id, owner="me")) == "hit"
+    await register_file(little_room, "c", c, owner="you")
+    assert first.id in little_room.templates
+    assert second.id not in little_room.templates
+    assert await cache_result(little_room, "a2", small_edit(a)) == "hit"
+    assert await cache_result(little_room, "b2", small_edit(b)) == "miss"
+    with pytest.raises(InvalidRequestError, match="--template-bytes"):
+        await register_file(little_room, "large", noise(9, 2 * SIDE))
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_captures_displace_nothing_that_was_registered(little_room: AsyncEngine) -> None:
+    """A generation would have room in place of what is registered, but not beside it."""
+    templates = [await register_file(little_room, f"asked-{seed}", noise(seed)) for seed in (3, 4)]
+    generation = EditInput(prompt="p", sampling=SamplingParams(num_inference_steps=1))
+    output, data = await paint(little_room, "g", generation)
+    assert len(noise(0)) // 2 < len(data) < little_room.templates.budget
+    assert output.report is not None
+    assert output.report.template_id is None
+    for template in templates:
+        assert await cache_result(little_room, f"hit-{template.id}", small_edit(template_id=template.id)) == "hit"
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -329,16 +354,6 @@ async def test_a_mask_aware_edit_is_not_captured(engine: AsyncEngine) -> None:
     assert output.report.template_id is None
 
 
-async def test_manual_admission_primes_what_is_registered_alone(tiny_checkpoint: Path) -> None:
-    exact = EditInput(prompt="p", image=BytesUpload(PHOTO), sampling=SamplingParams(mask_aware=False, seed=1))
-    async with started(tiny_checkpoint, CacheConfig(host_bytes=2**28, admission="manual")) as engine:
-        output, _ = await paint(engine, "manual", exact)
-        assert output.report is not None
-        assert output.report.template_id is None
-        assert (await register_file(engine, "asked", PHOTO)).primed
-        assert await cache_result(engine, "hit", small_edit(PHOTO)) == "hit"
-
-
 async def test_without_mask_aware_execution_a_template_is_an_upload(tiny_checkpoint: Path) -> None:
     async with started(tiny_checkpoint, mask_aware=False) as engine:
         template = await register_file(engine, "a", PHOTO)
@@ -367,46 +382,57 @@ async def test_a_picture_whose_pages_do_not_fit_is_an_upload(
         assert output.report is not None
         assert (output.report.exact_reason, output.report.cache) == ("too_large", "off")
         small.delete_template(template.id, "")
+        if short == "one":  # by the flags alone: a smaller picture is mask-aware in the same cache
+            mask = BytesUpload(encode(decode(MASK)[: SIDE // 2, : SIDE // 2]))
+            edit = replace(small_edit(encode(photo(SIDE // 2, SIDE // 2))), mask=mask)
+            output, _ = await paint(small, "small", edit)
+            assert output.report is not None
+            assert output.report.exact_reason is None
 
 
-async def test_pages_that_just_fit_are_made_for_one_template_after_another(
-    tiny_checkpoint: Path, engine: AsyncEngine
-) -> None:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def just_enough(tiny_checkpoint: Path, engine: AsyncEngine) -> AsyncIterator[AsyncEngine]:
+    """Room for one template's pages, and nothing but what is registered is cached."""
     scheme = next(iter(engine.models.values())).page_scheme
     assert scheme is not None
     cache = CacheConfig(host_bytes=scheme.template_bytes(64, len(scheme.keyframes)), admission="manual")
-    async with started(tiny_checkpoint, cache) as small, asyncio.timeout(30):
-        names = ("a", "b", "c")
+    async with started(tiny_checkpoint, cache) as small:
+        yield small
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_pages_that_just_fit_are_made_for_one_template_after_another(just_enough: AsyncEngine) -> None:
+    async with asyncio.timeout(30):
         registered = await asyncio.gather(
-            *(register_file(small, name, photo_file(seed)) for seed, name in enumerate(names))
+            *(register_file(just_enough, f"fits-{seed}", photo_file(seed)) for seed in range(3))
         )
         assert all(template.primed for template in registered)
         results = await asyncio.gather(
-            *(paint(small, f"edit-{each.id}", small_edit(template_id=each.id)) for each in registered)
+            *(paint(just_enough, f"edit-{each.id}", small_edit(template_id=each.id)) for each in registered)
         )
         assert all(output.report and output.report.exact_reason is None for output, _ in results)
 
 
-async def test_captures_displace_nothing_that_was_registered(tiny_checkpoint: Path) -> None:
-    """A generation would have room in place of what is registered, but not beside it."""
-    noise = encode(np.random.default_rng(0).integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8))
-    async with started(tiny_checkpoint, template_bytes=len(noise) * 3 // 2) as engine:
-        template = await register_file(engine, "asked", noise)
-        output, data = await paint(engine, "g", EditInput(prompt="p", sampling=SamplingParams(num_inference_steps=1)))
-        assert len(noise) // 2 < len(data) < engine.templates.budget
+@pytest.mark.asyncio(loop_scope="module")
+async def test_manual_admission_primes_what_is_registered_alone(just_enough: AsyncEngine) -> None:
+    exact = EditInput(prompt="p", image=BytesUpload(PHOTO), sampling=SamplingParams(mask_aware=False, seed=1))
+    output, _ = await paint(just_enough, "manual", exact)
+    assert output.report is not None
+    assert output.report.template_id is None
+    assert (await register_file(just_enough, "asked", PHOTO)).primed
+    assert await cache_result(just_enough, "hit", small_edit(PHOTO)) == "hit"
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_shutdown_ends_captures_that_still_wait(engine: AsyncEngine) -> None:
+    """Last: it ends the shared engine."""
+    before = len(engine.templates)
+    for index in range(6):
+        generation = EditInput(prompt="p", sampling=SamplingParams(seed=index, num_inference_steps=1))
+        output, data = await paint(engine, f"g{index}", generation)
+        assert decode(data).shape == (SIDE, SIDE, 3)
         assert output.report is not None
-        assert output.report.template_id is None
-        assert await cache_result(engine, "hit", small_edit(template_id=template.id)) == "hit"
-
-
-async def test_shutdown_ends_captures_that_still_wait(tiny_checkpoint: Path) -> None:
-    async with started(tiny_checkpoint) as engine:
-        for index in range(6):
-            generation = EditInput(prompt="p", sampling=SamplingParams(seed=index, num_inference_steps=1))
-            output, data = await paint(engine, f"g{index}", generation)
-            assert decode(data).shape == (SIDE, SIDE, 3)
-            assert output.report is not None
-            assert output.report.template_id is not None
-        assert len(engine.templates) == 6
-        async with asyncio.timeout(10):
-            await engine.shutdown(drain_seconds=5)
+        assert output.report.template_id is not None
+    assert len(engine.templates) == before + 6
+    async with asyncio.timeout(10):
+        await engine.shutdown(drain_seconds=5)

@@ -30,7 +30,7 @@ def test_one_gpu_cannot_be_shared(flag: str, capsys: pytest.CaptureFixture[str])
 
 def test_every_flag_lands() -> None:
     flags = "--model m/n --served-model-name x --dtype bfloat16 --device cuda --threads 3 --max-num-seqs 2"
-    flags += " --quantization torchao-int8 --kernels torch"
+    flags += " --quantization torchao-int8 --kernels torch --variant fp16"
     flags += " --max-num-batched-tokens 99 --max-queue 5 --image-workers 4 --workers-per-engine 2 --max-stage-ms 7.5"
     flags += " --data-parallel-size 3 --router-policy least-tokens"
     flags += " --max-upload-bytes 1000 --max-pixels 4096 --drain-seconds 1.5 --api-key k --api-key l --port 0"
@@ -38,7 +38,7 @@ def test_every_flag_lands() -> None:
     options = parse_options(flags.split())
     model, scheduler, image = options.model, options.config.engine.scheduler, options.config.image
     assert (model.model, model.name, model.dtype, model.device, model.threads) == ("m/n", "x", "bfloat16", "cuda", 3)
-    assert (model.quantization, model.kernels) == ("torchao-int8", "torch")
+    assert (model.quantization, model.kernels, model.variant) == ("torchao-int8", "torch", "fp16")
     assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens, scheduler.max_stage_ms) == (2, 99, 7.5)
     assert (image.image_workers, image.max_upload_bytes, image.max_pixels) == (4, 1000, 4096)
     assert (options.config.max_queue, options.config.engine.workers_per_engine) == (5, 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, closing, nullcontext
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 import numpy as np
@@ -51,7 +51,7 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @asynccontextmanager
 async def workers(
-    checkpoint: Path, arena: Arena, number: int, cache: CacheConfig | None = None, pages: Arena | None = None
+    checkpoint: Path, arena: Arena, number: int, cache: CacheConfig, pages: Arena
 ) -> AsyncIterator[Executor]:
     """An executor whose workers are ready."""
     config = EngineConfig(
@@ -59,14 +59,13 @@ async def workers(
             ModelConfig(model=str(checkpoint), served_model_name="tiny", dtype="float32", device="cpu", threads=1),
         ),
         workers_per_engine=number,
-        cache=cache or CacheConfig(),
+        cache=cache,
     )
-    with closing(Arena.create(PAGE_ARENA_ID, 1 << 20)) if pages is None else nullcontext(pages) as page_arena:
-        async with Executor(config, arena.id, arena.fd, page_arena.id, page_arena.fd) as executor:
-            models = await asyncio.wait_for(executor.ready(), PATIENCE)
-            assert set(models) == {"tiny"}
-            assert models["tiny"].page_scheme is not None
-            yield executor
+    async with Executor(config, arena.id, arena.fd, pages.id, pages.fd) as executor:
+        models = await asyncio.wait_for(executor.ready(), PATIENCE)
+        assert set(models) == {"tiny"}
+        assert models["tiny"].page_scheme is not None
+        yield executor
 
 
 async def answers(executor: Executor, plan: StepPlan, number: int) -> list[BatchResult | TransferDone | PageCopied]:
@@ -103,10 +102,23 @@ def space(arena: Arena) -> ArenaAllocator:
     return ArenaAllocator(arena)
 
 
+@pytest.fixture(scope="module")
+def pages() -> Iterator[Arena]:
+    with closing(Arena.create(PAGE_ARENA_ID, 1 << 20)) as pages:
+        yield pages
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def executor(tiny_checkpoint: Path, arena: Arena) -> AsyncIterator[Executor]:
-    """Two workers, shared by the tests that leave them as they were."""
-    async with workers(tiny_checkpoint, arena, 2) as executor:
+async def executor(tiny_checkpoint: Path, arena: Arena, pages: Arena) -> AsyncIterator[Executor]:
+    """Two workers with a disk tier."""
+    async with workers(tiny_checkpoint, arena, 2, CacheConfig(disk_bytes=1 << 20), pages) as executor:
+        yield executor
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def lone(tiny_checkpoint: Path, arena: Arena, pages: Arena) -> AsyncIterator[Executor]:
+    """One worker without."""
+    async with workers(tiny_checkpoint, arena, 1, CacheConfig(disk_bytes=0), pages) as executor:
         yield executor
 
 
@@ -183,66 +195,61 @@ async def copied(executor: Executor, copy: PageCopy, *, delete: tuple[str, ...] 
 
 
 async def test_pages_go_to_disk_and_come_back_in_the_next_workers(
-    tiny_checkpoint: Path, arena: Arena, space: ArenaAllocator, cache_folder: Path
+    tiny_checkpoint: Path, executor: Executor, arena: Arena, space: ArenaAllocator, pages: Arena, cache_folder: Path
 ) -> None:
     """Without a directory of its own the disk tier lies in the user's cache folder."""
     edit = Edit(arena, space, "pages", seed=4)
     nbytes = edit.latents.size * 4
-    with closing(Arena.create(PAGE_ARENA_ID, 1 << 20)) as pages:
-        entry = EntryRef("latents", nbytes, ArenaAllocator(pages).alloc(nbytes))
-        assert entry.host is not None
-        host = pages.view(entry.host)
-        up, down = (
-            PageCopy("latents", nbytes, nbytes, *tiers, entry.host) for tiers in (("disk", "host"), ("host", "disk"))
-        )
-        cache = CacheConfig(disk_bytes=1 << 20)
-        async with workers(tiny_checkpoint, arena, 2, cache, pages) as executor:
-            await answers(executor, latents_plan(edit, entry), 1)
-            latents = host.copy()
-            assert np.abs(latents.view(np.float32)).max() > 0
-            assert await copied(executor, down)
-        assert len(list((cache_folder / "pages").glob("*.page"))) == 1
-        host[:] = 0
-        async with workers(tiny_checkpoint, arena, 1, cache, pages) as executor:
-            assert await copied(executor, up)
-            assert np.array_equal(host, latents)
-            assert not await copied(executor, up, delete=("latents",))
+    entry = EntryRef("latents", nbytes, ArenaAllocator(pages).alloc(nbytes))
+    assert entry.host is not None
+    host = pages.view(entry.host)
+    up, down = (
+        PageCopy("latents", nbytes, nbytes, *tiers, entry.host) for tiers in (("disk", "host"), ("host", "disk"))
+    )
+    await answers(executor, latents_plan(edit, entry), 1)
+    latents = host.copy()
+    assert np.abs(latents.view(np.float32)).max() > 0
+    assert await copied(executor, down)
+    assert len(list((cache_folder / "pages").glob("*.page"))) == 1
+    host[:] = 0
+    async with workers(tiny_checkpoint, arena, 1, CacheConfig(disk_bytes=1 << 20), pages) as others:
+        assert await copied(others, up)
+        assert np.array_equal(host, latents)
+        assert not await copied(others, up, delete=("latents",))
 
 
-async def test_without_a_disk_tier_there_are_no_files(tiny_checkpoint: Path, arena: Arena, cache_folder: Path) -> None:
-    before = set((cache_folder / "pages").glob("*"))
-    with closing(Arena.create(PAGE_ARENA_ID, 1 << 20)) as pages:
-        ref = ArenaAllocator(pages).alloc(64)
-        async with workers(tiny_checkpoint, arena, 1, CacheConfig(disk_bytes=0), pages) as executor:
-            assert not await copied(executor, PageCopy("a", 64, 64, "host", "disk", ref))
-    assert set((cache_folder / "pages").glob("*")) == before
-
-
-async def test_worker_that_cannot_start_says_why(tmp_path: Path, arena: Arena) -> None:
+async def test_worker_that_cannot_start_says_why(tmp_path: Path, arena: Arena, pages: Arena) -> None:
     with pytest.raises(ConfigError, match="no model directory"):
-        async with workers(tmp_path / "missing", arena, 1):
+        async with workers(tmp_path / "missing", arena, 1, CacheConfig(), pages):
             pass
 
 
-async def test_sigterm_is_left_to_the_parent(tiny_checkpoint: Path, arena: Arena, space: ArenaAllocator) -> None:
+async def test_without_a_disk_tier_there_are_no_files(lone: Executor, pages: Arena, cache_folder: Path) -> None:
+    before = set((cache_folder / "pages").glob("*"))
+    ref = ArenaAllocator(pages).alloc(64)
+    assert not await copied(lone, PageCopy("a", 64, 64, "host", "disk", ref))
+    assert set((cache_folder / "pages").glob("*")) == before
+
+
+async def test_sigterm_is_left_to_the_parent(lone: Executor, arena: Arena, space: ArenaAllocator) -> None:
     """A supervisor signals the whole group, while running edits are to finish."""
-    async with workers(tiny_checkpoint, arena, 1) as executor:
-        executor._workers[0]._process.terminate()
-        await run(executor, Edit(arena, space, "draining", seed=1))
+    lone._workers[0]._process.terminate()
+    await run(lone, Edit(arena, space, "draining", seed=1))
 
 
-async def test_killed_worker_is_reported(tiny_checkpoint: Path, arena: Arena) -> None:
-    async with workers(tiny_checkpoint, arena, 1) as executor:
-        executor._workers[0]._process.kill()
-        message = await asyncio.wait_for(anext(executor.results()), PATIENCE)
-        assert isinstance(message, WorkerFailed)
-        assert message.failure.kind == "engine_dead"
+# --------------------------------------------------------------------------------------- last: they end shared workers
 
 
-async def test_plan_that_cannot_be_done_ends_the_worker_with_its_cause(tiny_checkpoint: Path, arena: Arena) -> None:
+async def test_killed_worker_is_reported(lone: Executor) -> None:
+    lone._workers[0]._process.kill()
+    message = await asyncio.wait_for(anext(lone.results()), PATIENCE)
+    assert isinstance(message, WorkerFailed)
+    assert message.failure.kind == "engine_dead"
+
+
+async def test_plan_that_cannot_be_done_ends_the_worker_with_its_cause(executor: Executor) -> None:
     """Components that no longer load are no request's fault: the worker says so and leaves."""
-    async with workers(tiny_checkpoint, arena, 1) as executor:
-        executor.submit(StepPlan(seq=0, load=(ModelKey("tiny", "unheard of"),)))
-        message = await asyncio.wait_for(anext(executor.results()), PATIENCE)
-        assert isinstance(message, WorkerFailed)
-        assert "unheard of" in message.failure.message
+    executor.submit(StepPlan(seq=0, load=(ModelKey("tiny", "unheard of"),)))
+    message = await asyncio.wait_for(anext(executor.results()), PATIENCE)
+    assert isinstance(message, WorkerFailed)
+    assert "unheard of" in message.failure.message
