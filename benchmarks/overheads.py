@@ -58,8 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def step_seconds(number: int) -> list[float]:
     """Seconds of steps with BATCH edits in them, whatever else the plan has; edits are replaced as they end."""
     scheduler = StepScheduler(SchedulerConfig(max_num_seqs=BATCH), {MODEL.name: MODEL}, cache=CACHE)
-    for sample in Machine().samples(MODEL.name):
-        scheduler.cost.observe(scheduler.cost_key(sample.model, sample.stage), sample.work, sample.seconds)
+    scheduler.learn(Machine().samples(MODEL.name))
     edits = iter(make_trace(replace(REFERENCE, num_edits=4000, num_templates=4), 0))
     for _ in range(BATCH):
         scheduler.add(next(edits))

@@ -8,8 +8,13 @@ A chunk is a pass over a range of blocks, since a block needs every token's outp
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from core.page_scheme import PageScheme, latents_key
+
+if TYPE_CHECKING:
+    from core.messages.engine import EditRequest, PrimeTemplate
+    from core.model_info import ModelInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +33,24 @@ class TemplateInfo:
     extra_text_tokens: int = 0
     num_condition_tokens: int = 0
     is_seen_by_text: bool = False  # the text encoder sees its pixels
+
+    @classmethod
+    def of(cls, asked: EditRequest | PrimeTemplate, info: ModelInfo) -> TemplateInfo:
+        """Of what an edit, or who registers it, asks for. info: of its model, which caches templates."""
+        assert info.page_scheme is not None
+        return cls(
+            info.page_scheme.template_key(asked.content_id),
+            asked.model,
+            info.page_scheme,
+            asked.content_id,
+            asked.width,
+            asked.height,
+            asked.num_tokens,
+            info.max_text_tokens,
+            info.text_tokens_beside(asked.width, asked.height),
+            info.conditions_per_token * asked.num_tokens,
+            info.vision is not None,
+        )
 
     @property
     def latents_key(self) -> str:

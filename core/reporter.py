@@ -1,4 +1,4 @@
-"""Reporter: what a scheduler says of itself. It counts what was done and predicts what is left, and decides nothing."""
+"""Reporter: what a scheduler says of itself: what was done, which it counts, and what is left. It decides nothing."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from core.config import SchedulerConfig
-from core.cost_model import CostKey, CostModel, Work, extra_seconds, token_seconds
+from core.cost_model import CostKey, Work, token_seconds
 from core.handles import ModelKey
 from core.load_report import CopyLine, CostLine, EngineCosts, EngineStats, LoadReport, RequestLoad, StepSample
 from core.messages.worker import BatchResult, PageCopied
 from core.model_info import ModelInfo
-from core.request import Request, Status
-from core.stage_work import node_work
-from core.stages import Node, Workflow
+from core.predictor import Predictor
+from core.request import Request
+from core.stages import Workflow
 from core.template_pages import TemplatePages
 
 COSTS_EVERY = 128
@@ -42,22 +42,20 @@ class Reporter:
         config: SchedulerConfig,
         models: Mapping[str, ModelInfo],
         workflow: Workflow,
-        cost: CostModel,
+        predictor: Predictor,
         pages: TemplatePages,
     ) -> None:
         self._config = config
         self._models = models
         self._workflow = workflow
-        self._cost = cost
+        self._predictor = predictor
+        self._cost = predictor.cost
         self._pages = pages
         self._num_received = 0
         self._counters = Counters()
         self._recent_steps: list[StepSample] = []
         self._batches_since_costs = COSTS_EVERY
         self._begun: list[str] = []  # edits, since the last report
-
-    def cost_key(self, model: ModelKey, stage: str) -> CostKey:
-        return CostKey(model, stage, self._models[model.model].device, 1)
 
     # ------------------------------------------------------------------------------------------------- counting
 
@@ -113,8 +111,8 @@ class Reporter:
         """The report on these requests, most urgent first, of which so many are running and waiting. What has changed
         since the last one is told once.
         """
-        loads = tuple(self.left_of(request) for request in requests if request.is_live)
-        base = self.base_seconds(requests)
+        loads = tuple(self._predictor.left_of(request) for request in requests if request.is_live)
+        base = self._predictor.base_seconds(requests)
         priming = self._priming_seconds()
         return LoadReport(
             num_received=self._num_received,
@@ -164,61 +162,10 @@ class Reporter:
         components = sorted({node.component for node in self._workflow.nodes})
         return tuple(ModelKey(name, component) for name in self._models for component in components)
 
-    # ------------------------------------------------------------------------------------------------- predicting
-
-    def _coefficients(self, request: Request, node: Node) -> tuple[float, ...]:
-        return self._cost.coefficients(self.cost_key(ModelKey(request.edit.model, node.component), node.stage))
-
-    def left_of(self, request: Request) -> RequestLoad:
-        """What is left of a request. Of one that waits as it was at first: nothing has changed, and a queue is long."""
-        if request.waiting_load is None or request.status is not Status.WAITING:
-            request.waiting_load = self._make_request_load(request)
-        return request.waiting_load
-
-    def _make_request_load(self, request: Request) -> RequestLoad:
-        steps = request.progress.steps_left
-        step_seconds = self._step_seconds_left(request) / steps if steps else 0.0
-        other_seconds = sum(seconds for _, seconds in self._other_seconds(request))
-        is_running = request.status is Status.RUNNING
-        edit = request.edit
-        return RequestLoad(steps, step_seconds, other_seconds, edit.sampling.priority, is_running, edit.arrival)
-
-    def _step_seconds_left(self, request: Request) -> float:
-        """What its steps left add to the steps of its batch."""
-        progress, every, active = request.progress, request.num_all_tokens, request.num_active_tokens
-        steps = progress.steps_left
-        num_full = steps
-        if request.edit.is_mask_aware:
-            num_full = min(steps, max(0, (request.edit.sampling.full_steps or 0) - progress.steps_scheduled))
-        line = self._coefficients(request, self._workflow.loop)
-        full, masked = extra_seconds(line, every, every), extra_seconds(line, active, every)
-        return request.edit.sampling.num_rows * (num_full * full + (steps - num_full) * masked)
-
-    def _other_seconds(self, request: Request) -> Iterable[tuple[str, float]]:
-        """(stage, seconds) of what is left but its steps."""
-        for node in self._workflow.nodes:
-            if node.kind == "once" and request.progress.times_left(node):
-                line = self._coefficients(request, node)
-                work = node_work(request, node)
-                pairs = zip(work.queries, work.keys, strict=True)
-                yield node.stage, line[0] + sum(extra_seconds(line, *pair) for pair in pairs)
-
-    def base_seconds(self, requests: Sequence[Request]) -> float:
-        """What a step takes whoever is in it; 0 if nobody is."""
-        if not requests:
-            return 0.0
-        model, loop = requests[0].edit.model, self._workflow.loop
-        return self._cost.coefficients(self.cost_key(ModelKey(model, loop.component), loop.stage))[0]
-
     def _priming_seconds(self) -> float:
         """Predicted work left on templates' pages."""
-        component = self._workflow.loop.component
         return sum(
-            self._cost.predict(
-                self.cost_key(ModelKey(job.template.model, component), "prime"),
-                Work((self._pages.tokens_left(job),), (job.template.pass_tokens,)),
-            )
-            for job in self._pages.all_jobs()
+            self._predictor.of_priming(job.template, self._pages.tokens_left(job)) for job in self._pages.all_jobs()
         )
 
     def _stage_seconds_left(self, requests: Sequence[Request]) -> dict[str, float]:
@@ -226,14 +173,14 @@ class Reporter:
         live = [request for request in requests if request.is_live]
         left = {"prime": self._priming_seconds(), "denoise": self._denoise_seconds_left(live)}
         for request in live:
-            for stage, seconds in self._other_seconds(request):
+            for stage, seconds in self._predictor.others_of(request):
                 left[stage] = left.get(stage, 0.0) + seconds
         return {stage: seconds for stage, seconds in left.items() if seconds}
 
     def _denoise_seconds_left(self, live: Sequence[Request]) -> float:
         steps = sum(request.progress.steps_left for request in live)
         together = min(self._config.max_num_seqs, max(1, len(live)))
-        return sum(map(self._step_seconds_left, live)) + steps * self.base_seconds(live) / together
+        return sum(map(self._predictor.steps_of, live)) + steps * self._predictor.base_seconds(live) / together
 
 
 def _drain_seconds(loads: Sequence[RequestLoad], base_seconds: float, max_num_seqs: int) -> float:

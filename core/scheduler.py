@@ -10,19 +10,18 @@ One iteration is schedule -> (a worker runs the plan) -> apply; `take_outputs` s
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import count, islice
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import count
 
 import msgspec
 
 from core.activation_cache import ActivationCacheManager, CacheOrders, TierBudget
-from core.block_plan import plan_prefix
 from core.config import CacheConfig, SchedulerConfig
-from core.cost_model import CostKey, CostModel, Work
+from core.cost_model import CostKey, CostModel
 from core.deadlines import Deadlines, urgency
+from core.edit_pages import EditPages
 from core.failure import NEVER_BEGUN, Failure
-from core.handles import PAGE_ARENA, ModelKey, TensorKey, Tier
+from core.handles import PAGE_ARENA, ModelKey, TensorKey
 from core.load_report import EngineStats, LoadReport
 from core.messages.engine import (
     Aborted,
@@ -34,9 +33,11 @@ from core.messages.engine import (
     PrimeTemplate,
     TemplatePrimed,
 )
-from core.messages.worker import Batch, BatchResult, ItemResult, PageCopied, StepPlan, TransferDone
+from core.messages.worker import BatchResult, CostSample, ItemResult, PageCopied, StepPlan, TransferDone
 from core.model_info import ModelInfo
 from core.page_scheme import latents_key, page_key
+from core.plans_out import Flight, PlansOut
+from core.predictor import Predictor
 from core.priming import Chunk, PrimingJob, TemplateInfo
 from core.registrations import Registrations
 from core.reporter import Reporter
@@ -44,21 +45,12 @@ from core.request import Request, Status
 from core.scheduling_pass import SchedulingPass
 from core.stages import INPAINT, Node, Placement, Progress, Workflow, place, preview_steps
 from core.step_limit import StepLimit
-from core.template_pages import PageHold, TemplatePages, keyframes_needed
+from core.template_pages import PageHold, TemplatePages
 
 Output = PartialImage | Finished | TemplatePrimed | Failed | Aborted
 
 UNKNOWN_SECONDS = 30.0
 """What work unlike any seen so far may be expected to take: a large model's first step on a CPU."""
-
-
-@dataclass(slots=True)
-class Flight:
-    """A batch that is out. job: what it primes, with the chunk; a job without one encodes its template."""
-
-    batch: Batch
-    work: Work
-    job: tuple[PrimingJob, Chunk | None] | None = None
 
 
 class StepScheduler:
@@ -71,35 +63,41 @@ class StepScheduler:
         num_workers: int = 1,
         workflow: Workflow = INPAINT,
         cache: CacheConfig | None = None,
+        cost: CostModel | None = None,
     ) -> None:
+        """cost: what it predicts with, and teaches; by default one that knows nothing yet."""
         self.config = config
         self.models = dict(models)
         self.workflow = workflow
         self.placement: Placement = place(workflow, num_workers)
-        self.cost = CostModel()
+        self.cost = cost or CostModel()
+        self._predictor = Predictor(self.cost, self.models, workflow)
         self._step_limit = StepLimit(config.max_num_batched_tokens)
         cache = cache or CacheConfig()
-        self._has_slow_tier = bool(cache.disk_bytes or cache.device_bytes)
-        self.pages = TemplatePages(_cache_manager(cache), self._load_wins)
+        self.pages = TemplatePages(_cache_manager(cache), self._predictor.load_wins)
         self._may_plan_blocks = cache.block_plan == "auto"
         # A step whose pages get lost is done again: no later one of the same request may be out by then.
         self._max_plans_out = 1 if self._may_plan_blocks else config.max_plans_in_flight
         self._registrations = Registrations(self.pages)
+        has_slow_tier = bool(cache.disk_bytes or cache.device_bytes)
+        num_prefetched = 2 * config.max_num_seqs if has_slow_tier else 0
+        self._edit_pages = EditPages(self.models, self.pages, self._registrations, num_prefetched)
         self.num_workers = num_workers
         self._requests: dict[str, Request] = {}  # request id -> Request, until its terminal output
         self._order: list[Request] = []  # the same requests, most urgent first
         self._endings: dict[str, Failed | Aborted] = {}  # request id -> what to say once nothing of it is in flight
-        self._flights: dict[int, Flight] = {}  # batch id -> batch that is out
-        self._plans_out: list[dict[int, int]] = [
-            {} for _ in range(num_workers)
-        ]  # per rank: plan seq -> results awaited
-        self._plan_of: dict[int | TensorKey, int] = {}  # batch id or tensor under transfer -> plan seq
+        self._out = PlansOut(num_workers)
         self._free: list[TensorKey] = []
         self._outputs: list[Output] = []
-        self._reporter = Reporter(config, self.models, workflow, self.cost, self.pages)
-        self._deadlines = Deadlines(config.max_num_seqs, self._reporter.left_of, self._reporter.base_seconds)
+        self._reporter = Reporter(config, self.models, workflow, self._predictor, self.pages)
+        self._deadlines = Deadlines(config.max_num_seqs, self._predictor.left_of, self._predictor.base_seconds)
         self._plan_seqs = count()
         self._batch_ids = count()
+
+    def learn(self, samples: Iterable[CostSample]) -> None:
+        """Take in what was measured before the first batch."""
+        for sample in samples:
+            self.cost.observe(self.cost_key(sample.model, sample.stage), sample.work, sample.seconds)
 
     # ------------------------------------------------------------------------------------------------- requests
 
@@ -119,7 +117,7 @@ class StepScheduler:
         if prime.request_id in self._requests or prime.request_id in self._registrations:
             raise ValueError(f"request {prime.request_id} is here already")
         self._reporter.note_received()
-        template = self._template(prime.model, prime.content_id, prime.width, prime.height, prime.num_tokens)
+        template = TemplateInfo.of(prime, self.models[prime.model])
         hold = PageHold(prime.request_id, template, prime.template, template.scheme.keyframes)
         hold.is_idle_work = prime.is_idle_work
         self._registrations.add(hold)
@@ -157,9 +155,7 @@ class StepScheduler:
             self._outputs.append(ending)
         self._fail_waiters(self._registrations.holds(), failure)
         self._outputs += self._registrations.settle()
-        self._flights.clear()
-        self._plan_of.clear()
-        self._plans_out = [{} for _ in range(self.num_workers)]
+        self._out.clear()
 
     @property
     def num_requests(self) -> int:
@@ -176,16 +172,17 @@ class StepScheduler:
     def schedule(self, now: float) -> StepPlan | None:
         """The next plan, or None when nothing can start before a result or a request comes in."""
         self._give_up_lost(now)
-        self._reserve_pages()
         requests = list(self.in_order())
+        self._edit_pages.reserve(requests, is_idle=not self._order)
+        self._outputs += self._registrations.settle()
         chosen = SchedulingPass(
             self.config,
             self.workflow,
             self.placement,
             self.pages,
             *self._open_ranks(),
-            self._predict,
-            self._plan_blocks if self._may_plan_blocks else None,
+            self._predictor.of_node,
+            self._predictor.full_blocks if self._may_plan_blocks else None,
             self._batch_ids,
             self._step_limit.tokens,
             self._deadlines.joining(requests, now),
@@ -196,19 +193,18 @@ class StepScheduler:
         orders = self.pages.cache.take_orders()
         has_work = bool(chosen.batches or chosen.transfers or orders.copies or orders.forget or orders.delete)
         # Freeing alone can wait for the next plan with work, unless none is to be expected.
-        if not has_work and (not self._free or any(self._plans_out)):
+        if not has_work and (not self._free or self._out.busy_ranks()):
             return None
         return self._send(chosen, orders)
 
     def apply(self, result: BatchResult) -> None:
-        """Take in what came of one batch. An unknown batch raises KeyError: results are never guessed at."""
-        flight = self._flights.pop(result.batch_id)
-        self._settle(result.batch_id, result.rank)
+        """Take in what came of one batch. An unknown batch raises KeyError."""
+        flight = self._out.land(result)
         key = self.cost_key(flight.batch.model, flight.batch.stage)
         is_ok = not any(item.failure for item in result.items)
         self._reporter.note_batch(key, flight.work, result, is_ok=is_ok and result.num_parts == 1)
         if is_ok and key.stage == "denoise":
-            self._note_fit(flight.work, result.num_parts)
+            self._step_limit.note(sum(flight.work.queries), result.num_parts)
         if flight.job is not None:
             self._apply_job(*flight.job, result)
             return
@@ -217,7 +213,7 @@ class StepScheduler:
 
     def apply_transfer(self, done: TransferDone) -> None:
         """A tensor lies in shared memory now."""
-        self._settle(done.ref.key, done.rank)
+        self._out.land_transfer(done)
         request = self._requests[done.ref.key.request_id]
         assert done.ref.handle is not None
         request.exporting = None
@@ -244,14 +240,14 @@ class StepScheduler:
 
     def predict_out(self) -> dict[int, float]:
         """Ranks that have work, and the seconds that it may be expected to take."""
-        seconds = {rank: 0.0 for rank, plans in enumerate(self._plans_out) if plans}
-        for flight in self._flights.values():
+        seconds = dict.fromkeys(self._out.busy_ranks(), 0.0)
+        for flight in self._out.flights:
             key = self.cost_key(flight.batch.model, flight.batch.stage)
             seconds[flight.batch.ranks[0]] += self.cost.predict(key, flight.work) or UNKNOWN_SECONDS
         return seconds
 
     def cost_key(self, model: ModelKey, stage: str) -> CostKey:
-        return self._reporter.cost_key(model, stage)
+        return self._predictor.key(model, stage)
 
     def load_report(self) -> LoadReport:
         """How busy it is. What has changed since the last report is told once."""
@@ -266,12 +262,9 @@ class StepScheduler:
         assert {request.id for request in self._order} == set(self._requests)
         assert set(self._endings) <= set(self._requests)
         self.pages.check_integrity()
-        out = [item for flight in self._flights.values() if flight.job is None for item in flight.batch.items]
+        out = [item for flight in self._out.flights if flight.job is None for item in flight.batch.items]
         assert len(out) == sum(request.progress.num_in_flight for request in self._order)
-        awaited = sum(sum(plans.values()) for plans in self._plans_out)
-        assert awaited == len(self._plan_of)
-        transfers = sum(request.exporting is not None for request in self._order)
-        assert awaited == len(self._flights) + transfers
+        self._out.check_integrity(sum(request.exporting is not None for request in self._order))
         assert all(request.is_live or request.id in self._endings for request in self._order)
 
     # ------------------------------------------------------------------------------------------------- inside
@@ -285,16 +278,13 @@ class StepScheduler:
         idle = set(range(self.num_workers)) - out.keys()
         if any(request.progress.is_preview_out for request in self._order):
             return idle, idle
-        has_room = {rank for rank in out if len(self._plans_out[rank]) < self._max_plans_out}
+        has_room = {rank for rank in out if self._out.count(rank) < self._max_plans_out}
         return idle | {rank for rank in has_room if out[rank] < limit}, idle
 
     def _send(self, chosen: SchedulingPass, orders: CacheOrders) -> StepPlan:
         seq = next(self._plan_seqs)
-        for batch in chosen.batches:
-            self._flights[batch.id] = Flight(batch, chosen.works[batch.id], chosen.jobs.get(batch.id))
-            self._await(seq, batch.ranks[0], batch.id)
-        for transfer in chosen.transfers:
-            self._await(seq, transfer.source, transfer.ref.key)
+        flights = [Flight(batch, chosen.works[batch.id], chosen.jobs.get(batch.id)) for batch in chosen.batches]
+        self._out.send(seq, flights, chosen.transfers)
         free, self._free = tuple(self._free), []
         return StepPlan(
             seq=seq,
@@ -305,28 +295,6 @@ class StepScheduler:
             transfers=tuple(chosen.transfers),
             free=free,
         )
-
-    def _predict(self, model: str, node: Node, work: Work) -> float:
-        return self.cost.predict(self.cost_key(ModelKey(model, node.component), node.stage), work)
-
-    def _await(self, seq: int, rank: int, what: int | TensorKey) -> None:
-        plans = self._plans_out[rank]
-        plans[seq] = plans.get(seq, 0) + 1
-        self._plan_of[what] = seq
-
-    def _settle(self, what: int | TensorKey, rank: int) -> None:
-        plans, seq = self._plans_out[rank], self._plan_of.pop(what)
-        plans[seq] -= 1
-        if not plans[seq]:
-            del plans[seq]
-
-    def _note_fit(self, work: Work, num_parts: int) -> None:
-        """Learn how much fits into a step, where it failed for nobody's fault."""
-        tokens = sum(work.queries)
-        if num_parts > 1:
-            self._step_limit.note_split(tokens, num_parts)
-        else:
-            self._step_limit.note_done(tokens)
 
     def _apply_item(self, request: Request, item: ItemResult, result: BatchResult) -> None:
         node = self.workflow.node(item.node)
@@ -357,9 +325,9 @@ class StepScheduler:
         elif node.name == self.workflow.output:
             self._finish(request)
         elif node.stage == "image_encode" and request.edit.is_mask_aware:
-            self._need_pages(request)
-        elif node.kind == "loop" and request.hold is not None:
-            self.pages.trim(request.hold, _masked_sigmas(request, request.progress.steps_done))
+            self._edit_pages.need(request)
+        elif node.kind == "loop":
+            self._edit_pages.trim(request)
 
     def _finish_preview(self, request: Request, node: Node, index: int | None) -> None:
         assert index is not None
@@ -412,86 +380,6 @@ class StepScheduler:
         for request, failure in self._deadlines.lost(list(self.in_order()), now):
             self._end(request, Status.FAILED, Failed(request_id=request.id, failure=failure))
 
-    # ------------------------------------------------------------------------------------------------- cached pages
-
-    def _template(self, model: str, content_id: str, width: int, height: int, num_tokens: int) -> TemplateInfo:
-        info = self.models[model]
-        assert info.page_scheme is not None
-        key = info.page_scheme.template_key(content_id)
-        return TemplateInfo(
-            key,
-            model,
-            info.page_scheme,
-            content_id,
-            width,
-            height,
-            num_tokens,
-            info.max_text_tokens,
-            info.text_tokens_beside(width, height),
-            info.conditions_per_token * num_tokens,
-            info.vision is not None,
-        )
-
-    def _need_pages(self, request: Request) -> None:
-        """Say what a mask-aware edit needs of the cache, now that its noise levels are known."""
-        template = self._template_of(request)
-        needed = keyframes_needed(template.scheme.keyframes, _masked_sigmas(request, 0))
-        if request.hold is None:
-            request.hold = PageHold(request.id, template, request.edit.template, needed)
-        else:
-            self.pages.narrow(request.hold, needed)
-
-    def _prefetch(self, request: Request) -> None:
-        """Have pages come up from slower tiers while an edit waits for a place. Its noise levels are not known yet: all
-        keyframes come.
-        """
-        template = self._template_of(request)
-        if template.scheme.keyframes:
-            request.hold = PageHold(request.id, template, request.edit.template, template.scheme.keyframes)
-            request.hold.is_prefetch = True
-
-    def _template_of(self, request: Request) -> TemplateInfo:
-        edit = request.edit
-        return self._template(edit.model, edit.content_id, edit.width, edit.height, edit.num_tokens)
-
-    def _reserve_pages(self) -> None:
-        """Pin what edits need, most urgent first and without overtaking, so that none waits for room forever."""
-        if self._has_slow_tier:
-            for request in islice(self.in_order(), 2 * self.config.max_num_seqs):
-                if request.hold is None and request.status is Status.WAITING and request.edit.is_mask_aware:
-                    self._prefetch(request)
-        holds = [request.hold for request in self.in_order() if request.hold is not None]
-        for hold in [*holds, *self._registrations.wanting_room(is_idle=not self._order)]:
-            if not hold.is_reserved and not self._reserve(hold):
-                break
-        self._outputs += self._registrations.settle()
-
-    def _reserve(self, hold: PageHold) -> bool:
-        """Reserve what idle work has to give way for, if need be."""
-        return self.pages.reserve(hold) or (self._registrations.yield_room() and self.pages.reserve(hold))
-
-    def _load_wins(self, template: TemplateInfo, tier: Tier, nbytes: int) -> bool:
-        """Whether copying an entry up from `tier` is predicted to be faster than priming it. What was never measured is
-        tried.
-        """
-        key = self.cost_key(ModelKey(template.model, self.workflow.loop.component), "prime")
-        prime = self.cost.predict(key, Work.of([template.pass_tokens]))
-        return not prime or self.cost.predict_copy(tier, nbytes) <= prime
-
-    def _plan_blocks(self, request: Request, loading: Sequence[tuple[Tier, int]]) -> int:
-        """How many leading blocks the request's next step computes in full while these entries come up."""
-        assert request.hold is not None
-        node, model = self.workflow.loop, request.edit.model
-        num_blocks = request.hold.template.scheme.layout.num_blocks
-        every, active = request.num_all_tokens, request.num_active_tokens
-        num_rows = request.edit.sampling.num_rows
-        full = self._predict(model, node, Work.of([every] * num_rows)) / num_blocks
-        cached = self._predict(model, node, Work.of_pairs([(active, every)] * num_rows)) / num_blocks
-        load = sum(self.cost.predict_copy(tier, nbytes) for tier, nbytes in loading) / num_blocks
-        if not full:
-            return 0  # nothing is known yet
-        return plan_prefix([full] * num_blocks, [cached] * num_blocks, [load] * num_blocks)
-
     def _apply_job(self, job: PrimingJob, chunk: Chunk | None, result: BatchResult) -> None:
         failure = next((item.failure for item in result.items if item.failure is not None), None)
         if failure is not None:
@@ -511,11 +399,6 @@ class StepScheduler:
                 self._registrations.fail(hold.owner_id, failure)
             elif request.is_live:
                 self._end(request, Status.FAILED, Failed(request_id=request.id, failure=failure))
-
-
-def _masked_sigmas(request: Request, first: int) -> tuple[float, ...]:
-    """Noise levels of the mask-aware steps from `first` on."""
-    return request.sigmas[max(first, request.edit.sampling.full_steps or 0) : -1]
 
 
 def _cache_manager(cache: CacheConfig) -> ActivationCacheManager:

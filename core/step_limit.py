@@ -19,6 +19,13 @@ class StepLimit:
         self.tokens = max_tokens  # that a step of several requests may have now
         self._max_tokens = max_tokens
 
+    def note(self, tokens: int, num_parts: int) -> None:
+        """A step of so many tokens was done, in one or, since as a whole it failed for nobody's fault, in several parts."""
+        if num_parts > 1:
+            self.note_split(tokens, num_parts)
+        else:
+            self.note_done(tokens)
+
     def note_done(self, tokens: int) -> None:
         """A step of so many tokens was done in one. Where the limit keeps a request out of the step, what is in it
         comes to half of the limit or more, unless the one that is kept out would take that much.

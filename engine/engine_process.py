@@ -105,8 +105,7 @@ async def _run_engine(config: EngineConfig, executor: Executor, link: _Link, tra
     page_bytes = executor.device_page_bytes
     cache = msgspec.structs.replace(config.cache, device_bytes=page_bytes)
     scheduler = StepScheduler(config.scheduler, models, config.workers_per_engine, cache=cache)
-    for sample in executor.cost_samples:
-        scheduler.cost.observe(scheduler.cost_key(sample.model, sample.stage), sample.work, sample.seconds)
+    scheduler.learn(executor.cost_samples)
     core = EngineCore(scheduler, executor, link.emit, trace, config.hang_seconds)
     link.emit(EngineReady(models=tuple(models.values()), device_page_bytes=page_bytes))
     async with asyncio.TaskGroup() as tasks:

@@ -55,10 +55,7 @@ class Model:
         infos = models.ready(0).models
         self.info = infos[0]
         self.scheduler = StepScheduler(SchedulerConfig(), {self.info.name: self.info}, cache=CacheConfig())
-        for sample in known_or_probed(models.families, infos, user_cache_folder(os.environ)):
-            self.scheduler.cost.observe(
-                self.scheduler.cost_key(sample.model, sample.stage), sample.work, sample.seconds
-            )
+        self.scheduler.learn(known_or_probed(models.families, infos, user_cache_folder(os.environ)))
         self._store = TensorStore(0, models.device, arena)
         pages = PageStore(models.device, page_arena, None, lambda copied: None)  # one tier: nothing is copied
         self._runner = Runner(0, models.families, self._store, arena, pages)

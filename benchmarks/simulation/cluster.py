@@ -14,9 +14,10 @@ from functools import cache
 from heapq import heappop, heappush
 from itertools import count
 
-from benchmarks.simulation.machine import Machine
+from benchmarks.simulation.machine import Machine, SettledCosts
 from benchmarks.simulation.scenario import MODEL, Scenario, make_trace, prime_template
 from core.config import RouterPolicy, SchedulerConfig
+from core.cost_model import CostModel
 from core.fleet import EditShape, Fleet
 from core.load_report import LoadReport
 from core.messages.engine import EditRequest, Finished, TemplatePrimed
@@ -73,13 +74,11 @@ class VirtualEngine:
         self.busy_seconds = 0.0
         self.cpu = Stopwatch()
         config = SchedulerConfig(max_num_seqs=scenario.max_num_seqs)
-        self.scheduler = StepScheduler(config, {MODEL.name: MODEL}, cache=scenario.cache)
-        for sample in machine.samples(MODEL.name):
-            self.scheduler.cost.observe(
-                self.scheduler.cost_key(sample.model, sample.stage), sample.work, sample.seconds
-            )
-        if not scenario.learns:
-            self.scheduler.cost.observe = _forget  # type: ignore[assignment, method-assign]
+        cost = CostModel() if scenario.learns else SettledCosts()
+        self.scheduler = StepScheduler(config, {MODEL.name: MODEL}, cache=scenario.cache, cost=cost)
+        self.scheduler.learn(machine.samples(MODEL.name))
+        if isinstance(cost, SettledCosts):
+            cost.settle()
         self._clock = clock
         self._machine = machine
         self._tell = tell
@@ -275,10 +274,6 @@ def _moved(edit: EditRequest, seconds: float) -> EditRequest:
     """The same edit, so much later."""
     fields = {name: getattr(edit, name) for name in edit.__struct_fields__}
     return EditRequest(**fields | {"arrival": edit.arrival + seconds})
-
-
-def _forget(*_: object) -> None:
-    """A machine that does not drift has nothing to teach, and learning takes half of a simulated step."""
 
 
 def item_results(batch: Batch) -> tuple[ItemResult, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from core.cost_model import Work
+from core.cost_model import CostKey, CostModel, Work
 from core.handles import ModelKey
 from core.messages.engine import EditRequest
 from core.messages.worker import Batch, CostSample, Denoise, Item, PageCopy, Prime
@@ -88,3 +88,20 @@ class Machine:
 def _step_tokens(item: Item, edits: dict[str, EditRequest]) -> int:
     is_exact = isinstance(item.work, Denoise) and item.work.active is None
     return TEXT_TOKENS + (IMAGE_TOKENS if is_exact else edits[item.request_id].active.size)
+
+
+class SettledCosts(CostModel):
+    """Learns of work until it is settled: a machine that does not drift has nothing to teach after that, and learning
+    takes half of a simulated step.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_settled = False
+
+    def observe(self, key: CostKey, work: Work, seconds: float) -> None:
+        if not self._is_settled:
+            super().observe(key, work, seconds)
+
+    def settle(self) -> None:
+        self._is_settled = True

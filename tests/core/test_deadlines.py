@@ -10,6 +10,7 @@ from fakes import MODEL, FakeWorkers, make_edit
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.simulation.machine import SettledCosts
 from core.config import SchedulerConfig
 from core.cost_model import Work
 from core.deadlines import Company, Member, NextPlace, alone, ends
@@ -97,11 +98,12 @@ class Engine:
 
 @pytest.fixture
 def engine() -> Engine:
-    scheduler = StepScheduler(SchedulerConfig(max_num_seqs=2), {"m": MODEL})
+    cost = SettledCosts()
+    scheduler = StepScheduler(SchedulerConfig(max_num_seqs=2), {"m": MODEL}, cost=cost)
     key = scheduler.cost_key(ModelKey("m", "transformer"), "denoise")
     for number in (1, 2, 3, 4, 1, 2, 3, 4):
         scheduler.cost.observe(key, Work.of([TOKENS] * number), number * STEP)
-    scheduler.cost.observe = lambda *_: None  # type: ignore[method-assign]  # these workers take no time of their own
+    cost.settle()  # these workers take no time of their own
     return Engine(scheduler, FakeWorkers())
 
 
