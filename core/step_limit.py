@@ -20,7 +20,7 @@ class StepLimit:
         self._max_tokens = max_tokens
 
     def note(self, tokens: int, num_parts: int) -> None:
-        """A step of so many tokens was done, in one or, since as a whole it failed for nobody's fault, in several parts."""
+        """A step of so many tokens was done: in one, or in parts since as a whole it failed, for nobody's fault."""
         if num_parts > 1:
             self.note_split(tokens, num_parts)
         else:
