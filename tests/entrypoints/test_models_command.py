@@ -93,6 +93,7 @@ def test_adapters_that_fit_are_told_of_and_others_are_one_line(
     path = make_sd3(tmp_path / "sd3", has_t5=False)
     fits = make_lora(tmp_path / "fits.safetensors", path, r"transformer_blocks\.0\.attn\.to_[qk]")
     assert "adapter shirt: 2 layers, rank 4, 1.02 k parameters\n" in told_of(path, f"shirt={fits}")
+    capsys.readouterr()
     assert main(["--model", EMBEDDED_MODEL, "--lora", f"shirt={fits}"]) == 1
     assert capsys.readouterr().err.startswith(f"error: cannot use adapter shirt of {fits}: it takes transformer_blocks")
 
