@@ -40,7 +40,7 @@ class CheckpointCard(msgspec.Struct, frozen=True, kw_only=True):
 
     def tokens(self, width: int, height: int) -> int:
         """Image tokens of a picture of so many pixels."""
-        return (width // self.info.token_size) * (height // self.info.token_size)
+        return self.info.num_image_tokens(width, height)
 
     def template_bytes(self, width: int, height: int) -> int:
         """Bytes of all that is cached of a picture."""

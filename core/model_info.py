@@ -56,6 +56,10 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         for the last, and PNDM one more. sampling: with its num_inference_steps."""
         return self.solver_order * (sampling.num_denoising_steps - 1) + 1 + self.extra_steps
 
+    def num_image_tokens(self, width: int, height: int) -> int:
+        """Of a picture of so many pixels."""
+        return (width // self.token_size) * (height // self.token_size)
+
     def num_text_tokens(self, max_sequence_length: int | None = None) -> int:
         """Text tokens of a row in the denoiser, with a prompt of so many at most (None: the encoder's length), but for
         those of a picture that the encoder sees."""

@@ -93,4 +93,4 @@ class Captures:
 def _num_tokens(image: ComposedImage, model: ModelInfo) -> int:
     """Image tokens of a picture that is uploaded again."""
     width, height = generation_size(image.width, image.height, model.native_size, model.token_size, model.max_side)
-    return (width // model.token_size) * (height // model.token_size)
+    return model.num_image_tokens(width, height)

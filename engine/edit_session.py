@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -20,18 +19,19 @@ import msgspec
 from core.errors import DeadlineExceededError, InvalidRequestError, OverloadedError
 from core.fleet import EditShape
 from core.handles import ArrayRef
-from core.ipc.shared_array import carve
 from core.messages.engine import Aborted, EditRequest, Failed, Finished, PartialImage, TemplatePrimed
 from core.messages.image_processor import ComposedImage, ComposeImage, PreparedEdit, PrepareEdit
 from core.model_choice import kin
 from core.model_info import ModelInfo
-from core.request import MAX_IMAGES, MAX_PADDING_MASK_CROP, MAX_PROMPT_CHARACTERS, SamplingParams
+from core.request import MAX_PADDING_MASK_CROP, MAX_PROMPT_CHARACTERS
 from core.validation import check_integer, check_length
 from engine import image_ops
 from engine.door import Passage
 from engine.edit import EditInput, EditReport, ImageOutput
-from engine.mask_aware import ExactReason, resolve_full_steps, resolve_margin, why_exact
+from engine.mask_aware import resolve_margin
 from engine.metrics import DropReason
+from engine.resolve import resolve
+from engine.resolved_edit import ResolvedEdit, smallest_shape
 from engine.session_memory import SessionMemory
 from engine.templates import Template, TemplateStore
 from engine.tracing import current_span
@@ -42,9 +42,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("stencil.engine")
-
-MAX_RANDOM_SEED = 2**53 - MAX_IMAGES
-"""Below what a JSON number holds exactly in every language, for each of an edit's seeds."""
 
 
 @dataclass(slots=True)
@@ -94,7 +91,7 @@ class EditSession:
         self._memory = SessionMemory(engine)
         self._image: ArrayRef | None = None
         self._mask: ArrayRef | None = None
-        self._prepared: PreparedEdit | None = None
+        self._resolved: ResolvedEdit | None = None  # once its images are prepared
         self._pictures: dict[str, Picture] = {}  # request id of one image -> Picture
         self._outputs: asyncio.Queue[RequestOutput] = asyncio.Queue()
         self.done = asyncio.Event()  # nothing of it is left to compute
@@ -105,11 +102,11 @@ class EditSession:
     async def prepare(self) -> None:
         """Copy the uploads to shared memory and have them checked and turned into template, mask and tokens."""
         edit, model = self._edit, self._model
-        self._passage.look_at_upload(self._smallest_shape)
+        self._passage.look_at_upload(smallest_shape(self._sampling, model))
         async with self._deadline():
             self._image = await self._memory.store(self._upload)
             self._mask = await self._memory.store(edit.mask)
-            self._prepared = await self._engine.images.prepare(
+            prepared = await self._engine.images.prepare(
                 PrepareEdit(
                     job_id=0,
                     image=self._image,
@@ -125,11 +122,11 @@ class EditSession:
                     padding_mask_crop=edit.padding_mask_crop,
                 )
             )
-            image_ops.check_output_size(*self._output_size, edit.output_format)
-        full_steps = resolve_full_steps(self._sampling, model, self._mask_ratio)
-        self._sampling = msgspec.structs.replace(self._sampling, full_steps=full_steps)
+            config = msgspec.structs.replace(self._engine.config.engine, cache=self._engine.cache)
+            self._resolved = ResolvedEdit.of(edit, model, self._sampling, prepared, config)
+            image_ops.check_output_size(*self._resolved.output_size, edit.output_format)
         if self._template is not None and self._template.model in kin(self._engine.models, model.name):
-            self._note_content(self._template.id, self._prepared)
+            self._note_content(self._template.id, prepared)
         self._timing.prepared = time.monotonic()
         self._span.child("prepare", self._timing.arrival, self._timing.prepared, {})
 
@@ -141,11 +138,9 @@ class EditSession:
             self._engine.templates.add_crop(template_id, prepared.content_id)
 
     @property
-    def _output_size(self) -> tuple[int, int]:
-        """(width, height) of the encoded results."""
-        prepared = self._prepared
-        assert prepared is not None
-        return self._edit.output_size or (prepared.upload_width, prepared.upload_height)
+    def _known(self) -> ResolvedEdit:
+        assert self._resolved is not None, "its images are not prepared"
+        return self._resolved
 
     @property
     def _canvas_size(self) -> tuple[int, int] | None:
@@ -177,15 +172,6 @@ class EditSession:
             self._pictures[picture.request.request_id] = picture
 
     @property
-    def _smallest_shape(self) -> EditShape:
-        """What is known of it before its images are prepared."""
-        sampling, text_tokens = self._sampling, self._model.num_text_tokens(self._sampling.max_sequence_length)
-        is_exact = not sampling.mask_aware or self._model.page_scheme is None
-        steps, priority, rows = self._model.num_steps(sampling), sampling.priority, sampling.num_rows
-        full_steps = steps if is_exact else 0
-        return EditShape(self._model.name, steps, full_steps, 1, 1, text_tokens, priority=priority, num_rows=rows)
-
-    @property
     def _worker_objective(self) -> float | None:
         """When a worker is to be done with it, so that its file is made in time."""
         objective = self._passage.objective
@@ -208,68 +194,16 @@ class EditSession:
         return OverloadedError(message, retry_after=self._engine.retry_after())
 
     def _make_picture(self, index: int) -> Picture:
-        assert self._sampling.seed is not None
-        seed = self._sampling.seed + index
-        sampling = msgspec.structs.replace(self._sampling, seed=seed, n=1)
-        return Picture(index, seed, self._make_request(index, sampling))
-
-    def _make_request(self, index: int, sampling: SamplingParams) -> EditRequest:
-        prepared, model = self._prepared, self._model
-        assert prepared is not None
-        width, height = prepared.width, prepared.height
-        num_tokens = self._num_tokens
-        pixels = self._memory.alloc((self._edit.partial_images + 1) * height * width * 3)
-        latents = self._memory.alloc(num_tokens * model.latent_width * 4)
-        return EditRequest(
-            request_id=f"{self._id}-{index}",
-            model=model.name,
-            prompt=self._edit.prompt,
-            sampling=sampling,
-            width=width,
-            height=height,
-            template=prepared.template,
-            mask=prepared.mask,
-            active=prepared.active,
-            content_id=prepared.content_id,
-            num_tokens=num_tokens,
-            max_text_tokens=sampling.max_sequence_length or model.max_text_tokens,
-            extra_text_tokens=model.text_tokens_beside(width, height),
-            num_condition_tokens=model.conditions_per_token * num_tokens,
-            pixels=tuple(
-                carve(pixels, i * height * width * 3, (height, width, 3), "uint8")
-                for i in range(self._edit.partial_images + 1)
-            ),
-            latents=carve(latents, 0, (num_tokens, model.latent_width), "float32"),
+        request = self._known.make_request(
+            index,
+            f"{self._id}-{index}",
+            self._memory.alloc,
             arrival=self._timing.prepared,
             deadline=self._passage.deadline,
-            is_mask_aware=self._exact_reason is None,
             trace_context=self._span.traceparent,
         )
-
-    @property
-    def _num_tokens(self) -> int:
-        prepared, side = self._prepared, self._model.token_size
-        assert prepared is not None
-        return (prepared.width // side) * (prepared.height // side)
-
-    @property
-    def _mask_ratio(self) -> float:
-        """Tokens under the mask and its margin / image tokens."""
-        assert self._prepared is not None
-        return self._prepared.active.size / self._num_tokens
-
-    @property
-    def _num_full_steps(self) -> int:
-        """Steps that compute every token."""
-        assert self._sampling.full_steps is not None
-        return self._model.num_steps(self._sampling) if self._exact_reason else self._sampling.full_steps
-
-    @property
-    def _exact_reason(self) -> ExactReason | None:
-        prepared = self._prepared
-        assert prepared is not None
-        engine = msgspec.structs.replace(self._engine.config.engine, cache=self._engine.cache)
-        return why_exact(self._sampling, self._model, engine, prepared.active.size, self._num_tokens)
+        assert request.sampling.seed is not None
+        return Picture(index, request.sampling.seed, request)
 
     def _hear(self, output: RequestOutput) -> None:
         if not isinstance(output, PartialImage):
@@ -332,7 +266,13 @@ class EditSession:
         composed = await self._compose(picture, picture.request.pixels[-1])
         postprocess = time.monotonic() - start
         self._span.child("queue", *self._queue_times(output), {"stencil.image": picture.index})
-        report = self._make_report(picture, output, postprocess, await self._capture(composed))
+        report = self._known.make_report(
+            output,
+            engine=picture.engine,
+            template_id=await self._capture(composed),
+            preprocess_seconds=self._timing.prepared - self._timing.arrival,
+            postprocess_seconds=postprocess,
+        )
         assert picture.ended is not None
         is_met = self._passage.is_met(picture.ended)
         if is_met is not None:
@@ -353,14 +293,14 @@ class EditSession:
 
     async def _capture(self, composed: ComposedImage) -> str | None:
         """Make a template of a result whose every token was to be computed; its id, if it became one."""
-        if self._exact_reason not in ("asked", "mask_covers_all"):
+        if self._known.exact_reason not in ("asked", "mask_covers_all"):
             return None
         edit = self._edit
         return await self._engine.captures.keep(composed, self._model, edit.owner, is_base64=edit.base64)
 
     async def _compose(self, picture: Picture, pixels: ArrayRef) -> ComposedImage:
-        edit, prepared, (width, height), start = self._edit, self._prepared, self._output_size, time.monotonic()
-        assert prepared is not None
+        edit, known, start = self._edit, self._known, time.monotonic()
+        width, height = known.output_size
         out = self._memory.alloc(image_ops.encoded_bytes(width, height, 4, edit.base64, edit.output_format))
         composed = await self._engine.images.compose(
             ComposeImage(
@@ -376,7 +316,7 @@ class EditSession:
                 base64=edit.base64,
                 max_pixels=self._engine.config.image.max_pixels,
                 out=out,
-                crop=prepared.crop,
+                crop=known.prepared.crop,
             )
         )
         # The room for the worst case is many times what most pictures take, and all outputs stay until the end.
@@ -399,41 +339,6 @@ class EditSession:
             height=composed.height,
             seed=picture.seed,
             report=report,
-        )
-
-    def _make_report(
-        self, picture: Picture, output: Finished, postprocess: float, template_id: str | None
-    ) -> EditReport:
-        prepared = self._prepared
-        assert prepared is not None
-        ms = output.ms
-        return EditReport(
-            mask_ratio=self._mask_ratio,
-            active_tokens=self._num_tokens if self._exact_reason else prepared.active.size,
-            image_tokens=self._num_tokens,
-            text_tokens=output.text_tokens,
-            prompt_truncated=output.prompt_truncated,
-            unmasked=prepared.unmasked,
-            num_inference_steps=self._sampling.num_denoising_steps,
-            guidance_scale=self._sampling.guidance_scale if self._model.has_guidance else None,
-            exact_reason=self._exact_reason,
-            cache=output.cache,
-            tier=output.tier,
-            primed=output.is_primed,
-            full_steps=self._num_full_steps,
-            full_blocks=output.full_blocks,
-            engine=picture.engine,
-            template_id=template_id,
-            crop=prepared.crop,
-            ms={
-                "queue": ms["queue"],
-                "preprocess": (self._timing.prepared - self._timing.arrival) * 1e3,
-                "encode": ms["text_encode"] + ms["image_encode"],
-                "prime": ms["prime"],
-                "denoise": ms["denoise"],
-                "decode": ms["decode"],
-                "postprocess": postprocess * 1e3,
-            },
         )
 
     # ---------------------------------------------------------------------------------- the end
@@ -501,49 +406,3 @@ def _find_template(edit: EditInput, templates: TemplateStore) -> Template | None
         message = "Give either 'image' or 'template_id', not both: each of them is the picture to edit."
         raise InvalidRequestError(message, param="template_id")
     return templates.use(edit.template_id, edit.owner)
-
-
-def resolve(sampling: SamplingParams, model: ModelInfo) -> SamplingParams:
-    """Fill in the model's defaults, but those that depend on the mask, and draw a seed. Raises InvalidRequestError for
-    what the model cannot take.
-    """
-    length = sampling.max_sequence_length or model.max_text_tokens
-    check_integer("max_sequence_length", length, high=model.max_text_tokens)
-    steps = sampling.num_inference_steps or model.default_num_inference_steps
-    check_integer("num_inference_steps", steps, low=model.min_inference_steps)
-    guidance = model.default_guidance_scale if sampling.guidance_scale is None else sampling.guidance_scale
-    true_cfg_scale, negative_prompt = _classifier_free(sampling, model, guidance)
-    resolved = msgspec.structs.replace(
-        sampling,
-        num_inference_steps=steps,
-        strength=_resolve_strength(sampling.strength, steps) if model.rounds_strength_down else sampling.strength,
-        guidance_scale=guidance,
-        true_cfg_scale=true_cfg_scale,
-        negative_prompt=negative_prompt,
-        seed=secrets.randbelow(MAX_RANDOM_SEED) if sampling.seed is None else sampling.seed,
-        max_sequence_length=length,
-    )
-    if resolved.num_denoising_steps < 1:
-        message = f"Invalid 'strength': {sampling.strength} leaves no step to do; give more than 0."
-        raise InvalidRequestError(message, param="strength")
-    return resolved
-
-
-def _resolve_strength(strength: float, steps: int) -> float:
-    """A share of the steps that comes to what diffusers' pipelines of UNets do of them: whole ones, none begun."""
-    return max(int(steps * strength) - 0.5, 0.0) / steps  # up to the middle of the last: no rounding error adds one
-
-
-def _classifier_free(
-    sampling: SamplingParams, model: ModelInfo, guidance: float
-) -> tuple[float, str] | tuple[None, None]:
-    """Scale and negative prompt of classifier-free guidance, as diffusers' pipelines decide: none up to 1, and in a
-    model whose guidance is an embedding none without a negative prompt."""
-    if model.is_guidance_cfg:
-        scale, negative_prompt = guidance, sampling.negative_prompt or ""
-    elif model.has_true_cfg and sampling.negative_prompt is not None:
-        scale = model.default_true_cfg_scale if sampling.true_cfg_scale is None else sampling.true_cfg_scale
-        negative_prompt = sampling.negative_prompt
-    else:
-        return None, None
-    return (scale, negative_prompt) if scale > 1.0 else (None, None)

@@ -28,7 +28,8 @@ from core.messages.engine import (
     ToEngine,
 )
 from core.messages.worker import BatchResult, FromWorker, PageCopied, StepPlan, TransferDone, WorkerFailed, WorkerReady
-from core.scheduler import Output, StepScheduler
+from core.outputs import Output
+from core.scheduler import StepScheduler
 from engine.engine_trace import EngineTrace
 from engine.tracing import NoTracer
 from engine.watchdog import Watchdog

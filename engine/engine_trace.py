@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from core.messages.engine import EditRequest, Failed, Finished, PartialImage, ToEngine
 from core.messages.worker import Batch, BatchResult, FromWorker, StepPlan
-from core.scheduler import Output
+from core.outputs import Output
 from engine.tracing import Event, Span, Tracer
 
 

@@ -77,9 +77,8 @@ class TemplateSession:
     @property
     def num_tokens(self) -> int:
         """The template's image tokens."""
-        prepared, side = self._prepared, self._model.token_size
-        assert prepared is not None
-        return (prepared.width // side) * (prepared.height // side)
+        assert self._prepared is not None
+        return self._model.num_image_tokens(self._prepared.width, self._prepared.height)
 
     @property
     def can_prime(self) -> bool:

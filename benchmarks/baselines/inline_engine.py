@@ -13,21 +13,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import msgspec
-
 from core.cache_folder import user_cache_folder
 from core.config import CacheConfig, EngineConfig, ImageConfig, ModelConfig, SchedulerConfig
 from core.handles import PAGE_ARENA, ArrayRef
-from core.ipc.shared_array import Arena, ArenaAllocator, carve
+from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages.engine import EditRequest, Finished
 from core.messages.image_processor import ComposedImage, ComposeImage, MaskKind, PreparedEdit, PrepareEdit
 from core.messages.worker import BatchResult
 from core.request import SamplingParams
 from core.scheduler import StepScheduler
-from engine.edit_session import resolve
+from engine.edit import EditInput
 from engine.image_ops import encoded_bytes, scratch_bytes
 from engine.image_processor import perform
-from engine.mask_aware import resolve_full_steps, resolve_margin, why_exact
+from engine.mask_aware import resolve_margin
+from engine.resolve import resolve
+from engine.resolved_edit import ResolvedEdit
 
 ARENA_BYTES = 4 * 1024**3
 MAX_PIXELS = ImageConfig().max_pixels
@@ -224,37 +224,18 @@ class InlineEngine:
 
     def _request(self, edit: InlineEdit, prepared: PreparedEdit) -> EditRequest:
         info, upload = self._model.info, edit.upload
-        height, width = prepared.height, prepared.width
-        num_tokens = (width // info.token_size) * (height // info.token_size)
-        edit.mask_ratio = prepared.active.size / num_tokens
         sampling = resolve(SamplingParams(num_inference_steps=upload.steps, seed=upload.seed), info)
-        exact = why_exact(sampling, info, EngineConfig(models=(self._config,)), prepared.active.size, num_tokens)
-        full_steps = resolve_full_steps(sampling, info, edit.mask_ratio)
+        asked, config = EditInput(prompt=upload.prompt, sampling=sampling), EngineConfig(models=(self._config,))
+        resolved = ResolvedEdit.of(asked, info, sampling, prepared, config)
+        edit.mask_ratio = resolved.mask_ratio
         self._num_requests += 1
-        return EditRequest(
-            request_id=str(self._num_requests),
-            model=info.name,
-            prompt=upload.prompt,
-            sampling=msgspec.structs.replace(sampling, full_steps=full_steps),
-            width=width,
-            height=height,
-            template=prepared.template,
-            mask=prepared.mask,
-            active=prepared.active,
-            content_id=prepared.content_id,
-            num_tokens=num_tokens,
-            max_text_tokens=info.max_text_tokens,
-            extra_text_tokens=info.text_tokens_beside(width, height),
-            num_condition_tokens=info.conditions_per_token * num_tokens,
-            pixels=(carve(self._alloc(height * width * 3, edit.regions), 0, (height, width, 3), "uint8"),),
-            latents=carve(
-                self._alloc(num_tokens * info.latent_width * 4, edit.regions),
-                0,
-                (num_tokens, info.latent_width),
-                "float32",
-            ),
+        return resolved.make_request(
+            0,
+            str(self._num_requests),
+            lambda nbytes: self._alloc(nbytes, edit.regions),
             arrival=time.monotonic(),
-            is_mask_aware=exact is None,
+            deadline=None,
+            trace_context="",
         )
 
     def _store(self, file: bytes, regions: list[ArrayRef]) -> ArrayRef:

@@ -10,7 +10,7 @@ import pytest
 
 from core.errors import InvalidRequestError
 from core.request import SamplingParams
-from engine.edit_session import resolve
+from engine.resolve import resolve
 
 DISTILLED = msgspec.structs.replace(fakes.MODEL, has_guidance=True)
 BOTH = msgspec.structs.replace(DISTILLED, has_true_cfg=True)
