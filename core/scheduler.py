@@ -28,13 +28,12 @@ from core.messages.engine import (
     DropTemplate,
     EditRequest,
     Failed,
-    Finished,
     PartialImage,
     PrimeTemplate,
-    TemplatePrimed,
 )
 from core.messages.worker import BatchResult, CostSample, ItemResult, PageCopied, StepPlan, TransferDone
 from core.model_info import ModelInfo
+from core.outputs import Output, finished
 from core.page_scheme import latents_key, page_key
 from core.plans_out import Flight, PlansOut
 from core.predictor import Predictor
@@ -46,8 +45,6 @@ from core.scheduling_pass import SchedulingPass
 from core.stages import INPAINT, Node, Placement, Progress, Workflow, place, preview_steps
 from core.step_limit import StepLimit
 from core.template_pages import PageHold, TemplatePages
-
-Output = PartialImage | Finished | TemplatePrimed | Failed | Aborted
 
 UNKNOWN_SECONDS = 30.0
 """What work unlike any seen so far may be expected to take: a large model's first step on a CPU."""
@@ -338,24 +335,8 @@ class StepScheduler:
 
     def _finish(self, request: Request) -> None:
         request.move_to(Status.FINISHED)
-        assert request.started is not None
-        ms = {"queue": (request.started - request.edit.arrival) * 1e3}
-        ms |= {stage: seconds * 1e3 for stage, seconds in request.stage_seconds.items()}
-        hold = request.hold
-        ms["prime"] = hold.prime_seconds * 1e3 if hold else 0.0
         self._remove(request)
-        self._outputs.append(
-            Finished(
-                request_id=request.id,
-                ms=ms,
-                text_tokens=request.text_tokens,
-                prompt_truncated=request.prompt_truncated,
-                cache=hold.result if hold else "off",
-                tier=hold.tier if hold and not hold.is_primed else None,
-                is_primed=hold is not None and hold.is_primed,
-                full_blocks=request.full_blocks,
-            )
-        )
+        self._outputs.append(finished(request))
 
     def _end(self, request: Request, status: Status, message: Failed | Aborted) -> None:
         """End early. The client is told once no worker can touch the request's arrays any more."""

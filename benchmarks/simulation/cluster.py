@@ -22,8 +22,9 @@ from core.fleet import EditShape, Fleet
 from core.load_report import LoadReport
 from core.messages.engine import EditRequest, Finished, TemplatePrimed
 from core.messages.worker import Batch, BatchResult, ItemResult, PageCopied, PageCopy, StepPlan
+from core.outputs import Output
 from core.routing import make_policy
-from core.scheduler import Output, StepScheduler
+from core.scheduler import StepScheduler
 from engine.engine_core import REPORT_SECONDS
 
 MESSAGE_SECONDS = 0.0003

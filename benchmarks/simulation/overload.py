@@ -17,8 +17,8 @@ from core.admission import Margin, Terms, judge
 from core.fleet import EditShape
 from core.load_report import LoadReport
 from core.messages.engine import EditRequest, Finished
+from core.outputs import Output
 from core.routing import outlook
-from core.scheduler import Output
 
 
 @dataclass(frozen=True)

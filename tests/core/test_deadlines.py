@@ -18,7 +18,8 @@ from core.handles import ModelKey
 from core.load_report import RequestLoad
 from core.messages.engine import EditRequest, Failed, Finished
 from core.messages.worker import BatchResult
-from core.scheduler import Output, StepScheduler
+from core.outputs import Output
+from core.scheduler import StepScheduler
 
 STEP, TOKENS = 0.1, 280
 """Seconds that a request adds to a step of nothing else, and its tokens."""
