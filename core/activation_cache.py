@@ -15,30 +15,23 @@ merely drops. An entry has at most one copy in flight, and keeps its places unti
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from core.cache_entry import Entry, EntryState, Want
+from core.cache_tally import CacheTally
 from core.handles import ArrayRef, EntryRef, Tier
 from core.load_report import CacheStats, Residency
 from core.memory_tier import MemoryTier
 from core.messages.worker import PageCopied, PageCopy
-from core.page_scheme import latents_key, template_of
+from core.page_scheme import latents_key
+from core.template_index import TemplateIndex
 
 LoadWins = Callable[[Tier, int], bool]
 """Whether loading so many bytes from a tier is predicted to be faster than priming them."""
 
 USES_TO_PROVE = 2
 """An entry used less often is not worth a copy to a slower tier, and is evicted first."""
-
-
-class EntryState(enum.Enum):
-    """What an entry is on the compute tier. EMPTY: it has a place that somebody must fill."""
-
-    ABSENT = "absent"
-    EMPTY = "empty"
-    LOADING = "loading"
-    READY = "ready"
 
 
 _READY = EntryState.READY  # a global is found 10 times faster than an enum's member (Python 3.11)
@@ -53,15 +46,6 @@ class TierBudget:
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
-    """An entry that somebody needs. block_bytes: bytes of one block's page."""
-
-    key: str
-    nbytes: int
-    block_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class CacheOrders:
     """What workers shall do, in this order: forget (device memory of dropped entries), delete (files, of entries or of
     whole templates), copies."""
@@ -69,26 +53,6 @@ class CacheOrders:
     copies: tuple[PageCopy, ...]
     forget: tuple[str, ...]
     delete: tuple[str, ...]
-
-
-@dataclass(slots=True)
-class _Entry:
-    """One entry on any tier in memory. `pins`, `uses`, `num_waiting` are written by reserve and release."""
-
-    want: Want
-    state: EntryState = EntryState.ABSENT
-    ref: EntryRef | None = None  # its place on the compute tier
-    pins: int = 0
-    uses: int = 0  # reservations since it came
-    copy: PageCopy | None = None  # in flight
-    source: Tier | None = None  # LOADING: the tier that it comes from
-    num_waiting: int = 0  # LOADING: reservations that wait for it
-    has_sunk: bool = False  # there is nothing left to copy down
-    was_on_disk: bool = False  # its file was read or written: not written again
-    is_doomed: bool = False  # dropped: goes once unpinned
-    is_kept: bool = True  # it stays when nobody uses it
-    is_proven: bool = False  # it was used twice or registered: worth more than what may never be used again
-    is_file_doomed: bool = False  # dropped while a copy used its file, which goes once that is over
 
 
 class ActivationCacheManager:
@@ -107,20 +71,14 @@ class ActivationCacheManager:
         self._has_disk = has_disk
         self._keep_all = keep_all
         self._page_arena_id = page_arena_id
-        self._entries: dict[str, _Entry] = {}  # key -> entry, on any tier in memory
-        self._templates: dict[str, set[str]] = {}  # template key -> keys of its entries
+        self._entries: dict[str, Entry] = {}  # key -> entry, on any tier in memory
+        self._templates = TemplateIndex()
         self._registered: set[str] = set()  # keys
-        self._moved: set[str] = set()  # templates with an entry that has come or gone since `take_residency`
         # orders not handed out yet
         self._copies: list[PageCopy] = []
         self._forget: list[str] = []
         self._delete: list[str] = []
-        # statistics, by tier
-        self._hits: dict[str, int] = dict.fromkeys(self._tier_names(), 0)
-        self._evictions: dict[str, int] = {tier.name: 0 for tier in tiers}
-        self._loads: dict[str, int] = dict.fromkeys(self._tier_names()[1:], 0)
-        self._misses = self._primed = self._failed_loads = self._failed_stores = 0
-        self._load_seconds = 0.0
+        self._tally = CacheTally(tiers, has_disk=has_disk)
 
     # ------------------------------------------------------------------------------------------------- use
 
@@ -151,8 +109,8 @@ class ActivationCacheManager:
             elif entry.state is EntryState.LOADING:
                 entry.num_waiting += 1
             else:
-                self._misses += 1
-        self._hits[self._compute.name] += hits
+                self._tally.misses += 1
+        self._tally.hits[self._compute.name] += hits
         return True
 
     def fits(self, wants: Iterable[Want]) -> bool:
@@ -165,8 +123,8 @@ class ActivationCacheManager:
         if entry is None or entry.state is not EntryState.EMPTY:
             raise ValueError(f"entry {key} is {self.state(key).value}, not empty")
         entry.state = EntryState.READY
-        self._moved.add(template_of(key))
-        self._primed += 1
+        self._templates.note_moved(key)
+        self._tally.primed += 1
         self._sink(entry)
 
     def release(self, keys: Iterable[str]) -> None:
@@ -222,7 +180,7 @@ class ActivationCacheManager:
         not, are registered no more."""
         self._delete_file(template_key)
         self._registered.difference_update(keys)
-        for key in sorted(self._templates.get(template_key, ())):
+        for key in self._templates.keys_of(template_key):
             self._registered.discard(key)
             entry = self._entries[key]
             if entry.copy is not None and "disk" in (entry.copy.source, entry.copy.target):
@@ -233,12 +191,11 @@ class ActivationCacheManager:
 
     def take_residency(self) -> tuple[Residency, ...]:
         """What is here now of the templates whose pages have come or gone since the last call."""
-        moved, self._moved = self._moved, set()
-        return tuple(self._residency(template_key) for template_key in sorted(moved))
+        return tuple(map(self._residency, self._templates.take_moved()))
 
     def _residency(self, template_key: str) -> Residency:
         latents = latents_key(template_key)
-        keys = [key for key in self._templates.get(template_key, ()) if key != latents]
+        keys = [key for key in self._templates.keys_of(template_key) if key != latents]
         num_ready = sum(self._entries[key].state is _READY for key in keys)
         num_below = sum(self.tier_of(key) == "host" and self._entries[key].state is not _READY for key in keys)
         return Residency(template_key, num_ready, num_below)
@@ -286,34 +243,20 @@ class ActivationCacheManager:
     # ------------------------------------------------------------------------------------------------- what it holds
 
     def stats(self) -> CacheStats:
-        tiers = self._memory_tiers()
-        return CacheStats(
-            hits=dict(self._hits),
-            misses=self._misses,
-            primed=self._primed,
-            evictions=dict(self._evictions),
-            loads=dict(self._loads),
-            failed_loads=self._failed_loads,
-            failed_stores=self._failed_stores,
-            entries={tier.name: len(tier) for tier in tiers},
-            used_bytes={tier.name: tier.used_bytes for tier in tiers},
-            budget_bytes={tier.name: tier.budget_bytes for tier in tiers},
-            load_seconds=self._load_seconds,
-        )
+        return self._tally.stats(self._memory_tiers())
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless budgets are kept and pins, places, states and copies agree."""
         for tier in self._memory_tiers():
             tier.check_integrity()
             assert set(tier) <= set(self._entries), "a place without an entry"
-        assert {key for keys in self._templates.values() for key in keys} == set(self._entries)
-        assert all(self._templates.values()), "a template without entries"
+        self._templates.check_integrity(self._entries)
         for key, entry in self._entries.items():
             self._check_entry(key, entry)
         in_flight = [entry.copy for entry in self._entries.values() if entry.copy is not None]
         assert all(copy in in_flight for copy in self._copies), "an order for a copy that nobody waits for"
 
-    def _check_entry(self, key: str, entry: _Entry) -> None:
+    def _check_entry(self, key: str, entry: Entry) -> None:
         is_below = self._below is not None and key in self._below
         assert (key in self._compute) == (entry.ref is not None) == (entry.state is not EntryState.ABSENT), key
         assert key in self._compute or is_below, f"{key} is nowhere"
@@ -356,7 +299,7 @@ class ActivationCacheManager:
         entry.ref = EntryRef(want.key, want.nbytes, self._host_ref(entry) if self._below is None else None)
         entry.source = self._choose_source(want, wanted, load_wins)
         entry.state = EntryState.EMPTY if entry.source is None else EntryState.LOADING
-        self._moved.add(template_of(want.key))
+        self._templates.note_moved(want.key)
         if entry.source is not None and entry.copy is None:
             self._load(entry)
 
@@ -377,55 +320,55 @@ class ActivationCacheManager:
         self._evict(self._below, evicted)
         return True
 
-    def _new_entry(self, want: Want) -> _Entry:
-        entry = self._entries[want.key] = _Entry(want)
+    def _new_entry(self, want: Want) -> Entry:
+        entry = self._entries[want.key] = Entry(want)
         self._judge(entry)
-        self._templates.setdefault(template_of(want.key), set()).add(want.key)
+        self._templates.add(want.key)
         return entry
 
     def _evict(self, tier: MemoryTier, keys: Iterable[str]) -> None:
         """These have lost their place on a tier to others."""
         for key in keys:
-            self._evictions[tier.name] += 1
+            self._tally.evictions[tier.name] += 1
             self._left(tier, self._entries[key])
 
     # ------------------------------------------------------------------------------------------------- copies
 
-    def _load(self, entry: _Entry) -> None:
+    def _load(self, entry: Entry) -> None:
         """Start the next copy that brings an entry up. The host tier, if it does not compute, is passed through."""
         if self._below is not None and entry.source == "host":
             self._start(entry, "host", "device")
         else:
             self._start(entry, "disk", "host")
 
-    def _finish_load(self, entry: _Entry, copy: PageCopy, done: PageCopied) -> None:
-        self._load_seconds += done.seconds
-        self._moved.add(template_of(done.key))
+    def _finish_load(self, entry: Entry, copy: PageCopy, done: PageCopied) -> None:
+        self._tally.load_seconds += done.seconds
+        self._templates.note_moved(done.key)
         if not done.ok:
             self._fail_load(entry, copy)
             return
-        self._loads[copy.source] += 1
+        self._tally.loads[copy.source] += 1
         if copy.source == "disk":
             entry.was_on_disk = True
         if copy.target != self._compute.name:
-            self._hits["disk"] += entry.num_waiting
+            self._tally.hits["disk"] += entry.num_waiting
             entry.num_waiting = 0
             entry.source = "host"
             return
         assert entry.source is not None
-        self._hits[entry.source] += entry.num_waiting
+        self._tally.hits[entry.source] += entry.num_waiting
         entry.num_waiting = 0
         entry.state = EntryState.READY
 
-    def _fail_load(self, entry: _Entry, copy: PageCopy) -> None:
-        self._failed_loads += 1
-        self._misses += entry.num_waiting
+    def _fail_load(self, entry: Entry, copy: PageCopy) -> None:
+        self._tally.failed_loads += 1
+        self._tally.misses += entry.num_waiting
         entry.num_waiting = 0
         entry.state = EntryState.EMPTY
         if self._below is not None and copy.target == "host":
             self._below.remove(entry.want.key)
 
-    def _sink(self, entry: _Entry) -> None:
+    def _sink(self, entry: Entry) -> None:
         """Copy an entry that deserves it one tier down, unless it is being copied already."""
         if entry.has_sunk or entry.copy is not None or not (entry.is_proven and entry.is_kept):
             return
@@ -438,9 +381,9 @@ class ActivationCacheManager:
         elif is_below or entry.state is EntryState.READY:
             self._start(entry, "host", "disk")
 
-    def _finish_sinking(self, entry: _Entry, copy: PageCopy, ok: bool) -> None:
+    def _finish_sinking(self, entry: Entry, copy: PageCopy, ok: bool) -> None:
         if not ok:
-            self._failed_stores += 1
+            self._tally.failed_stores += 1
         if copy.target == "disk":
             entry.was_on_disk = ok
         elif not ok:
@@ -448,7 +391,7 @@ class ActivationCacheManager:
             self._below.remove(entry.want.key)
             entry.has_sunk = True
 
-    def _start(self, entry: _Entry, source: Tier, target: Tier) -> None:
+    def _start(self, entry: Entry, source: Tier, target: Tier) -> None:
         """Order a copy; its entry keeps its places on all tiers until it is over."""
         want = entry.want
         entry.copy = PageCopy(want.key, want.nbytes, want.block_bytes, source, target, self._host_ref(entry))
@@ -458,7 +401,7 @@ class ActivationCacheManager:
 
     # ------------------------------------------------------------------------------------------------- leaving
 
-    def _settle(self, entry: _Entry) -> None:
+    def _settle(self, entry: Entry) -> None:
         """Let an entry go from where nobody needs it: to the LRU, or for good."""
         if entry.copy is not None:
             return
@@ -477,10 +420,10 @@ class ActivationCacheManager:
             self._compute.remove(key)
             self._left(self._compute, entry)
 
-    def _left(self, tier: MemoryTier, entry: _Entry) -> None:
+    def _left(self, tier: MemoryTier, entry: Entry) -> None:
         """An entry has no place on `tier` any more."""
         key = entry.want.key
-        self._moved.add(template_of(key))
+        self._templates.note_moved(key)
         if tier is self._compute:
             entry.state, entry.ref = EntryState.ABSENT, None
             if tier.name == "device":
@@ -489,10 +432,7 @@ class ActivationCacheManager:
             entry.has_sunk = False
         if not any(key in tier for tier in self._memory_tiers()):
             del self._entries[key]
-            template = self._templates[template_of(key)]
-            template.remove(key)
-            if not template:
-                del self._templates[template_of(key)]
+            self._templates.remove(key)
 
     def _delete_file(self, key: str) -> None:
         if self._has_disk:
@@ -500,13 +440,13 @@ class ActivationCacheManager:
 
     # ------------------------------------------------------------------------------------------------- facts
 
-    def _judge(self, entry: _Entry) -> None:
+    def _judge(self, entry: Entry) -> None:
         """Decide anew how much an entry is worth."""
         is_registered = entry.want.key in self._registered
         entry.is_kept = not entry.is_doomed and (self._keep_all or is_registered)
         entry.is_proven = is_registered or entry.uses >= USES_TO_PROVE
 
-    def _host_ref(self, entry: _Entry) -> ArrayRef:
+    def _host_ref(self, entry: Entry) -> ArrayRef:
         """Its place in the page arena."""
         offset = self._host_tier.offset(entry.want.key)
         return ArrayRef(self._page_arena_id, offset, (entry.want.nbytes,), "uint8")
@@ -517,11 +457,6 @@ class ActivationCacheManager:
 
     def _memory_tiers(self) -> tuple[MemoryTier, ...]:
         return (self._compute,) if self._below is None else (self._compute, self._below)
-
-    def _tier_names(self) -> tuple[Tier, ...]:
-        """Fastest first."""
-        names: tuple[Tier, ...] = tuple(tier.name for tier in self._memory_tiers())
-        return (*names, "disk") if self._has_disk else names
 
 
 def _sizes(wants: Iterable[Want]) -> dict[str, int]:

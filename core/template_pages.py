@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Literal, get_args
 
-from core.activation_cache import ActivationCacheManager, EntryState, Want
+from core.activation_cache import ActivationCacheManager
+from core.cache_entry import EntryState, Want
 from core.handles import ArrayRef, EntryRef, Tier
 from core.messages.worker import PageCopied, PageSpan
 from core.page_scheme import page_key
