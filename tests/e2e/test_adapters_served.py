@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
 import openai
 import pytest
 from adapters import make_lora
-from pictures import Pixels, alpha_mask, decode, encode, photo
-from server_process import ServerProcess, start
+from pictures import decode, encode, photo
+from served_edits import ALPHA, PHOTO, assert_company_changes_nothing, client_of, edit, serving
+from server_process import ServerProcess
 
 from core.request import SamplingParams
 from entrypoints.image_engine import Edit, ImageEngine
 from tools.random_checkpoints import make_sd3
 
-PHOTO, ALPHA = encode(photo()), alpha_mask()
 CHOICES = ({}, {"lora": "shirt"}, {"lora": "hat"})
-FLAGS = ("--served-model-name", "tiny", "--threads", "1", "--dtype", "float32")
 
 
 @pytest.fixture(scope="module")
@@ -38,37 +35,21 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def adapted_server(files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     adapters = [flag for name in ("shirt", "hat") for flag in ("--lora", f"{name}={files[name]}")]
-    flags = ("--model", str(files["checkpoint"]), *FLAGS, *adapters)
-    server = start(tmp_path_factory.mktemp("server") / "scratch", *flags)
-    yield server
-    assert server.stop() == 0, server.log.read_text()
+    with serving(files["checkpoint"], tmp_path_factory.mktemp("server"), *adapters) as server:
+        yield server
 
 
 @pytest.fixture
 def client(adapted_server: ServerProcess) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=adapted_server.base_url, api_key="none", max_retries=0) as client:
+    with client_of(adapted_server) as client:
         yield client
-
-
-def edit(client: openai.OpenAI, image: bytes = PHOTO, **fields: Any) -> tuple[Pixels, dict[str, Any]]:
-    """The picture, and what the server says of it."""
-    source = openai.omit if "template_id" in fields else image
-    result = client.images.edit(
-        image=source, mask=ALPHA, prompt="a red hat", extra_body={"seed": 1, "num_inference_steps": 4} | fields
-    )
-    assert result.data
-    return decode(base64.b64decode(result.data[0].b64_json or "")), result.stencil  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("mask_aware", [True, False])
 def test_adapters_at_once_paint_what_each_paints_alone(client: openai.OpenAI, mask_aware: bool) -> None:
     wanted = [choice | {"mask_aware": mask_aware} for choice in CHOICES]
-    alone = [edit(client, **each)[0] for each in wanted]
-    assert len({picture.tobytes() for picture in alone}) == len(CHOICES)
-    with ThreadPoolExecutor(9) as pool:
-        together = list(pool.map(lambda each: edit(client, **each)[0], wanted * 3))
-    for picture, before in zip(together, alone * 3, strict=True):
-        np.testing.assert_array_equal(picture, before)
+    alone, _ = assert_company_changes_nothing(client, wanted, times=3)
+    assert len({picture.tobytes() for picture, _ in alone}) == len(CHOICES)
 
 
 def test_an_unknown_adapter_is_named_with_those_there_are(client: openai.OpenAI) -> None:

@@ -1,4 +1,4 @@
-"""Every family behind the API: edits, guidance, previews, clients that leave, a worker that dies."""
+"""Every family behind the API: edits, guidance, previews, a worker that dies."""
 
 from __future__ import annotations
 
@@ -8,20 +8,17 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
 import openai
 import pytest
 from diffusers import FlowMatchHeunDiscreteScheduler
-from pictures import BOX, Pixels, alpha_mask, decode, encode, photo
-from server_process import ServerProcess, start
+from pictures import decode, encode
+from served_edits import ALPHA, PHOTO, assert_cold_is_warm, assert_company_changes_nothing, client_of, edit, serving
+from server_process import ServerProcess
 
 from tools.random_checkpoints import make_flux, make_sd3
-
-STEPS = 5
-PHOTO, ALPHA = encode(photo()), alpha_mask()
 
 NOISY = {"use_dynamic_shifting": True, "stochastic_sampling": True}
 CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
@@ -41,38 +38,19 @@ def family(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def family_server(family: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    checkpoint = CHECKPOINTS[family](tmp_path_factory.mktemp("model") / family)
-    flags = ("--served-model-name", "tiny", "--threads", "1", "--dtype", "float32", "--max-queue", "8")
-    server = start(tmp_path_factory.mktemp("server") / "scratch", "--model", str(checkpoint), *flags)
-    yield server
-    assert server.stop() == 0, server.log.read_text()
+    folder = tmp_path_factory.mktemp("server")
+    with serving(CHECKPOINTS[family](folder / family), folder, "--max-queue", "8") as server:
+        yield server
 
 
 @pytest.fixture
 def client(family_server: ServerProcess) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=family_server.base_url, api_key="none", max_retries=0) as client:
+    with client_of(family_server) as client:
         yield client
 
 
-def edit(client: openai.OpenAI, image: bytes = PHOTO, **fields: Any) -> tuple[Pixels, dict[str, Any]]:
-    """The picture, and what the server says of it."""
-    body = {"seed": 1, "num_inference_steps": STEPS} | fields
-    mask = ALPHA if image is PHOTO else openai.omit
-    result = client.images.edit(image=image, mask=mask, prompt="a red hat", extra_body=body)
-    assert result.data
-    return decode(base64.b64decode(result.data[0].b64_json or "")), result.stencil  # type: ignore[attr-defined]
-
-
 def test_a_masked_edit_starts_cold_and_is_the_same_warm(client: openai.OpenAI) -> None:
-    first, cold = edit(client)
-    again, warm = edit(client)
-    np.testing.assert_array_equal(again, first)
-    assert (cold["cache"], warm["cache"]) == ("miss", "hit")
-    assert cold["num_inference_steps"] == STEPS
-    outside = np.ones(first.shape[:2], bool)
-    outside[BOX] = False
-    np.testing.assert_array_equal(first[outside][:, :3], photo()[outside])
-    assert np.abs(first[BOX][..., :3].astype(int) - photo()[BOX]).mean() > 10
+    assert_cold_is_warm(client)
 
 
 def test_an_exact_edit_is_another_picture_that_repeats(client: openai.OpenAI) -> None:
@@ -98,16 +76,12 @@ def test_what_a_family_cannot_use_is_named(client: openai.OpenAI, family: str) -
 
 
 def test_guided_and_plain_edits_share_batches_and_change_nothing(client: openai.OpenAI, family: str) -> None:
-    fields = [{}, GUIDED[family], {"strength": 0.6}, {"num_inference_steps": 3, "mask_aware": False}]
-    alone = [edit(client, **each)[0] for each in fields]
-    with ThreadPoolExecutor(len(fields)) as pool:
-        together = list(pool.map(lambda each: edit(client, **each)[0], fields))
-    for picture, before in zip(together, alone, strict=True):
-        np.testing.assert_array_equal(picture, before)
+    exact = {"num_inference_steps": 3, "mask_aware": False}
+    assert_company_changes_nothing(client, [{}, GUIDED[family], {"strength": 0.6}, exact])
 
 
 def test_partial_images_come_before_the_picture(client: openai.OpenAI) -> None:
-    body = {"seed": 1, "num_inference_steps": STEPS}
+    body = {"seed": 1, "num_inference_steps": 4}
     stream = client.images.edit(
         image=PHOTO, mask=ALPHA, prompt="a red hat", stream=True, partial_images=2, extra_body=body
     )
@@ -120,7 +94,7 @@ def test_partial_images_come_before_the_picture(client: openai.OpenAI) -> None:
 def test_a_long_picture_is_edited_whatever_positions_the_model_knows(client: openai.OpenAI) -> None:
     long = np.zeros((16, 1024, 4), np.uint8)
     long[:, :512, 3] = 255
-    picture, _ = edit(client, image=encode(long))
+    picture, _ = edit(client, encode(long), mask=None)
     assert picture.shape[:2] == (16, 1024)
 
 
@@ -130,16 +104,6 @@ def until(server: ServerProcess, is_so: Callable[[dict[str, int]], bool]) -> Non
     while not is_so(queue := httpx.get(f"{server.base_url}/engine/stats").json()["queue"]):
         assert time.monotonic() < deadline, queue
         time.sleep(0.01)
-
-
-def test_clients_that_leave_give_their_places_back(client: openai.OpenAI, family_server: ServerProcess) -> None:
-    for _ in range(10):  # more than there are places
-        until(family_server, lambda queue: queue["admitted"] < queue["limit"])
-        body = {"num_inference_steps": 200}
-        stream = client.images.edit(image=PHOTO, mask=ALPHA, prompt="a", stream=True, extra_body=body)
-        stream.close()
-    until(family_server, lambda queue: queue["admitted"] == 0)
-    edit(client)
 
 
 def test_a_worker_that_dies_costs_no_edit(client: openai.OpenAI, family_server: ServerProcess) -> None:
