@@ -12,7 +12,6 @@ steps (modulation, a prompt's embedding) is kept when it is whole, and depends o
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 import traceback
@@ -24,7 +23,6 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from core.errors import OutOfMemoryError
 from core.failure import Failure
 from core.halving import attempt_in_halves
 from core.handles import ArrayRef, EntryRef, TensorKey
@@ -42,6 +40,7 @@ from core.messages.worker import (
     Prime,
     TextEncode,
 )
+from model_executor.device_failures import free_memory, named, wait_for_device
 from model_executor.models.base import Family, PrimeRow, Row, Sample
 from model_executor.page_store import PageStore
 from model_executor.pages import Pages
@@ -54,15 +53,7 @@ logger = logging.getLogger("stencil.worker")
 TOGETHER = ("denoise", "prime")
 """Stages whose items share one forward pass."""
 
-OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED", "ALLOCATION_FAILED")
-"""How it is worded in a plain RuntimeError: by PyTorch's CPU allocator, the CUDA driver, cuBLAS and cuDNN."""
-
 _NO_PARENTS: Mapping[str, str] = MappingProxyType({})
-
-NO_ROOM = (
-    "the device has no room for this image, even alone: send a smaller one, or have the server hold less at a time "
-    "(--max-num-seqs, --cache-device-bytes)"
-)
 
 
 class Runner:
@@ -94,7 +85,7 @@ class Runner:
         started = time.monotonic()
         attempt = partial(self._attempt, batch.model.model)
         groups = [batch.items] if batch.stage in TOGETHER else [(item,) for item in batch.items]
-        done = [attempt_in_halves(group, attempt, _recover) for group in groups]
+        done = [attempt_in_halves(group, attempt, free_memory) for group in groups]
         return BatchResult(
             batch_id=batch.id,
             rank=self._rank,
@@ -110,10 +101,10 @@ class Runner:
         and only a new process helps."""
         try:
             results = self._compute(model, items)
-            _wait_for_device()  # a result tells how long it took, and a kernel that failed says so only then
+            wait_for_device()  # a result tells how long it took, and a kernel that failed says so only then
             return results
         except Exception as error:  # the actor's edge: whatever went wrong becomes a message to those who wait
-            failure, cause = Failure.of(_named(error), traceback.format_exc()), f"{type(error).__name__}: {error}"
+            failure, cause = Failure.of(named(error), traceback.format_exc()), f"{type(error).__name__}: {error}"
         names = ", ".join(item.request_id for item in items)
         logger.warning("%s of %s failed: %s", items[0].node, names, cause, extra=of_request(""))
         if torch.cuda.is_initialized():
@@ -390,24 +381,3 @@ def _sampler_key(item: Item) -> TensorKey:
 def _hidden_key(item: Item, work: Prime) -> TensorKey:
     """Where the hidden state of a keyframe's pass waits for the next chunk."""
     return TensorKey(item.request_id, item.node, f"hidden-{work.sigma}")
-
-
-def _wait_for_device() -> None:
-    """Until what was queued has been computed. Copies of pages go on."""
-    if torch.cuda.is_initialized():
-        torch.cuda.current_stream().synchronize()
-
-
-def _recover() -> None:
-    """Free what can be freed, before the next attempt."""
-    gc.collect()  # an exception and its traceback, which holds on to tensors, may be in a cycle
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-
-
-def _named(error: Exception) -> Exception:
-    """Out-of-memory errors as ours; any other as it is."""
-    is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
-    )
-    return OutOfMemoryError(NO_ROOM) if is_memory else error
