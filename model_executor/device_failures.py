@@ -30,7 +30,7 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def named(error: Exception) -> Exception:
+def our_error(error: Exception) -> Exception:
     """Out-of-memory errors as ours; any other as it is."""
     is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)

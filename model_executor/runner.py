@@ -40,7 +40,7 @@ from core.messages.worker import (
     Prime,
     TextEncode,
 )
-from model_executor.device_failures import free_memory, named, wait_for_device
+from model_executor.device_failures import free_memory, our_error, wait_for_device
 from model_executor.models.base import Family, PrimeRow, Row, Sample
 from model_executor.page_store import PageStore
 from model_executor.pages import Pages
@@ -104,7 +104,7 @@ class Runner:
             wait_for_device()  # a result tells how long it took, and a kernel that failed says so only then
             return results
         except Exception as error:  # the actor's edge: whatever went wrong becomes a message to those who wait
-            failure, cause = Failure.of(named(error), traceback.format_exc()), f"{type(error).__name__}: {error}"
+            failure, cause = Failure.of(our_error(error), traceback.format_exc()), f"{type(error).__name__}: {error}"
         names = ", ".join(item.request_id for item in items)
         logger.warning("%s of %s failed: %s", items[0].node, names, cause, extra=of_request(""))
         if torch.cuda.is_initialized():

@@ -71,7 +71,7 @@ Answers = list[tuple[Pixels, dict[str, Any]]]
 def assert_company_changes_nothing(
     client: openai.OpenAI, wanted: Sequence[Mapping[str, Any]], times: int = 1
 ) -> tuple[Answers, Answers]:
-    """All of them at once, so many times over, paint what each paints alone. The answers to each alone; those together."""
+    """All at once, so many times over, paint what each paints alone. The answers to each alone, and to these."""
     alone = [edit(client, **each) for each in wanted]
     everything = [*wanted] * times
     with ThreadPoolExecutor(len(everything)) as pool:
