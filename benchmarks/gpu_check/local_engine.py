@@ -18,8 +18,8 @@ from core.messages.engine import EditRequest, Finished
 from core.messages.worker import Batch, BatchResult, PageCopied
 from core.request import SamplingParams
 from core.scheduler import StepScheduler
-from engine.edit_session import resolve
 from engine.image_ops import content_id
+from engine.resolve import resolve
 from model_executor.page_store import PageStore
 from model_executor.resident import ResidentModels
 from model_executor.runner import Runner
