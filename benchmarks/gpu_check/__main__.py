@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for bar in bars(report.sections):
             print(bar.line, flush=True)
     write_document(out)
-    print(f"written: {out / RESULTS}, {out / DOCUMENT}")
+    print(f"written: {out / DOCUMENT}, from {out / RESULTS}")
     return 0 if args.write_only or all_ran else 1
 
 

@@ -15,6 +15,9 @@ from benchmarks.gpu_check.report import Report
 from benchmarks.gpu_check.sizes import Size
 
 Call = Callable[[], object]
+
+COMPILE_SECONDS = 60.0
+"""Nothing is compiled with less left."""
 T = TypeVar("T")
 
 

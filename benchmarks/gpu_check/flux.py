@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
+from typing import Any
 
 import torch
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
@@ -24,16 +26,17 @@ PIXELS = 16
 
 
 class FluxBench:
-    """One module, run by us and by diffusers. Calls allocate nothing that outlives them."""
+    """Our denoiser, and diffusers' module with the same weights: ours joins layers, as it does in a worker, so that the
+    two cannot share them. Calls allocate nothing that outlives them.
+    """
 
     def __init__(self, bench: Bench) -> None:
         self.size: FluxSize = bench.size.flux
-        self.module = bench.make(lambda: FluxTransformer2DModel(**self.size.transformer))
-        self.denoiser = FluxTransformer(self.module, 1000)
+        self._bench = bench
+        self.denoiser = FluxTransformer(self._make_module(), 1000, owns_module=True)
         self.layout = self.denoiser.page_layout(DTYPE)
         self.entry_bytes = self.layout.entry_bytes(self.size.image_tokens)
-        self._bench = bench
-        config = self.module.config
+        config = self._config = self.denoiser.module.config
         self.row = Row(
             latents=bench.draw(self.size.image_tokens, config.in_channels),
             condition=bench.draw(self.size.image_tokens, 0),
@@ -44,15 +47,24 @@ class FluxBench:
             grid=(self.size.side, self.size.side),
         )
 
-    @property
-    def billion_parameters(self) -> float:
-        return float(sum(parameter.numel() for parameter in self.module.parameters()) / 1e9)
+    @cached_property
+    def module(self) -> Any:
+        """Diffusers' own, made when it is asked for and until `drop_module`."""
+        return self._make_module()
+
+    def drop_module(self) -> None:
+        """Give its memory back."""
+        del self.module
+        self._bench.clear()
+
+    def _make_module(self) -> Any:
+        return self._bench.make(lambda: FluxTransformer2DModel(**self.size.transformer))
 
     @property
     def flop(self) -> float:
         """Of an exact step: products over all tokens and attention between them. What is computed once per request,
         modulation, is left out, as a run computes it once for all its steps."""
-        config, tokens = self.module.config, self.size.image_tokens + self.size.text_tokens
+        config, tokens = self._config, self.size.image_tokens + self.size.text_tokens
         hidden = config.num_attention_heads * config.attention_head_dim
         # Parameters of a token's products: qkv, out and mlp of each stream of a double block (of which a token passes
         # one), and of a single block.
@@ -84,6 +96,17 @@ class FluxBench:
         pages = Pages(self.layout, self.size.image_tokens, near, far, 0.37)
         return self.with_modulation(replace(self.row, active=self.box(ratio), pages=pages))
 
+    def agreement(self, ratio: float) -> tuple[float, float]:
+        """Relative differences: of our exact step from diffusers', and of a mask-aware one of the template's own
+        content, over its own pages at this very noise level, from our exact one.
+        """
+        row, entry = self.with_modulation(self.row), self.entry()
+        (exact,), theirs = self.denoiser.forward([row]), self.diffusers()()[0][0]
+        self.denoiser.prime([self._prime_row(row.sigma, entry)], (0, self.denoiser.num_pages))
+        pages = Pages(self.layout, self.size.image_tokens, entry, None, 0.0)
+        (masked,) = self.denoiser.forward([replace(row, active=self.box(ratio), pages=pages)])
+        return _difference(exact, theirs), _difference(masked, exact[self.box(ratio)])
+
     def at(self, sigma: float, row: Row) -> Row:
         """A row at another noise level."""
         return self.with_modulation(replace(row, sigma=self._scalar(sigma)))
@@ -114,27 +137,28 @@ class FluxBench:
 
     def prime(self, entries: Sequence[Tensor]) -> Call:
         """Pages of all keyframes in one pass, as an engine with nothing else to do primes them."""
-        row = self.row
-        rows = [
-            PrimeRow(
-                latents=row.latents,
-                condition=row.condition,
-                prompt_embeds=row.prompt_embeds,
-                pooled_prompt_embeds=row.pooled_prompt_embeds,
-                sigma=self._scalar(sigma),
-                guidance_scale=row.guidance_scale,
-                grid=row.grid,
-                hidden=None,
-                entry=entry,
-            )
-            for sigma, entry in zip(self.keyframes(), entries, strict=True)
-        ]
+        levels = zip(self.keyframes(), entries, strict=True)
+        rows = [self._prime_row(self._scalar(sigma), entry) for sigma, entry in levels]
         return lambda: self.denoiser.prime(rows, (0, self.denoiser.num_pages))
+
+    def _prime_row(self, sigma: Tensor, entry: Tensor) -> PrimeRow:
+        row = self.row
+        return PrimeRow(
+            latents=row.latents,
+            condition=row.condition,
+            prompt_embeds=row.prompt_embeds,
+            pooled_prompt_embeds=row.pooled_prompt_embeds,
+            sigma=sigma,
+            guidance_scale=row.guidance_scale,
+            grid=row.grid,
+            hidden=None,
+            entry=entry,
+        )
 
     # ------------------------------------------------------------------------------------------------ diffusers
 
-    def diffusers(self, batch: int = 1) -> Call:
-        """The module's own forward, dense."""
+    def diffusers(self, batch: int = 1) -> Callable[[], tuple[Tensor]]:
+        """The module's own forward, dense: velocities [batch, image tokens, width]."""
         row, side = self.row, self.size.side
         positions = torch.cartesian_prod(torch.zeros(1), torch.arange(float(side)), torch.arange(float(side)))
         inputs = {
@@ -147,11 +171,17 @@ class FluxBench:
             "img_ids": positions.to(row.latents.device),
             "return_dict": False,
         }
-        return lambda: self.module(**inputs)
+        module = self.module
+        return lambda: module(**inputs)
 
     def compile(self) -> None:
-        """Compile the module's blocks, as diffusers' guide to torch.compile has it; our forward does not call them."""
+        """Compile the module's blocks, as diffusers' guide to torch.compile has it."""
         self.module.compile_repeated_blocks(fullgraph=True, dynamic=False, backend=self._bench.size.backend)
 
     def _scalar(self, value: float) -> Tensor:
         return torch.tensor(value, device=self._bench.device)
+
+
+def _difference(ours: Tensor, theirs: Tensor) -> float:
+    """Norm of the difference over the norm."""
+    return float((ours.float() - theirs.float()).norm() / theirs.float().norm())

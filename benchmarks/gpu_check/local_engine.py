@@ -132,7 +132,8 @@ class Arenas:
     """The edits' arena and the pages', as a worker sees them."""
 
     def __init__(self, own: Arena, pages: Arena) -> None:
-        self.own, self.pages, self._by_id = own, pages, {arena.id: arena for arena in (own, pages)}
+        self.own, self.pages = own, pages
+        self._by_id = {arena.id: arena for arena in (own, pages)}
 
     def view(self, ref: ArrayRef) -> npt.NDArray[np.generic]:
         view: npt.NDArray[np.generic] = self._by_id[ref.arena].view(ref)

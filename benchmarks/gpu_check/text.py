@@ -70,16 +70,18 @@ Figures in the README and in [benchmarks.md](benchmarks.md) are all of CPUs.
 
 HOW = """## How to check a GPU machine
 
-    make gpu-check                                # 10 minutes at most, nothing from the internet
-    make gpu-check ARGS="--minutes 5"             # the most important sections alone
-    make gpu-check ARGS="--only flux_steps sdxl"  # these
+    make gpu-check                                  # 10 minutes at most
+    make gpu-check ARGS="--minutes 5"               # the most important sections alone
+    make gpu-check ARGS="--only flux_steps sdxl"    # these
+    make gpu-check ARGS="--write-only"              # this page, from what a run that was cut off has left
     make gpu-check ARGS="--device cpu --size tiny"  # no GPU: shows that the check itself runs
 
-It needs the packages that serving needs, and about 60 GB of GPU memory: FLUX.1-dev's transformer in bfloat16 with
-random weights, made on the GPU, and pages of 8 templates. Weights do not change the time of a step. Each figure is a
-median, both sides of a comparison take turns in one process, and diffusers runs eager and with its blocks compiled, as
-its guide to `torch.compile` has it. It prints a line for each bar, and writes `docs/gpu_results.json` after every
-figure and this page at its end:
+It needs nothing from the internet but what `make` installs; where that cannot be, `python3 -m benchmarks.gpu_check` is
+content with torch, diffusers, transformers, accelerate, msgspec, prometheus-client and Pillow. It takes about 90 GB of
+GPU memory: FLUX.1-dev's transformer in bfloat16 with random weights, ours and diffusers', and pages of 8 templates.
+Weights do not change the time of a step. Each figure is a median, both sides of a comparison take turns in one process,
+and diffusers runs eager and with its blocks compiled, as its guide to `torch.compile` has it. It prints a line for each
+bar, and writes `docs/gpu_results.json` after every figure and this page at its end:
 
 | section | what |
 | --- | --- |
@@ -117,7 +119,9 @@ NOT_A_GPU = "**Of a {device_type} at {size} size: these figures show that the ch
 STEPS = """### A step of FLUX's transformer
 
 {billion_parameters:.1f} billion parameters, {image_tokens} image and {text_tokens} text tokens, int8 pages between two
-keyframes, on the device. An exact step is {exact_tflop:.3g} TFLOP. Beside milliseconds: how much faster than diffusers
+keyframes, on the device. Our exact step's result differs from diffusers' by {exact_from_diffusers:.2g} of its norm, and
+a mask-aware one of the template's own content, over its own int8 pages, from the exact one by {masked_from_exact:.2g}.
+An exact step is {exact_tflop:.3g} TFLOP. Beside milliseconds: how much faster than diffusers
 compiled, and in brackets which share that is of the bound by operations.
 """
 

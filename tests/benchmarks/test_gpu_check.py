@@ -6,11 +6,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._C._autograd import DeviceType
 
 from benchmarks.gpu_check.bars import Bar, bars
 from benchmarks.gpu_check.bench import Bench
@@ -19,7 +21,7 @@ from benchmarks.gpu_check.correctness import difference
 from benchmarks.gpu_check.document import render
 from benchmarks.gpu_check.flux import FluxBench
 from benchmarks.gpu_check.flux_runs import between
-from benchmarks.gpu_check.overlap import hidden_share, merged
+from benchmarks.gpu_check.overlap import device_spans, hidden_share, merged
 from benchmarks.gpu_check.report import Report, read
 from benchmarks.gpu_check.sizes import FULL, TINY
 from benchmarks.server import ROOT
@@ -51,6 +53,8 @@ def test_every_section_runs_without_a_gpu(ran: tuple[subprocess.CompletedProcess
         "sdxl",
         "seconds",
     }
+    assert sections["flux_steps"]["exact_from_diffusers"] < 1e-5
+    assert sections["flux_steps"]["masked_from_exact"] < 0.02
     assert all(batch["diffusers_compiled_ms"] > 0 for batch in sections["flux_steps"]["batches"].values())
     alike = sections["correctness"]["checkpoints"]["flux-fill"]["float32"]
     same = {"max_levels": 0, "mean_levels": 0.0, "share_within_1": 1.0}
@@ -88,6 +92,8 @@ def full_sections() -> dict[str, Any]:
             "image_tokens": 4096,
             "text_tokens": 512,
             "exact_tflop": 125.0,
+            "exact_from_diffusers": 0.01,
+            "masked_from_exact": 0.02,
             "entry_gb": 1.48,
             "batches": {
                 "1": batch | {"diffusers_compiled_ms": 195.0, "ratios": ratios},
@@ -191,6 +197,24 @@ def test_copies_hide_under_computation_where_both_run() -> None:
     assert hidden_share([(0, 1)], [(1, 2)]) == 0.0
     assert hidden_share([], [(0, 1)]) == 1.0
     assert merged([(3, 4), (0, 1), (0.5, 2)]) == [(0, 2), (3, 4)]
+
+
+def test_a_profilers_events_become_spans() -> None:
+    """By the names that PyTorch's profiler gives to what a GPU does."""
+
+    def event(name: str, start: int, end: int, device: DeviceType = DeviceType.CUDA) -> SimpleNamespace:
+        return SimpleNamespace(name=name, device_type=device, time_range=SimpleNamespace(start=start, end=end))
+
+    events = [
+        event("Memcpy HtoD (Pinned -> Device)", 0, 1_000_000),
+        event("Memcpy DtoD (Device -> Device)", 0, 9_000_000),
+        event("Memset (Device)", 0, 9_000_000),
+        event("void flash_fwd_kernel", 250_000, 750_000),
+        event("aten::copy_", 0, 9_000_000, DeviceType.CPU),
+    ]
+    copies, kernels = device_spans(SimpleNamespace(events=lambda: events))  # type: ignore[arg-type]
+    assert (copies, kernels) == ([(0.0, 1.0)], [(0.25, 0.75)])
+    assert hidden_share(copies, kernels) == 0.5
 
 
 def test_noise_levels_lie_between_keyframes() -> None:

@@ -15,9 +15,10 @@ from torch.utils._pytree import tree_leaves
 
 from core.config import CacheConfig, ModelConfig, SchedulerConfig
 from core.errors import ConfigError
+from core.memory_budget import DeviceMemory
 from core.model_info import ModelInfo
 from model_executor.cost_probe import Batches
-from model_executor.memory_probe import device_page_bytes, gauge_of, heaviest, measure
+from model_executor.memory_probe import CudaGauge, device_page_bytes, gauge_of, heaviest, measure
 from model_executor.models.base import Family
 from model_executor.resident import ResidentModels
 from tools.random_checkpoints import make_sd3
@@ -187,3 +188,52 @@ def test_no_room_is_an_error_with_its_remedy(models: ResidentModels, info: Model
 
     with pytest.raises(ConfigError, match=r"no room for the largest batch .*--max-num-batched-tokens"):
         page_bytes(models, info, Full(100 * MIB), CacheConfig())
+
+
+class Driver:
+    """A GPU of 100 bytes, of which others have 10, as the CUDA driver and PyTorch's allocator tell of it. reserved: by
+    the allocator; idle: of that, what no tensor takes.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reserved = self.idle = self.peak = 0
+        for name in ("mem_get_info", "empty_cache", "reset_peak_memory_stats", "synchronize"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: self.reserved)
+        monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: self.peak)
+
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        return 90 - self.reserved, 100
+
+    def empty_cache(self) -> None:
+        self.reserved, self.idle = self.reserved - self.idle, 0
+
+    def reset_peak_memory_stats(self, device: torch.device) -> None:
+        self.peak = self.reserved
+
+    def synchronize(self, device: torch.device) -> None:
+        """Nothing is under way."""
+
+    def take(self, nbytes: int) -> None:
+        self.reserved += max(0, nbytes - self.idle)
+        self.idle = max(0, self.idle - nbytes)
+        self.peak = max(self.peak, self.reserved)
+
+    def give_back(self, nbytes: int) -> None:
+        self.idle += nbytes
+
+
+def test_a_gpu_is_read_by_what_its_driver_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch)
+    gauge = CudaGauge(torch.device("cuda", 0))
+    driver.take(40)  # weights
+    driver.take(20)
+    driver.give_back(20)  # what loading them took besides
+
+    def batch() -> None:
+        driver.take(15)
+        driver.give_back(15)
+
+    assert gauge.peak_of(batch) == 15
+    assert (gauge.total, gauge.taken(), gauge.free()) == (100, 40, 50)
+    assert measure(gauge, [batch]) == DeviceMemory(total=100, taken=40, peak=15, free=50)
