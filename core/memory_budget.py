@@ -49,7 +49,8 @@ def _why(memory: DeviceMemory, utilization: float, least: int, is_others: bool) 
         )
     return (
         f"no device memory is left for pages: {own}, and of {_gib(memory.total)} x --gpu-memory-utilization "
-        f"{utilization:g} there must remain {_gib(least)} for one picture's pages; {REMEDIES}"
+        f"{utilization:g} there must remain {_gib(least)} for one picture's pages; keep fewer keyframes "
+        f"(--cache-keyframes), {REMEDIES}"
     )
 
 

@@ -118,18 +118,17 @@ def _cold(figures: Figures) -> str:
 
 
 def _host(figures: Figures) -> str:
-    ratio, gigabytes = figures["host_step_ms"] / figures["device_step_ms"], f"{figures['copied_gb']:.1f} GB"
     rows = [
-        ["step, pages on the device", f"{figures['device_step_ms']:.2f} ms"],
         [
-            f"step, {gigabytes} of pages come up in {figures['steps']} of them",
-            f"{figures['host_step_ms']:.2f} ms: {ratio:.3f}x",
-        ],
+            ratio,
+            f"{one['device_step_ms']:.2f}",
+            f"{one['host_step_ms']:.2f}: {one['host_step_ms'] / one['device_step_ms']:.3f}x",
+            f"{one['hidden_share']:.2f} of {one['copy_ms']:.0f} ms",
+        ]
+        for ratio, one in figures.get("ratios", {}).items()
     ]
-    if "hidden_share" in figures:
-        what = f"of the copies' {figures['copy_ms']:.0f} ms under kernels, as the {figures['seen_by']} saw it"
-        rows.append([what, f"{figures['hidden_share']:.2f}"])
-    return f"{text.HOST}\n{table(['', ''], rows)}"
+    head = ["mask ratio", "step, ms, pages on the device", "from the host", "copies under kernels"]
+    return f"{text.HOST.format(**figures)}\n{table(head, rows)}"
 
 
 def _sdxl(figures: Figures) -> str:

@@ -127,7 +127,11 @@ compiled, and in brackets which share that is of the bound by operations.
 
 COLD = "### Priming and the first edit of a new picture\n"
 
-HOST = "### Pages in host memory\n"
+HOST = """### Pages in host memory
+
+One edit of {steps} steps, whose {copied_gb:.1f} GB of pages come up meanwhile. Copies and kernels are timed by the
+{seen_by}.
+"""
 
 SDXL = """### Stable Diffusion XL's shape
 
