@@ -1,7 +1,7 @@
 """What is left of a device's memory for pages: the largest batches are run, and what they took at most is kept free.
 
-Nothing is promised of pictures larger than the native size: such a step is done in halves where it does not fit, as any
-that does not (core/halving.py).
+No batch can be larger: pictures have the native area at most. Should one not fit all the same, since others took memory
+meanwhile, it is done in halves (core/halving.py).
 """
 
 from __future__ import annotations
