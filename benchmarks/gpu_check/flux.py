@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
-from typing import Any
 
 import torch
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
@@ -26,17 +24,18 @@ PIXELS = 16
 
 
 class FluxBench:
-    """Our denoiser, and diffusers' module with the same weights: ours joins layers, as it does in a worker, so that the
-    two cannot share them. Calls allocate nothing that outlives them.
+    """One module, run by us and by diffusers: on a GPU the layers that we join have views of the joined weights. Calls
+    allocate nothing that outlives them.
     """
 
     def __init__(self, bench: Bench) -> None:
         self.size: FluxSize = bench.size.flux
         self._bench = bench
-        self.denoiser = FluxTransformer(self._make_module(), 1000, owns_module=True)
+        self.module = bench.make(lambda: FluxTransformer2DModel(**self.size.transformer))
+        self.denoiser = FluxTransformer(self.module, 1000)
         self.layout = self.denoiser.page_layout(DTYPE)
         self.entry_bytes = self.layout.entry_bytes(self.size.image_tokens)
-        config = self._config = self.denoiser.module.config
+        config = self.module.config
         self.row = Row(
             latents=bench.draw(self.size.image_tokens, config.in_channels),
             condition=bench.draw(self.size.image_tokens, 0),
@@ -47,24 +46,11 @@ class FluxBench:
             grid=(self.size.side, self.size.side),
         )
 
-    @cached_property
-    def module(self) -> Any:
-        """Diffusers' own, made when it is asked for and until `drop_module`."""
-        return self._make_module()
-
-    def drop_module(self) -> None:
-        """Give its memory back."""
-        del self.module
-        self._bench.clear()
-
-    def _make_module(self) -> Any:
-        return self._bench.make(lambda: FluxTransformer2DModel(**self.size.transformer))
-
     @property
     def flop(self) -> float:
         """Of an exact step: products over all tokens and attention between them. What is computed once per request,
         modulation, is left out, as a run computes it once for all its steps."""
-        config, tokens = self._config, self.size.image_tokens + self.size.text_tokens
+        config, tokens = self.module.config, self.size.image_tokens + self.size.text_tokens
         hidden = config.num_attention_heads * config.attention_head_dim
         # Parameters of a token's products: qkv, out and mlp of each stream of a double block (of which a token passes
         # one), and of a single block.
@@ -171,11 +157,10 @@ class FluxBench:
             "img_ids": positions.to(row.latents.device),
             "return_dict": False,
         }
-        module = self.module
-        return lambda: module(**inputs)
+        return lambda: self.module(**inputs)  # type: ignore[no-any-return]
 
     def compile(self) -> None:
-        """Compile the module's blocks, as diffusers' guide to torch.compile has it."""
+        """Compile the module's blocks, as diffusers' guide to torch.compile has it; our forward does not call them."""
         self.module.compile_repeated_blocks(fullgraph=True, dynamic=False, backend=self._bench.size.backend)
 
     def _scalar(self, value: float) -> Tensor:

@@ -50,7 +50,6 @@ def run(bench: Bench, flux: FluxBench) -> None:
         batches[str(batch)]["compile_s"] = bench.report.seconds - started
         batches[str(batch)]["diffusers_compiled_ms"] = 1e3 * bench.median(flux.diffusers(batch))
         bench.report.put(NAME, batches=batches)
-    flux.drop_module()
 
 
 def _figures(seconds: dict[str, float], batch: int, flux: FluxBench) -> Figures:
