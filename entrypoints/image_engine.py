@@ -164,6 +164,11 @@ class ImageEngine:
         """What the loaded model can do, and how its templates are cached."""
         return next(iter(self._engine.models.values()))
 
+    @property
+    def device_page_bytes(self) -> int:
+        """Device memory that each engine's cached pages may take; 0 where they are read from the host's."""
+        return self._engine.cache.device_bytes or 0
+
     def create_template(self, image: ImageLike, *, lora: str = "") -> Template:
         """Register an image that is to be edited often, and compute what its edits with this adapter share: give the
         template's `id` as `Edit.template_id`. Raises InvalidRequestError.

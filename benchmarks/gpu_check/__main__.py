@@ -21,7 +21,7 @@ import diffusers.utils.logging
 import torch
 import transformers.utils.logging
 
-from benchmarks.gpu_check import correctness, flux_cold, flux_pages, flux_steps, overhead, sdxl
+from benchmarks.gpu_check import correctness, flux_cold, flux_pages, flux_steps, overhead, sdxl, served
 from benchmarks.gpu_check.bars import bars
 from benchmarks.gpu_check.bench import Bench
 from benchmarks.gpu_check.document import DOCUMENT, RESULTS, write_document
@@ -87,6 +87,7 @@ def _sections(bench: Bench) -> dict[str, Callable[[], None]]:
         flux_cold.NAME: cold,
         flux_pages.NAME: pages,
         overhead.NAME: lambda: overhead.run(bench),
+        served.NAME: lambda: served.run(bench),
         sdxl.NAME: unet,
     }
 

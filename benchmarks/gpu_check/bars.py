@@ -43,6 +43,7 @@ def bars(sections: Sections) -> list[Bar]:
     """All of them, in their order; sections: of the file of results, those that there are."""
     return [
         Bar("edits in float32, least share of pixel values within 1 of 255 of a CPU's", _of(_alike, sections), 0.999),
+        Bar("the same of an edit by a server's own processes", _of(_served, sections), 0.999),
         Bar("embedded model in bfloat16, mean difference from float32 in levels of 255", _of(_bf16, sections), None, 1),
         Bar("FLUX step at mask ratio 0.2, batch 1, x diffusers compiled", _of(_step("1", "0.2"), sections), 2.8),
         Bar("FLUX step at mask ratio 0.1, batch 1, x diffusers compiled", _of(_step("1", "0.1"), sections), 3.8),
@@ -72,6 +73,10 @@ def _of(figure: Callable[[Sections], float], sections: Sections) -> float | None
 def _alike(sections: Sections) -> float:
     checkpoints = sections["correctness"]["checkpoints"].values()
     return min(float(way["share_within_1"]) for each in checkpoints for way in each["float32"].values())
+
+
+def _served(sections: Sections) -> float:
+    return float(sections["served"]["share_within_1"])
 
 
 def _bf16(sections: Sections) -> float:

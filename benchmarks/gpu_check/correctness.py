@@ -63,7 +63,7 @@ def _edit(checkpoint: Path, device: str, dtype: str, scale: int) -> dict[str, li
     with closing(LocalEngine(checkpoint, device, dtype, cache)) as engine:
         return {
             "exact" if not is_masked else "mask-aware": engine.edit(
-                [_picture(scale * side, seed) for seed, side in enumerate(SIDES)],
+                [soft_picture(scale * side, seed) for seed, side in enumerate(SIDES)],
                 SamplingParams(num_inference_steps=STEPS, guidance_scale=GUIDANCE, seed=7, mask_aware=is_masked),
             )
             for is_masked in (False, True)
@@ -82,7 +82,7 @@ def difference(painted: list[Pixels], expected: list[Pixels]) -> Figures:
     }
 
 
-def _picture(side: int, seed: int) -> Pixels:
+def soft_picture(side: int, seed: int) -> Pixels:
     """Soft shapes: a random picture would hide nothing, and look like none."""
     generator = np.random.default_rng(seed)
     coarse = generator.integers(0, 256, (side // 16, side // 16, 3)).astype(np.uint8)

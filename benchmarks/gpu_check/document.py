@@ -158,6 +158,17 @@ def _levels(ways: Mapping[str, Figures]) -> str:
     return f"{_worst(ways, 'mean_levels', max):.3f}, {_worst(ways, 'max_levels', max):.0f}"
 
 
+def _served(figures: Figures) -> str:
+    rows = [
+        ["from its start until it serves", f"{figures['ready_s']:.1f} s"],
+        ["device memory for pages", f"{figures['device_page_gb']:.1f} GB"],
+        ["pages of the second edit of a picture", figures["second_edit"]],
+    ]
+    if "share_within_1" in figures:
+        rows.append(["pixel values within 1 of 255 of a CPU's", f"{figures['share_within_1']:.5f}"])
+    return f"{text.SERVED}\n{table(['', ''], rows)}"
+
+
 def _worst(ways: Mapping[str, Figures], name: str, pick: Callable[[Iterable[float]], float]) -> float:
     return pick(way[name] for way in ways.values())
 
@@ -190,5 +201,6 @@ _PARTS: dict[str, Callable[[Figures], str]] = {
     "sdxl": _sdxl,
     "overhead": _overhead,
     "correctness": _correctness,
+    "served": _served,
     "broken": _broken,
 }

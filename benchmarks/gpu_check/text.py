@@ -77,11 +77,11 @@ HOW = """## How to check a GPU machine
     make gpu-check ARGS="--device cpu --size tiny"  # no GPU: shows that the check itself runs
 
 It needs nothing from the internet but what `make` installs; where that cannot be, `python3 -m benchmarks.gpu_check` is
-content with torch, diffusers, transformers, accelerate, msgspec, prometheus-client and Pillow. It takes about 60 GB of
-GPU memory: FLUX.1-dev's transformer in bfloat16 with random weights, and pages of 8 templates.
-Weights do not change the time of a step. Each figure is a median, both sides of a comparison take turns in one process,
-and diffusers runs eager and with its blocks compiled, as its guide to `torch.compile` has it. It prints a line for each
-bar, and writes `docs/gpu_results.json` after every figure and this page at its end:
+content with torch, diffusers, transformers, accelerate, msgspec, prometheus-client and Pillow, and for `served` with
+pyzmq, uvloop and tqdm. It takes about 60 GB of GPU memory: FLUX.1-dev's transformer in bfloat16 with random weights, and
+pages of 8 templates. Weights do not change the time of a step. Each figure is a median, both sides of a comparison take
+turns in one process, and diffusers runs eager and with its blocks compiled, as its guide to `torch.compile` has it. It
+prints a line for each bar, and writes `docs/gpu_results.json` after every figure and this page at its end:
 
 | section | what |
 | --- | --- |
@@ -90,6 +90,7 @@ bar, and writes `docs/gpu_results.json` after every figure and this page at its 
 | `flux_cold` | priming; the first edit of a new picture against an exact one, both without text encoders |
 | `flux_host_pages` | a run whose pages come up from host memory, and how much of the copies lies under kernels |
 | `overhead` | a step of 8 edits from the scheduler to its first kernel |
+| `served` | the embedded model behind the processes of a server: start, memory for pages, pixels |
 | `sdxl` | a guided step, and a warm edit, of Stable Diffusion XL's shape |
 """
 
@@ -143,6 +144,11 @@ CORRECTNESS = """### Against a CPU in float32
 
 Differences of pixel values, in levels of 255, the larger of exact and mask-aware edits. Random weights magnify what
 bfloat16 rounds; of the embedded model it means something.
+"""
+
+SERVED = """### By a server's own processes
+
+The embedded model in float32, one worker.
 """
 
 OVERHEAD = "### Before a step's first kernel, 8 edits\n"

@@ -20,11 +20,14 @@ from benchmarks.gpu_check.boxes import box_tokens
 from benchmarks.gpu_check.correctness import difference
 from benchmarks.gpu_check.document import render
 from benchmarks.gpu_check.flux import FluxBench
-from benchmarks.gpu_check.flux_runs import between
+from benchmarks.gpu_check.flux_runs import ExactRun, ResidentRun, between
 from benchmarks.gpu_check.overlap import device_spans, hidden_share, merged
 from benchmarks.gpu_check.report import Report, read
+from benchmarks.gpu_check.sdxl import Sdxl
 from benchmarks.gpu_check.sizes import FULL, TINY
 from benchmarks.server import ROOT
+from model_executor.gpu_operators import GpuOperators
+from model_executor.models import denoiser
 
 CPU = torch.device("cpu")
 
@@ -50,9 +53,11 @@ def test_every_section_runs_without_a_gpu(ran: tuple[subprocess.CompletedProcess
         "flux_cold",
         "flux_host_pages",
         "overhead",
+        "served",
         "sdxl",
         "seconds",
     }
+    assert sections["served"]["second_edit"] == "hit, host"
     assert sections["flux_steps"]["exact_from_diffusers"] < 1e-5
     assert sections["flux_steps"]["masked_from_exact"] < 0.02
     assert all(batch["diffusers_compiled_ms"] > 0 for batch in sections["flux_steps"]["batches"].values())
@@ -118,6 +123,14 @@ def full_sections() -> dict[str, Any]:
                 "0.2": {"device_step_ms": 68.0, "host_step_ms": 70.0, "hidden_share": 0.95, "copy_ms": 150.0},
             },
         },
+        "served": {
+            "ready_s": 9.0,
+            "device_page_gb": 120.0,
+            "second_edit": "hit, device",
+            "max_levels": 1,
+            "mean_levels": 0.01,
+            "share_within_1": 1.0,
+        },
         "overhead": {"schedule_ring_apply_ms": 0.4, "runner_ms": 0.5, "total_ms": 0.9},
         "sdxl": {
             "ratio": 0.2,
@@ -175,6 +188,7 @@ def test_a_gpus_results_are_written_up() -> None:
     assert "| priming at 5 keyframes, in exact steps | 4.74 | at most 6 | pass |" in document
     assert "| 0.2 | 68.00 | 70.00: 1.029x | 0.95 of 150 ms |" in document
     assert "2.30 s: 0.43 of it, by operations of the denoiser 0.38" in document
+    assert "| pages of the second edit of a picture | hit, device |" in document
     assert "Traceback: here" in document
 
 
@@ -268,3 +282,34 @@ def test_the_full_size_has_the_bounds_of_the_bars() -> None:
     assert "| 0.1 | 410 | 5.00x |" in document
     assert "| 0.2 | 819 | 3.46x |" in document
     assert (FULL.flux.image_tokens, FULL.flux.steps, FULL.flux.keyframes) == (4096, 28, 5)
+
+
+@pytest.fixture
+def on_meta(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """A device that computes nothing, and refuses what lies on another one, as a GPU does."""
+    monkeypatch.setattr(denoiser, "best_operators", lambda device: GpuOperators())
+    return Bench(torch.device("meta"), torch.bfloat16, TINY, Report(tmp_path / "results.json", {}), 1.0)
+
+
+@torch.inference_mode()
+def test_flux_mixes_no_devices(on_meta: Bench) -> None:
+    flux = FluxBench(on_meta)
+    entries = [flux.entry() for _ in flux.keyframes()]
+    calls = [
+        flux.exact(2),
+        flux.diffusers(2),
+        flux.prime(entries),
+        flux.edits(0.2, [(entries[0], entries[1])] * 2),
+        ExactRun(flux).run,
+        ResidentRun(flux, 0.2, entries).run,
+    ]
+    for call in calls:
+        call()
+
+
+@torch.inference_mode()
+def test_sdxl_mixes_no_devices(on_meta: Bench) -> None:
+    sdxl = Sdxl(on_meta)
+    for call in (sdxl.exact(), sdxl.masked(), sdxl.diffusers()):
+        call()
+    assert sdxl.bound() > 1
