@@ -78,10 +78,10 @@ HOW = """## How to check a GPU machine
 
 It needs nothing from the internet but what `make` installs; where that cannot be, `python3 -m benchmarks.gpu_check` is
 content with torch, diffusers, transformers, accelerate, msgspec, prometheus-client and Pillow, and for `served` with
-pyzmq, uvloop and tqdm. It takes about 60 GB of GPU memory: FLUX.1-dev's transformer in bfloat16 with random weights, and
-pages of 8 templates. Weights do not change the time of a step. Each figure is a median, both sides of a comparison take
-turns in one process, and diffusers runs eager and with its blocks compiled, as its guide to `torch.compile` has it. It
-prints a line for each bar, and writes `docs/gpu_results.json` after every figure and this page at its end:
+pyzmq, uvloop and tqdm. It takes about 60 GB of GPU memory: FLUX.1-dev's transformer in bfloat16 with random weights,
+and pages of 8 templates. Weights do not change the time of a step. Each figure is a median, both sides of a comparison
+take turns in one process, and diffusers runs eager and with its blocks compiled, as its guide to `torch.compile` has
+it. It prints a line for each bar, and writes `docs/gpu_results.json` after every figure and this page at its end:
 
 | section | what |
 | --- | --- |
