@@ -157,7 +157,7 @@ class FluxBench:
             "img_ids": positions.to(row.latents.device),
             "return_dict": False,
         }
-        return lambda: self.module(**inputs)  # type: ignore[no-any-return]
+        return lambda: self.module(**inputs)
 
     def compile(self) -> None:
         """Compile the module's blocks, as diffusers' guide to torch.compile has it; our forward does not call them."""

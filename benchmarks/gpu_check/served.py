@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.gpu_check.bench import Bench
-from benchmarks.gpu_check.correctness import MAKERS, Pixels, difference, soft_picture
+from benchmarks.gpu_check.correctness import MAKERS, difference, soft_picture
+from benchmarks.gpu_check.local_engine import Pixels
 from benchmarks.gpu_check.report import Figures
 from core.config import EMBEDDED_MODEL
 from core.request import SamplingParams
