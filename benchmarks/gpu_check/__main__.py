@@ -21,7 +21,7 @@ import diffusers.utils.logging
 import torch
 import transformers.utils.logging
 
-from benchmarks.gpu_check import correctness, flux_cold, flux_pages, flux_steps, overhead, sdxl, served
+from benchmarks.gpu_check import attention, correctness, flux_cold, flux_pages, flux_steps, overhead, sdxl, served
 from benchmarks.gpu_check.bars import bars
 from benchmarks.gpu_check.bench import Bench
 from benchmarks.gpu_check.document import DOCUMENT, RESULTS, write_document
@@ -89,6 +89,7 @@ def _sections(bench: Bench) -> dict[str, Callable[[], None]]:
         overhead.NAME: lambda: overhead.run(bench),
         served.NAME: lambda: served.run(bench),
         sdxl.NAME: unet,
+        attention.NAME: lambda: attention.run(bench),
     }
 
 

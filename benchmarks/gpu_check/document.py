@@ -169,6 +169,16 @@ def _served(figures: Figures) -> str:
     return f"{text.SERVED}\n{table(['', ''], rows)}"
 
 
+def _attention(figures: Figures) -> str:
+    rows = [
+        [shape, way, f"{ms:.3f}", f"{one['tflop'] / ms * 1e3:.0f}", f"{one['new_shape_ms'][way]:.1f}"]
+        for shape, one in figures["shapes"].items()
+        for way, ms in one["ms"].items()
+    ]
+    head = ["mask ratio", "way", "ms", "TFLOP/s", "first call of a new shape, ms"]
+    return f"{text.ATTENTION.format(**figures)}\n{table(head, rows)}"
+
+
 def _worst(ways: Mapping[str, Figures], name: str, pick: Callable[[Iterable[float]], float]) -> float:
     return pick(way[name] for way in ways.values())
 
@@ -202,5 +212,6 @@ _PARTS: dict[str, Callable[[Figures], str]] = {
     "overhead": _overhead,
     "correctness": _correctness,
     "served": _served,
+    "attention": _attention,
     "broken": _broken,
 }

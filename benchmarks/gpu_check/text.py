@@ -92,6 +92,7 @@ it. It prints a line for each bar, and writes `docs/gpu_results.json` after ever
 | `overhead` | a step of 8 edits from the scheduler to its first kernel |
 | `served` | the embedded model behind the processes of a server: start, memory for pages, pixels |
 | `sdxl` | a guided step, and a warm edit, of Stable Diffusion XL's shape |
+| `attention` | of FLUX's shape, as steps compute it and by other ways that PyTorch has |
 """
 
 EXPECT = """## What to expect
@@ -152,5 +153,10 @@ The embedded model in float32, one worker.
 """
 
 OVERHEAD = "### Before a step's first kernel, 8 edits\n"
+
+ATTENTION = """### Attention
+
+{heads} heads of {head_dim} numbers, {keys} keys each request; "together" is what steps do in half precision.
+"""
 
 BROKEN = "### Broken off\n"

@@ -55,6 +55,7 @@ def test_every_section_runs_without_a_gpu(ran: tuple[subprocess.CompletedProcess
         "overhead",
         "served",
         "sdxl",
+        "attention",
         "seconds",
     }
     assert sections["served"]["second_edit"] == "hit, host"
@@ -132,6 +133,12 @@ def full_sections() -> dict[str, Any]:
             "share_within_1": 1.0,
         },
         "overhead": {"schedule_ring_apply_ms": 0.4, "runner_ms": 0.5, "total_ms": 0.9},
+        "attention": {
+            "heads": 24,
+            "head_dim": 128,
+            "keys": 4608,
+            "shapes": {"0.2": {"tflop": 0.0754, "ms": {"together": 0.2}, "new_shape_ms": {"together": 0.3}}},
+        },
         "sdxl": {
             "ratio": 0.2,
             "steps": 30,
@@ -189,6 +196,7 @@ def test_a_gpus_results_are_written_up() -> None:
     assert "| 0.2 | 68.00 | 70.00: 1.029x | 0.95 of 150 ms |" in document
     assert "2.30 s: 0.43 of it, by operations of the denoiser 0.38" in document
     assert "| pages of the second edit of a picture | hit, device |" in document
+    assert "| 0.2 | together | 0.200 | 377 | 0.3 |" in document
     assert "Traceback: here" in document
 
 
