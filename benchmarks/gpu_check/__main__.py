@@ -21,7 +21,17 @@ import diffusers.utils.logging
 import torch
 import transformers.utils.logging
 
-from benchmarks.gpu_check import attention, correctness, flux_cold, flux_pages, flux_steps, overhead, sdxl, served
+from benchmarks.gpu_check import (
+    attention,
+    correctness,
+    flux_cold,
+    flux_pages,
+    flux_steps,
+    kernel_tests,
+    overhead,
+    sdxl,
+    served,
+)
 from benchmarks.gpu_check.bars import bars
 from benchmarks.gpu_check.bench import Bench
 from benchmarks.gpu_check.document import DOCUMENT, RESULTS, write_document
@@ -83,6 +93,7 @@ def _sections(bench: Bench) -> dict[str, Callable[[], None]]:
 
     return {
         correctness.NAME: lambda: correctness.run(bench),
+        kernel_tests.NAME: lambda: kernel_tests.run(bench),
         flux_steps.NAME: lambda: flux_steps.run(bench, flux()),
         flux_cold.NAME: cold,
         flux_pages.NAME: pages,

@@ -137,6 +137,7 @@ def _sdxl(figures: Figures) -> str:
         "diffusers_compiled": "diffusers compiled",
         "exact": "Stencil, exact",
         "masked": "Stencil, mask-aware",
+        "masked_compiled": "the same with `--kernels compile`",
     }
     rows = [
         [title, _ms(figures.get(f"{name}_ms")), _seconds(figures.get(f"{name}_edit_s"))]
@@ -179,6 +180,10 @@ def _attention(figures: Figures) -> str:
     return f"{text.ATTENTION.format(**figures)}\n{table(head, rows)}"
 
 
+def _kernel_tests(figures: Figures) -> str:
+    return f"{text.KERNEL_TESTS}\n```\n{figures['said']}\n```\n"
+
+
 def _worst(ways: Mapping[str, Figures], name: str, pick: Callable[[Iterable[float]], float]) -> float:
     return pick(way[name] for way in ways.values())
 
@@ -213,5 +218,6 @@ _PARTS: dict[str, Callable[[Figures], str]] = {
     "correctness": _correctness,
     "served": _served,
     "attention": _attention,
+    "kernel_tests": _kernel_tests,
     "broken": _broken,
 }

@@ -86,6 +86,7 @@ it. It prints a line for each bar, and writes `docs/gpu_results.json` after ever
 | section | what |
 | --- | --- |
 | `correctness` | edits of the embedded model and of small random checkpoints of every family against a CPU's |
+| `kernel_tests` | the tests of kernels, attention and copies; needs pytest and hypothesis |
 | `flux_steps` | a step by mask ratio, in batches of 1, 4 and 8 |
 | `flux_cold` | priming; the first edit of a new picture against an exact one, both without text encoders |
 | `flux_host_pages` | a run whose pages come up from host memory, and how much of the copies lies under kernels |
@@ -146,6 +147,8 @@ CORRECTNESS = """### Against a CPU in float32
 Differences of pixel values, in levels of 255, the larger of exact and mask-aware edits. Random weights magnify what
 bfloat16 rounds; of the embedded model it means something.
 """
+
+KERNEL_TESTS = "### Tests of kernels\n"
 
 SERVED = """### By a server's own processes
 

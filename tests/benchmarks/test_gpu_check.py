@@ -49,6 +49,7 @@ def test_every_section_runs_without_a_gpu(ran: tuple[subprocess.CompletedProcess
     assert "broken" not in sections
     assert set(sections) == {
         "correctness",
+        "kernel_tests",
         "flux_steps",
         "flux_cold",
         "flux_host_pages",
@@ -59,6 +60,8 @@ def test_every_section_runs_without_a_gpu(ran: tuple[subprocess.CompletedProcess
         "seconds",
     }
     assert sections["served"]["second_edit"] == "hit, host"
+    assert sections["kernel_tests"]["passed"], sections["kernel_tests"]["said"]
+    assert sections["sdxl"]["masked_compiled_ms"] > 0
     assert sections["flux_steps"]["exact_from_diffusers"] < 1e-5
     assert sections["flux_steps"]["masked_from_exact"] < 0.02
     assert all(batch["diffusers_compiled_ms"] > 0 for batch in sections["flux_steps"]["batches"].values())
@@ -124,6 +127,7 @@ def full_sections() -> dict[str, Any]:
                 "0.2": {"device_step_ms": 68.0, "host_step_ms": 70.0, "hidden_share": 0.95, "copy_ms": 150.0},
             },
         },
+        "kernel_tests": {"has_run": True, "passed": True, "said": "12 passed in 3.4s"},
         "served": {
             "ready_s": 9.0,
             "device_page_gb": 120.0,
@@ -197,6 +201,7 @@ def test_a_gpus_results_are_written_up() -> None:
     assert "2.30 s: 0.43 of it, by operations of the denoiser 0.38" in document
     assert "| pages of the second edit of a picture | hit, device |" in document
     assert "| 0.2 | together | 0.200 | 377 | 0.3 |" in document
+    assert "12 passed in 3.4s" in document
     assert "Traceback: here" in document
 
 
