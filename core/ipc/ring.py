@@ -243,16 +243,17 @@ class Channel:
             raise PeerClosedError("the peer is gone")
         return payload
 
-    def _take_wakes(self, flags: int) -> None:
-        """Take what wake bytes there are (with flags=0: wait for one) and notice EOF."""
+    def _take_wakes(self, flags: int) -> bool:
+        """Take what wake bytes there are (with flags=0: wait for one) and notice EOF; whether there may be more."""
         if self._peer_gone:
-            return
+            return False
         try:
             self._peer_gone = not self._sock.recv(_MAX_WAKES, flags)
         except BlockingIOError:
-            pass
+            return False
         except ConnectionResetError:  # the peer left without taking all of our wake bytes
             self._peer_gone = True
+        return not self._peer_gone
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._loop is not None:
@@ -266,8 +267,13 @@ class Channel:
             self._loop = None
 
     def _on_readable(self) -> None:
-        """Empty the socket here, not in `messages`: a level-triggered reader would spin while a frame is processed."""
-        self._take_wakes(socket.MSG_DONTWAIT)
+        """Empty the socket here, not in `messages`: a level-triggered reader would spin while a frame is processed.
+
+        To its end: where wake bytes and a reset come at once, libuv calls only this once, and the peer's end would
+        stay unseen.
+        """
+        while self._take_wakes(socket.MSG_DONTWAIT):
+            pass
         if self._peer_gone and self._loop is not None:
             self._loop.remove_reader(self._sock.fileno())  # EOF stays readable for ever
         self._woken.set()

@@ -209,6 +209,24 @@ def test_a_death_ends_messages_after_the_last_frame(runner: asyncio.Runner) -> N
     runner.run(main())
 
 
+def test_a_last_frame_and_a_reset_may_come_at_once(runner: asyncio.Runner) -> None:
+    async def main() -> None:
+        here, there = pair()
+        received = asyncio.create_task(collect(here))
+        await asyncio.sleep(0.05)  # it waits
+        here.send(b"never read")
+        there.send(b"last")
+        there.close()
+        async with asyncio.timeout(20):
+            assert await received == [b"last"]
+        here.close()
+
+    async def collect(channel: Channel) -> list[bytes]:
+        return [frame async for frame in channel.messages()]
+
+    runner.run(main())
+
+
 def test_a_death_is_seen_by_a_blocking_receiver() -> None:
     channel, child = child_with("say_and_die", b"last")
     assert [channel.recv() for _ in range(3)] == [b"last"] * 3
