@@ -30,9 +30,11 @@ counts from when an edit was due, failed edits have none and count as infinite.
 
 RATES = """## Latency against the request rate
 
-As FlashPS's figure 12. The load is the offered rate over what diffusers serves one at a time. A system that fell below
-0.75 of the offered rate is not tried at the next one. "Keeps up": at least 0.98 of the offered rate, no failure. Both
-by the edits that came back over the time from the first arrival to the last answer, less the run's shortest latency.
+As FlashPS's figure 12: a few seconds of arrivals at a low and a high rate for all systems, and for Stencil alone a
+longer run at the rate that it has to keep up with. The load is the offered rate, as it was drawn, over what diffusers
+serves one at a time. A system that fell below 0.75 of the low rate would not be tried at the high one. "Keeps up",
+told of long runs alone: edits that came back, over the time from the first arrival to the last answer less the run's
+shortest latency, are at least 0.98 of the offered rate, and none failed.
 """
 
 STAGES = """## Where Stencil's time goes
