@@ -33,6 +33,10 @@ class CopyStream:
         self._stream = self._gpu.Stream(device)
         self._register()
 
+    def enter(self) -> None:
+        """Once, in the I/O thread: CUDA's current device is each thread's own."""
+        self._gpu.set_device(self._device)
+
     def ready(self) -> torch.Event:
         """What the computing thread has queued up to now."""
         event: torch.Event = self._gpu.Event()

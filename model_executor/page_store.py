@@ -233,8 +233,11 @@ class PageStore:
     @torch.inference_mode()  # as the thread that computes: it makes tensors that could not be written otherwise
     def _run(self) -> None:
         try:
+            if self._stream is not None:
+                self._stream.enter()
             while not self._is_closed and (job := self._jobs.get()) is not None:
                 self._do(job)
+                del job  # or it would hold its device memory until the next one comes
         finally:
             with self._changed:
                 self._is_closed = True

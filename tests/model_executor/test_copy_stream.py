@@ -63,6 +63,10 @@ class Gpu:
         self._current = threading.local()
         self.registered: dict[int, int] = {}  # address -> bytes
         self.register_error = 0
+        self.devices: dict[str, torch.device] = {}  # thread -> the one it has chosen
+
+    def set_device(self, device: torch.device) -> None:
+        self.devices[threading.current_thread().name] = device
 
     def Stream(self, device: torch.device) -> Stream:
         return self.copying
@@ -142,6 +146,14 @@ def test_an_arena_that_cannot_be_pinned_is_a_config_error(gpu: Gpu) -> None:
     gpu.register_error = 2
     with pytest.raises(ConfigError, match=r"cannot pin 0.0 GiB .* \(cudaError 2\); give a smaller --cache-host-bytes"):
         CopyStream(CPU, torch.empty(1))
+
+
+def test_the_thread_that_copies_chooses_its_device(gpu: Gpu) -> None:
+    arena, device = Arena.create(7, 1 << 20), torch.device("cuda", 1)
+    store = PageStore(device, arena, None, lambda copied: None)
+    store.close()
+    assert gpu.devices == {"page-io": device}
+    arena.close()
 
 
 def test_a_store_moves_pages_by_it(gpu: Gpu) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import time
+import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from queue import Queue
@@ -116,6 +119,19 @@ def test_device_entries_are_kept_by_key_until_forgotten(bench: Bench) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------- copies
+
+
+def test_a_forgotten_entrys_memory_is_free_though_no_other_copy_comes(bench: Bench) -> None:
+    host = bench.host_ref()
+    bench.store.create(host).copy_(content())
+    assert bench.copy("a", "host", "device", host.host)
+    memory = weakref.ref(bench.store.entry(EntryRef("a", NBYTES, None)))
+    bench.store.forget(["a"])
+    ends = time.monotonic() + PATIENCE
+    while memory() is not None and time.monotonic() < ends:  # the thread tells of a copy before it has let go of it
+        gc.collect()
+        time.sleep(0.01)
+    assert memory() is None
 
 
 def test_an_entry_goes_down_to_disk_and_up_to_the_device(bench: Bench, files: GatedFiles) -> None:
