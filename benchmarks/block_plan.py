@@ -117,7 +117,7 @@ class Step:
 
         def step() -> None:
             self.store.start(copy)
-            self.store.begin_with(copy.key, num_full)
+            self.store.put_last(copy.key, range(num_full))
             if wait_for_all:
                 for block in range(self.layout.num_blocks):
                     self._wait(block)
@@ -152,7 +152,7 @@ class Step:
 
     def _forward(self, num_full: int, wait: Callable[[int], None] | None) -> None:
         pages = replace(self._pages, wait=wait)
-        self._transformer.forward([replace(self._row, pages=pages, full_blocks=num_full)])
+        self._transformer.forward([replace(self._row, pages=pages, full_blocks=range(num_full))])
 
     @staticmethod
     def _timed(step: Callable[[], None]) -> float:

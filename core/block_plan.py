@@ -9,6 +9,7 @@ start with the step (FlashPS, section 4.2 and figure 9):
 
 Times are in one unit, by block. Pages of keys and values allow only a prefix of full blocks: what the inactive tokens'
 hidden states are is lost at the first cached block. A family that caches the outputs of blocks may use any subset.
+There a block's output may fill several pages: what the rest of Stencil calls blocks are these.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -77,6 +79,32 @@ def algorithm_1(compute_full: Times, compute_cached: Times, load: Times) -> tupl
         else:
             done += full
     return tuple(cached)
+
+
+class BlockRun(msgspec.Struct, frozen=True):
+    """So many equal blocks in a row of a model that keeps their outputs. pages: of each. work: of each, as a share of
+    all blocks' (0..1)."""
+
+    number: int
+    pages: int
+    work: float
+
+
+def plan_blocks(
+    block_runs: Sequence[BlockRun], num_pages: int, full: float, cached: float, load: float
+) -> tuple[int, ...]:
+    """The pages whose blocks are computed in full so that a step ends soonest, ascending. block_runs: () for a model of
+    equal blocks with a page each, of which only the leading ones can be. full, cached, load: seconds of all blocks."""
+    if not block_runs:
+        blocks = ([seconds / num_pages] * num_pages for seconds in (full, cached, load))
+        return tuple(range(plan_prefix(*blocks)))
+    runs = [Run(full * run.work, cached * run.work, load * run.pages / num_pages, run.number) for run in block_runs]
+    chosen: list[int] = []
+    first = 0  # page of the run
+    for run, in_full in zip(block_runs, plan_subset(runs), strict=True):
+        chosen += range(first, first + in_full * run.pages)
+        first += run.number * run.pages
+    return tuple(chosen)
 
 
 class Run(NamedTuple):

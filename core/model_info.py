@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from core.block_plan import BlockRun
 from core.page_scheme import PageScheme
 from core.request import SamplingParams
 from core.vision_tokens import VisionTokens
@@ -23,7 +24,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     template is to a text encoder that sees it, None where it does not. conditions_per_token: condition tokens per image
     token, 1 where the denoiser sees the clean template as tokens of its own. page_scheme: how templates are cached,
     None where the model is served without mask-aware execution. device: its type; which of several alike it is makes no
-    difference to anybody. parent: the model that this is an adapter of, "" for a model itself.
+    difference to anybody. block_runs: what the denoiser's blocks take, of a family that keeps their outputs. parent:
+    the model that this is an adapter of, "" for a model itself.
     """
 
     name: str
@@ -49,6 +51,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     vision: VisionTokens | None = None
     conditions_per_token: int = 0
     page_scheme: PageScheme | None = None
+    block_runs: tuple[BlockRun, ...] = ()
     parent: str = ""
 
     def num_steps(self, sampling: SamplingParams) -> int:

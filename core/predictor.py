@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from core.block_plan import plan_prefix
+from core.block_plan import plan_blocks
 from core.cost_model import CostKey, CostModel, Work, extra_seconds
 from core.handles import ModelKey, Tier
 from core.load_report import RequestLoad
@@ -88,20 +88,19 @@ class Predictor:
         prime = self.cost.predict(self._prime_key(template), Work.of([template.pass_tokens]))
         return not prime or self.cost.predict_copy(tier, nbytes) <= prime
 
-    def full_blocks(self, request: Request, loading: Sequence[tuple[Tier, int]]) -> int:
-        """How many leading blocks the request's next step computes in full while these entries, of (tier, bytes), come
-        up."""
+    def full_blocks(self, request: Request, loading: Sequence[tuple[Tier, int]]) -> tuple[int, ...]:
+        """The blocks that the request's next step computes in full while these entries, of (tier, bytes), come up."""
         assert request.hold is not None
         node, model = self._workflow.loop, request.edit.model
-        num_blocks = request.hold.template.scheme.layout.num_blocks
         every, active = request.num_all_tokens, request.num_active_tokens
         num_rows = request.edit.sampling.num_rows
-        full = self.of_node(model, node, Work.of([every] * num_rows)) / num_blocks
-        cached = self.of_node(model, node, Work.of_pairs([(active, every)] * num_rows)) / num_blocks
-        load = sum(self.cost.predict_copy(tier, nbytes) for tier, nbytes in loading) / num_blocks
+        full = self.of_node(model, node, Work.of([every] * num_rows))
+        cached = self.of_node(model, node, Work.of_pairs([(active, every)] * num_rows))
+        load = sum(self.cost.predict_copy(tier, nbytes) for tier, nbytes in loading)
         if not full:
-            return 0  # nothing is known yet
-        return plan_prefix([full] * num_blocks, [cached] * num_blocks, [load] * num_blocks)
+            return ()  # nothing is known yet
+        num_blocks = request.hold.template.scheme.layout.num_blocks
+        return plan_blocks(self._models[model].block_runs, num_blocks, full, cached, load)
 
     def _coefficients(self, request: Request, node: Node) -> tuple[float, ...]:
         return self.cost.coefficients(self.key(ModelKey(request.edit.model, node.component), node.stage))

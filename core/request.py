@@ -146,7 +146,7 @@ class Request:
     exporting: TensorKey | None = None  # the transfer under way, if any
     sigmas: tuple[float, ...] = ()  # noise levels from the first step to 0; set by the image encoder's result
     hold: PageHold | None = None  # what it needs of the activation cache, once its noise levels are known
-    full_blocks: int = 0  # most leading blocks that a mask-aware step of it computed in full
+    full_blocks: int = 0  # most blocks that a mask-aware step of it computed in full
     waiting_load: RequestLoad | None = None  # what is left of it, reckoned once while it waits
     text_tokens: int = 0  # set by the text encoder's result
     prompt_truncated: bool = False  # likewise

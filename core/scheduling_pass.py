@@ -23,8 +23,8 @@ from core.template_pages import TemplatePages
 PredictWork = Callable[[str, Node, Work], float]
 """Seconds that running a node of this model's workflow takes over so much work."""
 
-BlockPlan = Callable[[Request, list[tuple[Tier, int]]], int]
-"""Leading blocks to compute in full at a request's next step, while entries of (tier, bytes) are on their way."""
+BlockPlan = Callable[[Request, list[tuple[Tier, int]]], tuple[int, ...]]
+"""The blocks to compute in full at a request's next step, while entries of (tier, bytes) are on their way."""
 
 PRIME_SHARE = 0.2
 """Tokens primed along with a step, as a share of the step's own: running requests wait at most so much longer."""
@@ -164,12 +164,12 @@ class SchedulingPass:
         return num_tokens
 
     def _plan_blocks(self, request: Request) -> None:
-        """Decide how many leading blocks its next step computes in full, where some of its pages are on their way."""
+        """Decide which blocks its next step computes in full, where some of its pages are on their way."""
         hold, step = request.hold, request.progress.steps_scheduled
         if hold is not None and self.block_plan is not None and request.is_masked_step(step):
             loading = self.pages.loading(hold, request.sigmas[step])
-            hold.full_blocks = self.block_plan(request, loading) if loading else 0
-            request.full_blocks = max(request.full_blocks, hold.full_blocks)
+            hold.full_blocks = self.block_plan(request, loading) if loading else ()
+            request.full_blocks = max(request.full_blocks, len(hold.full_blocks))
 
     # ------------------------------------------------------------------------------------------------ priming
 

@@ -139,7 +139,7 @@ def _denoise(request: Request, pages: TemplatePages) -> Denoise:
         true_cfg_scale=edit.sampling.true_cfg_scale or 1.0,
         keep_clean=preview_due and not progress.is_preview_out,
         pages=pages.span(hold, request.sigmas[step], may_load=True) if hold else None,
-        full_blocks=hold.full_blocks if hold else 0,
+        full_blocks=hold.full_blocks if hold else (),
         template=pages.latents(hold.template) if hold else None,
         content_id=edit.content_id,
     )

@@ -38,7 +38,7 @@ class PageHold:
     is_idle_work: bool = False  # only to be primed when nothing else wants to compute
     is_prefetch: bool = False  # its owner waits for a place: what other tiers have is loaded, nothing is primed
     is_given_up: bool = False  # its template could not be primed, and its owner is told so
-    full_blocks: int = 0  # leading blocks that the next step computes in full, instead of waiting for their pages
+    full_blocks: tuple[int, ...] = ()  # that the next step computes in full, instead of waiting for their pages
     is_primed: bool = False  # something had to be computed for it
     tier: Tier | None = None  # the slowest tier that something it needs came from
     came_from: dict[str, Tier | None] = field(default_factory=dict)  # entry -> where it lay when it was reserved

@@ -12,8 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Protocol
@@ -62,12 +61,12 @@ class Files(Protocol):
 class _Load:
     """A copy to `target`, the faster tier. Guarded by the store's condition.
 
-    first_block: where it goes on. arrived: blocks that are there. events: of each of these, where a device still has to
-    wait for it.
+    last: blocks that are brought after all others. arrived: blocks that are there. events: of each of these, where a
+    device still has to wait for it.
     """
 
     target: Tier
-    first_block: int = 0
+    last: Collection[int] = ()
     arrived: set[int] = field(default_factory=set)
     events: dict[int, torch.Event] = field(default_factory=dict)
     has_failed: bool = False
@@ -159,12 +158,12 @@ class PageStore:
         with self._changed:
             return bool(self._loads.get(key))
 
-    def begin_with(self, key: str, block: int) -> None:
-        """Bring the blocks from this one on before those in front of it, which a step computes in full. Nothing happens
-        where the entry is not loading."""
+    def put_last(self, key: str, blocks: Collection[int]) -> None:
+        """Bring these blocks, which a step computes in full, after all others, and the others in their order. Nothing
+        happens where the entry is not loading."""
         with self._changed:
             for load in self._loads.get(key, ()):
-                load.first_block = block
+                load.last = blocks
 
     def wait_block(self, key: str, block: int) -> None:
         """Wait until a block of an entry that is being loaded may be read; returns at once where nothing is under way.
@@ -323,7 +322,8 @@ class PageStore:
         assert job.load is not None
         left = list(range(-(-job.copy.nbytes // job.copy.block_bytes)))
         while left:
-            yield left.pop(bisect_left(left, job.load.first_block) % len(left))
+            last = job.load.last
+            yield left.pop(next((n for n, block in enumerate(left) if block not in last), 0))
 
     def _arrival(self, job: _Job) -> OnBlock:
         """What to call for each block."""

@@ -169,7 +169,7 @@ class FakeWorkers:
             if isinstance(item.work, Denoise):
                 assert item.work.step == self.next_step.get(item.request_id, 0), "steps out of order"
                 self.next_step[item.request_id] = item.work.step + (lost is None)
-                self.full_blocks = max(self.full_blocks, item.work.full_blocks)
+                self.full_blocks = max(self.full_blocks, len(item.work.full_blocks))
             failure = Failure("engine", "told to") if item.request_id in self.fail else lost
             sigmas = self._touch_pages(item) if failure is None else ()
             items.append(ItemResult(item.request_id, item.node, text_tokens=3, sigmas=sigmas, failure=failure))

@@ -121,7 +121,7 @@ class Finished(Message, frozen=True):
 
     cache: whether all the pages it needed were there when it came; off for an exact run. tier: the slowest tier that
     they came from, of a hit. is_primed: pages were computed for it, by itself or an edit of its template before it.
-    full_blocks: leading blocks computed in full at the step where these were most.
+    full_blocks: blocks computed in full at the step where these were most.
     """
 
     request_id: str

@@ -92,10 +92,10 @@ class Denoise(Message, frozen=True):
     """One step: reads `latents`, `condition`, `outside`, `sigmas` of `image_encode` and the text encoder's outputs;
     replaces `latents`. true_cfg_scale: of classifier-free guidance, where there is a negative prompt.
 
-    active: int32 token indices to compute, over `pages`; None computes all and needs no pages. full_blocks: leading
-    blocks that compute all tokens all the same; inactive tokens then enter as in priming, from `template` (its clean
-    latents) and `content_id`. keep_clean: also store `clean`, the predicted clean latents (z - sigma * v), for a
-    partial image.
+    active: int32 token indices to compute, over `pages`; None computes all and needs no pages. full_blocks: those that
+    compute all tokens all the same, the leading ones where pages hold keys and values; inactive tokens then enter as in
+    priming, from `template` (its clean latents) and `content_id`. keep_clean: also store `clean`, the predicted clean
+    latents (z - sigma * v), for a partial image.
     """
 
     step: int
@@ -107,7 +107,7 @@ class Denoise(Message, frozen=True):
     keep_clean: bool
     true_cfg_scale: float = 1.0
     pages: PageSpan | None = None
-    full_blocks: int = 0
+    full_blocks: tuple[int, ...] = ()
     template: EntryRef | None = None
     content_id: str = ""
 

@@ -46,7 +46,7 @@ class Edit:
         """first_pages: of each block. A block is computed in full whose first page is among the row's `full_blocks`.
         Raises ValueError for a row that leaves tokens out and has no pages."""
         self.num_tokens = num_tokens
-        self._active, self._full_blocks = row.active, sum(page < row.full_blocks for page in first_pages)
+        self._active, self._full_blocks = row.active, sum(page in row.full_blocks for page in first_pages)
         if row.active is None or len(row.active) == self.num_tokens:
             self._active, self._full_blocks = None, len(first_pages)
         elif row.pages is None and self._full_blocks < len(first_pages):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.block_plan import Run, algorithm_1, finish_time, plan_prefix, plan_subset, prefix_of
+from core.block_plan import BlockRun, Run, algorithm_1, finish_time, plan_blocks, plan_prefix, plan_subset, prefix_of
 
 Blocks = tuple[list[float], list[float], list[float]]
 
@@ -55,6 +55,20 @@ def subset_of(blocks: Blocks) -> tuple[bool, ...]:
     numbers = plan_subset(runs)
     assert len(numbers) == len(runs)
     return tuple(chain.from_iterable(prefix_of(full, run.number) for full, run in zip(numbers, runs, strict=True)))
+
+
+def test_pages_of_blocks_that_take_several() -> None:
+    """Where loading decides, the blocks go in full that save least for what they load."""
+    runs = (BlockRun(2, 4, 0.1), BlockRun(4, 1, 0.15), BlockRun(1, 4, 0.2))
+    assert plan_blocks(runs, 16, 1.0, 0.2, 0.0) == ()
+    assert plan_blocks(runs, 16, 1.0, 0.2, 1e9) == tuple(range(16))
+    chosen = plan_blocks(runs, 16, 1.0, 0.2, 2.0)
+    assert set(range(8)) < set(chosen) < set(range(16))
+    assert set(range(12, 16)) <= set(chosen), "the last block, behind some that are loaded"
+
+
+def test_leading_blocks_alone_where_pages_hold_keys_and_values() -> None:
+    assert plan_blocks((), 4, 4.0, 1.0, 12.0) == tuple(range(plan_prefix([1.0] * 4, [0.25] * 4, [3.0] * 4)))
 
 
 def same(time: float) -> object:

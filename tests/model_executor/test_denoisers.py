@@ -174,7 +174,10 @@ def test_one_request_is_the_modules_own(case: Case, module: Any, number: int) ->
 def test_bits_do_not_depend_on_the_batch(denoiser: Denoiser) -> None:
     """Exact and mask-aware, sizes and text lengths: alone or with any others."""
     rows = [make_row(denoiser, number, *shape) for number, shape in enumerate(ROWS)]
-    rows += [primed(denoiser, make_row(denoiser, 7)), replace(primed(denoiser, make_row(denoiser, 8)), full_blocks=1)]
+    rows += [
+        primed(denoiser, make_row(denoiser, 7)),
+        replace(primed(denoiser, make_row(denoiser, 8)), full_blocks=range(1)),
+    ]
     alone = [forward(denoiser, [row])[0] for row in rows]
     for order in ([0, 1, 2, 3, 4, 5], [5, 3, 1, 4, 0, 2], [4, 4]):
         for index, output in zip(order, forward(denoiser, [rows[i] for i in order]), strict=True):
@@ -198,7 +201,7 @@ def test_full_blocks_on_own_inputs(denoiser: Denoiser) -> None:
         partial = primed(denoiser, row)
         assert partial.pages is not None
         partial.pages.near[: full_blocks * partial.pages.layout.block_bytes(48)] = 0x7F
-        (output,) = forward(denoiser, [replace(partial, full_blocks=full_blocks)])
+        (output,) = forward(denoiser, [replace(partial, full_blocks=range(full_blocks))])
         assert torch.equal(output, exact[ACTIVE])
 
 

@@ -145,9 +145,9 @@ def mixed_rows(flux: FluxTransformer, dtype: torch.dtype) -> list[Row]:
     return [
         primed(flux, rows[0], ACTIVE, "int8"),
         rows[1],
-        replace(primed(flux, rows[2], ACTIVE[:3]), full_blocks=1),
-        replace(primed(flux, rows[3], ACTIVE, "bfloat16"), full_blocks=2),
-        replace(rows[4], active=ACTIVE[5:], full_blocks=flux.num_pages),
+        replace(primed(flux, rows[2], ACTIVE[:3]), full_blocks=range(1)),
+        replace(primed(flux, rows[3], ACTIVE, "bfloat16"), full_blocks=range(2)),
+        replace(rows[4], active=ACTIVE[5:], full_blocks=range(flux.num_pages)),
         primed(flux, small, torch.tensor([4]), "int8"),
         single,
     ]
@@ -174,10 +174,10 @@ def test_full_blocks_on_own_inputs(linear: Linear, full_blocks: int) -> None:
     assert partial.pages is not None
     start = full_blocks * partial.pages.layout.block_bytes(TOKENS)
     partial.pages.near[:start] = 0x7F
-    (output,) = forward(flux, [replace(partial, full_blocks=full_blocks)])
+    (output,) = forward(flux, [replace(partial, full_blocks=range(full_blocks))])
     assert torch.equal(output, exact[ACTIVE])
     if full_blocks == flux.num_pages:
-        (output,) = forward(flux, [replace(row, active=ACTIVE, full_blocks=full_blocks)])
+        (output,) = forward(flux, [replace(row, active=ACTIVE, full_blocks=range(full_blocks))])
         assert torch.equal(output, exact[ACTIVE])
 
 
@@ -188,7 +188,9 @@ def test_full_blocks_compute_more_than_pages_hold() -> None:
     (exact,) = forward(flux, [row])
     pages = primed(flux, make_row(9), ACTIVE).pages
     errors = [
-        float((forward(flux, [replace(row, active=ACTIVE, pages=pages, full_blocks=p)])[0] - exact[ACTIVE]).norm())
+        float(
+            (forward(flux, [replace(row, active=ACTIVE, pages=pages, full_blocks=range(p))])[0] - exact[ACTIVE]).norm()
+        )
         for p in range(flux.num_pages + 1)
     ]
     assert errors == sorted(errors, reverse=True)

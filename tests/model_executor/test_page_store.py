@@ -199,13 +199,13 @@ def test_a_load_goes_on_where_it_is_told_and_still_brings_all(bench: Bench, file
     bench.start("a", "disk", "host", host.host)
     open_gate(files, 1)
     bench.store.wait_block("a", 0)
-    bench.store.begin_with("a", 2)  # may come when block 1 is being read
+    bench.store.put_last("a", range(2))  # may come when block 1 is being read
     open_gate(files, 2)
     bench.store.wait_block("a", 2)
     assert torch.equal(bench.store.entry(host)[2 * BLOCK :], content()[2 * BLOCK :])
     assert bench.next_done("a", "disk", "host")
     assert torch.equal(bench.store.entry(host), content())
-    bench.store.begin_with("a", 1)
+    bench.store.put_last("a", range(1))
 
 
 def test_a_load_begins_where_it_is_told(bench: Bench, files: GatedFiles) -> None:
@@ -214,7 +214,7 @@ def test_a_load_begins_where_it_is_told(bench: Bench, files: GatedFiles) -> None
     for key, ref in zip("ab", hosts, strict=True):
         assert files.write(key, content().numpy(), BLOCK)
         bench.start(key, "disk", "host", ref.host)
-    bench.store.begin_with("b", 2)
+    bench.store.put_last("b", range(2))
     open_gate(files, NUM_BLOCKS + 1)
     bench.store.wait_block("b", 2)
     (load,) = bench.store._loads["b"]
