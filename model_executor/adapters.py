@@ -1,4 +1,4 @@
-"""LoRA adapters: what a file adds to which layers of a transformer.
+"""LoRA adapters: what a file adds to which layers of a denoiser, and of a UNet's text encoders.
 
 Files are read by the loaders of diffusers' pipelines, which know the formats of many trainers; what they leave open,
 each layer's scale, follows `diffusers/utils/peft_utils.py`. An adapter is never merged into the weights: these are
@@ -19,7 +19,11 @@ from typing import Any
 
 import torch
 from diffusers.loaders import lora_pipeline
-from diffusers.utils import convert_unet_state_dict_to_peft
+from diffusers.utils import (
+    convert_state_dict_to_diffusers,
+    convert_state_dict_to_peft,
+    convert_unet_state_dict_to_peft,
+)
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -29,9 +33,6 @@ from model_executor.linear import AdaptedGroup, Group, LinearGroup, is_plain
 from model_executor.loader import LOAD_ERRORS
 from model_executor.quantization import unquantized
 from model_executor.weights import PICKLES
-
-PREFIX = "transformer."
-"""Of what diffusers' loaders name the transformer's tensors."""
 
 PEFT_PREFIX, PEFT_CONFIG = "base_model.model.", "adapter_config.json"
 """How `PeftModel.save_pretrained` names tensors, and the file in which it tells their scale."""
@@ -52,43 +53,65 @@ UNSUPPORTED = {
 
 
 @dataclass(frozen=True, slots=True)
+class LoraFormat:
+    """How the adapters of a family are read. loader: a class of `diffusers.loaders.lora_pipeline`. denoiser: the part
+    whose name its tensors begin with. text_parts: text encoders that an adapter may change as well. unet: the
+    denoiser's configuration where it is a UNet, whose blocks some trainers count otherwise."""
+
+    loader: str
+    denoiser: str = "transformer"
+    text_parts: tuple[str, ...] = ()
+    unet: Any = None
+
+
+@dataclass(frozen=True, slots=True)
 class LowRank:
     """What is added to a layer's output: x [rows, in] times `down` [rank, in] transposed, times `up` [out, rank]
-    transposed; the scale is in `up`. Both are float32 on the CPU."""
+    transposed; the scale is in `up`. Both are float32 on the CPU. Of a convolution `in` counts each channel's pixels.
+    """
 
     down: Tensor
     up: Tensor
 
 
+Layers = Mapping[str, LowRank]
+"""Name in a part -> what is added there."""
+
+
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """digest: hex sha256 of its file. layers: name in the transformer -> what is added there."""
+    """digest: hex sha256 of its file. layers: of the denoiser. text_layers: text encoder -> its own."""
 
     name: str
     source: Path
     digest: str
-    layers: Mapping[str, LowRank]
+    layers: Layers
+    text_layers: Mapping[str, Layers]
 
     def refuse(self, reason: str) -> ConfigError:
         """That it cannot be used."""
         return _refuse(self.name, self.source, reason)
 
+    def check_size(self, name: str, low: LowRank, inputs: int, outputs: int) -> None:
+        """Raises ConfigError where a layer of so many numbers is not what it is added to."""
+        if (low.down.shape[1], len(low.up)) != (inputs, outputs):
+            mine = f"{low.down.shape[1]} to {len(low.up)} numbers"
+            raise self.refuse(
+                f"it takes {name} from {mine}, the layer from {inputs} to {outputs}; it is for another model"
+            )
+
 
 # ------------------------------------------------------------------------------------------------------------ reading
 
 
-def read_adapter(config: AdapterConfig, loader: str | None) -> Adapter:
-    """loader: the class in `diffusers.loaders.lora_pipeline` that reads adapters of the model's family, None where it
-    takes none. Raises ConfigError for that, and for a file that is not there, is none of a LoRA, or changes more than
-    linear layers of the transformer.
-    """
+def read_adapter(config: AdapterConfig, lora_format: LoraFormat) -> Adapter:
+    """lora_format: the model's family's. Raises ConfigError for a file that is not there, is none of a LoRA, or changes
+    more than layers of the parts that may be."""
     path = Path(config.path).expanduser()
-    if loader is None:
-        raise _refuse(config.name, path, "adapters of UNets are not supported")
     try:
         file = _find(path)
-        layers = _read_layers(file, loader)
-        return Adapter(config.name, file, _digest(file), layers)
+        layers = _read_layers(file, lora_format)
+        return Adapter(config.name, file, _digest(file), layers.pop(lora_format.denoiser), layers)
     except CONVERT_ERRORS as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise _refuse(config.name, path, reason) from error
@@ -125,26 +148,26 @@ def _digest(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _read_layers(file: Path, loader: str) -> dict[str, LowRank]:
+def _read_layers(file: Path, lora_format: LoraFormat) -> dict[str, Layers]:
+    """Part -> its layers; of text encoders only those that are changed."""
     with safe_open(file, "pt") as tensors:
         names = list(tensors.keys())
         is_peft = file.with_name(PEFT_CONFIG).is_file() and all(name.startswith(PEFT_PREFIX) for name in names)
         _check_kind(names)
         if is_peft:
-            state = {PREFIX + name.removeprefix(PEFT_PREFIX): tensors.get_tensor(name) for name in names}
+            state = {name.removeprefix(PEFT_PREFIX): tensors.get_tensor(name) for name in names}
     if is_peft:
-        return _make_layers(state, _Scales(json.loads(file.with_name(PEFT_CONFIG).read_text("utf-8")), {}))
-    state, *alphas, metadata = getattr(lora_pipeline, loader).lora_state_dict(
-        str(file), use_safetensors=True, local_files_only=True, return_alphas=True, return_lora_metadata=True
+        config = json.loads(file.with_name(PEFT_CONFIG).read_text("utf-8"))
+        return {lora_format.denoiser: _make_layers(state, _Scales(config, {}))}
+    options = {} if lora_format.unet is None else {"unet_config": lora_format.unet}
+    loader = getattr(lora_pipeline, lora_format.loader)
+    state, *alphas, metadata = loader.lora_state_dict(
+        str(file), use_safetensors=True, local_files_only=True, return_alphas=True, return_lora_metadata=True, **options
     )
-    state = _as_peft(state)
-    known = {name.removeprefix(PREFIX).removesuffix(".alpha"): float(value) for name, value in _items(*alphas)}
-    config = {name.removeprefix(PREFIX): value for name, value in _items(metadata) if name.startswith(PREFIX)}
-    return _make_layers(state, _Scales(config, known))
-
-
-def _items(mapping: Mapping[str, Any] | None = None) -> list[tuple[str, Any]]:
-    return list((mapping or {}).items())
+    return {
+        part: _make_layers(_as_peft(own, part == lora_format.denoiser), _scales(part, *alphas, metadata=metadata))
+        for part, own in _by_part(state, lora_format).items()
+    }
 
 
 def _check_kind(names: list[str]) -> None:
@@ -153,26 +176,53 @@ def _check_kind(names: list[str]) -> None:
             raise ValueError(reason)
 
 
-def _as_peft(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Under the names that newer files have, as `PeftAdapterMixin.load_lora_adapter` does it."""
-    return dict(state if any("lora_A" in name for name in state) else convert_unet_state_dict_to_peft(state))
+def _by_part(state: Mapping[str, Tensor], lora_format: LoraFormat) -> dict[str, dict[str, Tensor]]:
+    """Raises ValueError for a tensor of a part that no adapter may change, or where there is none."""
+    parts: dict[str, dict[str, Tensor]] = {lora_format.denoiser: {}}
+    for key, tensor in state.items():
+        part, _, name = key.partition(".")
+        if part in (lora_format.denoiser, *lora_format.text_parts):
+            parts.setdefault(part, {})[name] = tensor
+        elif part.startswith("text_encoder"):
+            only = f"only the {lora_format.denoiser} is"
+            raise ValueError(f"it changes the text encoder ({key}), which is not supported: {only}")
+        else:
+            raise ValueError(f"{key} is no part of a LoRA for this model's layers")
+    if not any(parts.values()):
+        raise ValueError("it holds nothing for this model")
+    return parts
+
+
+def _as_peft(state: dict[str, Tensor], is_denoiser: bool) -> dict[str, Tensor]:
+    """A part's tensors under the names that newer files have, as `PeftAdapterMixin.load_lora_adapter` and
+    `_load_lora_into_text_encoder` do it."""
+    if any("lora_A" in name for name in state):
+        return state
+    if is_denoiser:
+        return dict(convert_unet_state_dict_to_peft(state))
+    return dict(convert_state_dict_to_peft(convert_state_dict_to_diffusers(state)))
 
 
 def _make_layers(state: Mapping[str, Tensor], scales: _Scales) -> dict[str, LowRank]:
-    """Raises ValueError for what is no low-rank addition to a layer of the transformer, or nothing at all."""
+    """Raises ValueError for what is no low-rank addition to a layer."""
     halves: dict[str, dict[str, Tensor]] = {}
     for key, tensor in state.items():
         name, _, half = key.removesuffix(".weight").rpartition(".")
-        if key.startswith("text_encoder"):
-            raise ValueError(f"it changes the text encoder ({key}), which is not supported: only the transformer is")
-        if not key.startswith(PREFIX) or half not in ("lora_A", "lora_B") or not key.endswith(".weight"):
-            raise ValueError(f"{key} is no part of a LoRA for a transformer's layers")
-        halves.setdefault(name.removeprefix(PREFIX), {})[half] = tensor.flatten(1).float()
-    if not halves:
-        raise ValueError("it holds nothing for the transformer")
+        if half not in ("lora_A", "lora_B") or not key.endswith(".weight"):
+            raise ValueError(f"{key} is no part of a LoRA for this model's layers")
+        halves.setdefault(name, {})[half] = tensor.flatten(1).float()
     if alone := next((name for name, pair in halves.items() if len(pair) < 2), None):
         raise ValueError(f"it holds one of lora_A and lora_B for {alone} only")
     return {name: scales.scaled(name, pair["lora_A"], pair["lora_B"]) for name, pair in halves.items()}
+
+
+def _scales(part: str, alphas: Mapping[str, Any] | None = None, *, metadata: Mapping[str, Any] | None) -> _Scales:
+    """A part's own."""
+    known, config = (
+        {name.removeprefix(f"{part}."): value for name, value in (its or {}).items() if name.startswith(f"{part}.")}
+        for its in (alphas, metadata)
+    )
+    return _Scales(config, {name.removesuffix(".alpha"): float(value) for name, value in known.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,13 +313,10 @@ class FittedAdapter:
             return None
         self._left.discard(name)
         inputs, outputs = _sizes(layer)
-        if len(low.up) != outputs or low.down.shape[1] > inputs:
-            mine = f"{low.down.shape[1]} to {len(low.up)} numbers"
-            raise self._adapter.refuse(
-                f"it takes {name} from {mine}, the layer from {inputs} to {outputs}; it is for another model"
-            )
         # As diffusers does with an adapter of FLUX.1 dev in Fill, whose first layer reads more.
-        return LowRank(nn.functional.pad(low.down, (0, inputs - low.down.shape[1])), low.up)
+        low = LowRank(nn.functional.pad(low.down, (0, max(0, inputs - low.down.shape[1]))), low.up)
+        self._adapter.check_size(name, low, inputs, outputs)
+        return low
 
 
 def _sizes(layer: Any) -> tuple[int, int]:

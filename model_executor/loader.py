@@ -114,7 +114,8 @@ class Checkpoint:
             with torch.device("meta"):
                 config = self.config(part)
                 config.pop("quantization_config", None)
-                return cls.from_config(config)  # type: ignore[no-any-return]
+                is_diffusers = hasattr(cls, "from_config")
+                return cls.from_config(config) if is_diffusers else cls(cls.config_class.from_dict(config))  # type: ignore[no-any-return]
         except LOAD_ERRORS as error:
             raise ConfigError(f"cannot make {part} of {self.path}: {_first_line(error)}") from error
 

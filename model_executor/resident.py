@@ -49,18 +49,19 @@ class ResidentModels:
         self._configs = {config.name: config for config in configs}
         self._checkpoints = checkpoints
         self._adapters = [  # each with the name of its model
-            (config.name, read_adapter(adapter, families[config.name].lora_loader))
+            (config.name, read_adapter(adapter, families[config.name].lora_format))
             for config in configs
             for adapter in config.adapters
         ]
+        self._prompts_of = {read.name: name for name, read in self._adapters if not read.text_layers}
         for name, read in self._adapters:  # before minutes are spent on loading
             families[name].check_adapter(read)
         self.families = dict(families)  # adapters among them once they are loaded
 
     @property
-    def parents(self) -> dict[str, str]:
-        """Adapter's name -> its model's."""
-        return {adapter.name: name for name, adapter in self._adapters}
+    def prompts_of(self) -> dict[str, str]:
+        """Adapter's name -> its model's, for adapters that leave the text encoders as they are."""
+        return dict(self._prompts_of)
 
     @classmethod
     def open(
@@ -102,7 +103,9 @@ class ResidentModels:
                 self.load(ModelKey(name, component))
         for name, adapter in self._adapters:
             self.families[adapter.name] = self.families[name].adapted(adapter)
-        self._adapters = [(name, replace(adapter, layers={})) for name, adapter in self._adapters]  # in use by now
+        self._adapters = [
+            (name, replace(adapter, layers={}, text_layers={})) for name, adapter in self._adapters
+        ]  # in use by now
 
     def load(self, key: ModelKey) -> None:
         """Read a component's weights. Raises ConfigError."""

@@ -53,12 +53,12 @@ logger = logging.getLogger("stencil.worker")
 TOGETHER = ("denoise", "prime")
 """Stages whose items share one forward pass."""
 
-_NO_PARENTS: Mapping[str, str] = MappingProxyType({})
+_NONE: Mapping[str, str] = MappingProxyType({})
 
 
 class Runner:
-    """Runs batches of one worker. models: name -> family, whose components are loaded by the worker. parents: of those
-    that are adapters, whose prompts are embedded as their model's are."""
+    """Runs batches of one worker. models: name -> family, whose components are loaded by the worker. prompts_of:
+    adapter -> the model whose prompts' embeddings are its own, too."""
 
     def __init__(
         self,
@@ -67,12 +67,12 @@ class Runner:
         store: TensorStore,
         arena: SharedMemory,
         pages: PageStore,
-        parents: Mapping[str, str] = _NO_PARENTS,
+        prompts_of: Mapping[str, str] = _NONE,
     ) -> None:
         self._rank = rank
         self._models = models
-        prompts = {name: PromptCache(family) for name, family in models.items() if name not in parents}
-        self._prompts = {name: prompts[parents.get(name, name)] for name in models}
+        prompts = {name: PromptCache(family) for name, family in models.items() if name not in prompts_of}
+        self._prompts = {name: prompts[prompts_of.get(name, name)] for name in models}
         self._dtypes = {name: getattr(torch, family.info(name).dtype) for name, family in models.items()}
         self._store = store
         self._arena = arena
@@ -286,7 +286,7 @@ class Runner:
         refs = [span.near] if span.far is None else [span.near, span.far]
         coming = [ref.key for ref in refs if self._pages.is_loading(ref.key)]
         for key in coming:
-            self._pages.begin_with(key, work.full_blocks)
+            self._pages.put_last(key, work.full_blocks)
         near, *far = (self._pages.entry(ref) for ref in refs)
         return Pages(
             layout=family.page_layout(span.dtype),

@@ -111,7 +111,7 @@ def _start(settings: WorkerConfig, link: EngineLink, arena: Arena, page_arena: A
     pages = PageStore(
         models.device, page_arena, files, link.report, settings.rank, has_device_tier=ready.device_page_bytes > 0
     )
-    runner = Runner(settings.rank, models.families, store, arena, pages, models.parents)
+    runner = Runner(settings.rank, models.families, store, arena, pages, models.prompts_of)
     link.send(ready)
     return Worker(settings.rank, link, models, store, pages, runner)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -16,15 +18,25 @@ STRENGTH = 0.6
 
 RANK = 4
 
+TEXT_LAYERS = r".*(self_attn\.[qkv]_proj|mlp\.fc[12])"
 
-def make_lora(path: Path, checkpoint: Path, layers: str = ".*", *, seed: int = 1, alpha: float | None = None) -> Path:
+
+def make_lora(
+    path: Path,
+    checkpoint: Path,
+    layers: str = ".*",
+    *,
+    seed: int = 1,
+    alpha: float | None = None,
+    text_parts: Sequence[str] = (),
+) -> Path:
     """Write an adapter of `layers`, a regular expression, as diffusers' `save_lora_weights` does, and return its file.
-    alpha: as some trainers write it beside each layer."""
+    alpha: as some trainers write it beside each layer. text_parts: text encoders that it changes too."""
+    denoiser = _denoiser(checkpoint)
     halves = _halves(checkpoint, layers, seed)
-    alphas = {} if alpha is None else {f"{name}.alpha": torch.tensor(alpha) for name in halves}
-    return _save(
-        path, _named(halves, "transformer.") | {f"transformer.{name}": value for name, value in alphas.items()}
-    )
+    alphas = {} if alpha is None else {f"{denoiser}.{name}.alpha": torch.tensor(alpha) for name in halves}
+    texts = (_named(_halves(checkpoint, TEXT_LAYERS, seed, part), f"{part}.") for part in text_parts)
+    return _save(path, dict(ChainMap(_named(halves, f"{denoiser}."), alphas, *texts)))
 
 
 def make_peft_lora(folder: Path, checkpoint: Path, layers: str = ".*", *, seed: int = 1, alpha: float = RANK) -> Path:
@@ -51,15 +63,40 @@ def make_kohya_lora(path: Path, *, seed: int = 1, width: int = 64, alpha: float 
     return _save(path, tensors)
 
 
-def _halves(checkpoint: Path, layers: str, seed: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """Linear layer of the transformer -> (A, B). The patches' convolution counts as one."""
+def make_kohya_unet_lora(
+    path: Path, checkpoint: Path, layers: Mapping[str, str], *, seed: int = 1, alpha: float = 2.0
+) -> Path:
+    """Likewise one of a UNet and its text encoders. layers: kohya's name -> the checkpoint's, behind that of its
+    part."""
+    tensors: dict[str, Tensor] = {}
+    for number, (name, layer) in enumerate(layers.items()):
+        part, _, rest = layer.partition(".")
+        ((down, up),) = _halves(checkpoint, re.escape(rest), seed * 1000 + number, part).values()
+        tensors |= {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up}
+        tensors[f"{name}.alpha"] = torch.tensor(alpha)
+    return _save(path, tensors)
+
+
+def _denoiser(checkpoint: Path) -> str:
+    return "unet" if (checkpoint / "unet").is_dir() else "transformer"
+
+
+def _halves(checkpoint: Path, layers: str, seed: int, part: str = "") -> dict[str, tuple[Tensor, Tensor]]:
+    """Linear layer or convolution of a part, the denoiser by default -> (A, B)."""
     generator = torch.Generator().manual_seed(seed)
-    with safe_open(checkpoint / "transformer/diffusion_pytorch_model.safetensors", "pt") as weights:
-        shapes = {name.removesuffix(".weight"): weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
+    (file,) = (checkpoint / (part or _denoiser(checkpoint))).glob("*.safetensors")
+    with safe_open(file, "pt") as weights:
+        shapes = {_name(part, key): weights.get_slice(key).get_shape() for key in weights.keys()}  # noqa: SIM118
     wanted = {name: shape for name, shape in shapes.items() if len(shape) > 1 and re.fullmatch(layers, name)}
     wanted.pop("pos_embed.pos_embed", None)
     assert wanted, f"no layer is called {layers}"
     return {name: _random(shape, generator) for name, shape in wanted.items()}
+
+
+def _name(part: str, key: str) -> str:
+    """Of a text encoder as trainers know it: transformers 5 drops the first name of some."""
+    name = key.removesuffix(".weight")
+    return f"text_model.{name.removeprefix('text_model.')}" if part.startswith("text_encoder") else name
 
 
 def _random(shape: tuple[int, ...], generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -59,7 +59,7 @@ class Rig:
         self.store = TensorStore(0, models.device, arena)
         copied: list[PageCopied] = []
         self.pages = PageStore(models.device, arena, None, copied.append)
-        self.runner = Runner(0, models.families, self.store, arena, self.pages, models.parents)
+        self.runner = Runner(0, models.families, self.store, arena, self.pages, models.prompts_of)
         self.family = models.families["tiny"]
         self.pipeline = pipeline.from_pretrained(checkpoint, **parts)
         self.pipeline.set_progress_bar_config(disable=True)

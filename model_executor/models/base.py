@@ -8,7 +8,7 @@ UNet, trained at timesteps, may predict the noise instead.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from core.model_info import ModelInfo
 from core.page_scheme import PageDtype, PageLayout
-from model_executor.adapters import Adapter
+from model_executor.adapters import Adapter, LoraFormat
 from model_executor.pages import Pages
 from model_executor.sampling import State
 
@@ -69,7 +69,8 @@ class Row:
     `condition`.
     sigma: float32 scalar, the noise level. grid: image tokens as (rows, columns). active: int64 [active tokens], the
     token indices to compute, ascending; None for all. pages: the template's at this noise level; needed with `active`.
-    full_blocks: leading blocks that compute all tokens all the same, 0..number of blocks. modulation: [1, width], of
+    full_blocks: those that compute all tokens all the same: pages, the leading ones where these hold keys and values.
+    modulation: [1, width], of
     `Family.modulation` at this noise level, None to have it computed.
     """
 
@@ -82,7 +83,7 @@ class Row:
     grid: tuple[int, int]
     active: Tensor | None = None
     pages: Pages | None = None
-    full_blocks: int = 0
+    full_blocks: Collection[int] = ()
     modulation: Tensor | None = None
 
 
@@ -109,8 +110,8 @@ class Family(Protocol):
     """One model architecture, made with the light parts of a checkpoint; parts with weights come and go by name."""
 
     @property
-    def lora_loader(self) -> str | None:
-        """What reads its adapters, a class of `diffusers.loaders.lora_pipeline`; None where it takes none."""
+    def lora_format(self) -> LoraFormat:
+        """How its adapters are read."""
 
     @property
     def components(self) -> Mapping[str, tuple[str, ...]]:

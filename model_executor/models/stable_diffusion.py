@@ -10,20 +10,24 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from copy import copy
 from functools import cached_property
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from core.model_info import ModelInfo
 from core.page_scheme import PageDtype, PageLayout
+from model_executor.adapters import Adapter, LoraFormat
 from model_executor.loader import Checkpoint
 from model_executor.models.base import EncodedImage, EncodedText, PrimeRow, Row, Sample
 from model_executor.models.text import Tokens, tokenize
 from model_executor.models.unet import Unet
 from model_executor.models.unet_layers import TOKEN_SIDE, Layers, fill_whole_pages
 from model_executor.models.vae_family import VaeFamily, pack, refuse, to_image, unpack
+from model_executor.module_adapters import adapt_module
 from model_executor.operators import chosen_operators
 from model_executor.sampling import State
 from model_executor.timestep_sampling import TimestepSampling
@@ -110,12 +114,29 @@ class UnetFamily(VaeFamily):
         if part == "unet":
             self._unet = None
 
+    @property
+    def lora_format(self) -> LoraFormat:
+        config = SimpleNamespace(**self._unet_config)  # diffusers reads its attributes
+        return LoraFormat(self.lora_loader, self.denoiser_part, self.text_parts, config)
+
+    def check_adapter(self, adapter: Adapter) -> None:
+        for part, layers in {self.denoiser_part: adapter.layers, **adapter.text_layers}.items():
+            adapt_module(self._checkpoint.outline(part), layers, adapter)
+
+    def adapted(self, adapter: Adapter) -> Self:
+        twin = copy(self)
+        twin._unet = self._denoiser.adapted(adapter)
+        adapted = {part: adapt_module(self._parts[part], its, adapter) for part, its in adapter.text_layers.items()}
+        twin._parts = self._parts | adapted
+        return twin
+
     def info(self, name: str) -> ModelInfo:
         defaults = self._checkpoint.defaults
+        native_size = defaults.native_size or self._unet_config["sample_size"] * self._vae_scale
         return ModelInfo(
             name=name,
             family=self.family,
-            native_size=defaults.native_size or self._unet_config["sample_size"] * self._vae_scale,
+            native_size=native_size,
             token_size=self._token_size,
             latent_width=self._latent_width,
             max_text_tokens=max(tokenizer.model_max_length for tokenizer in self._tokenizers),
@@ -128,6 +149,7 @@ class UnetFamily(VaeFamily):
             extra_steps=self._sampling.extra_steps,
             rounds_strength_down=True,
             min_inference_steps=self._sampling.min_steps,
+            block_runs=self._layers.block_runs((native_size // self._token_size) ** 2),
             device=self._device.type,
             dtype=str(self._checkpoint.dtype).removeprefix("torch."),
         )
@@ -253,6 +275,7 @@ class StableDiffusion(UnetFamily):
     family = "sd"
     summary = "Stable Diffusion 1 and 2: a UNet, with classifier-free guidance"
     text_parts = ("text_encoder",)
+    lora_loader = "StableDiffusionLoraLoaderMixin"
     added = None
 
     def _load_scheduler(self) -> Any:
@@ -276,6 +299,7 @@ class StableDiffusionXL(UnetFamily):
     family = "sdxl"
     summary = "Stable Diffusion XL: likewise, told of the picture's size too"
     text_parts = ("text_encoder", "text_encoder_2")
+    lora_loader = "StableDiffusionXLLoraLoaderMixin"
     added = "text_time"
 
     def __init__(self, checkpoint: Checkpoint) -> None:

@@ -7,18 +7,23 @@ goes alone, layer by layer (see `unet_layers.py`), and so does a template that i
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from copy import copy
 from functools import cache, lru_cache
-from typing import Any, TypeVar, get_args
+from typing import Any, Self, TypeVar, get_args
 
 import torch
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor
 
+from core.block_plan import BlockRun
 from core.page_scheme import PageDtype, PageLayout
+from model_executor.adapters import Adapter
+from model_executor.cpu_layers import use_onednn
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.unet_layers import TOKEN_SIDE, Block, Layers, Source, Walk, compute_active
 from model_executor.models.vae_family import pack, unpack
+from model_executor.module_adapters import adapt_module
 from model_executor.operators import Operators, best_operators
 from model_executor.pages import Entry
 
@@ -45,16 +50,34 @@ class Unet:
     ) -> None:
         self.module = module.to(memory_format=torch.channels_last)  # as the VAE's convolutions, and for their reasons
         self._is_shared = module.device.type != "cpu"  # a pass, by all rows of one size
+        if module.device.type == "cpu":
+            use_onednn(module)
         self._num_train_timesteps = num_train_timesteps
         self._token_size = token_size
         self._operators = operators or best_operators(module.device)
-        self._operators.compile_(m for m in module.modules() if isinstance(m, ResnetBlock2D | BasicTransformerBlock))
-        self._layers = Layers(module, self._operators.compiled(compute_active))
         self._ids = lru_cache(maxsize=CACHED_GRIDS)(self._make_ids)
+        self._layers = self._arrange()
+
+    def _arrange(self) -> Layers:
+        """Its layers in the order they run, compiled where that is wanted."""
+        modules = self.module.modules()
+        self._operators.compile_(m for m in modules if isinstance(m, ResnetBlock2D | BasicTransformerBlock))
+        return Layers(self.module, self._operators.compiled(compute_active))
+
+    def adapted(self, adapter: Adapter) -> Self:
+        """This one with an adapter; they share all weights. Raises ConfigError where it does not fit."""
+        twin = copy(self)
+        twin.module = adapt_module(self.module, adapter.layers, adapter)
+        twin._layers = twin._arrange()
+        return twin
 
     def page_layout(self, dtype: PageDtype) -> PageLayout:
         """The shape of this model's pages."""
         return self._layers.page_layout(dtype)
+
+    def block_runs(self, num_tokens: int) -> tuple[BlockRun, ...]:
+        """What this model's blocks take, of a picture of so many tokens."""
+        return self._layers.block_runs(num_tokens)
 
     def forward(self, rows: Sequence[Row]) -> list[Tensor]:
         """Prediction for each row's active tokens, [active tokens, latent width]."""
@@ -163,8 +186,8 @@ def _alike(rows: Sequence[AnyRow], numbers: Numbers, key: Callable[[AnyRow], Has
 
 
 class Edit:
-    """A request of which leading blocks compute all tokens, the others the active ones over the template's pages. A
-    block is computed in full whose first page is among the row's `full_blocks`. Raises ValueError for a row that leaves
+    """A request of which some blocks compute all tokens, the others the active ones over the template's pages. A block
+    is computed in full whose first page is among the row's `full_blocks`. Raises ValueError for a row that leaves
     tokens out and has no pages."""
 
     def __init__(self, row: Row, operators: Operators) -> None:
@@ -175,7 +198,7 @@ class Edit:
         self._enlarged = cache(self._enlarge)
 
     def active(self, block: Block) -> Tensor | None:
-        return None if block.page < self._full_blocks else self._enlarged(block.side)
+        return None if block.page in self._full_blocks else self._enlarged(block.side)
 
     def load(self, block: Block, tokens: Tensor) -> None:
         for page, part in zip(range(block.page, block.page + block.num_pages), self._parts(tokens[0]), strict=True):

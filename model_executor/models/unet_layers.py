@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from math import gcd
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import Tensor
 
+from core.block_plan import BlockRun
 from core.page_scheme import PageDtype, PageLayout
 
 TOKEN_SIDE = 4
@@ -81,7 +83,12 @@ class Block:
 
     @property
     def channels(self) -> int:
-        return int(self._module.attn1.to_q.in_features)
+        return int(self._module.dim)
+
+    def work(self, num_tokens: int) -> int:
+        """Multiplications of computing all of its map, of a picture of so many tokens; text counts as nothing."""
+        tokens, width = num_tokens * self.side**2, self.channels
+        return tokens * width * (18 * width + 2 * tokens)
 
     def __call__(self, walk: Walk) -> None:
         assert walk.tokens is not None
@@ -139,6 +146,12 @@ class Layers:
     def page_layout(self, dtype: PageDtype) -> PageLayout:
         group = gcd(MAX_GROUP, self._unit // 2, *(block.channels for block in self._kept))
         return PageLayout(num_blocks=self.num_pages, num_heads=self._unit // 2 // group, head_dim=group, dtype=dtype)
+
+    def block_runs(self, num_tokens: int) -> tuple[BlockRun, ...]:
+        """What its blocks take, of a picture of so many tokens; those that compute all tokens anyway not counted."""
+        total = sum(block.work(num_tokens) for block in self._kept)
+        kinds = groupby((block.num_pages, block.work(num_tokens) / total) for block in self._kept)
+        return tuple(BlockRun(len(list(equal)), *kind) for kind, equal in kinds)
 
     def run(self, walk: Walk, start: int = 0, stop: int | None = None) -> None:
         """Of the blocks, those whose last page is one of [start, stop), and what comes before them; None for all."""

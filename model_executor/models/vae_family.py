@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from core.errors import ConfigError
 from core.model_info import ModelInfo
 from core.page_scheme import PageDtype, PageLayout
-from model_executor.adapters import Adapter
+from model_executor.adapters import Adapter, LoraFormat
 from model_executor.loader import Checkpoint
 from model_executor.models.base import EncodedImage, EncodedText, PrimeRow, Row, Sample
 from model_executor.models.vae import ImageVae, Vae
@@ -43,8 +43,8 @@ class VaeFamily(ABC):
     denoiser_part: ClassVar[str] = "transformer"
     """The denoiser, named as in model_index.json."""
 
-    lora_loader: ClassVar[str | None] = None
-    """What reads its adapters, a class of `diffusers.loaders.lora_pipeline`; None where it takes none."""
+    lora_loader: ClassVar[str]
+    """What reads its adapters, a class of `diffusers.loaders.lora_pipeline`."""
 
     patch: ClassVar[int] = PATCH
     """Latent pixels per token side."""
@@ -125,11 +125,17 @@ class VaeFamily(ABC):
         if part == "vae":
             self._loaded_vae = self.vae(module)
 
-    def check_adapter(self, adapter: Adapter) -> None:
-        raise adapter.refuse("adapters of this family are not supported")
+    @property
+    def lora_format(self) -> LoraFormat:
+        return LoraFormat(self.lora_loader)
 
+    @abstractmethod
+    def check_adapter(self, adapter: Adapter) -> None:
+        """As `Family.check_adapter`."""
+
+    @abstractmethod
     def adapted(self, adapter: Adapter) -> Self:
-        raise adapter.refuse("adapters of this family are not supported")
+        """As `Family.adapted`."""
 
     def drop(self, part: str) -> None:
         del self._parts[part]

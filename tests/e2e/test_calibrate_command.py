@@ -15,8 +15,9 @@ from core.calibration import Calibration
 from entrypoints.calibrate import UNSAFE, main
 from entrypoints.image_engine import ImageEngine
 from tools.random_checkpoints import make_flux, make_qwen_edit, make_sd3
+from tools.random_unet_checkpoints import make_sdxl
 
-pytestmark = pytest.mark.slow  # eight engines start
+pytestmark = pytest.mark.slow  # ten engines start
 
 FLAGS = ("--prompt", "p", "--num-edits", "3", "--steps", "4", "--dtype", "float32")
 
@@ -25,9 +26,13 @@ FLAGS = ("--prompt", "p", "--num-edits", "3", "--steps", "4", "--dtype", "float3
 def images(tmp_path: Path) -> Path:
     folder = tmp_path / "images"
     folder.mkdir()
-    noise = np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)
-    Image.fromarray(noise).save(folder / "noise.png")
+    save_noise(folder, 64)
     return folder
+
+
+def save_noise(folder: Path, side: int) -> None:
+    noise = np.random.default_rng(0).integers(0, 255, (side, side, 3), np.uint8)
+    Image.fromarray(noise).save(folder / "noise.png")
 
 
 def calibrate(checkpoint: Path, images: Path, *flags: str) -> int:
@@ -55,6 +60,7 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
     "flux": lambda path: make_flux(path, guidance_embeds=True, scheduler={"use_dynamic_shifting": True}),
     "sd3": lambda path: make_sd3(path, scheduler_class=FlowMatchHeunDiscreteScheduler),
     "qwen-image-edit": make_qwen_edit,
+    "sdxl": make_sdxl,
 }
 
 
@@ -65,6 +71,7 @@ def test_every_family_is_compared_with_its_exact_edits(
     """SD3 with its guidance, whose two rows share pages, and a sampler of two calls a step."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     checkpoint = FAMILIES[family](tmp_path / "model")
+    save_noise(images, 128 if family == "sdxl" else 64)  # of as many tokens
     capsys.readouterr()
     assert calibrate(checkpoint, images, "--ssim-p10", "0.2") == 0
     (saved,) = (tmp_path / "cache" / "stencil" / "calibration").iterdir()

@@ -12,6 +12,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from adapters import make_lora
 from diffusers import EulerAncestralDiscreteScheduler, PNDMScheduler
 from pictures import BOX, Pixels, alpha_mask, decode, encode, photo
 from server_process import ServerProcess, start
@@ -26,14 +27,17 @@ PHOTO, ALPHA = encode(PIXELS), alpha_mask(SIDE, SIDE)
 PNDM = {"skip_prk_steps": True, "prediction_type": "v_prediction"}
 CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
     "sdxl": lambda path: make_sdxl(path, scheduler_class=EulerAncestralDiscreteScheduler),
-    "sd": lambda path: make_sd(path, in_channels=9, scheduler_class=PNDMScheduler, scheduler=PNDM),
+    "sd2": lambda path: make_sd(
+        path, in_channels=9, scheduler_class=PNDMScheduler, scheduler=PNDM, use_linear_projection=True
+    ),
 }
 
 
 @pytest.fixture(scope="module", params=CHECKPOINTS)
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     checkpoint = CHECKPOINTS[request.param](tmp_path_factory.mktemp("model") / request.param)
-    flags = ("--served-model-name", "tiny", "--threads", "1", "--dtype", "float32")
+    lora = make_lora(tmp_path_factory.mktemp("lora") / "red.safetensors", checkpoint, text_parts=("text_encoder",))
+    flags = ("--served-model-name", "tiny", "--threads", "1", "--dtype", "float32", "--lora", f"red={lora}")
     server = start(tmp_path_factory.mktemp("server") / "scratch", "--model", str(checkpoint), *flags)
     yield server
     assert server.stop() == 0, server.log.read_text()
@@ -106,6 +110,15 @@ def test_partial_images_come_before_the_picture(client: openai.OpenAI) -> None:
     events = list(stream)
     assert [event.type for event in events] == ["image_edit.partial_image", "image_edit.completed"]
     np.testing.assert_array_equal(decode(base64.b64decode(events[-1].b64_json)), edit(client)[0])
+
+
+def test_an_adapter_of_all_layers_paints_another_picture(client: openai.OpenAI) -> None:
+    """Denoiser and text encoder; over pages of its own."""
+    pictures = {name: edit(client, lora=name, seed=3)[0] for name in ("red", "")}
+    assert np.abs(pictures["red"][BOX].astype(int) - pictures[""][BOX]).mean() > 5
+    again, report = edit(client, lora="red", seed=3)
+    np.testing.assert_array_equal(again, pictures["red"])
+    assert report["cache"] == "hit"
 
 
 def test_a_template_is_primed_ahead(server: ServerProcess) -> None:

@@ -13,12 +13,14 @@ import numpy as np
 import peft
 import pytest
 import torch
-from adapters import make_kohya_lora, make_lora, make_peft_lora
+from adapters import make_kohya_lora, make_kohya_unet_lora, make_lora, make_peft_lora
 from diffusers import (
     FluxFillPipeline,
     FluxInpaintPipeline,
     QwenImageInpaintPipeline,
     StableDiffusion3InpaintPipeline,
+    StableDiffusionInpaintPipeline,
+    StableDiffusionXLInpaintPipeline,
 )
 from edits import Edit
 from pipeline_rig import Rig, assert_same
@@ -29,13 +31,21 @@ from core.errors import ConfigError
 from core.ipc.shared_array import Arena
 from model_executor.resident import ResidentModels
 from tools.random_checkpoints import make_flux, make_flux_fill, make_qwen, make_sd3
+from tools.random_unet_checkpoints import make_sd, make_sdxl
 
 FAMILIES: dict[str, tuple[Callable[[Path], Path], Any]] = {
     "flux-fill": (lambda path: make_flux_fill(path, guidance_embeds=True), FluxFillPipeline),
     "flux": (make_flux, FluxInpaintPipeline),
     "sd3": (make_sd3, StableDiffusion3InpaintPipeline),
     "qwen-image": (make_qwen, QwenImageInpaintPipeline),
+    "sd-inpaint": (lambda path: make_sd(path, in_channels=9), StableDiffusionInpaintPipeline),
+    "sdxl": (make_sdxl, StableDiffusionXLInpaintPipeline),
 }
+UNETS: dict[Any, dict[str, Any]] = {
+    StableDiffusionInpaintPipeline: {"safety_checker": None, "requires_safety_checker": False},
+    StableDiffusionXLInpaintPipeline: {"add_watermarker": False},
+}
+TEXT_PARTS = {"sd-inpaint": ("text_encoder",), "sdxl": ("text_encoder", "text_encoder_2")}
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +60,7 @@ class AdaptedRig(Rig):
 
     def __init__(self, checkpoint: Path, arena: Arena, pipeline: Any, files: dict[str, Path]) -> None:
         adapters = [AdapterConfig(name, str(path)) for name, path in files.items()]
-        super().__init__(checkpoint, arena, pipeline, adapters)
+        super().__init__(checkpoint, arena, pipeline, adapters, **UNETS.get(pipeline, {}))
         self.files = files
         self._fix_shift()
 
@@ -64,7 +74,7 @@ class AdaptedRig(Rig):
     def make(self, name: str, model: str, size: tuple[int, int] = (96, 64), steps: int = 4) -> Edit:
         """With guidance, where the family has classifier-free one."""
         edit = self.edit(name, seed=steps, steps=steps, size=size, model=model, prompt="a red hat")
-        if isinstance(self.pipeline, StableDiffusion3InpaintPipeline):
+        if self.family.info("").is_guidance_cfg:
             edit.guidance_scale = edit.true_cfg_scale = 3.0
             edit.negative_prompt = ""
         return edit
@@ -80,14 +90,15 @@ class AdaptedRig(Rig):
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, arena: Arena) -> Iterator[AdaptedRig]:
-    """One adapter of every layer there is, one of attention alone with an alpha that is not its rank."""
+    """One adapter of every layer there is, those of a UNet's text encoders among them; one of attention alone with an
+    alpha that is not its rank."""
     make, pipeline = FAMILIES[request.param]
     folder = tmp_path_factory.mktemp("adapters")
     checkpoint = make(folder / request.param)
     alpha = 7.0 if request.param.startswith("flux") else None  # diffusers' other loaders know none in this layout
     files = {
-        "whole": make_lora(folder / "whole.safetensors", checkpoint),
-        "attention": make_lora(folder / "attention.safetensors", checkpoint, r".*attn\..*", seed=2, alpha=alpha),
+        "whole": make_lora(folder / "whole.safetensors", checkpoint, text_parts=TEXT_PARTS.get(request.param, ())),
+        "attention": make_lora(folder / "attention.safetensors", checkpoint, r".*attn\d?\..*", seed=2, alpha=alpha),
     }
     rig = AdaptedRig(checkpoint, arena, pipeline, files)
     yield rig
@@ -102,7 +113,7 @@ def test_edit_equals_the_pipeline_with_the_adapter(rig: AdaptedRig, model: str) 
 
 def test_edits_of_other_adapters_and_of_none_change_nothing(rig: AdaptedRig) -> None:
     """They join and leave at other steps, of other sizes; two edits of one adapter share their batches."""
-    shapes = [("whole", (96, 64)), ("tiny", (64, 64)), ("attention", (96, 64)), ("whole", (48, 96)), ("tiny", (96, 64))]
+    shapes = [("whole", (96, 64)), ("tiny", (64, 64)), ("attention", (96, 64)), ("whole", (32, 96)), ("tiny", (96, 64))]
     edits = [rig.make(f"mixed-{i}", model, size, 3 + i) for i, (model, size) in enumerate(shapes)]
     alone = [rig.run(edit) for edit in edits]
     for edit, before, together in zip(edits, alone, rig.run_together(edits), strict=True):
@@ -115,7 +126,8 @@ def test_an_adapter_shares_all_weights_and_prompts(rig: AdaptedRig) -> None:
     model, adapted = rig.models.families["tiny"], rig.models.families["whole"]
     assert adapted is not model
     assert adapted.components == model.components
-    assert rig.models.parents == {"whole": "tiny", "attention": "tiny"}
+    changes_text = isinstance(rig.pipeline, tuple(UNETS))
+    assert rig.models.prompts_of == ({} if changes_text else {"whole": "tiny"}) | {"attention": "tiny"}
     infos = {info.name: info for info in rig.models.ready(0).models}
     assert list(infos) == ["tiny", "whole", "attention"]
     assert [info.parent for info in infos.values()] == ["", "tiny", "tiny"]
@@ -135,6 +147,57 @@ def test_layers_named_by_kohya_are_found(fill: Path, tmp_path: Path, arena: Aren
     rig = AdaptedRig(fill, arena, FluxFillPipeline, {"kohya": make_kohya_lora(tmp_path / "kohya.safetensors")})
     edit = rig.make("kohya", "kohya")
     rig.check(edit, rig.run(edit))
+    rig.pages.close()
+
+
+TEXT = "text_model_encoder_layers_0"
+SD_LAYERS = {
+    "lora_unet_conv_in": "unet.conv_in",
+    "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_out_0": (
+        "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_out.0"
+    ),
+    "lora_unet_down_blocks_1_attentions_0_proj_in": "unet.down_blocks.1.attentions.0.proj_in",
+    "lora_unet_mid_block_attentions_0_transformer_blocks_0_ff_net_0_proj": (
+        "unet.mid_block.attentions.0.transformer_blocks.0.ff.net.0.proj"
+    ),
+    "lora_unet_up_blocks_1_resnets_0_conv1": "unet.up_blocks.1.resnets.0.conv1",
+    "lora_unet_up_blocks_1_resnets_0_time_emb_proj": "unet.up_blocks.1.resnets.0.time_emb_proj",
+    f"lora_te_{TEXT}_self_attn_q_proj": "text_encoder.text_model.encoder.layers.0.self_attn.q_proj",
+    f"lora_te_{TEXT}_self_attn_out_proj": "text_encoder.text_model.encoder.layers.0.self_attn.out_proj",
+    f"lora_te_{TEXT}_mlp_fc1": "text_encoder.text_model.encoder.layers.0.mlp.fc1",
+}
+SDXL_LAYERS = {
+    "lora_unet_input_blocks_3_1_transformer_blocks_0_attn2_to_k": (
+        "unet.down_blocks.1.attentions.0.transformer_blocks.0.attn2.to_k"
+    ),
+    "lora_unet_input_blocks_3_0_in_layers_2": "unet.down_blocks.1.resnets.0.conv1",
+    "lora_unet_middle_block_1_transformer_blocks_1_ff_net_2": (
+        "unet.mid_block.attentions.0.transformer_blocks.1.ff.net.2"
+    ),
+    "lora_unet_output_blocks_1_1_proj_out": "unet.up_blocks.0.attentions.1.proj_out",
+    f"lora_te1_{TEXT}_self_attn_v_proj": "text_encoder.text_model.encoder.layers.0.self_attn.v_proj",
+    f"lora_te1_{TEXT}_self_attn_out_proj": "text_encoder.text_model.encoder.layers.0.self_attn.out_proj",
+    f"lora_te2_{TEXT}_mlp_fc2": "text_encoder_2.text_model.encoder.layers.0.mlp.fc2",
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "pipeline", "layers"),
+    [
+        (make_sd, StableDiffusionInpaintPipeline, SD_LAYERS),
+        (make_sdxl, StableDiffusionXLInpaintPipeline, SDXL_LAYERS),
+    ],
+)
+def test_kohyas_unets_and_text_encoders_are_found(
+    tmp_path: Path, arena: Arena, make: Callable[[Path], Path], pipeline: Any, layers: dict[str, str]
+) -> None:
+    """Of SDXL they are named and numbered as in its first implementation."""
+    checkpoint = make(tmp_path / "model")
+    file = make_kohya_unet_lora(tmp_path / "kohya.safetensors", checkpoint, layers)
+    rig = AdaptedRig(checkpoint, arena, pipeline, {"kohya": file})
+    edit, plain = rig.make("kohya", "kohya"), rig.make("plain", "tiny")
+    rig.check(edit, ours := rig.run(edit))
+    assert np.abs(ours.astype(int) - rig.run(plain)).mean() > 1
     rig.pages.close()
 
 
@@ -210,6 +273,19 @@ def test_an_adapter_for_another_model(fill: Path, tmp_path: Path) -> None:
     refused(fill, other, "transformer_blocks.*which is no linear layer of this transformer")
     other = make_lora(tmp_path / "wide.safetensors", wide, "context_embedder")
     refused(fill, other, "it takes context_embedder from 96 to 64 numbers, the layer from 64 to 64")
+
+
+def test_an_adapter_for_another_unet(tmp_path: Path) -> None:
+    """What it adds to the layers that read text is for text of another width."""
+    sd, sdxl = make_sd(tmp_path / "sd"), make_sdxl(tmp_path / "sdxl")
+    other = make_lora(tmp_path / "other.safetensors", sd, r"mid_block.*attn2\.to_k")
+    refused(sdxl, other, "attn2.to_k from 24 to 32 numbers, the layer from 48 to 32; it is for another model")
+    norm = {
+        "unet.conv_norm_out.lora_A.weight": torch.ones(4, 16),
+        "unet.conv_norm_out.lora_B.weight": torch.ones(16, 4),
+    }
+    save_file(norm, tmp_path / "norm.safetensors")
+    refused(sd, tmp_path / "norm.safetensors", "conv_norm_out, which is no linear layer or convolution of this model")
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ class Rig:
         self.store = PageStore(models.device, pages, files, self.copied.put)
         memory: SharedMemory = Arenas(self._arena)
         tensors = TensorStore(0, models.device, memory)
-        self._runner = Runner(0, models.families, tensors, memory, self.store, models.parents)
+        self._runner = Runner(0, models.families, tensors, memory, self.store, models.prompts_of)
         self._info = next(iter(infos.values()))
 
     def edit(self, name: str, template: Pixels, *, mask_aware: bool = True, model: str = "") -> tuple[Pixels, Finished]:

@@ -52,8 +52,9 @@ def step_as_the_pipeline(scheduler: Any, prediction: Tensor, timestep: Tensor, l
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS, ids=name_of)
-@pytest.mark.parametrize(("steps", "left_out"), [(2, 0), (8, 0), (8, 3)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("steps", "left_out", "dtype"), [(2, 0, torch.float32), (8, 0, torch.bfloat16), (8, 3, torch.float32)]
+)
 def test_trajectory_is_the_schedulers(scheduler: Any, steps: int, left_out: int, dtype: torch.dtype) -> None:
     """Every latent, model input and noised template on the way, whatever the steps of others in between."""
     sampling, theirs = make(scheduler)

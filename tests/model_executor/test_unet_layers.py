@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor
 
 from core.page_scheme import PageDtype, PageLayout
+from model_executor.adapters import Adapter, LowRank
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.unet import Unet
 from model_executor.pages import Pages
@@ -96,11 +99,36 @@ def test_leading_blocks_in_full_and_all_tokens_active_are_exact(unet: Unet) -> N
     inputs, other = make_inputs(unet, 0), make_inputs(unet, 1)
     edit, pages = inputs | {"prompt_embeds": other["prompt_embeds"]}, pages_of(unet, inputs)
     (whole,) = unet.forward([Row(**edit)])
-    row = Row(**edit, active=ACTIVE, pages=pages, full_blocks=pages.layout.num_blocks)
+    row = Row(**edit, active=ACTIVE, pages=pages, full_blocks=range(pages.layout.num_blocks))
     (full,) = unet.forward([row])
     torch.testing.assert_close(full, whole[ACTIVE], atol=1e-4, rtol=1e-4)
-    (every,) = unet.forward([replace(row, active=torch.arange(NUM_TOKENS), full_blocks=0)])
+    (every,) = unet.forward([replace(row, active=torch.arange(NUM_TOKENS), full_blocks=())])
     assert torch.equal(every, whole)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("every", [2, 3])
+def test_any_blocks_in_full_need_no_pages(unet: Unet, every: int) -> None:
+    """Those in between have theirs; these have garbage."""
+    inputs, pages = make_inputs(unet, 0), pages_of(unet, make_inputs(unet, 0))
+    (whole,) = unet.forward([Row(**inputs)])
+    blocks = pages.near.view(pages.layout.num_blocks, -1)
+    in_full = [block for number, block in enumerate(first_pages(unet)) if number % every]
+    for first, stop in in_full:
+        blocks[first:stop] = 0x7F
+    row = Row(**inputs, active=ACTIVE, pages=pages, full_blocks=[first for first, _ in in_full])
+    (some,) = unet.forward([row])
+    assert (some - whole[ACTIVE]).abs().max() < 1e-4 * whole.std()
+    (spoilt,) = unet.forward([replace(row, full_blocks=())])
+    assert not (spoilt - whole[ACTIVE]).abs().max() < whole.std()
+
+
+def first_pages(unet: Unet) -> list[tuple[int, int]]:
+    """Of each block, and where the next one's begin."""
+    runs = unet.block_runs(NUM_TOKENS)
+    sizes = [run.pages for run in runs for _ in range(run.number)]
+    assert sum(run.number * run.work for run in runs) == pytest.approx(1.0)
+    return [(stop - size, stop) for size, stop in zip(sizes, accumulate(sizes), strict=True)]
 
 
 @torch.inference_mode()
@@ -166,6 +194,28 @@ def test_own_content_in_bfloat16(name: str) -> None:
     (some,) = unet.forward([Row(**inputs, active=ACTIVE, pages=pages_of(unet, inputs, "bfloat16"))])
     assert some.dtype == whole.dtype == torch.bfloat16
     assert (some - whole[ACTIVE]).abs().max() < 0.1 * whole.std()
+
+
+@torch.inference_mode()
+def test_an_adapter_counts_on_every_way_through(unet: Unet) -> None:
+    """Exact, primed and mask-aware; the UNet that it is for stays as it was."""
+    inputs, generator = make_inputs(unet, 0), torch.Generator().manual_seed(5)
+    block = "mid_block.attentions.0.transformer_blocks.0"
+    layers = {
+        name: LowRank(torch.randn(2, inputs_of, generator=generator), torch.randn(32, 2, generator=generator))
+        for name, inputs_of in (
+            (f"{block}.attn1.to_q", 32),
+            (f"{block}.ff.net.2", 128),
+            ("mid_block.resnets.0.conv1", 288),
+        )
+    }
+    (before,) = unet.forward([Row(**inputs)])
+    adapted = unet.adapted(Adapter("red", Path("red.safetensors"), "", layers, {}))
+    (whole,) = adapted.forward([Row(**inputs)])
+    (some,) = adapted.forward([Row(**inputs, active=ACTIVE, pages=pages_of(adapted, inputs))])
+    assert (whole - before).abs().max() > 0.1 * before.std()
+    assert (some - whole[ACTIVE]).abs().max() < 1e-4 * whole.std()
+    assert torch.equal(unet.forward([Row(**inputs)])[0], before)
 
 
 def test_an_entry_of_another_size_is_refused(unet: Unet) -> None:
