@@ -10,7 +10,7 @@ TYPED := core engine model_executor entrypoints benchmarks tools
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-browser fuzz lint types format wheel train-embedded bench bench-quick bench-serving bench-throughput bench-startup bench-responsiveness bench-images bench-edit bench-prime bench-load-or-prime bench-step bench-vae bench-cache bench-quality bench-cost-model bench-block-plan simulate simulate-overload bench-router-decision bench-router bench-overload bench-playground gpu-check soak calibrate clean
+.PHONY: help serve test test-browser fuzz lint types format wheel train-embedded bench bench-quick bench-serving bench-throughput bench-startup bench-responsiveness bench-images bench-edit bench-prime bench-load-or-prime bench-step bench-unet bench-vae bench-cache bench-quality bench-cost-model bench-block-plan simulate simulate-overload bench-router-decision bench-router bench-overload bench-playground gpu-check soak calibrate clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 24
@@ -78,6 +78,9 @@ bench-load-or-prime: $(DEV)  ## Edits whose pages lie on disk: the cost model's 
 
 bench-step: $(DEV)  ## One denoising step, mask-aware against exact and against diffusers
 	$(BIN)/python -m benchmarks.denoiser_step $(ARGS)
+
+bench-unet: $(DEV)  ## One denoising step of a UNet: what the mask leaves of its FLOPs; timed by ARGS="--time 512"
+	$(BIN)/python -m benchmarks.unet_step $(ARGS)
 
 bench-vae: $(DEV)  ## Decoding the region of an edit against the whole picture: time and error by mask ratio
 	$(BIN)/python -m benchmarks.vae_region $(ARGS)
