@@ -140,7 +140,7 @@ def test_a_batch_is_what_each_request_alone_is_elsewhere(model: Model, make_oper
     edits = [
         replace(rows[0], active=ACTIVE, pages=pages[0]),
         rows[1],
-        replace(rows[2], active=ACTIVE[1:], pages=pages[2], full_blocks=2),
+        replace(rows[2], active=ACTIVE[1:], pages=pages[2], full_blocks=range(2)),
     ]
     for batch in (edits, rows):
         for output, row in zip(ours.forward(batch), batch, strict=True):
@@ -298,7 +298,7 @@ def test_a_pass_neither_mixes_devices_nor_waits(
     modulation = denoiser.modulation(rows[1].pooled_prompt_embeds, 3.5, torch.ones(5, device=META), 1)
     assert modulation is not None
     for full_blocks in (0, 1, denoiser.num_pages):
-        edit = replace(rows[0], active=active, pages=pages, full_blocks=full_blocks)
+        edit = replace(rows[0], active=active, pages=pages, full_blocks=range(full_blocks))
         batch = [edit, replace(rows[1], modulation=modulation[:1])]
         denoiser.forward(batch)  # tables that are kept from step to step
         with NoTransfers():
