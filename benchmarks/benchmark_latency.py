@@ -87,7 +87,8 @@ class Client:
     async def find_masks(self, ratios: Sequence[float]) -> dict[float, bytes]:
         """The square masks whose active tokens, margin included, come nearest to these shares of all."""
         found: dict[float, bytes] = {}
-        for side in range(8, min(self._size), 8):
+        least = int(0.5 * min(ratios) ** 0.5 * min(self._size)) // 8 * 8  # a mask touches more tokens than it covers
+        for side in range(max(8, least), min(self._size), 8):
             mask = self._square_mask(side)
             _, facts = await self.edit("warm", mask, 1)
             found.setdefault(facts["mask_ratio"], mask)
