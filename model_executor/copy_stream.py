@@ -35,7 +35,7 @@ class CopyStream:
 
     def enter(self) -> None:
         """Once, in the I/O thread: CUDA's current device is each thread's own."""
-        self._gpu.set_device(self._device)
+        self._gpu.set_device(self._stream.device)  # with its number, which `cuda` alone lacks
 
     def ready(self) -> torch.Event:
         """What the computing thread has queued up to now."""

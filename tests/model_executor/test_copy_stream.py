@@ -43,7 +43,7 @@ class Event:
 
 class Stream:
     def __init__(self, gpu: Gpu, name: str) -> None:
-        self.gpu, self.name = gpu, name
+        self.gpu, self.name, self.device = gpu, name, CPU
         self.events: list[Event] = []
         self.waited_for: list[Event] = []
 
@@ -66,9 +66,11 @@ class Gpu:
         self.devices: dict[str, torch.device] = {}  # thread -> the one it has chosen
 
     def set_device(self, device: torch.device) -> None:
+        assert device.index is not None
         self.devices[threading.current_thread().name] = device
 
     def Stream(self, device: torch.device) -> Stream:
+        self.copying.device = device if device.index is not None else torch.device(device.type, 0)
         return self.copying
 
     def Event(self, blocking: bool = False) -> Event:
@@ -148,11 +150,12 @@ def test_an_arena_that_cannot_be_pinned_is_a_config_error(gpu: Gpu) -> None:
         CopyStream(CPU, torch.empty(1))
 
 
-def test_the_thread_that_copies_chooses_its_device(gpu: Gpu) -> None:
-    arena, device = Arena.create(7, 1 << 20), torch.device("cuda", 1)
-    store = PageStore(device, arena, None, lambda copied: None)
+@pytest.mark.parametrize(("name", "chosen"), [("cuda", "cuda:0"), ("cuda:1", "cuda:1")])
+def test_the_thread_that_copies_chooses_its_device(gpu: Gpu, name: str, chosen: str) -> None:
+    arena = Arena.create(7, 1 << 20)
+    store = PageStore(torch.device(name), arena, None, lambda copied: None)
     store.close()
-    assert gpu.devices == {"page-io": device}
+    assert gpu.devices == {"page-io": torch.device(chosen)}
     arena.close()
 
 
