@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from core.page_scheme import PageLayout
 from model_executor.attention import Attention, KeysValues, Sizes, Source, head_major
 from model_executor.linear import gpu_linear
 from model_executor.operators import Operators
@@ -47,6 +48,9 @@ TILE = 4096
 LACKING = (AssertionError, ImportError, OSError, RuntimeError, subprocess.SubprocessError)
 """What Triton raises where it is not installed, or finds no C compiler, no header of Python's or no driver."""
 
+CLOSE = 0.05
+"""A kernel that works may round an int8 page otherwise, by 0.02 of the numbers that are tried."""
+
 
 @cache
 def gpu_operators(device: torch.device) -> Operators:
@@ -58,7 +62,7 @@ def gpu_operators(device: torch.device) -> Operators:
 
         operators = TritonOperators(triton_kernels)
         _try_out(operators, device)
-    except LACKING as error:
+    except _lacking() as error:
         logger.warning("no Triton kernels, so PyTorch's operators compute instead, and take longer: %r", error)
         return GpuOperators()
     return operators
@@ -76,12 +80,37 @@ def _take_flash_3(device: torch.device) -> None:
             logger.warning("attention is PyTorch's own, since flash-attn 3 cannot be used: %s", error)
 
 
+def _lacking() -> tuple[type[Exception], ...]:
+    """With what Triton's compiler raises, where there is one."""
+    try:
+        from triton.errors import TritonError
+    except ImportError:
+        return LACKING
+    return *LACKING, TritonError
+
+
 def _try_out(operators: Operators, device: torch.device) -> None:
-    """One small sum. Raises RuntimeError where it is wrong."""
-    x, y, gate = (torch.full([1, 16], number, device=device) for number in (1.0, 2.0, 3.0))
-    operators.add_gated_(x, ((0, 1),), y, gate)
-    if x.min() != 7.0 or x.max() != 7.0:
-        raise RuntimeError(f"its kernels compute wrongly on {device}")
+    """Every kernel on a few numbers. Raises RuntimeError where one computes otherwise than PyTorch's operators."""
+    for ours, theirs in zip(_few(operators, device), _few(GpuOperators(), device), strict=True):
+        if not torch.allclose(ours, theirs, rtol=0.0, atol=CLOSE):
+            raise RuntimeError(f"its kernels compute wrongly on {device}")
+
+
+def _few(operators: Operators, device: torch.device) -> Sequence[Tensor]:
+    """What each operator makes of the same few numbers: 2 tokens, 2 heads of 16."""
+    qkv, where = torch.linspace(-1.0, 1.0, 192, device=device).view(2, 3, 2, 16), ((0, 2),)
+    hidden, gate = qkv[:, 0].flatten(1).clone(), qkv[1:, 2].flatten(1)
+    normed = operators.norm_modulate(hidden, where, 1e-6, gate, gate)
+    operators.add_gated_(hidden, where, normed, gate)
+    turns = torch.polar(torch.ones(2, 1, 1, 8, device=device), qkv[:, :1, :1, :8])
+    operators.normalise_and_rotate_(qkv[:, :2], turns, 1e-6, [(where, torch.ones(2, 2, 16, device=device))])
+    layout = PageLayout(num_blocks=1, num_heads=2, head_dim=16, dtype="int8")
+    entry = torch.zeros(layout.entry_bytes(2), dtype=torch.uint8, device=device)
+    Entry(entry, layout, 2, operators.quantise).write(0, head_major(qkv[:, 1:]))
+    keys_values = KeysValues(head_major(torch.zeros(2, 2, 2, 16, device=device)), 0)
+    pages = Pages(layout, 2, entry, entry, 0.25)
+    operators.open(pages).read_over(0, keys_values, qkv[:1, 1:], torch.ones(1, dtype=torch.int64, device=device))
+    return [normed, hidden, qkv, keys_values.joint]
 
 
 class GpuOperators(Operators):

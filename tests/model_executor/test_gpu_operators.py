@@ -353,6 +353,29 @@ def test_without_kernels_that_work_pytorch_computes_and_the_log_says_why(
     assert cause in caplog.text
 
 
+@pytest.mark.parametrize("name", ["norm_modulate", "add_gated", "normalise_and_rotate", "read_page", "quantise"])
+@pytest.mark.parametrize("fault", ["does nothing", "does not compile"])
+def test_each_kernel_is_tried(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, fault: str
+) -> None:
+    pytest.importorskip("triton")
+    from triton.runtime.errors import PTXASError
+
+    from model_executor import triton_kernels
+
+    def launch(*args: Any, **constants: Any) -> None:
+        if fault == "does not compile":
+            raise PTXASError("ptxas: no such instruction")
+
+    class Launcher:
+        def __getitem__(self, grid: Any) -> Any:
+            return launch
+
+    monkeypatch.setattr(triton_kernels, name, Launcher())
+    assert type(gpu_operators.gpu_operators.__wrapped__(torch.device("cpu"))) is GpuOperators
+    assert ("ptxas" if fault == "does not compile" else "compute wrongly") in caplog.text
+
+
 def test_the_users_choice() -> None:
     """PyTorch's operators alone round as diffusers does, and pages are named for it."""
     plain = chosen_operators("torch", torch.device("cpu"))
