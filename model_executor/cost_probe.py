@@ -21,6 +21,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from core.config import KernelChoice
 from core.cost_model import Work
 from core.handles import ModelKey
 from core.ipc.atomic_file import write_atomically
@@ -28,7 +29,7 @@ from core.messages.worker import CostSample
 from core.model_info import ModelInfo
 from core.stages import INPAINT
 from model_executor.models.base import EncodedImage, EncodedText, Family, PrimeRow, Row
-from model_executor.operators import best_operators
+from model_executor.operators import chosen_operators
 from model_executor.pages import Pages
 
 BUDGET_SECONDS = 2.0
@@ -50,12 +51,22 @@ Timed = tuple[str, Work, Callable[[], object]]
 
 
 def known_or_probed(
-    families: Mapping[str, Family], infos: Sequence[ModelInfo], cache_folder: Path
+    families: Mapping[str, Family],
+    infos: Sequence[ModelInfo],
+    cache_folder: Path,
+    kernels: Mapping[str, KernelChoice] | None = None,
 ) -> tuple[CostSample, ...]:
     """Samples of all models, `infos` as the worker is about to report them: those kept from an earlier start, else new
-    ones. A folder that cannot be written only means that the next start measures again. An adapter's are its model's:
-    it takes a few percent longer, which is learnt as it is used."""
-    measured = {info.name: _samples(families[info.name], info, cache_folder) for info in infos if not info.parent}
+    ones. kernels: of each model's name, `auto` where it has none. A folder that cannot be written only means that the
+    next start measures again. An adapter's are its model's: it takes a few percent longer, which is learnt as it is
+    used.
+    """
+    chosen = kernels or {}
+    measured = {
+        info.name: _samples(families[info.name], info, cache_folder, chosen.get(info.name, "auto"))
+        for info in infos
+        if not info.parent
+    }
     return tuple(
         msgspec.structs.replace(sample, model=ModelKey(info.name, sample.model.component))
         for info in infos
@@ -76,8 +87,8 @@ def probe(family: Family, info: ModelInfo, budget_seconds: float) -> list[CostSa
     return samples
 
 
-def _samples(family: Family, info: ModelInfo, cache_folder: Path) -> list[CostSample]:
-    path = cache_folder / "costs" / f"{_conditions(info)}.json"
+def _samples(family: Family, info: ModelInfo, cache_folder: Path, kernels: KernelChoice) -> list[CostSample]:
+    path = cache_folder / "costs" / f"{_conditions(info, kernels)}.json"
     with suppress(OSError, msgspec.DecodeError):
         return msgspec.json.decode(path.read_bytes(), type=list[CostSample])
     samples = probe(family, info, BUDGET_SECONDS)
@@ -86,11 +97,12 @@ def _samples(family: Family, info: ModelInfo, cache_folder: Path) -> list[CostSa
     return samples
 
 
-def _conditions(info: ModelInfo) -> str:
+def _conditions(info: ModelInfo, kernels: KernelChoice) -> str:
     """Hex digest of all that costs depend on: the model as it is served, the processor, threads, PyTorch, kernels."""
     device = torch.device(info.device)
     processor = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
-    parts = [processor, platform.node(), torch.get_num_threads(), torch.__version__, best_operators(device).digest]
+    digest = chosen_operators(kernels, device).digest
+    parts = [processor, platform.node(), torch.get_num_threads(), torch.__version__, digest]
     return hashlib.sha256(msgspec.json.encode(info) + repr(parts).encode()).hexdigest()
 
 

@@ -104,7 +104,8 @@ def _start(settings: WorkerConfig, link: EngineLink, arena: Arena, page_arena: A
     page_bytes = device_page_bytes(gauge, models.families, ready.models, settings.cache, settings.scheduler)
     ready = msgspec.structs.replace(ready, device_page_bytes=page_bytes)
     if settings.rank == 0:  # the others would only disturb its measurements
-        samples = known_or_probed(models.families, ready.models, user_cache_folder(os.environ))
+        kernels = {model.name: model.kernels for model in settings.models}
+        samples = known_or_probed(models.families, ready.models, user_cache_folder(os.environ), kernels)
         ready = msgspec.structs.replace(ready, samples=samples)
     store = TensorStore(settings.rank, models.device, arena)
     files = _page_files(settings.cache)

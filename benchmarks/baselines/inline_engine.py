@@ -55,7 +55,8 @@ class Model:
         infos = models.ready(0).models
         self.info = infos[0]
         self.scheduler = StepScheduler(SchedulerConfig(), {self.info.name: self.info}, cache=CacheConfig())
-        self.scheduler.learn(known_or_probed(models.families, infos, user_cache_folder(os.environ)))
+        kernels = {config.name: config.kernels}
+        self.scheduler.learn(known_or_probed(models.families, infos, user_cache_folder(os.environ), kernels))
         self._store = TensorStore(0, models.device, arena)
         pages = PageStore(models.device, page_arena, None, lambda copied: None)  # one tier: nothing is copied
         self._runner = Runner(0, models.families, self._store, arena, pages)

@@ -111,6 +111,14 @@ def test_another_page_dtype_is_another_measurement(models: ResidentModels, info:
     assert len(list((tmp_path / "costs").iterdir())) == 2
 
 
+def test_other_kernels_are_another_measurement(models: ResidentModels, info: ModelInfo, tmp_path: Path) -> None:
+    known_or_probed(models.families, [info], tmp_path)
+    known_or_probed(models.families, [info], tmp_path, {"tiny": "auto"})
+    assert len(list((tmp_path / "costs").iterdir())) == 1
+    known_or_probed(models.families, [info], tmp_path, {"tiny": "torch"})
+    assert len(list((tmp_path / "costs").iterdir())) == 2
+
+
 def test_a_torn_file_is_measured_anew(models: ResidentModels, info: ModelInfo, tmp_path: Path) -> None:
     known_or_probed(models.families, [info], tmp_path)
     (path,) = (tmp_path / "costs").iterdir()
