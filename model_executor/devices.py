@@ -7,6 +7,7 @@ where it is set, says which these are and in which order.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 
 import torch
 
@@ -49,11 +50,11 @@ def _parse(name: str, num_gpus: int) -> tuple[str, int | None]:
     """Its type and number. Raises ConfigError."""
     if name == "auto":
         return "cuda" if num_gpus else "cpu", None
-    try:
+    with suppress(RuntimeError):
         device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"unknown device {name!r}; use auto, cpu, cuda or cuda:N") from error
-    return device.type, device.index
+        if device.type in ("cpu", "cuda"):
+            return device.type, device.index
+    raise ConfigError(f"unknown device {name!r}; use auto, cpu, cuda or cuda:N")
 
 
 def _count(num_gpus: int) -> str:

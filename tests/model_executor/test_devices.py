@@ -45,6 +45,9 @@ def test_too_few_are_told_of_by_the_first_worker_too(index: int) -> None:
         ("cuda:2", 2, "4,6", r"sees 2 GPUs \(CUDA_VISIBLE_DEVICES='4,6'\), the last of which is cuda:1"),
         ("cuda:1", 1, None, "sees one GPU, the last of which is cuda:0"),
         ("gpu", 1, None, "unknown device 'gpu'"),
+        ("mps", 0, None, "unknown device 'mps'; use auto, cpu, cuda or cuda:N"),
+        ("xpu:1", 1, None, "unknown device 'xpu:1'"),
+        ("meta", 1, None, "unknown device 'meta'"),
     ],
 )
 def test_what_is_not_there(name: str, num_gpus: int, visible: str | None, message: str) -> None:
