@@ -134,7 +134,7 @@ class EngineMetrics:
         self._drain_seconds.labels(str(engine)).set(load.drain_seconds)
         if stats is not None:
             last = self._stats.get(engine, _NO_STATS)
-            is_restarted = stats.steps < last.steps or _busy(stats) < _busy(last)
+            is_restarted = stats.steps < last.steps or _is_less_busy(stats, last)
             self._stats[engine] = stats
             self._observe_stats(engine, stats, _NO_STATS if is_restarted else last)
             self._move_levels(last.cache or _NO_CACHE, stats.cache or _NO_CACHE)
@@ -199,9 +199,9 @@ class EngineMetrics:
                 level.labels(tier).inc(holds.get(tier, 0) - held.get(tier, 0))
 
 
-def _busy(stats: EngineStats) -> float:
-    """Worker time of all stages, in seconds."""
-    return sum(stats.busy_seconds.values())
+def _is_less_busy(stats: EngineStats, last: EngineStats) -> bool:
+    """Whether any stage has less worker time than before."""
+    return any(stats.busy_seconds.get(stage, 0.0) < seconds for stage, seconds in last.busy_seconds.items())
 
 
 def sum_cache_stats(every: Iterable[CacheStats | None]) -> CacheStats:

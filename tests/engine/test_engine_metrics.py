@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -145,6 +146,14 @@ def test_totals_become_counters_across_restarts_and_engines() -> None:
     assert [seen[f"stencil:worker_busy_seconds_total,1,{stage}"] for stage in stages] == [0.0, 0.0, 0.0]
     assert seen["stencil:tokens_skipped_total"] == 7500
     assert seen["stencil:prime_chunks_total"] == 8
+
+
+def test_one_stage_that_went_down_tells_of_a_restart_too() -> None:
+    metrics, first = Metrics(), engine_stats(2, 600)
+    for seconds in ({"denoise": 1.0, "prime": 3.0}, {"denoise": 9.0, "prime": 2.0}, {"denoise": 10.0}):
+        metrics.observe_load(0, LOAD, msgspec.structs.replace(first, busy_seconds=seconds))
+    seen = values(metrics)
+    assert [seen[f"stencil:worker_busy_seconds_total,0,{stage}"] for stage in ("denoise", "prime")] == [20.0, 5.0]
 
 
 def test_load_by_engine() -> None:
