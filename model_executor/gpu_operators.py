@@ -119,6 +119,10 @@ class GpuOperators(Operators):
     def __init__(self) -> None:
         super().__init__(gpu_linear)
 
+    @property
+    def _kernels_digest(self) -> str:
+        return torch.nn.attention.current_flash_attention_impl() or ""
+
     def attention(self, sizes: Sizes, heads: int, head_dim: int, like: Tensor) -> Attention:
         return Together(sizes, heads, head_dim, like, varlen_attend if has_flash(like, head_dim) else attend_each)
 
@@ -133,7 +137,7 @@ class TritonOperators(GpuOperators):
 
     @property
     def _kernels_digest(self) -> str:
-        return f"triton {importlib.metadata.version('triton')}"
+        return f"triton {importlib.metadata.version('triton')} {super()._kernels_digest}".rstrip()
 
     @property
     def quantise(self) -> Quantise:

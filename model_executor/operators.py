@@ -44,8 +44,8 @@ class Operators:
     def digest(self) -> str:
         """Names what it computes with besides PyTorch's kernels, or that it rounds as diffusers does: other code rounds
         otherwise."""
-        kernels = self._kernels_digest if self._is_fused else "plain"
-        return f"{kernels} compiled" if self._compiles else kernels
+        parts = ["" if self._is_fused else "plain", self._kernels_digest, "compiled" if self._compiles else ""]
+        return " ".join(filter(None, parts))
 
     @property
     def _kernels_digest(self) -> str:

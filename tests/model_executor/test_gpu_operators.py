@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import model_executor
 from model_executor import gpu_operators
 from model_executor.gpu_operators import GpuOperators, Together, attend_each, offsets, places, table, varlen_attend
-from model_executor.linear import LinearGroup, gpu_linear, plain_linear
+from model_executor.linear import LinearGroup, fused_linear, gpu_linear, plain_linear
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.denoiser import Denoiser
 from model_executor.models.flux_transformer import FluxTransformer
@@ -381,3 +382,13 @@ def test_the_users_choice() -> None:
     plain = chosen_operators("torch", torch.device("cpu"))
     assert (plain.linear, plain.kernels) == (plain_linear, None)
     assert plain.digest != chosen_operators("auto", torch.device("cpu")).digest
+
+
+def test_a_digest_names_kernels_beside_plain_layers_and_the_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels: Any = SimpleNamespace(digest="0123")
+    assert Operators(plain_linear).digest == "plain"
+    assert Operators(plain_linear, kernels).digest == "plain 0123"
+    assert Operators(fused_linear, kernels).compiling().digest == "0123 compiled"
+    assert GpuOperators().digest == ""
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA3")
+    assert GpuOperators().digest == "FA3"
