@@ -189,6 +189,20 @@ def test_unknown_dtype() -> None:
         resolve_dtype("int4", torch.device("cpu"))
 
 
+def test_a_cpu_is_warmed_up_by_one_masked_row(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no kernel that only reading between two keyframes would compile."""
+    models, rows = load(tiny_checkpoint, dtype="float32"), list[Any]()
+    predict = models.families["tiny"].predict
+
+    def count(batch: Any) -> Any:
+        rows.append([row.active is not None for row in batch])
+        return predict(batch)
+
+    monkeypatch.setattr(models.families["tiny"], "predict", count)
+    models.warm_up()
+    assert rows == [[False], [True]]
+
+
 def test_components_come_and_go(tiny_checkpoint: Path) -> None:
     """What was unloaded cannot be used, and works again once loaded."""
     models = load(tiny_checkpoint, dtype="float32")
