@@ -96,11 +96,13 @@ class OneByOne:
         head_dim: int,
         like: Tensor,
         attend: Callable[[Tensor, KeysValues], Sequence[Tensor]],
+        room: Tensor | None = None,
     ) -> None:
-        """like: of the dtype and device to compute in. attend: (query, keys and values) -> as `attend`."""
-        room = like.new_empty(2 * heads * max(map(sum, sizes)) * head_dim)
+        """like: of the dtype and device to compute in. attend: (query, keys and values) -> as `attend`. room: that of
+        another one of the same pass, which has as many tokens or more."""
+        self.room = like.new_empty(2 * heads * max(map(sum, sizes)) * head_dim) if room is None else room
         self._keys_values = [
-            KeysValues(room[: 2 * heads * sum(size) * head_dim].view(2, heads, sum(size), head_dim), size[0])
+            KeysValues(self.room[: 2 * heads * sum(size) * head_dim].view(2, heads, sum(size), head_dim), size[0])
             for size in sizes
         ]
         self._attend = attend

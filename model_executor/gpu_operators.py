@@ -123,7 +123,9 @@ class GpuOperators(Operators):
     def _kernels_digest(self) -> str:
         return torch.nn.attention.current_flash_attention_impl() or ""
 
-    def attention(self, sizes: Sizes, heads: int, head_dim: int, like: Tensor) -> Attention:
+    def attention(
+        self, sizes: Sizes, heads: int, head_dim: int, like: Tensor, beside: Attention | None = None
+    ) -> Attention:
         return Together(sizes, heads, head_dim, like, varlen_attend if has_flash(like, head_dim) else attend_each)
 
 

@@ -88,10 +88,13 @@ class Operators:
         """See `attention.normalise_and_rotate_`."""
         normalise_and_rotate_(x, rotary, eps, weights, self.kernels)
 
-    def attention(self, sizes: Sizes, heads: int, head_dim: int, like: Tensor) -> Attention:
-        """For one pass over a batch. like: of the dtype and device to compute in."""
+    def attention(
+        self, sizes: Sizes, heads: int, head_dim: int, like: Tensor, beside: Attention | None = None
+    ) -> Attention:
+        """For one pass over a batch. like: of the dtype and device to compute in. beside: another one of this pass,
+        which has as many tokens or more; they never run at the same time, so this one may take its room."""
         one: Callable[..., Sequence[Tensor]] = partial(attend, linear=self.linear, kernels=self.kernels)
-        return OneByOne(sizes, heads, head_dim, like, one)
+        return OneByOne(sizes, heads, head_dim, like, one, beside.room if isinstance(beside, OneByOne) else None)
 
 
 def best_operators(device: torch.device) -> Operators:

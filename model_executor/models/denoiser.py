@@ -219,7 +219,7 @@ class Denoiser(ABC):
         joint = self._operators.attention(sizes, heads, head_dim, like)
         if self.num_pages == len(self._blocks):
             return joint, None
-        return joint, self._operators.attention([(0, image) for _, image in sizes], heads, head_dim, like)
+        return joint, self._operators.attention([(0, image) for _, image in sizes], heads, head_dim, like, joint)
 
     def _modulation_of(self, rows: Sequence[Row | PrimeRow]) -> Callable[[int], Sequence[Tensor]]:
         """Block number -> its shifts, scales and gates, each [requests, hidden]; after the last one the output's."""

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from model_executor import attention
-from model_executor.attention import KeysValues, attend
+from model_executor.attention import KeysValues, OneByOne, attend
 from model_executor.linear import fused_linear, plain_linear
+from model_executor.operators import Operators
 
 HEADS, HEAD_DIM, TEXT = 3, 16, 5
 
@@ -60,3 +61,27 @@ def test_put_replaces_the_computed_rows_alone() -> None:
     assert torch.equal(holder.joint[:, :, rest], before[:, :, rest])
     assert torch.equal(holder.joint[:, :, rows], fresh.permute(1, 2, 0, 3))
     assert torch.equal(holder.image, holder.joint[:, :, TEXT:])
+
+
+def test_a_second_attention_takes_the_firsts_room() -> None:
+    """Together they hold no more than the first alone, and the second gives what it gives in room of its own."""
+    operators, like = Operators(plain_linear), torch.empty(0)
+    sizes, alone, where = [(TEXT, 7), (TEXT, 4)], [(0, 7), (0, 4)], ((0, 7), (7, 11))
+    first = operators.attention(sizes, HEADS, HEAD_DIM, like)
+    second, own = (operators.attention(alone, HEADS, HEAD_DIM, like, beside) for beside in (first, None))
+    assert isinstance(first, OneByOne)
+    assert isinstance(second, OneByOne)
+    assert second.room is first.room
+    qkv = torch.randn(11, 3, HEADS, HEAD_DIM)
+    outputs = [torch.cat(list(each(0, 0, qkv, where, [Computed()] * 2)), dim=1) for each in (second, own)]
+    assert torch.equal(*outputs)
+
+
+class Computed:
+    """A request that computes all of its tokens."""
+
+    def load(self, number: int, page: int, keys_values: KeysValues, fresh: Tensor) -> None:
+        keys_values.put(fresh, None)
+
+    def store(self, page: int, image: Tensor) -> None:
+        """Nothing is kept."""
