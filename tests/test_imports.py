@@ -61,6 +61,7 @@ LAWS = {
         ("core", "model_executor"),
         frozenset({"diffusers", "huggingface_hub", "msgspec", "numpy", "safetensors", "torch", "transformers"}),
     ),
+    "model_executor.gpu_operators": Law(("core", "model_executor"), frozenset({"torch", "triton"})),
     "model_executor.triton_kernels": Law((), frozenset({"triton"})),
     "engine": Law(
         ("core", "engine", "model_executor.executor"),
