@@ -10,10 +10,9 @@ _GIB = 1024**3
 _WHOLE = 1024**2
 """A budget is a multiple of so many bytes."""
 
-REMEDIES = (
-    "have less run together (--max-num-seqs, --max-num-batched-tokens), quantise the weights (--quantization), "
-    "allow more of the device (--gpu-memory-utilization), or cache nothing (--no-mask-aware)"
-)
+_LESS = "have less run together (--max-num-seqs, --max-num-batched-tokens), quantise the weights (--quantization)"
+REMEDIES = f"{_LESS}, allow more of the device (--gpu-memory-utilization), or cache nothing (--no-mask-aware)"
+CPU_REMEDIES = f"{_LESS}, or cache nothing (--no-mask-aware)"
 
 
 class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):

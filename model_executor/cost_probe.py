@@ -28,6 +28,7 @@ from core.ipc.atomic_file import write_atomically
 from core.messages.worker import CostSample
 from core.model_info import ModelInfo
 from core.stages import INPAINT
+from model_executor.device_failures import is_out_of_memory
 from model_executor.models.base import EncodedImage, EncodedText, Family, PrimeRow, Row
 from model_executor.operators import chosen_operators
 from model_executor.pages import Pages
@@ -80,10 +81,14 @@ def probe(family: Family, info: ModelInfo, budget_seconds: float) -> list[CostSa
     ends = time.monotonic() + budget_seconds
     samples: list[CostSample] = []
     for stage, work, batch in Batches(family, info).all():
-        with suppress(torch.OutOfMemoryError):  # then there is no such batch to schedule either
+        try:
             seconds = _time(batch, ends, _expected(samples, stage, work))
-            if seconds is not None:
-                samples.append(CostSample(ModelKey(info.name, _COMPONENTS[stage]), stage, work, seconds))
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            continue  # then there is no such batch to schedule either
+        if seconds is not None:
+            samples.append(CostSample(ModelKey(info.name, _COMPONENTS[stage]), stage, work, seconds))
     return samples
 
 

@@ -30,9 +30,13 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def our_error(error: Exception) -> Exception:
-    """Out-of-memory errors as ours; any other as it is."""
-    is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether a device or the host had no room."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
     )
-    return OutOfMemoryError(NO_ROOM) if is_memory else error
+
+
+def our_error(error: Exception) -> Exception:
+    """Out-of-memory errors as ours; any other as it is."""
+    return OutOfMemoryError(NO_ROOM) if is_out_of_memory(error) else error

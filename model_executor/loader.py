@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 
 from core.config import KernelChoice, ModelConfig, Quantization
 from core.errors import ConfigError
+from model_executor.device_failures import is_out_of_memory
 from model_executor.devices import resolve_device
 from model_executor.hub import DEFAULTS, INDEX, download
 from model_executor.models.parts import IN_PLACE_OF, MODULES
@@ -88,16 +89,16 @@ class Checkpoint:
 
     def load(self, part: str) -> Any:
         """A part by its name in model_index.json: weights on the device in the chosen dtype, tokenizers and schedulers
-        as they are. Raises ConfigError, and torch.OutOfMemoryError."""
+        as they are. Raises ConfigError, and what `is_out_of_memory` knows."""
         self._check_part(part)
         cls = self._class_of(part)
         try:
             if issubclass(cls, torch.nn.Module):
                 return self._load_module(cls, part)
             return cls.from_pretrained(self.path, subfolder=part, local_files_only=True)
-        except torch.OutOfMemoryError:
-            raise  # the files are not at fault
         except LOAD_ERRORS as error:
+            if is_out_of_memory(error):
+                raise  # the files are not at fault
             raise ConfigError(f"cannot load {part} of {self.path}: {_first_line(error)}") from error
 
     def check_quantization(self) -> None:

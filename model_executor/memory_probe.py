@@ -19,6 +19,7 @@ from core.errors import ConfigError
 from core.memory_budget import REMEDIES, DeviceMemory, describe, page_bytes
 from core.model_info import ModelInfo
 from model_executor.cost_probe import Batches
+from model_executor.device_failures import is_out_of_memory
 from model_executor.models.base import Family
 
 logger = logging.getLogger("stencil.worker")
@@ -101,12 +102,14 @@ def device_page_bytes(
 
 
 @contextmanager
-def room_for(what: str) -> Iterator[None]:
+def room_for(what: str, remedies: str = REMEDIES) -> Iterator[None]:
     """Raises ConfigError, with the remedies, where the device runs out of memory over it."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        raise ConfigError(f"the device has no room for {what}; {REMEDIES}") from error
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ConfigError(f"the device has no room for {what}; {remedies}") from error
 
 
 @torch.inference_mode()

@@ -23,6 +23,7 @@ from core.failure import Failure
 from core.ipc.process import die_with_parent
 from core.ipc.ring import Channel, PeerClosedError
 from core.ipc.shared_array import Arena
+from core.memory_budget import CPU_REMEDIES, REMEDIES
 from core.messages.worker import (
     FromWorker,
     PageCopied,
@@ -97,7 +98,7 @@ def _start(settings: WorkerConfig, link: EngineLink, arena: Arena, page_arena: A
         num_workers=settings.num_workers,
     )
     gauge = gauge_of(models.device)
-    with room_for("the model"):
+    with room_for("the model", CPU_REMEDIES if models.device.type == "cpu" else REMEDIES):
         models.load_all()
         models.warm_up()
     ready = models.ready(settings.rank)

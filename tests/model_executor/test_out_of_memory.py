@@ -15,6 +15,7 @@ from pipeline_rig import Rig
 from core.config import ModelConfig
 from core.errors import ConfigError
 from core.ipc.shared_array import Arena
+from core.memory_budget import CPU_REMEDIES
 from model_executor.loader import Checkpoint
 from model_executor.memory_probe import room_for
 from model_executor.models.base import Row
@@ -91,11 +92,20 @@ def test_libraries_that_find_no_memory(rig: Rig, monkeypatch: pytest.MonkeyPatch
     rig.store.free(edit.key("", ""))
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 22.00 GiB."),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("CUDA driver error: out of memory"),
+        MemoryError(),
+    ],
+)
 def test_a_model_that_does_not_fit_is_no_broken_checkpoint(
-    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def load(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 22.00 GiB.")
+        raise error
 
     monkeypatch.setattr(Checkpoint, "_load_module", load)
     models = ResidentModels.open([ModelConfig(model=str(tiny_checkpoint), device="cpu")])
@@ -104,3 +114,11 @@ def test_a_model_that_does_not_fit_is_no_broken_checkpoint(
         room_for("the model"),
     ):
         models.load_all()
+
+
+def test_the_remedies_are_the_devices_own_and_other_errors_stay() -> None:
+    with pytest.raises(ConfigError) as raised, room_for("the model", CPU_REMEDIES):
+        raise MemoryError
+    assert "--gpu-memory-utilization" not in str(raised.value)
+    with pytest.raises(RuntimeError, match="another"), room_for("the model"):
+        raise RuntimeError("another")
