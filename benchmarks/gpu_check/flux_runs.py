@@ -104,8 +104,7 @@ class HostedRun:
         """Bring a keyframe's pages up."""
         block = self._flux.layout.block_bytes(self._flux.size.image_tokens)
         copy = PageCopy(_key(number), self._flux.entry_bytes, block, "host", "device", self._refs[number])
-        with torch.inference_mode(False):  # as in a worker: the thread that copies may write to no inference tensor
-            self._store.start(copy)
+        self._store.start(copy)
 
     def _pages(self, interval: int, weight: float) -> Pages:
         keys = [_key(interval), _key(interval + 1)]

@@ -18,8 +18,10 @@ of results or are computed from shapes.
   pages have no room, the server ends with a line that says what takes how much and which flags help.
 - Below that pages lie in host memory (`--cache-host-bytes`) and come up on a stream of their own while steps are
   computed: a block's attention waits for that block alone. All of that memory is taken and pinned when the server
-  starts, and not given back before it ends; where CUDA refuses, the server ends with a line that says so. Without room
-  in the GPU's memory (`--cache-device-bytes 0`, several workers in an engine) every token is computed.
+  starts, for each engine, and not given back before it ends; where CUDA refuses, the server ends with a line that says
+  so. The default of 4 GiB holds less than one FLUX template at 1024 px, whose 5 keyframes take 7.4 GB;
+  `--cache-host-bytes 64G` holds nine. Without room in the GPU's memory (`--cache-device-bytes 0`, several workers in an
+  engine) every token is computed.
 - Besides products and attention a step is Triton kernels (`model_executor/triton_kernels.py`): pages are dequantised,
   interpolated between their keyframes and overlaid with what the edit computes in one pass over memory; norm and
   modulation, rotation, gated additions, and making pages, are one pass each, for all requests of a batch without a copy
@@ -31,8 +33,8 @@ of results or are computed from shapes.
   Hopper that of the package flash-attn 3 (`flash_attn_interface`) where it is installed; in float32 a call per request.
 - A UNet's rows share passes: exact ones of one size, templates of one size, and of a mask-aware edit prompt and
   negative prompt. `--kernels compile` runs a UNet's residual and transformer blocks through `torch.compile`, once for
-  all numbers of active tokens, which takes minutes at the first start. Transformers are not compiled, since what that
-  could fuse is fused. Nothing is a CUDA graph.
+  all numbers of active tokens, at the first start. Transformers are not compiled, since what that could fuse is fused.
+  Nothing is a CUDA graph.
 - `--kernels torch` leaves all of it to PyTorch's operators: where a picture looks wrong, or a server does not start,
   try it first, since it tells where the fault lies.
 - A product of another number of rows may be rounded otherwise, so what shares a picture's steps may change its last

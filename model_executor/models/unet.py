@@ -1,7 +1,8 @@
 """Forward passes of diffusers' `UNet2DConditionModel`, whose convolutions want whole pictures of one size.
 
-A request that computes every token goes through the module itself, with others of its size. One that leaves tokens out
-goes alone, layer by layer (see `unet_layers.py`), and so does a template that is primed.
+Rows that compute every token go through the module itself. Those that leave tokens out go layer by layer (see
+`unet_layers.py`), and so do templates that are primed. On a GPU whole rows of one size share a pass, templates of one
+size too, and the rows of one masked request; on a CPU only the whole rows of one request do.
 """
 
 from __future__ import annotations
