@@ -106,8 +106,8 @@ class Sdxl:
         return lambda: self.module(**inputs)
 
     def bound(self) -> float:
-        """Floating-point operations of an exact step over those of a mask-aware one, of a module on the meta device: what
-        a CPU's own layers do is not counted."""
+        """Floating-point operations of an exact step over those of a mask-aware one. For a module on the meta device:
+        what a CPU's own layers do is not counted."""
         counts = []
         for call in (self.exact(), self.masked()):
             with FlopCounterMode(display=False) as counter:
