@@ -59,7 +59,7 @@ def batch_size(sweep: Sweep) -> None:
 def mask_ratio(sweep: Sweep) -> None:
     sweep.command("mask-ratio/step", "benchmarks.denoiser_step", "--rounds", "3", "--skip-batch")
     ratios = ["0.05", "0.1", "0.2", "0.35", "0.5", "0.75"]
-    flags = ["--mask-ratio", *ratios, "--steps", str(sweep.plan.many_steps), "--rounds", "3"]
+    flags = ["--mask-ratio", *ratios, "--steps", str(sweep.plan.many_steps), "--rounds", "2"]
     sweep.command("mask-ratio/edit", "benchmarks.benchmark_latency", *flags)
 
 

@@ -31,7 +31,7 @@ class Plan:
     loads: tuple[float, ...] = (0.5, 1.4)
     window: float = 9.0
     quality_edits: int = 200
-    batch_edits: int = 12
+    batch_edits: int = 8
     large_edits: int = 3
     steps: int = 8
     many_steps: int = 28
