@@ -61,11 +61,13 @@ _EXIF_ORIENTATION = 0x0112
 class Picture:
     """A decoded upload, upright. image: mode RGB, or RGBA if the file has transparency of any kind; 8 bits a channel.
 
-    icc_profile: the file's RGB colour profile, None if it has none (or one for another colour space).
+    icc_profile: the file's RGB colour profile, None if it has none (or one for another colour space). is_turned: its
+    EXIF data had it turned by 90 degrees, so that width and height are not the file's.
     """
 
     image: Image.Image
     icc_profile: bytes | None = None
+    is_turned: bool = False
 
 
 # ------------------------------------------------------------------------------------------------------------ reading
@@ -83,7 +85,8 @@ def decode(data: Bytes, field: Field, max_pixels: int) -> Picture:
             with Image.open(io.BytesIO(data.data), formats=FORMATS) as file:
                 check_pixels(file.size, field, max_pixels)
                 file.load()
-                return Picture(_upright(file, _to_rgb(file)), _rgb_profile(file))
+                upright = _upright(file, _to_rgb(file))
+                return Picture(upright, _rgb_profile(file), is_turned=upright.size != file.size)
         except Image.DecompressionBombError as error:
             raise _too_large(str(error), field) from error
         except _DECODE_ERRORS as error:
@@ -100,7 +103,7 @@ def check_pixels(size: tuple[int, int], field: str, max_pixels: int) -> None:
 def unreadable(field: Field) -> InvalidImageError:
     """The error for a file that is none of the three formats or is damaged, in the images API's words."""
     if field == "image":
-        message = "Invalid image file or mode for image 1, please check your image file."
+        message = "Invalid image file or mode for image 1, please check your image file: PNG, WebP and JPEG are read."
         return InvalidImageError(message, param=field, code="invalid_image_file")
     message = "Invalid mask image format - not a readable PNG, WebP or JPEG file"
     return InvalidImageError(message, param=field, code="invalid_mask_image_format")

@@ -135,7 +135,7 @@ def _read(
 ) -> _Upload:
     picture = _empty_canvas(canvas_size, max_pixels) if image is None else decode(image, "image", max_pixels)
     if mask is not None:
-        keep = _read_mask(mask, mask_kind, picture.image.size, max_pixels)
+        keep = _read_mask(mask, mask_kind, picture, max_pixels)
         return _Upload(picture, keep, own_mask=False, unmasked=False)
     if picture.image.mode == "RGBA":
         alpha = np.asarray(picture.image.getchannel("A"))
@@ -157,19 +157,26 @@ def _empty_canvas(size: tuple[int, int] | None, max_pixels: int) -> Picture:
 # -------------------------------------------------------------------------------------------------------------- masks
 
 
-def _read_mask(data: Bytes, kind: MaskKind, image_size: tuple[int, int], max_pixels: int) -> Bytes:
+def _read_mask(data: Bytes, kind: MaskKind, picture: Picture, max_pixels: int) -> Bytes:
     field: Field = "mask" if kind == "alpha" else "mask_image"
     mask = decode(data, field, max_pixels).image
     if kind == "alpha" and mask.mode != "RGBA":
         raise _bad_mask("mask image missing alpha channel; a black-and-white mask goes into 'mask_image'", field)
-    if mask.size != image_size:
-        sizes = f"{mask.width}x{mask.height} and {image_size[0]}x{image_size[1]}"
-        raise _bad_mask(f"mask size does not match image size ({sizes})", field)
+    if mask.size != picture.image.size:
+        raise _bad_mask(_size_mismatch(mask.size, picture), field)
     keep = np.asarray(mask.getchannel("A")) if kind == "alpha" else _keep_of_luminance(mask)
     if keep.min() == 255:
         selecting = "transparent (alpha 0)" if kind == "alpha" else "white"
         raise InvalidRequestError(f"Invalid '{field}': it selects nothing; make what to edit {selecting}.", param=field)
     return keep
+
+
+def _size_mismatch(mask_size: Size, picture: Picture) -> str:
+    width, height = picture.image.size
+    reason = f"mask size does not match image size ({mask_size[0]}x{mask_size[1]} and {width}x{height})"
+    if picture.is_turned and mask_size == (height, width):
+        reason += "; the image was turned upright, as its EXIF orientation says: draw the mask on what is seen"
+    return reason
 
 
 def _keep_of_luminance(mask: Image.Image) -> Bytes:

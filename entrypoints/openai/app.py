@@ -192,6 +192,7 @@ def _add_model_routes(app: FastAPI, engine: AsyncEngine) -> None:
 
 def _add_operator_routes(app: FastAPI, engine: AsyncEngine, owners: RequestOwners) -> None:
     @app.get("/health", response_model=None)
+    @app.head("/health", include_in_schema=False)
     async def health() -> Response:
         """200 while the server process is alive; how each engine is: "serving", "loading", "restarting" or "gone", and
         its restarts in a row.
@@ -203,6 +204,7 @@ def _add_operator_routes(app: FastAPI, engine: AsyncEngine, owners: RequestOwner
         return _json({"status": _status(engine), "engines": engines})
 
     @app.get("/ready", response_model=None)
+    @app.head("/ready", include_in_schema=False)
     async def ready() -> Response:
         """200 when edits are served; 503 while the model loads, also anew after its engine's death, and during
         shutdown.
@@ -211,6 +213,7 @@ def _add_operator_routes(app: FastAPI, engine: AsyncEngine, owners: RequestOwner
         return _json({"status": "ready"})
 
     @app.get("/metrics", response_model=None)
+    @app.head("/metrics", include_in_schema=False)
     async def metrics() -> Response:
         """Prometheus metrics."""
         return Response(engine.metrics.exposition(), headers={"content-type": CONTENT_TYPE})
@@ -278,4 +281,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:
-    return answer(request.scope, InvalidRequestError(str(error)))
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    name = str(first["loc"][-1])
+    return answer(request.scope, InvalidRequestError(f"Invalid '{name}': {first['msg']}.", param=name))

@@ -103,7 +103,7 @@ def image_event(call: ImagesCall, image: ImageOutput) -> Parts:
     name = f"{call.operation}.{'partial_image' if is_partial else 'completed'}"
     fields = {"created_at": int(time.time()), "size": f"{image.width}x{image.height}"}
     fields |= {"quality": call.quality or "auto", "background": call.background or "auto"}
-    fields["output_format"] = call.edit.output_format
+    fields |= {"output_format": call.edit.output_format, "image_index": image.image_index}
     if is_partial:
         fields["partial_image_index"] = image.partial_index
     else:

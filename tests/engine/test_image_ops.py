@@ -271,7 +271,7 @@ IMAGE = file_of(noise(30, 40, 3))
 MASK = alpha_mask(box_keep(40, 30, 5, 5, 20, 20))
 ERRORS: dict[str, tuple[Bytes | None, Bytes | None, MaskKind, type[Exception], str, str, str]] = {
     "not an image": (file_of(noise(3, 3, 3))[8:], MASK, "alpha", InvalidImageError, "image", "invalid_image_file",
-                     "Invalid image file or mode for image 1, please check your image file."),
+                     "Invalid image file or mode for image 1, please check your image file.*PNG, WebP and JPEG"),
     "empty": (np.empty(0, np.uint8), MASK, "alpha", InvalidImageError, "image", "invalid_image_file", "image 1"),
     "mask unreadable": (IMAGE, MASK[:50], "alpha", InvalidImageError, "mask", "invalid_mask_image_format",
                         "Invalid mask image format"),
@@ -381,8 +381,11 @@ def test_the_mask_is_compared_with_the_image_after_its_orientation() -> None:
     image = file_of(noise(30, 40, 3), exif=exif)
     prepared = prepare(image, alpha_mask(box_keep(30, 40, 1, 1, 9, 9)))
     assert prepared.upload_size == (30, 40)
-    with pytest.raises(InvalidImageError, match="size"):
+    turned = r"40x30 and 30x40.*turned upright.*EXIF"
+    with pytest.raises(InvalidImageError, match=turned):
         prepare(image, MASK)
+    with pytest.raises(InvalidImageError, match=r"does not match image size \(40x30 and 30x40\)$"):
+        prepare(file_of(noise(40, 30, 3)), MASK)
 
 
 @pytest.mark.parametrize("value", [0, 200])

@@ -123,8 +123,9 @@ class FakeEngine:
         self.templates.remove(template_id, owner)
 
     async def _outputs(self, edit: EditInput) -> AsyncIterator[ImageOutput]:
-        for index in range(edit.partial_images):
-            yield self._image(edit, 0, index)
+        for partial in range(edit.partial_images):
+            for index in range(edit.sampling.n):
+                yield self._image(edit, index, partial)
         await self.gate.wait()
         if self.failing is not None:
             raise self.failing

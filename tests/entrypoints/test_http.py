@@ -131,6 +131,20 @@ async def test_ready_models_and_metrics(client: httpx.AsyncClient) -> None:
     assert "stencil:request_success_total" in (await client.get("/metrics")).text
 
 
+async def test_probes_may_ask_for_the_head_alone(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    for path in ("/health", "/ready", "/metrics"):
+        assert ((await client.head(path)).status_code, (await client.get(path)).status_code) == (200, 200)
+    engine.is_ready = False
+    assert (await client.head("/ready")).status_code == 503
+
+
+async def test_a_bad_query_is_told_in_words(client: httpx.AsyncClient) -> None:
+    for steps, wrong in (("513", "Input should be less than or equal to 512"), ("x", "Input should be a valid integer")):
+        response = await client.get(f"/v1/engine/stats?steps={steps}")
+        message = assert_refused(response, 400, "invalid_value", "steps")
+        assert message.startswith(f"Invalid 'steps': {wrong}")
+
+
 async def test_openapi_document(client: httpx.AsyncClient) -> None:
     document = (await client.get("/openapi.json")).json()
     assert document["info"]["title"] == "Stencil"
@@ -342,7 +356,8 @@ async def test_events_byte_for_byte(client: httpx.AsyncClient, engine: FakeEngin
     b64 = b"iVBORyBub3QgcmVhbGx5"
     assert first == (
         b'event: image_edit.partial_image\ndata: {"type":"image_edit.partial_image","b64_json":"%s","created_at":%d,'
-        b'"size":"48x32","quality":"low","background":"auto","output_format":"png","partial_image_index":0}'
+        b'"size":"48x32","quality":"low","background":"auto","output_format":"png","image_index":0,'
+        b'"partial_image_index":0}'
     ) % (b64, created)
     assert last.startswith(
         b'event: image_edit.completed\ndata: {"type":"image_edit.completed","b64_json":"%s","created_at":' % b64
@@ -356,7 +371,14 @@ async def test_stream_of_several_generations(client: httpx.AsyncClient) -> None:
     response = await post_json(client, {"prompt": "p", "n": 3, "stream": True, "seed": 5}, "generations")
     events = [json.loads(event.split("data: ")[1]) for event in response.text.split("\n\n")[:-1]]
     assert {event["type"] for event in events} == {"image_generation.completed"}
-    assert sorted(event["stencil"]["seed"] for event in events) == [5, 6, 7]
+    assert sorted((event["image_index"], event["stencil"]["seed"]) for event in events) == [(0, 5), (1, 6), (2, 7)]
+
+
+async def test_partial_images_of_several_say_whose_they_are(client: httpx.AsyncClient) -> None:
+    response = await post_json(client, {"prompt": "p", "n": 2, "stream": True, "partial_images": 1}, "generations")
+    events = [json.loads(event.split("data: ")[1]) for event in response.text.split("\n\n")[:-1]]
+    kinds = sorted((event["image_index"], event["type"].split(".")[1]) for event in events)
+    assert kinds == [(0, "completed"), (0, "partial_image"), (1, "completed"), (1, "partial_image")]
 
 
 @pytest.mark.parametrize("error", [DeadlineExceededError("late"), RuntimeError("/secret/path")])

@@ -30,7 +30,7 @@ export function gridOf(picture, model, settings) {
 function fieldsOf(picture, maskBlob, { prompt, seed, n, steps, margin, exact, partials }) {
   const isSmall = picture.size.width * picture.size.height <= SMALL_PIXELS;
   const fields = { prompt, seed, n, stream: true };
-  if (partials && n === 1) fields.partial_images = isSmall ? 3 : 1; // of several images nobody could tell whose they are
+  if (partials && n === 1) fields.partial_images = isSmall ? 3 : 1; // of several images the page could show but one
   if (steps !== null) fields.num_inference_steps = steps;
   if (margin !== null && !exact) fields.mask_margin = margin;
   if (exact) fields.mask_aware = false;
