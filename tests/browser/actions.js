@@ -7,6 +7,21 @@ export async function openPlayground(page, url) {
   await untilReady(page);
 }
 
+/** The same where the API asks for a key. */
+export async function openWithKey(page, url, key) {
+  await recordForms(page);
+  await page.goto(url);
+  await giveKey(page, key);
+  await untilReady(page);
+}
+
+/** Wait for the question and answer it. */
+export async function giveKey(page, key) {
+  await page.waitForSelector("#key-dialog[open]");
+  await page.fill("#key-field", key);
+  await page.click("#key-dialog button[value=ok]");
+}
+
 /** The first example is open and the model is known. */
 export async function untilReady(page) {
   await page.waitForSelector("#parts button");

@@ -4,7 +4,7 @@ import { createServer } from "node:http";
 import { after, test } from "node:test";
 
 import { ApiError, edit, get } from "../../entrypoints/playground/static/js/api.js";
-import { waitForModel } from "../../entrypoints/playground/static/js/model.js";
+import { waitForModels } from "../../entrypoints/playground/static/js/model.js";
 import { events } from "../../entrypoints/playground/static/js/sse.js";
 import { asCurl, asPython } from "../../entrypoints/playground/static/js/snippets.js";
 import { lanesOf } from "../../entrypoints/playground/static/js/timeline.js";
@@ -77,25 +77,28 @@ test("events are read however the stream is cut", async () => {
 });
 
 test("snippets quote what a user wrote", () => {
-  const settings = { prompt: 'it\'s "red" $HOME', seed: "9223372036854775807", steps: 5, margin: 0, exact: false };
+  const settings = { prompt: 'it\'s "red" $HOME', lora: "l'art", seed: "9223372036854775807", steps: 5, margin: 0, exact: false };
   const request = { base: "http://h/", picture: { file: { name: "a'b;.png" }, url: null }, maskText: "aGk=", settings, needsKey: true };
   const curl = asCurl(request);
   assert.match(curl, /--form-string 'prompt=it'\\''s "red" \$HOME'/);
+  assert.match(curl, /--form-string 'lora=l'\\''art'/);
   assert.match(curl, /-F 'image=@"a'\\''b;\.png"'/);
   assert.match(curl, /Bearer \$STENCIL_API_KEY/);
   const python = asPython(request);
   assert.match(python, /prompt="it's \\"red\\" \$HOME"/);
   assert.match(python, /"seed": 9223372036854775807,/, "no digit is lost");
   assert.match(python, /"mask_margin": 0,/);
+  assert.match(python, /"lora": "l'art",/);
   assert.match(python, /os\.environ\["STENCIL_API_KEY"\]/);
 });
 
 test("a long mask is a file of its own", () => {
-  const settings = { prompt: "p", seed: "1", steps: null, margin: null, exact: true };
+  const settings = { prompt: "p", lora: "", seed: "1", steps: null, margin: null, exact: true };
   const request = { base: "http://h/", picture: { file: { name: "a.png" }, url: "http://h/a.png" }, maskText: "a".repeat(20000), settings, needsKey: false };
   assert.match(asCurl(request), /-F mask_image=@mask\.png/);
   assert.match(asPython(request), /open\("mask\.png", "rb"\)/);
   assert.match(asPython(request), /"mask_aware": False,/);
+  assert.doesNotMatch(asCurl(request) + asPython(request), /lora/);
 });
 
 test("an image keeps its lane, and a lane that is free is used again", () => {
@@ -136,7 +139,7 @@ test("an answer that broke off is told in words", async () => {
 test("the model is waited for though an answer broke off", async () => {
   await answering({ text: '{"models": [' }, { text: '{"models": [{"id": "m"}]}' });
   const told = [];
-  assert.deepEqual(await waitForModel((text) => told.push(text)), { id: "m" });
+  assert.deepEqual(await waitForModels((text) => told.push(text)), [{ id: "m" }]);
   assert.equal(told.length, 1);
 });
 

@@ -1,21 +1,34 @@
 // Runs the tests: two servers for all of them, then node's own test runner. Its arguments go to the runner.
-import { spawn } from "node:child_process";
+import { execFileSync, spawn } from "node:child_process";
 import { once } from "node:events";
-import { readdirSync } from "node:fs";
+import { mkdtempSync, readdirSync, rmSync } from "node:fs";
+import { tmpdir } from "node:os";
+import { join } from "node:path";
 import { fileURLToPath } from "node:url";
 
-import { KEY, startServer } from "./server.js";
+import { ADAPTER, KEY, PYTHON, ROOT, startServer } from "./server.js";
 
 const HERE = fileURLToPath(new URL("./", import.meta.url));
 
 async function main() {
-  const servers = await Promise.all([startServer("--max-pixels", "13000000"), startServer("--api-key", KEY)]);
+  const folder = mkdtempSync(join(tmpdir(), "playground-"));
+  const adapter = makeAdapter(join(folder, "adapter.safetensors"));
+  const servers = await Promise.all([startServer("--max-pixels", "13000000"), startServer("--api-key", KEY, "--lora", `${ADAPTER}=${adapter}`)]);
   try {
     const [open, guarded] = servers.map(({ url }) => url);
     return await runTests({ OPEN_URL: open, GUARDED_URL: guarded });
   } finally {
     await Promise.all(servers.map((server) => server.stop()));
+    rmSync(folder, { recursive: true });
   }
+}
+
+/** Write a random adapter of the embedded model, and return its path. */
+function makeAdapter(path) {
+  const program = "import pathlib, sys; import adapters; adapters.make_lora(*map(pathlib.Path, sys.argv[1:]))";
+  const environment = { ...process.env, PYTHONPATH: `${ROOT}:${ROOT}tests` };
+  execFileSync(PYTHON, ["-c", program, path, `${ROOT}model_executor/embedded`], { env: environment, stdio: "inherit" });
+  return path;
 }
 
 async function runTests(urls) {

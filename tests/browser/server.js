@@ -8,8 +8,9 @@ export const ROOT = fileURLToPath(new URL("../../", import.meta.url));
 export const PYTHON = process.env.PYTHON ?? `${ROOT}.venv/bin/python`;
 
 export const KEY = "sk-browser-test";
+export const ADAPTER = "stripes";
 
-/** What run.js has started: servers without and with an API key. */
+/** What run.js has started: servers without and with an API key and an adapter. */
 export const [OPEN_URL, GUARDED_URL] = [process.env.OPEN_URL, process.env.GUARDED_URL];
 
 /** Started and ready: {url, stop()}. stop() fails unless it leaves with status 0. */

@@ -4,7 +4,7 @@ import { createRequire } from "node:module";
 import { readFileSync } from "node:fs";
 import { after, before, test } from "node:test";
 
-import { drag, edit, untilReady } from "./actions.js";
+import { drag, edit, giveKey, openWithKey, untilReady } from "./actions.js";
 import { launch, withPage } from "./browser.js";
 import { GUARDED_URL, KEY } from "./server.js";
 
@@ -18,18 +18,6 @@ before(async () => {
 });
 
 after(() => browser?.close());
-
-async function giveKey(page, key = KEY) {
-  await page.waitForSelector("#key-dialog[open]");
-  await page.fill("#key-field", key);
-  await page.click("#key-dialog button[value=ok]");
-}
-
-async function openWithKey(page) {
-  await page.goto(GUARDED_URL);
-  await giveKey(page);
-  await untilReady(page);
-}
 
 /** In the page: what it shows of a step of three images, null while there is none. */
 function sharedSteps() {
@@ -56,7 +44,7 @@ test("the key is asked for, sent, and kept nowhere but in memory", () =>
     await problem("not accepted");
     assert.ok(await page.isVisible("#key-problem"));
     assert.equal(await page.inputValue("#key-field"), "");
-    await giveKey(page);
+    await giveKey(page, KEY);
     await untilReady(page);
     await drag(page, [0.42, 0.4], [0.6, 0.55]);
     await edit(page, "a red shirt");
@@ -75,20 +63,20 @@ test("who declines is told what is missing, and asked again on the next try", ()
     await page.waitForFunction(() => document.querySelector("#model").textContent === "an API key is needed");
     await page.waitForSelector("#parts button");
     await page.click("#run");
-    await giveKey(page);
+    await giveKey(page, KEY);
     await untilReady(page);
   }, REFUSED));
 
 test("images that share a step share it on the timeline", () =>
   withPage(browser, {}, async (page, context) => {
-    await openWithKey(page);
+    await openWithKey(page, GUARDED_URL, KEY);
     await drag(page, [0.42, 0.4], [0.6, 0.55]);
     await page.click("text=Advanced");
     await page.fill("#images", "3");
     await page.fill("#steps", "30");
     const status = await context.newPage();
     await status.goto(`${GUARDED_URL}status`);
-    await giveKey(status);
+    await giveKey(status, KEY);
     await status.waitForSelector(".timeline");
     const edited = edit(page, "a teal shirt");
     const { together, links, summary } = await (await status.waitForFunction(sharedSteps)).jsonValue();
@@ -108,7 +96,7 @@ for (const colorScheme of ["light", "dark"]) {
       await page.goto(GUARDED_URL);
       await page.waitForSelector("#key-dialog[open]");
       assert.deepEqual(await violations(page), [], "key dialog");
-      await giveKey(page);
+      await giveKey(page, KEY);
       await untilReady(page);
       await page.click("text=Advanced");
       assert.deepEqual(await violations(page), [], "drawing");
@@ -124,7 +112,7 @@ for (const colorScheme of ["light", "dark"]) {
       await page.waitForSelector(".comparison");
       assert.deepEqual(await violations(page), [], "result");
       await page.goto(`${GUARDED_URL}status`);
-      await giveKey(page);
+      await giveKey(page, KEY);
       await page.waitForSelector(".timeline");
       assert.deepEqual(await violations(page), [], "status");
     }, REFUSED));

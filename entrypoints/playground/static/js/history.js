@@ -40,7 +40,8 @@ export class History {
   }
 
   #item(entry) {
-    const label = `${entry.settings.prompt}, seed ${entry.settings.seed}${entry.settings.exact ? ", exact" : ""}`;
+    const { prompt, lora, seed, exact } = entry.settings;
+    const label = `${prompt}, ${lora ? `adapter ${lora}, ` : ""}seed ${seed}${exact ? ", exact" : ""}`;
     const button = el("button", { type: "button", title: label, "aria-label": label, onclick: () => this.#open(entry) }, thumbnail(entry.view));
     return el("li", {}, button);
   }

@@ -3,12 +3,12 @@ import { ApiError, get } from "./api.js";
 
 const RETRY_MS = 1000;
 
-/** The first model's facts, as /v1/engine/stats tells them. tell(text): what there is to wait for. */
-export async function waitForModel(tell) {
+/** The model's facts, then those of its adapters, as /v1/engine/stats tells them. tell(text): what there is to wait for. */
+export async function waitForModels(tell) {
   for (;;) {
     try {
       const { models } = await get("v1/engine/stats");
-      if (models.length) return models[0];
+      if (models.length) return models;
       tell("the model is loading…");
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;

@@ -11,10 +11,10 @@ import { History } from "./history.js";
 import { hasKey } from "./key.js";
 import { theWorker } from "./mask-export.js";
 import { Mask } from "./mask.js";
-import { waitForModel } from "./model.js";
+import { waitForModels } from "./model.js";
 import { openPicture, UnreadablePicture, viewOf } from "./picture.js";
 import { gridOf, runEdit } from "./run.js";
-import { BadField, readSettings, showDefaults } from "./settings.js";
+import { BadField, offerAdapters, readSettings, showDefaults } from "./settings.js";
 import { addShortcuts } from "./shortcuts.js";
 import { asCurl, asPython, isInline } from "./snippets.js";
 import { Stage } from "./stage.js";
@@ -253,6 +253,7 @@ function showEntry(entry) {
   }
   mask.restore(entry.saved);
   byId("prompt").value = entry.settings.prompt;
+  byId("adapter").value = entry.settings.lora;
   showResult(entry);
 }
 
@@ -381,11 +382,13 @@ function connect() {
 }
 
 async function meetModel() {
-  model = await waitForModel((text) => {
+  const models = await waitForModels((text) => {
     byId("model").textContent = text;
   });
+  [model] = models;
   byId("model").textContent = `${model.id}, ${model.device}`;
   showDefaults(model);
+  offerAdapters(models.filter(({ parent }) => parent === model.id).map(({ id }) => id));
   tellSize();
   onMaskChange();
 }

@@ -1,5 +1,5 @@
 // The form: what is asked for besides picture and mask.
-import { byId } from "./dom.js";
+import { byId, el } from "./dom.js";
 
 const MOST_SEED = 2n ** 63n - 1n;
 
@@ -11,12 +11,13 @@ export class BadField extends Error {
   }
 }
 
-/** {prompt, seed, n, steps, margin, exact, partials}: see run.js. A random seed is drawn here, so that it can be repeated. */
+/** {prompt, lora, seed, n, steps, margin, exact, partials}: see run.js. A random seed is drawn here, so that it can be repeated. */
 export function readSettings() {
   const prompt = byId("prompt").value.trim();
   if (!prompt) throw new BadField(byId("prompt"), "Say what should be there: the prompt is empty.");
   const n = wholeNumber("images", "Images") ?? 1;
-  return { prompt, seed: readSeed(n), n, steps: wholeNumber("steps", "Steps"), margin: wholeNumber("margin", "Margin"), exact: false, partials: true };
+  const [steps, margin] = [wholeNumber("steps", "Steps"), wholeNumber("margin", "Margin")];
+  return { prompt, lora: byId("adapter").value, seed: readSeed(n), n, steps, margin, exact: false, partials: true };
 }
 
 /** What the server does with the fields that are left empty. */
@@ -24,6 +25,14 @@ export function showDefaults(model) {
   byId("steps").placeholder = model.default_num_inference_steps;
   byId("margin").placeholder = model.page_scheme ? model.page_scheme.mask_margin : "none";
   byId("margin").disabled = !model.page_scheme;
+}
+
+/** Offer the model's adapters, and none; nothing where it is served without. What was chosen stays, if it is there. */
+export function offerAdapters(names) {
+  const chosen = byId("adapter").value;
+  byId("adapter").replaceChildren(el("option", { value: "" }, "none"), ...names.map((name) => el("option", { value: name }, name)));
+  byId("adapter").value = names.includes(chosen) ? chosen : "";
+  byId("adapter-box").hidden = !names.length;
 }
 
 function readSeed(n) {

@@ -44,9 +44,10 @@ export function isInline(maskText) {
   return maskText.length <= INLINE_MASK;
 }
 
-/** Fields as the snippets write them: text, or literals of both languages but for booleans. */
-function scalars({ prompt, seed, steps, margin, exact }) {
+/** Fields by name; a seed may exceed what a number holds. */
+function scalars({ prompt, lora, seed, steps, margin, exact }) {
   const fields = { prompt, seed: BigInt(seed) };
+  if (lora) fields.lora = lora;
   if (steps !== null) fields.num_inference_steps = steps;
   if (exact) fields.mask_aware = false;
   else if (margin !== null) fields.mask_margin = margin;
@@ -54,6 +55,7 @@ function scalars({ prompt, seed, steps, margin, exact }) {
 }
 
 function python(value) {
+  if (typeof value === "string") return JSON.stringify(value);
   if (typeof value === "boolean") return value ? "True" : "False";
   return String(value);
 }
