@@ -10,7 +10,7 @@ TYPED := core engine model_executor entrypoints benchmarks tools
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-browser fuzz lint types format wheel train-embedded bench bench-quick bench-serving bench-throughput bench-startup bench-responsiveness bench-images bench-edit bench-prime bench-load-or-prime bench-step bench-unet bench-vae bench-cache bench-quality bench-cost-model bench-block-plan simulate simulate-overload bench-router-decision bench-router bench-overload bench-playground gpu-check soak calibrate clean
+.PHONY: help serve test test-browser fuzz lint types format wheel train-embedded train-unet bench bench-quick bench-serving bench-throughput bench-startup bench-responsiveness bench-images bench-edit bench-prime bench-load-or-prime bench-step bench-unet bench-vae bench-cache bench-quality bench-cost-model bench-block-plan simulate simulate-overload bench-router-decision bench-router bench-overload bench-playground gpu-check soak calibrate clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 24
@@ -45,6 +45,9 @@ wheel: $(RUNTIME)  ## Build the wheel, embedded model included, into dist/
 
 train-embedded: $(DEV)  ## Train the embedded model anew
 	$(BIN)/python -m tools.train_embedded $(ARGS)
+
+train-unet: $(DEV)  ## Train a small Stable Diffusion checkpoint to measure UNets with (70 minutes, into .train_unet)
+	$(BIN)/python -m tools.train_unet $(ARGS)
 
 bench: $(DEV)  ## All claims in one sweep (about 40 minutes), written up as docs/benchmarks.md; ARGS="--only quality"
 	$(BIN)/python -m benchmarks.evidence $(ARGS)

@@ -1,4 +1,4 @@
-"""How close mask-aware edits come to exact ones: held-out edits of the embedded model, same seeds, through ImageEngine.
+"""How close mask-aware edits come to exact ones: held-out edits of drawn scenes, same seeds, through ImageEngine.
 
 Prints Markdown (docs/quality.md holds a run) and writes the same numbers as JSON and the worst ten edits as a picture.
 """
@@ -27,6 +27,7 @@ from benchmarks.quality_edits import (
     run_exact,
 )
 from benchmarks.quality_table import Row, measure_table, settings_around, shipped_setting, table_markdown
+from core.config import EMBEDDED_MODEL
 from core.model_info import ModelInfo
 from entrypoints.calibration_search import describe_full_steps
 from tools.train_embedded import seeds
@@ -49,10 +50,11 @@ SCENES = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """The shipped default, but for --full-steps, at one number of steps. other_seed: exact against exact with another
-    seed, the scale, of the first SCALE_EDITS edits."""
+    """The shipped default, but for --full-steps, at one number of steps. full_steps: None for what mask ratios say.
+    other_seed: exact against exact with another seed, the scale, of the first SCALE_EDITS edits."""
 
     steps: int
+    full_steps: int | None
     likeness: Likeness
     other_seed: Likeness
     exact_colour: float  # accuracy, 0..1
@@ -71,10 +73,10 @@ class Outcome:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = _parse(argv)
-    machine = Machine(args.dtype, args.threads, args.priming_prompt)
+    machine = Machine(args.dtype, args.threads, args.priming_prompt, args.model)
     asked = cases(SCENES[args.scenes, args.masks], args.num_edits, args.masks)
-    outcomes, model = _measure_default(machine, asked, args.steps, Setting(full_steps=args.full_steps))
-    default = replace(shipped_setting(model), full_steps=args.full_steps)
+    outcomes, model = _measure_default(machine, asked, args.steps, args.full_steps)
+    default = replace(shipped_setting(model), full_steps=args.full_steps[0])
     print(_heading(args, asked, model))
     for outcome in outcomes:
         print(_outcome_markdown(outcome), flush=True)
@@ -88,28 +90,30 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _measure_default(
-    machine: Machine, asked: Sequence[Case], steps: Sequence[int], setting: Setting
+    machine: Machine, asked: Sequence[Case], steps: Sequence[int], full_steps: Sequence[int | None]
 ) -> tuple[list[Outcome], ModelInfo]:
     with machine.engine(Setting()) as engine:
         outcomes = []
         for number in steps:
             exact = run_exact(engine, asked, number)
-            aware = [pixels(result) for result in run_aware(engine, asked, number, setting)]
             scaled = asked[:SCALE_EDITS]
             other = run_exact(engine, scaled, number, OTHER_SEEDS)
-            accuracy = score(exact, asked)
-            outcomes.append(
-                Outcome(
-                    steps=number,
-                    likeness=Likeness.of(asked, exact, aware),
-                    other_seed=Likeness.of(scaled, exact[: len(scaled)], other),
-                    exact_colour=accuracy.colour,
-                    exact_pattern=accuracy.pattern,
-                    num_changed_outside=num_changed_outside(asked, aware),
-                    exact=exact,
-                    aware=aware,
+            scale, accuracy = Likeness.of(scaled, exact[: len(scaled)], other), score(exact, asked)
+            for full in full_steps:
+                aware = [pixels(result) for result in run_aware(engine, asked, number, Setting(full_steps=full))]
+                outcomes.append(
+                    Outcome(
+                        steps=number,
+                        full_steps=full,
+                        likeness=Likeness.of(asked, exact, aware),
+                        other_seed=scale,
+                        exact_colour=accuracy.colour,
+                        exact_pattern=accuracy.pattern,
+                        num_changed_outside=num_changed_outside(asked, aware),
+                        exact=exact,
+                        aware=aware,
+                    )
                 )
-            )
         return outcomes, engine.model
 
 
@@ -126,11 +130,14 @@ def _heading(args: argparse.Namespace, asked: Sequence[Case], model: ModelInfo) 
     area = float(np.mean([case.mask.mean() for case in asked]))
     default, scheme = shipped_setting(model), model.page_scheme
     assert scheme is not None
-    rule = (scheme.full_steps, scheme.full_steps_from) if args.full_steps is None else (args.full_steps, 0.0)
+    rules = [
+        describe_full_steps(*((scheme.full_steps, scheme.full_steps_from) if full is None else (full, 0.0)))
+        for full in args.full_steps
+    ]
     return (
         f"{len(asked)} {args.scenes} edits, {args.masks} masks (mean area {area:.2f}), compute {args.dtype}; shipped"
         f" default: {default.keyframes} keyframes, {default.dtype} pages, margin {default.margin} px,"
-        f" {describe_full_steps(*rule)}" + (f", primed with {args.priming_prompt!r}" if args.priming_prompt else "")
+        f" {'; '.join(rules)}" + (f", primed with {args.priming_prompt!r}" if args.priming_prompt else "")
     )
 
 
@@ -138,9 +145,10 @@ def _outcome_markdown(outcome: Outcome) -> str:
     like, other = outcome.likeness, outcome.other_seed
     deciles = " ".join(f"{value:.3f}" for value in like.deciles)
     verdict = "yes" if outcome.is_within_bars else "no"
+    full = "" if outcome.full_steps is None else f", {outcome.full_steps} in full"
     return "\n".join(
         [
-            f"\n{outcome.steps} steps, mask-aware against exact with the same seed:\n",
+            f"\n{outcome.steps} steps{full}, mask-aware against exact with the same seed:\n",
             "| | mask-aware | another seed, exact |",
             "| --- | --- | --- |",
             f"| SSIM in the mask's box, mean / p10 | {like.mean:.4f} / {like.p10:.4f} | {other.mean:.4f} /"
@@ -188,6 +196,7 @@ def _as_json(
         "outcomes": [
             {
                 "steps": outcome.steps,
+                "full_steps": outcome.full_steps,
                 "mask_aware": _likeness_json(outcome.likeness),
                 "other_seed": _likeness_json(outcome.other_seed),
                 "exact_colour": outcome.exact_colour,
@@ -236,7 +245,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--masks", choices=("silhouette", "box"), default="silhouette", help="a garment's outline or box"
     )
-    parser.add_argument("--full-steps", type=int, help="of every edit, instead of what its mask ratio says")
+    parser.add_argument(
+        "--full-steps", type=int, nargs="+", default=[None], help="of every edit, instead of what its mask ratio says"
+    )
+    parser.add_argument("--model", default=EMBEDDED_MODEL, help="a checkpoint of `tools.train_embedded`'s scenes")
     parser.add_argument("--priming-prompt", default="", help="prompt that templates are primed with")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="compute type of both modes")
     parser.add_argument("--threads", type=int, default=0, help="torch threads of the worker; 0 = its own choice")

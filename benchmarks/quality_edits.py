@@ -1,4 +1,4 @@
-"""Held-out edits of the embedded model, exact and mask-aware, and how alike they are."""
+"""Held-out edits, exact and mask-aware, of a model that was trained on drawn scenes, and how alike they are."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from core.config import CacheConfig
+from core.config import EMBEDDED_MODEL, CacheConfig
 from engine.similarity import ssim, ssim_in_box
 from entrypoints import Edit, EditResult, ImageEngine, SamplingParams
 from tools.train_embedded.cases import Case
@@ -38,16 +38,18 @@ class Setting:
 
 @dataclass(frozen=True)
 class Machine:
-    """What exact and mask-aware edits share: compute dtype and threads of the worker (0 = its own choice), and the
-    prompt that templates are primed with.
+    """What exact and mask-aware edits share: compute dtype and threads of the worker (0 = its own choice), the prompt
+    that templates are primed with, and the checkpoint.
     """
 
     dtype: str
     threads: int
-    priming_prompt: str
+    priming_prompt: str = ""
+    model: str = EMBEDDED_MODEL
 
     def engine(self, setting: Setting) -> ImageEngine:
         return ImageEngine(
+            self.model,
             dtype=self.dtype,
             threads=self.threads,
             cache_keyframes=setting.keyframes,

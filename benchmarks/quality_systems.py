@@ -127,7 +127,7 @@ def _outside_error(case: Case, picture: Pixels) -> float:
 
 
 def _make_all(args: argparse.Namespace, asked: Sequence[Case]) -> dict[str, Made]:
-    machine, few = Machine(args.dtype, args.threads, ""), max(2, len(asked) // SCALE_SHARE)
+    machine, few = Machine(args.dtype, args.threads), max(2, len(asked) // SCALE_SHARE)
     made = {
         REFERENCE: _ask_pipeline(args, asked, Ask(args.steps, 0, None)),
         OTHER_SEED: _ask_pipeline(args, asked[:few], Ask(args.steps, OTHER_SEEDS, None)),

@@ -1,0 +1,1 @@
+"""How the small UNet of docs/quality.md was made; the server needs none of this."""
