@@ -10,8 +10,11 @@ import importlib.util
 import logging
 import subprocess
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import cache, cached_property, lru_cache
+from itertools import groupby
 from types import ModuleType
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +40,13 @@ FLASH_CAPABILITY = (8, 0)
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256
 """What flash attention takes: Ampere and later, half precision, heads of so many numbers at most."""
+
+CUDNN_MAJORS, CUDNN_VERSION = (HOPPER, 10), 91500
+"""Where PyTorch prefers cuDNN's attention to its own: compute capability, and newer than this (`sdp_utils.cpp`)."""
+
+ROWS = 128
+"""Queries of one request are as many as a multiple of this to `attend_alike`: cuDNN prepares anew for every number, and
+works on so many at a time."""
 
 CHUNK = 1024
 """Numbers of a row that one program adds."""
@@ -118,6 +128,13 @@ class GpuOperators(Operators):
 
     def __init__(self) -> None:
         super().__init__(gpu_linear)
+        self._choose = best_attend
+
+    def attending(self, attend: Attend) -> Self:
+        """Likewise, with attention of this way."""
+        twin = copy(self)
+        twin._choose = lambda like, head_dim: attend
+        return twin
 
     @property
     def _kernels_digest(self) -> str:
@@ -126,7 +143,7 @@ class GpuOperators(Operators):
     def attention(
         self, sizes: Sizes, heads: int, head_dim: int, like: Tensor, beside: Attention | None = None
     ) -> Attention:
-        return Together(sizes, heads, head_dim, like, varlen_attend if has_flash(like, head_dim) else attend_each)
+        return Together(sizes, heads, head_dim, like, self._choose(like, head_dim))
 
 
 class TritonOperators(GpuOperators):
@@ -279,7 +296,28 @@ def has_flash(like: Tensor, head_dim: int) -> bool:
     """Whether flash attention takes such tensors."""
     if like.device.type != "cuda" or like.dtype not in FLASH_DTYPES or head_dim > MAX_HEAD_DIM or head_dim % 8:
         return False
-    return torch.cuda.get_device_capability(like.device) >= FLASH_CAPABILITY
+    return _capability(like.device) >= FLASH_CAPABILITY
+
+
+def best_attend(like: Tensor, head_dim: int) -> Attend:
+    """The fastest way for tensors of this kind."""
+    if not has_flash(like, head_dim):
+        return attend_each
+    if torch.nn.attention.current_flash_attention_impl() is None and prefers_cudnn(like.device):
+        return attend_alike
+    return varlen_attend
+
+
+def prefers_cudnn(device: torch.device) -> bool:
+    """Whether PyTorch's attention is cuDNN's there: on an H200 it is faster than PyTorch's own flash attention."""
+    version = torch.backends.cudnn.version()
+    return _capability(device)[0] in CUDNN_MAJORS and version is not None and version > CUDNN_VERSION
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    capability: tuple[int, int] = torch.cuda.get_device_capability(device)
+    return capability
 
 
 def varlen_attend(query: Tensor, key: Tensor, value: Tensor, where: Sequence[Span], keys: Sequence[Span]) -> Tensor:
@@ -300,22 +338,55 @@ def attend_each(query: Tensor, key: Tensor, value: Tensor, where: Sequence[Span]
     return torch.cat([output[0].transpose(0, 1).flatten(1) for output in outputs])
 
 
+def attend_alike(query: Tensor, key: Tensor, value: Tensor, where: Sequence[Span], keys: Sequence[Span]) -> Tensor:
+    """By what PyTorch prefers on the device: one call for neighbours with as many keys, and about as many queries."""
+    outputs: list[Tensor] = []
+    for (rows, length), group in groupby(zip(where, keys, strict=True), _shape):
+        queries, those_keys = zip(*group, strict=True)
+        first, last = those_keys[0][0], those_keys[-1][1]
+        shape = len(queries), length, *key.shape[1:]
+        k, v = (x[first:last].view(shape).transpose(1, 2) for x in (key, value))
+        q = _padded(query, queries, rows).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        outputs += [each[: stop - start] for each, (start, stop) in zip(attended, queries, strict=True)]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _shape(request: tuple[Span, Span]) -> tuple[int, int]:
+    """Of its queries, rounded up, and of its keys."""
+    (start, stop), (first, last) = request
+    return -(-(stop - start) // ROWS) * ROWS, last - first
+
+
+def _padded(x: Tensor, where: Sequence[Span], rows: int) -> Tensor:
+    """[spans, rows, ...]: a span each, and behind it whatever was there."""
+    first, last = where[0][0], where[-1][1]
+    shape = len(where), rows, *x.shape[1:]
+    if last - first == len(where) * rows:
+        return x[first:last].view(shape)
+    padded = x.new_empty(shape)
+    for each, (start, stop) in zip(padded, where, strict=True):
+        each[: stop - start].copy_(x[start:stop])
+    return padded
+
+
 # ------------------------------------------------------------------------------------------------------------- tables
 
 
 @lru_cache(maxsize=MAX_TABLES)
 def table(where: tuple[Span, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Of these rows, one span after the other: their numbers and whose they are, int32 [rows] each."""
-    lengths = torch.tensor([stop - start for start, stop in where])
-    rows = torch.cat([torch.arange(*span, dtype=torch.int32) for span in where])
-    requests = torch.arange(len(where), dtype=torch.int32).repeat_interleave(lengths)
+    lengths = torch.tensor([stop - start for start, stop in where], device="cpu")  # whatever device is the default
+    rows = torch.cat([torch.arange(*span, dtype=torch.int32, device="cpu") for span in where])
+    requests = torch.arange(len(where), dtype=torch.int32, device="cpu").repeat_interleave(lengths)
     return upload(rows, device), upload(requests, device)
 
 
 @lru_cache(maxsize=MAX_TABLES)
 def offsets(where: tuple[Span, ...], device: torch.device) -> Tensor:
     """Where each of these spans, which lie back to back, begins, and where the last one ends: int32 [spans + 1]."""
-    return upload(torch.tensor([start for start, _ in where] + [where[-1][1]], dtype=torch.int32), device)
+    starts = [start for start, _ in where] + [where[-1][1]]
+    return upload(torch.tensor(starts, dtype=torch.int32, device="cpu"), device)
 
 
 def longest(where: Sequence[Span]) -> int:

@@ -7,54 +7,66 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu_check.bench import Bench
+from benchmarks.gpu_check.flux import FluxBench
 from benchmarks.gpu_check.report import Figures
-from model_executor.gpu_operators import Attend, attend_each, varlen_attend
-from model_executor.ragged import Span, spans
+from model_executor.gpu_operators import ROWS, Attend, attend_alike, attend_each, best_attend, varlen_attend
+from model_executor.ragged import spans
 
 NAME = "attention"
 HEADS, HEAD_DIM = 24, 128
 """Of FLUX.1-dev."""
 BATCH = 4
+STEP_RATIO = 0.1
+"""Mask ratio of whole steps."""
 
 
 @torch.inference_mode()
-def run(bench: Bench) -> None:
-    """Of an exact step, of edits by mask ratio alone, and of several together."""
+def run(bench: Bench, flux: FluxBench, entries: Sequence[Tensor]) -> None:
+    """Whole steps, alone and of several edits; then attention by itself, of an exact step and of edits by mask ratio.
+    entries: of two keyframes at least."""
     size, figures = bench.size.flux, dict[str, Figures]()
-    keys = size.image_tokens + size.text_tokens
+    keys, ways = size.image_tokens + size.text_tokens, ways_of(bench.device)
+    bench.report.put(NAME, heads=HEADS, head_dim=HEAD_DIM, keys=keys, chosen=_chosen(bench), ratio=STEP_RATIO)
+    steps = {str(batch): _steps(bench, flux, entries, batch) for batch in (1, BATCH)}
+    bench.report.put(NAME, cudnn=torch.backends.cudnn.version() or 0, steps=steps)
     for ratio in sorted(size.ratios, reverse=True):
         queries = round(ratio * size.image_tokens) + size.text_tokens
         for batch in (1, BATCH) if ratio < 1 else (1,):
             name = f"{ratio:g}" if batch == 1 else f"{batch} of {ratio:g}"
-            figures[name] = _figures(bench, [queries] * batch, keys)
-            bench.report.put(NAME, heads=HEADS, head_dim=HEAD_DIM, keys=keys, shapes=figures)
+            figures[name] = _figures(bench, ways, [queries] * batch, keys)
+            bench.report.put(NAME, shapes=figures)
 
 
-def _figures(bench: Bench, queries: list[int], keys: int) -> Figures:
-    """Milliseconds of each way, and what its first call took with one query more: some prepare for every shape."""
-    calls = {name: _call(bench, attend, queries, keys) for name, attend in _ways(bench).items()}
-    more = [count + 1 for count in queries]
+def ways_of(device: torch.device) -> dict[str, Attend]:
+    """By name: all requests together, those alike together, and each by itself."""
+    together: dict[str, Attend] = {"together": varlen_attend} if device.type != "cpu" else {}
+    return together | {"alike": attend_alike, "each": attend_each}
+
+
+def _chosen(bench: Bench) -> str:
+    """The way that steps take."""
+    best = best_attend(bench.draw(1), HEAD_DIM)
+    return next((name for name, way in ways_of(bench.device).items() if way is best), "")
+
+
+def _steps(bench: Bench, flux: FluxBench, entries: Sequence[Tensor], batch: int) -> Figures:
+    """Milliseconds of a step by each way; nothing where operators are a CPU's, which have their own."""
+    edits = [(entries[0], entries[1])] * batch
+    steps = {name: twin.edits(STEP_RATIO, edits) for name, twin in flux.attending(ways_of(bench.device)).items()}
+    return {name: 1e3 * seconds for name, seconds in bench.medians(steps).items()}
+
+
+def _figures(bench: Bench, ways: dict[str, Attend], queries: list[int], keys: int) -> Figures:
+    """Milliseconds of each way, and what its first call took with more queries: some prepare for every number."""
+    calls = {name: _call(bench, attend, queries, keys) for name, attend in ways.items()}
+    more = [count + ROWS for count in queries]
     return {
         "tflop": 4 * sum(queries) * keys * HEADS * HEAD_DIM / 1e12,
         "ms": {name: 1e3 * seconds for name, seconds in bench.medians(calls).items()},
-        "new_shape_ms": {
-            name: 1e3 * bench.seconds(_call(bench, attend, more, keys)) for name, attend in _ways(bench).items()
-        },
+        "new_shape_ms": {name: 1e3 * bench.seconds(_call(bench, attend, more, keys)) for name, attend in ways.items()},
     }
-
-
-def _ways(bench: Bench) -> dict[str, Attend]:
-    if bench.device.type != "cuda":
-        return {"each request": attend_each}
-    return {"together": varlen_attend, "each request": attend_each, "each request, cuDNN": _by_cudnn}
-
-
-def _by_cudnn(query: Tensor, key: Tensor, value: Tensor, where: Sequence[Span], keys: Sequence[Span]) -> Tensor:
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return attend_each(query, key, value, where, keys)
 
 
 def _call(bench: Bench, attend: Attend, queries: list[int], keys: int) -> Callable[[], Tensor]:

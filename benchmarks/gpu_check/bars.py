@@ -24,9 +24,9 @@ class Bar:
     def verdict(self) -> Verdict:
         if self.measured is None:
             return "not run"
-        is_low = self.at_least is not None and self.measured < self.at_least
-        is_high = self.at_most is not None and self.measured > self.at_most
-        return "miss" if is_low or is_high else "pass"
+        is_high_enough = self.at_least is None or self.measured >= self.at_least  # which NaN is not
+        is_low_enough = self.at_most is None or self.measured <= self.at_most
+        return "pass" if is_high_enough and is_low_enough else "miss"
 
     @property
     def target(self) -> str:

@@ -58,10 +58,28 @@ class Bench:
                     seconds[name].append(taken)
         return {name: statistics.median(taken) for name, taken in seconds.items()}
 
+    def launch_ms(self, call: Call) -> float:
+        """Milliseconds until a call returns, when the device has yet to compute what it was given; median."""
+        return 1e3 * statistics.median(self._launch_seconds(call) for _ in range(self.size.rounds))
+
+    def _launch_seconds(self, call: Call) -> float:
+        self.wait()
+        started = time.perf_counter()
+        call()
+        return time.perf_counter() - started
+
     def wait(self) -> None:
         """Until the device has done all it was given."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def is_usable(self) -> bool:
+        """Whether the device still computes: a kernel that failed has failed all that come after it."""
+        try:
+            self.wait()
+        except RuntimeError:
+            return False
+        return True
 
     def make(self, module: Callable[[], Any]) -> Any:
         """A module of random weights, made on the device and in the dtype that it stays in: 12 billion parameters take

@@ -84,12 +84,13 @@ def _steps(figures: Figures) -> str:
             f"{one['diffusers_ms']:.1f}",
             _ms(one.get("diffusers_compiled_ms")),
             f"{one['exact_ms']:.1f} ({one['exact_tflops']:.0f} TFLOP/s)",
+            _ms(one.get("launch_ms")),
             *(_step(one, one["ratios"].get(ratio)) for ratio in ratios),
         ]
         for batch, one in figures["batches"].items()
     ]
-    head = ["batch, ms", "diffusers eager", "diffusers compiled", "Stencil exact", *(f"ratio {r}" for r in ratios)]
-    return f"{text.STEPS.format(**figures)}\n{table(head, rows)}"
+    head = ["batch, ms", "diffusers eager", "diffusers compiled", "Stencil exact", "launched in"]
+    return f"{text.STEPS.format(**figures)}\n{table([*head, *(f'ratio {r}' for r in ratios)], rows)}"
 
 
 def _step(batch: Figures, step: Figures | None) -> str:
@@ -123,7 +124,7 @@ def _host(figures: Figures) -> str:
             ratio,
             f"{one['device_step_ms']:.2f}",
             f"{one['host_step_ms']:.2f}: {one['host_step_ms'] / one['device_step_ms']:.3f}x",
-            f"{one['hidden_share']:.2f} of {one['copy_ms']:.0f} ms",
+            f"{one['hidden_share']:.2f} of {one['copy_ms']:.0f} ms" if "copy_ms" in one else "",
         ]
         for ratio, one in figures.get("ratios", {}).items()
     ]
@@ -143,6 +144,8 @@ def _sdxl(figures: Figures) -> str:
         [title, _ms(figures.get(f"{name}_ms")), _seconds(figures.get(f"{name}_edit_s"))]
         for name, title in names.items()
     ]
+    launched = [_ms(figures.get(name)) for name in ("launch_ms", "launch_compiled_ms")]
+    rows += [["the host launches a mask-aware step, and compiled, in", ", ".join(filter(None, launched)), ""]]
     return f"{text.SDXL.format(**figures)}\n{table(['', 'step, ms', 'edit, s'], rows)}"
 
 
@@ -173,8 +176,13 @@ def _served(figures: Figures) -> str:
 def _attention(figures: Figures) -> str:
     rows = [
         [shape, way, f"{ms:.3f}", f"{one['tflop'] / ms * 1e3:.0f}", f"{one['new_shape_ms'][way]:.1f}"]
-        for shape, one in figures["shapes"].items()
+        for shape, one in figures.get("shapes", {}).items()
         for way, ms in one["ms"].items()
+    ]
+    rows += [
+        [f"whole step of {batch}, {figures['ratio']:g}", way, f"{ms:.1f}", "", ""]
+        for batch, ways in figures.get("steps", {}).items()
+        for way, ms in ways.items()
     ]
     head = ["mask ratio", "way", "ms", "TFLOP/s", "first call of a new shape, ms"]
     return f"{text.ATTENTION.format(**figures)}\n{table(head, rows)}"
@@ -194,6 +202,10 @@ def _overhead(figures: Figures) -> str:
         rows += [["runner, up to the forward pass", f"{figures['runner_ms']:.3f} ms"]]
         rows += [["together", f"{figures['total_ms']:.3f} ms"]]
     return f"{text.OVERHEAD}\n{table(['', ''], rows)}"
+
+
+def _skipped(figures: Figures) -> str:
+    return f"{text.SKIPPED}\n" + "".join(f"- `{name}`: {why}\n" for name, why in figures.items())
 
 
 def _broken(figures: Figures) -> str:
@@ -219,5 +231,6 @@ _PARTS: dict[str, Callable[[Figures], str]] = {
     "served": _served,
     "attention": _attention,
     "kernel_tests": _kernel_tests,
+    "skipped": _skipped,
     "broken": _broken,
 }

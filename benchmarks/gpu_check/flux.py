@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
+from typing import Self
 
 import torch
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
@@ -13,8 +15,10 @@ from benchmarks.gpu_check.bench import Bench, Call
 from benchmarks.gpu_check.boxes import box_tokens
 from benchmarks.gpu_check.sizes import FluxSize
 from core.page_scheme import PageDtype
+from model_executor.gpu_operators import Attend, GpuOperators
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.flux_transformer import FluxTransformer
+from model_executor.operators import best_operators
 from model_executor.pages import Pages
 
 GUIDANCE = 3.5
@@ -32,7 +36,8 @@ class FluxBench:
         self.size: FluxSize = bench.size.flux
         self._bench = bench
         self.module = bench.make(lambda: FluxTransformer2DModel(**self.size.transformer))
-        self.denoiser = FluxTransformer(self.module, 1000)
+        self._operators = best_operators(bench.device)
+        self.denoiser = FluxTransformer(self.module, 1000, self._operators)
         self.layout = self.denoiser.page_layout(DTYPE)
         self.entry_bytes = self.layout.entry_bytes(self.size.image_tokens)
         config = self.module.config
@@ -66,6 +71,15 @@ class FluxBench:
 
     def num_active(self, ratio: float) -> int:
         return max(1, round(ratio * self.size.image_tokens))
+
+    def attending(self, ways: Mapping[str, Attend]) -> dict[str, Self]:
+        """This one by each of these ways, over the same weights; on a CPU, whose operators have their own, by none."""
+        twins = dict[str, Self]()
+        if isinstance(operators := self._operators, GpuOperators):
+            for name, way in ways.items():
+                twins[name] = twin = copy(self)
+                twin.denoiser = self.denoiser.computing_with(operators.attending(way))
+        return twins
 
     # ------------------------------------------------------------------------------------------------ ours
 

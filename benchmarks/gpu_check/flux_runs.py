@@ -82,6 +82,10 @@ class HostedRun:
             torch.from_numpy(self._arena.view(ref)).copy_(entry)
         self._store = PageStore(bench.device, self._arena, None, self._note)
 
+    @property
+    def num_steps(self) -> int:
+        return len(self._steps)
+
     def run(self) -> None:
         num_started = 0
         for (interval, weight), row in self._steps:

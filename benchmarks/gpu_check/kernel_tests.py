@@ -1,4 +1,7 @@
-"""The project's own tests of kernels, attention and copies, which a machine without a GPU can run in part only."""
+"""The project's own tests of kernels, attention and copies, which a machine without a GPU can run in part only.
+
+Warnings, which are errors elsewhere, are not here: another PyTorch may have other ones.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ LINES = 15
 def run(bench: Bench) -> None:
     """Without a GPU they are only found. Raises subprocess.TimeoutExpired where they hang."""
     has_gpu = bench.device.type == "cuda"
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", *FILES, *([] if has_gpu else ["--collect-only"])]
+    options = ["-q", "-m", "not slow", "-W", "default", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *options, *FILES, *([] if has_gpu else ["--collect-only"])]
     settings = {"TRITON_INTERPRET": "0"} if has_gpu else {}
     done = subprocess.run(
         command, check=False, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, timeout=MAX_SECONDS

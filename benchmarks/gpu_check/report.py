@@ -10,13 +10,20 @@ from typing import Any
 Figures = dict[str, Any]
 """What JSON can hold: plain numbers under names with units."""
 
+SKIPPED, BROKEN = "skipped", "broken"
+"""Sections of words: of other sections' names, why there was no time for them, and where they broke off."""
+
 
 class Report:
     """Sections by name, in one JSON file. clock: seconds that never go back."""
 
-    def __init__(self, path: Path, about: Figures) -> None:
+    def __init__(self, path: Path, about: Figures, *, goes_on: bool = False) -> None:
+        """goes_on: with what the file has, if it is about the same."""
         self._path = path
-        self._sections: dict[str, Figures] = {}
+        before = read(path) if goes_on else None
+        is_same = before is not None and _without_seconds(before["about"]) == about
+        self._sections: dict[str, Figures] = before["sections"] if before is not None and is_same else {}
+        self._seconds_before: float = before["about"]["seconds"] if before is not None and is_same else 0.0
         self._about = about
         self._started = time.monotonic()
 
@@ -29,18 +36,30 @@ class Report:
     def sections(self) -> dict[str, Figures]:
         return self._sections
 
+    def begin(self, section: str) -> None:
+        """Forget what an earlier run had of it."""
+        self._sections.pop(section, None)
+        for words in (SKIPPED, BROKEN):
+            self._sections.get(words, {}).pop(section, None)
+            if words in self._sections and not self._sections[words]:
+                del self._sections[words]
+
     def put(self, section: str, **figures: Any) -> None:
         """Add figures to a section, and write all there is."""
         self._sections.setdefault(section, {}).update(figures)
-        whole = {"about": self._about | {"seconds": round(self.seconds, 1)}, "sections": self._sections}
+        about = self._about | {"seconds": round(self._seconds_before + self.seconds, 1)}
         unfinished = self._path.with_suffix(".part")
-        unfinished.write_text(json.dumps(_rounded(whole), indent=1, allow_nan=False) + "\n")
+        unfinished.write_text(json.dumps(_rounded({"about": about, "sections": self._sections}), indent=1) + "\n")
         unfinished.rename(self._path)
 
 
 def read(path: Path) -> Figures | None:
     """What a run has written, None where there was none."""
     return json.loads(path.read_text()) if path.exists() else None
+
+
+def _without_seconds(about: Figures) -> Figures:
+    return {name: value for name, value in about.items() if name != "seconds"}
 
 
 def _rounded(value: Any) -> Any:

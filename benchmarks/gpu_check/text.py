@@ -29,8 +29,11 @@ of results or are computed from shapes.
   tried out at the start; where they do not work, the log says why, and PyTorch's operators compute the same within
   rounding. They are compiled when they are first needed, mostly before the server is ready, and kept in the folder
   `stencil/triton` of the user's cache.
-- Attention of a batch is one call over requests of any length, PyTorch's flash attention in half precision, or on
-  Hopper that of the package flash-attn 3 (`flash_attn_interface`) where it is installed; in float32 a call per request.
+- Attention in half precision is cuDNN's where PyTorch prefers that (Hopper, cuDNN 9.15 and later): neighbours in a
+  batch with as many keys and about as many queries share a call, and a request's queries count as a multiple of 128,
+  since cuDNN prepares itself anew for every number. Elsewhere it is one call over requests of any length of PyTorch's
+  flash attention, as it is on Hopper with the package flash-attn 3 (`flash_attn_interface`) installed; in float32 a
+  call per request.
 - A UNet's rows share passes: exact ones of one size, templates of one size, and of a mask-aware edit prompt and
   negative prompt. `--kernels compile` runs a UNet's residual and transformer blocks through `torch.compile`, once for
   all numbers of active tokens, at the first start. Transformers are not compiled, since what that could fuse is fused.
@@ -54,12 +57,12 @@ against its twin on the CPU, where every piece has tests:
   to machine code for an H200, which needs none;
 - whole passes of models shaped as FLUX, SD3 and UNets on PyTorch's meta device, where a pass fails that mixes devices,
   moves a tensor from the host or waits for a number from the GPU; there also the call of varlen attention, of which
-  nothing but shapes is checked;
+  nothing but shapes is checked; that of cuDNN's way by PyTorch's attention of a CPU;
 - copies beside computing: on a stand-in for streams and events that notes their order;
 - `--kernels compile`: traced, and run without generating code;
 - `benchmarks.gpu_check` itself: at a tiny size.
 
-That leaves to the first run all that only a GPU shows: whether kernels launch, races between streams, pinning, flash
+That leaves to the first run all that only a GPU shows: whether kernels launch, races between streams, pinning,
 attention's numbers, GELU within cuBLASLt's products (on a CPU that operator computes another approximation), and every
 time. So expect it to find faults, and please report them. The tests of kernels, of attention and of copies run on a GPU
 too:
@@ -74,28 +77,40 @@ HOW = """## How to check a GPU machine
 
     make gpu-check                                  # 10 minutes at most
     make gpu-check ARGS="--minutes 5"               # the most important sections alone
-    make gpu-check ARGS="--only flux_steps sdxl"    # these
+    make gpu-check ARGS="--only flux_steps sdxl"    # these; others keep what an earlier run found
     make gpu-check ARGS="--write-only"              # this page, from what a run that was cut off has left
     make gpu-check ARGS="--device cpu --size tiny"  # no GPU: shows that the check itself runs
 
-It needs nothing from the internet but what `make` installs; where that cannot be, `python3 -m benchmarks.gpu_check` is
-content with torch, diffusers, transformers, accelerate, msgspec, prometheus-client and Pillow, and for `served` with
-pyzmq, uvloop and tqdm. It takes about 60 GB of GPU memory: FLUX.1-dev's transformer in bfloat16 with random weights,
-and pages of 8 templates. Weights do not change the time of a step. Each figure is a median, both sides of a comparison
-take turns in one process, and diffusers runs eager and with its blocks compiled, as its guide to `torch.compile` has
-it. It prints a line for each bar, and writes `docs/gpu_results.json` after every figure and this page at its end:
+It needs nothing from the internet but what `make` installs. For a machine without one that has torch and a Python of
+version 3.12, fetch the rest elsewhere, 67 MB on 64-bit x86:
+
+    wheels="--dest wheels --only-binary :all: --python-version 3.12 --platform manylinux_2_28_x86_64
+        --platform manylinux_2_26_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64"
+    pip download $wheels -r benchmarks/gpu_check/requirements.txt
+    pip download $wheels --no-deps accelerate  # it would bring torch along
+
+and there, `wheels` copied into the clone:
+
+    pip install --no-index --find-links wheels -r benchmarks/gpu_check/requirements.txt accelerate
+    python3 -m benchmarks.gpu_check
+
+It takes about 60 GB of GPU memory: FLUX.1-dev's transformer in bfloat16 with random weights, and pages of 8 templates.
+Weights do not change the time of a step. Each figure is a median, both sides of a comparison take turns in one process,
+and diffusers runs eager and with its blocks compiled, as its guide to `torch.compile` has it. A section that breaks,
+hangs or breaks the device costs the others nothing: what is left is done in a new process. It prints a line for each
+bar, and writes `docs/gpu_results.json` after every figure and this page at its end:
 
 | section | what |
 | --- | --- |
 | `correctness` | edits of the embedded model and of small random checkpoints of every family against a CPU's |
-| `kernel_tests` | the tests of kernels, attention and copies; needs pytest and hypothesis |
+| `kernel_tests` | the tests of kernels, attention and copies |
 | `flux_steps` | a step by mask ratio, in batches of 1, 4 and 8 |
+| `attention` | of FLUX's shape, as steps compute it and by other ways that PyTorch has |
 | `flux_cold` | priming; the first edit of a new picture against an exact one, both without text encoders |
 | `flux_host_pages` | a run whose pages come up from host memory, and how much of the copies lies under kernels |
 | `overhead` | a step of 8 edits from the scheduler to its first kernel |
 | `served` | the embedded model behind the processes of a server: start, memory for pages, pixels |
 | `sdxl` | a guided step, and a warm edit, of Stable Diffusion XL's shape |
-| `attention` | of FLUX's shape, as steps compute it and by other ways that PyTorch has |
 """
 
 EXPECT = """## What to expect
@@ -161,7 +176,10 @@ OVERHEAD = "### Before a step's first kernel, 8 edits\n"
 
 ATTENTION = """### Attention
 
-{heads} heads of {head_dim} numbers, {keys} keys each request; "together" is what steps do in half precision.
+{heads} heads of {head_dim} numbers, {keys} keys each request: all requests together (varlen), those alike together,
+each by itself; steps take the way "{chosen}".
 """
+
+SKIPPED = "### Not finished\n"
 
 BROKEN = "### Broken off\n"

@@ -89,6 +89,12 @@ class Denoiser(ABC):
         twin._adapter = None  # what was read of it: the groups have their own
         return twin
 
+    def computing_with(self, operators: Operators) -> Self:
+        """This denoiser with other operators over the same layers, which are run as they were."""
+        twin = copy(self)
+        twin._operators = operators
+        return twin
+
     # ------------------------------------------------------------------------------------------- each model's own
 
     @staticmethod

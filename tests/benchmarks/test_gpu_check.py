@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from math import nan
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +19,7 @@ import torch
 from torch import nn
 from torch._C._autograd import DeviceType
 
+from benchmarks.gpu_check import attention, flux, sections
 from benchmarks.gpu_check.bars import Bar, bars
 from benchmarks.gpu_check.bench import Bench
 from benchmarks.gpu_check.boxes import box_tokens
@@ -27,7 +33,6 @@ from benchmarks.gpu_check.sdxl import Sdxl
 from benchmarks.gpu_check.sizes import FULL, TINY
 from benchmarks.server import ROOT
 from model_executor.gpu_operators import GpuOperators
-from model_executor.models import denoiser
 
 CPU = torch.device("cpu")
 
@@ -36,8 +41,26 @@ CPU = torch.device("cpu")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
     """The whole of it, at the tiny size."""
     folder = tmp_path_factory.mktemp("gpu-check")
-    command = [sys.executable, "-m", "benchmarks.gpu_check", "--device", "cpu", "--size", "tiny", "--out", str(folder)]
-    return subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=600), folder
+    return check(RENDERING, folder), folder
+
+
+RENDERING = """
+from benchmarks.gpu_check import document, report
+put = report.Report.put
+def put_and_render(self, *args, **figures):
+    put(self, *args, **figures)
+    document.render(report.read(self._path))
+report.Report.put = put_and_render
+"""
+"""Whatever a run has when it is cut off can be written up."""
+
+
+def check(before: str, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """A run of the program in a process where this was run before."""
+    program = f"import sys\n{before}\nfrom benchmarks.gpu_check.__main__ import main\nsys.exit(main(sys.argv[1:]))"
+    arguments = ["--device", "cpu", "--size", "tiny", "--out", str(folder), *options]
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=600)
 
 
 def test_every_section_runs_without_a_gpu(ran: tuple[subprocess.CompletedProcess[str], Path]) -> None:
@@ -93,7 +116,7 @@ def full_sections() -> dict[str, Any]:
     large = {"0.1": {"ms": 180.0, "bound": 5.0}, "0.2": {"ms": 260.0, "bound": 3.46}}
     way = {"max_levels": 2, "mean_levels": 0.9, "share_within_1": 0.9995}
     checkpoint = {dtype: {"exact": way, "mask-aware": way} for dtype in ("float32", "bfloat16")}
-    batch = {"diffusers_ms": 210.0, "exact_ms": 190.0, "exact_tflops": 650.0}
+    batch = {"diffusers_ms": 210.0, "exact_ms": 190.0, "exact_tflops": 650.0, "launch_ms": 14.0}
     return {
         "correctness": {"checkpoints": {"embedded": checkpoint, "flux": checkpoint}},
         "flux_steps": {
@@ -141,6 +164,9 @@ def full_sections() -> dict[str, Any]:
             "heads": 24,
             "head_dim": 128,
             "keys": 4608,
+            "chosen": "alike",
+            "ratio": 0.1,
+            "steps": {"1": {"alike": 27.0, "together": 30.0}},
             "shapes": {"0.2": {"tflop": 0.0754, "ms": {"together": 0.2}, "new_shape_ms": {"together": 0.3}}},
         },
         "sdxl": {
@@ -180,6 +206,7 @@ def test_the_worst_large_batch_counts() -> None:
     missed = [bar for bar in bars(sections) if bar.verdict == "miss"]
     assert [bar.measured for bar in missed] == [pytest.approx(780 / 300 / 3.46)]
     assert Bar("x", 1.0, at_least=1.0).verdict == Bar("x", 1.0, at_most=1.0).verdict == "pass"
+    assert Bar("x", nan, at_least=1.0).verdict == Bar("x", nan, at_most=1.0).verdict == "miss"
 
 
 def test_a_gpus_results_are_written_up() -> None:
@@ -195,12 +222,13 @@ def test_a_gpus_results_are_written_up() -> None:
     document = render({"about": about, "sections": full_sections() | {"broken": {"sdxl": "Traceback: here"}}})
     assert "has not been run" not in document
     assert "NVIDIA H200, 150 GB, CUDA 13.0, torch 2.13, triton 3.6, diffusers 0.42; 540 s in all." in document
-    assert "| 1 | 210.0 | 195.0 | 190.0 (650 TFLOP/s) | 50.0: 3.90x (0.78) | 68.0: 2.87x (0.83) |" in document
+    assert "| 1 | 210.0 | 195.0 | 190.0 (650 TFLOP/s) | 14.0 | 50.0: 3.90x (0.78) | 68.0: 2.87x (0.83) |" in document
     assert "| priming at 5 keyframes, in exact steps | 4.74 | at most 6 | pass |" in document
     assert "| 0.2 | 68.00 | 70.00: 1.029x | 0.95 of 150 ms |" in document
     assert "2.30 s: 0.43 of it, by operations of the denoiser 0.38" in document
     assert "| pages of the second edit of a picture | hit, device |" in document
     assert "| 0.2 | together | 0.200 | 377 | 0.3 |" in document
+    assert "| whole step of 1, 0.1 | alike | 27.0 |  |  |" in document
     assert "12 passed in 3.4s" in document
     assert "Traceback: here" in document
 
@@ -216,6 +244,145 @@ def test_a_run_that_was_cut_off_leaves_what_it_had(tmp_path: Path) -> None:
     }
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
     assert read(tmp_path / "none.json") is None
+
+
+def test_a_run_of_some_sections_adds_to_what_there_is(tmp_path: Path) -> None:
+    """Of the same device; what is run anew is forgotten before, and what is said of it."""
+    path = tmp_path / "results.json"
+    first = Report(path, {"device": "d"})
+    first.put("a", old_ms=1)
+    first.put("b", ms=2)
+    first.put("broken", a="Traceback")
+    second = Report(path, {"device": "d"}, goes_on=True)
+    second.begin("a")
+    second.put("a", ms=3)
+    assert second.sections == {"a": {"ms": 3}, "b": {"ms": 2}}
+    assert Report(path, {"device": "another"}, goes_on=True).sections == {}
+    assert Report(path, {"device": "d"}).sections == {}
+
+
+def bench_of(tmp_path: Path, minutes: float = 10.0) -> Bench:
+    return Bench(CPU, torch.float32, TINY, Report(tmp_path / "results.json", {"device_type": "cpu"}), minutes)
+
+
+def test_a_section_that_breaks_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        bench.report.put("a", first_ms=1.0)
+        raise RuntimeError("no such kernel")
+
+    bench = bench_of(tmp_path)
+    table = {"a": broken, "b": lambda: bench.report.put("b", ms=2.0)}
+    monkeypatch.setattr(sections, "sections", lambda bench: table)
+    sections.run_sections(bench, [], unwanted)
+    assert bench.report.sections["a"] == {"first_ms": 1.0}
+    assert bench.report.sections["b"] == {"ms": 2.0}
+    assert "no such kernel" in bench.report.sections["broken"]["a"]
+
+
+def unwanted(rest: Any) -> None:
+    raise AssertionError(f"{rest} were to be done elsewhere")
+
+
+def test_after_a_kernel_that_broke_the_device_the_rest_is_done_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, elsewhere = bench_of(tmp_path), list[Any]()
+    monkeypatch.setattr(sections, "sections", lambda bench: dict.fromkeys("abc", lambda: None))
+    monkeypatch.setattr(Bench, "is_usable", lambda self: bool(elsewhere))
+    sections.run_sections(bench, [], elsewhere.append)
+    assert elsewhere == [["b", "c"]]
+
+
+def test_a_section_that_hangs_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, elsewhere, is_over = bench_of(tmp_path), list[Any](), threading.Event()
+
+    def go_on(rest: Any) -> None:
+        elsewhere.append(rest)
+        is_over.set()
+
+    monkeypatch.setattr(sections, "sections", lambda bench: {"a": is_over.wait, "b": lambda: None})
+    monkeypatch.setattr(sections, "MAX_SECONDS", 0.1)
+    sections.run_sections(bench, [], go_on)
+    assert elsewhere == [["b"]]
+    assert "cut off" in bench.report.sections["skipped"]["a"]
+
+
+def test_nothing_is_begun_without_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = bench_of(tmp_path, minutes=0.1)
+    monkeypatch.setattr(sections, "sections", lambda bench: {"a": lambda: unwanted("a")})
+    sections.run_sections(bench, [], unwanted)
+    assert bench.report.sections == {"skipped": {"a": "no time was left"}}
+
+
+HANGING = """
+import time
+from benchmarks.gpu_check import sections
+sections.MAX_SECONDS = 1.0
+sections.flux_cold.run = lambda *_: time.sleep(600)
+"""
+
+
+def test_what_is_left_is_done_in_a_new_process(tmp_path: Path) -> None:
+    process = check(HANGING, tmp_path, "--only", "flux_cold", "flux_host_pages")
+    assert process.returncode == 0, process.stderr[-3000:]
+    results = read(tmp_path / "gpu_results.json")
+    assert results is not None
+    assert set(results["sections"]["skipped"]) == {"flux_cold"}
+    assert results["sections"]["flux_host_pages"]["ratios"]["0.1"]["host_step_ms"] > 0
+    document = (tmp_path / "gpu.md").read_text()
+    assert "- `flux_cold`: what is missing was cut off after 1 s" in document
+
+
+PACKAGES = {"PIL": "pillow", "zmq": "pyzmq", "prometheus_client": "prometheus-client"}
+"""Modules by other names than their packages."""
+BESIDE = {"torch", "triton", "accelerate", "tokenizers", "safetensors", "huggingface_hub"}
+"""PyTorch, what it brings, and what comes with diffusers and transformers."""
+OURS = {"benchmarks", "core", "engine", "entrypoints", "model_executor", "tools"}
+
+
+def test_its_packages_are_in_its_list() -> None:
+    """Of all modules that it and the processes of `served` import when they start; on a machine without network nothing
+    else can be had."""
+    names = (re.split("[<>=]", line)[0] for line in REQUIREMENTS.read_text().splitlines() if line[:1] != "#")
+    allowed = {*names, *BESIDE, *sys.stdlib_module_names}
+    modules, seen = ["benchmarks.gpu_check.__main__", "entrypoints.image_engine", *SPAWNED], set[str]()
+    while modules:
+        module = modules.pop()
+        if module in seen or (path := source(module)) is None:
+            continue
+        seen.add(module)
+        for name in imports(ast.parse(path.read_text()).body):
+            top = name.partition(".")[0]
+            assert top in OURS or PACKAGES.get(top, top) in allowed, f"{module} imports {name}"
+            modules += [name] if top in OURS else []
+    assert {"benchmarks.unet_step", "engine.image_pool", *SPAWNED} <= seen
+
+
+SPAWNED = ("engine.engine_process", "engine.image_processor", "model_executor.worker")
+REQUIREMENTS = ROOT / "benchmarks" / "gpu_check" / "requirements.txt"
+
+
+def source(module: str) -> Path | None:
+    """The file of a module of ours, None for a name within one."""
+    path = ROOT.joinpath(*module.split("."))
+    return next((each for each in (path.with_suffix(".py"), path / "__init__.py") if each.exists()), None)
+
+
+def imports(body: list[ast.stmt]) -> Iterator[str]:
+    """What these statements import, and what could be modules within it."""
+    for statement in body:
+        if isinstance(statement, ast.Import):
+            yield from (alias.name for alias in statement.names)
+        elif isinstance(statement, ast.ImportFrom) and statement.module is not None:
+            yield statement.module
+            yield from (f"{statement.module}.{alias.name}" for alias in statement.names)
+
+
+def test_its_versions_are_the_projects() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    for line in REQUIREMENTS.read_text().splitlines():
+        if line[:1] != "#":
+            assert f'"{line.partition(" #")[0]}"' in project
 
 
 def test_copies_hide_under_computation_where_both_run() -> None:
@@ -280,14 +447,14 @@ def products(block: nn.Module) -> list[nn.Linear]:
 
 def test_flop_and_bounds_are_the_shapes(tmp_path: Path) -> None:
     """Counted from the configuration, as the products of the module's own weights would be."""
-    flux = FluxBench(Bench(CPU, torch.float32, TINY, Report(tmp_path / "results.json", {}), 1.0))
-    blocks = [*flux.module.transformer_blocks, *flux.module.single_transformer_blocks]
+    bench = FluxBench(bench_of(tmp_path))
+    blocks = [*bench.module.transformer_blocks, *bench.module.single_transformer_blocks]
     weights = [sum(layer.weight.numel() for layer in products(block)) for block in blocks]
-    num_double = len(flux.module.transformer_blocks)
+    num_double = len(bench.module.transformer_blocks)
     per_token = sum(weights[:num_double]) / 2 + sum(weights[num_double:])  # a token passes one stream of a double block
-    tokens, hidden = TINY.flux.image_tokens + TINY.flux.text_tokens, flux.module.inner_dim
+    tokens, hidden = TINY.flux.image_tokens + TINY.flux.text_tokens, bench.module.inner_dim
     attention = len(blocks) * 2 * 2 * tokens**2 * hidden
-    assert flux.flop == pytest.approx(2 * tokens * per_token + attention)
+    assert bench.flop == pytest.approx(2 * tokens * per_token + attention)
 
 
 def test_the_full_size_has_the_bounds_of_the_bars() -> None:
@@ -300,22 +467,25 @@ def test_the_full_size_has_the_bounds_of_the_bars() -> None:
 @pytest.fixture
 def on_meta(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     """A device that computes nothing, and refuses what lies on another one, as a GPU does."""
-    monkeypatch.setattr(denoiser, "best_operators", lambda device: GpuOperators())
+    monkeypatch.setattr(flux, "best_operators", lambda device: GpuOperators())
     return Bench(torch.device("meta"), torch.bfloat16, TINY, Report(tmp_path / "results.json", {}), 1.0)
 
 
 @torch.inference_mode()
 def test_flux_mixes_no_devices(on_meta: Bench) -> None:
-    flux = FluxBench(on_meta)
-    entries = [flux.entry() for _ in flux.keyframes()]
+    bench = FluxBench(on_meta)
+    entries = [bench.entry() for _ in bench.keyframes()]
+    edits = [(entries[0], entries[1])] * 2
     calls = [
-        flux.exact(2),
-        flux.diffusers(2),
-        flux.prime(entries),
-        flux.edits(0.2, [(entries[0], entries[1])] * 2),
-        ExactRun(flux).run,
-        ResidentRun(flux, 0.2, entries).run,
+        bench.exact(2),
+        bench.diffusers(2),
+        bench.prime(entries),
+        bench.edits(0.2, edits),
+        ExactRun(bench).run,
+        ResidentRun(bench, 0.2, entries).run,
+        *(twin.edits(0.2, edits) for twin in bench.attending(attention.ways_of(on_meta.device)).values()),
     ]
+    assert len(calls) == 9
     for call in calls:
         call()
 

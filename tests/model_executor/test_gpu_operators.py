@@ -22,7 +22,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import model_executor
 from model_executor import gpu_operators
-from model_executor.gpu_operators import GpuOperators, Together, attend_each, offsets, places, table, varlen_attend
+from model_executor.gpu_operators import (
+    GpuOperators,
+    Together,
+    attend_alike,
+    attend_each,
+    best_attend,
+    offsets,
+    places,
+    table,
+    varlen_attend,
+)
 from model_executor.linear import LinearGroup, fused_linear, gpu_linear, plain_linear
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.denoiser import Denoiser
@@ -31,6 +41,7 @@ from model_executor.models.sd3_transformer import SD3Transformer
 from model_executor.models.unet import Unet
 from model_executor.operators import Operators, chosen_operators
 from model_executor.pages import Entry, Pages
+from model_executor.ragged import spans
 from tools.random_unet_checkpoints import sd_unet, sdxl_unet
 
 META = torch.device("meta")
@@ -173,6 +184,63 @@ def test_tables_of_rows() -> None:
     assert all(t.dtype == torch.int32 for t in (rows, requests, places(torch.tensor([1]), 2)))
 
 
+def test_tables_are_made_on_the_host_whatever_device_is_the_default() -> None:
+    with torch.device("meta"):
+        assert {
+            t.device.type for t in (*table(((2, 5),), torch.device("cpu")), offsets(((0, 5),), torch.device("cpu")))
+        } == {"cpu"}
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys"),
+    [([5], [9]), ([128], [200]), ([128, 128], [30, 30]), ([100, 120, 300], [50, 50, 50]), ([1, 2], [7, 8])],
+)
+def test_requests_that_are_alike_share_a_call(
+    monkeypatch: pytest.MonkeyPatch, queries: Sequence[int], keys: Sequence[int]
+) -> None:
+    """One for neighbours with as many keys, and queries up to the same multiple of 128."""
+    query, joint = torch.randn(sum(queries), 3, 2, 16)[:, 0], torch.randn(sum(keys), 2, 2, 16)
+    inputs = query, joint[:, 0], joint[:, 1], spans(queries), spans(keys)
+    expected, calls = attend_each(*inputs), list[tuple[int, ...]]()
+    attend = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional, "scaled_dot_product_attention", lambda q, *kv: calls.append(q.shape) or attend(q, *kv)
+    )
+    torch.testing.assert_close(attend_alike(*inputs), expected)
+    shapes = {(-(-number // 128) * 128, count) for number, count in zip(queries, keys, strict=True)}
+    assert len(calls) == len(shapes)
+    assert {(shape[0], shape[2]) for shape in calls} == {
+        (sum(-(-n // 128) * 128 == rows and k == count for n, k in zip(queries, keys, strict=True)), rows)
+        for rows, count in shapes
+    }
+
+
+@pytest.mark.parametrize(
+    ("capability", "cudnn", "flash", "chosen"),
+    [
+        ((9, 0), 91900, None, attend_alike),
+        ((9, 0), 91900, "FA3", varlen_attend),
+        ((9, 0), 90100, None, varlen_attend),
+        ((9, 0), None, None, varlen_attend),
+        ((8, 9), 91900, None, varlen_attend),
+        ((7, 5), 91900, None, attend_each),
+    ],
+)
+def test_attention_is_what_pytorch_prefers_there(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    cudnn: int | None,
+    flash: str | None,
+    chosen: gpu_operators.Attend,
+) -> None:
+    monkeypatch.setattr(gpu_operators, "_capability", lambda device: capability)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: flash)
+    half: Any = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16)
+    assert best_attend(half, 128) is chosen
+    assert best_attend(torch.empty(1), 128) is attend_each
+
+
 def test_layers_held_together_give_what_each_gives() -> None:
     """They still do by themselves, and nothing is held twice."""
     layers, x = [torch.nn.Linear(8, n, bias=n != 4) for n in (3, 4, 5)], torch.randn(6, 8)
@@ -285,15 +353,14 @@ class NoTransfers(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-@pytest.mark.parametrize("attend", [attend_each, varlen_attend])
+@pytest.mark.parametrize("attend", [attend_each, attend_alike, varlen_attend])
 @pytest.mark.parametrize("model", MODELS, ids=["flux", "sd3"])
 @torch.inference_mode()
 def test_a_pass_neither_mixes_devices_nor_waits(
     monkeypatch: pytest.MonkeyPatch, model: Model, attend: gpu_operators.Attend
 ) -> None:
-    monkeypatch.setattr(gpu_operators, "attend_each", attend)
     monkeypatch.setattr(gpu_operators, "upload", lambda x, device: x.to(device))
-    denoiser = make_denoiser(model, META, torch.bfloat16, torch_operators())
+    denoiser = make_denoiser(model, META, torch.bfloat16, GpuOperators().attending(attend))
     rows = [make_row(denoiser, seed, META, torch.bfloat16) for seed in range(2)]
     pages, active = primed(denoiser, rows[0]), ACTIVE.to(META)
     modulation = denoiser.modulation(rows[1].pooled_prompt_embeds, 3.5, torch.ones(5, device=META), 1)

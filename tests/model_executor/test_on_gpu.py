@@ -13,7 +13,15 @@ import torch
 from core.handles import EntryRef
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages.worker import PageCopied, PageCopy
-from model_executor.gpu_operators import TritonOperators, attend_each, gpu_operators, has_flash, varlen_attend
+from model_executor.gpu_operators import (
+    Attend,
+    TritonOperators,
+    attend_alike,
+    attend_each,
+    gpu_operators,
+    has_flash,
+    varlen_attend,
+)
 from model_executor.linear import gpu_linear, plain_linear
 from model_executor.page_store import PageStore
 from model_executor.ragged import spans
@@ -39,16 +47,28 @@ def test_triton_works_here() -> None:
     assert isinstance(gpu_operators(device()), TritonOperators)
 
 
+@pytest.mark.parametrize("attend", [varlen_attend, attend_alike])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("queries", "keys"), [([1], [70]), ([33, 5, 500], [1000, 64, 777]), ([300, 20], [300, 20])])
-def test_attention_of_a_batch(dtype: torch.dtype, head_dim: int, queries: Sequence[int], keys: Sequence[int]) -> None:
+@pytest.mark.parametrize(
+    ("queries", "keys"),
+    [
+        ([1], [70]),
+        ([33, 5, 500], [1000, 64, 777]),
+        ([300, 20], [300, 20]),
+        ([130, 200], [640, 640]),
+        ([256] * 2, [512] * 2),
+    ],
+)
+def test_attention_of_a_batch(
+    attend: Attend, dtype: torch.dtype, head_dim: int, queries: Sequence[int], keys: Sequence[int]
+) -> None:
     """Against each request alone, in float32; keys and values lie between one another, as they do in a pass."""
     query = torch.randn(sum(queries), 3, 4, head_dim, dtype=dtype, device=device())[:, 0]
     joint = torch.randn(sum(keys), 2, 4, head_dim, dtype=dtype, device=device())
     assert has_flash(query, head_dim)
     where = spans(queries), spans(keys)
-    out = varlen_attend(query, joint[:, 0], joint[:, 1], *where)
+    out = attend(query, joint[:, 0], joint[:, 1], *where)
     exact = attend_each(query.float(), joint[:, 0].float(), joint[:, 1].float(), *where)
     torch.testing.assert_close(out.float(), exact, rtol=2e-2, atol=2e-2)
 
