@@ -1,5 +1,6 @@
 """One connection of a client, with the limits that uvicorn leaves out: how large a request's head may be, and how long
-a client may take for what no application waits for. What it refuses has OpenAI's error envelope.
+a client may take for what no application waits for. What it refuses has OpenAI's error envelope. An offer to speak
+another protocol is declined.
 """
 
 from __future__ import annotations
@@ -7,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from entrypoints.openai.errors import INVALID_REQUEST, ErrorReply
@@ -22,11 +24,43 @@ REST_SECONDS = 30.0
 they have sent everything would see a broken connection instead."""
 
 
+class _Parser:
+    """httptools' parser, for a server that changes to no other protocol: HTTP/2 (h2c) or WebSocket.
+
+    That one takes what follows such an offer for the other protocol's, and so takes the body off a request that must be
+    answered all the same (RFC 9110, 7.8). Java's own client makes the offer with its first request.
+    """
+
+    def __init__(self, protocol: GuardedProtocol) -> None:
+        self._protocol = protocol
+        self._begin()
+
+    def _begin(self) -> None:
+        self._parser = httptools.HttpRequestParser(self._protocol)
+        self._parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn has it
+
+    def feed_data(self, data: bytes) -> None:
+        """Parse on, an offer that was declined anew without it. Raises httptools.HttpParserError."""
+        while True:
+            try:
+                self._parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                if self._parser.get_method() == b"CONNECT":
+                    raise httptools.HttpParserError("this is no proxy") from None
+                data = self._protocol.head_without_offer() + data[offer.args[0] :]
+                self._begin()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._parser, name)
+
+
 class GuardedProtocol(HttpToolsProtocol):
     """Closes connections that only take up room."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.parser = _Parser(self)  # type: ignore[assignment]
         self._is_in_head = True  # the next thing to come is, or goes on with, a request's head
         self._head_bytes = 0  # received since the last progress: a whole head, a piece of a body
         self._patience: asyncio.TimerHandle | None = None
@@ -50,8 +84,14 @@ class GuardedProtocol(HttpToolsProtocol):
         elif self._is_in_head and self._patience is None and self._is_answered:
             self._wait(HEAD_SECONDS)  # a second request on this connection
 
+    def head_without_offer(self) -> bytes:
+        """The head that has just come, as from a client that offers no other protocol."""
+        request_line = b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        headers = [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"\r\n".join([request_line, *headers, b"", b""])
+
     def on_headers_complete(self) -> None:
-        if self._is_refused:
+        if self._is_refused or self.parser.should_upgrade():  # then it comes again
             return
         if len(self.headers) > MAX_HEADERS:
             self._refuse_head()
@@ -67,7 +107,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if self._is_refused:
+        if self._is_refused or self.parser.should_upgrade():
             return
         self._is_in_head, self._head_bytes = True, 0
         self._end_wait()

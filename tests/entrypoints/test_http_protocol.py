@@ -119,6 +119,46 @@ async def test_a_large_head_within_the_limit_is_served() -> None:
         assert (await talk(address, request)).startswith(b"HTTP/1.1 200 ")
 
 
+OFFERS = {
+    "HTTP/2, as Java's client offers it": b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n",
+    "a WebSocket": b"Connection: upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n",
+    "and no further request": b"Connection: close, Upgrade\r\nUpgrade: h2c\r\n",
+}
+GENERATION = b'{"prompt": "it is whole", "n": 2}'
+HEAD = b"POST /v1/images/generations HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+LAST = GOOD[:-2] + b"connection: close\r\n\r\n"
+
+
+@pytest.mark.parametrize("offer", OFFERS)
+@pytest.mark.parametrize("framing", ["at once", "in pieces", "chunked"])
+async def test_a_client_that_offers_another_protocol_is_answered_in_this_one(offer: str, framing: str) -> None:
+    head, body = HEAD + OFFERS[offer] + b"content-length: %d\r\n\r\n" % len(GENERATION), GENERATION
+    if framing == "chunked":
+        head, body = HEAD + OFFERS[offer] + b"transfer-encoding: chunked\r\n\r\n", b"%x\r\n%s\r\n0\r\n\r\n"
+        body %= (len(GENERATION), GENERATION)
+    pieces = [head[:30], head[30:-1], head[-1:], body[:3], body[3:]] if framing == "in pieces" else [head + body]
+    engine = FakeEngine()
+    async with running(engine) as (_, address):
+        answer = await talk(address, *pieces, LAST)
+    assert answer.startswith(b"HTTP/1.1 200 "), answer[:300]
+    assert answer.count(b"HTTP/1.1 200 ") == (1 if b"close" in OFFERS[offer] else 2)
+    assert (engine.last.prompt, engine.last.sampling.n) == ("it is whole", 2)
+
+
+async def test_any_number_of_such_offers_may_come_at_once() -> None:
+    offer = GOOD[:-2] + OFFERS["a WebSocket"] + b"\r\n"
+    async with running(FakeEngine()) as (_, address):
+        answer = await talk(address, offer * 2000, LAST)
+    assert answer.count(b"HTTP/1.1 200 ") == 2001
+
+
+async def test_no_tunnel_is_opened() -> None:
+    async with running(FakeEngine()) as (_, address):
+        answer = await talk(address, b"CONNECT a:443 HTTP/1.1\r\nhost: a\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert error_code(answer) == "invalid_http"
+
+
 @pytest.mark.parametrize("kind", HALF_REQUESTS)
 async def test_half_a_head_is_given_up(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 0.3)
