@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
             (result,) = engine.generate([edit], sampling, use_tqdm=False)
         if result.error is not None:
             raise result.error
-        _flattened(result.images[0], args.output).save(args.output)
+        save(result.images[0], args.output)
     except (StencilError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -52,9 +52,20 @@ def _check_output(path: Path) -> None:
         raise PermissionError(f"cannot write '{path}': permission denied")
 
 
-def _flattened(image: Image.Image, path: Path) -> Image.Image:
-    """On white where the format knows no transparency, as the server does it."""
-    if path.suffix.lower() in _WITH_ALPHA or image.mode != "RGBA":
+def save(image: Image.Image, path: Path) -> None:
+    """As the server does it where no quality is asked for: without loss, and as a JPEG, which has no transparency, on
+    white."""
+    match path.suffix.lower():
+        case ".png":
+            image.save(path)
+        case ".webp":
+            image.save(path, lossless=True, exact=True)  # exact: hidden colours, too
+        case _:
+            _flattened(image).save(path, quality=100, subsampling=0)
+
+
+def _flattened(image: Image.Image) -> Image.Image:
+    if image.mode != "RGBA":
         return image
     return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
 

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 from server_process import ROOT
 
-from entrypoints.edit import main
+from entrypoints.edit import main, save
 
 
 @pytest.fixture
@@ -46,6 +46,14 @@ def test_jpeg_of_a_picture_with_transparency(tiny_checkpoint: Path, source: Path
     assert pixels.shape == (64, 64, 3)
     assert pixels[32, 32].min() > 240, "on white"
     assert pixels[60, 60, 0] > 180
+
+
+@pytest.mark.parametrize("name", ["out.png", "out.webp", "OUT.WEBP"])
+@pytest.mark.parametrize("channels", [3, 4])
+def test_formats_that_can_be_lossless_are(tmp_path: Path, name: str, channels: int) -> None:
+    pixels = np.random.default_rng(1).integers(0, 256, (32, 40, channels), np.uint8)
+    save(Image.fromarray(pixels), tmp_path / name)
+    np.testing.assert_array_equal(np.asarray(Image.open(tmp_path / name)), pixels)
 
 
 @pytest.mark.parametrize("name", ["out", "out.gif", "out.pdf", "nowhere/out.png", "folder.png", "locked/out.png"])
