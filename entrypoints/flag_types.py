@@ -65,6 +65,13 @@ def http_url(text: str) -> str:
     return text
 
 
+def web_origin(text: str) -> str:
+    """As a browser's `Origin` header names it, or * for any."""
+    if text != "*" and not re.fullmatch(r"https?://[^/\s*]+", text, re.IGNORECASE):
+        raise argparse.ArgumentTypeError(f"'{text}' is no origin such as https://app.example or http://localhost:3000")
+    return text.lower()
+
+
 def named_adapter(text: str) -> AdapterConfig:
     """NAME=PATH. Raises argparse.ArgumentTypeError."""
     name, _, path = text.partition("=")

@@ -76,7 +76,11 @@ class _Signals:
 async def _serve(options: ServeOptions, listener: socket.socket, tracer: Tracer) -> int:
     engine = AsyncEngine(options.config)
     settings = ServerSettings(
-        options.api_keys, options.config.image.max_upload_bytes, options.rate_limit, options.playground
+        api_keys=options.api_keys,
+        max_upload_bytes=options.config.image.max_upload_bytes,
+        rate_limit=options.rate_limit,
+        allowed_origins=options.allowed_origins,
+        playground=options.playground,
     )
     server = http_server(create_app(engine, settings, tracer))
     signals = _Signals(asyncio.Event(), asyncio.Event())

@@ -40,6 +40,7 @@ class ServeOptions:
     host: str
     port: int
     api_keys: tuple[str, ...] = field(repr=False)
+    allowed_origins: tuple[str, ...]  # of web pages other than the server's own
     rate_limit: int  # requests per minute and caller; 0: none
     playground: bool
     log_level: str
@@ -61,7 +62,15 @@ def parse_options(argv: Sequence[str] | None) -> ServeOptions:
     except ConfigError as error:
         parser.error(str(error))
     return ServeOptions(
-        args.host, args.port, api_keys, args.rate_limit, args.playground, args.log_level, args.log_format, config
+        host=args.host,
+        port=args.port,
+        api_keys=api_keys,
+        allowed_origins=tuple(args.allowed_origins),
+        rate_limit=args.rate_limit,
+        playground=args.playground,
+        log_level=args.log_level,
+        log_format=args.log_format,
+        config=config,
     )
 
 

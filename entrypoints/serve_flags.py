@@ -27,6 +27,7 @@ from entrypoints.flag_types import (
     keyframes,
     named_adapter,
     page_dtype,
+    web_origin,
     whole_number,
 )
 
@@ -117,6 +118,16 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="edits, generations and registrations of templates per minute and key, or client address where there are "
         "no keys, before 429; 0: no limit",
+    )
+    group.add_argument(
+        "--allowed-origin",
+        dest="allowed_origins",
+        action="append",
+        default=[],
+        type=web_origin,
+        metavar="ORIGIN",
+        help="an origin such as https://app.example whose pages may use the API; may be repeated; *: any web page's, "
+        "for servers with keys",
     )
     group.add_argument(
         "--no-playground",

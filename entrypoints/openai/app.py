@@ -11,6 +11,7 @@ import msgspec
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from core.errors import AbortedError, InvalidRequestError, ModelNotFoundError, OverloadedError, StencilError
@@ -44,18 +45,28 @@ from entrypoints.playground.pages import playground_router
 from entrypoints.racing import run_until
 
 T = TypeVar("T")
+EXPOSED_HEADERS = (
+    "openai-processing-ms",
+    "retry-after",
+    "x-ratelimit-limit-requests",
+    "x-ratelimit-remaining-requests",
+    "x-ratelimit-reset-requests",
+    "x-request-id",
+)
+"""What a page of another origin sees of an answer, beside its body."""
 
 
 @dataclass(frozen=True)
 class ServerSettings:
     """What the HTTP side needs beyond the engine. api_keys: any one of them opens /v1/*; none: it is open to all.
-    max_upload_bytes: per file. rate_limit: requests per minute and caller, 0 = no limit.
-    playground: serve its pages, at / and /status.
+    max_upload_bytes: per file. rate_limit: requests per minute and caller, 0 = no limit. allowed_origins: of web pages
+    that may use the API beside the server's own; "*": any. playground: serve its pages, at / and /status.
     """
 
     api_keys: tuple[str, ...] = field(repr=False)
     max_upload_bytes: int
     rate_limit: int = 0
+    allowed_origins: tuple[str, ...] = ()
     playground: bool = False
 
 
@@ -79,7 +90,16 @@ def create_app(engine: AsyncEngine, settings: ServerSettings, tracer: Tracer | N
     if settings.api_keys:
         app.add_middleware(ApiKeyGuard, api_keys=settings.api_keys)
     else:
-        app.add_middleware(OriginGuard)  # with keys no page of another's has one
+        app.add_middleware(OriginGuard, allowed=settings.allowed_origins)  # with keys no page of another's has one
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=("GET", "POST", "DELETE"),
+            allow_headers=("*",),
+            allow_private_network=True,
+            expose_headers=EXPOSED_HEADERS,
+        )
     app.add_middleware(
         RequestContext, metrics=engine.metrics, tracer=tracer or NoTracer()
     )  # the last one added is the outermost

@@ -4,6 +4,7 @@ nothing. Plain ASGI.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -22,8 +23,10 @@ class OriginGuard:
     it; but they name the page's origin (https://fetch.spec.whatwg.org/#origin-header). Other clients name none.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, allowed: Collection[str] = ()) -> None:
+        """allowed: origins whose pages may all the same, "*" for any."""
         self._app = app
+        self._allowed = allowed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] not in SAFE_METHODS:
@@ -31,10 +34,13 @@ class OriginGuard:
                 name: value.decode("latin-1") for name, value in scope["headers"] if name in (b"origin", b"host")
             }
             origin, host = headers.get(b"origin"), headers.get(b"host", "")
-            if origin is not None and not is_same_host(origin, host):
+            if origin is not None and not self._is_allowed(origin, host):
                 await answer(scope, ForeignOriginError(origin, host))(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+    def _is_allowed(self, origin: str, host: str) -> bool:
+        return "*" in self._allowed or origin in self._allowed or is_same_host(origin, host)
 
 
 def is_same_host(origin: str, host: str) -> bool:

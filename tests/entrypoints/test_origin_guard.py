@@ -44,6 +44,40 @@ async def test_a_key_is_enough(engine: FakeEngine) -> None:
         assert (await post_edit(client)).status_code == 200
 
 
+ALLOWED = "https://app.example"
+PREFLIGHT = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+
+
+@pytest.mark.parametrize("api_keys", [(), ("k",)])
+@pytest.mark.parametrize("allowed", [ALLOWED, "*"])
+async def test_pages_of_an_allowed_origin_may_read_and_change(
+    engine: FakeEngine, allowed: str, api_keys: tuple[str, ...]
+) -> None:
+    app = create_app(engine, ServerSettings(api_keys=api_keys, max_upload_bytes=1000, allowed_origins=(allowed,)))
+    headers = {"origin": ALLOWED, "authorization": "Bearer k"}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", headers=headers) as client:
+        may = await client.options("/v1/images/edits", headers=PREFLIGHT)
+        assert may.status_code == 200
+        assert {"POST", "DELETE"} <= set(may.headers["access-control-allow-methods"].split(", "))
+        assert may.headers["access-control-allow-headers"] == PREFLIGHT["access-control-request-headers"]
+        good, bad = await post_edit(client), await post_edit(client, n="11")
+        assert (good.status_code, bad.status_code) == (200, 400)
+        for answer in (may, good, bad, await client.get("/v1/models")):
+            assert answer.headers["access-control-allow-origin"] == allowed
+            assert "access-control-allow-credentials" not in answer.headers
+        assert "x-request-id" in good.headers["access-control-expose-headers"]
+
+
+async def test_pages_of_others_may_not(engine: FakeEngine) -> None:
+    app = create_app(engine, ServerSettings(api_keys=(), max_upload_bytes=1000, allowed_origins=(ALLOWED,)))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", headers=FOREIGN) as client:
+        assert (await client.options("/v1/images/edits", headers=PREFLIGHT)).status_code == 400
+        refused = await post_edit(client)
+        assert_refused(refused, 403, "foreign_origin", None)
+        assert "access-control-allow-origin" not in refused.headers
+    assert not engine.edits
+
+
 @pytest.mark.parametrize(
     ("origin", "host", "is_same"),
     [
