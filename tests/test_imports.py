@@ -80,6 +80,7 @@ LAWS = {
                 "python_multipart",
                 "starlette",
                 "tqdm",
+                "httptools",
                 "uvicorn",
                 "uvloop",
             }

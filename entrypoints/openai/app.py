@@ -97,7 +97,6 @@ def create_app(engine: AsyncEngine, settings: ServerSettings, tracer: Tracer | N
             allow_origins=settings.allowed_origins,
             allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
-            allow_private_network=True,
             expose_headers=EXPOSED_HEADERS,
         )
     app.add_middleware(
