@@ -17,13 +17,20 @@ CPU_REMEDIES = f"{_LESS}, or cache nothing (--no-mask-aware)"
 
 class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     """A device as a worker finds it, in bytes. taken: by this worker, weights and what libraries took. peak: what its
-    largest batch needs besides. free: that nobody has taken, others' share left out.
+    largest batch needs besides. kept: by requests between their steps, as many as may run. free: that nobody has taken,
+    others' share left out.
     """
 
     total: int
     taken: int
     peak: int
+    kept: int
     free: int
+
+    @property
+    def needed(self) -> int:
+        """Beside the model and pages."""
+        return self.peak + self.kept
 
 
 def page_bytes(memory: DeviceMemory, utilization: float, least: int) -> int:
@@ -32,15 +39,18 @@ def page_bytes(memory: DeviceMemory, utilization: float, least: int) -> int:
     As vLLM counts, the share is this worker's own: two of them may take 0.45 each of one device. Raises ConfigError
     where it is less than `least`, the pages of one picture, without which nothing is mask-aware.
     """
-    allowed = int(memory.total * utilization) - memory.taken - memory.peak
-    room = min(allowed, memory.free - memory.peak) // _WHOLE * _WHOLE
+    allowed = int(memory.total * utilization) - memory.taken - memory.needed
+    room = min(allowed, memory.free - memory.needed) // _WHOLE * _WHOLE
     if room < least:
         raise ConfigError(_why(memory, utilization, least, is_others=allowed >= least))
     return room
 
 
 def _why(memory: DeviceMemory, utilization: float, least: int, is_others: bool) -> str:
-    own = f"the model takes {_gib(memory.taken)} and its largest batch {_gib(memory.peak)}"
+    own = (
+        f"the model takes {_gib(memory.taken)}, its largest batch {_gib(memory.peak)} and what requests keep between "
+        f"their steps {_gib(memory.kept)}"
+    )
     if is_others:
         return (
             f"no device memory is left for pages: {own}, one picture's pages {_gib(least)}, and {_gib(memory.free)} is "
@@ -57,7 +67,7 @@ def describe(memory: DeviceMemory, pages: int) -> str:
     """One line for the log."""
     return (
         f"device memory: {_gib(memory.total)}, of which the model takes {_gib(memory.taken)}, its largest batch "
-        f"{_gib(memory.peak)}, pages {_gib(pages)}"
+        f"{_gib(memory.peak)}, what requests keep between their steps {_gib(memory.kept)}, pages {_gib(pages)}"
     )
 
 

@@ -161,6 +161,22 @@ class Batches:
         return (batch for turn in zip_longest(*stages) for batch in turn if batch is not None)
 
     @property
+    def most_rows(self) -> int:
+        """Of a request: its prompt's and, with classifier-free guidance, its negative prompt's."""
+        return 2 if self.info.has_true_cfg or self.info.is_guidance_cfg else 1
+
+    @torch.inference_mode()
+    def kept_bytes(self) -> int:
+        """Of device memory, by a request of most rows and the default number of steps between two of them."""
+        image, text, info = self._image, self._text, self.info
+        levels = torch.linspace(1.0, 0.0, info.default_num_inference_steps, device=image.latents.device)
+        table = self.family.modulation(text.pooled_prompt_embeds, info.default_guidance_scale, levels, self.most_rows)
+        of_row = [text.prompt_embeds, text.pooled_prompt_embeds, *([] if table is None else [table])]
+        of_request = [image.latents, image.condition, image.outside, image.sigmas, *image.state]
+        on_device = [tensor for tensor in of_request + self.most_rows * of_row if tensor.device == image.latents.device]
+        return sum(tensor.nbytes for tensor in on_device)
+
+    @property
     def _has_pages(self) -> bool:
         return self.info.page_scheme is not None
 

@@ -91,10 +91,11 @@ def device_page_bytes(
     schemes = [(info, info.page_scheme) for info in infos if info.page_scheme is not None and not info.parent]
     if cache.device_bytes is not None or gauge is None or not schemes:
         return cache.device_bytes or 0
-    memory = measure(
-        gauge,
-        (run for info in infos if not info.parent for run in heaviest(Batches(families[info.name], info), scheduler)),
-    )
+    models = [Batches(families[info.name], info) for info in infos if not info.parent]
+    runs = (run for batches in models for run in heaviest(batches, scheduler))
+    with room_for("what a request keeps beside the model"):
+        kept = scheduler.max_num_seqs * max(batches.kept_bytes() for batches in models)
+    memory = measure(gauge, runs, kept)
     least = max(scheme.template_bytes(_native_tokens(info), len(scheme.keyframes) or 2) for info, scheme in schemes)
     pages = page_bytes(memory, cache.gpu_memory_utilization, least)
     logger.info("%s", describe(memory, pages))
@@ -113,13 +114,13 @@ def room_for(what: str, remedies: str = REMEDIES) -> Iterator[None]:
 
 
 @torch.inference_mode()
-def measure(gauge: Gauge, runs: Iterable[Run]) -> DeviceMemory:
+def measure(gauge: Gauge, runs: Iterable[Run], kept: int) -> DeviceMemory:
     """The device with the models on it. Each is run twice: what the first call makes and keeps is no batch's own.
-    Raises ConfigError where one does not even fit.
+    kept: by running requests, as `DeviceMemory` has it. Raises ConfigError where one does not even fit.
     """
     with room_for("the largest batch beside the model"):
         peak = _peak(gauge, runs)  # whatever it made is gone when it returns
-    return DeviceMemory(total=gauge.total, taken=gauge.taken(), peak=peak, free=gauge.free())
+    return DeviceMemory(total=gauge.total, taken=gauge.taken(), peak=peak, kept=kept, free=gauge.free())
 
 
 def _peak(gauge: Gauge, runs: Iterable[Run]) -> int:
@@ -134,7 +135,7 @@ def heaviest(batches: Batches, limits: SchedulerConfig) -> Iterator[Run]:
     """The largest batch of every stage that these limits allow at the native size."""
     yield from (run for stage, _, run in batches.all() if stage in PICTURE_STAGES)
     info, tokens = batches.info, batches.num_row_tokens
-    most_rows = limits.max_num_seqs * (2 if info.has_true_cfg or info.is_guidance_cfg else 1)
+    most_rows = limits.max_num_seqs * batches.most_rows
     yield batches.denoise((1.0,) * _within(limits.max_num_batched_tokens // tokens, most_rows))[2]
     if info.page_scheme is None:
         return

@@ -7,7 +7,7 @@ for all items, so it fails as a whole, and is then tried in halves (core/halving
 A pass that failed half-way has left no trace. Steps read the tensor store, compute new tensors, and put them there when
 all have been computed. What is written in place before its end, pages and pixels, is not read by anybody before the
 result has said that it is done, and written again from its start by the next attempt. What is computed once for all
-steps (modulation, a prompt's embedding) is kept when it is whole, and depends on nothing that changes.
+steps (modulation, active tokens, a prompt's embedding) is kept when it is whole, and depends on nothing that changes.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ class Runner:
             grid=grid,
         )
         latents, condition = family.denoiser_input(sample), inputs["condition"]
-        active = self._indices(work.active, latents.device)
+        active = self._active(item, work.active, latents.device)
         if active is not None and (work.full_blocks or family.sees_all_latents):
             latents, condition = self._fill_inactive(model, work, sigma, active, latents, condition)
         lengths = inputs["text_lengths"].long().tolist()
@@ -302,9 +302,15 @@ class Runner:
         for key in keys:
             self._pages.wait_block(key, block)
 
-    def _indices(self, ref: ArrayRef | None, device: torch.device) -> Tensor | None:
-        """Token indices, int64."""
-        return None if ref is None else self._shared(ref).long().to(device)
+    def _active(self, item: Item, ref: ArrayRef | None, device: torch.device) -> Tensor | None:
+        """Token indices, int64; brought to the device at the run's first step, since a GPU is waited for."""
+        if ref is None:
+            return None
+        key = TensorKey(item.request_id, item.node, "active")
+        if not (kept := self._store.get_series(key)):
+            kept = (self._shared(ref).long().to(device),)
+            self._store.put_series(key, kept)
+        return kept[0]
 
     def _put_step(self, item: Item, named: Mapping[str, Tensor], state: State) -> ItemResult:
         """Replace latents and sampler state where they were read from; the clean prediction belongs to this node."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -20,6 +20,7 @@ from core.request import SamplingParams
 from core.scheduler import StepScheduler
 from engine.image_ops import content_id
 from engine.resolve import resolve
+from model_executor.models.base import Family
 from model_executor.page_store import PageStore
 from model_executor.resident import ResidentModels
 from model_executor.runner import Runner
@@ -33,21 +34,30 @@ MASKED_SHARE = 0.4
 
 
 class LocalEngine:
-    """One model; `close` it at the end. device, dtype: as of ModelConfig."""
+    """One model; `close` it at the end."""
 
-    def __init__(self, checkpoint: Path, device: str, dtype: str, cache: CacheConfig) -> None:
+    def __init__(
+        self,
+        checkpoint: Path,
+        device: str,
+        dtype: str,
+        cache: CacheConfig,
+        watched: Callable[[Family], Family] = lambda family: family,
+    ) -> None:
+        """device, dtype: as of ModelConfig. watched: makes of the model's family the one that is run."""
         config = ModelConfig(model=str(checkpoint), served_model_name="checked", device=device, dtype=dtype)
         models = ResidentModels.open([config], has_device_tier=bool(cache.device_bytes))
         models.load_all()
         (self.info,) = models.ready(0).models
-        self.family = models.families["checked"]
+        self.family = watched(models.families["checked"])
         self.scheduler = StepScheduler(SchedulerConfig(), {self.info.name: self.info}, cache=cache)
         self._arenas = Arenas(Arena.create(0, ARENA_BYTES), Arena.create(PAGE_ARENA, cache.host_bytes))
         self._space = ArenaAllocator(self._arenas.own)
         self._copied: queue.SimpleQueue[PageCopied] = queue.SimpleQueue()
         self._pages = PageStore(models.device, self._arenas.pages, None, self._copied.put)
         self._tensors = TensorStore(0, models.device, self._arenas)
-        self.runner = Runner(0, models.families, self._tensors, self._arenas, self._pages)
+        families = {"checked": self.family}
+        self.runner = Runner(0, families, self._tensors, self._arenas, self._pages)
         self._num_edits = 0
 
     def close(self) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 from torch import Tensor
@@ -17,7 +18,7 @@ from benchmarks.overheads import BATCH, step_seconds
 from core.config import EMBEDDED_MODEL, CacheConfig
 from core.messages.worker import Batch, BatchResult
 from core.request import SamplingParams
-from model_executor.models.base import Row
+from model_executor.models.base import Family, Row
 
 NAME = "overhead"
 SIDE = 256
@@ -43,17 +44,32 @@ class Watched(LocalEngine):
     """Notes how long a full step's batch was with the runner before the forward pass began. to_kernels: seconds."""
 
     def __init__(self, checkpoint: Path, device: str, dtype: str, cache: CacheConfig) -> None:
-        super().__init__(checkpoint, device, dtype, cache)
         self.to_kernels: list[float] = []
         self._began = 0.0
-        self._predict = self.family.predict
-        self.family.predict = self._note  # type: ignore[method-assign]
+        super().__init__(checkpoint, device, dtype, cache, self._watched)
 
     def run(self, batch: Batch) -> BatchResult:
         self._began = time.perf_counter()
         return super().run(batch)
 
-    def _note(self, rows: Sequence[Row]) -> list[Tensor]:
+    def _watched(self, family: Family) -> Family:
+        return cast(Family, _Telling(family, self._note))
+
+    def _note(self, rows: Sequence[Row]) -> None:
         if len(rows) == BATCH:
             self.to_kernels.append(time.perf_counter() - self._began)
-        return self._predict(rows)
+
+
+class _Telling:
+    """A family that tells of its predictions before it makes them; all else is the family's own."""
+
+    def __init__(self, family: Family, note: Callable[[Sequence[Row]], None]) -> None:
+        self._family, self._note = family, note
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._family, name)
+
+    def predict(self, rows: Sequence[Row]) -> list[Tensor]:
+        """As Family.predict."""
+        self._note(rows)
+        return self._family.predict(rows)

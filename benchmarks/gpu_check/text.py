@@ -13,8 +13,8 @@ of results or are computed from shapes.
   leaves. `--data-parallel-size` is the number of engines; where there are too few GPUs the server ends at once and says
   so.
 - Cached pages lie in the GPU's memory first. After loading, a worker runs its largest batches (what `--max-num-seqs`
-  and `--max-num-batched-tokens` allow at the native size, priming, encoding, decoding), and what weights and batches
-  leave of `--gpu-memory-utilization` (0.9) is for pages; `--cache-device-bytes` sets it instead. Where one picture's
+  and `--max-num-batched-tokens` allow at the native size, priming, encoding, decoding), and what weights, batches and
+  what requests keep between their steps leave of `--gpu-memory-utilization` (0.9) is for pages; `--cache-device-bytes` sets it instead. Where one picture's
   pages have no room, the server ends with a line that says what takes how much and which flags help.
 - Below that pages lie in host memory (`--cache-host-bytes`) and come up on a stream of their own while steps are
   computed: a block's attention waits for that block alone. All of that memory is taken and pinned when the server

@@ -12,7 +12,7 @@ from core.errors import ConfigError
 from core.memory_budget import DeviceMemory, describe, page_bytes
 
 GIB = 1024**3
-H200 = DeviceMemory(total=140 * GIB, taken=34 * GIB, peak=8 * GIB, free=105 * GIB)
+H200 = DeviceMemory(total=140 * GIB, taken=34 * GIB, peak=7 * GIB, kept=GIB, free=105 * GIB)
 
 
 def test_pages_get_what_is_left_of_the_share() -> None:
@@ -29,31 +29,35 @@ def test_what_others_have_taken_is_not_for_pages() -> None:
     st.integers(GIB, 200 * GIB),
     st.integers(0, 200 * GIB),
     st.integers(0, 50 * GIB),
+    st.integers(0, 5 * GIB),
     st.integers(0, 200 * GIB),
     st.floats(0.01, 1.0),
     st.integers(1, 10 * GIB),
 )
-def test_no_limit_is_passed(total: int, taken: int, peak: int, free: int, share: float, least: int) -> None:
-    memory = DeviceMemory(total=total, taken=taken, peak=peak, free=free)
+def test_no_limit_is_passed(total: int, taken: int, peak: int, kept: int, free: int, share: float, least: int) -> None:
+    memory = DeviceMemory(total=total, taken=taken, peak=peak, kept=kept, free=free)
     try:
         pages = page_bytes(memory, share, least)
     except ConfigError:
-        room = min(int(total * share) - taken - peak, free - peak)
+        room = min(int(total * share) - taken - peak, free - peak) - kept
         assert room < least + 1024**2, "it would have fitted"
         return
     assert pages >= least
-    assert pages + peak + taken <= total * share
-    assert pages + peak <= free
+    assert pages + peak + kept + taken <= total * share
+    assert pages + peak + kept <= free
 
 
 @pytest.mark.parametrize(
     ("memory", "words"),
     [
         (
-            DeviceMemory(total=24 * GIB, taken=23 * GIB, peak=GIB, free=GIB),
+            DeviceMemory(total=24 * GIB, taken=23 * GIB, peak=GIB, kept=0, free=GIB),
             ["the model takes 23.00 GiB", "--max-num-seqs", "--quantization", "--gpu-memory-utilization 0.9"],
         ),
-        (DeviceMemory(total=140 * GIB, taken=34 * GIB, peak=8 * GIB, free=9 * GIB), ["other programs", "9.00 GiB"]),
+        (
+            DeviceMemory(total=140 * GIB, taken=34 * GIB, peak=8 * GIB, kept=0, free=9 * GIB),
+            ["other programs", "9.00 GiB"],
+        ),
     ],
 )
 def test_nothing_left_names_the_remedy(memory: DeviceMemory, words: list[str]) -> None:
@@ -67,7 +71,8 @@ def test_nothing_left_names_the_remedy(memory: DeviceMemory, words: list[str]) -
 
 def test_the_log_says_where_it_went() -> None:
     assert describe(H200, 84 * GIB) == (
-        "device memory: 140.00 GiB, of which the model takes 34.00 GiB, its largest batch 8.00 GiB, pages 84.00 GiB"
+        "device memory: 140.00 GiB, of which the model takes 34.00 GiB, its largest batch 7.00 GiB, what requests keep "
+        "between their steps 1.00 GiB, pages 84.00 GiB"
     )
 
 

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.gpu_check.local_engine import LocalEngine
 from core.config import CacheConfig, ModelConfig, SchedulerConfig
 from core.errors import ConfigError
 from core.memory_budget import DeviceMemory
 from core.model_info import ModelInfo
+from core.request import SamplingParams
 from model_executor.cost_probe import Batches
 from model_executor.memory_probe import CudaGauge, device_page_bytes, gauge_of, heaviest, measure
 from model_executor.models.base import Family
@@ -24,7 +28,7 @@ from model_executor.resident import ResidentModels
 from tools.random_checkpoints import make_sd3
 
 LIMITS = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=400)
-MIB = 1024**2
+MIB, GIB = 1024**2, 1024**3
 
 
 class Counter(TorchDispatchMode):
@@ -103,7 +107,7 @@ def family(models: ResidentModels) -> Family:
 @torch.inference_mode()
 def test_no_batch_within_the_limits_takes_more(family: Family, info: ModelInfo) -> None:
     gauge = CpuGauge(10**9)
-    memory = measure(gauge, heaviest(Batches(family, info), LIMITS))
+    memory = measure(gauge, heaviest(Batches(family, info), LIMITS), 0)
     assert memory.peak == max(gauge.peaks)
     batches, others = Batches(family, info), CpuGauge(10**9)
     mixes = [(1.0,), (0.5,) * 4, (0.9, 0.1, 0.1), (0.7,) * 3, (1.0, 0.2, 0.2)]
@@ -121,7 +125,7 @@ def test_higher_limits_take_more(family: Family, info: ModelInfo) -> None:
     peaks = []
     for tokens in (2000, 4000, 8000):
         limits = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=tokens)
-        peaks.append(measure(CpuGauge(10**9), heaviest(Batches(family, info), limits)).peak)
+        peaks.append(measure(CpuGauge(10**9), heaviest(Batches(family, info), limits), 0).peak)
     assert peaks == sorted(set(peaks))
 
 
@@ -150,9 +154,25 @@ def test_guided_requests_have_two_rows(tmp_path: Path) -> None:
     peaks = {}
     for each in (info, alone):
         gauge = CpuGauge(10**9)
-        measure(gauge, heaviest(Batches(models.families["tiny"], each), SchedulerConfig(max_num_seqs=8)))
+        measure(gauge, heaviest(Batches(models.families["tiny"], each), SchedulerConfig(max_num_seqs=8)), 0)
         peaks[each.is_guidance_cfg] = max(gauge.peaks[-3:-1])
     assert peaks[True] > 1.5 * peaks[False]
+
+
+def test_what_a_request_keeps_is_what_the_tensor_store_holds_of_it(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        closing(LocalEngine(tiny_checkpoint, "cpu", "float32", CacheConfig(host_bytes=GIB))) as engine,
+    ):
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        info = engine.info
+        picture = np.zeros((info.native_size, info.native_size, 3), np.uint8)
+        engine.begin(picture, SamplingParams(num_inference_steps=info.default_num_inference_steps))
+        while not any(batch.stage == "denoise" for batch in engine.step()):
+            pass
+        (held,) = engine.runner._store._tensors.values()
+        kept = Batches(engine.family, info).kept_bytes()
+        assert 0.99 < kept / sum(tensor.nbytes for tensor in held.values()) <= 1.0
 
 
 def page_bytes(models: ResidentModels, info: ModelInfo, gauge: CpuGauge | None, cache: CacheConfig) -> int:
@@ -163,7 +183,8 @@ def test_pages_get_what_the_model_and_its_batches_leave(models: ResidentModels, 
     gauge = CpuGauge(1000 * MIB, taken=100 * MIB)
     room = page_bytes(models, info, gauge, CacheConfig())
     assert room % MIB == 0
-    assert 0 <= 800 * MIB - max(gauge.peaks) - room < MIB
+    kept = LIMITS.max_num_seqs * Batches(models.families["tiny"], info).kept_bytes()
+    assert 0 <= 800 * MIB - max(gauge.peaks) - kept - room < MIB
     half = page_bytes(models, info, CpuGauge(1000 * MIB, taken=100 * MIB), CacheConfig(gpu_memory_utilization=0.5))
     assert room - half == 400 * MIB
 
@@ -236,4 +257,4 @@ def test_a_gpu_is_read_by_what_its_driver_counts(monkeypatch: pytest.MonkeyPatch
 
     assert gauge.peak_of(batch) == 15
     assert (gauge.total, gauge.taken(), gauge.free()) == (100, 40, 50)
-    assert measure(gauge, [batch]) == DeviceMemory(total=100, taken=40, peak=15, free=50)
+    assert measure(gauge, [batch], 3) == DeviceMemory(total=100, taken=40, peak=15, kept=3, free=50)
