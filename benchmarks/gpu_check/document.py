@@ -19,6 +19,10 @@ FLUX_BLOCKS, FLUX_HEADS, FLUX_HEAD_DIM = 57, 24, 128
 """Of FLUX.1-dev: 19 double and 38 single blocks."""
 MEMORY_BYTES_PER_SECOND, LINK_BYTES_PER_SECOND = 4e12, 50e9
 """An H200's memory, and PCI Express 5 with 16 lanes, about."""
+TFLOP_PER_SECOND = 800.0
+"""An H200's products in bfloat16, about."""
+HOST_RATIO = 0.1
+"""Mask ratio of the step whose operations are held against the host's time."""
 
 
 def write_document(folder: Path) -> None:
@@ -54,8 +58,16 @@ def _expected() -> str:
         steps=size.steps,
         steps_per_keyframe=size.steps / (size.keyframes - 1),
     )
+    step_tflop = _tflop(active[HOST_RATIO] + size.text_tokens, tokens)
+    host = text.EXPECT_HOST.format(tflop=step_tflop, step_ms=1e3 * step_tflop / TFLOP_PER_SECOND)
     title = f"FLUX.1-dev, 1024 px, {size.text_tokens} text tokens: mask ratio"
-    return f"{about}\n{table([title, 'active tokens', 'a step can be faster by'], rows)}{pages}"
+    return f"{about}\n{table([title, 'active tokens', 'a step can be faster by'], rows)}{host}{pages}"
+
+
+def _tflop(queries: int, keys: int) -> float:
+    """Of a step of FLUX.1-dev."""
+    hidden = FLUX_HEADS * FLUX_HEAD_DIM
+    return 2 * queries * FLUX_BLOCKS * (12 * hidden**2 + 2 * keys * hidden) / 1e12
 
 
 # ---------------------------------------------------------------------------------------------------- what was measured

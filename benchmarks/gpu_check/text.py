@@ -14,8 +14,9 @@ of results or are computed from shapes.
   so.
 - Cached pages lie in the GPU's memory first. After loading, a worker runs its largest batches (what `--max-num-seqs`
   and `--max-num-batched-tokens` allow at the native size, priming, encoding, decoding), and what weights, batches and
-  what requests keep between their steps leave of `--gpu-memory-utilization` (0.9) is for pages; `--cache-device-bytes` sets it instead. Where one picture's
-  pages have no room, the server ends with a line that says what takes how much and which flags help.
+  what requests keep between their steps leave of `--gpu-memory-utilization` (0.9) is for pages; `--cache-device-bytes`
+  sets it instead. Where one picture's pages have no room, the server ends with a line that says what takes how much and
+  which flags help.
 - Below that pages lie in host memory (`--cache-host-bytes`) and come up on a stream of their own while steps are
   computed: a block's attention waits for that block alone. All of that memory is taken and pinned when the server
   starts, for each engine, and not given back before it ends; where CUDA refuses, the server ends with a line that says
@@ -82,7 +83,7 @@ HOW = """## How to check a GPU machine
     make gpu-check ARGS="--device cpu --size tiny"  # no GPU: shows that the check itself runs
 
 It needs nothing from the internet but what `make` installs. For a machine without one that has torch and a Python of
-version 3.12, fetch the rest elsewhere, 67 MB on 64-bit x86:
+version 3.12, fetch the rest elsewhere, 68 MB on 64-bit x86:
 
     wheels="--dest wheels --only-binary :all: --python-version 3.12 --platform manylinux_2_28_x86_64
         --platform manylinux_2_26_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64"
@@ -118,6 +119,15 @@ EXPECT = """## What to expect
 What floating-point operations allow, counted from the shapes: a step's products and its attention both grow with the
 tokens that are computed, text included. Compiled kernels and the GPU's memory decide how much of it is reached; reading
 int8 pages of a step's two keyframes alone takes {page_ms:.1f} ms at 4 TB/s.
+"""
+
+EXPECT_HOST = """
+A GPU also waits for its host where that launches slower than it computes. A step of one edit of FLUX.1-dev's depth is
+817 launches, whatever its mask, for which one core of an AMD EPYC took 13 to 17 ms without CUDA's own part, a step of 8
+edits 1,780 and 38 ms (`python -m benchmarks.launches`). The operations of one edit at mask ratio 0.1 are {tflop:.1f}
+TFLOP: {step_ms:.0f} ms at 800 TFLOP/s, before anything else, and of 8 edits 8 times that. So by these figures a GPU is
+kept busy without CUDA graphs; what a run measures is in the column "launched in". A UNet has more launches for less to
+compute, which is what `--kernels compile` is for.
 """
 
 EXPECT_PAGES = """
