@@ -40,11 +40,12 @@ class Captures:
     async def keep(self, image: ComposedImage, model: ModelInfo, owner: str, *, is_base64: bool) -> str | None:
         """The id of the template that `image` becomes; None where the server's flags leave no use or no room for it."""
         num_tokens = _num_tokens(image, model)
-        if not self._is_useful(model, num_tokens):
+        if not self._is_useful(model, num_tokens) or not self._is_readable(image):
             return None
         upload = await KeptUpload.of_output(self._engine.view(image.encoded).data, is_base64=is_base64)
-        if upload.size > self._engine.templates.budget:
-            logger.debug("a picture of %d bytes is larger than --template-bytes: not captured", upload.size)
+        limits = self._engine.config.image
+        if upload.size > min(self._engine.templates.budget, limits.max_upload_bytes):
+            logger.debug("a picture of %d bytes is larger than a template may be: not captured", upload.size)
             return None
         template = Template(
             upload=upload,
@@ -68,6 +69,10 @@ class Captures:
     def _is_useful(self, model: ModelInfo, num_tokens: int) -> bool:
         cache = self._engine.cache
         return cache.admission == "always" and can_prime_ahead(model, cache, num_tokens)
+
+    def _is_readable(self, image: ComposedImage) -> bool:
+        """Whether an edit could decode it: `size` may have made it larger than any upload."""
+        return image.width * image.height <= self._engine.config.image.max_pixels
 
     async def _prime(self, template: Template, model: ModelInfo) -> None:
         """Its failure hurts nobody: the first edit of the template primes it then."""

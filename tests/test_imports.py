@@ -74,13 +74,13 @@ LAWS = {
             {
                 "PIL",
                 "fastapi",
+                "httptools",
                 "msgspec",
                 "numpy",
                 "prometheus_client",
                 "python_multipart",
                 "starlette",
                 "tqdm",
-                "httptools",
                 "uvicorn",
                 "uvloop",
             }

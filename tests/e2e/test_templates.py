@@ -121,6 +121,17 @@ def test_a_generation_can_be_edited_at_once(client: openai.OpenAI) -> None:
     assert by_id == by_image
 
 
+def test_a_result_that_no_edit_could_upload_becomes_no_template(client: openai.OpenAI) -> None:
+    """The server takes 4 megapixels and 4 MB. A JPEG of noise is small, its edit as a PNG is not."""
+    noise = np.random.default_rng(1).integers(0, 256, (1280, 1280, 3), np.uint8)
+    mask = np.zeros((1280, 1280), np.uint8)
+    mask[:64, :64] = 255
+    jpeg = {"image": encode(noise, "jpeg"), "mask_image": base64.b64encode(encode(mask)).decode()}
+    cases: list[dict[str, Any]] = [{"image": PHOTO}, {"image": PHOTO, "size": "2048x2048"}, jpeg]
+    ids = [edit(client, mask_aware=False, **case)[1]["template_id"] for case in cases]
+    assert [template_id is None for template_id in ids] == [False, True, True]
+
+
 def test_engine_stats_and_metrics(client: openai.OpenAI, server: ServerProcess) -> None:
     template = register(client, PHOTO)
     edit(client, [], template_id=template["id"])
