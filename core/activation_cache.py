@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from core.cache_entry import Entry, EntryState, Want
+from core.cache_orders import CacheOrders, PendingOrders
 from core.cache_tally import CacheTally
 from core.handles import ArrayRef, EntryRef, Tier
 from core.load_report import CacheStats, Residency
@@ -45,16 +46,6 @@ class TierBudget:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class CacheOrders:
-    """What workers shall do, in this order: forget (device memory of dropped entries), delete (files, of entries or of
-    whole templates), copies."""
-
-    copies: tuple[PageCopy, ...]
-    forget: tuple[str, ...]
-    delete: tuple[str, ...]
-
-
 class ActivationCacheManager:
     """Reference counts, tiers, LRU and statistics of all entries; owned by one scheduler."""
 
@@ -74,10 +65,7 @@ class ActivationCacheManager:
         self._entries: dict[str, Entry] = {}  # key -> entry, on any tier in memory
         self._templates = TemplateIndex()
         self._registered: set[str] = set()  # keys
-        # orders not handed out yet
-        self._copies: list[PageCopy] = []
-        self._forget: list[str] = []
-        self._delete: list[str] = []
+        self._orders = PendingOrders(has_disk=has_disk)
         self._tally = CacheTally(tiers, has_disk=has_disk)
 
     # ------------------------------------------------------------------------------------------------- use
@@ -178,7 +166,7 @@ class ActivationCacheManager:
     def drop(self, template_key: str, keys: Iterable[str]) -> None:
         """Forget a template: all its entries in memory, now or once unpinned, and all its files. `keys`, registered or
         not, are registered no more."""
-        self._delete_file(template_key)
+        self._orders.delete(template_key)
         self._registered.difference_update(keys)
         for key in self._templates.keys_of(template_key):
             self._registered.discard(key)
@@ -204,11 +192,7 @@ class ActivationCacheManager:
 
     def take_orders(self) -> CacheOrders:
         """What is to be done since the last call; each order is handed out once."""
-        orders = CacheOrders(tuple(self._copies), tuple(self._forget), tuple(self._delete))
-        self._copies.clear()
-        self._forget.clear()
-        self._delete.clear()
-        return orders
+        return self._orders.take()
 
     def finish_copy(self, done: PageCopied) -> None:
         """A copy is over. A load that is not ok leaves its entry EMPTY; a copy down that is not ok is given up, one to
@@ -225,7 +209,7 @@ class ActivationCacheManager:
             self._finish_sinking(entry, copy, done.ok)
         if entry.is_file_doomed:
             entry.is_file_doomed = entry.was_on_disk = entry.has_sunk = False
-            self._delete_file(done.key)
+            self._orders.delete(done.key)
         if entry.state is EntryState.LOADING and entry.pins:
             self._load(entry)
         elif done.ok or _is_load(copy):
@@ -234,7 +218,7 @@ class ActivationCacheManager:
 
     def fail_copies(self) -> None:
         """The workers are gone, and with them all copies in flight."""
-        self._copies.clear()
+        self._orders.copies.clear()
         for entry in [entry for entry in self._entries.values() if entry.copy is not None]:
             copy = entry.copy
             assert copy is not None
@@ -254,10 +238,10 @@ class ActivationCacheManager:
         for key, entry in self._entries.items():
             self._check_entry(key, entry)
         in_flight = [entry.copy for entry in self._entries.values() if entry.copy is not None]
-        assert all(copy in in_flight for copy in self._copies), "an order for a copy that nobody waits for"
+        assert all(copy in in_flight for copy in self._orders.copies), "an order for a copy that nobody waits for"
 
     def _check_entry(self, key: str, entry: Entry) -> None:
-        is_below = self._below is not None and key in self._below
+        is_below = self._is_below(key)
         assert (key in self._compute) == (entry.ref is not None) == (entry.state is not EntryState.ABSENT), key
         assert key in self._compute or is_below, f"{key} is nowhere"
         assert entry.pins >= 0
@@ -305,7 +289,7 @@ class ActivationCacheManager:
 
     def _choose_source(self, want: Want, wanted: set[str], load_wins: LoadWins) -> Tier | None:
         """The tier to load an absent entry from; None: it is to be primed."""
-        if self._below is not None and want.key in self._below:
+        if self._is_below(want.key):
             return "host" if load_wins("host", want.nbytes) else None
         if not self._has_disk or not load_wins("disk", want.nbytes):
             return None
@@ -372,7 +356,7 @@ class ActivationCacheManager:
         """Copy an entry that deserves it one tier down, unless it is being copied already."""
         if entry.has_sunk or entry.copy is not None or not (entry.is_proven and entry.is_kept):
             return
-        is_below = self._below is not None and entry.want.key in self._below
+        is_below = self._is_below(entry.want.key)
         if self._below is not None and not is_below:
             if entry.state is EntryState.READY and self._put_below(entry.want, ()):
                 self._start(entry, "device", "host")
@@ -395,7 +379,7 @@ class ActivationCacheManager:
         """Order a copy; its entry keeps its places on all tiers until it is over."""
         want = entry.want
         entry.copy = PageCopy(want.key, want.nbytes, want.block_bytes, source, target, self._host_ref(entry))
-        self._copies.append(entry.copy)
+        self._orders.copy(entry.copy)
         for tier in self._memory_tiers():
             tier.hold(want.key)
 
@@ -427,16 +411,12 @@ class ActivationCacheManager:
         if tier is self._compute:
             entry.state, entry.ref = EntryState.ABSENT, None
             if tier.name == "device":
-                self._forget.append(key)
+                self._orders.forget(key)
         else:
             entry.has_sunk = False
         if not any(key in tier for tier in self._memory_tiers()):
             del self._entries[key]
             self._templates.remove(key)
-
-    def _delete_file(self, key: str) -> None:
-        if self._has_disk:
-            self._delete.append(key)
 
     # ------------------------------------------------------------------------------------------------- facts
 
@@ -450,6 +430,10 @@ class ActivationCacheManager:
         """Its place in the page arena."""
         offset = self._host_tier.offset(entry.want.key)
         return ArrayRef(self._page_arena_id, offset, (entry.want.nbytes,), "uint8")
+
+    def _is_below(self, key: str) -> bool:
+        """Whether an entry lies on the host tier under a compute tier that is the device."""
+        return self._below is not None and key in self._below
 
     @property
     def _host_tier(self) -> MemoryTier:

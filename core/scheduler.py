@@ -15,7 +15,8 @@ from itertools import count
 
 import msgspec
 
-from core.activation_cache import ActivationCacheManager, CacheOrders, TierBudget
+from core.activation_cache import ActivationCacheManager, TierBudget
+from core.cache_orders import CacheOrders
 from core.config import CacheConfig, SchedulerConfig
 from core.cost_model import CostKey, CostModel
 from core.deadlines import Deadlines, urgency

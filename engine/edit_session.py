@@ -67,7 +67,16 @@ class Timing:
 
 
 class EditSession:
-    """prepare, submit, outputs; then give_up and close. One caller."""
+    """prepare, submit, outputs; then give_up and close. One caller.
+
+    What it holds of shared memory, all of it until `close`:
+
+        what             how many               written by           read by
+        image, mask      one each               this process         image processors, to prepare and to paste back
+        scratch          one                    an image processor   workers: template, mask, active tokens
+        pixels, latents  one pair per image     a worker             image processors; another worker
+        out              one per output image   an image processor   the caller: the encoded file
+    """
 
     is_idle_work = False
 
