@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -96,6 +96,16 @@ class Rig:
         for edit in edits:
             self.do(edit.decode_plan())
         return [edit.result() for edit in edits]
+
+    def assert_company_changes_nothing(
+        self, edits: Sequence[Edit], expected: Callable[[Edit], npt.NDArray[np.uint8]]
+    ) -> None:
+        """Together each edit comes to the bytes that it comes to alone, and to what is expected; nothing is left."""
+        alone = [self.run(edit) for edit in edits]
+        for edit, before, together in zip(edits, alone, self.run_together(edits), strict=True):
+            assert np.array_equal(together, before)
+            assert_same(together, expected(edit))
+        assert len(self.store) == 0
 
     def expected(self, edit: Edit, **options: Any) -> npt.NDArray[np.uint8]:
         """What the pipeline paints. options: of the call, besides those that are the same for every pipeline."""

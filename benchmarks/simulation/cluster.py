@@ -198,6 +198,12 @@ class Cluster:
         self._started = 0.0
 
     def run(self) -> Outcome:
+        """All of the trace, and what came of it."""
+        self.run_trace()
+        return self._outcome()
+
+    def run_trace(self) -> None:
+        """Until the last of its edits is done."""
         trace = make_trace(self.scenario, self.seed)
         for engine in self.engines:
             engine.report()
@@ -209,7 +215,6 @@ class Cluster:
             moved = _moved(edit, self._started)
             self.clock.at(moved.arrival, lambda edit=moved: self._route(edit))  # type: ignore[misc]
         self.clock.run()
-        return self._outcome()
 
     def note_report(self, engine: int, report: LoadReport) -> None:
         """A report has arrived; for who records them."""

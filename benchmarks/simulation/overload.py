@@ -83,17 +83,3 @@ class OverloadedCluster(Cluster):
                 assert self._slo is not None
                 taken = seconds if isinstance(output, Finished) else max(seconds, self._slo)
                 self._margin.observe(self._foretold[index], taken)
-
-    def run_trace(self) -> None:
-        """As `Cluster.run`, without an outcome."""
-        trace = make_trace(self.scenario, self.seed)
-        for engine in self.engines:
-            engine.report()
-            for template in range(self.scenario.num_templates if self.scenario.is_warm else 0):
-                engine.prime(template)
-        self.clock.run()
-        self._start_counting()
-        for edit in trace:
-            moved = msgspec.structs.replace(edit, arrival=edit.arrival + self._started)
-            self.clock.at(moved.arrival, lambda edit=moved: self._route(edit))  # type: ignore[misc]
-        self.clock.run()

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from engines import serving_engine
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -38,18 +39,15 @@ async def start(checkpoint: Path, size: int = 1, **settings: float) -> AsyncIter
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", folder)
         patch.setattr(tempfile, "tempdir", folder)
-        engine = AsyncEngine(StencilConfig(engine=config, **settings))  # type: ignore[arg-type]
-        await engine.start()
         try:
-            await engine.ready()
-            yield engine
-            async with asyncio.timeout(30):
-                while engine.num_admitted:
-                    await asyncio.sleep(0.01)
-            assert engine.allocator.used_bytes == 0
-            engine.allocator.check_integrity()
+            async with serving_engine(StencilConfig(engine=config, **settings)) as engine:  # type: ignore[arg-type]
+                yield engine
+                async with asyncio.timeout(30):
+                    while engine.num_admitted:
+                        await asyncio.sleep(0.01)
+                assert engine.allocator.used_bytes == 0
+                engine.allocator.check_integrity()
         finally:
-            await engine.shutdown(drain_seconds=5)
             _, left = psutil.wait_procs([p for p in psutil.process_iter() if folder_of(p) == folder], timeout=10)
         assert not left
         assert not os.listdir(folder)

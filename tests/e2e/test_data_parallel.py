@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import pytest_asyncio
+from engines import serving_engine
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -37,13 +38,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def start(checkpoint: Path, policy: RouterPolicy = "mask-aware") -> AsyncIterator[AsyncEngine]:
     model = ModelConfig(model=str(checkpoint), threads=1)
     config = EngineConfig(models=(model,), data_parallel_size=2)
-    engine = AsyncEngine(StencilConfig(engine=config, router_policy=policy))
-    await engine.start()
-    try:
-        await engine.ready()
+    async with serving_engine(StencilConfig(engine=config, router_policy=policy)) as engine:
         yield engine
-    finally:
-        await engine.shutdown(drain_seconds=5)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

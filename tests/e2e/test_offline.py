@@ -18,6 +18,7 @@ import pytest
 import pytest_asyncio
 import torch
 from diffusers import FluxFillPipeline
+from engines import serving_engine
 from PIL import Image
 
 from core.config import EngineConfig, ModelConfig, StencilConfig
@@ -299,13 +300,8 @@ in_module = pytest.mark.asyncio(loop_scope="module")
 async def start(checkpoint: Path, workers: int, max_retries: int = 2) -> AsyncIterator[AsyncEngine]:
     model = ModelConfig(model=str(checkpoint), threads=1)
     config = EngineConfig(models=(model,), workers_per_engine=workers)
-    engine = AsyncEngine(StencilConfig(engine=config, max_retries=max_retries))
-    await engine.start()
-    try:
-        await engine.ready()
+    async with serving_engine(StencilConfig(engine=config, max_retries=max_retries)) as engine:
         yield engine
-    finally:
-        await engine.shutdown(drain_seconds=5)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

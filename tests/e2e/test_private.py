@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from fault_kit import shim
 from pictures import alpha_mask, encode, photo
 from server_process import ServerProcess, start
 
@@ -19,37 +20,18 @@ KEYS = ("sk-one-1e9f", "sk-two-7c4d")
 FAILING = "a wish that fails"
 TOO_LONG = "a wish too long " * 50
 SECRETS = (*KEYS, "sk-wrong-55aa", "a wish of mine", "no such thing", "holiday.png", FAILING, "a wish too long")
-SHIM = f"""
-import sys
-from importlib.machinery import PathFinder
-
-class Finder:
-    def find_spec(self, name, path=None, target=None):
-        if name != "model_executor.runner":
-            return None
-        spec = PathFinder.find_spec(name, path)
-        execute = spec.loader.exec_module
-
-        def exec_module(module):
-            execute(module)
-            break_for_some(module.Runner)
-
-        spec.loader.exec_module = exec_module
-        return spec
-
-def break_for_some(runner):
-    encode = runner._encode_text
+BREAK = f"""
+def inject(module, folder):
+    encode = module.Runner._encode_text
 
     def broken(self, model, item, work):
         if work.prompt == {FAILING!r}:
             raise RuntimeError("the device is on fire")
         return encode(self, model, item, work)
 
-    runner._encode_text = broken
-
-sys.meta_path.insert(0, Finder())
+    module.Runner._encode_text = broken
 """
-"""A sitecustomize module: a worker that is to encode this prompt fails, as by a bug."""
+"""A worker that is to encode this prompt fails, as by a bug."""
 IMAGE = encode(photo())
 
 
@@ -74,9 +56,8 @@ def seen(server_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
     flags = ("--api-key-file", str(keys), "--log-format", "json", "--rate-limit", "3")
     pages = ("--cache-disk-bytes", "64M", "--cache-dir", str(folder / "pages"))
     umask = os.umask(0)  # the most careless one
-    (folder / "sitecustomize.py").write_text(SHIM)
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("PYTHONPATH", str(folder))
+        shim(folder, environment, BREAK)
         try:
             server = start(folder / "scratch", *server_flags, *flags, *pages)
         finally:

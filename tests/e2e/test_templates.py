@@ -15,6 +15,7 @@ import numpy as np
 import openai
 import pytest
 import pytest_asyncio
+from engines import serving_engine
 from pictures import decode, encode, photo
 from server_process import ServerProcess
 
@@ -161,16 +162,11 @@ async def started(checkpoint: Path, cache: CacheConfig | None = None, **settings
     mask_aware = settings.pop("mask_aware", True)
     model = ModelConfig(model=str(checkpoint), threads=1, dtype="float32", mask_aware=mask_aware)
     config = EngineConfig(models=(model,), cache=cache or CacheConfig(host_bytes=2**28))
-    engine = AsyncEngine(StencilConfig(engine=config, **settings))
-    await engine.start()
-    try:
-        await engine.ready()
+    async with serving_engine(StencilConfig(engine=config, **settings)) as engine:
         yield engine
         if not engine.is_closing:
             await all_is_given_back(engine)
         engine.templates.check_integrity()
-    finally:
-        await engine.shutdown(drain_seconds=5)
 
 
 async def all_is_given_back(engine: AsyncEngine) -> None:

@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from core.config import ModelConfig
+from core.ipc.shared_array import Arena
+from core.model_info import ModelInfo
+from model_executor.models.base import Family
+from model_executor.resident import ResidentModels
 from tools.random_checkpoints import make_flux_fill
 
 torch.set_num_threads(1)  # tiny tensors: two threads wait for each other longer than they compute
@@ -15,3 +21,33 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random FLUX.1 Fill checkpoint with guidance embedding and dynamic shifting, as FLUX.1-Fill-dev has them."""
     path = tmp_path_factory.mktemp("checkpoints") / "tiny"
     return make_flux_fill(path, guidance_embeds=True, scheduler={"use_dynamic_shifting": True})
+
+
+@pytest.fixture(scope="module")
+def arena() -> Iterator[Arena]:
+    """Room for the pictures of a file's edits."""
+    arena = Arena.create(1, 1 << 26)
+    yield arena
+    arena.close()
+
+
+@pytest.fixture(scope="module")
+def models(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ResidentModels]:
+    """The tiny checkpoint, loaded as a worker does it."""
+    config = ModelConfig(model=str(tiny_checkpoint), served_model_name="tiny", dtype="float32", device="cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        models = ResidentModels.open([config])
+        models.load_all()
+        yield models
+
+
+@pytest.fixture(scope="module")
+def info(models: ResidentModels) -> ModelInfo:
+    (info,) = models.ready(0).models
+    return info
+
+
+@pytest.fixture(scope="module")
+def family(models: ResidentModels) -> Family:
+    return models.families["tiny"]

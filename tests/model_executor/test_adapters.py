@@ -48,13 +48,6 @@ UNETS: dict[Any, dict[str, Any]] = {
 TEXT_PARTS = {"sd-inpaint": ("text_encoder",), "sdxl": ("text_encoder", "text_encoder_2")}
 
 
-@pytest.fixture(scope="module")
-def arena() -> Iterator[Arena]:
-    arena = Arena.create(1, 1 << 26)
-    yield arena
-    arena.close()
-
-
 class AdaptedRig(Rig):
     """With adapters, of which diffusers' pipeline loads one at a time. files: by name."""
 

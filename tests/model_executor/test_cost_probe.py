@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
-import pytest
 
 from core.config import ModelConfig
 from core.cost_model import CostKey, CostModel, Work
@@ -20,27 +18,6 @@ from tools.random_checkpoints import make_sd3
 
 TINY = ModelKey("tiny", "transformer")
 PLENTY = 60.0  # seconds
-
-
-@pytest.fixture(scope="module")
-def models(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ResidentModels]:
-    config = ModelConfig(model=str(tiny_checkpoint), served_model_name="tiny", dtype="float32", device="cpu")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        models = ResidentModels.open([config])
-        models.load_all()
-        yield models
-
-
-@pytest.fixture(scope="module")
-def info(models: ResidentModels) -> ModelInfo:
-    (info,) = models.ready(0).models
-    return info
-
-
-@pytest.fixture(scope="module")
-def family(models: ResidentModels) -> Family:
-    return models.families["tiny"]
 
 
 def test_every_stage_is_measured(family: Family, info: ModelInfo) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from diffusers import FluxFillPipeline
@@ -14,13 +13,6 @@ from pipeline_rig import PROMPT, Rig, assert_same
 
 from core.ipc.shared_array import Arena
 from tools.random_checkpoints import make_flux_fill
-
-
-@pytest.fixture(scope="module")
-def arena() -> Iterator[Arena]:
-    arena = Arena.create(1, 1 << 26)
-    yield arena
-    arena.close()
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +50,7 @@ def test_batch_of_others_at_different_steps_changes_nothing(rig: Rig) -> None:
     """Edits of other sizes and step counts join and leave; each still equals its own bytes and the pipeline's."""
     shapes = [((128, 128), 4), ((96, 160), 7), ((64, 64), 2), ((48, 176), 5)]
     edits = [rig.edit(f"mixed-{i}", seed=i, steps=steps, size=size) for i, (size, steps) in enumerate(shapes)]
-    alone = [rig.run(edit) for edit in edits]
-    for edit, before, together in zip(edits, alone, rig.run_together(edits), strict=True):
-        assert np.array_equal(together, before)
-        assert_same(together, rig.expected(edit))
-    assert len(rig.store) == 0
+    rig.assert_company_changes_nothing(edits, rig.expected)
 
 
 def test_clean_prediction_of_the_last_step_is_the_result(rig: Rig) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from diffusers import FlowMatchLCMScheduler, FluxInpaintPipeline
 from edits import Edit
@@ -14,13 +13,6 @@ from pipeline_rig import Rig, assert_same
 
 from core.ipc.shared_array import Arena
 from tools.random_checkpoints import make_flux
-
-
-@pytest.fixture(scope="module")
-def arena() -> Iterator[Arena]:
-    arena = Arena.create(1, 1 << 26)
-    yield arena
-    arena.close()
 
 
 def make_rig(path: Path, arena: Arena, **options: Any) -> Rig:
@@ -91,9 +83,9 @@ def test_batch_of_others_at_different_steps_changes_nothing(dev: Rig) -> None:
     for edit, (_, _, strength) in zip(edits, shapes, strict=True):
         edit.strength = strength
     edits[1].true_cfg_scale, edits[1].negative_prompt = 2.0, ""
-    alone = [dev.run(edit) for edit in edits]
-    for edit, before, together in zip(edits, alone, dev.run_together(edits), strict=True):
-        assert np.array_equal(together, before)
+
+    def expected(edit: Edit) -> Any:
         guided = {"true_cfg_scale": 2.0, "negative_prompt": ""} if edit.negative_prompt is not None else {}
-        assert_same(together, dev.expected(edit, **guided))
-    assert len(dev.store) == 0
+        return dev.expected(edit, **guided)
+
+    dev.assert_company_changes_nothing(edits, expected)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -81,27 +81,6 @@ class CpuGauge:
             run()
         self.peaks.append(counter.peak)
         return counter.peak
-
-
-@pytest.fixture(scope="module")
-def models(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ResidentModels]:
-    config = ModelConfig(model=str(tiny_checkpoint), served_model_name="tiny", dtype="float32", device="cpu")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        models = ResidentModels.open([config])
-        models.load_all()
-        yield models
-
-
-@pytest.fixture(scope="module")
-def info(models: ResidentModels) -> ModelInfo:
-    (info,) = models.ready(0).models
-    return info
-
-
-@pytest.fixture(scope="module")
-def family(models: ResidentModels) -> Family:
-    return models.families["tiny"]
 
 
 @torch.inference_mode()

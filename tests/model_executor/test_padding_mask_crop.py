@@ -35,13 +35,6 @@ CASES: list[tuple[tuple[int, int], tuple[int, int, int, int], int]] = [
 """Size of the photo (the last is smaller than the model's own), box of the mask, padding."""
 
 
-@pytest.fixture(scope="module")
-def arena() -> Iterator[Arena]:
-    arena = Arena.create(1, 1 << 26)
-    yield arena
-    arena.close()
-
-
 def make_dev(path: Path, arena: Arena) -> Rig:
     options = {"guidance_embeds": True, "scheduler": {"use_dynamic_shifting": True}}
     return Rig(make_flux(path, **options), arena, FluxInpaintPipeline)

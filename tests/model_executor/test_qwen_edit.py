@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from diffusers import (
@@ -34,13 +33,6 @@ from tools.random_checkpoints import PictureProcessor, make_qwen, make_qwen_edit
 
 PROMPT = "a red hat"
 NEGATIVE_PROMPT = "blue"
-
-
-@pytest.fixture(scope="module")
-def arena() -> Iterator[Arena]:
-    arena = Arena.create(1, 1 << 26)
-    yield arena
-    arena.close()
 
 
 def make_edit_rig(path: Path, arena: Arena, **options: Any) -> Rig:
@@ -118,11 +110,7 @@ def test_batch_of_others_at_different_steps_changes_nothing(rig: Rig) -> None:
         for i, (size, steps, strength, scale) in enumerate(shapes)
     ]
     edits[1].prompt = "a plain coat"
-    alone = [rig.run(edit) for edit in edits]
-    for edit, before, together in zip(edits, alone, rig.run_together(edits), strict=True):
-        assert np.array_equal(together, before)
-        assert_same(together, expected(rig, edit))
-    assert len(rig.store) == 0
+    rig.assert_company_changes_nothing(edits, lambda edit: expected(rig, edit))
 
 
 @torch.inference_mode()

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from diffusers import FlowMatchHeunDiscreteScheduler, FlowMatchLCMScheduler, StableDiffusion3InpaintPipeline
 from edits import Edit
@@ -21,13 +20,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "3.5-medium": {"dual_attention_layers": (0, 1)},
     "without-t5": {"has_t5": False},
 }
-
-
-@pytest.fixture(scope="module")
-def arena() -> Iterator[Arena]:
-    arena = Arena.create(1, 1 << 26)
-    yield arena
-    arena.close()
 
 
 def make_rig(path: Path, arena: Arena, **options: Any) -> Rig:
@@ -103,8 +95,4 @@ def test_batch_of_others_at_different_steps_changes_nothing(rig: Rig) -> None:
     for edit, (_, _, strength, scale) in zip(edits, shapes, strict=True):
         edit.strength = strength
         guide(edit, scale)
-    alone = [rig.run(edit) for edit in edits]
-    for edit, before, together in zip(edits, alone, rig.run_together(edits), strict=True):
-        assert np.array_equal(together, before)
-        assert_same(together, rig.expected(edit))
-    assert len(rig.store) == 0
+    rig.assert_company_changes_nothing(edits, rig.expected)

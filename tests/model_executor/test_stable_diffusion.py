@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from diffusers import (
@@ -54,13 +53,6 @@ SAMPLERS: list[tuple[Any, dict[str, Any]]] = [
     (DPMSolverMultistepScheduler, V | {"solver_order": 3}),
     (DPMSolverMultistepScheduler, {"algorithm_type": "sde-dpmsolver++", "use_karras_sigmas": True}),
 ]
-
-
-@pytest.fixture(scope="module")
-def arena() -> Iterator[Arena]:
-    arena = Arena.create(1, 1 << 26)
-    yield arena
-    arena.close()
 
 
 def make_rig(make: Callable[..., Path], path: Path, arena: Arena, **options: Any) -> Rig:
@@ -143,11 +135,7 @@ def test_batch_of_others_at_different_steps_changes_nothing(rig: Rig) -> None:
         for i, (size, steps, strength, scale) in enumerate(shapes)
     ]
     edits[1].prompt = "a plain coat"
-    alone = [rig.run(edit) for edit in edits]
-    for edit, before, together in zip(edits, alone, rig.run_together(edits), strict=True):
-        assert np.array_equal(together, before)
-        assert_same(together, expected(rig, edit))
-    assert len(rig.store) == 0
+    rig.assert_company_changes_nothing(edits, lambda edit: expected(rig, edit))
 
 
 def test_a_prompt_of_zeros_is_the_checkpoints_choice(tmp_path: Path, arena: Arena) -> None:

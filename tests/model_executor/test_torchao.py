@@ -36,13 +36,6 @@ FAMILIES: dict[str, tuple[Callable[[Path], Path], Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def arena() -> Iterator[Arena]:
-    arena = Arena.create(1, 1 << 26)
-    yield arena
-    arena.close()
-
-
 def config() -> TorchAoConfig:
     return TorchAoConfig(torchao.Int8WeightOnlyConfig(set_inductor_config=False))
 

@@ -1,0 +1,21 @@
+"""An AsyncEngine in this process, on real engines and image processors."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from core.config import StencilConfig
+from engine.async_engine import AsyncEngine
+
+
+@asynccontextmanager
+async def serving_engine(config: StencilConfig) -> AsyncIterator[AsyncEngine]:
+    """Started and ready; shut down at the end, whatever has come."""
+    engine = AsyncEngine(config)
+    await engine.start()
+    try:
+        await engine.ready()
+        yield engine
+    finally:
+        await engine.shutdown(drain_seconds=5)
