@@ -77,6 +77,8 @@ def _of(figure: Callable[[Sections], float], sections: Sections) -> float | None
 
 def _alike(sections: Sections) -> float:
     checkpoints = sections["correctness"]["checkpoints"].values()
+    if "correctness" in sections.get("broken", {}):
+        raise KeyError("not all of them are there")
     return min(float(way["share_within_1"]) for each in checkpoints for way in each["float32"].values())
 
 

@@ -52,6 +52,11 @@ class FluxBench:
         )
 
     @property
+    def operators(self) -> str:
+        """What our steps compute with besides PyTorch's kernels."""
+        return self._operators.digest
+
+    @property
     def flop(self) -> float:
         """Of an exact step: products over all tokens and attention between them. What is computed once per request,
         modulation, is left out, as a run computes it once for all its steps."""

@@ -29,6 +29,7 @@ def run(bench: Bench, flux: FluxBench) -> None:
         text_tokens=flux.size.text_tokens,
         exact_tflop=flux.flop / 1e12,
         entry_gb=flux.entry_bytes / 1e9,
+        operators=flux.operators or "no kernels of its own",
         exact_from_diffusers=from_diffusers,
         masked_from_exact=from_exact,
         batches={},

@@ -151,8 +151,9 @@ STEPS = """### A step of FLUX's transformer
 {billion_parameters:.1f} billion parameters, {image_tokens} image and {text_tokens} text tokens, int8 pages between two
 keyframes, on the device. Our exact step's result differs from diffusers' by {exact_from_diffusers:.2g} of its norm, and
 a mask-aware one of the template's own content, over its own int8 pages, from the exact one by {masked_from_exact:.2g}.
-An exact step is {exact_tflop:.3g} TFLOP. Beside milliseconds: how much faster than diffusers
-compiled, and in brackets which share that is of the bound by operations.
+An exact step is {exact_tflop:.3g} TFLOP. Stencil computes with PyTorch and {operators}. Beside milliseconds: how much
+faster than diffusers compiled, and in brackets which share that is of the bound by operations; "launched in": a step at
+mask ratio 0.1, by the host.
 """
 
 COLD = "### Priming and the first edit of a new picture\n"

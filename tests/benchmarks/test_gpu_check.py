@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch._C._autograd import DeviceType
 
-from benchmarks.gpu_check import attention, flux, sections
+from benchmarks.gpu_check import attention, correctness, flux, sections
 from benchmarks.gpu_check.bars import Bar, bars
 from benchmarks.gpu_check.bench import Bench
 from benchmarks.gpu_check.boxes import box_tokens
@@ -127,6 +127,7 @@ def full_sections() -> dict[str, Any]:
             "exact_from_diffusers": 0.01,
             "masked_from_exact": 0.02,
             "entry_gb": 1.48,
+            "operators": "triton 3.6.0",
             "batches": {
                 "1": batch | {"diffusers_compiled_ms": 195.0, "ratios": ratios},
                 "4": batch | {"diffusers_compiled_ms": 780.0, "ratios": large},
@@ -186,6 +187,8 @@ def full_sections() -> dict[str, Any]:
 def test_bars_pass_miss_or_were_not_run() -> None:
     assert [bar.verdict for bar in bars(full_sections())] == ["pass"] * len(bars({}))
     assert [bar.verdict for bar in bars({})] == ["not run"] * len(bars({}))
+    some_broke = full_sections() | {"broken": {"correctness": "Traceback"}}
+    assert [bar.verdict for bar in bars(some_broke)].count("not run") == 1
     for section, figure, worse in (
         ("flux_host_pages", "host_step_ms", 72.0),
         ("flux_host_pages", "hidden_share", 0.5),
@@ -277,6 +280,21 @@ def test_a_section_that_breaks_costs_no_other(tmp_path: Path, monkeypatch: pytes
     assert bench.report.sections["a"] == {"first_ms": 1.0}
     assert bench.report.sections["b"] == {"ms": 2.0}
     assert "no such kernel" in bench.report.sections["broken"]["a"]
+
+
+def test_a_family_that_breaks_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = {"float32": {"exact": {"mean_levels": 0.0}}}
+
+    def compare(path: Path, bench: Bench, scale: int) -> Any:
+        if path.name == "flux-fill":
+            raise RuntimeError("no such kernel")
+        return figures
+
+    bench = bench_of(tmp_path)
+    monkeypatch.setattr(correctness, "_compare", compare)
+    with pytest.raises(ExceptionGroup, match="checkpoints that broke"):
+        correctness.run(bench)
+    assert bench.report.sections["correctness"]["checkpoints"] == {"sdxl": figures}
 
 
 def unwanted(rest: Any) -> None:
