@@ -19,7 +19,7 @@ import msgspec
 from core.errors import DeadlineExceededError, InvalidRequestError, OverloadedError
 from core.fleet import EditShape
 from core.handles import ArrayRef
-from core.messages.engine import Aborted, EditRequest, Failed, Finished, PartialImage, TemplatePrimed
+from core.messages.engine import Aborted, Failed, Finished, PartialImage, TemplatePrimed
 from core.messages.image_processor import ComposedImage, ComposeImage, PreparedEdit, PrepareEdit
 from core.model_choice import kin
 from core.model_info import ModelInfo
@@ -28,6 +28,7 @@ from core.validation import check_integer, check_length
 from engine import image_ops
 from engine.door import Passage
 from engine.edit import EditInput, EditReport, ImageOutput
+from engine.edit_pictures import Picture, Pictures
 from engine.mask_aware import resolve_margin
 from engine.metrics import DropReason
 from engine.resolve import resolve
@@ -42,20 +43,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("stencil.engine")
-
-
-@dataclass(slots=True)
-class Picture:
-    """One of the n images of an edit."""
-
-    index: int
-    seed: int
-    request: EditRequest
-    engine: int | None = None  # where it was done, once it is
-    num_partials: int = 0  # partial images handed out so far
-    is_done: bool = False  # its terminal output has come
-    ended: float | None = None  # when that was, if it is finished
-    was_retried: bool = False  # an engine that had it has died
 
 
 @dataclass(slots=True)
@@ -101,7 +88,7 @@ class EditSession:
         self._image: ArrayRef | None = None
         self._mask: ArrayRef | None = None
         self._resolved: ResolvedEdit | None = None  # once its images are prepared
-        self._pictures: dict[str, Picture] = {}  # request id of one image -> Picture
+        self._pictures = Pictures(engine.router)
         self._outputs: asyncio.Queue[RequestOutput] = asyncio.Queue()
         self.done = asyncio.Event()  # nothing of it is left to compute
         self.has_failed = False  # set by the engine when an error, not the caller, ends it
@@ -178,7 +165,7 @@ class EditSession:
         for picture in pictures:
             picture.request = msgspec.structs.replace(picture.request, objective=self._worker_objective)
             self._engine.router.submit(picture.request, self._hear)
-            self._pictures[picture.request.request_id] = picture
+            self._pictures.add(picture)
 
     @property
     def _worker_objective(self) -> float | None:
@@ -189,13 +176,12 @@ class EditSession:
     @property
     def can_be_displaced(self) -> bool:
         """Whether no worker has begun any of it."""
-        has_begun = self._engine.router.has_begun
-        return not self.is_displaced and not any(has_begun(request_id) for request_id in self._pictures)
+        return not self.is_displaced and not self._pictures.has_begun
 
     def displace(self) -> None:
         """Leave the queue to a request of a higher class; the caller is told as soon as possible."""
         self.is_displaced = True
-        self._engine.router.abort(tuple(self._pictures))
+        self._engine.router.abort(self._pictures.ids)
 
     def _displaced(self) -> OverloadedError:
         self._note_dropped("displaced")
@@ -216,12 +202,8 @@ class EditSession:
 
     def _hear(self, output: RequestOutput) -> None:
         if not isinstance(output, PartialImage):
-            picture = self._pictures[output.request_id]
-            picture.is_done = True
-            picture.ended = time.monotonic() if isinstance(output, Finished) else None
-            picture.engine = self._engine.router.engine_of(output.request_id)
-            picture.was_retried = self._engine.router.was_retried(output.request_id)
-            if all(picture.is_done for picture in self._pictures.values()):
+            self._pictures.note_end(output, time.monotonic())
+            if not self._pictures.running:
                 self.done.set()
         self._outputs.put_nowait(output)
 
@@ -372,23 +354,18 @@ class EditSession:
         finished: that says nothing of the server. Nor does what an engine's death has cost say anything of edits to
         come.
         """
-        if self._was_retried:
+        if self._pictures.was_retried:
             return
-        ended = [picture.ended for picture in self._pictures.values() if picture.ended is not None]
-        if len(ended) == self.num_images:
-            self._passage.finished(max(ended))
-        else:
+        ended = self._pictures.last_ended
+        if ended is None:
             self._passage.missed()
-
-    @property
-    def _was_retried(self) -> bool:
-        was_retried = self._engine.router.was_retried
-        return any(picture.was_retried or was_retried(name) for name, picture in self._pictures.items())
+        else:
+            self._passage.finished(ended)
 
     def give_up(self) -> None:
         """Nobody listens any more: abort what still runs."""
         self._passage.leave()
-        running = tuple(request_id for request_id, picture in self._pictures.items() if not picture.is_done)
+        running = self._pictures.running
         for _ in running:
             self._count_end(self._model.name)
         if running:

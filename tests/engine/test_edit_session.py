@@ -180,7 +180,7 @@ async def test_what_was_let_in_on_doubt_and_did_not_make_it_teaches_nothing(serv
 
 
 def _shape_of(session: EditSession) -> EditShape:
-    (picture,) = session._pictures.values()
+    (picture,) = session._pictures._by_id.values()
     return EditShape.of_edit(picture.request, MODEL)
 
 
