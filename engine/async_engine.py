@@ -17,7 +17,7 @@ from typing import Any
 import numpy.typing as npt
 
 from core.config import StencilConfig
-from core.errors import EngineDeadError, EngineError, OverloadedError, StencilError
+from core.errors import EngineDeadError, EngineError, InvalidRequestError, OverloadedError, StencilError
 from core.handles import ArrayRef
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.load_report import EngineStats, LoadReport, StepSample
@@ -196,6 +196,9 @@ class AsyncEngine:
         if self.router.error is not None:
             raise EngineDeadError(str(self.router.error))
         self._highest_class = min(self._highest_class, session.priority)
+        if session.num_images > self.config.max_queue:
+            message = f"Invalid 'n': {session.num_images} images; this server takes at most {self.config.max_queue}, "
+            raise InvalidRequestError(message + "as many as its queue holds (--max-queue).", param="n")
         num_missing = self.num_admitted + session.num_images - self.config.max_queue
         if num_missing > 0 and not self._make_room(num_missing, session.priority):
             self.metrics.observe_rejected("queue_full")

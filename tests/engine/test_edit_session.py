@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from fakes import MODEL
 from load_reports import COSTS, make_report
@@ -16,7 +17,7 @@ from load_reports import COSTS, make_report
 from core.admission import START_RATIOS
 from core.config import EngineConfig, StencilConfig
 from core.deadlines import TOO_LATE
-from core.errors import DeadlineExceededError, StencilError
+from core.errors import DeadlineExceededError, InvalidRequestError, StencilError
 from core.failure import NEVER_BEGUN, Failure
 from core.fleet import EditShape
 from core.handles import ArrayRef
@@ -182,6 +183,16 @@ async def test_what_was_let_in_on_doubt_and_did_not_make_it_teaches_nothing(serv
 def _shape_of(session: EditSession) -> EditShape:
     (picture,) = session._pictures._by_id.values()
     return EditShape.of_edit(picture.request, MODEL)
+
+
+async def test_more_images_than_the_queue_ever_has_room_for_are_no_matter_of_trying_again(server: Server) -> None:
+    server.engine.config = msgspec.structs.replace(server.engine.config, max_queue=2)
+    server.engine.models = {"m": MODEL}
+    edit = EditInput(prompt="a cat", sampling=SamplingParams(n=3))
+    with pytest.raises(InvalidRequestError, match=r"at most 2, .*--max-queue") as caught:
+        async with server.engine.edit("edit", edit):
+            pass
+    assert caught.value.param == "n"
 
 
 async def test_an_edit_that_was_given_up_late_counts_as_late(server: Server) -> None:
