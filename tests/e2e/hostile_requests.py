@@ -380,6 +380,8 @@ RAW = [
     b"GET / HTTP/1.1\r\nx: " + b"a" * 500_000 + b"\r\n\r\n",
     b"GET /health HTTP/1.1\r\n\r\n" * 200,
     b"GET / HTTP/1.1\r\nconnection: upgrade\r\nupgrade: websocket\r\nsec-websocket-key: eA==\r\n\r\n",
+    POST + b"content-type: application/json\r\nconnection: upgrade\r\nupgrade: h2c\r\ncontent-length: 2\r\n\r\n{}",
+    b"GET /health HTTP/1.1\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n" * 50 + b"CONNECT a:1 HTTP/1.1\r\n\r\n",
 ]
 raw_requests = st.one_of(
     st.sampled_from(RAW),
