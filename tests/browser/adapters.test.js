@@ -6,7 +6,7 @@ import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { after, before, test } from "node:test";
 
-import { copied, download, drag, edit, lastForm, openPlayground, openWithKey } from "./actions.js";
+import { copied, download, drag, edit, giveKey, lastForm, openPlayground, openWithKey } from "./actions.js";
 import { launch, withPage } from "./browser.js";
 import { ADAPTER, GUARDED_URL, KEY, OPEN_URL, PYTHON } from "./server.js";
 
@@ -61,4 +61,7 @@ test("an adapter is chosen, and its result's copied request names it", () =>
     assert.deepEqual(await titles(), [`a red shirt, adapter ${ADAPTER}, seed 3`, "a red shirt, seed 3"]);
     await page.locator("#history button").last().click();
     assert.equal(await page.inputValue("#adapter"), "", "what is shown is what the form says");
+    await page.goto(`${GUARDED_URL}status`);
+    await giveKey(page, KEY);
+    await page.waitForFunction((text) => document.querySelector("#model").textContent === text, `stencil-embedded, cpu; adapters: ${ADAPTER}`);
   }, REFUSED));

@@ -26,11 +26,18 @@ async function update() {
 }
 
 function show(stats) {
-  byId("model").textContent = stats.models.map(({ id, device }) => `${id}, ${device}`).join("; ") || "the model is loading…";
+  byId("model").textContent = named(stats.models) || "the model is loading…";
   byId("now").replaceChildren(...now(stats));
   showTimelines(stats.engines);
   byId("engines").replaceChildren(...stats.engines.map(engineRow));
   showCache(stats.cache);
+}
+
+/** The models with their devices; adapters, which run where their model does, by name alone. */
+function named(models) {
+  const adapters = models.filter(({ parent }) => parent).map(({ id }) => id);
+  const names = models.filter(({ parent }) => !parent).map(({ id, device }) => `${id}, ${device}`);
+  return [...names, ...(adapters.length ? [`adapters: ${adapters.join(", ")}`] : [])].join("; ");
 }
 
 function now({ queue, engines, totals }) {
