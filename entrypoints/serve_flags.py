@@ -78,7 +78,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         default=default.kernels,
         choices=get_args(KernelChoice),
         help="what denoisers compute with: the fastest code for the device; PyTorch's operators alone, which is slower "
-        "and needs no compiler; or the former with a UNet's layers compiled, which takes minutes at the first start",
+        "and needs no compiler; or on a GPU the former with a UNet's layers compiled, minutes at the first start",
     )
     group.add_argument(
         "--threads",

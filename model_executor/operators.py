@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from core.config import KernelChoice
+from core.errors import ConfigError
 from model_executor.attention import Attention, OneByOne, Sizes, attend, normalise_and_rotate_
 from model_executor.kernels import Kernels, best_kernels
 from model_executor.linear import Linear, best_linear, plain_linear
@@ -107,12 +108,14 @@ def best_operators(device: torch.device) -> Operators:
 
 
 def chosen_operators(choice: KernelChoice, device: torch.device) -> Operators:
-    """As the user wishes."""
+    """As the user wishes. Raises ConfigError for what a CPU cannot: PyTorch compiles no layers of oneDNN's."""
     match choice:
         case "torch":
             return Operators(plain_linear)
         case "auto":
             return best_operators(device)
+        case "compile" if device.type == "cpu":
+            raise ConfigError("--kernels compile needs a GPU; use auto")
         case "compile":
             return best_operators(device).compiling()
 

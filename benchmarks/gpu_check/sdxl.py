@@ -15,7 +15,7 @@ from benchmarks.gpu_check.boxes import box_tokens
 from benchmarks.gpu_check.sizes import SdxlSize
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.unet import Unet
-from model_executor.operators import chosen_operators
+from model_executor.operators import best_operators
 from model_executor.pages import Pages
 
 NAME = "sdxl"
@@ -82,7 +82,7 @@ class Sdxl:
 
     def masked_compiled(self) -> Call:
         """As `--kernels compile` runs it. From here on the module's own blocks are compiled too."""
-        operators = chosen_operators("compile", self._bench.device)
+        operators = best_operators(self._bench.device).compiling()
         return self._masked(Unet(self.module, 1000, TOKEN, operators))
 
     def _masked(self, unet: Unet) -> Call:

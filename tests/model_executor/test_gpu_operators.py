@@ -21,6 +21,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import model_executor
+from core.errors import ConfigError
 from model_executor import gpu_operators
 from model_executor.gpu_operators import (
     GpuOperators,
@@ -449,6 +450,8 @@ def test_the_users_choice() -> None:
     plain = chosen_operators("torch", torch.device("cpu"))
     assert (plain.linear, plain.kernels) == (plain_linear, None)
     assert plain.digest != chosen_operators("auto", torch.device("cpu")).digest
+    with pytest.raises(ConfigError, match="--kernels compile needs a GPU"):
+        chosen_operators("compile", torch.device("cpu"))
 
 
 def test_a_digest_names_kernels_beside_plain_layers_and_the_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
