@@ -26,6 +26,7 @@ from benchmarks.quality_edits import (
     run_aware,
     run_exact,
 )
+from benchmarks.quality_masks import part_of_box
 from benchmarks.quality_table import Row, measure_table, settings_around, shipped_setting, table_markdown
 from core.config import EMBEDDED_MODEL
 from core.model_info import ModelInfo
@@ -74,7 +75,7 @@ class Outcome:
 def main(argv: Sequence[str] | None = None) -> None:
     args = _parse(argv)
     machine = Machine(args.dtype, args.threads, args.priming_prompt, args.model)
-    asked = cases(SCENES[args.scenes, args.masks], args.num_edits, args.masks)
+    asked = _edits(args.scenes, args.masks, args.num_edits)
     outcomes, model = _measure_default(machine, asked, args.steps, args.full_steps)
     default = replace(shipped_setting(model), full_steps=args.full_steps[0])
     print(_heading(args, asked, model))
@@ -87,6 +88,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"\nOne knob at a time, {args.table_edits} edits; times against the exact mode's:\n")
         print(table_markdown(rows, default), flush=True)
     args.json.write_text(json.dumps(_as_json(args, default, outcomes, rows), indent=1) + "\n")
+
+
+def _edits(scenes: str, masks: str, number: int) -> list[Case]:
+    if masks == "part":
+        return [part_of_box(case, seed) for seed, case in enumerate(_edits(scenes, "box", number))]
+    return cases(SCENES[scenes, masks], number, "box" if masks == "box" else "silhouette")
 
 
 def _measure_default(
@@ -243,7 +250,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, nargs="+", default=[8, 28], help="denoising steps")
     parser.add_argument("--scenes", choices=("test", "tuning"), default="test", help="which held-out scenes")
     parser.add_argument(
-        "--masks", choices=("silhouette", "box"), default="silhouette", help="a garment's outline or box"
+        "--masks",
+        choices=("silhouette", "box", "part"),
+        default="silhouette",
+        help="a garment's outline, its box or a box inside that",
     )
     parser.add_argument(
         "--full-steps", type=int, nargs="+", default=[None], help="of every edit, instead of what its mask ratio says"

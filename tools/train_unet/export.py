@@ -10,7 +10,7 @@ from tools.train_embedded.training import load, load_state
 from tools.train_unet.models import Models, build_models, build_scheduler, embedded_tokenizers, embedded_vae
 from tools.train_unet.trainer import CHECKPOINT
 
-SERVING_DEFAULTS = {"num_inference_steps": 20, "guidance_scale": 2.0}  # what a request that names none gets
+SERVING_DEFAULTS = {"num_inference_steps": 20, "guidance_scale": 3.0}  # what a request that names none gets
 
 
 def assemble(work: Path) -> StableDiffusionInpaintPipeline:
