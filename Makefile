@@ -46,7 +46,7 @@ wheel: $(RUNTIME)  ## Build the wheel, embedded model included, into dist/
 train-embedded: $(DEV)  ## Train the embedded model anew
 	$(BIN)/python -m tools.train_embedded $(ARGS)
 
-train-unet: $(DEV)  ## Train a small Stable Diffusion checkpoint to measure UNets with (70 minutes, into .train_unet)
+train-unet: $(DEV)  ## Train a small Stable Diffusion checkpoint to measure UNets with (62 minutes of one core, into .train_unet)
 	$(BIN)/python -m tools.train_unet $(ARGS)
 
 bench: $(DEV)  ## All claims in one sweep (about 40 minutes), written up as docs/benchmarks.md; ARGS="--only quality"

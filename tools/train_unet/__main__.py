@@ -16,7 +16,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("stage", nargs="?", choices=STAGES, help="both by default")
     parser.add_argument("--work", type=Path, default=Path(".train_unet"), help="training state and examples")
     parser.add_argument("--out", type=Path, default=Path(".train_unet/checkpoint"), help="the exported checkpoint")
-    parser.add_argument("--minutes", type=float, default=68.0, help="of training, earlier runs included")
+    parser.add_argument("--minutes", type=float, default=62.0, help="of training, earlier runs included")
     parser.add_argument("--threads", type=int, default=1)
     return parser.parse_args()
 
