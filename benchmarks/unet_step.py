@@ -26,6 +26,7 @@ from benchmarks.pipeline_loop import DTYPES
 from benchmarks.report import Value, print_report
 from core.block_plan import plan_blocks
 from model_executor.models.base import Row
+from model_executor.models.boxes import Box
 from model_executor.models.unet import Unet
 from model_executor.pages import Pages
 
@@ -172,9 +173,18 @@ def _rows(unet: Unet, side: int, device: torch.device, dtype: torch.dtype = torc
     )
     rows = {1.0: whole}
     for ratio in RATIOS:
-        active = torch.arange(max(1, round(ratio * tokens)), device=device)
-        rows[ratio] = replace(whole, active=active, pages=pages)
+        left, top, right, bottom = box = _middle_box(ratio, side)
+        active = torch.arange(tokens, device=device).view(side, side)[top:bottom, left:right].flatten()
+        rows[ratio] = replace(whole, active=active, box=box, pages=pages)
     return rows
+
+
+def _middle_box(ratio: float, side: int) -> Box:
+    """In the middle of a square picture, of nearly this share of its tokens."""
+    height = max(1, round(ratio**0.5 * side))
+    width = max(1, round(ratio * side * side / height))
+    left, top = (side - width) // 2, (side - height) // 2
+    return left, top, left + width, top + height
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -5,8 +5,10 @@ is a template's pages at one keyframe, block after block; each block's page is o
 
     entry   | block 0 | block 1 | ...                             each padded to 64 bytes
     block   | values [2 (K, V), heads, rows, head dim] | scales [2, heads, rows] float32, int8 pages only |
+            | moments [numbers] float32, of UNets only |
 
-Rows are the image tokens, and behind them the condition tokens, where there are any.
+Rows are the image tokens, and behind them the condition tokens, where there are any. Of a UNet values are a layer's
+output, and moments what its group norm has seen of the whole map.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ import msgspec
 PageDtype = Literal["int8", "bfloat16", "float32"]
 """int8: symmetric, one scale per token and head; bfloat16 and float32 as they are."""
 
-SCHEME_VERSION = 2
+SCHEME_VERSION = 3
 """Part of every key: raise it when the same template would get other pages."""
 
 _ITEM_BYTES: dict[PageDtype, int] = {"int8": 1, "bfloat16": 2, "float32": 4}
-_SCALE_BYTES = 4
+_FLOAT_BYTES = 4
 _ALIGNMENT = 64
 _MEMORY_PAGE = 4096
 
@@ -38,6 +40,7 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int
     dtype: PageDtype
     rows_per_token: int = 1
+    num_moments: int = 0
 
     def num_rows(self, num_tokens: int) -> int:
         """Keys (or values) of a head in a block, of a picture of so many image tokens."""
@@ -49,11 +52,16 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     def scale_bytes(self, num_tokens: int) -> int:
         """Bytes of a block's scales; 0 where pages have none."""
-        return 2 * self.num_heads * self.num_rows(num_tokens) * _SCALE_BYTES if self.dtype == "int8" else 0
+        return 2 * self.num_heads * self.num_rows(num_tokens) * _FLOAT_BYTES if self.dtype == "int8" else 0
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of a block's moments."""
+        return self.num_moments * _FLOAT_BYTES
 
     def block_bytes(self, num_tokens: int) -> int:
         """Bytes from one block's page to the next."""
-        size = self.value_bytes(num_tokens) + self.scale_bytes(num_tokens)
+        size = self.value_bytes(num_tokens) + self.scale_bytes(num_tokens) + self.moment_bytes
         return -(-size // _ALIGNMENT) * _ALIGNMENT
 
     def entry_bytes(self, num_tokens: int) -> int:

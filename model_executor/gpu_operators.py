@@ -217,6 +217,7 @@ class TritonReader:
         self._far = self._near if pages.far is None else Entry(pages.far, pages.layout, pages.num_tokens)
         self._has_far, self._wait, self._kernels = pages.far is not None, pages.wait, kernels
         self._weights = (1.0 - pages.weight, pages.weight) if self._has_far else (1.0, 0.0)
+        self._moments = self._near.moments_towards(self._far if self._has_far else None, pages.weight)
         self._places: dict[int, Tensor] = {}  # text tokens before the image -> which computed token is where
 
     def read(self, block: int, out: Tensor) -> None:
@@ -227,6 +228,11 @@ class TritonReader:
         if text_tokens not in self._places:
             self._places[text_tokens] = places(rows, keys_values.num_tokens)
         self._run(block, keys_values.joint, text_tokens, fresh, self._places[text_tokens])
+
+    def moments(self, block: int) -> Tensor:
+        if self._wait is not None:
+            self._wait(block)
+        return self._moments(block)
 
     def _run(self, block: int, out: Tensor, first: int, fresh: Tensor | None, where: Tensor | None) -> None:
         if self._wait is not None:

@@ -56,6 +56,9 @@ class Reader(Protocol):
         """Likewise into the image's part of `keys_values`, and over it into these rows of all of it, text before image,
         what was computed: fresh [rows, 2, heads, head dim]."""
 
+    def moments(self, block: int) -> Tensor:
+        """A block's, float32 [numbers]."""
+
 
 class PageReader:
     """By PyTorch and compiled kernels. Views of all blocks are made at once, and the weights of the two keyframes
@@ -70,6 +73,7 @@ class PageReader:
         self._near, self._near_scales = near.values, near.weighted_scales(near_weight, at_once=all_blocks)
         self._far = None if far is None else far.values
         self._far_scales = None if far is None else far.weighted_scales(pages.weight, at_once=all_blocks)
+        self._moments = near.moments_towards(far, pages.weight)
         self._room = torch.empty(near.values[0].shape, dtype=torch.float32, device=pages.near.device)
 
     def read(self, block: int, out: Tensor) -> None:
@@ -90,6 +94,11 @@ class PageReader:
     def read_over(self, block: int, keys_values: KeysValues, fresh: Tensor, rows: Tensor) -> None:
         self.read(block, keys_values.image)
         keys_values.put(fresh, rows)
+
+    def moments(self, block: int) -> Tensor:
+        if self._wait is not None:
+            self._wait(block)
+        return self._moments(block)
 
     def _read_int8(self, block: int, wide: Tensor, near_scales: Tensor) -> None:
         near = self._near[block]
@@ -121,7 +130,7 @@ class Entry:
     """Views of an entry, uint8 [entry bytes] from a multiple of 64 bytes on, of a picture of `num_tokens` image tokens.
 
     values: a block's, [2 (K, V), heads, rows, head dim] in the page's dtype. scales: float32 [blocks, 2, heads, rows,
-    1], int8 pages only.
+    1], int8 pages only. moments: float32 [blocks, numbers].
     """
 
     def __init__(self, entry: Tensor, layout: PageLayout, num_tokens: int, quantise: Quantise = quantise) -> None:
@@ -134,6 +143,8 @@ class Entry:
         if layout.dtype == "int8":
             scales = blocks[:, end : end + layout.scale_bytes(num_tokens)]
             self.scales = scales.view(torch.float32).view(*shape, 1)
+        end += layout.scale_bytes(num_tokens)
+        self.moments = blocks[:, end : end + layout.moment_bytes].view(torch.float32)
 
     def weighted_scales(self, weight: float, *, at_once: bool) -> Callable[[int], Tensor] | None:
         """block -> weight * its scales; all blocks are multiplied now, or each when it is asked for."""
@@ -142,8 +153,21 @@ class Entry:
             return None
         return (scales * weight).unbind().__getitem__ if at_once else lambda block: scales[block] * weight
 
-    def write(self, block: int, key_value: Tensor) -> None:
-        """Keep a block's keys and values, [2, heads, tokens, head dim] in any float dtype and memory order."""
+    def moments_towards(self, far: Entry | None, weight: float) -> Callable[[int], Tensor]:
+        """block -> (1 - weight) * its moments + weight * those of `far`."""
+        near = self.moments
+        if far is None:
+            return near.__getitem__
+        further = far.moments
+        return lambda block: torch.lerp(near[block], further[block], weight)
+
+    def write(self, block: int, key_value: Tensor, moments: Tensor | None = None) -> None:
+        """Keep a block's keys and values, [2, heads, tokens, head dim] in any float dtype and memory order, and its
+        moments, [numbers]; zeros where it has none."""
+        if moments is None:
+            self.moments[block].zero_()
+        else:
+            self.moments[block].copy_(moments)
         if self.scales is None:
             self.values[block].copy_(key_value)
         else:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from core.model_info import ModelInfo
 from core.page_scheme import PageDtype, PageLayout
 from model_executor.adapters import Adapter, LoraFormat
+from model_executor.models.boxes import Box
 from model_executor.pages import Pages
 from model_executor.sampling import State
 
@@ -68,10 +69,10 @@ class Row:
     that are computed in no block are not read. A denoiser that sees the template as tokens of their own has these from
     `condition`.
     sigma: float32 scalar, the noise level. grid: image tokens as (rows, columns). active: int64 [active tokens], the
-    token indices to compute, ascending; None for all. pages: the template's at this noise level; needed with `active`.
-    full_blocks: those that compute all tokens all the same: pages, the leading ones where these hold keys and values.
-    modulation: [1, width], of
-    `Family.modulation` at this noise level, None to have it computed.
+    token indices to compute, ascending; None for all. box: around them, in tokens; where it is None, who needs it finds
+    it, and waits for a GPU. pages: the template's at this noise level; needed with `active`. full_blocks: those that
+    compute all tokens all the same: pages, the leading ones where these hold keys and values. modulation: [1, width],
+    of `Family.modulation` at this noise level, None to have it computed.
     """
 
     latents: Tensor
@@ -82,6 +83,7 @@ class Row:
     guidance_scale: float
     grid: tuple[int, int]
     active: Tensor | None = None
+    box: Box | None = None
     pages: Pages | None = None
     full_blocks: Collection[int] = ()
     modulation: Tensor | None = None

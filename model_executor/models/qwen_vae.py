@@ -13,9 +13,9 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d
 from torch import Tensor, nn
 
+from model_executor.models.boxes import Box, times
 from model_executor.models.vae import Vae, silu_in_place
 from model_executor.models.vae_family import PATCH
-from model_executor.models.vae_region import Box, times
 
 
 class QwenVae(Vae):

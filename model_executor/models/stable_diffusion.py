@@ -25,7 +25,7 @@ from model_executor.loader import Checkpoint
 from model_executor.models.base import EncodedImage, EncodedText, PrimeRow, Row, Sample
 from model_executor.models.text import Tokens, tokenize
 from model_executor.models.unet import Unet
-from model_executor.models.unet_layers import TOKEN_SIDE, Layers, fill_whole_pages
+from model_executor.models.unet_layers import TOKEN_SIDE, Layers
 from model_executor.models.vae_family import VaeFamily, pack, refuse, to_image, unpack
 from model_executor.module_adapters import adapt_module
 from model_executor.operators import chosen_operators
@@ -86,7 +86,7 @@ class UnetFamily(VaeFamily):
             raise refuse(self._checkpoint, f"a denoiser with {', '.join(options)} is not supported")
         unknown = {kind for name, known in BLOCKS.items() for kind in set(config.get(name, [])) - known}
         unknown |= {str(config.get("mid_block_type", MIDDLE))} - {MIDDLE}
-        if unknown or not fill_whole_pages(config):
+        if unknown or not self._layers.fill_whole_pages:
             blocks = ", ".join(sorted(unknown)) or f"block_out_channels {config['block_out_channels']}"
             raise refuse(self._checkpoint, f"a denoiser with {blocks} is not supported")
         if config.get("addition_embed_type") != self.added:

@@ -1,8 +1,8 @@
 """Forward passes of diffusers' `UNet2DConditionModel`, whose convolutions want whole pictures of one size.
 
 Rows that compute every token go through the module itself. Those that leave tokens out go layer by layer (see
-`unet_layers.py`), and so do templates that are primed. On a GPU whole rows of one size share a pass, templates of one
-size too, and the rows of one masked request; on a CPU only the whole rows of one request do.
+`unet_layers.py` and `unet_blocks.py`), and so do templates that are primed. On a GPU whole rows of one size share a
+pass, templates of one size too, and the rows of one masked request; on a CPU only the whole rows of one request do.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from copy import copy
 from functools import cache, lru_cache
+from math import prod
 from typing import Any, Self, TypeVar, get_args
 
 import torch
@@ -22,7 +23,9 @@ from core.page_scheme import PageDtype, PageLayout
 from model_executor.adapters import Adapter
 from model_executor.cpu_layers import use_onednn
 from model_executor.models.base import PrimeRow, Row
-from model_executor.models.unet_layers import TOKEN_SIDE, Block, Layers, Source, Walk, compute_active
+from model_executor.models.boxes import Window, around, grown, share, times
+from model_executor.models.unet_blocks import Block, Source, Walk
+from model_executor.models.unet_layers import TOKEN_SIDE, Layers
 from model_executor.models.vae_family import pack, unpack
 from model_executor.module_adapters import adapt_module
 from model_executor.operators import Operators, best_operators
@@ -30,6 +33,12 @@ from model_executor.pages import Entry
 
 CACHED_GRIDS = 32
 """Sizes of pictures whose numbers are kept."""
+
+GROWTH = 1
+"""Tokens around the box of the active ones that convolutions compute too."""
+
+WORTH = 0.8
+"""Largest share of a picture that is computed as a box; beyond it convolutions compute all, in the same time."""
 
 AnyRow = TypeVar("AnyRow", Row, PrimeRow)
 
@@ -63,7 +72,7 @@ class Unet:
         """Its layers in the order they run, compiled where that is wanted."""
         modules = self.module.modules()
         self._operators.compile_(m for m in modules if isinstance(m, ResnetBlock2D | BasicTransformerBlock))
-        return Layers(self.module, self._operators.compiled(compute_active))
+        return Layers(self.module, self._operators.compiled)
 
     def adapted(self, adapter: Adapter) -> Self:
         """This one with an adapter; they share all weights. Raises ConfigError where it does not fit."""
@@ -187,41 +196,59 @@ def _alike(rows: Sequence[AnyRow], numbers: Numbers, key: Callable[[AnyRow], Has
 
 
 class Edit:
-    """A request of which some blocks compute all tokens, the others the active ones over the template's pages. A block
-    is computed in full whose first page is among the row's `full_blocks`. Raises ValueError for a row that leaves
-    tokens out and has no pages."""
+    """A request of which some blocks compute all tokens, the others the active ones, or the box around them, over the
+    template's pages. A block is computed in full whose first page is among the row's `full_blocks`. Raises ValueError
+    for a row that leaves tokens out and has no pages."""
+
+    keeps = False
 
     def __init__(self, row: Row, operators: Operators) -> None:
         if row.pages is None or row.active is None:
             raise ValueError("a request that leaves tokens out needs the template's pages")
         self._pages, self._full_blocks, self._layout = operators.open(row.pages), row.full_blocks, row.pages.layout
-        self._num_tokens, self._columns, self._active = len(row.latents), row.grid[1], row.active
-        self._enlarged = cache(self._enlarge)
+        self._grid, self._active = row.grid, row.active
+        self._box = grown(around(row.active, row.grid[1]) if row.box is None else row.box, GROWTH, row.grid)
+        self._is_worth = share(self._box, row.grid) <= WORTH
+        self._enlarged, self._windows = cache(self._enlarge), cache(self._window)
 
     def active(self, block: Block) -> Tensor | None:
         return None if block.page in self._full_blocks else self._enlarged(block.side)
+
+    def window(self, block: Block) -> Window | None:
+        return self._windows(block.side) if self._is_worth and block.page not in self._full_blocks else None
 
     def load(self, block: Block, tokens: Tensor) -> None:
         for page, part in zip(range(block.page, block.page + block.num_pages), self._parts(tokens[0]), strict=True):
             self._pages.read(page, part)
         tokens[1:] = tokens[:1]
 
-    def store(self, block: Block, tokens: Tensor) -> None:
+    def moments(self, block: Block) -> Tensor:
+        return self._pages.moments(block.page)
+
+    def store(self, block: Block, tokens: Tensor, moments: Tensor | None = None) -> None:
         """An edit keeps nothing."""
 
     def _parts(self, tokens: Tensor) -> Tensor:
-        return as_pages(tokens, self._layout, self._num_tokens)
+        return as_pages(tokens, self._layout, prod(self._grid))
 
     def _enlarge(self, side: int) -> Tensor:
         """The active tokens' of a map that has side * side for each."""
-        row, column = self._active // self._columns, self._active % self._columns
+        num_columns = self._grid[1]
+        row, column = self._active // num_columns, self._active % num_columns
         within = torch.arange(side, device=self._active.device)
         rows, columns = (row[:, None] * side + within), (column[:, None] * side + within)
-        return (rows[:, :, None] * (self._columns * side) + columns[:, None, :]).flatten()
+        return (rows[:, :, None] * (num_columns * side) + columns[:, None, :]).flatten()
+
+    def _window(self, side: int) -> Window:
+        """Likewise that of the box."""
+        rows, columns = self._grid
+        return Window.on(times(self._box, side), (rows * side, columns * side), self._active.device)
 
 
 class Templates:
     """Templates that are primed together: what blocks give is kept."""
+
+    keeps = True
 
     def __init__(self, rows: Sequence[PrimeRow], layers: Layers, operators: Operators) -> None:
         """An entry's size tells the dtype of its pages. Raises ValueError for one that is none's."""
@@ -239,13 +266,22 @@ class Templates:
     def active(self, block: Block) -> Tensor | None:
         return None
 
-    def load(self, block: Block, tokens: Tensor) -> None:
-        """Every token is computed."""
+    def window(self, block: Block) -> Window | None:
+        return None
 
-    def store(self, block: Block, tokens: Tensor) -> None:
-        for entry, of_row in zip(self._entries, tokens, strict=True):
-            for number, part in enumerate(as_pages(of_row, self._layout, self._num_tokens)):
-                entry.write(block.page + number, part)
+    def load(self, block: Block, tokens: Tensor) -> None:
+        raise AssertionError("every token is computed")
+
+    def moments(self, block: Block) -> Tensor:
+        raise AssertionError("every token is computed")
+
+    def store(self, block: Block, tokens: Tensor, moments: Tensor | None = None) -> None:
+        """Moments lie beside the first of a block's pages."""
+        for number, (entry, of_row) in enumerate(zip(self._entries, tokens, strict=True)):
+            first, *others = as_pages(of_row, self._layout, self._num_tokens)
+            entry.write(block.page, first, None if moments is None else moments[number].flatten())
+            for page, part in enumerate(others, block.page + 1):
+                entry.write(page, part)
 
 
 def as_pages(tokens: Tensor, layout: PageLayout, num_tokens: int) -> Tensor:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model_executor.models.vae_region import Box, RegionDecoder, times
+from model_executor.models.boxes import Box, times
+from model_executor.models.vae_region import RegionDecoder
 
 
 class Vae(ABC):

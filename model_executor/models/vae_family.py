@@ -21,8 +21,8 @@ from core.page_scheme import PageDtype, PageLayout
 from model_executor.adapters import Adapter, LoraFormat
 from model_executor.loader import Checkpoint
 from model_executor.models.base import EncodedImage, EncodedText, PrimeRow, Row, Sample
+from model_executor.models.boxes import Box, around, times
 from model_executor.models.vae import ImageVae, Vae
-from model_executor.models.vae_region import Box, times
 from model_executor.sampling import State
 
 PATCH = 2
@@ -193,7 +193,7 @@ class VaeFamily(ABC):
     def decode_region(self, latents: Tensor, active: Tensor, width: int, height: int) -> tuple[Tensor, Box]:
         """The bounding box of the active tokens, which is all of an edit that reaches the result."""
         grid, smaller = self.grid(width, height), self.patch // PATCH  # the VAE's parts are counted in these
-        tokens = _bounding_box(active, grid[1])
+        tokens = around(active, grid[1])
         finer = (grid[0] * smaller, grid[1] * smaller)
         pixels = self._vae.decode_region(self._vae_latents(latents, width, height), times(tokens, smaller), finer)
         return to_pixels(pixels), times(tokens, self._token_size)
@@ -249,9 +249,3 @@ def unpack(x: Tensor, grid: tuple[int, int], patch: int = PATCH) -> Tensor:
 def refuse(checkpoint: Checkpoint, reason: str) -> ConfigError:
     """That a checkpoint cannot be served."""
     return ConfigError(f"{checkpoint.path}: {reason}")
-
-
-def _bounding_box(tokens: Tensor, columns: int) -> Box:
-    """Box around token indices of a grid with so many columns, in tokens."""
-    x, y = tokens % columns, tokens // columns
-    return int(x.min()), int(y.min()), int(x.max()) + 1, int(y.max()) + 1

@@ -28,8 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Box = tuple[int, int, int, int]
-"""left, top, right, bottom."""
+from model_executor.models.boxes import Box, cut, times
 
 CROPPED_BLOCKS = 2
 """Up blocks that are computed for a crop only: the last ones, where most of the time goes."""
@@ -125,7 +124,7 @@ class Region:
 
     def cut(self, whole: Tensor, num_groups: int) -> _Maps:
         """Crop and mosaic of the last whole map. num_groups: the group norms'."""
-        crop = _cut(whole, self.crop).contiguous(memory_format=torch.channels_last)
+        crop = cut(whole, self.crop).contiguous(memory_format=torch.channels_last)
         rows, columns = (_cells(first).to(whole.device) for first in self.tiles)
         mosaic = whole.index_select(2, rows).index_select(3, columns).contiguous(memory_format=torch.channels_last)
         around = (_moments(whole, num_groups) - self.share * _moments(crop, num_groups)) / (1.0 - self.share)
@@ -152,7 +151,7 @@ class Region:
         left, top, _, bottom = self.crop
         scale = pixels.shape[2] // (bottom - top)
         inside = (self.inside[0] - left, self.inside[1] - top, self.inside[2] - left, self.inside[3] - top)
-        return _cut(pixels, times(inside, scale))
+        return cut(pixels, times(inside, scale))
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,14 +276,3 @@ def _cells(first: Tensor) -> Tensor:
 def _touches(first: Tensor, start: int, stop: int) -> Tensor:
     """Which tiles have a cell in start..stop."""
     return (first < stop) & (first + CELLS_PER_TOKEN > start)
-
-
-def times(box: Box, factor: int) -> Box:
-    """A box counted in units so many times smaller."""
-    left, top, right, bottom = box
-    return left * factor, top * factor, right * factor, bottom * factor
-
-
-def _cut(x: Tensor, box: Box) -> Tensor:
-    left, top, right, bottom = box
-    return x[:, :, top:bottom, left:right]

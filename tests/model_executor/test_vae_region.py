@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from core.config import EMBEDDED_MODEL, ModelConfig
 from engine.similarity import ssim
 from model_executor.models.base import Family
-from model_executor.models.vae_region import CELLS_PER_TOKEN, WORTH, Region, RegionDecoder, times
+from model_executor.models.boxes import times
+from model_executor.models.vae_region import CELLS_PER_TOKEN, WORTH, Region, RegionDecoder
 from model_executor.resident import ResidentModels
 
 ROOT = Path(__file__).parents[2]

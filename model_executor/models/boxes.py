@@ -1,0 +1,88 @@
+"""Upright boxes of tokens, or of a map's pixels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Box = tuple[int, int, int, int]
+"""left, top, right, bottom."""
+
+Size = tuple[int, int]
+"""Rows, columns."""
+
+
+def around(tokens: Tensor, columns: int) -> Box:
+    """The box around token indices of a picture of so many columns, in tokens. If they lie on a GPU, it is waited for.
+    """
+    x, y = tokens % columns, tokens // columns
+    return int(x.min()), int(y.min()), int(x.max()) + 1, int(y.max()) + 1
+
+
+def times(box: Box, factor: int) -> Box:
+    """A box counted in units so many times smaller."""
+    left, top, right, bottom = box
+    return left * factor, top * factor, right * factor, bottom * factor
+
+
+def grown(box: Box, by: int, size: Size) -> Box:
+    """By so much on every side, within a map of this size."""
+    left, top, right, bottom = box
+    return max(left - by, 0), max(top - by, 0), min(right + by, size[1]), min(bottom + by, size[0])
+
+
+def share(box: Box, size: Size) -> float:
+    """Of a map of this size, 0..1."""
+    left, top, right, bottom = box
+    return (right - left) * (bottom - top) / prod(size)
+
+
+def cut(x: Tensor, box: Box) -> Tensor:
+    """A view of a map's box. x: [..., rows, columns]."""
+    left, top, right, bottom = box
+    return x[..., top:bottom, left:right]
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A box of a map of `size`, both in its pixels. edge: [rows + 2, columns + 2] of the box with a pixel around it: 1
+    on the map, 0 beyond."""
+
+    box: Box
+    size: Size
+    edge: Tensor
+
+    @classmethod
+    def on(cls, box: Box, size: Size, device: torch.device) -> Window:
+        left, top, right, bottom = box
+        rows = torch.arange(top - 1, bottom + 1, device=device)
+        columns = torch.arange(left - 1, right + 1, device=device)
+        edge = ((rows >= 0) & (rows < size[0]))[:, None] & ((columns >= 0) & (columns < size[1]))
+        return cls(box, size, edge)
+
+    def cut(self, x: Tensor) -> Tensor:
+        """The box of a map, a view."""
+        return cut(x, self.box)
+
+    def cut_grown(self, x: Tensor, by: int) -> Tensor:
+        """With so many pixels around it: zeros beyond the map."""
+        inner = grown(self.box, by, self.size)
+        return F.pad(cut(x, inner), self._beyond(inner, by))
+
+    def cut_grown_twice_as_large(self, x: Tensor, by: int) -> Tensor:
+        """Likewise, of a map of half the size that is enlarged by repetition."""
+        left, top, right, bottom = inner = grown(self.box, by, self.size)
+        small = (left // 2, top // 2, -(-right // 2), -(-bottom // 2))
+        large = F.interpolate(cut(x, small), scale_factor=2.0, mode="nearest")
+        first = 2 * small[0], 2 * small[1]
+        shifted = (left - first[0], top - first[1], right - first[0], bottom - first[1])
+        return F.pad(cut(large, shifted), self._beyond(inner, by))
+
+    def _beyond(self, inner: Box, by: int) -> list[int]:
+        """Pixels by which the grown box goes beyond the map: left, right, top and bottom."""
+        left, top, right, bottom = self.box
+        return [inner[0] - left + by, right + by - inner[2], inner[1] - top + by, bottom + by - inner[3]]

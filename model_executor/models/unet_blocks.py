@@ -1,0 +1,297 @@
+"""Layers of a UNet of which a mask-aware step computes a part, over diffusers' own: what each gives for the rest of its
+map is a template's, and that is what is kept of a UNet.
+
+A transformer block's keys and values are projected from the whole map, queries, attention's output and feed-forward
+from the active tokens.
+
+Residual blocks and up-samplers are computed in the box of the active tokens and a little around it, as SIGE does by
+tiles (Li et al. 2022, "Efficient Spatially Sparse Inference for Conditional GANs and Diffusion Models", section 3.2),
+but that what lies around the box is not left out: the map of the layer before is a whole one, of its fresh box in the
+template's map, and convolutions read beyond the box what lies there. A residual block's first group norm takes its
+moments from that map. Of what its second one sees there is a box alone, and its moments are the template's (SIGE,
+section 3.3), which are kept too.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model_executor.cpu_layers import FastConv
+from model_executor.models.boxes import Window
+
+
+class Source(Protocol):
+    """Where the outputs that a block does not compute come from, and where those of a template go.
+
+    keeps: whether it wants them, of all tokens.
+    """
+
+    keeps: bool
+
+    def active(self, block: Block) -> Tensor | None:
+        """The tokens of its map that a transformer block computes, None for all."""
+
+    def window(self, block: Block) -> Window | None:
+        """The pixels of its map that another block computes, None for all."""
+
+    def load(self, block: Block, tokens: Tensor) -> None:
+        """Into each row of `tokens`, [rows, map tokens, channels], what is kept of the block."""
+
+    def moments(self, block: Block) -> Tensor:
+        """Those that are kept beside it, float32."""
+
+    def store(self, block: Block, tokens: Tensor, moments: Tensor | None = None) -> None:
+        """What the block has given, of all tokens of each row, shaped likewise, and each row's moments."""
+
+
+@dataclass(slots=True)
+class Walk:
+    """Pictures of one size on their way through the layers, n of them.
+
+    map: [n, channels, rows, columns]. tokens: [n, rows * columns, channels] within a transformer, whose input the map
+    then is. skips: maps that layers on the way up read. time, text: [n, width] and [n, text tokens, width].
+    """
+
+    map: Tensor
+    time: Tensor
+    text: Tensor
+    source: Source
+    tokens: Tensor | None = None
+    skips: list[Tensor] = field(default_factory=list)
+
+    def pack(self) -> tuple[Tensor, ...]:
+        """All that has come of it so far."""
+        return (self.map, self.map.new_empty(len(self.map), 0) if self.tokens is None else self.tokens, *self.skips)
+
+    def unpack(self, packed: Sequence[Tensor]) -> None:
+        self.map, tokens, *self.skips = packed
+        self.tokens = tokens if tokens.numel() else None
+
+
+Layer = Callable[[Walk], None]
+
+Compiled = Callable[[Callable[..., Tensor]], Callable[..., Tensor]]
+"""Makes of a function of modules and tensors one that is faster."""
+
+
+class Block(ABC):
+    """A layer whose output is kept.
+
+    side: tokens (or pixels) of its output's map per token of the picture, along a side; 0 where there are fewer than
+    tokens of the picture, all of them computed, none kept. channels: of its output. page, num_pages: where
+    this is kept. num_moments: numbers that are kept beside it. compute: a part of its map, or that compiled.
+    """
+
+    def __init__(self, module: Any, side: int, channels: int, compute: Callable[..., Tensor]) -> None:
+        self._module, self.side, self.channels, self.compute = module, side, channels, compute
+        self.page = self.num_pages = self.num_moments = 0
+
+    @property
+    def width(self) -> int:
+        """Numbers of its output per token of the picture."""
+        return self.channels * self.side**2
+
+    @abstractmethod
+    def work(self, num_tokens: int) -> int:
+        """Multiplications of computing all of its map, of a picture of so many tokens; text counts as nothing."""
+
+    @abstractmethod
+    def __call__(self, walk: Walk) -> None:
+        """Take all pictures through it."""
+
+    def _loaded(self, source: Source, like: Tensor, num_tokens: int) -> Tensor:
+        """What is kept of it, [n, map tokens, channels]. like: what was computed of it."""
+        tokens = like.new_empty(len(like), num_tokens, self.channels)
+        source.load(self, tokens)
+        return tokens
+
+
+class TransformerBlock(Block):
+    """Its module is a BasicTransformerBlock."""
+
+    def __init__(self, module: Any, side: int) -> None:
+        super().__init__(module, side, int(module.dim), compute_active)
+
+    def work(self, num_tokens: int) -> int:
+        tokens, width = num_tokens * self.side**2, self.channels
+        return tokens * width * (18 * width + 2 * tokens)
+
+    def __call__(self, walk: Walk) -> None:
+        assert walk.tokens is not None
+        active = walk.source.active(self) if self.side else None
+        if active is None:
+            walk.tokens = computed = self._module(walk.tokens, encoder_hidden_states=walk.text)
+            if self.side:
+                walk.source.store(self, computed)
+        else:
+            fresh = self.compute(self._module, walk.tokens, active, walk.text)
+            walk.tokens = self._loaded(walk.source, fresh, walk.tokens.shape[1]).index_copy_(1, active, fresh)
+
+
+def compute_active(module: Any, tokens: Tensor, active: Tensor, text: Tensor) -> Tensor:
+    """BasicTransformerBlock.forward for the active tokens, [n, active tokens, channels]."""
+    some, normed = tokens[:, active], module.norm1(tokens)
+    some = some + _attend(module.attn1, normed[:, active], normed)
+    some = some + _attend(module.attn2, module.norm2(some), text)
+    computed: Tensor = some + module.ff(module.norm3(some))
+    return computed
+
+
+def _attend(attention: Any, queries: Tensor, context: Tensor) -> Tensor:
+    """AttnProcessor2_0 for queries of their own."""
+    layers = (attention.to_q(queries), attention.to_k(context), attention.to_v(context))
+    heads = (x.unflatten(2, (attention.heads, -1)).transpose(1, 2) for x in layers)
+    attended: Tensor = attention.to_out[0](F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+    return attended
+
+
+class ConvolutionalBlock(Block):
+    """Computes a box."""
+
+    def __call__(self, walk: Walk) -> None:
+        window = walk.source.window(self) if self.side else None
+        if window is not None:
+            fresh, (rows, columns) = self._in_window(walk, window), window.size
+            tokens = self._loaded(walk.source, fresh, rows * columns)
+            walk.map = tokens.unflatten(1, (rows, columns)).permute(0, 3, 1, 2)
+            window.cut(walk.map).copy_(fresh)
+        elif self.side and walk.source.keeps:
+            walk.map, moments = self._primed(walk)
+            walk.source.store(self, walk.map.permute(0, 2, 3, 1).contiguous().flatten(1, 2), moments)
+        else:
+            walk.map = self._whole(walk)
+
+    @abstractmethod
+    def _whole(self, walk: Walk) -> Tensor:
+        """Its output's map."""
+
+    @abstractmethod
+    def _primed(self, walk: Walk) -> tuple[Tensor, Tensor | None]:
+        """Likewise, and each row's moments, where it has any."""
+
+    @abstractmethod
+    def _in_window(self, walk: Walk, window: Window) -> Tensor:
+        """The window's pixels of it."""
+
+
+class ResidualBlock(ConvolutionalBlock):
+    """Its module is a ResnetBlock2D that adds time's embedding and keeps the map's size: all that there are in UNets of
+    these kinds.
+
+    Its moments are each group's mean and variance before its second norm, [2, groups]. A mean and a variance may be
+    interpolated each by itself: what the squared mean adds between two keyframes is of second order.
+    """
+
+    def __init__(self, module: Any, side: int) -> None:
+        super().__init__(module, side, int(module.out_channels), compute_residual)
+        self._convolutions = unpadded(module.conv1), unpadded(module.conv2)
+        self.num_moments = 2 * int(module.norm2.num_groups)
+
+    def work(self, num_tokens: int) -> int:
+        before, after = int(self._module.in_channels), self.channels
+        shortcut = 0 if self._module.conv_shortcut is None else before
+        return num_tokens * self.side**2 * after * (9 * (before + after) + shortcut)
+
+    def _whole(self, walk: Walk) -> Tensor:
+        computed: Tensor = self._module(walk.map, walk.time)
+        return computed
+
+    def _primed(self, walk: Walk) -> tuple[Tensor, Tensor]:
+        """ResnetBlock2D.forward."""
+        resnet = self._module
+        hidden = resnet.conv1(resnet.nonlinearity(resnet.norm1(walk.map))) + embedded(resnet, walk.time)
+        moments = moments_of(hidden, resnet.norm2.num_groups)
+        hidden = resnet.conv2(resnet.nonlinearity(resnet.norm2(hidden)))
+        return joined(resnet, walk.map, hidden), moments
+
+    def _in_window(self, walk: Walk, window: Window) -> Tensor:
+        moments = walk.source.moments(self).view(2, -1)
+        normed = window.cut_grown(self._module.norm1(walk.map), 2)
+        picture = window.cut(walk.map), normed, window.edge
+        return self.compute(self._module, self._convolutions, *picture, walk.time, moments)
+
+
+def compute_residual(
+    resnet: Any,
+    convolutions: tuple[nn.Module, nn.Module],
+    own: Tensor,
+    normed: Tensor,
+    edge: Tensor,
+    time: Tensor,
+    moments: Tensor,
+) -> Tensor:
+    """ResnetBlock2D.forward for a window's pixels. convolutions: its own two, unpadded. own: the input. normed: that
+    after its first norm, with two pixels around it, zeros beyond the map: the activation leaves them zeros, as the
+    convolution has it. edge: `Window.edge`."""
+    hidden = convolutions[0](resnet.nonlinearity(normed)) + embedded(resnet, time)
+    hidden = resnet.nonlinearity(normalised(resnet.norm2, hidden, moments)) * edge
+    return joined(resnet, own, convolutions[1](hidden))
+
+
+def embedded(resnet: Any, time: Tensor) -> Tensor:
+    """What the time adds to each pixel, [n, channels, 1, 1]."""
+    projected: Tensor = resnet.time_emb_proj(resnet.nonlinearity(time))
+    return projected[:, :, None, None]
+
+
+def joined(resnet: Any, own: Tensor, hidden: Tensor) -> Tensor:
+    """A residual block's output of its input and what it has computed."""
+    shortcut = own if resnet.conv_shortcut is None else resnet.conv_shortcut(own)
+    output: Tensor = (shortcut + hidden) / resnet.output_scale_factor
+    return output
+
+
+def moments_of(x: Tensor, num_groups: int) -> Tensor:
+    """Each picture's mean and variance of each group of channels, float32 [n, 2, groups]."""
+    variance, mean = torch.var_mean(x.float().unflatten(1, (num_groups, -1)), dim=(2, 3, 4), correction=0)
+    return torch.stack([mean, variance], dim=1)
+
+
+def normalised(norm: nn.GroupNorm, x: Tensor, moments: Tensor) -> Tensor:
+    """Group norm with these moments, [2, groups], in one pass: a batch norm's."""
+    mean, variance = moments.repeat_interleave(x.shape[1] // norm.num_groups, dim=1)
+    return F.batch_norm(x, mean, variance, norm.weight.float(), norm.bias.float(), eps=norm.eps)
+
+
+class UpSampler(ConvolutionalBlock):
+    """Its module is an Upsample2D: repetition, then a convolution. `side` is that of the larger map."""
+
+    def __init__(self, module: Any, side: int) -> None:
+        super().__init__(module, side, int(module.out_channels), compute_larger)
+        self._convolution = unpadded(module.conv)
+
+    def work(self, num_tokens: int) -> int:
+        return num_tokens * self.side**2 * 9 * int(self._module.channels) * self.channels
+
+    def _whole(self, walk: Walk) -> Tensor:
+        computed: Tensor = self._module(walk.map, walk.skips[-1].shape[2:])
+        return computed
+
+    def _primed(self, walk: Walk) -> tuple[Tensor, None]:
+        return self._whole(walk), None
+
+    def _in_window(self, walk: Walk, window: Window) -> Tensor:
+        return self.compute(self._convolution, window.cut_grown_twice_as_large(walk.map, 1))
+
+
+def compute_larger(convolution: nn.Module, around: Tensor) -> Tensor:
+    """A window's pixels of an enlarged map. convolution: unpadded. around: the window with a pixel around it."""
+    computed: Tensor = convolution(around)
+    return computed
+
+
+def unpadded(layer: nn.Module) -> nn.Module:
+    """A convolution, an adapted one too, that gives only what it need not pad its input for; they share weights."""
+    twin = copy(layer)
+    twin._modules = {name: unpadded(child) for name, child in layer.named_children()}
+    if isinstance(twin, nn.Conv2d | FastConv):
+        twin.padding = (0, 0)
+    return twin
