@@ -197,7 +197,7 @@ def edit_masked_once(family: Family, side: int, text_tokens: int) -> None:
         "grid": grid,
     }
     family.prime([PrimeRow(**common, hidden=None, entry=entry)], (0, layout.num_blocks))
-    active = torch.zeros(1, dtype=torch.int64, device=clean.device)
+    active = torch.arange(2, device=clean.device)  # no square: what is compiled for one is not for other boxes
     at_keyframe, between = (Pages(layout, len(clean), entry, far, 0.5) for far in (None, entry))
     # On a GPU reading between two keyframes is another kernel, which is to be compiled.
     tried = (at_keyframe,) if clean.device.type == "cpu" else (at_keyframe, between)

@@ -42,6 +42,7 @@ from core.messages.worker import (
 )
 from model_executor.device_failures import free_memory, our_error, wait_for_device
 from model_executor.models.base import Family, PrimeRow, Row, Sample
+from model_executor.models.boxes import around
 from model_executor.page_store import PageStore
 from model_executor.pages import Pages
 from model_executor.prompt_cache import PromptCache
@@ -234,6 +235,7 @@ class Runner:
         )
         latents, condition = family.denoiser_input(sample), inputs["condition"]
         active = self._active(item, work.active, latents.device)
+        box = None if work.active is None else around(self._shared(work.active), grid[1])  # where no GPU is waited for
         if active is not None and (work.full_blocks or family.sees_all_latents):
             latents, condition = self._fill_inactive(model, work, sigma, active, latents, condition)
         lengths = inputs["text_lengths"].long().tolist()
@@ -249,6 +251,7 @@ class Runner:
                 guidance_scale=work.guidance_scale,
                 grid=grid,
                 active=active,
+                box=box,
                 pages=pages,
                 full_blocks=work.full_blocks,
                 modulation=self._modulation(family, item, work, (number, len(lengths)), pooled, inputs["sigmas"]),

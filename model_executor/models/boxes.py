@@ -17,10 +17,9 @@ Size = tuple[int, int]
 
 
 def around(tokens: Tensor, columns: int) -> Box:
-    """The box around token indices of a picture of so many columns, in tokens. If they lie on a GPU, it is waited for.
-    """
-    x, y = tokens % columns, tokens // columns
-    return int(x.min()), int(y.min()), int(x.max()) + 1, int(y.max()) + 1
+    """The box around token indices of a picture of so many columns, in tokens. If they lie on a GPU, it is waited for."""
+    (first, last), (left, right) = torch.aminmax(tokens), torch.aminmax(tokens % columns)
+    return int(left), int(first) // columns, int(right) + 1, int(last) // columns + 1
 
 
 def times(box: Box, factor: int) -> Box:

@@ -49,6 +49,7 @@ META = torch.device("meta")
 GRID, TEXT, WIDTH = (3, 4), 2, 16
 TOKENS = GRID[0] * GRID[1]
 ACTIVE = torch.tensor([1, 5, 6, 11])
+CORNER = torch.tensor([0])
 
 
 def torch_operators() -> Operators:
@@ -324,7 +325,8 @@ def test_rows_that_share_a_unets_pass_are_what_each_is_alone(
 def test_compiled_layers_give_what_they_give_as_they_are(
     monkeypatch: pytest.MonkeyPatch, make: Callable[..., Any]
 ) -> None:
-    """Traced, and run without generating code. Another mask compiles nothing anew."""
+    """Traced, and run without generating code. Another mask compiles nothing anew, once there was a box that is no
+    square."""
     torch.compiler.reset()
     counters, cpu = CompileCounter(), torch.device("cpu")
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counters))
@@ -332,9 +334,11 @@ def test_compiled_layers_give_what_they_give_as_they_are(
     ours = make_unet(make, cpu, torch.float32, Operators(plain_linear).compiling())
     row = unet_row(ours, 0, cpu, torch.float32)
     pages = Pages(ours.page_layout("int8"), TOKENS, *unet_pages(theirs, [row, row]), 0.3)
-    edits = [replace(row, active=active, pages=pages) for active in (ACTIVE, ACTIVE[1:], torch.arange(2, 10))]
+    masks = (ACTIVE, CORNER, CORNER + 1, CORNER + 4, ACTIVE[1:], torch.arange(2, 10))
+    edits = [replace(row, active=active, pages=pages) for active in masks]
     torch.testing.assert_close(ours.forward([row])[0], theirs.forward([row])[0], rtol=1e-4, atol=1e-4)
-    ours.forward(edits[:1])
+    for edit in edits[:3]:
+        ours.forward([edit])
     compiled = counters.frame_count
     for edit in edits:
         torch.testing.assert_close(ours.forward([edit])[0], theirs.forward([edit])[0], rtol=1e-4, atol=1e-4)
@@ -383,11 +387,13 @@ def test_nor_does_a_unets(make: Callable[..., Any]) -> None:
     unet = make_unet(make, META, torch.bfloat16, GpuOperators())
     row, layout = unet_row(unet, 0, META, torch.bfloat16), unet.page_layout("int8")
     entries = unet_pages(unet, [row, row])
-    edit = replace(row, active=ACTIVE.to(META), pages=Pages(layout, TOKENS, *entries, 0.3))
-    unet.forward([edit])
+    edit = replace(row, active=ACTIVE.to(META), box=(1, 0, 4, 3), pages=Pages(layout, TOKENS, *entries, 0.3))
+    corner = replace(edit, active=CORNER.to(META), box=(0, 0, 1, 1))  # convolutions of the one are whole, of this not
+    unet.forward([edit, corner])
     with NoTransfers():
-        outputs = unet.forward([edit, row, edit])
-    assert [output.shape for output in outputs] == [(len(ACTIVE), 64), (TOKENS, 64), (len(ACTIVE), 64)]
+        outputs = unet.forward([edit, row, edit, corner])
+    numbers = [len(ACTIVE), TOKENS, len(ACTIVE), len(CORNER)]
+    assert [output.shape for output in outputs] == [(number, 64) for number in numbers]
 
 
 # -------------------------------------------------------------------------------------------------------------- choice
