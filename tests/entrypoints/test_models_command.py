@@ -59,7 +59,7 @@ def test_a_unet_is_described(tmp_path: Path) -> None:
     told = told_of(make_sdxl(tmp_path / "sdxl"))
     assert "StableDiffusionXLPipeline, family sdxl" in told
     assert "takes mask_aware, strength, guidance_scale (classifier-free, default 7.5), negative_prompt\n" in told
-    assert "5 keyframes of 20 int8 pages" in told
+    assert "5 keyframes of 81 int8 pages" in told
 
 
 def test_variants_in_parts_are_counted_once(tmp_path: Path) -> None:

@@ -168,7 +168,9 @@ def test_what_is_said_of_them(tmp_path: Path) -> None:
     assert (plain.info.family, large.info.family) == ("sd", "sdxl")
     assert (plain.info.extra_steps, plain.info.min_inference_steps, large.info.extra_steps) == (1, 2, 0)
     assert (plain.info.native_size, large.info.native_size, plain.info.token_size) == (64, 128, 32)
-    assert (plain.layout.num_blocks, large.layout.num_blocks) == (3 * 8 + 3 * 4 + 1, 3 * 4 + 4 * 2)
+    transformers, residual_blocks, up_samplers = (3 * 8 + 3 * 4 + 1, 3 * 4 + 4 * 2), 3 * 8 + 3 * 4 + 5, 4 + 16
+    pages = [number + residual_blocks + up_samplers for number in transformers]
+    assert [plain.layout.num_blocks, large.layout.num_blocks] == pages
     assert set(large.parameters) == {"text_encoder", "text_encoder_2", "vae", "unet"}
 
 
