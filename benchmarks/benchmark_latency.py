@@ -1,9 +1,10 @@
 """Latency of a lone edit by mask ratio, through HTTP: exact, warm and cold, and where the time goes.
 
-Exact computes every token. Warm edits a template whose pages are there. Cold edits a picture that nobody has seen, so
-its pages are primed first and never used again. The three alternate, so that a busy moment of the machine meets all,
-each a moment after the last one, when an idle server has primed the result of that.
-The server is started with the flags given here, or is one that runs (`--base-url`).
+Cold edits a picture that nobody has seen, so its pages are primed first. Exact computes every token of it. Warm edits
+it again, when its pages are there. The three alternate, so that a busy moment of the machine meets all, each a moment
+after the last one, when an idle server has primed the result of that.
+The server is started with the flags given here, or is one that runs (`--base-url`). With `--once` there is an edit of
+each kind and no other: for checkpoints whose edits take minutes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from benchmarks.serving.dataset import EditCall
 from benchmarks.workload import PROMPTS
 from core.config import EMBEDDED_MODEL
 
-KINDS = ("exact", "warm", "cold")
+KINDS = ("cold", "exact", "warm")
 TOKEN = 16
 """Pixels per token side of FLUX."""
 
@@ -53,11 +54,10 @@ class Edits:
 
 @dataclass
 class Measured:
-    """All edits at one mask ratio and number of steps. tokens: of the picture."""
+    """All edits at one mask ratio and number of steps."""
 
     mask_ratio: float
     steps: int
-    tokens: int
     edits: dict[str, Edits] = field(default_factory=lambda: {kind: Edits() for kind in KINDS})
 
 
@@ -75,8 +75,7 @@ class Client:
         """(seconds, the answer's `stencil`). Raises RuntimeError for a failure."""
         self._num_sent += 1
         self._num_pictures += kind == "cold"
-        picture = self._num_pictures if kind == "cold" else 0
-        image = encode(template(picture, self._size))
+        image = encode(template(self._num_pictures, self._size))
         call = EditCall(PROMPTS[0], steps, self._num_sent, image, mask, None)
         await asyncio.sleep(PAUSE_SECONDS)
         outcome = await send_alone(self._http, self._exact if kind == "exact" else self._target, call)
@@ -89,7 +88,7 @@ class Client:
         found: dict[float, bytes] = {}
         least = int(0.5 * min(ratios) ** 0.5 * min(self._size)) // 8 * 8  # a mask touches more tokens than it covers
         for side in range(max(8, least), min(self._size), 8):
-            mask = self._square_mask(side)
+            mask = self.square_mask(side)
             _, facts = await self.edit("warm", mask, 1)
             found.setdefault(facts["mask_ratio"], mask)
             if facts["mask_ratio"] > max(ratios):
@@ -97,7 +96,7 @@ class Client:
         nearest = [min(found, key=lambda value: abs(value - ratio)) for ratio in ratios]
         return {ratio: found[ratio] for ratio in dict.fromkeys(nearest)}
 
-    def _square_mask(self, side: int) -> bytes:
+    def square_mask(self, side: int) -> bytes:
         """Transparent in a square whose middle is the middle of a token."""
         width, height = self._size
         top, left = (max(0, length // 2 + TOKEN // 2 - side // 2) for length in (height, width))
@@ -124,15 +123,23 @@ def _server(args: argparse.Namespace) -> Iterator[str]:
 async def _measure(args: argparse.Namespace, url: str) -> list[Measured]:
     async with connect(Target(url)) as http:
         client = Client(url, http, (args.size, args.size))
+        if args.once:
+            return [await _measure_once(args, client, steps) for steps in args.steps]
         masks = await client.find_masks(args.mask_ratio)
         return [await _measure_one(args, client, *mask, steps) for steps in args.steps for mask in masks.items()]
 
 
 async def _measure_one(args: argparse.Namespace, client: Client, ratio: float, mask: bytes, steps: int) -> Measured:
-    await _round(client, mask, Measured(ratio, steps, 0))  # warm-up
-    measured = Measured(ratio, steps, (args.size // TOKEN) ** 2)
+    await _round(client, mask, Measured(ratio, steps))  # warm-up
+    measured = Measured(ratio, steps)
     for _ in range(args.rounds):
         await _round(client, mask, measured)
+    return measured
+
+
+async def _measure_once(args: argparse.Namespace, client: Client, steps: int) -> Measured:
+    measured = Measured(0.0, steps)
+    await _round(client, client.square_mask(args.once), measured)
     return measured
 
 
@@ -140,15 +147,16 @@ async def _round(client: Client, mask: bytes, measured: Measured) -> None:
     for kind in KINDS:
         seconds, facts = await client.edit(kind, mask, measured.steps)
         expected = {"exact": "off", "warm": "hit", "cold": "miss"}[kind]
-        if measured.tokens and facts["cache"] != expected:
+        if facts["cache"] != expected:
             raise RuntimeError(f"a {kind} edit was a cache {facts['cache']}")
+        measured.mask_ratio = facts["mask_ratio"]
         measured.edits[kind].seconds.append(seconds)
         measured.edits[kind].ms.append(facts["ms"])
 
 
 def _report(args: argparse.Namespace, measured: Measured) -> None:
     edits = measured.edits
-    exact, warm, cold = (edits[kind].median for kind in KINDS)
+    cold, exact, warm = (edits[kind].median for kind in KINDS)
     step_ratio = edits["warm"].part("denoise") / edits["exact"].part("denoise")
     rows = [(f"{kind}, median", _describe(edits[kind])) for kind in KINDS]
     rows += [
@@ -156,7 +164,8 @@ def _report(args: argparse.Namespace, measured: Measured) -> None:
         ("cold against exact", f"{cold / exact:.2f} of its latency"),
         ("warm denoising against exact", f"{step_ratio:.3f} of its time"),
     ]
-    title = f"mask ratio {measured.mask_ratio:.3f}, {measured.steps} steps, {args.dtype}, {args.rounds} rounds"
+    rounds = len(edits["exact"].seconds)
+    title = f"mask ratio {measured.mask_ratio:.3f}, {measured.steps} steps, {args.dtype}, {rounds} rounds"
     print_report(
         title,
         rows,
@@ -194,6 +203,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--mask-ratio", type=float, nargs="+", default=[0.1], help="active tokens over image tokens")
     parser.add_argument("--steps", type=int, nargs="+", default=[8, 28], help="denoising steps")
     parser.add_argument("--rounds", type=int, default=9, help="edits of each kind")
+    parser.add_argument(
+        "--once",
+        type=int,
+        default=0,
+        metavar="SIDE",
+        help="one edit of each kind, with a mask of so many pixels a side",
+    )
     return parser.parse_args(argv)
 
 
