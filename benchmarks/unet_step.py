@@ -1,11 +1,11 @@
 """One denoising step of a UNet, mask-aware against exact: `python -m benchmarks.unet_step [--unet sdxl] [--time SIDE]`.
 
 FLOPs are counted, of convolutions, products and attentions, with the published configurations and no weights: what
-share of them the mask leaves, and so the most that a step can be faster. With --time, steps are timed, with random
-weights and the transformers' depth cut to --depth, on one thread and pictures of so many pixels a side: processor time,
-the ways in turns, medians. With --load, also steps whose pages are brought meanwhile, by a clock, in so many times the
-time of a mask-aware step: with all blocks from pages, with the leading ones or with any computed in full, and with
-nothing to bring.
+share of them the mask leaves, and so the most that a step can be faster. Masks are nearly square, in the picture's
+middle. With --time, steps are timed, with random weights and the transformers' depth cut to --depth, on one thread and
+pictures of so many pixels a side: processor time, the ways in turns, medians. With --load, also steps whose pages are
+brought meanwhile, by a clock, in so many times the time of a mask-aware step: with all blocks from pages, with the
+leading ones or with any computed in full, and with nothing to bring.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import torch
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.gpu_check.boxes import middle_box, tokens_in
 from benchmarks.pipeline_loop import DTYPES
 from benchmarks.report import Value, print_report
 from core.block_plan import plan_blocks
 from model_executor.models.base import Row
-from model_executor.models.boxes import Box
 from model_executor.models.unet import Unet
 from model_executor.pages import Pages
 
@@ -173,18 +173,9 @@ def _rows(unet: Unet, side: int, device: torch.device, dtype: torch.dtype = torc
     )
     rows = {1.0: whole}
     for ratio in RATIOS:
-        left, top, right, bottom = box = _middle_box(ratio, side)
-        active = torch.arange(tokens, device=device).view(side, side)[top:bottom, left:right].flatten()
-        rows[ratio] = replace(whole, active=active, box=box, pages=pages)
+        box = middle_box(ratio, side)
+        rows[ratio] = replace(whole, active=tokens_in(box, side, device), box=box, pages=pages)
     return rows
-
-
-def _middle_box(ratio: float, side: int) -> Box:
-    """In the middle of a square picture, of nearly this share of its tokens."""
-    height = max(1, round(ratio**0.5 * side))
-    width = max(1, round(ratio * side * side / height))
-    left, top = (side - width) // 2, (side - height) // 2
-    return left, top, left + width, top + height
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

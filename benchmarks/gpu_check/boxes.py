@@ -7,6 +7,8 @@ from math import ceil, sqrt
 import torch
 from torch import Tensor
 
+from model_executor.models.boxes import Box, cut
+
 
 def box_tokens(number: int, side: int, device: torch.device) -> Tensor:
     """Indices of so many tokens (> 0) of a picture of side * side: int64, ascending, an upright box whose last row may
@@ -16,3 +18,16 @@ def box_tokens(number: int, side: int, device: torch.device) -> Tensor:
     columns = ceil(number / rows)
     down, across = torch.arange(rows)[:, None] * side, torch.arange(columns)
     return (down + across).flatten()[:number].to(device)
+
+
+def tokens_in(box: Box, side: int, device: torch.device) -> Tensor:
+    """Of a square picture of so many tokens a side."""
+    return cut(torch.arange(side * side, device=device).view(side, side), box).flatten()
+
+
+def middle_box(ratio: float, side: int) -> Box:
+    """In the middle of a square picture of so many tokens a side, of nearly this share of them."""
+    height = max(1, round(ratio**0.5 * side))
+    width = max(1, round(ratio * side * side / height))
+    left, top = (side - width) // 2, (side - height) // 2
+    return left, top, left + width, top + height

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.gpu_check.autoencoder import Autoencoder
 from benchmarks.gpu_check.bench import COMPILE_SECONDS, Bench, Call
-from benchmarks.gpu_check.boxes import box_tokens
+from benchmarks.gpu_check.boxes import middle_box, tokens_in
 from benchmarks.gpu_check.sizes import SdxlSize
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.unet import Unet
@@ -69,7 +69,8 @@ class Sdxl:
         self.size: SdxlSize = bench.size.sdxl
         self.module = bench.make(lambda: UNet2DConditionModel(**self.size.unet))
         self._unet, self._bench = Unet(self.module, 1000, TOKEN), bench
-        self.active = box_tokens(max(1, round(self.size.ratio * self.size.image_tokens)), self.size.side, bench.device)
+        self._box = middle_box(self.size.ratio, self.size.side)
+        self.active = tokens_in(self._box, self.size.side, bench.device)
         self._rows = [self._row(), self._row()]
         self._rows[1] = replace(self._rows[1], latents=self._rows[0].latents)  # of one request
         self._entries = [self._primed(sigma) for sigma in (0.75, 0.5)]
@@ -88,7 +89,7 @@ class Sdxl:
     def _masked(self, unet: Unet) -> Call:
         near, far = self._entries
         pages = Pages(unet.page_layout("int8"), self.size.image_tokens, near, far, 0.37)
-        rows = [replace(row, active=self.active, pages=pages) for row in self._rows]
+        rows = [replace(row, active=self.active, box=self._box, pages=pages) for row in self._rows]
         return lambda: unet.forward(rows)
 
     def diffusers(self) -> Call:

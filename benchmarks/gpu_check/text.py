@@ -37,7 +37,7 @@ of results or are computed from shapes.
   call per request.
 - A UNet's rows share passes: exact ones of one size, templates of one size, and of a mask-aware edit prompt and
   negative prompt. `--kernels compile` runs a UNet's residual and transformer blocks through `torch.compile`, once for
-  all numbers of active tokens, at the first start. Transformers are not compiled, since what that could fuse is fused.
+  all masks, at the first start. Transformers are not compiled, since what that could fuse is fused.
   Nothing is a CUDA graph.
 - `--kernels torch` leaves all of it to PyTorch's operators: where a picture looks wrong, or a server does not start,
   try it first, since it tells where the fault lies.
@@ -134,9 +134,10 @@ EXPECT_PAGES = """
 A template of this size is {entry_gb:.2f} GB per keyframe. Over a link of 50 GB/s a keyframe comes up in
 {load_ms:.0f} ms, and is needed once in {steps_per_keyframe:.0f} of {steps} steps.
 
-Stable Diffusion XL's convolutions compute every token, so that a step at mask ratio 0.2 can be 2.16 times faster by
-operations (`python -m benchmarks.unet_step --unet sdxl`), no more. The bar of 2.2 is the paper's, against diffusers
-eager; only what eager diffusers loses besides can make up for the rest.
+Stable Diffusion XL's convolutions compute the box around the mask, so that a step at mask ratio 0.2 can be 3.38 times
+faster by operations (`python -m benchmarks.unet_step --unet sdxl`). The bar of 2.2 is the paper's, against diffusers
+eager. A mask-aware step launches more kernels than an exact one, and smaller ones, so that without `--kernels compile`
+launching them may be what takes longest.
 """
 
 MACHINE = """## Measured
