@@ -17,7 +17,7 @@ Size = tuple[int, int]
 
 
 def around(tokens: Tensor, columns: int) -> Box:
-    """The box around token indices of a picture of so many columns, in tokens. If they lie on a GPU, it is waited for."""
+    """The box around token indices of a picture of so many columns, in tokens. A GPU that holds them is waited for."""
     (first, last), (left, right) = torch.aminmax(tokens), torch.aminmax(tokens % columns)
     return int(left), int(first) // columns, int(right) + 1, int(last) // columns + 1
 

@@ -4,12 +4,13 @@ map is a template's, and that is what is kept of a UNet.
 A transformer block's keys and values are projected from the whole map, queries, attention's output and feed-forward
 from the active tokens.
 
-Residual blocks and up-samplers are computed in the box of the active tokens and a little around it, as SIGE does by
-tiles (Li et al. 2022, "Efficient Spatially Sparse Inference for Conditional GANs and Diffusion Models", section 3.2),
-but that what lies around the box is not left out: the map of the layer before is a whole one, of its fresh box in the
-template's map, and convolutions read beyond the box what lies there. A residual block's first group norm takes its
-moments from that map. Of what its second one sees there is a box alone, and its moments are the template's (SIGE,
-section 3.3), which are kept too.
+Residual blocks and up-samplers are computed in the box of the active tokens and a little around it, over the template's
+own maps, as SIGE does by tiles (Li et al. 2022, "Efficient Spatially Sparse Inference for Conditional GANs and
+Diffusion Models", section 3): every layer gives a whole map, of its fresh box in the template's map, so that the next
+one's convolution reads beyond the box what lies there. A residual block's first group norm takes its moments from the
+whole map that it is given. Its second one sees a box alone, and takes the template's moments, which are kept too; SIGE
+takes the template's for both (`diffusionmodules/sige_openaimodel.py` of its code). Between its two convolutions SIGE
+has the template's map too; here a pixel more is computed instead of keeping that.
 """
 
 from __future__ import annotations
