@@ -315,7 +315,8 @@ def test_rows_that_share_a_unets_pass_are_what_each_is_alone(
     pages = Pages(layout, TOKENS, *entries, 0.3)
     edit = replace(rows[0], active=ACTIVE, pages=pages)
     guided = [edit, replace(edit, prompt_embeds=rows[1].prompt_embeds)]
-    batch = [guided[0], rows[2], replace(rows[1], active=ACTIVE[1:], pages=pages), guided[1]]
+    corner = replace(edit, active=CORNER)  # its convolutions are not whole
+    batch = [guided[0], rows[2], corner, replace(rows[1], active=ACTIVE[1:], pages=pages), guided[1]]
     for output, row in zip(ours.forward(batch), batch, strict=True):
         torch.testing.assert_close(output, theirs.forward([row])[0], rtol=1e-4, atol=1e-4)
 
