@@ -86,9 +86,9 @@ Compiled = Callable[[Callable[..., Tensor]], Callable[..., Tensor]]
 class Block(ABC):
     """A layer whose output is kept.
 
-    side: tokens (or pixels) of its output's map per token of the picture, along a side; 0 where there are fewer than
-    tokens of the picture, all of them computed, none kept. channels: of its output. page, num_pages: where
-    this is kept. num_moments: numbers that are kept beside it. compute: a part of its map, or that compiled.
+    side: tokens (or pixels) of its output's map per token of the picture, along a side; 0 where all are computed and
+    none kept, as where there are fewer than tokens of the picture. channels: of its output. page, num_pages: where this
+    is kept. num_moments: numbers that are kept beside it. compute: what gives a part of its map, or that compiled.
     """
 
     def __init__(self, module: Any, side: int, channels: int, compute: Callable[..., Tensor]) -> None:
@@ -184,8 +184,7 @@ class ConvolutionalBlock(Block):
 
 
 class ResidualBlock(ConvolutionalBlock):
-    """Its module is a ResnetBlock2D that adds time's embedding and keeps the map's size: all that there are in UNets of
-    these kinds.
+    """Its module is a ResnetBlock2D that keeps the map's size and, where anything of it is kept, adds time's embedding.
 
     Its moments are each group's mean and variance before its second norm, [2, groups]. A mean and a variance may be
     interpolated each by itself: what the squared mean adds between two keyframes is of second order.

@@ -55,7 +55,7 @@ def deep_unet(in_channels: int, width: int) -> Any:
     )
 
 
-MAKE: dict[str, Callable[[int, int], Any]] = {"sd": sd_unet, "sdxl": sdxl_unet, "deep": deep_unet}
+MAKE: dict[str, Callable[..., Any]] = {"sd": sd_unet, "sdxl": sdxl_unet, "deep": deep_unet}
 
 
 @pytest.fixture(scope="module", params=MAKE)
@@ -63,10 +63,10 @@ def unet(request: pytest.FixtureRequest) -> Unet:
     return make_unet(request.param)
 
 
-def make_unet(name: str) -> Unet:
+def make_unet(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Unet:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return Unet(MAKE[name](9, WIDTH).eval().requires_grad_(False), 1000, 32)
+        return Unet(MAKE[name](9, WIDTH, **options).to(dtype).eval().requires_grad_(False), 1000, 32)
 
 
 def make_row(unet: Unet, seed: int, grid: Size = GRID) -> Row:
@@ -301,6 +301,35 @@ def test_a_box_of_an_unchanged_template_is_as_if_all_were_computed(
     own = replace(edit, latents=template.latents, prompt_embeds=template.prompt_embeds)
     (whole,), (some,) = unet.forward([template]), unet.forward([own])
     assert (some - whole[active]).abs().max() < tolerance * whole.std()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ["sd", "sdxl"])
+def test_a_box_in_bfloat16(name: str) -> None:
+    unet = make_unet(name, torch.bfloat16)
+    single = make_row(unet, 0)
+    template = replace(
+        single,
+        latents=single.latents.bfloat16(),
+        condition=single.condition.bfloat16(),
+        prompt_embeds=single.prompt_embeds.bfloat16(),
+        pooled_prompt_embeds=single.pooled_prompt_embeds.bfloat16(),
+    )
+    active = torch.tensor(MASKS["left border"])
+    pages = Pages(unet.page_layout("bfloat16"), len(template.latents), primed(unet, template, "bfloat16"), None, 0.0)
+    (whole,), (some,) = unet.forward([template]), unet.forward([replace(template, active=active, pages=pages)])
+    assert some.dtype == torch.bfloat16
+    assert (some - whole[active]).abs().max() < 0.1 * whole.std()
+
+
+@torch.inference_mode()
+def test_residual_blocks_that_time_scales_are_whole() -> None:
+    """Up-samplers are not."""
+    unet = make_unet("sd", resnet_time_scale_shift="scale_shift")
+    template = make_row(unet, 0)
+    edit, reference = make_edit(unet, template, torch.tensor(MASKS["middle"])), Reference(unet, template)
+    resnets = [number for number, kind in enumerate(reference._kinds()) if kind is ResnetBlock2D]
+    assert_close(unet.forward([edit])[0], reference(edit, resnets))
 
 
 @torch.inference_mode()
