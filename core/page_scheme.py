@@ -5,10 +5,10 @@ is a template's pages at one keyframe, block after block; each block's page is o
 
     entry   | block 0 | block 1 | ...                             each padded to 64 bytes
     block   | values [2 (K, V), heads, rows, head dim] | scales [2, heads, rows] float32, int8 pages only |
-            | moments [numbers] float32, of UNets only |
+            | moments [numbers, image tokens], of UNets only, float16 and in float32 pages float32 |
 
 Rows are the image tokens, and behind them the condition tokens, where there are any. Of a UNet values are a layer's
-output, and moments what its group norm has seen of the whole map.
+output, and moments what its group norm has seen of each token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ SCHEME_VERSION = 3
 """Part of every key: raise it when the same template would get other pages."""
 
 _ITEM_BYTES: dict[PageDtype, int] = {"int8": 1, "bfloat16": 2, "float32": 4}
-_FLOAT_BYTES = 4
+_SCALE_BYTES = 4
+_MOMENT_BYTES: dict[PageDtype, int] = {"int8": 2, "bfloat16": 2, "float32": 4}
 _ALIGNMENT = 64
 _MEMORY_PAGE = 4096
 
@@ -52,16 +53,15 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     def scale_bytes(self, num_tokens: int) -> int:
         """Bytes of a block's scales; 0 where pages have none."""
-        return 2 * self.num_heads * self.num_rows(num_tokens) * _FLOAT_BYTES if self.dtype == "int8" else 0
+        return 2 * self.num_heads * self.num_rows(num_tokens) * _SCALE_BYTES if self.dtype == "int8" else 0
 
-    @property
-    def moment_bytes(self) -> int:
+    def moment_bytes(self, num_tokens: int) -> int:
         """Bytes of a block's moments."""
-        return self.num_moments * _FLOAT_BYTES
+        return self.num_moments * num_tokens * _MOMENT_BYTES[self.dtype]
 
     def block_bytes(self, num_tokens: int) -> int:
         """Bytes from one block's page to the next."""
-        size = self.value_bytes(num_tokens) + self.scale_bytes(num_tokens) + self.moment_bytes
+        size = self.value_bytes(num_tokens) + self.scale_bytes(num_tokens) + self.moment_bytes(num_tokens)
         return -(-size // _ALIGNMENT) * _ALIGNMENT
 
     def entry_bytes(self, num_tokens: int) -> int:

@@ -23,6 +23,11 @@ Quantise = Callable[[Tensor, Tensor, Tensor], None]
 """As `quantise`."""
 
 _DTYPES: dict[PageDtype, torch.dtype] = {"int8": torch.int8, "bfloat16": torch.bfloat16, "float32": torch.float32}
+_MOMENT_DTYPES: dict[PageDtype, torch.dtype] = {
+    "int8": torch.float16,
+    "bfloat16": torch.float16,
+    "float32": torch.float32,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +62,7 @@ class Reader(Protocol):
         what was computed: fresh [rows, 2, heads, head dim]."""
 
     def moments(self, block: int) -> Tensor:
-        """A block's, float32 [numbers]."""
+        """A block's at their noise level, float32 [numbers, image tokens]."""
 
 
 class PageReader:
@@ -130,7 +135,7 @@ class Entry:
     """Views of an entry, uint8 [entry bytes] from a multiple of 64 bytes on, of a picture of `num_tokens` image tokens.
 
     values: a block's, [2 (K, V), heads, rows, head dim] in the page's dtype. scales: float32 [blocks, 2, heads, rows,
-    1], int8 pages only. moments: float32 [blocks, numbers].
+    1], int8 pages only. moments: of a float dtype, [blocks, numbers, image tokens].
     """
 
     def __init__(self, entry: Tensor, layout: PageLayout, num_tokens: int, quantise: Quantise = quantise) -> None:
@@ -144,7 +149,8 @@ class Entry:
             scales = blocks[:, end : end + layout.scale_bytes(num_tokens)]
             self.scales = scales.view(torch.float32).view(*shape, 1)
         end += layout.scale_bytes(num_tokens)
-        self.moments = blocks[:, end : end + layout.moment_bytes].view(torch.float32)
+        moments = blocks[:, end : end + layout.moment_bytes(num_tokens)].view(_MOMENT_DTYPES[layout.dtype])
+        self.moments = moments.view(layout.num_blocks, layout.num_moments, num_tokens)
 
     def weighted_scales(self, weight: float, *, at_once: bool) -> Callable[[int], Tensor] | None:
         """block -> weight * its scales; all blocks are multiplied now, or each when it is asked for."""
@@ -157,13 +163,13 @@ class Entry:
         """block -> (1 - weight) * its moments + weight * those of `far`."""
         near = self.moments
         if far is None:
-            return near.__getitem__
+            return lambda block: near[block].float()
         further = far.moments
-        return lambda block: torch.lerp(near[block], further[block], weight)
+        return lambda block: torch.lerp(near[block].float(), further[block].float(), weight)
 
     def write(self, block: int, key_value: Tensor, moments: Tensor | None = None) -> None:
         """Keep a block's keys and values, [2, heads, tokens, head dim] in any float dtype and memory order, and its
-        moments, [numbers]; zeros where it has none."""
+        moments, [numbers, image tokens]; zeros where it has none."""
         if moments is None:
             self.moments[block].zero_()
         else:

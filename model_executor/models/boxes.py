@@ -46,22 +46,29 @@ def cut(x: Tensor, box: Box) -> Tensor:
     return x[..., top:bottom, left:right]
 
 
+def inside(box: Box, size: Size, device: torch.device) -> Tensor:
+    """Which of a map's pixels lie in a box: bool [rows, columns]. Made on the device."""
+    left, top, right, bottom = box
+    rows, columns = (torch.arange(number, device=device) for number in size)
+    return ((rows >= top) & (rows < bottom))[:, None] & ((columns >= left) & (columns < right))
+
+
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A box of a map of `size`, both in its pixels. edge: [rows + 2, columns + 2] of the box with a pixel around it: 1
-    on the map, 0 beyond."""
+    """A box of a map of `size`, both in its pixels. share: of the map, float32 []. edge: bool [rows + 2, columns + 2],
+    which pixels of the box and the one around it lie on the map."""
 
     box: Box
     size: Size
+    share: Tensor
     edge: Tensor
 
     @classmethod
     def on(cls, box: Box, size: Size, device: torch.device) -> Window:
         left, top, right, bottom = box
-        rows = torch.arange(top - 1, bottom + 1, device=device)
-        columns = torch.arange(left - 1, right + 1, device=device)
-        edge = ((rows >= 0) & (rows < size[0]))[:, None] & ((columns >= 0) & (columns < size[1]))
-        return cls(box, size, edge)
+        around_it = (1 - left, 1 - top, size[1] - left + 1, size[0] - top + 1)  # the map, seen from there
+        edge = inside(around_it, (bottom - top + 2, right - left + 2), device)
+        return cls(box, size, torch.full([], share(box, size), device=device), edge)
 
     def cut(self, x: Tensor) -> Tensor:
         """The box of a map, a view."""

@@ -23,8 +23,8 @@ from core.page_scheme import PageDtype, PageLayout
 from model_executor.adapters import Adapter
 from model_executor.cpu_layers import use_onednn
 from model_executor.models.base import PrimeRow, Row
-from model_executor.models.boxes import Window, around, grown, share, times
-from model_executor.models.unet_blocks import Block, Source, Walk
+from model_executor.models.boxes import Window, around, grown, inside, share, times
+from model_executor.models.unet_blocks import Block, Source, Walk, pooled
 from model_executor.models.unet_layers import TOKEN_SIDE, Layers
 from model_executor.models.vae_family import pack, unpack
 from model_executor.module_adapters import adapt_module
@@ -209,7 +209,7 @@ class Edit:
         self._grid, self._active = row.grid, row.active
         self._box = grown(around(row.active, row.grid[1]) if row.box is None else row.box, GROWTH, row.grid)
         self._is_worth = share(self._box, row.grid) <= WORTH
-        self._enlarged, self._windows = cache(self._enlarge), cache(self._window)
+        self._enlarged, self._windows, self._outside = cache(self._enlarge), cache(self._window), cache(self._weigh)
 
     def active(self, block: Block) -> Tensor | None:
         return None if block.page in self._full_blocks else self._enlarged(block.side)
@@ -223,7 +223,8 @@ class Edit:
         tokens[1:] = tokens[:1]
 
     def moments(self, block: Block) -> Tensor:
-        return self._pages.moments(block.page)
+        mean, deviation = self._pages.moments(block.page).chunk(2)
+        return pooled(mean, deviation.square(), self._outside())
 
     def store(self, block: Block, tokens: Tensor, moments: Tensor | None = None) -> None:
         """An edit keeps nothing."""
@@ -243,6 +244,11 @@ class Edit:
         """Likewise that of the box."""
         rows, columns = self._grid
         return Window.on(times(self._box, side), (rows * side, columns * side), self._active.device)
+
+    def _weigh(self) -> Tensor:
+        """Weights of the tokens outside the box, float32 [image tokens]: 1 in sum."""
+        outside = ~inside(self._box, self._grid, self._active.device).flatten()
+        return outside / outside.sum()
 
 
 class Templates:
@@ -279,7 +285,7 @@ class Templates:
         """Moments lie beside the first of a block's pages."""
         for number, (entry, of_row) in enumerate(zip(self._entries, tokens, strict=True)):
             first, *others = as_pages(of_row, self._layout, self._num_tokens)
-            entry.write(block.page, first, None if moments is None else moments[number].flatten())
+            entry.write(block.page, first, None if moments is None else moments[number])
             for page, part in enumerate(others, block.page + 1):
                 entry.write(page, part)
 

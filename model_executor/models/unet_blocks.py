@@ -8,9 +8,10 @@ Residual blocks and up-samplers are computed in the box of the active tokens and
 own maps, as SIGE does by tiles (Li et al. 2022, "Efficient Spatially Sparse Inference for Conditional GANs and
 Diffusion Models", section 3): every layer gives a whole map, of its fresh box in the template's map, so that the next
 one's convolution reads beyond the box what lies there. A residual block's first group norm takes its moments from the
-whole map that it is given. Its second one sees a box alone, and takes the template's moments, which are kept too; SIGE
-takes the template's for both (`diffusionmodules/sige_openaimodel.py` of its code). Between its two convolutions SIGE
-has the template's map too; here a pixel more is computed instead of keeping that.
+whole map that it is given. Its second one sees a box alone, and of the rest it has the template's moments, token by
+token, which are kept too; SIGE takes the template's for both, and for the whole map
+(`diffusionmodules/sige_openaimodel.py` of its code). Between its two convolutions SIGE has the template's map too; here
+a pixel more is computed instead of keeping that.
 """
 
 from __future__ import annotations
@@ -47,10 +48,12 @@ class Source(Protocol):
         """Into each row of `tokens`, [rows, map tokens, channels], what is kept of the block."""
 
     def moments(self, block: Block) -> Tensor:
-        """Those that are kept beside it, float32."""
+        """Mean and variance of each group that a residual block's second norm has seen of the template outside the
+        window, float32 [2, groups]."""
 
     def store(self, block: Block, tokens: Tensor, moments: Tensor | None = None) -> None:
-        """What the block has given, of all tokens of each row, shaped likewise, and each row's moments."""
+        """What the block has given, of all tokens of each row, shaped likewise, and each row's moments, [rows, numbers,
+        image tokens]."""
 
 
 @dataclass(slots=True)
@@ -186,8 +189,9 @@ class ConvolutionalBlock(Block):
 class ResidualBlock(ConvolutionalBlock):
     """Its module is a ResnetBlock2D that keeps the map's size and, where anything of it is kept, adds time's embedding.
 
-    Its moments are each group's mean and variance before its second norm, [2, groups]. A mean and a variance may be
-    interpolated each by itself: what the squared mean adds between two keyframes is of second order.
+    Its moments are, for each token's cell of the map, each group's mean and standard deviation before its second norm:
+    whatever box is computed, those outside can be told. (A deviation fits a float16 where a mean square may not, and
+    each may be interpolated by itself: what that neglects between two keyframes is of second order.)
     """
 
     def __init__(self, module: Any, side: int) -> None:
@@ -208,15 +212,15 @@ class ResidualBlock(ConvolutionalBlock):
         """ResnetBlock2D.forward."""
         resnet = self._module
         hidden = resnet.conv1(resnet.nonlinearity(resnet.norm1(walk.map))) + embedded(resnet, walk.time)
-        moments = moments_of(hidden, resnet.norm2.num_groups)
+        moments = cell_moments(hidden, resnet.norm2.num_groups, self.side)
         hidden = resnet.conv2(resnet.nonlinearity(resnet.norm2(hidden)))
         return joined(resnet, walk.map, hidden), moments
 
     def _in_window(self, walk: Walk, window: Window) -> Tensor:
-        moments = walk.source.moments(self).view(2, -1)
         normed = window.cut_grown(self._module.norm1(walk.map), 2)
         picture = window.cut(walk.map), normed, window.edge
-        return self.compute(self._module, self._convolutions, *picture, walk.time, moments)
+        moments = walk.source.moments(self), window.share
+        return self.compute(self._module, self._convolutions, *picture, walk.time, *moments)
 
 
 def compute_residual(
@@ -226,12 +230,14 @@ def compute_residual(
     normed: Tensor,
     edge: Tensor,
     time: Tensor,
-    moments: Tensor,
+    outside: Tensor,
+    share: Tensor,
 ) -> Tensor:
     """ResnetBlock2D.forward for a window's pixels. convolutions: its own two, unpadded. own: the input. normed: that
     after its first norm, with two pixels around it, zeros beyond the map: the activation leaves them zeros, as the
-    convolution has it. edge: `Window.edge`."""
+    convolution has it. outside: `Source.moments`. edge, share: the window's."""
     hidden = convolutions[0](resnet.nonlinearity(normed)) + embedded(resnet, time)
+    moments = with_box(outside, hidden[:, :, 1:-1, 1:-1], share)
     hidden = resnet.nonlinearity(normalised(resnet.norm2, hidden, moments)) * edge
     return joined(resnet, own, convolutions[1](hidden))
 
@@ -249,16 +255,36 @@ def joined(resnet: Any, own: Tensor, hidden: Tensor) -> Tensor:
     return output
 
 
-def moments_of(x: Tensor, num_groups: int) -> Tensor:
-    """Each picture's mean and variance of each group of channels, float32 [n, 2, groups]."""
-    variance, mean = torch.var_mean(x.float().unflatten(1, (num_groups, -1)), dim=(2, 3, 4), correction=0)
-    return torch.stack([mean, variance], dim=1)
+def cell_moments(x: Tensor, num_groups: int, side: int) -> Tensor:
+    """Each picture's mean and standard deviation of each group of channels in each cell of side * side pixels, float32
+    [n, 2 * groups, cells]."""
+    cells = x.float().unflatten(3, (-1, side)).unflatten(2, (-1, side)).unflatten(1, (num_groups, -1))
+    deviation, mean = torch.std_mean(cells, dim=(2, 4, 6), correction=0)
+    return torch.cat([mean, deviation], dim=1).flatten(2)
+
+
+def pooled(mean: Tensor, variance: Tensor, weights: Tensor) -> Tensor:
+    """Mean and variance, [2, groups], of parts taken together. mean, variance: [groups, parts]. weights: of the parts,
+    1 in sum."""
+    whole = mean @ weights
+    return torch.stack([whole, (variance + (mean - whole[:, None]).square()) @ weights])
+
+
+def with_box(outside: Tensor, box: Tensor, share: Tensor) -> Tensor:
+    """Each picture's mean and variance of each group, [2, n, groups], of a map of which a box is known, [n, channels,
+    rows, columns], and of the rest these moments, [2, groups]. share: the box's."""
+    groups = box.float().unflatten(1, (outside.shape[1], -1))
+    variance, mean = torch.var_mean(groups, dim=(2, 3, 4), correction=0)
+    apart = mean - outside[0]
+    between = share * (1 - share) * apart.square()
+    return torch.stack([outside[0] + share * apart, torch.lerp(outside[1], variance, share) + between])
 
 
 def normalised(norm: nn.GroupNorm, x: Tensor, moments: Tensor) -> Tensor:
-    """Group norm with these moments, [2, groups], in one pass: a batch norm's."""
-    mean, variance = moments.repeat_interleave(x.shape[1] // norm.num_groups, dim=1)
-    return F.batch_norm(x, mean, variance, norm.weight.float(), norm.bias.float(), eps=norm.eps)
+    """Group norm with these moments, [2, n, groups]."""
+    mean, variance = moments.repeat_interleave(x.shape[1] // norm.num_groups, dim=2)[..., None, None]
+    factor = norm.weight[:, None, None] * torch.rsqrt(variance + norm.eps)
+    return ((x - mean) * factor + norm.bias[:, None, None]).to(x.dtype)
 
 
 class UpSampler(ConvolutionalBlock):
