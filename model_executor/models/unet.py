@@ -246,9 +246,9 @@ class Edit:
         return Window.on(times(self._box, side), (rows * side, columns * side), self._active.device)
 
     def _weigh(self) -> Tensor:
-        """Weights of the tokens outside the box, float32 [image tokens]: 1 in sum."""
+        """Weights of the tokens outside the box, float32 [image tokens]: 1 in sum, if there are any."""
         outside = ~inside(self._box, self._grid, self._active.device).flatten()
-        return outside / outside.sum()
+        return outside / outside.sum().clamp(min=1)
 
 
 class Templates:

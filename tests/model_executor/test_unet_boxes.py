@@ -353,6 +353,16 @@ def test_where_the_box_is_most_of_the_picture_convolutions_are_whole(unet: Unet,
 
 
 @torch.inference_mode()
+def test_a_box_of_the_whole_picture_would_be_right(unet: Unet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it is not worth its while."""
+    template = make_row(unet, 0)
+    edit = make_edit(unet, template, torch.tensor([0, 41]))
+    (whole,) = unet.forward([edit])
+    monkeypatch.setattr("model_executor.models.unet.WORTH", 1.0)
+    assert_close(unet.forward([edit])[0], whole)
+
+
+@torch.inference_mode()
 def test_a_box_at_hand_is_the_one_that_is_found(unet: Unet) -> None:
     edit = make_edit(unet, make_row(unet, 0), torch.tensor(MASKS["two spots"]))
     (found,), (given,) = unet.forward([edit]), unet.forward([replace(edit, box=(2, 1, 5, 4))])
