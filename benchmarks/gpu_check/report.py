@@ -45,11 +45,12 @@ class Report:
                 del self._sections[words]
 
     def put(self, section: str, **figures: Any) -> None:
-        """Add figures to a section, and write all there is."""
-        self._sections.setdefault(section, {}).update(figures)
+        """Add figures to a section, and write all there is. They are rounded at once, so that whatever is said of them
+        is said of the same figures as are in the file."""
+        self._sections.setdefault(section, {}).update(_rounded(figures))
         about = self._about | {"seconds": round(self._seconds_before + self.seconds, 1)}
         unfinished = self._path.with_suffix(".part")
-        unfinished.write_text(json.dumps(_rounded({"about": about, "sections": self._sections}), indent=1) + "\n")
+        unfinished.write_text(json.dumps({"about": about, "sections": self._sections}, indent=1) + "\n")
         unfinished.rename(self._path)
 
 
