@@ -42,7 +42,7 @@ from core.messages.worker import (
 )
 from model_executor.device_failures import free_memory, our_error, wait_for_device
 from model_executor.models.base import Family, PrimeRow, Row, Sample
-from model_executor.models.boxes import around
+from model_executor.models.boxes import Box, around
 from model_executor.page_store import PageStore
 from model_executor.pages import Pages
 from model_executor.prompt_cache import PromptCache
@@ -234,8 +234,7 @@ class Runner:
             grid=grid,
         )
         latents, condition = family.denoiser_input(sample), inputs["condition"]
-        active = self._active(item, work.active, latents.device)
-        box = None if work.active is None else around(self._shared(work.active), grid[1])  # where no GPU is waited for
+        active, box = (None, None) if work.active is None else self._active(item, work.active, grid, latents.device)
         if active is not None and (work.full_blocks or family.sees_all_latents):
             latents, condition = self._fill_inactive(model, work, sigma, active, latents, condition)
         lengths = inputs["text_lengths"].long().tolist()
@@ -305,15 +304,16 @@ class Runner:
         for key in keys:
             self._pages.wait_block(key, block)
 
-    def _active(self, item: Item, ref: ArrayRef | None, device: torch.device) -> Tensor | None:
-        """Token indices, int64; brought to the device at the run's first step, since a GPU is waited for."""
-        if ref is None:
-            return None
+    def _active(self, item: Item, ref: ArrayRef, grid: tuple[int, int], device: torch.device) -> tuple[Tensor, Box]:
+        """Token indices, int64, brought to the device, and the box around them, found on the host: at the run's first
+        step, since a GPU is waited for and finding a box takes some time too."""
         key = TensorKey(item.request_id, item.node, "active")
         if not (kept := self._store.get_series(key)):
-            kept = (self._shared(ref).long().to(device),)
+            tokens = self._shared(ref).long()
+            kept = (tokens.to(device), torch.tensor(around(tokens, grid[1])))
             self._store.put_series(key, kept)
-        return kept[0]
+        active, (left, top, right, bottom) = kept[0], kept[1].tolist()
+        return active, (left, top, right, bottom)
 
     def _put_step(self, item: Item, named: Mapping[str, Tensor], state: State) -> ItemResult:
         """Replace latents and sampler state where they were read from; the clean prediction belongs to this node."""
