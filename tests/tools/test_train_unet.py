@@ -11,7 +11,7 @@ from diffusers import StableDiffusionInpaintPipeline
 from pipeline_rig import Rig
 
 from core.ipc.shared_array import Arena
-from model_executor.models.unet_layers import fill_whole_pages
+from model_executor.models.unet_layers import Layers
 from model_executor.models.vae_family import pack as family_pack
 from model_executor.models.vae_family import to_image
 from tools.train_embedded.layout import pack, pack_mask
@@ -82,7 +82,7 @@ def test_its_export_is_served(trained: tuple[Path, list[float], Trainer], tmp_pa
 
 
 def test_the_full_size_is_served_mask_aware() -> None:
-    assert fill_whole_pages(build_unet(Sizes()).config)
+    assert Layers(build_unet(Sizes())).fill_whole_pages
 
 
 def test_the_averaged_weights_are_what_is_exported(trained: tuple[Path, list[float], Trainer]) -> None:
