@@ -32,8 +32,9 @@ _MEMORY_PAGE = 4096
 
 
 class PageLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """The shape of a model's pages. num_blocks counts transformer blocks, in the order they run. rows_per_token: keys
-    and values kept per image token: 2 where the denoiser sees the clean template too, as tokens of its own.
+    """The shape of a model's pages. num_blocks counts transformer blocks, of a UNet pages, in the order they run.
+    rows_per_token: keys and values kept per image token: 2 where the denoiser sees the clean template too, as tokens of
+    its own. num_moments: numbers kept beside a page per image token.
     """
 
     num_blocks: int

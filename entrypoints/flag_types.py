@@ -67,9 +67,10 @@ def http_url(text: str) -> str:
 
 def web_origin(text: str) -> str:
     """As a browser's `Origin` header names it, or * for any."""
-    if text != "*" and not re.fullmatch(r"https?://[^/\s*]+", text, re.IGNORECASE):
+    if text != "*" and not re.fullmatch(r"https?://[^/\s*?#@]+", text, re.IGNORECASE):
         raise argparse.ArgumentTypeError(f"'{text}' is no origin such as https://app.example or http://localhost:3000")
-    return text.lower()
+    origin = text.lower()
+    return origin.removesuffix(":443" if origin.startswith("https:") else ":80")  # browsers leave a scheme's own out
 
 
 def named_adapter(text: str) -> AdapterConfig:

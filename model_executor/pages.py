@@ -173,7 +173,8 @@ class Entry:
         if moments is None:
             self.moments[block].zero_()
         else:
-            self.moments[block].copy_(moments)
+            largest = torch.finfo(self.moments.dtype).max  # beyond it a token spoils pictures that compute it anew
+            self.moments[block].copy_(moments.clamp(-largest, largest))
         if self.scales is None:
             self.values[block].copy_(key_value)
         else:

@@ -37,8 +37,8 @@ of results or are computed from shapes.
   call per request.
 - A UNet's rows share passes: exact ones of one size, templates of one size, and of a mask-aware edit prompt and
   negative prompt. `--kernels compile` runs a UNet's residual and transformer blocks through `torch.compile`, once for
-  all masks, at the first start. Transformers are not compiled, since what that could fuse is fused.
-  Nothing is a CUDA graph.
+  all masks, at the first start, for one row and for the two of a guided edit. Transformers are not compiled, since what
+  that could fuse is fused. Nothing is a CUDA graph.
 - `--kernels torch` leaves all of it to PyTorch's operators: where a picture looks wrong, or a server does not start,
   try it first, since it tells where the fault lies.
 - A product of another number of rows may be rounded otherwise, so what shares a picture's steps may change its last

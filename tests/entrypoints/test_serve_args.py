@@ -34,7 +34,8 @@ def test_every_flag_lands() -> None:
     flags += " --max-num-batched-tokens 99 --max-queue 5 --image-workers 4 --workers-per-engine 2 --max-stage-ms 7.5"
     flags += " --data-parallel-size 3 --router-policy least-tokens"
     flags += " --max-upload-bytes 1000 --max-pixels 4096 --drain-seconds 1.5 --api-key k --api-key l --port 0"
-    flags += " --log-level debug --rate-limit 30 --allowed-origin HTTP://a:3000 --allowed-origin *"
+    flags += " --log-level debug --rate-limit 30"
+    flags += " --allowed-origin HTTP://a:3000 --allowed-origin https://b:443 --allowed-origin *"
     options = parse_options(flags.split())
     model, scheduler, image = options.model, options.config.engine.scheduler, options.config.image
     assert (model.model, model.name, model.dtype, model.device, model.threads) == ("m/n", "x", "bfloat16", "cuda", 3)
@@ -44,7 +45,7 @@ def test_every_flag_lands() -> None:
     assert (options.config.max_queue, options.config.engine.workers_per_engine) == (5, 2)
     assert (options.config.engine.data_parallel_size, options.config.router_policy) == (3, "least-tokens")
     assert (options.config.engine.drain_seconds, options.rate_limit, options.port) == (1.5, 30, 0)
-    assert (options.api_keys, options.allowed_origins) == (("k", "l"), ("http://a:3000", "*"))
+    assert (options.api_keys, options.allowed_origins) == (("k", "l"), ("http://a:3000", "https://b", "*"))
     assert "'k'" not in repr(options)
 
 
@@ -107,6 +108,7 @@ def test_key_from_the_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         "--allowed-origin a.example",
         "--allowed-origin https://a.example/path",
         "--allowed-origin https://*.example",
+        "--allowed-origin https://a.example?x",
         "--api-key= --api-key k",
         "--api-key-file /nowhere/keys",
         "--otlp-traces-endpoint localhost:4317",

@@ -442,3 +442,13 @@ def test_a_window_of_an_enlarged_map(box: Box, size: Size) -> None:
     padded = F.pad(F.interpolate(small, size=size, mode="nearest"), [1] * 4)
     window = Window.on(box, size, torch.device("cpu"))
     assert torch.equal(window.cut_grown_twice_as_large(small, 1), padded[:, :, top : bottom + 2, left : right + 2])
+
+
+def test_a_moment_beyond_float16_stays_a_number() -> None:
+    """Weighed with nothing, as a token in the box is, an infinite one would be none."""
+    unet = make_unet("sd")
+    layout = unet.page_layout("int8")
+    entry = Entry(torch.zeros(layout.entry_bytes(4), dtype=torch.uint8), layout, 4)
+    moments = torch.full((layout.num_moments, 4), 1e6)
+    entry.write(0, torch.zeros(2, layout.num_heads, 4, layout.head_dim), moments)
+    assert torch.isfinite(entry.moments[0]).all()
