@@ -21,7 +21,8 @@ from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.report import Value, print_report
-from model_executor.gpu_operators import TritonOperators, attend_alike
+from model_executor.gpu_attention import attend_alike
+from model_executor.gpu_operators import TritonOperators
 from model_executor.models.base import Row
 from model_executor.models.denoiser import Denoiser
 from model_executor.models.flux_transformer import FluxTransformer

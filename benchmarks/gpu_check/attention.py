@@ -1,4 +1,4 @@
-"""Attention of FLUX's shape by each way that there is: which one `gpu_operators.py` should take is to be measured."""
+"""Attention of FLUX's shape by each way that there is: which one `gpu_attention.py` should take is to be measured."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.gpu_check.bench import Bench, Call
 from benchmarks.gpu_check.flux import FluxBench
 from benchmarks.gpu_check.report import Figures
-from model_executor.gpu_operators import ROWS, Attend, attend_alike, attend_each, best_attend, varlen_attend
+from model_executor.gpu_attention import ROWS, Attend, attend_alike, attend_each, best_attend, varlen_attend
 from model_executor.ragged import spans
 
 NAME = "attention"

@@ -15,7 +15,8 @@ from benchmarks.gpu_check.bench import Bench, Call
 from benchmarks.gpu_check.boxes import box_tokens
 from benchmarks.gpu_check.sizes import FluxSize
 from core.page_scheme import PageDtype
-from model_executor.gpu_operators import Attend, GpuOperators
+from model_executor.gpu_attention import Attend
+from model_executor.gpu_operators import GpuOperators
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.flux_transformer import FluxTransformer
 from model_executor.operators import best_operators

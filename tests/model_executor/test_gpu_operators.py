@@ -22,18 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import model_executor
 from core.errors import ConfigError
-from model_executor import gpu_operators
-from model_executor.gpu_operators import (
-    GpuOperators,
-    Together,
-    attend_alike,
-    attend_each,
-    best_attend,
-    offsets,
-    places,
-    table,
-    varlen_attend,
-)
+from model_executor import gpu_attention, gpu_operators, gpu_tables
+from model_executor.gpu_attention import Together, attend_alike, attend_each, best_attend, varlen_attend
+from model_executor.gpu_operators import GpuOperators
+from model_executor.gpu_tables import offsets, places, table
 from model_executor.linear import LinearGroup, fused_linear, gpu_linear, plain_linear
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.denoiser import Denoiser
@@ -233,9 +225,9 @@ def test_attention_is_what_pytorch_prefers_there(
     capability: tuple[int, int],
     cudnn: int | None,
     flash: str | None,
-    chosen: gpu_operators.Attend,
+    chosen: gpu_attention.Attend,
 ) -> None:
-    monkeypatch.setattr(gpu_operators, "_capability", lambda device: capability)
+    monkeypatch.setattr(gpu_attention, "_capability", lambda device: capability)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
     monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: flash)
     half: Any = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16)
@@ -363,9 +355,9 @@ class NoTransfers(TorchDispatchMode):
 @pytest.mark.parametrize("model", MODELS, ids=["flux", "sd3"])
 @torch.inference_mode()
 def test_a_pass_neither_mixes_devices_nor_waits(
-    monkeypatch: pytest.MonkeyPatch, model: Model, attend: gpu_operators.Attend
+    monkeypatch: pytest.MonkeyPatch, model: Model, attend: gpu_attention.Attend
 ) -> None:
-    monkeypatch.setattr(gpu_operators, "upload", lambda x, device: x.to(device))
+    monkeypatch.setattr(gpu_tables, "upload", lambda x, device: x.to(device))
     denoiser = make_denoiser(model, META, torch.bfloat16, GpuOperators().attending(attend))
     rows = [make_row(denoiser, seed, META, torch.bfloat16) for seed in range(2)]
     pages, active = primed(denoiser, rows[0]), ACTIVE.to(META)
