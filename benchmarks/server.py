@@ -62,13 +62,15 @@ def start_server(
     flags: Sequence[str] = (),
     module: str = STENCIL,
     *,
+    root: Path = ROOT,
     environment: Mapping[str, str] | None = None,
     log: IO[bytes] | None = None,
 ) -> Iterator[Server]:
     """Spawn ``python -m entrypoints.serve``, or another module that takes a --port, with these flags; it has not
     answered yet. Terminated on leaving.
 
-    environment: added to this process' own. log: the server's stderr, instead of this process' own.
+    root: the source tree to run in. environment: added to this process' own. log: the server's stderr, instead of this
+    process' own.
     """
     host, port = "127.0.0.1", free_port()
     quiet = ["--log-level", "warning"] if module == STENCIL else []
@@ -76,7 +78,7 @@ def start_server(
     started = time.monotonic()
     with subprocess.Popen(
         command,
-        cwd=ROOT,
+        cwd=root,
         env={**os.environ, **(environment or {})},
         stdout=subprocess.DEVNULL,
         stderr=log,

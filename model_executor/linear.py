@@ -9,6 +9,7 @@ its batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TypeGuard
 
 import torch
@@ -47,8 +48,16 @@ def is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def has_onednn(x: Tensor) -> bool:
-    """Whether oneDNN multiplies matrices like this one."""
-    return x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16)
+    """Whether oneDNN multiplies matrices like this one: bfloat16 only on processors with AVX-512 or better."""
+    if x.device.type != "cpu":
+        return False
+    return x.dtype == torch.float32 or (x.dtype == torch.bfloat16 and _onednn_has_bfloat16())
+
+
+@cache
+def _onednn_has_bfloat16() -> bool:
+    supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return supported
 
 
 def onednn_product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gelu: bool = False) -> Tensor:

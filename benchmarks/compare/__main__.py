@@ -1,0 +1,81 @@
+"""This tree against another commit: `make compare REF=<commit>`.
+
+Pictures: every family, exact and mask-aware, in float32 and bfloat16, alone and in a batch, compared by hash. Speeds:
+two servers, asked in turns. Exits with status 1 if a picture differs; speeds are printed, since a busy machine says
+little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from benchmarks.compare import pictures
+from benchmarks.compare.checkpoints import make_all
+from benchmarks.compare.speed import Speed, compare_speeds, measures
+from benchmarks.compare.trees import Tree, this_tree, tree_of
+from benchmarks.report import print_report
+from benchmarks.server import end_with_parent
+from benchmarks.workload import IMAGE
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = _parse(argv)
+    with tempfile.TemporaryDirectory(prefix="compare-") as name:
+        folder = Path(name)
+        this, ref = this_tree(folder), tree_of(args.ref, folder)
+        models = make_all(folder)
+        differing = [] if args.only == "speed" else _compare_pictures(this, ref, models)
+        if args.only != "pictures":
+            _print_speeds(compare_speeds(this, ref, measures(models["flux_fill"]), args.rounds))
+    sys.exit(1 if differing else 0)
+
+
+def _compare_pictures(this: Tree, ref: Tree, models: Mapping[str, str]) -> list[str]:
+    """The names of pictures that differ, printed too."""
+    with ThreadPoolExecutor(2) as pool:
+        ours, theirs = pool.map(lambda tree: _hashes(tree, models), (this, ref))
+    differing = sorted(name for name in ours if ours[name] != theirs.get(name))
+    print(f"pictures: {len(ours) - len(differing)} of {len(ours)} are the same as in {ref.name}")
+    for name in differing:
+        print(f"  differs: {name}")
+    return differing
+
+
+def _hashes(tree: Tree, models: Mapping[str, str]) -> dict[str, str]:
+    command = [
+        sys.executable,
+        "-P",
+        pictures.__file__,
+        str(IMAGE),
+        *(f"{name}={path}" for name, path in models.items()),
+    ]
+    environment = tree.environment | {"OMP_NUM_THREADS": "1"}
+    output = subprocess.run(
+        command, cwd=tree.root, env=environment, stdout=subprocess.PIPE, check=True, preexec_fn=end_with_parent
+    ).stdout
+    found: dict[str, str] = json.loads(output)
+    return found
+
+
+def _print_speeds(speeds: Sequence[Speed]) -> None:
+    rows = [(speed.measure.name, f"{speed.ratio:.3f} +- {speed.spread:.3f}") for speed in speeds]
+    print_report("time by that of the other commit", rows, {speed.measure.name: speed.ratio for speed in speeds})
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ref", help="commit to compare with")
+    parser.add_argument("--only", choices=("pictures", "speed"), help="leave the other half out")
+    parser.add_argument("--rounds", type=int, default=15, help="of each speed, in turns (default: 15)")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""A small checkpoint of random weights of every family, the same for both trees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from tools.random_checkpoints import make_flux, make_flux_fill, make_qwen, make_qwen_edit, make_sd3
+from tools.random_unet_checkpoints import make_sd, make_sdxl
+
+MAKERS: Mapping[str, Callable[[Path], Path]] = {
+    "flux_fill": make_flux_fill,
+    "flux": lambda path: make_flux(path, guidance_embeds=True),
+    "sd3": make_sd3,
+    "qwen": make_qwen,
+    "qwen_edit": make_qwen_edit,
+    "sd": make_sd,
+    "sd_inpaint": lambda path: make_sd(path, in_channels=9),
+    "sdxl": make_sdxl,
+}
+
+
+def make_all(folder: Path) -> dict[str, str]:
+    """Family -> directory below `folder`; the embedded model's directory is empty: each tree has its own."""
+    return {"embedded": ""} | {name: str(make(folder / name)) for name, make in MAKERS.items()}

@@ -1,0 +1,99 @@
+"""Hashes of the pictures that one source tree makes, as one line of JSON: {family/dtype/edit: hash}.
+
+Run as a file with PYTHONPATH set to the tree, which may be older than this file. So it uses the public offline API
+alone, and only those parts of it that do not change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from entrypoints import Edit, ImageEngine, SamplingParams
+
+STEPS = 4
+DTYPES = ("float32", "bfloat16")
+COMMON: dict[str, Any] = {"num_inference_steps": STEPS, "seed": 7}
+GUIDED: dict[str, Any] = {"guidance_scale": 3.0, "true_cfg_scale": 2.5, "negative_prompt": "a hat"}
+"""Families use what they know of it: distilled guidance, classifier-free guidance, or both."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("image", type=Path, help="picture to edit")
+    parser.add_argument("models", nargs="+", help="NAME=DIRECTORY of each family; NAME= is the embedded model")
+    args = parser.parse_args()
+    found: dict[str, str] = {}
+    for model in args.models:
+        name, _, path = model.partition("=")
+        for dtype in DTYPES:
+            found |= {f"{name}/{dtype}/{edit}": digest for edit, digest in hashes(path, dtype, args.image)}
+    print(json.dumps(found))
+
+
+def hashes(path: str, dtype: str, image: Path) -> Iterator[tuple[str, str]]:
+    """(edit, hash) of every edit alone, and once more with all of them in one batch.
+
+    The second time every template is cached, so each mask-aware edit is hashed both cold and warm.
+    """
+    settings: dict[str, Any] = {"model": path} if path else {}
+    names, edits, samplings = zip(*cases(image), strict=True)
+    with ImageEngine(**settings, dtype=dtype, image_workers=1) as engine:
+        for name, edit, sampling in zip(names, edits, samplings, strict=True):
+            yield f"{name}/alone", _digest(engine.generate([edit], sampling, use_tqdm=False)[0])
+        together = engine.generate(list(edits), list(samplings), use_tqdm=False)
+        yield from ((f"{name}/together", _digest(result)) for name, result in zip(names, together, strict=True))
+
+
+def cases(image: Path) -> list[tuple[str, Edit, SamplingParams]]:
+    """Edits under a box, exact and mask-aware: plain, guided, weaker, of a picture with odd sides; one from nothing."""
+    picture, odd = _resized(image, (128, 128)), _resized(image, (150, 99))
+    plain = Edit(prompt="a red striped shirt", image=picture, mask_image=_box(picture))
+    found: list[tuple[str, Edit, SamplingParams]] = []
+    for is_masked in (False, True):
+        kind = "mask_aware" if is_masked else "exact"
+        sampling = SamplingParams(**COMMON, mask_aware=is_masked)
+        guided = SamplingParams(**COMMON, mask_aware=is_masked, **GUIDED)
+        weaker = SamplingParams(**COMMON, mask_aware=is_masked, strength=0.6)
+        with_full_steps = SamplingParams(**COMMON, mask_aware=is_masked, full_steps=2)
+        found += [
+            (f"{kind}/plain", plain, sampling),
+            (f"{kind}/guided", plain, guided),
+            (f"{kind}/weaker", plain, weaker),
+            (f"{kind}/full_steps", plain, with_full_steps),
+            (f"{kind}/odd", dataclasses.replace(plain, image=odd, mask_image=_box(odd)), sampling),
+        ]
+    generation = Edit(prompt="a blue plain coat", size=(128, 128))
+    return [*found, ("generation", generation, SamplingParams(**COMMON))]
+
+
+def _resized(image: Path, size: tuple[int, int]) -> Image.Image:
+    with Image.open(image) as opened:
+        return opened.convert("RGB").resize(size, Image.Resampling.BICUBIC)
+
+
+def _box(picture: Image.Image) -> Image.Image:
+    """White where to edit: a box of a fifth of each side, left of the middle."""
+    width, height = picture.size
+    mask = np.zeros((height, width), np.uint8)
+    mask[height * 2 // 5 : height * 4 // 5, width // 5 : width * 2 // 5] = 255
+    return Image.fromarray(mask)
+
+
+def _digest(result: Any) -> str:
+    if result.error is not None:
+        raise result.error
+    pixels: Sequence[Image.Image] = result.images
+    return hashlib.sha256(b"".join(image.tobytes() for image in pixels)).hexdigest()[:16]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Speeds of two trees, measured in turns on two servers that are both up: the ratio is what counts."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from benchmarks.compare.trees import Tree
+from benchmarks.server import Server, start_server
+from benchmarks.serving.client import Target, send_in_turn, warm_up
+from benchmarks.serving.dataset import EditCall, Mix, synthetic
+
+CLIENTS = 8
+TEMPLATES = "fixed:4"
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One figure, in seconds (lower is better). model: a directory, empty for the embedded model."""
+
+    name: str
+    model: str
+    steps: int
+    edits: int
+    clients: int
+    mask_aware: bool = True
+
+
+def measures(tiny: str) -> list[Measure]:
+    """tiny: a checkpoint whose step takes about a millisecond, so that what the engine adds to a step shows."""
+    return [
+        Measure("lone warm edit, 8 steps", "", 8, 4, 1),
+        Measure("lone warm edit, 28 steps", "", 28, 3, 1),
+        Measure("lone exact edit, 8 steps", "", 8, 3, 1, mask_aware=False),
+        Measure("8 clients, 16 warm edits, 8 steps", "", 8, 16, CLIENTS),
+        Measure("tiny model, lone edit, 200 steps", tiny, 200, 2, 1),
+        Measure("tiny model, 8 clients, 100 steps", tiny, 100, 8, CLIENTS),
+    ]
+
+
+@dataclass(frozen=True)
+class Speed:
+    """seconds of both trees, round by round."""
+
+    measure: Measure
+    this: Sequence[float]
+    ref: Sequence[float]
+
+    @property
+    def ratio(self) -> float:
+        """This tree's time by the other's, the median over rounds; above 1: this tree is slower."""
+        return statistics.median(this / ref for this, ref in zip(self.this, self.ref, strict=True))
+
+    @property
+    def spread(self) -> float:
+        """Half of the ratio's middle half over rounds: a change smaller than that is noise."""
+        ratios = [this / ref for this, ref in zip(self.this, self.ref, strict=True)]
+        low, _, high = statistics.quantiles(ratios, n=4)
+        return (high - low) / 2
+
+
+def compare_speeds(this: Tree, ref: Tree, wanted: Sequence[Measure], rounds: int) -> list[Speed]:
+    """All measures of a model with both its servers up, then those of the next model."""
+    found = []
+    for model in dict.fromkeys(measure.model for measure in wanted):
+        with _servers((this, ref), model) as (one, two):
+            targets = {this.name: one.url, ref.name: two.url}
+            for measure in (measure for measure in wanted if measure.model == model):
+                seconds = asyncio.run(_in_turns(measure, targets, rounds))
+                found.append(Speed(measure, seconds[this.name], seconds[ref.name]))
+    return found
+
+
+@contextmanager
+def _servers(trees: Sequence[Tree], model: str) -> Iterator[list[Server]]:
+    flags = ["--threads", "1", *(["--model", model] if model else [])]
+    with ExitStack() as stack:
+        servers = [
+            stack.enter_context(start_server(flags, root=tree.root, environment=tree.environment)) for tree in trees
+        ]
+        for server in servers:
+            server.wait_for("/ready")
+        yield servers
+
+
+async def _in_turns(measure: Measure, urls: Mapping[str, str], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each round by tree; which tree goes first changes every round."""
+    calls = synthetic(Mix(template_reuse=TEMPLATES), measure.edits, np.random.default_rng(0))
+    calls = [_with_steps(call, measure.steps) for call in calls]
+    send = {name: _sender(url, measure, calls) for name, url in urls.items()}
+    for name, url in urls.items():
+        await warm_up(_target(url, measure), calls, measure.clients)
+        await send[name]()
+    seconds: dict[str, list[float]] = {name: [] for name in urls}
+    for number in range(rounds):
+        for name in list(urls)[:: 1 if number % 2 else -1]:
+            seconds[name].append(await send[name]())
+    return seconds
+
+
+def _sender(url: str, measure: Measure, calls: Sequence[EditCall]) -> Callable[[], Awaitable[float]]:
+    async def send() -> float:
+        return (await send_in_turn(_target(url, measure), calls, measure.clients)).seconds
+
+    return send
+
+
+def _target(url: str, measure: Measure) -> Target:
+    return Target(url, extra={"mask_aware": measure.mask_aware})
+
+
+def _with_steps(call: EditCall, steps: int) -> EditCall:
+    return replace(call, steps=steps)
