@@ -225,7 +225,7 @@ class StepScheduler:
             self._reporter.note_copy(done)
         self.pages.finish_copy(done)
         self._outputs += self._registrations.settle()
-        for request in self.in_order():
+        for request in () if done.ok else tuple(self.in_order()):
             request.begin_again_if_spoilt(self.workflow)
 
     def take_outputs(self) -> tuple[Output, ...]:

@@ -293,6 +293,8 @@ CORRUPTIBLE = {
     "png": lambda: file_of(noise(40, 40, 3)),
     "palette": lambda: file_of(Image.fromarray(noise(40, 40, 3)).convert("P"), transparency=3),
     "grey16": lambda: png_16(np.full((5, 5, 1), 7, np.uint16), 0, b"\0\7"),
+    "rgb16": lambda: png_16(np.full((5, 5, 3), 7, np.uint16), 2, b"\0\7" * 3),
+    "grey4": lambda: png_of(np.full((9, 5), 0x73, np.uint8), 10, 4, 0, b"\0\7", ALL_CHUNKS),
     "webp": lambda: file_of(noise(40, 40, 4), "WEBP", lossless=True),
     "lossy": lambda: file_of(noise(40, 40, 4), "WEBP"),
     "jpeg": lambda: file_of(noise(40, 40, 3), "JPEG", exif=ROTATED),
