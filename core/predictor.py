@@ -59,11 +59,11 @@ class Predictor:
     def others_of(self, request: Request) -> Iterable[tuple[str, float]]:
         """(stage, seconds) of what is left of a request but its steps."""
         for node in self._workflow.nodes:
-            if node.kind == "once" and request.progress.times_left(node):
+            if node.kind != "loop" and (times := request.progress.times_left(node)):
                 line = self._coefficients(request, node)
                 work = node_work(request, node)
                 pairs = zip(work.queries, work.keys, strict=True)
-                yield node.stage, line[0] + sum(extra_seconds(line, *pair) for pair in pairs)
+                yield node.stage, times * (line[0] + sum(extra_seconds(line, *pair) for pair in pairs))
 
     def base_seconds(self, requests: Sequence[Request]) -> float:
         """What a step takes whoever is in it; 0 if nobody is."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from core.handles import ArrayRef, TensorKey
     from core.load_report import RequestLoad
     from core.messages.engine import EditRequest
-    from core.stages import Progress
+    from core.stages import Progress, Workflow
     from core.template_pages import PageHold
 
 MAX_PROMPT_CHARACTERS = 32000  # the images API's own limit
@@ -146,7 +146,7 @@ class Request:
     exporting: TensorKey | None = None  # the transfer under way, if any
     sigmas: tuple[float, ...] = ()  # noise levels from the first step to 0; set by the image encoder's result
     hold: PageHold | None = None  # what it needs of the activation cache, once its noise levels are known
-    full_blocks: int = 0  # most blocks that a mask-aware step of it computed in full
+    full_blocks: int = 0  # most blocks that a mask-aware step of it computed in full, of the steps that are done
     waiting_load: RequestLoad | None = None  # what is left of it, reckoned once while it waits
     text_tokens: int = 0  # set by the text encoder's result
     prompt_truncated: bool = False  # likewise
@@ -185,6 +185,33 @@ class Request:
     def is_live(self) -> bool:
         """Whether it still wants work done."""
         return bool(TRANSITIONS[self.status])
+
+    @property
+    def is_spoilt(self) -> bool:
+        """Whether it computed blocks in full instead of waiting for their pages, and some of its pages then had to be
+        primed. It begins again: an edit that primes has the picture that its pages give, however soon a missing or
+        damaged file is noticed.
+        """
+        return self.is_live and self.full_blocks > 0 and self.hold is not None and self.hold.is_primed
+
+    def note_step(self) -> None:
+        """A step of it is done."""
+        if self.hold is not None:
+            self.full_blocks = max(self.full_blocks, len(self.hold.full_blocks))
+
+    def begin_again_if_spoilt(self, workflow: Workflow) -> None:
+        """Begin again at the first step, now or, with something in flight, at a later call; until then nothing more is
+        scheduled. What the text encoders gave stays.
+        """
+        if not self.is_spoilt:
+            return
+        self.progress.is_restarting = True
+        if self.progress.num_in_flight or self.exporting is not None:
+            return
+        assert self.hold is not None
+        self.hold.full_blocks, self.full_blocks = (), 0
+        self.exported.clear()
+        self.progress.restart(node.name for node in workflow.nodes if node.stage == "text_encode")
 
     def move_to(self, status: Status) -> None:
         """Change status; an illegal move raises ValueError."""

@@ -216,6 +216,7 @@ class StepScheduler:
         assert done.ref.handle is not None
         request.exporting = None
         request.exported[done.ref.key] = done.ref.handle
+        request.begin_again_if_spoilt(self.workflow)
         self._finish_ending(request)
 
     def apply_copy(self, done: PageCopied) -> None:
@@ -224,6 +225,8 @@ class StepScheduler:
             self._reporter.note_copy(done)
         self.pages.finish_copy(done)
         self._outputs += self._registrations.settle()
+        for request in () if done.ok else tuple(self.in_order()):
+            request.begin_again_if_spoilt(self.workflow)
 
     def take_outputs(self) -> tuple[Output, ...]:
         """What clients are to be told, in order; each is handed out once."""
@@ -270,7 +273,7 @@ class StepScheduler:
     def _open_ranks(self) -> tuple[set[int], set[int]]:
         """(ranks that may be given work, those of them that have none). What is out must be nearly done: a small step's
         round trip is then hidden behind it, and nobody who comes waits long. Nothing is sent ahead of a preview: it
-        would be late, and the next one skipped.
+        would be late.
         """
         out, limit = self.predict_out(), self.config.max_ahead_ms / 1e3
         idle = set(range(self.num_workers)) - out.keys()
@@ -307,6 +310,7 @@ class StepScheduler:
                 self._end(request, Status.FAILED, Failed(request_id=request.id, failure=item.failure))
         else:
             self._advance(request, node, item)
+        request.begin_again_if_spoilt(self.workflow)
         self._finish_ending(request)
 
     def _advance(self, request: Request, node: Node, item: ItemResult) -> None:
@@ -316,10 +320,14 @@ class StepScheduler:
             request.text_tokens, request.prompt_truncated = item.text_tokens, item.prompt_truncated
         if node.stage == "image_encode":
             request.sigmas = item.sigmas
+        if node.kind == "loop":
+            request.note_step()
         if not request.is_live:
             return
         if node.kind == "side":
             self._finish_preview(request, node, preview)
+        elif request.is_spoilt:
+            return  # it begins again
         elif node.name == self.workflow.output:
             self._finish(request)
         elif node.stage == "image_encode" and request.edit.is_mask_aware:
@@ -387,9 +395,5 @@ def _cache_manager(cache: CacheConfig) -> ActivationCacheManager:
     budgets = [TierBudget("host", cache.host_bytes)]
     if cache.device_bytes:
         budgets.insert(0, TierBudget("device", cache.device_bytes))
-    return ActivationCacheManager(
-        budgets,
-        has_disk=cache.disk_bytes > 0,
-        page_arena_id=PAGE_ARENA,
-        keep_all=cache.admission == "always",
-    )
+    keep_all = cache.admission == "always"
+    return ActivationCacheManager(budgets, has_disk=cache.disk_bytes > 0, page_arena_id=PAGE_ARENA, keep_all=keep_all)

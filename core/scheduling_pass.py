@@ -54,14 +54,13 @@ class SchedulingPass:
     _stage_ms: dict[int, float] = field(default_factory=dict)  # rank -> predicted milliseconds of stage work chosen
 
     def run(self, requests: Iterable[Request]) -> None:
-        """Choose among live requests, given most urgent first. Finishing work first (it frees places), then encoding,
-        previews, the step, and what may be primed along with it."""
+        """Choose among live requests, given most urgent first. Finishing work first (it frees places), then encoding
+        and previews, the step, and what may be primed along with it."""
         self._candidates = [(request, request.progress.ready(self.workflow)) for request in self._admit(requests)]
         self._choose_transfers()
         self._choose_stage_work(self._is_output)
         self._choose_template_encodes()
-        self._choose_stage_work(self._is_source)
-        self._choose_stage_work(_is_side)
+        self._choose_stage_work(self._is_source_or_side)
         self._choose_priming(self._choose_step())
 
     def _admit(self, requests: Iterable[Request]) -> list[Request]:
@@ -101,8 +100,9 @@ class SchedulingPass:
     def _is_output(self, node: Node) -> bool:
         return node.name == self.workflow.output
 
-    def _is_source(self, node: Node) -> bool:
-        return node.kind == "once" and not self._is_output(node)
+    def _is_source_or_side(self, node: Node) -> bool:
+        """Together, so that newcomers do not hold up a preview, which its request may wait for."""
+        return node.kind != "loop" and not self._is_output(node)
 
     def _can_run(self, request: Request, node: Node) -> bool:
         is_open = self.placement[node.name] in self.open_ranks
@@ -117,7 +117,7 @@ class SchedulingPass:
             return True
         if hold is None or not hold.is_reserved or not self.pages.has_latents(hold.template):
             return False
-        may_load = self.block_plan is not None
+        may_load = self.block_plan is not None and not hold.is_primed
         return self.pages.span(hold, request.sigmas[step], may_load=may_load) is not None
 
     def _choose_nodes(self, request: Request, nodes: Sequence[Node]) -> None:
@@ -169,7 +169,6 @@ class SchedulingPass:
         if hold is not None and self.block_plan is not None and request.is_masked_step(step):
             loading = self.pages.loading(hold, request.sigmas[step])
             hold.full_blocks = self.block_plan(request, loading) if loading else ()
-            request.full_blocks = max(request.full_blocks, len(hold.full_blocks))
 
     # ------------------------------------------------------------------------------------------------ priming
 
@@ -233,8 +232,7 @@ class SchedulingPass:
                     self._export(request, missing[0])
 
     def _is_handle_free(self, request: Request) -> bool:
-        """Whether nothing writes or reads the request's place in shared memory. What lies there unread (a preview that
-        the last step overtook) may be overwritten."""
+        """Whether nothing writes or reads the request's place in shared memory."""
         readers = (node for node in self.workflow.nodes if node.stage == "decode")
         return request.exporting is None and not any(node.name in request.progress.in_flight for node in readers)
 
@@ -265,7 +263,3 @@ class SchedulingPass:
                 self.batches.remove(batch)
                 return batch
         return Batch(next(self.batch_ids), node.stage, model, ranks, ())
-
-
-def _is_side(node: Node) -> bool:
-    return node.kind == "side"

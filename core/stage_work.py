@@ -127,7 +127,6 @@ def _denoise(request: Request, pages: TemplatePages) -> Denoise:
     edit, progress = request.edit, request.progress
     assert edit.sampling.guidance_scale is not None
     step = progress.steps_scheduled
-    preview_due = progress.preview_index(step + 1) is not None
     hold = request.hold if request.is_masked_step(step) else None
     return Denoise(
         step=step,
@@ -137,7 +136,7 @@ def _denoise(request: Request, pages: TemplatePages) -> Denoise:
         active=edit.active if hold else None,
         guidance_scale=edit.sampling.guidance_scale,
         true_cfg_scale=edit.sampling.true_cfg_scale or 1.0,
-        keep_clean=preview_due and not progress.is_preview_out,
+        keep_clean=progress.is_preview_next,
         pages=pages.span(hold, request.sigmas[step], may_load=True) if hold else None,
         full_blocks=hold.full_blocks if hold else (),
         template=pages.latents(hold.template) if hold else None,

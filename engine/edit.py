@@ -20,7 +20,8 @@ class EditInput:
     model, lora: see `core.model_choice.choose_model`. template_id: a registered template of `owner`, instead of an
     image; a template made of the result is `owner`'s, too. mask, mask_kind and padding_mask_crop (0..65535): see
     `core.messages.image_processor`. output_size: (width, height), None = the upload's. compression: 0..100, jpeg and
-    webp. partial_images: previews per image, 0..3. base64: outputs as base64 text, not file bytes.
+    webp. partial_images: previews per image, 0..3; there are at most as many as steps before the last. base64: outputs
+    as base64 text, not file bytes.
     """
 
     prompt: str
@@ -45,9 +46,10 @@ class EditInput:
 class EditReport:
     """How one image came about. mask_ratio: tokens under the mask and its margin / image tokens. active_tokens: those
     computed per step, which are all in an exact run. exact_reason: why it was one; None: it ran mask-aware. full_steps:
-    steps that computed every token. cache, tier, primed, full_blocks: see `core.messages.engine.Finished`. ms:
-    milliseconds by part. engine: the number of the engine that made it. template_id: the template that the image
-    became, if it did. crop: the part of the upload that was edited, and that all token counts are of; None: the whole.
+    steps that computed every token. cache, tier, primed, full_blocks: see `core.messages.engine.Finished`.
+    partial_images: previews that came before it. ms: milliseconds by part. engine: the number of the engine that made
+    it. template_id: the template that the image became, if it did. crop: the part of the upload that was edited, and
+    that all token counts are of; None: the whole. colour_lost: see `engine.colour.Colour.lost_in`.
     """
 
     mask_ratio: float
@@ -65,9 +67,11 @@ class EditReport:
     primed: bool = False
     full_steps: int = 0
     full_blocks: int = 0
+    partial_images: int = 0
     engine: int | None = None
     template_id: str | None = None
     crop: Box | None = None
+    colour_lost: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -261,6 +261,7 @@ class EditSession:
             output,
             engine=picture.engine,
             template_id=await self._capture(composed),
+            colour_lost=composed.colour_lost,
             preprocess_seconds=self._timing.prepared - self._timing.arrival,
             postprocess_seconds=postprocess,
         )

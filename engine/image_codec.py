@@ -24,13 +24,14 @@ from PIL import Image, JpegImagePlugin, PngImagePlugin, WebPImagePlugin  # noqa:
 
 from core.errors import EngineError, InvalidImageError, InvalidRequestError
 from core.messages.image_processor import OutputFormat
+from engine.colour import MAX_ICC_BYTES, NO_COLOUR, Colour
+from engine.png_chunks import bit_depth, low_bytes
 
 Bytes = npt.NDArray[np.uint8]
 Field = Literal["image", "mask", "mask_image"]  # the request field that a file came in
 
 FORMATS = ("PNG", "WEBP", "JPEG")
 MAX_SIDE: dict[OutputFormat, int] = {"png": 2**31 - 1, "webp": 16383, "jpeg": 65500}
-MAX_ICC_BYTES = 512 * 1024  # a larger profile is not carried over, so that `encoded_bytes` can be a bound
 
 # What Pillow's decoders raise on damaged files (found by cutting and flipping bytes of every format).
 _DECODE_ERRORS = (
@@ -61,12 +62,12 @@ _EXIF_ORIENTATION = 0x0112
 class Picture:
     """A decoded upload, upright. image: mode RGB, or RGBA if the file has transparency of any kind; 8 bits a channel.
 
-    icc_profile: the file's RGB colour profile, None if it has none (or one for another colour space). is_turned: its
-    EXIF data had it turned by 90 degrees, so that width and height are not the file's.
+    colour: what its values mean, as the file says. is_turned: its EXIF data had it turned by 90 degrees, so that width
+    and height are not the file's.
     """
 
     image: Image.Image
-    icc_profile: bytes | None = None
+    colour: Colour = NO_COLOUR
     is_turned: bool = False
 
 
@@ -85,8 +86,8 @@ def decode(data: Bytes, field: Field, max_pixels: int) -> Picture:
             with Image.open(io.BytesIO(data.data), formats=FORMATS) as file:
                 check_pixels(file.size, field, max_pixels)
                 file.load()
-                upright = _upright(file, _to_rgb(file))
-                return Picture(upright, _rgb_profile(file), is_turned=upright.size != file.size)
+                upright = _upright(file, _to_rgb(file, data))
+                return Picture(upright, Colour.of(file, data), is_turned=upright.size != file.size)
         except Image.DecompressionBombError as error:
             raise _too_large(str(error), field) from error
         except _DECODE_ERRORS as error:
@@ -126,15 +127,37 @@ def _pillow_limits(max_pixels: int) -> Iterator[None]:
         Image.MAX_IMAGE_PIXELS = before
 
 
-def _to_rgb(file: Image.Image) -> Image.Image:
+def _to_rgb(file: Image.Image, data: Bytes) -> Image.Image:
     """A loaded file's pixels as RGB or RGBA, without its metadata."""
     if file.mode.startswith("I"):
         return _from_grey_16(file)
-    transparency = file.info.get("transparency")
-    if isinstance(transparency, tuple):  # a 16-bit RGB file names its transparent colour in 16 bits
-        file.info["transparency"] = tuple(value >> 8 if max(transparency) > 255 else value for value in transparency)
+    transparent = file.info.get("transparency")
+    if file.format == "PNG" and file.mode in ("L", "RGB") and transparent is not None:
+        depth = bit_depth(data)
+        if depth == 16:
+            return _from_rgb_16(file, data, transparent)
+        file.info["transparency"] = _at_8_bits(transparent, depth)
     image = file.convert("RGBA" if file.has_transparency_data else "RGB")
     image.info.clear()
+    return image
+
+
+def _at_8_bits(named: int | tuple[int, ...], depth: int) -> int | tuple[int, ...]:
+    """A PNG file's transparent colour, which it names at its own bit depth, as its pixels are decoded. Higher bits mean
+    nothing."""
+    if isinstance(named, tuple):
+        return tuple(value & 255 for value in named)
+    largest: int = (1 << depth) - 1
+    return (named & largest) * 255 // largest
+
+
+def _from_rgb_16(file: Image.Image, data: Bytes, transparent: tuple[int, ...]) -> Image.Image:
+    """A 16-bit RGB PNG; its transparent colour is compared in full."""
+    named = np.array(transparent, np.uint16)
+    matches = (np.asarray(file) == named >> 8).all(axis=2) & (low_bytes(data) == named & 255).all(axis=2)
+    image = file.convert("RGB")
+    image.info.clear()
+    image.putalpha(Image.fromarray(np.where(matches, 0, 255).astype(np.uint8)))
     return image
 
 
@@ -157,13 +180,6 @@ def _upright(file: Image.Image, image: Image.Image) -> Image.Image:
         return image
     transpose = _TRANSPOSES.get(orientation) if isinstance(orientation, int) else None
     return image if transpose is None else image.transpose(transpose)
-
-
-def _rgb_profile(file: Image.Image) -> bytes | None:
-    profile = file.info.get("icc_profile")
-    # Bytes 16..20 of a profile name its colour space: a grey or CMYK profile would be wrong on RGB pixels.
-    usable = isinstance(profile, bytes) and profile[16:20] == b"RGB " and len(profile) <= MAX_ICC_BYTES
-    return profile if usable else None
 
 
 # ------------------------------------------------------------------------------------------------------------ writing
@@ -196,29 +212,31 @@ def encode(
     image: Image.Image,
     output_format: OutputFormat,
     compression: int,
-    icc_profile: bytes | None,
+    colour: Colour,
     base64: bool,
     out: Bytes,
 ) -> int:
     """Write `image` (mode RGB or RGBA) as a file into `out`, uint8 [bytes]; returns the bytes written.
 
     compression: 0..100, quality of jpeg and webp; webp at 100 is lossless, hidden colours included. JPEG has no
-    transparency: it is flattened on white. base64: write the file as base64 text. Raises EngineError if `out` is too
-    small (nothing is written outside it), InvalidRequestError if the format cannot hold the size.
+    transparency: it is flattened on white. colour: as far as the format can say it. base64: write the file as base64
+    text. Raises EngineError if `out` is too small (nothing is written outside it), InvalidRequestError if the format
+    cannot hold the size.
     """
     check_output_size(*image.size, output_format)
     sink = _Sink(out, base64)
     match output_format:
         case "png":
-            _write_png(image, icc_profile, sink)
+            _write_png(image, colour, sink)
         case "webp":
-            image.save(cast(IO[bytes], sink), "WEBP", icc_profile=icc_profile or b"", **_webp_options(compression))
+            profile = colour.icc_profile or b""
+            image.save(cast(IO[bytes], sink), "WEBP", icc_profile=profile, **_webp_options(compression))
         case "jpeg":
             # 4:2:0 would smear the edge of a saturated edit at qualities asked for its sake.
             sampling = 0 if compression >= 90 else 2
             # Pillow takes 0 as "not given".
             quality = max(1, compression)
-            options = {"quality": quality, "subsampling": sampling, "icc_profile": icc_profile}
+            options = {"quality": quality, "subsampling": sampling, "icc_profile": colour.icc_profile}
             _flatten(image).save(cast(IO[bytes], sink), "JPEG", **options)
     return sink.finish()
 
@@ -289,13 +307,15 @@ _STRIP_BYTES = 1024 * 1024
 _UP_FILTER = 2
 
 
-def _write_png(image: Image.Image, icc_profile: bytes | None, sink: _Sink) -> None:
+def _write_png(image: Image.Image, colour: Colour, sink: _Sink) -> None:
     width, height = image.size
     color_type = 6 if image.mode == "RGBA" else 2
     sink.write(b"\x89PNG\r\n\x1a\n")
     _write_chunk(sink, b"IHDR", struct.pack(">IIBBBBB", width, height, 8, color_type, 0, 0, 0))
-    if icc_profile is not None:
-        _write_chunk(sink, b"iCCP", b"ICC Profile\0\0" + zlib.compress(icc_profile))
+    for kind, content in colour.chunks:
+        _write_chunk(sink, kind, content)
+    if colour.icc_profile is not None:
+        _write_chunk(sink, b"iCCP", b"ICC Profile\0\0" + zlib.compress(colour.icc_profile))
     deflate = zlib.compressobj(1, zlib.DEFLATED, zlib.MAX_WBITS, zlib.DEF_MEM_LEVEL, zlib.Z_RLE)
     for filtered in _filtered_strips(image):
         if piece := deflate.compress(filtered.data):

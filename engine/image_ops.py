@@ -52,6 +52,15 @@ class PreparedArrays:
 
 
 @dataclass(frozen=True, slots=True)
+class Composed:
+    """A result that has been written, of so many bytes. The fields are ComposedImage's."""
+
+    nbytes: int
+    size: Size
+    colour_lost: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class _Upload:
     picture: Picture
     keep: Bytes
@@ -103,24 +112,22 @@ def _view_of(upload: _Upload, job: PrepareEdit) -> tuple[Size, Box | None]:
     return frame, crop_region(mask_box(upload.keep), job.padding_mask_crop, size, frame)
 
 
-def compose(
-    job: ComposeImage, pixels: Bytes, image: Bytes | None, mask: Bytes | None, out: Bytes
-) -> tuple[int, tuple[int, int]]:
+def compose(job: ComposeImage, pixels: Bytes, image: Bytes | None, mask: Bytes | None, out: Bytes) -> Composed:
     """Paste `pixels` (uint8 [height, width, 3], generation size) into the original upload; encode that into `out`.
 
     Every channel of a pixel is ``round(source * a / 255 + generated * (1 - a / 255))`` with a its `keep`, so a = 255
     leaves it bit for bit. With an explicit mask the upload's alpha channel stays, and generated pixels are opaque in
     this formula: an edit is visible where the upload was transparent. Where the upload's own transparency was the mask,
     or nothing was masked, the result is opaque RGB. Palettes and 16-bit files leave as 8-bit RGB(A). `job.output_size`
-    resizes after all that. Returns (bytes written, size); raises as `prepare` and `encode` do.
+    resizes after all that. Raises as `prepare` and `encode` do.
     """
     upload = _read(image, mask, job.mask_kind, job.canvas_size, job.max_pixels)
     canvas = upload.picture.image.convert("RGB") if upload.own_mask else upload.picture.image
     paste_generated(canvas, pixels, upload.keep, job.crop)
     if job.output_size is not None and job.output_size != canvas.size:
         canvas = canvas.resize(job.output_size, Image.Resampling.LANCZOS)
-    written = encode(canvas, job.output_format, job.compression, upload.picture.icc_profile, job.base64, out)
-    return written, canvas.size
+    written = encode(canvas, job.output_format, job.compression, upload.picture.colour, job.base64, out)
+    return Composed(written, canvas.size, upload.picture.colour.lost_in(job.output_format))
 
 
 def scratch_bytes(native_size: int, token_size: int) -> int:

@@ -138,9 +138,14 @@ def _prepare(arena: Arena, job: PrepareEdit) -> PreparedEdit:
 
 def _compose(arena: Arena, job: ComposeImage) -> ComposedImage:
     pixels, out = arena.view(job.pixels), arena.view(job.out)
-    written, size = image_ops.compose(job, pixels, _bytes(arena, job.image), _bytes(arena, job.mask), out)
-    encoded = carve(job.out, 0, (written,), "uint8")
-    return ComposedImage(job_id=job.job_id, encoded=encoded, width=size[0], height=size[1])
+    composed = image_ops.compose(job, pixels, _bytes(arena, job.image), _bytes(arena, job.mask), out)
+    return ComposedImage(
+        job_id=job.job_id,
+        encoded=carve(job.out, 0, (composed.nbytes,), "uint8"),
+        width=composed.size[0],
+        height=composed.size[1],
+        colour_lost=composed.colour_lost,
+    )
 
 
 def _bytes(arena: Arena, ref: ArrayRef | None) -> Bytes | None:

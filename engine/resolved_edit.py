@@ -15,6 +15,7 @@ from core.messages.engine import EditRequest, Finished
 from core.messages.image_processor import PreparedEdit
 from core.model_info import ModelInfo
 from core.request import SamplingParams
+from core.stages import preview_steps
 from engine.edit import EditInput, EditReport
 from engine.mask_aware import ExactReason, resolve_full_steps, why_exact
 
@@ -59,6 +60,11 @@ class ResolvedEdit:
         return why_exact(self.sampling, self.model, self.config, self.prepared.active.size, self.num_tokens)
 
     @property
+    def num_partial_images(self) -> int:
+        """Previews of each image: as many as asked for, but one for each step before the last at most."""
+        return len(preview_steps(self.model.num_steps(self.sampling), self.edit.partial_images))
+
+    @property
     def _num_full_steps(self) -> int:
         """Steps that compute every token."""
         assert self.sampling.full_steps is not None
@@ -79,7 +85,7 @@ class ResolvedEdit:
         width, height = prepared.width, prepared.height
         assert self.sampling.seed is not None
         sampling = msgspec.structs.replace(self.sampling, seed=self.sampling.seed + index, n=1)
-        num_pictures = self.edit.partial_images + 1
+        num_pictures = self.num_partial_images + 1
         pixels = alloc(num_pictures * height * width * 3)
         latents = alloc(num_tokens * model.latent_width * 4)
         return EditRequest(
@@ -113,10 +119,12 @@ class ResolvedEdit:
         *,
         engine: int | None,
         template_id: str | None,
+        colour_lost: tuple[str, ...],
         preprocess_seconds: float,
         postprocess_seconds: float,
     ) -> EditReport:
-        """On one of its images. engine: which made it. template_id: of what it became, if it did."""
+        """On one of its images. engine: which made it. template_id: of what it became, if it did. colour_lost: of the
+        file."""
         prepared, ms = self.prepared, output.ms
         return EditReport(
             mask_ratio=self.mask_ratio,
@@ -133,9 +141,11 @@ class ResolvedEdit:
             primed=output.is_primed,
             full_steps=self._num_full_steps,
             full_blocks=output.full_blocks,
+            partial_images=self.num_partial_images,
             engine=engine,
             template_id=template_id,
             crop=prepared.crop,
+            colour_lost=colour_lost,
             ms={
                 "queue": ms["queue"],
                 "preprocess": preprocess_seconds * 1e3,

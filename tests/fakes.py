@@ -136,6 +136,7 @@ class FakeWorkers:
     primed: list[tuple[float, int, int]] = field(default_factory=list)  # noise level, first block, block after the last
     encoded_templates: int = 0
     full_blocks: int = 0  # most in any step
+    denoised: dict[str, list[int]] = field(default_factory=dict)  # request id -> its steps, as they were done
 
     def __post_init__(self) -> None:
         self.queues = [deque() for _ in range(self.num_ranks)]
@@ -170,6 +171,7 @@ class FakeWorkers:
                 assert item.work.step == self.next_step.get(item.request_id, 0), "steps out of order"
                 self.next_step[item.request_id] = item.work.step + (lost is None)
                 self.full_blocks = max(self.full_blocks, len(item.work.full_blocks))
+                self.denoised.setdefault(item.request_id, []).append(item.work.step)
             failure = Failure("engine", "told to") if item.request_id in self.fail else lost
             sigmas = self._touch_pages(item) if failure is None else ()
             items.append(ItemResult(item.request_id, item.node, text_tokens=3, sigmas=sigmas, failure=failure))
@@ -179,6 +181,7 @@ class FakeWorkers:
         """Read and write the cache as a worker would; the noise levels, of an image encoding."""
         match item.work:
             case ImageEncode() as work:
+                self.next_step[item.request_id] = 0
                 steps = work.num_inference_steps
                 return tuple(1 - i / steps for i in range(steps - work.num_denoising_steps, steps + 1))
             case EncodeTemplate() as work:

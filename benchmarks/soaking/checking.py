@@ -85,21 +85,10 @@ class References:
             self._compare(edit, delivery, key, came, answer)
 
     def _judge_partials(self, edit: Edit, delivery: Delivery, answer: Answer) -> None:
-        """A preview that is late is left out, and those after it move up: each is the reference's next one, or a later
-        one.
-        """
-        self._ledger.count("previews_skipped", edit.partial_images - len(answer.partials))
-        keys = [key for key in self._pictures if key[:2] == (edit.name, "partial")]
-        if len(keys) < edit.partial_images:
-            return  # one was late then
-        for _, picture in answer.partials:
-            came = decode(picture)
-            if not keys:
-                self._ledger.blame("wrong", "a partial image that comes too late", edit=edit, delivery=delivery)
-                return
-            nearest = min(keys, key=lambda key: Difference.between(came, self._pictures[key]).share)
-            self._compare(edit, delivery, nearest, came, answer)
-            keys = keys[keys.index(nearest) + 1 :]
+        for index, picture in answer.partials:
+            key = (edit.name, "partial", index)
+            if key in self._pictures:
+                self._compare(edit, delivery, key, decode(picture), answer)
 
     def _compare(self, edit: Edit, delivery: Delivery, key: Key, came: Pixels, answer: Answer) -> None:
         self._ledger.count("compared")
@@ -121,8 +110,10 @@ def _incomplete(edit: Edit, delivery: Delivery, answer: Answer) -> str:
     if len(answer.pictures) != edit.n:
         return f"{len(answer.pictures)} of {edit.n} pictures"
     indices = [index for index, _ in answer.partials]
-    if edit.n == 1 and (indices != list(range(len(indices))) or len(indices) > edit.partial_images):
-        return f"partial images {indices} of {edit.partial_images}"
+    if delivery.way == "stream" and sorted(indices) != sorted([*range(edit.num_previews)] * edit.n):
+        return f"partial images {indices} of {edit.num_previews} for each of {edit.n}"
+    if edit.n == 1 and indices != sorted(indices):
+        return f"partial images in the order {indices}"
     return ""
 
 

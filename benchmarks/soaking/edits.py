@@ -46,6 +46,11 @@ class Edit:
         return {"seed": self.seed, "num_inference_steps": self.steps, **dict(self.extras)}
 
     @property
+    def num_previews(self) -> int:
+        """Partial images of each image of its stream."""
+        return min(self.partial_images, self.steps - 1)
+
+    @property
     def inside(self) -> Area | None:
         """What its mask leaves open; None for a generation."""
         if self.template is None:

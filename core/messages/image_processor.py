@@ -82,12 +82,15 @@ class ComposeImage(Message, frozen=True):
 
 
 class ComposedImage(Message, frozen=True):
-    """The answer to ComposeImage: `encoded` is the written part of `out`, uint8 [bytes] (base64 text if asked)."""
+    """The answer to ComposeImage: `encoded` is the written part of `out`, uint8 [bytes] (base64 text if asked).
+    colour_lost: what the upload says of its colours and this file does not.
+    """
 
     job_id: int
     encoded: ArrayRef
     width: int
     height: int
+    colour_lost: tuple[str, ...] = ()
 
 
 class JobFailed(Message, frozen=True):

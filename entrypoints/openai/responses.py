@@ -90,6 +90,16 @@ def _template_ids(reports: Sequence[EditReport]) -> dict[str, Any]:
 
 
 def _notes(call: ImagesCall, report: EditReport) -> list[str]:
+    notes, made, asked = _notes_on_tokens(call, report), report.partial_images, call.edit.partial_images
+    if made < asked:
+        notes.append(f"{made} of {asked} partial images: the run has no more steps before its last one.")
+    if report.colour_lost:
+        names = ", ".join(report.colour_lost)
+        notes.append(f"What the image says of its colours ({names}) is not in the result, which may look different.")
+    return notes
+
+
+def _notes_on_tokens(call: ImagesCall, report: EditReport) -> list[str]:
     if call.operation == "image_generation":  # nobody expects one to leave anything out
         return []
     if report.unmasked:

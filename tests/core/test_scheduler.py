@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from random import Random
 
 import msgspec
 import pytest
@@ -12,7 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from core.config import SchedulerConfig
+from core.cost_model import Work
 from core.failure import Failure
+from core.handles import ModelKey
 from core.messages.engine import Aborted, Failed, Finished, PartialImage
 from core.messages.worker import BatchResult, Decode, Denoise, StepPlan
 from core.scheduler import StepScheduler
@@ -240,7 +243,7 @@ def test_partial_images_come_in_order_before_the_end() -> None:
     assert isinstance(outputs[-1], Finished)
 
 
-def test_a_preview_is_skipped_while_the_one_before_has_not_left() -> None:
+def test_a_step_that_a_preview_shows_waits_for_the_preview_before() -> None:
     scheduler, workers = make_scheduler(num_workers=2), FakeWorkers(num_ranks=2)
     scheduler.add(make_edit("a", steps=8, partial_images=3))
     kept = []
@@ -250,7 +253,53 @@ def test_a_preview_is_skipped_while_the_one_before_has_not_left() -> None:
             workers.submit(plan)
             kept += steps_kept(plan)
         apply_all(scheduler, workers.run_one(0))
-    assert kept == [1], "steps 2..8 were done before the first preview was decoded"
+    assert kept == [1], "the first preview has not been decoded"
+    assert workers.next_step["a"] == 3, "other steps go on"
+    outputs = run(scheduler, workers)
+    assert [(o.index, o.step) for o in outputs[:-1] if isinstance(o, PartialImage)] == [(0, 2), (1, 4), (2, 6)]
+
+
+@given(st.integers(1, 9), st.integers(0, 3), st.integers(1, 2), st.booleans(), st.randoms())
+def test_every_preview_is_told_whatever_the_order_in_which_workers_come_round(
+    steps: int, previews: int, num_workers: int, is_ahead: bool, random: Random
+) -> None:
+    ahead = {"max_ahead_ms": ANY_MS} if is_ahead else {}
+    scheduler = make_scheduler(num_workers=num_workers, **ahead)
+    workers = FakeWorkers(num_ranks=num_workers)
+    for name in "abc":
+        scheduler.add(make_edit(name, steps=steps, partial_images=previews))
+    told: dict[str, list[int]] = {name: [] for name in "abc"}
+    for turn in range(1000):
+        if (plan := scheduler.schedule(now=0.0)) is not None:
+            workers.submit(plan)
+        rank = random.randrange(num_workers) if turn < 200 else turn % num_workers  # none stands still for ever
+        apply_all(scheduler, workers.run_one(rank))
+        for output in scheduler.take_outputs():
+            if isinstance(output, PartialImage):
+                told[output.request_id].append(output.index)
+            else:
+                assert told[output.request_id] == list(range(min(previews, steps - 1))), "and before the end"
+        if not scheduler.num_requests:
+            return
+    raise AssertionError("they do not end")
+
+
+def test_newcomers_do_not_hold_up_a_preview() -> None:
+    scheduler, workers = make_scheduler(max_stage_ms=0.001), FakeWorkers()
+    for name in ("text_encode", "image_encode", "decode"):
+        key = scheduler.cost_key(ModelKey("m", "text_encoder" if name == "text_encode" else "vae"), name)
+        for _ in range(50):
+            scheduler.cost.observe(key, Work.of([256]), 0.05)
+    scheduler.add(make_edit("a", steps=4, partial_images=3))
+    told = 0
+    for number in range(40):
+        scheduler.add(make_edit(f"n{number}", steps=1, arrival=1.0 + number))
+        plan = scheduler.schedule(now=0.0)
+        if plan is not None:
+            workers.submit(plan)
+        apply_all(scheduler, workers.run_one(0))
+        told += sum(isinstance(output, PartialImage) for output in scheduler.take_outputs())
+    assert told == 3
 
 
 def test_no_preview_is_late_because_steps_are_sent_ahead() -> None:

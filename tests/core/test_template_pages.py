@@ -26,7 +26,7 @@ from core.messages.engine import (
     PrimeTemplate,
     TemplatePrimed,
 )
-from core.messages.worker import BatchResult, Prime, StepPlan
+from core.messages.worker import BatchResult, Denoise, ItemResult, Prime, StepPlan
 from core.model_info import ModelInfo
 from core.page_scheme import PageLayout, PageScheme
 from core.scheduler import StepScheduler
@@ -352,9 +352,9 @@ def make_auto_engine() -> Engine:
     return engine
 
 
-def begin_loading(engine: Engine) -> None:
+def begin_loading(engine: Engine, full_steps: int = 0) -> None:
     """Add an edit of the template on disk and let its clean latents arrive, but no page yet."""
-    engine.scheduler.add(make_masked("a3", content="a"))
+    engine.scheduler.add(make_masked("a3", content="a", full_steps=full_steps))
     pages = engine.workers.pages
     while not pages.copies:
         engine.step()
@@ -382,6 +382,67 @@ def test_a_step_whose_pages_get_lost_is_done_again() -> None:
     engine.run()
     assert engine.workers.next_step["a3"] == 8
     assert engine.finished("a3").cache == "miss"
+
+
+def lose(engine: Engine, ends: str) -> None:
+    """End the loads of pages whose keys end so: their files are gone."""
+    pages = engine.workers.pages
+    for key in [copy.key for copy in pages.copies if copy.key.endswith(ends)]:
+        pages.files.discard(key)
+        (index,) = (i for i, copy in enumerate(pages.copies) if copy.key == key)
+        engine.scheduler.apply_copy(pages.finish_copy(index))
+
+
+@pytest.mark.parametrize("full_steps", [0, 1])
+@pytest.mark.parametrize("steps_before", [1, 3, 8])
+def test_an_edit_that_must_prime_after_all_begins_again_over_whole_pages(full_steps: int, steps_before: int) -> None:
+    engine = make_auto_engine()
+    begin_loading(engine, full_steps=full_steps)
+    while engine.workers.next_step.get("a3", 0) < steps_before:
+        engine.step()
+    assert engine.workers.full_blocks or steps_before <= full_steps, "steps were done while the pages came up"
+    plan = engine.scheduler.schedule(now=0.0)  # the next step, or decoding, is out when a file turns out to be gone
+    assert plan is not None
+    engine.workers.submit(plan)
+    results = engine.workers.run_one(0)
+    lose(engine, engine.workers.pages.copies[-1].key)
+    for result in results:
+        assert isinstance(result, BatchResult)
+        engine.scheduler.apply(result)
+    engine.workers.full_blocks = 0
+    engine.workers.denoised.clear()
+    engine.run()
+    finished = engine.finished("a3")
+    assert (finished.cache, finished.tier, finished.full_blocks) == ("miss", None, 0)
+    assert engine.workers.full_blocks == 0, "nor in any step of what was painted in the end"
+    assert steps_before <= full_steps or engine.workers.denoised["a3"] == list(range(8))
+
+
+def test_a_cold_edit_waits_for_its_pages_however_late_missing_files_are_noticed() -> None:
+    """Its latents are known to be missing, and are made; of its pages nothing is known yet."""
+    engine = make_auto_engine()
+    engine.scheduler.add(make_masked("cold", content="new"))
+    while not engine.workers.pages.copies:
+        engine.step()
+    lose(engine, "latents")
+    for _ in range(5):
+        engine.step()
+    assert engine.workers.next_step["cold"] == 0
+    engine.run()
+    assert (engine.finished("cold").cache, engine.finished("cold").full_blocks) == ("miss", 0)
+
+
+def test_blocks_that_no_step_computed_in_full_are_not_told_of() -> None:
+    engine = make_auto_engine()
+    begin_loading(engine)
+    plan = engine.scheduler.schedule(now=0.0)
+    assert plan is not None
+    (item,) = (item for batch in plan.batches for item in batch.items)
+    assert isinstance(item.work, Denoise)
+    assert item.work.full_blocks
+    lost = ItemResult("a3", item.node, failure=Failure("pages_lost", "gone"))
+    engine.scheduler.apply(BatchResult(plan.batches[0].id, 0, 1.0, 0.01, (lost,)))
+    assert engine.scheduler._requests["a3"].full_blocks == 0
 
 
 def test_per_step_pages_are_kept_at_every_noise_level() -> None:

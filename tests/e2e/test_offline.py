@@ -338,7 +338,7 @@ async def test_decoding_on_a_second_worker_gives_the_same_bytes(checkpoint: Path
         to_input(make_edit(128, 128, i), SamplingParams(num_inference_steps=9 + i, seed=i), partial_images=1)
         for i in range(4)
     ]
-    # Steps enough that no preview is overtaken. One at a time: the batch, which may change the last bit, is the same.
+    # One at a time: the batch, which may change the last bit, is the same.
     async with start(checkpoint, workers=2) as two_workers:
         for i, edit in enumerate(edits):
             one = await run(one_worker, f"one-{i}", edit)

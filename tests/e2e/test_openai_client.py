@@ -7,6 +7,7 @@ import base64
 import io
 import json
 import time
+import zlib
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 import openai
 import pytest
 from pictures import BOX, alpha_mask, decode, encode, photo, white_mask
+from PIL import Image
 from server_process import ServerProcess
 
 PHOTO, ALPHA, WHITE = encode(photo()), alpha_mask(), white_mask()
@@ -172,7 +174,7 @@ def test_padding_mask_crop(client: openai.OpenAI, raw: httpx.Client) -> None:
         np.testing.assert_array_equal(out[~inside], photo(300, 200)[~inside])
         assert (out[inside] != photo(300, 200)[inside]).mean() > 0.5
     np.testing.assert_array_equal(painted[-1], painted[-2])
-    assert len(events) in (2, 3), "a preview that comes due while another is made is left out"
+    assert len(events) == 3
     assert several.stencil["ignored"] == []
     left, top, right, bottom = as_json["stencil"]["crop"]
     assert left <= 20 < 80 <= right
@@ -192,6 +194,22 @@ def test_n_images_are_the_edits_of_following_seeds(client: openai.OpenAI) -> Non
     assert difference.max() <= 1
     assert several.usage.output_tokens == 3 * single.usage.output_tokens
     assert several.usage.input_tokens == single.usage.input_tokens
+
+
+def test_a_pictures_gamma_goes_into_a_png_and_a_note_says_where_it_cannot(client: openai.OpenAI) -> None:
+    gamma = b"gAMA" + (100000).to_bytes(4, "big")
+    chunk = (4).to_bytes(4, "big") + gamma + zlib.crc32(gamma).to_bytes(4, "big")
+    header = 8 + 25  # signature, IHDR
+    upload = PHOTO[:header] + chunk + PHOTO[header:]
+    results = {
+        kind: client.images.edit(image=upload, mask=ALPHA, output_format=kind, **extra()) for kind in ("png", "jpeg")
+    }
+    files = {kind: base64.b64decode(result.data[0].b64_json) for kind, result in results.items()}
+    assert Image.open(io.BytesIO(files["png"])).info["gamma"] == 1.0
+    assert results["png"].stencil["notes"] == []
+    assert results["jpeg"].stencil["notes"] == [
+        "What the image says of its colours (gAMA) is not in the result, which may look different."
+    ]
 
 
 @pytest.mark.parametrize("output_format", ["png", "webp", "jpeg"])
@@ -255,6 +273,37 @@ def test_stream(client: openai.OpenAI) -> None:
     assert events[-1].b64_json == whole.data[0].b64_json
     assert events[-1].usage.total_tokens == whole.usage.total_tokens
     assert events[-1].stencil["seed"] == 1
+    assert events[-1].stencil["notes"] == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "previews"),
+    [
+        ({"num_inference_steps": 9}, 3),
+        ({"num_inference_steps": 3}, 2),
+        ({"num_inference_steps": 1}, 0),
+        ({"num_inference_steps": 6, "strength": 0.5, "mask_aware": False}, 2),
+    ],
+    ids=["enough steps", "three steps", "one step", "half of the steps"],
+)
+async def test_each_of_several_images_has_its_partial_images_and_a_note_says_where_they_are_fewer(
+    async_client: openai.AsyncOpenAI, fields: dict[str, Any], previews: int
+) -> None:
+    async def told() -> dict[int, list[int | None]]:
+        indices: dict[int, list[int | None]] = {}
+        stream = await async_client.images.edit(
+            image=PHOTO, mask=ALPHA, stream=True, partial_images=3, n=3, **extra(**fields)
+        )
+        async for event in stream:
+            words = event.to_dict()
+            indices.setdefault(words["image_index"], []).append(words.get("partial_image_index"))
+            if event.type == "image_edit.completed":
+                notes = [f"{previews} of 3 partial images: the run has no more steps before its last one."]
+                assert words["stencil"]["notes"] == (notes if previews < 3 else [])
+        return indices
+
+    for indices in await asyncio.gather(*(told() for _ in range(4))):
+        assert indices == {image: [*range(previews), None] for image in range(3)}
 
 
 async def test_async_stream_of_generations(async_client: openai.AsyncOpenAI) -> None:
@@ -262,6 +311,7 @@ async def test_async_stream_of_generations(async_client: openai.AsyncOpenAI) -> 
     events = [event async for event in stream]
     completed = [event for event in events if event.type == "image_generation.completed"]
     assert len(completed) == 2
+    assert len(events) == 4, "one partial image of each"
     assert len({event.stencil["seed"] for event in completed}) == 2
     assert all(event.type == "image_generation.partial_image" for event in events if event not in completed)
 

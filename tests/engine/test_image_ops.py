@@ -9,6 +9,7 @@ import itertools
 import struct
 import time
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ from core.errors import EngineError, InvalidImageError, InvalidRequestError
 from core.handles import ArrayRef
 from core.messages.image_processor import Box, ComposeImage, MaskKind, OutputFormat, PrepareEdit
 from engine import image_codec, image_ops
+from engine.colour import MAX_ICC_BYTES, Colour, PngChunk
+from engine.png_chunks import chunks_before_pixels
 
 NOWHERE = ArrayRef(0, 0, (0,), "uint8")
 MAX_PIXELS = 4_000_000
@@ -106,8 +109,8 @@ def compose_bytes(
         crop=crop,
     )
     out = np.zeros(room, np.uint8)
-    written, composed_size = image_ops.compose(job, pixels, image, mask, out)
-    return out[:written].tobytes(), composed_size
+    composed = image_ops.compose(job, pixels, image, mask, out)
+    return out[: composed.nbytes].tobytes(), composed.size
 
 
 def compose(*args: Any, **options: Any) -> Bytes:
@@ -151,7 +154,14 @@ def png_16(values: npt.NDArray[np.uint16], color_type: int, trns: bytes = b"") -
     """A 16-bit PNG written by hand: values [height, width, channels]."""
     height, width = values.shape[:2]
     rows = np.ascontiguousarray(values.reshape(height, -1).astype(">u2")).view(np.uint8)
-    chunks = [(b"IHDR", struct.pack(">IIBBBBB", width, height, 16, color_type, 0, 0, 0))]
+    return png_of(rows, width, 16, color_type, trns)
+
+
+def png_of(
+    rows: Bytes, width: int, depth: int, color_type: int, trns: bytes = b"", extra: Sequence[PngChunk] = ()
+) -> Bytes:
+    """A PNG of so many bits a sample: rows [height, bytes]. extra: further chunks before the pixels."""
+    chunks = [(b"IHDR", struct.pack(">IIBBBBB", width, len(rows), depth, color_type, 0, 0, 0)), *extra]
     chunks += [(b"tRNS", trns)] if trns else []
     chunks += [(b"IDAT", zlib.compress(np.pad(rows, ((0, 0), (1, 0))).tobytes())), (b"IEND", b"")]
     body = b"".join(struct.pack(">I", len(d)) + k + d + struct.pack(">I", zlib.crc32(k + d)) for k, d in chunks)
@@ -174,10 +184,54 @@ def test_16_bit_grey_compares_its_transparent_colour_in_full() -> None:
     assert pixels[..., 0].tolist() == [[0x12, 0x12], [0x12, 0xFF]]
 
 
-def test_16_bit_rgb_with_a_transparent_colour_decodes() -> None:
-    values = np.array([[[0x1200, 0x3400, 0x5600], [0xFFFF, 0, 0]]], np.uint16)
-    pixels = decoded(png_16(values, 2, struct.pack(">HHH", 0x1200, 0x3400, 0x5600)))
-    assert pixels[..., 3].tolist() == [[0, 255]]
+@pytest.mark.parametrize(
+    "colour", [(0x1234, 0x5678, 0x9ABC), (0, 0, 5), (5, 0, 0), (0x1200, 0x5600, 0x9A00), (0, 0, 0)]
+)
+def test_16_bit_rgb_compares_its_transparent_colour_in_full(colour: tuple[int, int, int]) -> None:
+    named = np.array(colour, np.uint16)
+    others = [named ^ np.array(bits, np.uint16) for bits in ((1, 0, 0), (0, 256, 0), (0, 0, 128), (1, 1, 1))]
+    swapped = named.byteswap() if (named.byteswap() != named).any() else named ^ 7
+    pixels = decoded(png_16(np.array([[named, *others, swapped, named]]), 2, struct.pack(">HHH", *colour)))
+    assert pixels[..., 3].tolist() == [[0, 255, 255, 255, 255, 255, 0]]
+    assert np.array_equal(pixels[0, 0, :3], named >> 8)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4, 8])
+@pytest.mark.parametrize("junk", [0, 0x300], ids=["clean", "higher bits set"])
+def test_every_grey_level_of_every_depth_can_be_the_transparent_one(depth: int, junk: int) -> None:
+    levels = np.arange(2**depth, dtype=np.uint8)
+    samples = (levels[:, None] >> np.arange(depth)[::-1]) & 1
+    rows = np.packbits(samples.reshape(1, -1), axis=1)
+    for level in levels.tolist():
+        if depth == 1 and junk:
+            continue  # Pillow takes any bit for the one
+        pixels = decoded(png_of(rows, len(levels), depth, 0, struct.pack(">H", level | junk)))
+        assert pixels[0, :, 3].tolist() == [0 if other == level else 255 for other in levels]
+        assert pixels[0, :, 0].tolist() == (levels * (255 // (2**depth - 1))).tolist()
+
+
+def test_the_transparent_colour_of_8_bit_rgb_has_8_bits() -> None:
+    rows = np.array([[1, 2, 3, 1, 2, 4]], np.uint8)
+    for named in ((1, 2, 3), (0x301, 0x302, 3)):
+        assert decoded(png_of(rows, 2, 8, 2, struct.pack(">HHH", *named)))[..., 3].tolist() == [[0, 255]]
+
+
+@pytest.mark.parametrize(("depth", "color_type"), [(2, 0), (4, 0), (16, 0), (16, 2)])
+def test_an_edit_of_a_transparent_colour_leaves_all_other_pixels(depth: int, color_type: int) -> None:
+    samples = np.zeros((32, 32), np.uint8)
+    samples[8:24, 8:24] = 3
+    if depth < 16:
+        bits = (samples[..., None] >> np.arange(depth)[::-1]) & 1
+        upload = png_of(np.packbits(bits.reshape(32, -1), axis=1), 32, depth, 0, struct.pack(">H", 3))
+    else:
+        channels = 3 if color_type else 1
+        values = np.repeat(samples[..., None].astype(np.uint16), channels, axis=2)
+        upload = png_16(values, color_type, struct.pack(f">{channels}H", *[3] * channels))
+    prepared = prepare(upload)
+    assert not prepared.unmasked
+    result = compose(np.full((*prepared.mask.shape, 3), 200, np.uint8), upload)
+    assert (result[samples == 0] == 0).all()
+    assert (result[12:20, 12:20] == 200).all()
 
 
 def test_cmyk_jpeg_becomes_rgb() -> None:
@@ -239,6 +293,8 @@ CORRUPTIBLE = {
     "png": lambda: file_of(noise(40, 40, 3)),
     "palette": lambda: file_of(Image.fromarray(noise(40, 40, 3)).convert("P"), transparency=3),
     "grey16": lambda: png_16(np.full((5, 5, 1), 7, np.uint16), 0, b"\0\7"),
+    "rgb16": lambda: png_16(np.full((5, 5, 3), 7, np.uint16), 2, b"\0\7" * 3),
+    "grey4": lambda: png_of(np.full((9, 5), 0x73, np.uint8), 10, 4, 0, b"\0\7", ALL_CHUNKS),
     "webp": lambda: file_of(noise(40, 40, 4), "WEBP", lossless=True),
     "lossy": lambda: file_of(noise(40, 40, 4), "WEBP"),
     "jpeg": lambda: file_of(noise(40, 40, 3), "JPEG", exif=ROTATED),
@@ -630,12 +686,97 @@ def test_colour_profile_is_kept_and_orientation_and_comments_are_not() -> None:
         assert b"private" not in encoded
 
 
+ALL_CHUNKS: tuple[PngChunk, ...] = (
+    (b"gAMA", struct.pack(">I", 100000)),
+    (b"cHRM", struct.pack(">8I", 31270, 32900, 68000, 32000, 26500, 69000, 15000, 6000)),
+    (b"cICP", bytes((9, 16, 0, 1))),
+    (b"mDCV", bytes(range(24))),
+    (b"cLLI", struct.pack(">II", 10_000_000, 4_000_000)),
+)
+
+
+def chunks_of(encoded: bytes) -> dict[bytes, bytes]:
+    found = chunks_before_pixels(np.frombuffer(encoded, np.uint8))
+    return {kind: bytes(content) for kind, content in found if kind != b"IHDR"}
+
+
+def upload_with(*chunks: PngChunk, side: int = 64) -> Bytes:
+    return png_of(noise(side, side * 3), side, 8, 2, extra=chunks)
+
+
+SRGB_CHUNK = (b"sRGB", b"\1")
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [ALL_CHUNKS[:1], ALL_CHUNKS[:2], ALL_CHUNKS[2:3], ALL_CHUNKS, (SRGB_CHUNK,)],
+    ids=["gAMA", "gAMA and cHRM", "cICP", "all", "sRGB"],
+)
+@pytest.mark.parametrize("crop", [None, (8, 8, 40, 40)], ids=["whole", "crop"])
+@pytest.mark.parametrize("size", [None, (48, 32)], ids=["its size", "resized"])
+def test_what_a_png_says_of_its_colours_is_kept(
+    chunks: tuple[PngChunk, ...], crop: Box | None, size: tuple[int, int] | None
+) -> None:
+    mask = alpha_mask(box_keep(64, 64, 10, 10, 30, 30))
+    encoded, _ = compose_bytes(noise(64, 64, 3), upload_with(*chunks), mask, crop=crop, size=size)
+    assert chunks_of(encoded) == dict(chunks)
+    Image.open(io.BytesIO(encoded)).load()
+
+
+DISPLAY_P3, SRGB_CODES = (b"cICP", bytes((12, 13, 0, 1))), (b"cICP", bytes((1, 13, 0, 1)))
+
+
+@pytest.mark.parametrize("output_format", ["webp", "jpeg"])
+@pytest.mark.parametrize(
+    ("chunks", "lost"),
+    [
+        ((), ()),
+        ((SRGB_CHUNK, ALL_CHUNKS[0]), ()),
+        (((b"gAMA", struct.pack(">I", 45455)),), ()),
+        ((SRGB_CODES, *ALL_CHUNKS[:2]), ()),
+        (ALL_CHUNKS[:1], ("gAMA",)),
+        (ALL_CHUNKS[:2], ("gAMA", "cHRM")),
+        (ALL_CHUNKS, ("cICP",)),
+        ((DISPLAY_P3, SRGB_CHUNK), ("cICP",)),
+    ],
+)
+def test_what_a_format_cannot_say_of_colours_is_told_where_it_is_not_srgb(
+    output_format: OutputFormat, chunks: tuple[PngChunk, ...], lost: tuple[str, ...]
+) -> None:
+    assert image_codec.decode(upload_with(*chunks), "image", MAX_PIXELS).colour.lost_in(output_format) == lost
+    assert image_codec.decode(upload_with(*chunks), "image", MAX_PIXELS).colour.lost_in("png") == ()
+
+
+def test_a_result_with_colour_chunks_can_be_edited_again() -> None:
+    mask = alpha_mask(box_keep(64, 64, 10, 10, 30, 30))
+    once, _ = compose_bytes(noise(64, 64, 3), upload_with(*ALL_CHUNKS), mask)
+    twice, _ = compose_bytes(noise(64, 64, 3), np.frombuffer(once, np.uint8), mask)
+    assert twice == once
+
+
+@pytest.mark.parametrize(
+    "chunk", [(b"gAMA", b"\0" * 5), (b"cICP", b"\1\1\0"), (b"mDCV", b""), (b"sBIT", b"\5\6\5"), (b"tEXt", b"a\0b")]
+)
+def test_chunks_of_wrong_length_or_that_say_nothing_of_colours_are_left_out(chunk: PngChunk) -> None:
+    encoded, _ = compose_bytes(noise(64, 64, 3), upload_with(chunk))
+    assert chunks_of(encoded) == {}
+
+
+def test_the_first_of_two_chunks_of_a_type_counts_and_a_profile_counts_before_srgb() -> None:
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    iccp = (b"iCCP", b"ICC Profile\0\0" + zlib.compress(profile))
+    second = (b"gAMA", struct.pack(">I", 50000))
+    encoded, _ = compose_bytes(noise(64, 64, 3), upload_with(ALL_CHUNKS[0], second, SRGB_CHUNK, iccp))
+    assert chunks_of(encoded) == dict([ALL_CHUNKS[0], iccp])
+
+
 def test_a_profile_of_another_colour_space_is_dropped() -> None:
     profile = bytearray(ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes())
     profile[16:20] = b"GRAY"
     upload = file_of(noise(16, 16), icc_profile=bytes(profile))
     encoded, _ = compose_bytes(noise(16, 16, 3), upload)
     assert "icc_profile" not in Image.open(io.BytesIO(encoded)).info
+    assert image_codec.decode(upload, "image", MAX_PIXELS).colour.lost_in("png") == ("ICC profile",)
 
 
 # ----------------------------------------------------------------------------------------------------- bytes and bounds
@@ -663,12 +804,12 @@ def test_noise_fits_its_bound_and_one_byte_less_than_needed_is_refused(
         bound = image_codec.encoded_bytes(width, height, channels, as_base64, output_format)
         assert bound <= image_codec.encoded_bytes(width, height, channels, as_base64)
         room = np.zeros(bound, np.uint8)
-        profile = noise(image_codec.MAX_ICC_BYTES).tobytes()
-        written = image_codec.encode(image, output_format, compression, profile, as_base64, room)
+        colour = Colour(noise(MAX_ICC_BYTES).tobytes(), ALL_CHUNKS)
+        written = image_codec.encode(image, output_format, compression, colour, as_base64, room)
         assert written <= bound
         tight = np.zeros(written + 64, np.uint8)
         with pytest.raises(EngineError, match="does not fit"):
-            image_codec.encode(image, output_format, compression, profile, as_base64, tight[: written - 1])
+            image_codec.encode(image, output_format, compression, colour, as_base64, tight[: written - 1])
         assert not tight[written - 1 :].any()
 
 

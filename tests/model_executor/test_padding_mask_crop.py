@@ -80,7 +80,7 @@ def ours(rig: Rig, photo: Image.Image, mask: Image.Image, padding: int) -> tuple
     room = np.zeros(10**6, np.uint8)
     settings: dict[str, Any] = {"output_size": None, "output_format": "png", "compression": 100, "base64": False}
     paste = ComposeImage(**common, **settings, pixels=NOWHERE, out=NOWHERE, crop=prepared.crop)
-    written, _ = image_ops.compose(paste, rig.run(edit), *files, room)
+    written = image_ops.compose(paste, rig.run(edit), *files, room).nbytes
     return np.asarray(Image.open(io.BytesIO(room[:written].tobytes()))), (width, height)
 
 
