@@ -33,8 +33,8 @@ from core.request import MAX_PROMPT_CHARACTERS
 
 RING_BYTES = 1024 * 1024
 """Room in a worker's ring for everything but the prompts."""
-PROMPT_BYTES = 4 * MAX_PROMPT_CHARACTERS
-"""The longest prompt in UTF-8; a plan may encode as many as there may be requests."""
+PROMPT_BYTES = 2 * 4 * MAX_PROMPT_CHARACTERS
+"""The longest prompt and negative prompt in UTF-8; a plan may encode as many pairs as there may be requests."""
 
 STOP_SECONDS = 5.0
 """How long a worker may take to finish its step and leave before it is killed."""

@@ -28,7 +28,7 @@ from engine.async_engine import AsyncEngine
 from engine.edit import EditInput, ImageOutput
 from engine.upload import BytesUpload
 from entrypoints import Edit, EditResult, ImageEngine
-from entrypoints.image_engine import _encode
+from entrypoints.pictures import encode_picture
 from tools.random_checkpoints import make_flux_fill
 
 Pixels = npt.NDArray[np.uint8]
@@ -316,8 +316,8 @@ def to_input(edit: Edit, sampling: SamplingParams, partial_images: int = 0) -> E
     return EditInput(
         prompt=edit.prompt,
         sampling=sampling,
-        image=BytesUpload(_encode(edit.image, "image")),
-        mask=BytesUpload(_encode(edit.mask_image, "mask")),
+        image=BytesUpload(encode_picture(edit.image, "image")),
+        mask=BytesUpload(encode_picture(edit.mask_image, "mask")),
         mask_kind="luminance",
         partial_images=partial_images,
     )
