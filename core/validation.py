@@ -30,11 +30,11 @@ def conform(new: Any) -> None:
     Values are replaced by what `conformed` returns, also in a frozen object. An object whose values have exactly the
     annotated types, as a decoded message has, costs one dictionary look-up.
     """
-    kind: Any = type(new)
+    kind = typing.cast(Any, type(new))
     if not isinstance(new, msgspec.Struct):
-        _conform_each(new, object.__setattr__)
+        _conform_each(new, kind, object.__setattr__)
     elif not _are_exact(kind, tuple(map(type, msgspec.structs.astuple(new)))):
-        _conform_each(new, msgspec.structs.force_setattr)
+        _conform_each(new, kind, msgspec.structs.force_setattr)
 
 
 def conformed(name: str, value: object, annotation: Any) -> Any:
@@ -60,8 +60,8 @@ def conformed(name: str, value: object, annotation: Any) -> Any:
         raise _invalid_type(name, str(error)) from error
 
 
-def _conform_each(new: Any, store: Callable[[Any, str, Any], None]) -> None:
-    for name, exact, annotation in _fields(type(new)):
+def _conform_each(new: Any, kind: Any, store: Callable[[Any, str, Any], None]) -> None:
+    for name, exact, annotation in _fields(kind):
         value = getattr(new, name)
         if type(value) not in exact:
             store(new, name, conformed(name, value, annotation))

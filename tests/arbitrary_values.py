@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 
-class Name(str, enum.Enum):
+class Name(enum.StrEnum):
     A = "a"
 
 
