@@ -18,8 +18,8 @@ def check_limits(arena_bytes: int, page_arena_bytes: int) -> None:
     largest, mapped = max(arena_bytes, page_arena_bytes), arena_bytes + page_arena_bytes
     if _limit(resource.RLIMIT_FSIZE) < largest:
         raise ConfigError(
-            f"a file may have {_gib(_limit(resource.RLIMIT_FSIZE))} here, and {_gib(largest)} of shared memory count as "
-            "one; raise the limit by `ulimit -f unlimited`"
+            f"a file may have {_gib(_limit(resource.RLIMIT_FSIZE))} here, and shared memory of {_gib(largest)} counts "
+            "as one; raise the limit by `ulimit -f unlimited`"
         )
     if _limit(resource.RLIMIT_AS) < mapped + LIBRARY_BYTES:
         raise ConfigError(

@@ -63,7 +63,7 @@ def some(fields: dict[str, st.SearchStrategy[Any]], most: int) -> st.SearchStrat
     return names.flatmap(lambda chosen: st.fixed_dictionaries({name: fields[name] for name in chosen}))
 
 
-calls = st.tuples(some(edit_fields, 3), some(sampling_fields, 3))
+calls = st.tuples(some(edit_fields, 2), some(sampling_fields, 2))
 
 
 @pytest.fixture(scope="module")
