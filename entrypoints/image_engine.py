@@ -334,11 +334,9 @@ def _to_input(edit: Edit, sampling: SamplingParams) -> EditInput:
 
 
 def _adapters(loras: Mapping[str, str | Path]) -> tuple[AdapterConfig, ...]:
-    loras = conformed("loras", loras, Mapping)
-    return tuple(
-        AdapterConfig(conformed("loras", name, str), str(conformed("loras", path, str | Path)))
-        for name, path in loras.items()
-    )
+    for name in conformed("loras", loras, Mapping):
+        check_filled("loras", conformed("loras", name, str))
+    return tuple(AdapterConfig(name, str(conformed("loras", path, str | Path))) for name, path in loras.items())
 
 
 def _all_of(name: str, values: Sequence[T], kind: type[T]) -> list[T]:

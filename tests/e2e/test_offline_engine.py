@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import threading
@@ -112,7 +113,6 @@ BROKEN = {
 def test_a_broken_message_costs_its_own_edit_and_leaves_no_trace(engine: ImageEngine, name: str) -> None:
     """What the doors should never let through: sound edits beside it do not notice, and nothing remembers it."""
     before, inner = processes(), engine._engine
-    start = time.monotonic()
 
     async def broken() -> list[object]:
         async with inner.edit(f"broken-{name}", BROKEN[name]) as outputs:
@@ -132,9 +132,8 @@ def test_a_broken_message_costs_its_own_edit_and_leaves_no_trace(engine: ImageEn
     thread.join()
     assert [result.error for result in results] == [None] * 6
     assert len(errors) == 1
-    assert time.monotonic() - start < 20
     assert processes() == before, "no process has ended"
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while inner.num_admitted:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -154,13 +153,28 @@ def test_bytes_that_are_no_message_end_neither_the_engine_nor_its_client(engine:
         client._handle_unreadable(b"nonsense", EngineError("a test"))  # type: ignore[arg-type]
 
     engine._run(send())
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while not heard:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert isinstance(heard[0], Failed)
     pixels(engine, EMPTY)
     assert processes() == before
+
+
+def test_a_broken_message_that_waited_for_an_engine_fails_when_one_is_up(engine: ImageEngine) -> None:
+    inner = engine._engine
+    next(child for child in psutil.Process().children() if "stencil-engine-0" in child.cmdline()).kill()
+
+    async def broken() -> list[object]:
+        while inner.router.is_ready:
+            await asyncio.sleep(0.001)
+        async with inner.edit("waited", BROKEN["cannot be encoded"]) as outputs:
+            return [output async for output in outputs]
+
+    with pytest.raises(EngineError, match="cannot be encoded"):
+        engine._run(broken())
+    pixels(engine, EMPTY)
 
 
 def test_a_closed_engine_says_so(tiny_checkpoint: Path) -> None:
@@ -185,7 +199,7 @@ def test_closing_while_another_thread_generates_ends_its_call(tiny_checkpoint: P
     while not engine._engine.num_requests_running:
         time.sleep(0.01)
     engine.close()
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
     assert len(errors) == 80
     assert type(None) in errors or all(issubclass(error, Exception) for error in errors)  # type: ignore[arg-type]
