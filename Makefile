@@ -24,8 +24,8 @@ test: $(DEV)  ## Run the tests, two at a time; pytest options by ARGS="-k schedu
 test-browser: $(DEV) $(BROWSER)  ## Run the playground's tests in Chromium, which is installed where it may be
 	npm --prefix tests/browser test
 
-fuzz: $(DEV)  ## Send a real server thousands of bad requests; how many by FUZZ_REQUESTS=20000
-	FUZZ_REQUESTS=$${FUZZ_REQUESTS:-6000} $(BIN)/python -m pytest -q -s tests/e2e/test_fuzz.py $(ARGS)
+fuzz: $(DEV)  ## Send a real server and an ImageEngine thousands of bad requests; how many by FUZZ_REQUESTS=20000
+	FUZZ_REQUESTS=$${FUZZ_REQUESTS:-6000} $(BIN)/python -m pytest -q -s tests/e2e/test_fuzz.py tests/e2e/test_fuzz_offline.py $(ARGS)
 
 lint: $(DEV)  ## Check style and formatting, the Dockerfile's too
 	$(BIN)/ruff check .

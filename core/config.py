@@ -1,16 +1,18 @@
 """Settings, parsed once and never changed. What is learnt at start-up travels in Ready messages instead.
 
-All are msgspec Structs, since child processes get theirs as msgpack.
+All are msgspec Structs, since child processes get theirs as msgpack. They are also the arguments of an ImageEngine: a
+value of the wrong type, or a number out of range, raises InvalidRequestError that names the field.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import msgspec
 
 from core.errors import ConfigError
+from core.validation import check_choice, check_decimal, check_integer, check_matches, conform
 
 Quantization = Literal["none", "torchao-int8", "bitsandbytes-8bit", "bitsandbytes-4bit"]
 """How a transformer's weights are quantised while they are loaded: by which package, to what."""
@@ -21,12 +23,18 @@ UNet's layers compiled by `torch.compile`, which takes minutes at the first star
 
 EMBEDDED_MODEL = str(Path(__file__).resolve().parent.parent / "model_executor" / "embedded")
 
+MAX_CACHE_BYTES = 2**46
+"""Address space that a process can have."""
+
 
 class AdapterConfig(msgspec.Struct, frozen=True):
     """A LoRA adapter that requests may choose by `name`. path: its safetensors file, or a folder that holds one."""
 
     name: str
     path: str
+
+    def __post_init__(self) -> None:
+        conform(self)
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,8 +46,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     share of the cores but one. mask_aware: whether edits may skip untouched tokens. cache_keyframes: auto (the
     checkpoint's calibration, else 5), per-step, or a number from 2 on, spread evenly over noise levels 0..1.
     cache_dtype: how pages are kept: auto (likewise, else int8), int8, bfloat16 or float32. priming_prompt: what
-    templates are primed with. adapters: served beside the model itself. Raises ConfigError for adapters of one name,
-    and for a quantization that there is not.
+    templates are primed with. adapters: served beside the model itself. Raises ConfigError for adapters of one name.
     """
 
     model: str = EMBEDDED_MODEL
@@ -57,11 +64,16 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     adapters: tuple[AdapterConfig, ...] = ()
 
     def __post_init__(self) -> None:
+        conform(self)
+        check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        check_choice("cache_dtype", self.cache_dtype, ("auto", "int8", "bfloat16", "float32"))
+        check_matches("device", self.device, r"auto|cpu|cuda(:[0-9]+)?", "auto, cpu, cuda or cuda:N")
+        keyframes = "auto, per-step or a number from 2 to 64"
+        check_matches("cache_keyframes", self.cache_keyframes, r"auto|per-step|0?[2-9]|[1-5][0-9]|6[0-4]", keyframes)
+        check_integer("threads", self.threads, 0, 1024)
         names = [self.name, *(adapter.name for adapter in self.adapters)]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ConfigError(f"--lora {twice}: adapters need names of their own, other than the model's")
-        if self.quantization not in get_args(Quantization):
-            raise ConfigError(f"unknown quantization {self.quantization!r}; use {', '.join(get_args(Quantization))}")
 
     @property
     def name(self) -> str:
@@ -85,6 +97,14 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_plans_in_flight: int = 2
     max_ahead_ms: float = 10.0
 
+    def __post_init__(self) -> None:
+        conform(self)
+        check_integer("max_num_seqs", self.max_num_seqs, 1, 4096)
+        check_integer("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**31)
+        check_decimal("max_stage_ms", self.max_stage_ms, 0, 60000)
+        check_integer("max_plans_in_flight", self.max_plans_in_flight, 1, 64)
+        check_decimal("max_ahead_ms", self.max_ahead_ms, 0)
+
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The activation cache's limits, in bytes per engine, and what it keeps.
@@ -107,6 +127,11 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     block_plan: Literal["off", "auto"] = "off"
 
     def __post_init__(self) -> None:
+        conform(self)
+        for name in ("host_bytes", "disk_bytes"):
+            check_integer(name, getattr(self, name), 0, MAX_CACHE_BYTES)
+        if self.device_bytes is not None:
+            check_integer("device_bytes", self.device_bytes, 0, MAX_CACHE_BYTES)
         if not 0 < self.gpu_memory_utilization <= 1:
             share = f"{self.gpu_memory_utilization:g}"
             raise ConfigError(f"--gpu-memory-utilization {share} is no share: above 0, at most 1")
@@ -132,6 +157,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     otlp_traces_endpoint: str = ""  # URL that spans are sent to; "" = none are made
 
     def __post_init__(self) -> None:
+        conform(self)
+        check_integer("workers_per_engine", self.workers_per_engine, 1, 64)
+        check_integer("data_parallel_size", self.data_parallel_size, 1, 256)
+        check_integer("data_parallel_rank", self.data_parallel_rank, 0, self.data_parallel_size - 1)
+        for name in ("drain_seconds", "hang_seconds", "start_seconds"):
+            check_decimal(name, getattr(self, name), 0)
         if self.workers_per_engine > 1 and self.cache.device_bytes:
             raise ConfigError(
                 f"{self.workers_per_engine} workers cannot share pages in device memory: the last worker decodes, "
@@ -161,6 +192,12 @@ class ImageConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_upload_bytes: int = 50 * 1024 * 1024
     max_pixels: int = 64 * 1024 * 1024
 
+    def __post_init__(self) -> None:
+        conform(self)
+        check_integer("image_workers", self.image_workers, 1, 256)
+        check_integer("max_upload_bytes", self.max_upload_bytes, 1, 2**32)
+        check_integer("max_pixels", self.max_pixels, 1, 2**31)
+
 
 RouterPolicy = Literal["round-robin", "least-requests", "least-tokens", "batch-cost", "mask-aware"]
 """How the router picks an engine, see core/routing.py."""
@@ -182,3 +219,6 @@ class StencilConfig(msgspec.Struct, frozen=True, kw_only=True):
     slo_seconds: float = 0.0
     arena_bytes: int = 8 * 1024**3
     template_bytes: int = 256 * 1024**2
+
+    def __post_init__(self) -> None:
+        conform(self)

@@ -12,6 +12,7 @@
     `-- EngineError            our fault
         |-- OutOfMemoryError   the device or an arena had no room
         |-- PagesLostError     cached activations on their way to a step did not arrive
+        |-- MessageError       a message between processes cannot be encoded or decoded
         `-- EngineDeadError    a process that held the request died
 
 A failure crosses a process as `core.failure.Failure` and becomes one of these again at whoever waits.
@@ -90,6 +91,10 @@ class PagesLostError(EngineError):
     """Cached activations that a step waited for did not arrive: their file was damaged, or the device had no room. The
     step has changed nothing, and they can be computed again.
     """
+
+
+class MessageError(EngineError):
+    """A message between two processes cannot be encoded, or not be decoded. Only the requests in it are affected."""
 
 
 class EngineDeadError(EngineError):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from core.validation import check_decimal, check_integer
+from core.validation import check_decimal, check_integer, check_length, conform
 
 if TYPE_CHECKING:
     from core.handles import ArrayRef, TensorKey
@@ -29,6 +29,7 @@ MAX_GUIDANCE = 100
 MIN_TIMEOUT, MAX_TIMEOUT = 0.001, 86400.0  # seconds
 MAX_MASK_MARGIN = 4096  # px
 MAX_PADDING_MASK_CROP = 65535  # px
+MIN_SIDE, MAX_SIDE = 16, 4096  # px, of a result whose size is asked for
 MAX_PRIORITY = 2**31 - 1
 
 PATIENCE_SECONDS = 60.0
@@ -50,7 +51,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     to the model's own. mask_aware, mask_margin (px, 0..4096), full_steps (0..200): mask-aware execution; see
     docs/architecture.md. priority: lower first. timeout: seconds, 0.001..86400.
 
-    A value out of range raises InvalidRequestError, also where a message is decoded.
+    A value of the wrong type or out of range raises InvalidRequestError, also where a message is decoded. NumPy scalars
+    of the right kind are taken.
     """
 
     num_inference_steps: int | None = None
@@ -81,6 +83,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return 1 if self.negative_prompt is None else 2
 
     def __post_init__(self) -> None:
+        conform(self)
         self._check_sampling()
         self._check_mask_aware()
         self._check_scheduling()
@@ -92,6 +95,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             scale = getattr(self, name)
             if scale is not None:
                 check_decimal(name, scale, 0, MAX_GUIDANCE)
+        if self.negative_prompt is not None:
+            check_length("negative_prompt", self.negative_prompt, MAX_PROMPT_CHARACTERS)
         check_integer("n", self.n, 1, MAX_IMAGES)
         if self.seed is not None:
             check_integer("seed", self.seed, 0, MAX_SEED - (self.n - 1))

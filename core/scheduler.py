@@ -110,6 +110,11 @@ class StepScheduler:
         self._requests[request.id] = request
         insort(self._order, request, key=urgency)
 
+    def refuse(self, request_id: str, failure: Failure) -> None:
+        """Answer a request that cannot be taken in."""
+        self._reporter.note_received()
+        self._outputs.append(Failed(request_id=request_id, failure=failure))
+
     def add_template(self, prime: PrimeTemplate) -> None:
         """Take a template to be primed and kept. An id that is already here raises ValueError."""
         if prime.request_id in self._requests or prime.request_id in self._registrations:

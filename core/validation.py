@@ -1,11 +1,131 @@
-"""Range checks of request fields: each raises InvalidRequestError with the code and wording of the OpenAI API."""
+"""Checks of values that come from outside: each raises InvalidRequestError that names the field.
+
+Types are held against annotations (`conform`, `conformed`), since neither Structs nor dataclasses check them when they
+are made; ranges are checked one by one, with the codes and wording of the OpenAI API.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+import re
+import types
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
 
 from core.errors import InvalidRequestError
+
+_NEVER_CONVERTED = (int, float, bool, type(None))
+_SCALARS = (int, float, bool, str, type(None))
+_MAX_SHOWN_BITS = 256
+
+
+def conform(new: Any) -> None:
+    """Hold every field of a Struct or dataclass against its annotation; to be called first in its ``__post_init__``.
+
+    Values are replaced by what `conformed` returns, also in a frozen object. An object whose values have exactly the
+    annotated types, as a decoded message has, costs one dictionary look-up.
+    """
+    kind = typing.cast(Any, type(new))
+    if not isinstance(new, msgspec.Struct):
+        _conform_each(new, kind, object.__setattr__)
+    elif not _are_exact(kind, tuple(map(type, msgspec.structs.astuple(new)))):
+        _conform_each(new, kind, msgspec.structs.force_setattr)
+
+
+def conformed(name: str, value: object, annotation: Any) -> Any:
+    """`value` as an `annotation`, or InvalidRequestError (``invalid_type``) with `name` as its param.
+
+    Nothing is guessed: a whole float is no integer, a bool is no number, and text must be encodable as UTF-8. NumPy's
+    scalars, and objects of subclasses of int, float and str, become Python's own; an integer that is to be a float
+    becomes one, and a list that is to be a tuple. Unions that hold classes other than Python's own scalars are checked
+    by class alone.
+    """
+    classes = _classes(annotation)
+    if classes is not None:
+        if isinstance(value, classes):
+            return value
+        expected = " | ".join(one.__name__ for one in classes if one is not type(None))
+        raise _invalid_type(name, f"expected `{expected}`, got `{type(value).__name__}`")
+    try:
+        plain = _plain(value)
+        if typing.get_origin(annotation) is typing.Literal and isinstance(plain, str):
+            check_choice(name, plain, typing.get_args(annotation))
+        return msgspec.convert(plain, annotation)
+    except (ValueError, RecursionError) as error:  # ValidationError and UnicodeEncodeError are ValueErrors
+        raise _invalid_type(name, str(error)) from error
+
+
+def _conform_each(new: Any, kind: Any, store: Callable[[Any, str, Any], None]) -> None:
+    for name, exact, annotation in _fields(kind):
+        value = getattr(new, name)
+        if type(value) not in exact:
+            store(new, name, conformed(name, value, annotation))
+
+
+@functools.lru_cache(maxsize=1024)
+def _are_exact(kind: Any, value_types: tuple[type, ...]) -> bool:
+    """Whether values of these types, one for each field of a class, need no further look."""
+    return all(one in exact for one, (_, exact, _) in zip(value_types, _fields(kind), strict=True))
+
+
+@functools.cache
+def _fields(kind: Any) -> tuple[tuple[str, frozenset[type], Any], ...]:
+    """(name, types that are right as they are, annotation) of each field of a Struct's or dataclass's class."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    names = kind.__struct_fields__ if issubclass(kind, msgspec.Struct) else kind.__dataclass_fields__
+    return tuple((name, _exact_types(hints[name]), hints[name]) for name in names)
+
+
+def _exact_types(annotation: Any) -> frozenset[type]:
+    """Text is never among them: it may hold half a surrogate pair."""
+    return frozenset(one for one in _members(annotation) if one in _NEVER_CONVERTED)
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    return typing.get_args(annotation) if is_union else (annotation,)
+
+
+@functools.cache
+def _classes(annotation: Any) -> tuple[type, ...] | None:
+    """The classes of a union that msgspec cannot tell apart; None for what it can."""
+    classes = tuple(typing.get_origin(one) or one for one in _members(annotation))
+    others = [one for one in classes if isinstance(one, type) and one not in (*_SCALARS, tuple)]
+    return classes if others else None
+
+
+def _plain(value: object) -> object:
+    """NumPy's scalars and subclasses of built-in types as Python's own, also within a list or tuple."""
+    match value:
+        case bool() | None | np.timedelta64():  # the last one is an np.integer, but no number
+            return value
+        case np.bool_():
+            return bool(value)
+        case int():
+            return int.__int__(value)
+        case np.integer():
+            return int(value)
+        case float():
+            return float.__float__(value)
+        case np.floating():
+            return float(value)
+        case str():
+            text = str.__str__(value)
+            text.encode()  # raises UnicodeEncodeError
+            return text
+        case list() | tuple():
+            return [_plain(one) for one in value]
+    return value
+
+
+def _invalid_type(name: str, why: str) -> InvalidRequestError:
+    message = f"Invalid type for '{name}': {why[:1].lower()}{why[1:]}."
+    return InvalidRequestError(message, param=name, code="invalid_type")
 
 
 def check_integer(name: str, value: int, low: int | None = None, high: int | None = None) -> None:
@@ -26,6 +146,19 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
         listed = ", ".join(f"'{choice}'" for choice in choices)
         message = f"Invalid value: '{shorten(value)}'. Supported values are: {listed}."
         raise InvalidRequestError(message, param=name)
+
+
+def check_matches(name: str, value: str, pattern: str, expected: str) -> None:
+    """The whole of `value` matches a regular expression, or ``invalid_value``; expected: what that allows, in words."""
+    if not re.fullmatch(pattern, value):
+        raise InvalidRequestError(f"Invalid value: '{shorten(value)}'. Supported values are: {expected}.", param=name)
+
+
+def check_filled(name: str, value: str) -> None:
+    """Not empty, or ``empty_string``."""
+    if not value:
+        message = f"Invalid '{name}': empty string. Expected a string with minimum length 1."
+        raise InvalidRequestError(message, param=name, code="empty_string")
 
 
 def check_length(name: str, value: str, high: int) -> None:
@@ -51,5 +184,12 @@ def _check_bounds(kind: str, name: str, value: float, low: float | None, high: f
 
 
 def _raise_bound(code: str, what: str, name: str, bound: str, value: float) -> None:
-    message = f"Invalid '{name}': {what}. Expected a value {bound}, but got {value} instead."
+    message = f"Invalid '{name}': {what}. Expected a value {bound}, but got {_shown(value)} instead."
     raise InvalidRequestError(message, param=name, code=code)
+
+
+def _shown(value: float) -> str:
+    """`value` as an error message quotes it; Python prints no integers of more than 4300 digits."""
+    if isinstance(value, int) and value.bit_length() > _MAX_SHOWN_BITS:
+        return f"an integer of {value.bit_length()} bits"
+    return str(value)

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from core.config import StencilConfig
 from core.errors import EngineDeadError, EngineError, InvalidRequestError, OverloadedError, StencilError
 from core.handles import ArrayRef
+from core.ipc.limits import check_limits
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.load_report import EngineStats, LoadReport, StepSample
 from core.model_choice import choose_model, kin
@@ -73,6 +74,7 @@ class AsyncEngine:
 
         Raises ConfigError or EngineError, and then leaves nothing behind.
         """
+        check_limits(self.config.arena_bytes, self.config.engine.cache.host_bytes)
         self._arena = Arena.create(0, self.config.arena_bytes)
         self.allocator = ArenaAllocator(self._arena)
         self.images = ImagePool(self.config.image, self._arena)

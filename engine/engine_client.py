@@ -18,12 +18,13 @@ import zmq
 import zmq.asyncio
 
 from core.config import EngineConfig
-from core.errors import ConfigError, EngineDeadError, StencilError
+from core.errors import ConfigError, EngineDeadError, MessageError, StencilError
 from core.failure import Failure
 from core.ipc.logs import of_request
 from core.ipc.process import ChildProcess, spawn
 from core.ipc.shared_array import Arena
 from core.load_report import EngineStats, LoadReport
+from core.messages.codec import MessageDecoder, encode
 from core.messages.engine import (
     Abort,
     Aborted,
@@ -42,6 +43,7 @@ from core.messages.engine import (
     TemplatePrimed,
     ToEngine,
 )
+from core.messages.salvage import readable_outputs
 from core.model_info import ModelInfo
 from engine.engine_process import EngineProcessConfig
 from engine.watchdog import SilenceWatch
@@ -85,7 +87,6 @@ class EngineClient:
         self._socket = self._context.socket(zmq.DEALER)
         self._process: ChildProcess | None = None
         self._waiters: dict[str, Waiter] = {}  # request id -> who hears of it
-        self._encoder = msgspec.msgpack.Encoder()
         self._ready: asyncio.Future[dict[str, ModelInfo]] = asyncio.get_running_loop().create_future()
         self._gone = asyncio.Event()
         self._start_seconds = start_seconds
@@ -205,11 +206,14 @@ class EngineClient:
     # ---------------------------------------------------------------------------------- messages
 
     def submit(self, request: EditRequest | PrimeTemplate, waiter: Waiter) -> None:
-        """Hand a request over; `waiter` hears every output, the last one terminal. Raises EngineDeadError."""
+        """Hand a request over; `waiter` hears every output, the last one terminal. Raises EngineDeadError; MessageError
+        for a request that cannot be encoded, of which nothing is kept.
+        """
         if self.error is not None:
             raise EngineDeadError(str(self.error))
+        payload = encode(request)
         self._waiters[request.request_id] = waiter
-        self._send(request)
+        self._send_bytes(payload)
 
     def drop(self, model: str, content_id: str) -> None:
         """Have a template's pages forgotten on every tier."""
@@ -222,8 +226,11 @@ class EngineClient:
             self._send(Abort(request_ids=request_ids))
 
     def _send(self, message: ToEngine) -> None:
+        self._send_bytes(encode(message))
+
+    def _send_bytes(self, payload: bytes) -> None:
         """Without a high-water mark a send succeeds at once or not at all."""
-        sent = self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+        sent = self._socket.send(payload, zmq.NOBLOCK)
         asyncio.ensure_future(sent).add_done_callback(self._check_sent)
 
     def _check_sent(self, sent: asyncio.Future[Any]) -> None:
@@ -231,9 +238,23 @@ class EngineClient:
             self.fail(EngineDeadError(f"the engine cannot be reached: {error}"))
 
     async def _receive(self) -> None:
-        decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+        decoder: MessageDecoder[FromEngine] = MessageDecoder(FromEngine)
         while True:
-            self._handle(decoder.decode(await self._socket.recv()))
+            payload = await self._socket.recv()
+            try:
+                message = decoder.decode(payload)
+            except MessageError as error:
+                self._handle_unreadable(payload, error)
+            else:
+                self._handle(message)
+
+    def _handle_unreadable(self, payload: bytes, error: MessageError) -> None:
+        """Hand out what can be read of it."""
+        logger.error("%s", error, extra=of_request(""))
+        self._silence.heard()
+        for output in readable_outputs(payload, error):
+            if output.request_id in self._waiters:
+                self._deliver(output)
 
     def _handle(self, message: FromEngine) -> None:
         self._silence.heard()

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from core.config import EngineConfig
@@ -47,6 +48,14 @@ class PlanSink(Protocol):
     def kill(self, rank: int) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class RefusedRequest:
+    """A request whose message could not be decoded, but for its id."""
+
+    request_id: str
+    failure: Failure
+
+
 class _ReportDue:
     """A note to itself: something has changed that was not told at once."""
 
@@ -62,7 +71,7 @@ class EngineCore:
         trace: EngineTrace | None = None,
         hang_seconds: float = EngineConfig().hang_seconds,
     ) -> None:
-        self.mailbox: asyncio.Queue[ToEngine | FromWorker | _ReportDue] = asyncio.Queue()
+        self.mailbox: asyncio.Queue[ToEngine | FromWorker | RefusedRequest | _ReportDue] = asyncio.Queue()
         self._scheduler = scheduler
         self._executor = executor
         self._emit = emit
@@ -135,10 +144,16 @@ class EngineCore:
         while not self.mailbox.empty():
             self._receive(self.mailbox.get_nowait())
 
-    def _receive(self, message: ToEngine | FromWorker | _ReportDue) -> None:
-        if isinstance(message, _ReportDue):
-            self._is_report_due = True
-            return
+    def _receive(self, message: ToEngine | FromWorker | RefusedRequest | _ReportDue) -> None:
+        match message:
+            case _ReportDue():
+                self._is_report_due = True
+            case RefusedRequest():
+                self._scheduler.refuse(message.request_id, message.failure)
+            case _:
+                self._take(message)
+
+    def _take(self, message: ToEngine | FromWorker) -> None:
         self._trace.received(message)
         match message:
             case EditRequest():

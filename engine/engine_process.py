@@ -21,14 +21,17 @@ import zmq
 import zmq.asyncio
 
 from core.config import EngineConfig
-from core.errors import StencilError
+from core.errors import MessageError, StencilError
 from core.failure import Failure
 from core.handles import PAGE_ARENA
+from core.ipc.logs import of_request
 from core.ipc.process import die_with_parent
 from core.ipc.shared_array import Arena
-from core.messages.engine import EngineAlive, EngineFailed, EngineReady, FromEngine, ToEngine
+from core.messages.codec import MessageDecoder, encode
+from core.messages.engine import EngineAlive, EngineFailed, EngineOutputs, EngineReady, FromEngine, ToEngine
+from core.messages.salvage import failure_of, read_member, sendable_outputs
 from core.scheduler import StepScheduler
-from engine.engine_core import EngineCore
+from engine.engine_core import EngineCore, RefusedRequest
 from engine.engine_trace import EngineTrace
 from engine.tracing import create_tracer
 from model_executor.executor import Executor
@@ -139,8 +142,7 @@ class _Link:
 
     def __init__(self, socket: zmq.asyncio.Socket, hang_seconds: float) -> None:
         self._socket = socket
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+        self._decoder: MessageDecoder[ToEngine] = MessageDecoder(ToEngine)
         self._beat(min(MAX_BEAT_SECONDS, hang_seconds / 8))
 
     def _beat(self, seconds: float) -> None:
@@ -152,10 +154,28 @@ class _Link:
         self._next_beat.cancel()
 
     def emit(self, message: FromEngine) -> None:
-        """Queue a message; never blocks, since the socket has no high-water mark."""
-        sent = self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+        """Queue a message; never blocks, since the socket has no high-water mark. An output that cannot be encoded
+        fails its own request.
+        """
+        try:
+            payload = encode(message)
+        except MessageError as error:
+            logger.error("%s", error, extra=of_request(""))
+            if not isinstance(message, EngineOutputs | EngineFailed):
+                raise
+            payload = encode(sendable_outputs(message))
+        sent = self._socket.send(payload, zmq.NOBLOCK)
         asyncio.ensure_future(sent).add_done_callback(_check_sent)
 
     async def feed(self, core: EngineCore) -> None:
         while True:
-            core.mailbox.put_nowait(self._decoder.decode(await self._socket.recv()))
+            payload = await self._socket.recv()
+            try:
+                message: ToEngine | RefusedRequest = self._decoder.decode(payload)
+            except MessageError as error:
+                request_id = read_member(payload, "request_id", str)
+                logger.error("%s", error, extra=of_request(request_id or ""))
+                if request_id is None:
+                    continue
+                message = RefusedRequest(request_id, failure_of(error))
+            core.mailbox.put_nowait(message)

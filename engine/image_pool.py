@@ -20,11 +20,13 @@ from dataclasses import dataclass
 import msgspec
 
 from core.config import ImageConfig
-from core.errors import EngineDeadError, EngineError, InvalidRequestError
+from core.errors import EngineDeadError, EngineError, InvalidRequestError, MessageError
+from core.failure import Failure
 from core.ipc.logs import of_request
 from core.ipc.process import ChildProcess, spawn
 from core.ipc.ring import Channel, PeerClosedError
 from core.ipc.shared_array import Arena
+from core.messages.codec import MessageDecoder, encode
 from core.messages.image_processor import (
     ComposedImage,
     ComposeImage,
@@ -71,8 +73,8 @@ class _Processor:
     is_dismissed: bool = False  # killed because nobody wants its job's result any more
 
     def take(self, job: ImageJob) -> None:
-        """Send it a job. Raises PeerClosedError when it is gone."""
-        self.channel.send(msgspec.msgpack.encode(job.message))
+        """Send it a job. Raises PeerClosedError when it is gone, and MessageError for a job that cannot be encoded."""
+        self.channel.send(encode(job.message))
         self.job = job
         self.cpu_seconds, self.is_standing = self._read_cpu_seconds(), False
         self.began = time.monotonic()
@@ -247,6 +249,8 @@ class ImagePool:
             job = self._queue.pop()
             try:
                 processor.take(job)
+            except MessageError as error:
+                job.fail(error)
             except PeerClosedError:  # it died idle, which is not the job's fault; its task will notice, too
                 self._processors.remove(processor)
                 self._queue.push_first(job)
@@ -304,10 +308,11 @@ class ImagePool:
 
     async def _watch(self, processor: _Processor) -> None:
         """Take a processor's answers until it dies or is stopped; then settle what it had in hand."""
-        decoder: msgspec.msgpack.Decoder[FromImageProcessor] = msgspec.msgpack.Decoder(FromImageProcessor)
+        decoder: MessageDecoder[FromImageProcessor] = MessageDecoder(FromImageProcessor)
         try:
             async for payload in processor.channel.messages():
-                self._take_answer(processor, decoder.decode(payload))
+                if (answer := _read_answer(decoder, payload, processor)) is not None:
+                    self._take_answer(processor, answer)
                 self._dispatch()
         except BaseException:
             self._stopping.set()  # a bug ends the pool: nobody may queue for what is going away
@@ -341,6 +346,19 @@ class ImagePool:
         else:
             self.num_retries += 1
             self._queue.push_first(job)
+
+
+def _read_answer(
+    decoder: MessageDecoder[FromImageProcessor], payload: bytes, processor: _Processor
+) -> FromImageProcessor | None:
+    """An answer that cannot be decoded is a failure of the one job that its processor has, if it has one."""
+    try:
+        return decoder.decode(payload)
+    except MessageError as error:
+        logger.error("%s: %s", processor.child.name, error, extra=processor.log_extra)
+        if processor.job is None:
+            return None
+        return JobFailed(job_id=processor.job.message.job_id, failure=Failure.of(error))
 
 
 def _limits(arena_id: int, max_pixels: int) -> ImageProcessorConfig:

@@ -8,6 +8,7 @@ out, since another can do its job again.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import resource
 import signal
@@ -17,13 +18,15 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from core.errors import InvalidRequestError
+from core.errors import InvalidRequestError, MessageError
 from core.failure import Failure
 from core.handles import ArrayRef
 from core.ipc.heap import return_freed_memory
+from core.ipc.logs import of_request
 from core.ipc.process import die_with_parent
 from core.ipc.ring import Channel, PeerClosedError
 from core.ipc.shared_array import Arena, carve
+from core.messages.codec import MessageDecoder, encode
 from core.messages.image_processor import (
     ComposedImage,
     ComposeImage,
@@ -33,8 +36,11 @@ from core.messages.image_processor import (
     PrepareEdit,
     ToImageProcessor,
 )
+from core.messages.salvage import failure_of, read_member
 from engine import image_ops
 from engine.image_codec import Bytes
+
+logger = logging.getLogger("stencil.images")
 
 NICENESS = 5
 """Above the server's own. On 2 cores with 6 other busy processes, a step beside two jobs took 3.2 times its time alone
@@ -87,14 +93,35 @@ def serve(arena: Arena, channel: Channel, cpu_seconds: float) -> None:
 
     A job that takes more than `cpu_seconds` of processor time ends the process: no decoder can be told to stop.
     """
-    decoder: msgspec.msgpack.Decoder[ToImageProcessor] = msgspec.msgpack.Decoder(ToImageProcessor)
+    decoder: MessageDecoder[ToImageProcessor] = MessageDecoder(ToImageProcessor)
     with contextlib.suppress(PeerClosedError):
         while True:
-            job = decoder.decode(channel.recv())
+            payload = channel.recv()
+            try:
+                job = decoder.decode(payload)
+            except MessageError as error:
+                _refuse(channel, payload, error)
+                continue
             signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # SIGPROF, which nobody catches
             answer = perform(arena, job)
             signal.setitimer(signal.ITIMER_PROF, 0.0)
-            channel.send(msgspec.msgpack.encode(answer))
+            channel.send(_encoded(answer))
+
+
+def _refuse(channel: Channel, payload: bytes, error: MessageError) -> None:
+    """Answer a job that cannot be decoded, but for its id."""
+    job_id = read_member(payload, "job_id", int)
+    if job_id is None:
+        logger.error("%s", error, extra=of_request(""))
+    else:
+        channel.send(encode(JobFailed(job_id=job_id, failure=failure_of(error))))
+
+
+def _encoded(answer: FromImageProcessor) -> bytes:
+    try:
+        return encode(answer)
+    except MessageError as error:
+        return encode(JobFailed(job_id=answer.job_id, failure=Failure.of(error)))
 
 
 def perform(arena: Arena, job: ToImageProcessor) -> FromImageProcessor:

@@ -19,7 +19,7 @@ import msgspec
 
 from core.admission import Outlook
 from core.config import CacheConfig, StencilConfig
-from core.errors import ConfigError, EngineDeadError, StencilError
+from core.errors import ConfigError, EngineDeadError, MessageError, StencilError
 from core.failure import NEVER_BEGUN, Failure
 from core.fleet import EditShape, Fleet
 from core.ipc.logs import of_request
@@ -219,12 +219,16 @@ class Router:
 
     def submit(self, request: EditRequest | PrimeTemplate, waiter: Waiter) -> None:
         """Hand a request to an engine; `waiter` hears every output, the last one terminal. Raises EngineDeadError when
-        all are gone for good.
+        all are gone for good, and MessageError for a request that cannot be sent; of what raises, nothing is kept.
         """
         if self.error is not None:
             raise EngineDeadError(str(self.error))
         placement = self._placements[request.request_id] = Placement(request, waiter)
-        self._place(placement)
+        try:
+            self._place(placement)
+        except BaseException:
+            del self._placements[request.request_id]
+            raise
 
     def drop(self, model: str, content_id: str) -> None:
         """Have a template's pages forgotten by every engine."""
@@ -264,6 +268,13 @@ class Router:
             self._metrics.observe_routed(choice.engine)
             return
         placement.engine = None
+
+    def _place_again(self, placement: Placement) -> None:
+        """Whose caller has left `submit`, and hears of an error as of any other."""
+        try:
+            self._place(placement)
+        except MessageError as error:
+            self._end(placement, Failed(request_id=placement.message.request_id, failure=Failure.of(error)))
 
     def _shape(self, request: EditRequest | PrimeTemplate) -> EditShape:
         info = self._models[request.model]
@@ -311,7 +322,7 @@ class Router:
             placement.was_retried = True
             if placement.num_deaths >= SUSPECT_DEATHS and isinstance(placement.message, EditRequest):
                 placement.message = msgspec.structs.replace(placement.message, runs_alone=True)
-            self._place(placement)
+            self._place_again(placement)
 
     # ---------------------------------------------------------------------------------- what engines say of themselves
 
@@ -320,7 +331,7 @@ class Router:
         self._fleet.restore(rank)
         for placement in list(self._placements.values()):
             if placement.engine is None:
-                self._place(placement)
+                self._place_again(placement)
 
     def on_report(self, rank: int, load: LoadReport, stats: EngineStats | None) -> None:
         """Take it in."""

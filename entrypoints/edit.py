@@ -20,14 +20,14 @@ _WITH_ALPHA, _WITHOUT_ALPHA = (".png", ".webp"), (".jpg", ".jpeg")
 def main(argv: list[str] | None = None) -> int:
     """Run the command; the exit status is 0, or 1 with one line on stderr."""
     args = _parse(argv)
-    edit = Edit(
-        prompt=args.prompt,
-        image=args.image,
-        mask=args.mask,
-        mask_image=args.mask_image,
-        padding_mask_crop=args.padding_mask_crop,
-    )
     try:
+        edit = Edit(
+            prompt=args.prompt,
+            image=args.image,
+            mask=args.mask,
+            mask_image=args.mask_image,
+            padding_mask_crop=args.padding_mask_crop,
+        )
         _check_output(args.output)
         sampling = SamplingParams(num_inference_steps=args.num_inference_steps, seed=args.seed)
         with ImageEngine(args.model, dtype=args.dtype, device=args.device) as engine:

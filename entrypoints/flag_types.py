@@ -7,11 +7,10 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from core.config import AdapterConfig
+from core.config import MAX_CACHE_BYTES, AdapterConfig
 
 _PAGE_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # other spellings
 _UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
-_MAX_CACHE_BYTES = 2**46  # address space that a process can have
 
 
 def whole_number(low: int, high: int) -> Callable[[str], int]:
@@ -26,7 +25,7 @@ def whole_number(low: int, high: int) -> Callable[[str], int]:
 def byte_count(text: str) -> int:
     match = re.fullmatch(r"([0-9]{1,18})([KMG]?)(?:i?B)?", text, re.IGNORECASE)
     size = int(match[1]) * _UNITS[match[2].upper()] if match else -1
-    if not 0 <= size <= _MAX_CACHE_BYTES:
+    if not 0 <= size <= MAX_CACHE_BYTES:
         raise argparse.ArgumentTypeError(f"'{text}' is not a number of bytes, such as 1000000, 512M or 4G")
     return size
 

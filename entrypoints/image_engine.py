@@ -6,7 +6,8 @@ A blocking face over the AsyncEngine that the server uses, which runs in a threa
 from __future__ import annotations
 
 import asyncio
-import io
+import logging
+import os
 import threading
 import uuid
 from collections.abc import Coroutine, Mapping, Sequence
@@ -15,8 +16,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import uvloop
 from PIL import Image
 from tqdm import tqdm
@@ -32,18 +31,25 @@ from core.config import (
     SchedulerConfig,
     StencilConfig,
 )
-from core.errors import InvalidImageError, InvalidRequestError, StencilError
+from core.errors import EngineError, InvalidRequestError, StencilError
 from core.model_info import ModelInfo
-from core.request import SamplingParams
+from core.request import (
+    MAX_PADDING_MASK_CROP,
+    MAX_PROMPT_CHARACTERS,
+    MAX_SIDE,
+    MIN_SIDE,
+    SamplingParams,
+)
+from core.validation import check_filled, check_integer, check_length, conform, conformed
 from engine.async_engine import AsyncEngine
 from engine.edit import EditInput, EditReport
 from engine.templates import Template
 from engine.upload import BytesUpload
+from entrypoints.pictures import ImageLike, decode_picture, encode_picture
+
+logger = logging.getLogger("stencil.offline")
 
 T = TypeVar("T")
-ImageLike = Image.Image | str | Path | bytes | npt.NDArray[np.uint8]
-"""A PIL image, a path, an encoded file, or an array uint8 [height, width(, 1..4)]."""
-
 _CACHE = CacheConfig()
 _NO_ADAPTERS: Mapping[str, str | Path] = MappingProxyType({})
 MAX_IN_FLIGHT = 64
@@ -55,10 +61,14 @@ class Edit:
     """One edit. mask: transparent = edit (as OpenAI's); mask_image: white = edit (as diffusers'); at most one of them.
 
     Without either, the image's own transparent area is edited, or all of it. Without an image, one is generated on an
-    empty canvas of `size` (width, height; default: the model's native square); with one, the result is resized to it.
+    empty canvas of `size` (width, height, 16..4096 px each; default: the model's native square); with one, the result
+    is resized to it. A photo is turned upright as its EXIF data says, whether it comes as a path or opened.
     template_id: a template of this engine (`ImageEngine.create_template`), instead of an image. padding_mask_crop: as
-    diffusers': edit only the mask's box and so many pixels around it, at the model's own resolution. lora: the
-    name of one of the engine's adapters.
+    diffusers': edit only the mask's box and so many pixels (0..65535) around it, at the model's own resolution. lora:
+    the name of one of the engine's adapters.
+
+    A value of the wrong type or out of range raises InvalidRequestError. Whether a picture can be used is seen when the
+    edit runs.
     """
 
     prompt: str
@@ -69,6 +79,19 @@ class Edit:
     template_id: str | None = None
     padding_mask_crop: int | None = None
     lora: str = ""
+
+    def __post_init__(self) -> None:
+        conform(self)
+        check_filled("prompt", self.prompt)
+        check_length("prompt", self.prompt, MAX_PROMPT_CHARACTERS)
+        for side in self.size or ():
+            check_integer("size", side, MIN_SIDE, MAX_SIDE)
+        if self.padding_mask_crop is not None:
+            check_integer("padding_mask_crop", self.padding_mask_crop, 0, MAX_PADDING_MASK_CROP)
+        if self.mask is not None and self.mask_image is not None:
+            raise InvalidRequestError("Give either 'mask' or 'mask_image', not both.", param="mask")
+        if self.image is not None and self.template_id is not None:
+            raise InvalidRequestError("Give either 'image' or 'template_id', not both.", param="template_id")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +109,12 @@ class ImageEngine:
 
     model: diffusers directory or hub id, default the embedded model. variant, dtype, quantization, device, threads,
     mask_aware, cache_keyframes, cache_dtype, priming_prompt: see ModelConfig; loras: name -> file of each adapter, see
-    AdapterConfig; cache: see CacheConfig; data_parallel_size: engines that edits are spread over. Raises ConfigError
-    when the model or an adapter cannot be loaded.
+    AdapterConfig; cache: see CacheConfig; data_parallel_size: engines that edits are spread over. Raises
+    InvalidRequestError for an argument of the wrong type or out of range, and ConfigError when the model or an adapter
+    cannot be loaded.
+
+    Belongs to the process that made it: a forked child has neither its thread nor its processes. There, and once it is
+    closed, every method raises EngineError.
     """
 
     def __init__(
@@ -123,7 +150,7 @@ class ImageEngine:
                         cache_keyframes=cache_keyframes,
                         cache_dtype=cache_dtype,
                         priming_prompt=priming_prompt,
-                        adapters=tuple(AdapterConfig(name, str(path)) for name, path in loras.items()),
+                        adapters=_adapters(loras),
                     ),
                 ),
                 scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
@@ -138,6 +165,7 @@ class ImageEngine:
         self._thread = threading.Thread(target=self._loop.run_forever, name="stencil", daemon=True)
         self._thread.start()
         self._is_closed = False
+        self._pid = os.getpid()
         try:
             self._engine = self._run(_start(config))
         except BaseException:
@@ -153,8 +181,11 @@ class ImageEngine:
     ) -> list[EditResult]:
         """Run all edits, batched; results are in the order of `edits`. One that fails has its error in its result.
 
-        sampling_params: one for all, or one per edit. Raises ValueError when their numbers differ.
+        sampling_params: one for all, or one per edit. Raises InvalidRequestError when their numbers differ, or for what
+        are no Edits or SamplingParams.
         """
+        self._check_open()
+        edits = _all_of("edits", edits, Edit)
         params = _per_edit(sampling_params, len(edits))
         with tqdm(total=len(edits), desc="Edits", unit="edit", disable=not use_tqdm) as progress:
             return self._run(self._generate(edits, params, progress))
@@ -173,15 +204,21 @@ class ImageEngine:
         """Register an image that is to be edited often, and compute what its edits with this adapter share: give the
         template's `id` as `Edit.template_id`. Raises InvalidRequestError.
         """
-        upload = BytesUpload(_encode(image, "image"))
+        self._check_open()
+        lora = conformed("lora", lora, str)
+        upload = BytesUpload(encode_picture(conformed("image", image, ImageLike), "image"))
         return self._run(self._engine.prime_template(f"offline-{uuid.uuid4().hex}", upload, lora=lora))
 
     def close(self) -> None:
-        """Stop the engine's processes. Idempotent."""
+        """Stop the engine's processes. What other threads have running ends first, with errors in its results.
+        Idempotent.
+        """
+        self._check_process()
         if not self._is_closed:
             self._is_closed = True
             try:
                 self._run(self._engine.shutdown(drain_seconds=0.0))
+                self._on_loop(_others_done())
             finally:
                 self._stop_loop()
 
@@ -214,6 +251,17 @@ class ImageEngine:
             self._on_loop(asyncio.wait({task}))
             raise
 
+    def _check_open(self) -> None:
+        self._check_process()
+        if self._is_closed:
+            raise EngineError("this ImageEngine is closed; make another one")
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise EngineError(
+                f"this ImageEngine belongs to process {self._pid}, and this is a fork of it; make one in each process"
+            )
+
     def _on_loop(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
@@ -229,6 +277,12 @@ async def _begin(coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
 
 async def _outcome(task: asyncio.Task[T]) -> T:
     return await task
+
+
+async def _others_done() -> None:
+    """Wait for the calls of other threads, which end by themselves once the engine has."""
+    if others := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(others)
 
 
 async def _start(config: StencilConfig) -> AsyncEngine:
@@ -250,98 +304,45 @@ async def _edit(engine: AsyncEngine, edit: Edit, sampling: SamplingParams) -> Ed
             finals = {output.image_index: (output, bytes(output.data)) async for output in outputs}
     except StencilError as error:
         return EditResult(error=error)
+    except Exception as error:  # the actor's edge: a bug costs one edit, not all that run with it
+        logger.exception("an edit failed")
+        return EditResult(error=EngineError(f"internal error: {error!r}"))
     ordered = [finals[index] for index in sorted(finals)]
     return EditResult(
-        images=[await asyncio.to_thread(_decode, data) for _, data in ordered],
+        images=[await asyncio.to_thread(decode_picture, data) for _, data in ordered],
         seeds=[output.seed for output, _ in ordered],
         reports=[output.report for output, _ in ordered if output.report is not None],
     )
 
 
 def _to_input(edit: Edit, sampling: SamplingParams) -> EditInput:
-    if edit.mask is not None and edit.mask_image is not None:
-        raise InvalidRequestError("Give either 'mask' or 'mask_image', not both.", param="mask")
-    _check_prompt(edit.prompt)
     is_generation = edit.image is None and edit.template_id is None
     mask = edit.mask if edit.mask is not None else edit.mask_image
     mask_name = "mask" if edit.mask is not None else "mask_image"
     return EditInput(
         prompt=edit.prompt,
         sampling=sampling,
-        image=None if edit.image is None else BytesUpload(_encode(edit.image, "image")),
-        mask=None if mask is None else BytesUpload(_encode(mask, mask_name)),
+        image=None if edit.image is None else BytesUpload(encode_picture(edit.image, "image")),
+        mask=None if mask is None else BytesUpload(encode_picture(mask, mask_name)),
         mask_kind="alpha" if edit.mask is not None else "luminance",
         template_id=edit.template_id,
-        padding_mask_crop=_padding(edit.padding_mask_crop),
+        padding_mask_crop=edit.padding_mask_crop,
         lora=edit.lora,
         canvas_size=edit.size if is_generation else None,
         output_size=None if is_generation else edit.size,
     )
 
 
-def _check_prompt(prompt: object) -> None:
-    """Refuses what is no text, which nothing behind this expects."""
-    if not isinstance(prompt, str):
-        message = f"Invalid 'prompt': expected a string, but got a {type(prompt).__name__} instead."
-        raise InvalidRequestError(message, param="prompt")
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:  # half of a surrogate pair
-        raise InvalidRequestError(f"Invalid 'prompt': {error.reason}.", param="prompt") from error
+def _adapters(loras: Mapping[str, str | Path]) -> tuple[AdapterConfig, ...]:
+    for name in conformed("loras", loras, Mapping):
+        check_filled("loras", conformed("loras", name, str))
+    return tuple(AdapterConfig(name, str(conformed("loras", path, str | Path))) for name, path in loras.items())
 
 
-def _padding(padding: object) -> int | None:
-    """Refuses what is no number of pixels; its range is checked with the rest."""
-    if padding is None or (isinstance(padding, int) and not isinstance(padding, bool)):
-        return padding
-    message = f"Invalid 'padding_mask_crop': expected an integer, but got a {type(padding).__name__} instead."
-    raise InvalidRequestError(message, param="padding_mask_crop")
-
-
-def _encode(image: ImageLike, name: str) -> bytes:
-    """The encoded file: as it is where there is one, else a lightly compressed PNG. Raises InvalidImageError."""
-    match image:
-        case bytes():
-            return image
-        case str() | Path():
-            return _read(Path(image), name)
-        case np.ndarray() | Image.Image():
-            return _to_png(image, name)
-    raise _unusable(name, f"a {type(image).__name__} is no image")
-
-
-def _to_png(image: Image.Image | npt.NDArray[np.uint8], name: str) -> bytes:
-    buffer = io.BytesIO()
-    try:
-        picture = image if isinstance(image, Image.Image) else _from_array(image)
-        picture.save(buffer, "PNG", compress_level=1)
-    except (OSError, SyntaxError, TypeError, ValueError) as error:  # Pillow's, for modes and files it cannot use
-        raise _unusable(name, str(error)) from error
-    return buffer.getvalue()
-
-
-def _from_array(array: npt.NDArray[np.uint8]) -> Image.Image:
-    if array.dtype != np.uint8:
-        raise TypeError(f"the array is {array.dtype}, expected uint8")
-    return Image.fromarray(array[..., 0] if array.ndim == 3 and array.shape[2] == 1 else array)
-
-
-def _unusable(name: str, why: str) -> InvalidImageError:
-    message = f"Invalid '{name}': {why}. Give an RGB, RGBA or L image, or a uint8 array of [height, width(, 1..4)]."
-    return InvalidImageError(message, param=name)
-
-
-def _read(path: Path, name: str) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise InvalidRequestError(f"Cannot read {path}: {error.strerror}.", param=name) from error
-
-
-def _decode(data: bytes) -> Image.Image:
-    image = Image.open(io.BytesIO(data))
-    image.load()
-    return image
+def _all_of(name: str, values: Sequence[T], kind: type[T]) -> list[T]:
+    """`values`, each of which is a `kind`. Raises InvalidRequestError."""
+    conformed(name, values, Sequence)
+    return [conformed(f"{name}[{index}]", value, kind) for index, value in enumerate(values)]
 
 
 def _per_edit(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
@@ -349,6 +350,10 @@ def _per_edit(params: SamplingParams | Sequence[SamplingParams] | None, count: i
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * count
-    if len(params) != count:
-        raise ValueError(f"{len(params)} sampling_params for {count} edits")
-    return list(params)
+    each = _all_of("sampling_params", params, SamplingParams)
+    if len(each) != count:
+        message = (
+            f"Invalid 'sampling_params': {len(each)} of them for {count} edits; give one for all, or one per edit."
+        )
+        raise InvalidRequestError(message, param="sampling_params")
+    return each

@@ -6,6 +6,8 @@ Imports no torch: it runs in the EngineCore's process.
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
 from typing import Self
@@ -14,11 +16,15 @@ import msgspec
 from msgspec import structs
 
 from core.config import EngineConfig
-from core.errors import EngineDeadError
+from core.errors import EngineDeadError, MessageError
 from core.failure import Failure
+from core.ipc.logs import of_request
 from core.ipc.process import ChildProcess, spawn
 from core.ipc.ring import Channel, PeerClosedError
+from core.messages.codec import MessageDecoder, encode
+from core.messages.salvage import WithheldItems, readable_result, sendable_plan
 from core.messages.worker import (
+    BatchResult,
     CostSample,
     FromWorker,
     Shutdown,
@@ -31,10 +37,12 @@ from core.messages.worker import (
 from core.model_info import ModelInfo
 from core.request import MAX_PROMPT_CHARACTERS
 
+logger = logging.getLogger("stencil.engine")
+
 RING_BYTES = 1024 * 1024
 """Room in a worker's ring for everything but the prompts."""
-PROMPT_BYTES = 4 * MAX_PROMPT_CHARACTERS
-"""The longest prompt in UTF-8; a plan may encode as many as there may be requests."""
+PROMPT_BYTES = 2 * 4 * MAX_PROMPT_CHARACTERS
+"""The longest prompt and negative prompt in UTF-8; a plan may encode as many pairs as there may be requests."""
 
 STOP_SECONDS = 5.0
 """How long a worker may take to finish its step and leave before it is killed."""
@@ -95,7 +103,19 @@ class Executor:
         for worker in self._workers:
             part = _part_of(plan, worker.rank)
             if part is not None:
-                worker.send(part)
+                self._send(worker, part)
+
+    def _send(self, worker: _Worker, plan: StepPlan) -> None:
+        """Items that cannot be encoded fail; the rest of the plan goes out."""
+        try:
+            worker.send(plan)
+        except MessageError as error:
+            logger.error("%s", error, extra=of_request(""))
+            saved = sendable_plan(plan, worker.rank, time.monotonic())
+            worker.withheld.update(saved.withheld)
+            worker.send(saved.plan)
+            for answer in saved.answers:
+                self._mailbox.put_nowait(answer)
 
     def kill(self, rank: int) -> None:
         """End a worker that does not answer; its death is then reported by `results`."""
@@ -143,6 +163,7 @@ class _Worker:
 
     def __init__(self, config: WorkerConfig, arena_fds: tuple[int, int], ring_bytes: int) -> None:
         self.rank = config.rank
+        self.withheld = WithheldItems()
         self._channel, child_fds = Channel.create(ring_bytes)
         self._process: ChildProcess = spawn(
             "model_executor.worker:main",
@@ -155,20 +176,30 @@ class _Worker:
     def send(self, message: ToWorker) -> None:
         # `receive` says that a worker died, once; a message on its way to it then has no reader.
         with suppress(PeerClosedError):
-            self._channel.send(msgspec.msgpack.encode(message))
+            self._channel.send(encode(message))
 
     async def receive(self, mailbox: asyncio.Queue[FromWorker]) -> None:
         """Forward what the worker says; its end is said as a WorkerFailed, after all it sent before."""
-        decoder = msgspec.msgpack.Decoder(FromWorker)
+        decoder: MessageDecoder[FromWorker] = MessageDecoder(FromWorker)
         failed = False
         async for payload in self._channel.messages():
-            message: FromWorker = decoder.decode(payload)
+            message = self._read(decoder, payload)
             failed = failed or isinstance(message, WorkerFailed)
-            mailbox.put_nowait(message)
+            if message is not None:
+                mailbox.put_nowait(message)
         if not failed:
             await self._process.wait()
             error = EngineDeadError(f"worker {self.rank} died ({self._process.describe_exit()})")
             mailbox.put_nowait(WorkerFailed(rank=self.rank, failure=Failure.of(error)))
+
+    def _read(self, decoder: MessageDecoder[FromWorker], payload: bytes) -> FromWorker | None:
+        """The message, of one that cannot be decoded what is left of it, or None."""
+        try:
+            message: FromWorker | None = decoder.decode(payload)
+        except MessageError as error:
+            logger.error("worker %d: %s", self.rank, error, extra=of_request(""))
+            message = readable_result(payload, error)
+        return self.withheld.complete(message) if isinstance(message, BatchResult) else message
 
     def kill(self) -> None:
         self._process.kill()

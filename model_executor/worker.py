@@ -6,10 +6,12 @@ after the settings that PyTorch reads once at import, so that a failing import i
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import tempfile
 import threading
+import time
 import traceback
 from contextlib import closing, suppress
 from pathlib import Path
@@ -19,12 +21,17 @@ import msgspec
 
 from core.cache_folder import user_cache_folder
 from core.config import CacheConfig
+from core.errors import MessageError
 from core.failure import Failure
+from core.ipc.logs import of_request
 from core.ipc.process import die_with_parent
 from core.ipc.ring import Channel, PeerClosedError
 from core.ipc.shared_array import Arena
 from core.memory_budget import CPU_REMEDIES, REMEDIES
+from core.messages.codec import MessageDecoder, encode
+from core.messages.salvage import WithheldItems, readable_plan, sendable_result
 from core.messages.worker import (
+    BatchResult,
     FromWorker,
     PageCopied,
     Shutdown,
@@ -41,6 +48,8 @@ if TYPE_CHECKING:
     from model_executor.resident import ResidentModels
     from model_executor.runner import Runner
     from model_executor.tensor_store import TensorStore
+
+logger = logging.getLogger("stencil.worker")
 
 CACHED_OPERATORS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": 256, "LRU_CACHE_CAPACITY": 32}
 """Compiled operators that oneDNN keeps, and, of each kind, PyTorch's layer over it. There is one for every shape, and
@@ -145,9 +154,18 @@ class EngineLink:
         self._sending = threading.Lock()
 
     def send(self, message: FromWorker) -> None:
-        """Raises PeerClosedError when the engine is gone."""
+        """Raises PeerClosedError when the engine is gone. An item's result that cannot be encoded fails its own
+        request.
+        """
+        try:
+            payload = encode(message)
+        except MessageError as error:
+            logger.error("%s", error, extra=of_request(""))
+            if not isinstance(message, BatchResult):
+                raise
+            payload = encode(sendable_result(message))
         with self._sending:
-            self._channel.send(msgspec.msgpack.encode(message))
+            self._channel.send(payload)
 
     def report(self, copied: PageCopied) -> None:
         """`send` for the I/O thread: that the engine is gone is the main thread's to notice."""
@@ -177,14 +195,30 @@ class Worker:
         self._store = store
         self._pages = pages
         self._runner = runner
-        self._decoder = msgspec.msgpack.Decoder(ToWorker)
+        self._decoder: MessageDecoder[ToWorker] = MessageDecoder(ToWorker)
+        self._withheld = WithheldItems()
 
     def run(self) -> None:
         """Until Shutdown. Raises PeerClosedError when the engine is gone, and whatever a plan cannot do that is not
         one request's: a component that does not load, a tensor to move that is not here."""
-        while isinstance(plan := self._decoder.decode(self._link.recv()), StepPlan):
+        while isinstance(plan := self._next(), StepPlan):
             self._execute(plan)
         assert isinstance(plan, Shutdown)
+
+    def _next(self) -> ToWorker:
+        """The next message that says anything; what can be done of a plan that cannot be decoded."""
+        while True:
+            payload = self._link.recv()
+            try:
+                return self._decoder.decode(payload)
+            except MessageError as error:
+                logger.error("%s", error, extra=of_request(""))
+                saved = readable_plan(payload, self._rank, time.monotonic(), error)
+            if saved is not None:
+                self._withheld.update(saved.withheld)
+                for answer in saved.answers:
+                    self._link.send(answer)
+                return saved.plan
 
     def close(self) -> None:
         """End the I/O thread; copies that wait are dropped."""
@@ -199,7 +233,7 @@ class Worker:
         for copy in plan.copies:
             self._pages.start(copy)
         for batch in plan.batches:
-            self._link.send(self._runner.run(batch))
+            self._link.send(self._withheld.complete(self._runner.run(batch)))
         for transfer in plan.transfers:
             self._link.send(TransferDone(rank=self._rank, ref=self._store.export(transfer.ref)))
         for key in plan.free:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from core.errors import OutOfMemoryError
+from core.errors import ConfigError, OutOfMemoryError
 from core.free_list import FreeList, round_up
 from core.handles import ArrayRef
 
@@ -43,13 +43,18 @@ class Arena:
 
     @classmethod
     def create(cls, arena_id: int, size: int) -> Arena:
-        """A new arena of `size` bytes (> 0) of zeros that takes no memory yet."""
+        """A new arena of `size` bytes (> 0) of zeros that takes no memory yet. Raises ConfigError where the system has
+        no room for it.
+        """
         if size <= 0:
             raise ValueError(f"an arena needs a positive size, not {size}")
         fd = os.memfd_create(f"stencil-arena-{arena_id}", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, size)
             return cls(arena_id, fd)
+        except OSError as error:
+            os.close(fd)
+            raise ConfigError(f"cannot map {size} bytes of shared memory: {error.strerror}") from error
         except BaseException:
             os.close(fd)
             raise

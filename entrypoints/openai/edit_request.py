@@ -11,6 +11,7 @@ from core.messages.image_processor import MaskKind, OutputFormat
 from core.model_choice import choose_model
 from core.model_info import ModelInfo
 from core.request import MAX_INFERENCE_STEPS, SamplingParams
+from core.validation import check_filled
 from engine.edit import EditInput
 from entrypoints.openai.fields import EDIT_FIELDS, GENERATION_FIELDS, QUALITY_FACTORS, Field, Value, parse_size
 from entrypoints.openai.submission import Submission
@@ -112,10 +113,9 @@ def _refuse_unsupported(values: Mapping[str, Value]) -> None:
 def _require_prompt(values: Mapping[str, Value]) -> str:
     if "prompt" not in values:
         raise missing("prompt")
-    if not values["prompt"]:
-        message = "Invalid 'prompt': empty string. Expected a string with minimum length 1."
-        raise InvalidRequestError(message, param="prompt", code="empty_string")
-    return str(values["prompt"])
+    prompt = str(values["prompt"])
+    check_filled("prompt", prompt)
+    return prompt
 
 
 def _require_image(submission: Submission) -> None:

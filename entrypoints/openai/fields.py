@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from core.errors import InvalidRequestError
-from core.request import MAX_PADDING_MASK_CROP, MAX_PROMPT_CHARACTERS
+from core.request import MAX_PADDING_MASK_CROP, MAX_PROMPT_CHARACTERS, MAX_SIDE, MIN_SIDE
 from core.validation import check_choice, check_decimal, check_integer, check_length, shorten
 
 Kind = Literal["string", "integer", "number", "boolean"]
@@ -210,6 +210,3 @@ def parse_size(text: str) -> tuple[int, int] | None:
         )
         raise InvalidRequestError(message, param="size")
     return int(match[1]), int(match[2])
-
-
-MIN_SIDE, MAX_SIDE = 16, 4096  # px

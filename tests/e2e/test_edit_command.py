@@ -67,3 +67,14 @@ def test_what_cannot_be_written_is_told_at_once(source: Path, name: str, capsys:
     error = capsys.readouterr().err
     assert error.startswith(f"error: cannot write '{out}'")
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--prompt", ""), ("--seed", "-1"), ("--padding-mask-crop", "-1")])
+def test_what_the_api_refuses_is_told_before_a_model_is_loaded(
+    source: Path, flag: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = {"--prompt": "p", "-o": str(source.with_name("out.png")), "--model": "/no/such/model", flag: value}
+    assert main([str(source), *(word for pair in arguments.items() for word in pair)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: Invalid '{flag[2:].replace('-', '_')}': ")
+    assert error.count("\n") == 1

@@ -28,7 +28,7 @@ from engine.async_engine import AsyncEngine
 from engine.edit import EditInput, ImageOutput
 from engine.upload import BytesUpload
 from entrypoints import Edit, EditResult, ImageEngine
-from entrypoints.image_engine import _encode
+from entrypoints.pictures import encode_picture
 from tools.random_checkpoints import make_flux_fill
 
 Pixels = npt.NDArray[np.uint8]
@@ -154,11 +154,11 @@ def test_a_crop_is_what_the_pipeline_paints_of_it_pasted_back(
     assert np.array_equal(pixels_of(result)[whole.mask_image == 0], whole.image[whole.mask_image == 0])
 
 
-def test_a_padding_that_is_none_is_refused(engine: ImageEngine) -> None:
+def test_a_padding_that_is_none_is_refused() -> None:
     for padding in (-1, 65536, 1.5, "8", True):
-        (result,) = engine.generate([replace(make_edit(64, 64), padding_mask_crop=padding)], use_tqdm=False)
-        assert isinstance(result.error, InvalidRequestError)
-        assert result.error.param == "padding_mask_crop"
+        with pytest.raises(InvalidRequestError) as caught:
+            replace(make_edit(64, 64), padding_mask_crop=padding)  # type: ignore[arg-type]
+        assert caught.value.param == "padding_mask_crop"
 
 
 def test_the_same_request_gives_the_same_bytes_alone_and_nearly_so_in_company(engine: ImageEngine) -> None:
@@ -212,20 +212,33 @@ UNUSABLE = [
     np.zeros((32, 32, 5), np.uint8),
     Image.new("CMYK", (32, 32)),
     Image.new("F", (32, 32)),
-    3,
+    np.zeros((0, 32, 3), np.uint8),
 ]
 
 
 def test_pictures_that_are_none_fail_alone(engine: ImageEngine) -> None:
     edits = [Edit(prompt="x", image=image) for image in UNUSABLE]
     masks = [Edit(prompt="x", image=picture(32, 32), mask_image=mask) for mask in UNUSABLE]
-    prompts = [replace(make_edit(32, 32), prompt=prompt) for prompt in (None, 3, "half \ud83d", "x" * 32001)]
-    *results, good = engine.generate([*edits, *masks, *prompts, make_edit(32, 32)], use_tqdm=False)
+    *results, good = engine.generate([*edits, *masks, make_edit(32, 32)], use_tqdm=False)
     assert good.error is None
-    for result, name in zip(results, ["image"] * 7 + ["mask_image"] * 7 + ["prompt"] * 4, strict=True):
-        assert isinstance(result.error, InvalidRequestError)
-        assert isinstance(result.error, InvalidImageError) == (name != "prompt")
+    for result, name in zip(results, ["image"] * 7 + ["mask_image"] * 7, strict=True):
+        assert isinstance(result.error, InvalidImageError)
         assert result.error.param == name
+
+
+@pytest.mark.parametrize("path", ["a\0b.png", "half \ud83d.png", "/", "", "x" * 5000])
+def test_paths_that_no_file_can_have_fail_alone(engine: ImageEngine, path: str) -> None:
+    bad, good = engine.generate([Edit(prompt="x", image=path), make_edit(32, 32)], use_tqdm=False)
+    assert isinstance(bad.error, InvalidRequestError)
+    assert bad.error.param == "image"
+    assert good.error is None
+
+
+def test_a_prompt_that_is_none_is_refused() -> None:
+    for prompt in (None, 3, b"x", "", "half \ud83d", "x" * 32001):
+        with pytest.raises(InvalidRequestError) as caught:
+            replace(make_edit(32, 32), prompt=prompt)  # type: ignore[arg-type]
+        assert caught.value.param == "prompt"
 
 
 def test_an_array_of_one_channel_is_grey(engine: ImageEngine) -> None:
@@ -316,8 +329,8 @@ def to_input(edit: Edit, sampling: SamplingParams, partial_images: int = 0) -> E
     return EditInput(
         prompt=edit.prompt,
         sampling=sampling,
-        image=BytesUpload(_encode(edit.image, "image")),
-        mask=BytesUpload(_encode(edit.mask_image, "mask")),
+        image=BytesUpload(encode_picture(edit.image, "image")),
+        mask=BytesUpload(encode_picture(edit.mask_image, "mask")),
         mask_kind="luminance",
         partial_images=partial_images,
     )

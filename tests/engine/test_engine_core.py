@@ -25,7 +25,7 @@ from core.messages.engine import (
 from core.messages.worker import StepPlan, WorkerFailed
 from core.scheduler import StepScheduler
 from engine import engine_core
-from engine.engine_core import EngineCore
+from engine.engine_core import EngineCore, RefusedRequest
 
 
 class Loopback:
@@ -80,6 +80,19 @@ async def test_it_serves_then_drains(core: EngineCore, said: list[FromEngine]) -
     assert isinstance(last, EngineOutputs)
     assert last.stats is not None
     assert (last.load.num_running, last.load.num_waiting, last.stats.steps) == (0, 0, 5)
+
+
+async def test_a_request_that_cannot_be_read_is_answered_and_counted(core: EngineCore, said: list[FromEngine]) -> None:
+    """Counted: the router takes what it sent and what has come for one sequence."""
+    core.mailbox.put_nowait(RefusedRequest("bad", Failure("engine", "a test")))
+    core.mailbox.put_nowait(make_edit("good"))
+    core.mailbox.put_nowait(Drain())
+    await asyncio.wait_for(core.run(), 5)
+    refused, ended = outputs(said)
+    assert refused == Failed(request_id="bad", failure=Failure("engine", "a test"))
+    assert isinstance(ended, Finished)
+    assert isinstance(said[-1], EngineOutputs)
+    assert said[-1].load.num_received == 2
 
 
 async def test_an_abort_ends_a_running_request_within_two_steps(said: list[FromEngine]) -> None:

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import psutil
@@ -27,7 +28,8 @@ from core.errors import EngineDeadError, EngineError, InvalidImageError, Invalid
 from core.handles import ArrayRef
 from core.ipc.logs import request_context
 from core.ipc.shared_array import Arena, ArenaAllocator
-from core.messages.image_processor import ComposeImage, PreparedEdit, PrepareEdit
+from core.messages.codec import MessageDecoder
+from core.messages.image_processor import ComposeImage, FromImageProcessor, PreparedEdit, PrepareEdit
 from engine import image_ops, image_pool
 from engine.image_pool import ImagePool
 from engine.image_processor import NICENESS, OOM_SCORE
@@ -201,6 +203,35 @@ async def test_a_bad_upload_is_the_users_error_and_harms_nobody(desk: Desk) -> N
         await desk.pool.prepare(desk.prepare_job(noise(1000)))
     assert (caught.value.param, caught.value.code) == ("image", "invalid_image_file")
     await desk.pool.prepare(desk.prepare_job(png(noise(16, 16, 3))))
+    assert desk.pool.num_deaths == 0
+
+
+async def test_jobs_and_answers_that_are_no_messages_fail_alone_and_end_no_process(desk: Desk) -> None:
+    pids = {process.pid for process in processors(desk.pool)}
+    good = desk.prepare_job(png(noise(16, 16, 3)))
+    with pytest.raises(EngineError, match="a PrepareEdit cannot be encoded"):
+        await desk.pool.prepare(msgspec.structs.replace(good, canvas_size=(np.int64(64), 64)))
+    with pytest.raises(EngineError, match="a message cannot be decoded"):
+        await desk.pool.prepare(msgspec.structs.replace(good, canvas_size=(64.0, 64)))
+    for processor in desk.pool._processors:
+        processor.channel.send(b"nonsense")
+    await asyncio.gather(*(desk.pool.prepare(good) for _ in range(4)))
+    assert {process.pid for process in processors(desk.pool)} == pids
+    assert desk.pool.num_deaths == 0
+
+
+async def test_an_answer_that_cannot_be_read_fails_the_job_in_hand(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = image_pool.MessageDecoder.decode
+
+    def garbled(decoder: MessageDecoder[FromImageProcessor], payload: bytes) -> FromImageProcessor:
+        return whole(decoder, payload[:-1])
+
+    good = desk.prepare_job(png(noise(16, 16, 3)))
+    with monkeypatch.context() as patch:
+        patch.setattr(image_pool.MessageDecoder, "decode", garbled)
+        with pytest.raises(EngineError, match="a message cannot be decoded"):
+            await desk.pool.prepare(good)
+    await desk.pool.prepare(good)
     assert desk.pool.num_deaths == 0
 
 

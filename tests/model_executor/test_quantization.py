@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from core.config import ModelConfig
-from core.errors import ConfigError
+from core.errors import ConfigError, InvalidRequestError
 from model_executor import quantization
 from model_executor.quantization import check_method, stored_method, unquantized
 from model_executor.resident import ResidentModels
@@ -38,7 +38,7 @@ def say_stored(path: Path, **config: Any) -> None:
 
 
 def test_a_name_that_there_is_not() -> None:
-    with pytest.raises(ConfigError, match="unknown quantization 'int9'; use none, torchao-int8, bitsandbytes-8bit"):
+    with pytest.raises(InvalidRequestError, match=r"'int9'. Supported values are: 'none', 'torchao-int8', 'bitsandb"):
         ModelConfig(quantization="int9")  # type: ignore[arg-type]
 
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import pytest_asyncio
@@ -164,6 +165,39 @@ async def test_failed_item_is_a_message(executor: Executor, arena: Arena, space:
         assert failure.kind == "engine"
         assert "holds no tensor text_encode.prompt_embeds of stray" in failure.message
         await run(executor, edit)
+
+
+async def test_what_a_worker_cannot_read_costs_its_own_items_alone(
+    executor: Executor, arena: Arena, space: ArenaAllocator
+) -> None:
+    """Bytes that are no message, and plans with an item that cannot be decoded, or not be encoded here."""
+    sound, bad = Edit(arena, space, "sound", seed=5), Edit(arena, space, "bad", seed=6)
+    expected = await run(executor, Edit(arena, space, "alone", seed=5))
+    for plan in (sound.encode_plan(), bad.encode_plan()):
+        await answers(executor, plan, 2)
+    executor._workers[0]._channel.send(b"nonsense")
+    together = StepPlan(seq=0, batches=(Edit.denoise_batch([sound, bad], {sound: 0, bad: 0}),))
+    members = msgspec.msgpack.decode(msgspec.msgpack.encode(together))
+    members["batches"][0]["items"][1]["work"]["step"] = 0.0
+    executor._workers[0]._channel.send(msgspec.msgpack.encode(members))
+    assert await failed(executor) == ["bad"]
+    batch = Edit.denoise_batch([sound, bad], {sound: 1, bad: 0})
+    work = msgspec.structs.replace(batch.items[1].work, guidance_scale=np.float64(30))
+    unsendable = msgspec.structs.replace(batch.items[1], work=work)
+    batch = msgspec.structs.replace(batch, items=(batch.items[0], unsendable))
+    executor.submit(StepPlan(seq=1, batches=(batch,)))
+    assert await failed(executor) == ["bad"]
+    for plan in (sound.denoise_plan(2), sound.decode_plan()):
+        await answers(executor, plan, 1)
+    assert np.array_equal(sound.result(), expected)
+
+
+async def failed(executor: Executor) -> list[str]:
+    """Whose items failed in the next result; the others' are in it as well."""
+    message = await asyncio.wait_for(anext(executor.results()), PATIENCE)
+    assert isinstance(message, BatchResult)
+    assert len(message.items) == 2
+    return [item.request_id for item in message.items if item.failure is not None]
 
 
 async def test_components_are_loaded_and_unloaded(executor: Executor, arena: Arena, space: ArenaAllocator) -> None:

@@ -1,0 +1,37 @@
+"""Messages to bytes and back. What cannot be encoded or decoded raises MessageError, and says why."""
+
+from __future__ import annotations
+
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from core.errors import MessageError, StencilError
+from core.messages.message import Message
+
+T = TypeVar("T")
+
+ENCODE_ERRORS = (TypeError, ValueError, OverflowError, RecursionError)  # UnicodeEncodeError is a ValueError
+DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, StencilError)
+
+
+def encode(message: Message) -> bytes:
+    """A message as bytes. Raises MessageError for a value in it that no message can hold."""
+    try:
+        return msgspec.msgpack.encode(message)
+    except ENCODE_ERRORS as error:
+        raise MessageError(f"a {type(message).__name__} cannot be encoded: {error}") from error
+
+
+class MessageDecoder(Generic[T]):
+    """Decodes messages of one union, such as `core.messages.engine.ToEngine`."""
+
+    def __init__(self, union: Any) -> None:
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(union)
+
+    def decode(self, payload: bytes) -> T:
+        """The message. Raises MessageError, its cause a StencilError where a value is out of its field's range."""
+        try:
+            return self._decoder.decode(payload)
+        except DECODE_ERRORS as error:
+            raise MessageError(f"a message cannot be decoded: {error}") from error

@@ -1,0 +1,97 @@
+"""Pictures as Python programs have them, to the encoded files that an engine takes, and back."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from PIL import ExifTags, Image
+
+from core.errors import InvalidImageError, InvalidRequestError
+
+ImageLike = Image.Image | str | Path | bytes | npt.NDArray[np.uint8]
+"""A PIL image, a path, an encoded file, or an array uint8 [height, width(, 1..4)]."""
+
+# What Pillow raises for modes, shapes and files that it cannot use: an opened file is decoded only when it is saved.
+_PILLOW_ERRORS = (
+    OSError,
+    SyntaxError,
+    SystemError,
+    ValueError,
+    EOFError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    struct.error,
+    zlib.error,
+)
+_TURNED = range(2, 9)  # values of EXIF's orientation under which a picture is not held as it is stored
+
+
+def encode_picture(image: ImageLike, name: str) -> bytes:
+    """The encoded file: as it is where there is one, else a lightly compressed PNG. name: the field it came in. Raises
+    InvalidImageError, or InvalidRequestError for a file that cannot be read.
+    """
+    match image:
+        case bytes():
+            return image
+        case str() | Path():
+            return _read(Path(image), name)
+        case np.ndarray() | Image.Image():
+            return _to_png(image, name)
+    raise _unusable(name, f"a {type(image).__name__} is no image")
+
+
+def _to_png(image: Image.Image | npt.NDArray[np.uint8], name: str) -> bytes:
+    buffer = io.BytesIO()
+    try:
+        picture = image if isinstance(image, Image.Image) else _from_array(image)
+        picture.save(buffer, "PNG", compress_level=1, exif=_orientation(picture))
+    except _PILLOW_ERRORS as error:
+        raise _unusable(name, str(error)) from error
+    return buffer.getvalue()
+
+
+def _orientation(picture: Image.Image) -> Image.Exif:
+    """What its EXIF data says of how it is held, and nothing else of them: an opened photo is then turned upright as
+    its file would be. EXIF data that cannot be parsed says nothing.
+    """
+    exif = Image.Exif()
+    try:
+        orientation = picture.getexif().get(ExifTags.Base.Orientation)
+    except _PILLOW_ERRORS:
+        return exif
+    if isinstance(orientation, int) and orientation in _TURNED:
+        exif[ExifTags.Base.Orientation] = orientation
+    return exif
+
+
+def _from_array(array: npt.NDArray[np.uint8]) -> Image.Image:
+    if array.dtype != np.uint8:
+        raise TypeError(f"the array is {array.dtype}, expected uint8")
+    return Image.fromarray(array[..., 0] if array.ndim == 3 and array.shape[2] == 1 else array)
+
+
+def _unusable(name: str, why: str) -> InvalidImageError:
+    message = f"Invalid '{name}': {why}. Give an RGB, RGBA or L image, or a uint8 array of [height, width(, 1..4)]."
+    return InvalidImageError(message, param=name)
+
+
+def _read(path: Path, name: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: no file can have such a name
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InvalidRequestError(f"Cannot read {str(path)!r}: {reason}.", param=name) from error
+
+
+def decode_picture(data: bytes) -> Image.Image:
+    """The picture in an encoded file, loaded."""
+    image = Image.open(io.BytesIO(data))
+    image.load()
+    return image

@@ -1,0 +1,148 @@
+"""What the offline API is given is checked where it is made: whatever the value, it is converted or refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from arbitrary_values import objects, values
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from core.config import AdapterConfig, CacheConfig, EngineConfig, ImageConfig, ModelConfig, SchedulerConfig
+from core.errors import ConfigError, InvalidRequestError
+from core.request import SamplingParams
+from entrypoints.image_engine import Edit, ImageEngine
+
+REQUIRED: dict[type, dict[str, object]] = {Edit: {"prompt": "x"}, AdapterConfig: {"name": "a", "path": "b"}}
+CONFIGS = (AdapterConfig, CacheConfig, EngineConfig, ImageConfig, ModelConfig, SchedulerConfig)
+STRUCTS = (SamplingParams, *CONFIGS)
+
+
+def fields_of(kind: type) -> tuple[str, ...]:
+    if issubclass(kind, msgspec.Struct):
+        return kind.__struct_fields__
+    return tuple(field.name for field in dataclasses.fields(kind))
+
+
+def is_plain(value: object) -> bool:
+    """Whether an encoder takes it and a decoder gives it back: Python's own types alone."""
+    if isinstance(value, tuple):
+        return all(map(is_plain, value))
+    return type(value) in (int, float, bool, str, type(None), *STRUCTS)
+
+
+def made_or_refused(kind: type, given: dict[str, object]) -> Any:
+    """The object; None where a field was refused by name, or settings of the right types do not go together."""
+    try:
+        return kind(**REQUIRED.get(kind, {}) | given)
+    except InvalidRequestError as error:
+        refused = error.param
+    except ConfigError:
+        refused = None
+    if refused is None:
+        assert kind in CONFIGS
+    else:
+        assert refused in given or {refused, *given} >= {"seed", "n"}, "only seed and n are checked together"
+    return None
+
+
+@settings(max_examples=600, deadline=None)
+@given(st.one_of(*(objects(kind, fields_of(kind)) for kind in STRUCTS)))
+@example((SamplingParams, {"num_inference_steps": 28 * 0.5}))
+@example((SamplingParams, {"seed": 1.0}))
+@example((SamplingParams, {"guidance_scale": 10**400}))
+@example((SamplingParams, {"seed": 10**5000}))
+@example((SamplingParams, {"negative_prompt": "x" * 40_000}))
+def test_any_value_in_a_struct_is_refused_by_name_or_travels(one: tuple[type, dict[str, object]]) -> None:
+    kind, given_values = one
+    made = made_or_refused(kind, given_values)
+    if made is None:
+        return
+    assert all(is_plain(value) for value in msgspec.structs.astuple(made))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=kind) == made
+
+
+@settings(max_examples=600, deadline=None)
+@given(objects(Edit, fields_of(Edit)))
+@example((Edit, {"size": (512.0, 512.0)}))
+@example((Edit, {"size": (-512, 512)}))
+@example((Edit, {"size": "512x512"}))
+@example((Edit, {"prompt": ""}))
+def test_any_value_in_an_edit_is_refused_by_name_or_is_what_it_says(one: tuple[type, dict[str, object]]) -> None:
+    kind, given_values = one
+    made = made_or_refused(kind, given_values)
+    pictures = ("image", "mask", "mask_image")
+    assert made is None or all(is_plain(getattr(made, name)) for name in fields_of(Edit) if name not in pictures)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(sorted(typing.get_type_hints(ImageEngine.__init__).keys() - {"return", "model"})), values)
+def test_an_argument_of_the_engine_is_refused_by_name_before_anything_starts(name: str, value: object) -> None:
+    """Values that would do start nothing here: what stops them then is a model that is no text."""
+    with pytest.raises((InvalidRequestError, ConfigError)) as caught:
+        ImageEngine(None, **{name: value})  # type: ignore[arg-type]
+    if isinstance(caught.value, InvalidRequestError):
+        assert caught.value.param in {"model", name, "path", "name"}
+
+
+NUMPY = [
+    ("seed", np.int64(7), 7),
+    ("seed", np.uint64(2**63 - 1), 2**63 - 1),
+    ("num_inference_steps", np.uint8(4), 4),
+    ("guidance_scale", np.float32(2.5), 2.5),
+    ("guidance_scale", np.float64(2.5), 2.5),
+    ("guidance_scale", np.int32(2), 2.0),
+    ("strength", 1, 1.0),
+    ("mask_aware", np.bool_(False), False),
+    ("negative_prompt", np.str_("fog"), "fog"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "plain"), NUMPY)
+def test_numpy_scalars_of_the_right_kind_become_pythons_own(name: str, value: Any, plain: object) -> None:
+    made = getattr(SamplingParams(**{name: value}), name)
+    assert (made, type(made)) == (plain, type(plain))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("seed", True),
+        ("seed", np.bool_(True)),
+        ("seed", np.float64(1)),
+        ("seed", np.timedelta64(1)),
+        ("seed", "1"),
+        ("n", 2.0),
+        ("strength", True),
+        ("strength", "1"),
+        ("mask_aware", 1),
+        ("mask_aware", np.int64(1)),
+        ("mask_aware", "true"),
+        ("negative_prompt", b"fog"),
+        ("timeout", np.array([1.0])),
+    ],
+)
+def test_values_of_another_kind_are_refused_in_so_many_words(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=f"Invalid type for '{name}': expected `.*`, got `") as caught:
+        SamplingParams(**{name: value})
+    assert (caught.value.param, caught.value.code) == (name, "invalid_type")
+
+
+def test_sizes_are_a_pair_of_integers_in_range() -> None:
+    assert Edit(prompt="x", size=[np.int64(64), 32]).size == (64, 32)  # type: ignore[arg-type]
+    for size in ((15, 64), (64, 4097), (64,), (64, 64, 64), (64, True), "64x64", 64, np.zeros(2, np.int64)):
+        with pytest.raises(InvalidRequestError) as caught:
+            Edit(prompt="x", size=size)  # type: ignore[arg-type]
+        assert caught.value.param == "size"
+
+
+def test_pictures_that_exclude_each_other_are_refused() -> None:
+    for names, param in ((("mask", "mask_image"), "mask"), (("image", "template_id"), "template_id")):
+        with pytest.raises(InvalidRequestError) as caught:
+            Edit(prompt="x", **dict.fromkeys(names, "a.png"))  # type: ignore[arg-type]
+        assert caught.value.param == param
