@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from core.config import KernelChoice, ModelConfig, Quantization
@@ -46,7 +47,15 @@ from model_executor.weights import (
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-CONFIGURATION_ERRORS = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
+CONFIGURATION_ERRORS = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+    StrictDataclassError,
+)
 """What comes of entries of a configuration that are missing or of another kind."""
 
 LOAD_ERRORS = (*CONFIGURATION_ERRORS, OSError, ImportError, SafetensorError)
@@ -314,7 +323,9 @@ def _read_defaults(path: Path) -> Defaults:
 
 
 def first_line(error: BaseException) -> str:
-    """What a library's exception says, without what follows in further lines."""
+    """What a library's exception says, without what follows in further lines, but for a first one that announces the
+    second."""
     if isinstance(error, KeyError):
         return f"{error} is missing"
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    line, *others = str(error).strip().splitlines() or [type(error).__name__]
+    return f"{line} {others[0].strip()}" if line.endswith(":") and others else line
