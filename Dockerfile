@@ -6,12 +6,12 @@ ENV PIP_NO_CACHE_DIR=1 \
     PIP_DISABLE_PIP_VERSION_CHECK=1
 
 # The project's requirements as two lists. Later layers depend on what the lists say, not on pyproject.toml: only another
-# range of versions for PyTorch installs it again.
+# version of PyTorch in constraints.txt installs it again.
 FROM base AS requirements
 WORKDIR /requirements
-COPY pyproject.toml ./
+COPY pyproject.toml constraints.txt ./
 RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" > all.txt \
-    && grep '^torch[<>=]' all.txt > torch.txt \
+    && grep '^torch==' constraints.txt > torch.txt \
     && grep -v '^torch[<>=]' all.txt > other.txt
 
 FROM base AS packages
@@ -36,8 +36,8 @@ ENV PATH=/opt/stencil/bin:$PATH \
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 COPY --from=requirements /requirements/torch.txt /opt/stencil/requirements/
 RUN pip install --index-url "${TORCH_INDEX}" --requirement /opt/stencil/requirements/torch.txt
-COPY --from=requirements /requirements/other.txt /opt/stencil/requirements/
-RUN pip install --requirement /opt/stencil/requirements/other.txt
+COPY --from=requirements /requirements/other.txt /requirements/constraints.txt /opt/stencil/requirements/
+RUN pip install --requirement /opt/stencil/requirements/other.txt --constraint /opt/stencil/requirements/constraints.txt
 COPY --from=packages /packages /opt/stencil/packages
 
 USER 10001:10001

@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 VENV := .venv
+LATEST := .venv-latest
 BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
@@ -10,7 +11,7 @@ TYPED := core engine model_executor entrypoints benchmarks tools
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-browser fuzz lint types format wheel train-embedded train-unet bench bench-quick bench-serving bench-throughput bench-startup bench-responsiveness bench-images bench-edit bench-prime bench-load-or-prime bench-step bench-unet bench-vae bench-cache bench-quality bench-cost-model bench-block-plan simulate simulate-overload bench-router-decision bench-router bench-overload bench-playground gpu-check soak calibrate clean
+.PHONY: help serve test test-latest test-browser fuzz lint types format wheel train-embedded train-unet bench bench-quick bench-serving bench-throughput bench-startup bench-responsiveness bench-images bench-edit bench-prime bench-load-or-prime bench-step bench-unet bench-vae bench-cache bench-quality bench-cost-model bench-block-plan simulate simulate-overload bench-router-decision bench-router bench-overload bench-playground gpu-check soak calibrate clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 24
@@ -20,6 +21,13 @@ serve: $(RUNTIME)  ## Start the server on 127.0.0.1:8000; flags by ARGS="--port 
 
 test: $(DEV)  ## Run the tests, two at a time; pytest options by ARGS="-k scheduler"
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(ARGS)
+
+test-latest:  ## Run the tests with the newest releases that pyproject.toml allows, in .venv-latest: once a week
+	rm -rf $(LATEST)
+	$(PYTHON) -m venv $(LATEST)
+	$(LATEST)/bin/python -m pip install --disable-pip-version-check --editable ".[dev]"
+	$(LATEST)/bin/python -m pip freeze --exclude-editable
+	$(LATEST)/bin/python -m pytest -q -n 2 --dist loadfile $(ARGS)
 
 test-browser: $(DEV) $(BROWSER)  ## Run the playground's tests in Chromium, which is installed where it may be
 	npm --prefix tests/browser test
@@ -128,15 +136,15 @@ calibrate: $(RUNTIME)  ## Choose keyframes, page dtype, margin and full_steps on
 	$(BIN)/python -m entrypoints.calibrate $(ARGS)
 
 clean:  ## Remove .venv and all build products
-	rm -rf $(VENV) tests/browser/node_modules build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LATEST) tests/browser/node_modules build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
-# Stamps: nothing is installed again until pyproject.toml changes.
-$(RUNTIME): pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --disable-pip-version-check --editable .
+# Stamps: nothing is installed again until pyproject.toml or constraints.txt changes.
+$(RUNTIME): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable .
 	@touch $@
 
 $(DEV): $(RUNTIME)
-	$(BIN)/python -m pip install --disable-pip-version-check --editable ".[dev]"
+	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 	@touch $@
 
 $(BROWSER): tests/browser/package-lock.json

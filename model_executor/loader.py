@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from core.config import KernelChoice, ModelConfig, Quantization
@@ -22,15 +24,50 @@ from core.errors import ConfigError
 from model_executor.device_failures import is_out_of_memory
 from model_executor.devices import resolve_device
 from model_executor.hub import DEFAULTS, INDEX, download
-from model_executor.models.parts import IN_PLACE_OF, MODULES
-from model_executor.quantization import QUANTIZED, check_method, check_wish, for_device, load_options, stored_method
-from model_executor.weights import check_pickles, check_shards, choose_variant, variants
+from model_executor.models.parts import IN_PLACE_OF, MODULES, Classes
+from model_executor.quantization import (
+    QUANTIZED,
+    check_method,
+    check_quantized,
+    check_wish,
+    for_device,
+    load_options,
+    stored_method,
+)
+from model_executor.tokenizer_check import check_files, check_json, check_tokenizer
+from model_executor.weight_shapes import differing_shape
+from model_executor.weights import (
+    check_pickles,
+    check_shards,
+    check_whole,
+    choose_variant,
+    variants,
+    weight_files,
+)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError)
+CONFIGURATION_ERRORS = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+    StrictDataclassError,
+)
+"""What comes of entries of a configuration that are missing or of another kind."""
+
+LOAD_ERRORS = (*CONFIGURATION_ERRORS, OSError, ImportError, SafetensorError)
 """What diffusers, transformers and safetensors raise for files that are missing, torn or of another shape, and for
 packages that are missing or too old."""
+
+
+CONFIGURATIONS = {
+    "scheduler": ("scheduler_config.json",),
+    "processor": ("preprocessor_config.json", "processor_config.json"),
+}
+"""Of parts without weights and vocabulary, the files one of which says what they do."""
 
 
 class Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,7 +91,7 @@ class Checkpoint:
     dtype: torch.dtype
     device: torch.device
     variant: str = ""  # of the weights, where a part has it
-    quantization: Quantization = "none"  # of the transformer, while it is loaded
+    quantization: Quantization = "none"  # of the denoiser, while it is loaded
     kernels: KernelChoice = "auto"  # what its denoiser computes with
 
     @classmethod
@@ -85,7 +122,15 @@ class Checkpoint:
 
     def has(self, part: str) -> bool:
         """Whether it comes with an optional part."""
-        return (self.index.get(part) or (None, None))[1] is not None
+        return self._class_name(part) is not None
+
+    def _class_name(self, part: str) -> str | None:
+        """That of a part in the index; None where it names none."""
+        match self.index.get(part):
+            case [_, str(name)]:
+                return name
+            case _:
+                return None
 
     def load(self, part: str) -> Any:
         """A part by its name in model_index.json: weights on the device in the chosen dtype, tokenizers and schedulers
@@ -95,15 +140,25 @@ class Checkpoint:
         try:
             if issubclass(cls, torch.nn.Module):
                 return self._load_module(cls, part)
-            return cls.from_pretrained(self.path, subfolder=part, local_files_only=True)
+            if hasattr(cls, "vocab_files_names"):
+                return self._load_tokenizer(cls, part)
+            return self._load_configured(cls, part)
         except LOAD_ERRORS as error:
             if is_out_of_memory(error):
                 raise  # the files are not at fault
-            raise ConfigError(f"cannot load {part} of {self.path}: {_first_line(error)}") from error
+            raise ConfigError(f"cannot load {part} of {self.path}: {first_line(error)}") from error
+
+    def check_classes(self, classes: Classes) -> None:
+        """Before anything is loaded: every part that the index names is of a class that its family can use. Raises
+        ConfigError."""
+        for part, supported in classes.items():
+            if self.has(part) and (name := self._class_name(part)) not in supported:
+                raise ConfigError(f"{self.path}: {part} is of class {name}; supported: {', '.join(supported)}")
 
     def check_quantization(self) -> None:
         """Before minutes are spent on loading: what is quantised, now or already, can be here. Raises ConfigError."""
-        check_wish(self.quantization, self._stored_method(QUANTIZED), self.device)
+        denoiser = next(part for part in QUANTIZED if self.has(part))
+        check_wish(self.quantization, denoiser, self._stored_method(denoiser), self.device)
         for part, value in self.index.items():
             if isinstance(value, list) and (method := self._stored_method(part)) is not None:
                 check_method(method, f"{part} of {self.path} is quantised with {method}", self.device)
@@ -118,29 +173,67 @@ class Checkpoint:
                 is_diffusers = hasattr(cls, "from_config")
                 return cls.from_config(config) if is_diffusers else cls(cls.config_class.from_dict(config))  # type: ignore[no-any-return]
         except LOAD_ERRORS as error:
-            raise ConfigError(f"cannot make {part} of {self.path}: {_first_line(error)}") from error
+            raise ConfigError(f"cannot make {part} of {self.path}: {first_line(error)}") from error
+
+    def _load_tokenizer(self, cls: Any, part: str) -> Any:
+        """Raises ValueError for one that would not tell prompts apart."""
+        folder = self.path / part
+        check_json(folder)
+        check_files(folder, cls)
+        try:
+            tokenizer = cls.from_pretrained(self.path, subfolder=part, local_files_only=True)
+        except Exception as error:  # tokenizers raises nothing more particular for files that it cannot make sense of
+            raise ValueError(f"its files are damaged ({first_line(error)}); fetch them again") from error
+        check_tokenizer(tokenizer, self.config(part.replace("tokenizer", "text_encoder")))
+        return tokenizer
+
+    def _load_configured(self, cls: Any, part: str) -> Any:
+        """A scheduler or a processor. Raises ValueError for one without its configuration."""
+        names = CONFIGURATIONS[part]
+        if not any((self.path / part / name).is_file() for name in names):
+            raise ValueError(f"it has no {' or '.join(names)}; is the checkpoint complete?")
+        check_json(self.path / part)
+        try:
+            return cls.from_pretrained(self.path, subfolder=part, local_files_only=True)
+        except OSError as error:  # the files are there: whatever they describe, it is something else
+            raise ValueError(f"{' or '.join(names)} describes no {cls.__name__}; fetch it again") from error
 
     def _load_module(self, cls: Any, part: str) -> torch.nn.Module:
-        wish = self.quantization if part == QUANTIZED else "none"
+        wish = self.quantization if part in QUANTIZED else "none"
         is_quantized = wish != "none" or self._stored_method(part) is not None
         options = load_options(wish, self.device, self.dtype) if is_quantized else {}
-        module, report = cls.from_pretrained(
-            self.path,
-            subfolder=part,
-            use_safetensors=True,
-            variant=self.variant_of(part) or None,
-            local_files_only=True,
-            output_loading_info=True,
-            dtype=self.dtype,
-            **options,
-        )
-        if report["missing_keys"]:
-            raise ValueError(f"the weights lack {sorted(report['missing_keys'])[0]}")
+        module = self._read_module(cls, part, options)
+        if wish != "none":
+            check_quantized(module, wish)
         if not is_quantized:
             module = module.to(self.device)
-        elif part == QUANTIZED:
+        elif part in QUANTIZED:
             module = for_device(module, self.device)
-        return module.eval().requires_grad_(False)  # type: ignore[no-any-return]
+        return module.eval().requires_grad_(False)
+
+    def _read_module(self, cls: Any, part: str, options: Mapping[str, Any]) -> torch.nn.Module:
+        """With all its weights. Raises ValueError for some that are missing or of another shape."""
+        variant = self.variant_of(part)
+        try:
+            module, report = cls.from_pretrained(
+                self.path,
+                subfolder=part,
+                use_safetensors=True,
+                variant=variant or None,
+                local_files_only=True,
+                output_loading_info=True,
+                dtype=self.dtype,
+                **options,
+            )
+        except LOAD_ERRORS as error:
+            if is_out_of_memory(error) or self._stored_method(part) is not None:
+                raise
+            if (reason := differing_shape(self.outline(part), weight_files(self.path / part, variant))) is None:
+                raise
+            raise ValueError(reason) from error
+        if report["missing_keys"]:
+            raise ValueError(f"the weights lack {sorted(report['missing_keys'])[0]}")
+        return module  # type: ignore[no-any-return]
 
     def variant_of(self, part: str) -> str:
         """Of the weights that a part is loaded from, "" for those without a name. Raises ValueError where they cannot
@@ -149,6 +242,7 @@ class Checkpoint:
         check_pickles(folder)
         variant = choose_variant(folder, self.variant)
         check_shards(folder, variant)
+        check_whole(folder, variant)
         return variant
 
     def _check_variant(self) -> None:
@@ -171,9 +265,9 @@ class Checkpoint:
             raise ConfigError(f"{self.path} lacks {part}, which its {INDEX} names; is the checkpoint complete?")
 
     def _class_of(self, part: str) -> Any:
-        _, name = self.index.get(part) or (None, None)
+        name = self._class_name(part)
         if name not in MODULES:
-            raise ConfigError(f"{self.path}: {part} is of class {name}; supported: {', '.join(sorted(MODULES))}")
+            raise ConfigError(f"{self.path}: {part} is of class {name}, which is not supported")
         return getattr(importlib.import_module(MODULES[name]), IN_PLACE_OF.get(name, name))
 
 
@@ -212,7 +306,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {_first_line(error)}") from error
+        raise ConfigError(f"cannot read {path}: {first_line(error)}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"cannot read {path}: it holds no JSON object")
     return content
@@ -228,5 +322,10 @@ def _read_defaults(path: Path) -> Defaults:
         raise ConfigError(f"{file}: {error}") from error
 
 
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+def first_line(error: BaseException) -> str:
+    """What a library's exception says, without what follows in further lines, but for a first one that announces the
+    second."""
+    if isinstance(error, KeyError):
+        return f"{error} is missing"
+    line, *others = str(error).strip().splitlines() or [type(error).__name__]
+    return f"{line} {others[0].strip()}" if line.endswith(":") and others else line

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from model_executor.adapters import Adapter, LowRank
 from model_executor.cpu_layers import FastConv, FastLinear, use_onednn
+from model_executor.quantization import Int8Linear
 
 
 def adapt_module(module: Any, layers: Mapping[str, LowRank], adapter: Adapter) -> Any:
@@ -22,7 +23,7 @@ def adapt_module(module: Any, layers: Mapping[str, LowRank], adapter: Adapter) -
     for name, low in layers.items():
         name = name if hasattr(module, "text_model") else name.removeprefix("text_model.")  # transformers 5 drops it
         layer = modules.get(name)
-        if not isinstance(layer, nn.Linear | nn.Conv2d | FastLinear | FastConv):
+        if not isinstance(layer, nn.Linear | nn.Conv2d | FastLinear | FastConv | Int8Linear):
             raise adapter.refuse(f"it changes {name}, which is no linear layer or convolution of this model")
         adapter.check_size(name, low, *_sizes(layer))
         added = _layers(layer, low).to(module.device, module.dtype)

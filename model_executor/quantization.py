@@ -1,4 +1,4 @@
-"""Quantised weights: the transformer's are made by diffusers while it is loaded, others come so with the checkpoint.
+"""Quantised weights: the denoiser's are made by diffusers while it is loaded, others come so with the checkpoint.
 
 Which packages can do it, what each is told, and what becomes of the layers afterwards. Neither package is a dependency:
 they are imported when something is quantised.
@@ -19,20 +19,21 @@ from core.config import Quantization
 from core.errors import ConfigError
 from model_executor.linear import has_onednn, is_plain, onednn_product
 
-QUANTIZED = "transformer"
-"""The part whose weights are quantised on demand."""
+QUANTIZED = ("transformer", "unet")
+"""The parts whose linear layers are quantised on demand: denoisers. Convolutions stay as they are."""
 
 INSTALL = {"torchao": "pip install 'stencil-serve[quantization]'", "bitsandbytes": "pip install bitsandbytes"}
 """Package -> how it is had. What else diffusers knows has not been tried."""
 
 
-def check_wish(wish: Quantization, stored: str | None, device: torch.device) -> None:
-    """stored: what the transformer's weights are quantised with already. Raises ConfigError for what cannot be done."""
+def check_wish(wish: Quantization, part: str, stored: str | None, device: torch.device) -> None:
+    """part: the denoiser. stored: what its weights are quantised with already. Raises ConfigError for what cannot be
+    done."""
     if wish == "none":
         return
     if stored is not None:
         raise ConfigError(
-            f"--quantization {wish}: the checkpoint's {QUANTIZED} is quantised with {stored} already, and loads without"
+            f"--quantization {wish}: the checkpoint's {part} is quantised with {stored} already, and loads without"
         )
     check_method(wish.partition("-")[0], f"--quantization {wish}", device)
 
@@ -82,6 +83,13 @@ def _config(wish: Quantization, dtype: torch.dtype) -> Any:
             raise ValueError("nothing is to be quantised")
 
 
+def check_quantized(module: nn.Module, wish: Quantization) -> None:
+    """module: as it came from `from_pretrained` with `load_options`. Raises ValueError where all of its linear layers
+    are still plain: what was asked for would be ignored without a word."""
+    if all(is_plain(layer) for layer in module.modules() if isinstance(layer, nn.Linear)):
+        raise ValueError(f"--quantization {wish} has changed none of its layers")
+
+
 # ------------------------------------------------------------------------------------------------------------- layers
 
 
@@ -115,7 +123,7 @@ class Int8Linear(nn.Module):
 
 
 def for_device(module: nn.Module, device: torch.device) -> nn.Module:
-    """The transformer as it came from `from_pretrained` with `load_options`, in the form that is fast on this device.
+    """A denoiser as it came from `from_pretrained` with `load_options`, in the form that is fast on this device.
     Other parts look at their layers' weights themselves."""
     if device.type == "cpu" and torch.backends.mkldnn.is_available():
         for name, layer in [*module.named_modules()]:

@@ -22,13 +22,18 @@ ones; and of one that draws noise the generator's state, uint8."""
 
 
 class Sampling:
-    """The scheduler of a checkpoint. scheduler: one of diffusers' flow-matching ones, as it was loaded; it is kept."""
+    """The scheduler of a checkpoint. scheduler: one of diffusers' flow-matching ones, as it was loaded; it is kept.
+    Raises ValueError for one whose noise levels do not fall to 0, as with `invert_sigmas`."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
         self.order = int(scheduler.order)
         self.num_train_timesteps = int(scheduler.config.num_train_timesteps)
         self._names, self._is_stochastic = self._explore()
+        levels = self._scheduler.sigmas
+        if levels[-1] != 0 or (levels.diff() > 0).any():
+            option = "invert_sigmas" if self.config.get("invert_sigmas") else "noise levels that do not fall to 0"
+            raise ValueError(f"{self.name} with {option} is not supported")
 
     @property
     def config(self) -> Any:

@@ -10,6 +10,8 @@ import json
 import re
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+
 _NAME = re.compile(r"[^.]+?(?:\.(?P<variant>[^.-]+))?(?:-\d+-of-\d+)?\.safetensors")
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -69,6 +71,16 @@ def check_shards(folder: Path, variant: str) -> None:
     named = (name for name in _indexed(folder) if variant_of(Path(name)) == variant)
     if missing := sorted(name for name in named if not (folder / name).is_file()):
         raise ValueError(f"{missing[0]} is missing; is the checkpoint complete?")
+
+
+def check_whole(folder: Path, variant: str) -> None:
+    """Raises ValueError where a file of the variant is no safetensors file, or only a part of one, by its header."""
+    for file in weight_files(folder, variant):
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except SafetensorError as error:
+            raise ValueError(f"{file.name} is damaged or cut short ({error}); fetch it again") from error
 
 
 def _indexed(folder: Path) -> set[str]:

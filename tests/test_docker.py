@@ -48,7 +48,7 @@ def test_the_build_is_sent_what_it_copies_and_nothing_else() -> None:
 
 def test_all_that_the_wheel_is_made_of_is_copied() -> None:
     packages = {pattern.rstrip("*") for pattern in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]}
-    texts = {"pyproject.toml", PROJECT["project"]["readme"], *PROJECT["project"]["license-files"]}
+    texts = {"pyproject.toml", "constraints.txt", PROJECT["project"]["readme"], *PROJECT["project"]["license-files"]}
     assert copied_paths() == packages | texts
 
 
@@ -63,11 +63,21 @@ def test_torch_is_told_apart_from_all_other_requirements(tmp_path: Path) -> None
     """Runs the Dockerfile's own command."""
     (split,) = [run for run in find("RUN") if "tomllib" in run.arguments]
     command = split.arguments.replace("python -c", f"{sys.executable} -c", 1)
-    (tmp_path / "pyproject.toml").write_bytes((ROOT / "pyproject.toml").read_bytes())
+    for name in ("pyproject.toml", "constraints.txt"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     subprocess.run(["sh", "-c", command], cwd=tmp_path, check=True)
     torch, other = ((tmp_path / name).read_text().splitlines() for name in ("torch.txt", "other.txt"))
-    assert [re.split("[<>=]", line)[0] for line in torch] == ["torch"]
-    assert sorted(torch + other) == sorted(PROJECT["project"]["dependencies"])
+    (pin,) = torch
+    (wanted,) = set(PROJECT["project"]["dependencies"]) - set(other)
+    assert re.split("[<>=]", wanted)[0] == "torch"
+    assert pin.removeprefix("torch==") in SpecifierSet(wanted.removeprefix("torch"))
+    assert set(other) < set(PROJECT["project"]["dependencies"])
+
+
+def test_all_that_is_installed_is_pinned() -> None:
+    """PyTorch by its own list, since its index has no others' releases of every version."""
+    installs = [run.arguments for run in find("RUN") if "--requirement" in run.arguments]
+    assert [("--constraint" in line, "torch.txt" in line) for line in installs] == [(False, True), (True, False)]
 
 
 def test_code_is_copied_after_everything_is_installed() -> None:

@@ -5,7 +5,7 @@ Every function names the pipeline step it follows.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from model_executor.loader import Checkpoint
 from model_executor.models.base import EncodedImage, EncodedText
 from model_executor.models.flux_transformer import FluxTransformer
 from model_executor.models.latent_family import LatentFamily, NoisedTemplate
+from model_executor.models.parts import CLIP, FLOW_SCHEDULERS, Classes, t5
 from model_executor.models.text import encode_t5, tokenize
 from model_executor.models.vae_family import pack, refuse, to_image
 from model_executor.sampling import dynamic_shift
@@ -31,6 +32,13 @@ class Flux(LatentFamily):
     denoiser = FluxTransformer
     lora_loader = "FluxLoraLoaderMixin"
     text_parts = ("text_encoder", "text_encoder_2")
+    classes: ClassVar[Classes] = {
+        "scheduler": FLOW_SCHEDULERS,
+        "transformer": ("FluxTransformer2DModel",),
+        "vae": ("AutoencoderKL",),
+        **CLIP,
+        **t5("_2"),
+    }
     default_steps: int
     default_guidance: float
     has_true_cfg: bool

@@ -33,10 +33,10 @@ class LatentFamily(VaeFamily):
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint)
         self._transformer_config = checkpoint.config("transformer")
-        scheduler = checkpoint.load("scheduler")
-        if not hasattr(scheduler, "scale_noise"):
-            raise refuse(checkpoint, f"{type(scheduler).__name__} is no scheduler of flow matching")
-        self._sampling = Sampling(scheduler)
+        try:
+            self._sampling = Sampling(checkpoint.load("scheduler"))
+        except ValueError as error:
+            raise refuse(checkpoint, str(error)) from error
         self._transformer: Denoiser | None = None
 
     # -------------------------------------------------------------------------------------------- each family's own

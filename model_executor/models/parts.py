@@ -1,5 +1,7 @@
 """The classes of diffusers and transformers that families' checkpoints are made of."""
 
+from collections.abc import Mapping
+
 MODULES = {
     "FluxTransformer2DModel": "diffusers.models.transformers.transformer_flux",
     "SD3Transformer2DModel": "diffusers.models.transformers.transformer_sd3",
@@ -31,3 +33,31 @@ MODULES = {
 
 IN_PLACE_OF = {"Qwen2VLProcessor": "Qwen2VLImageProcessorPil", "Qwen2_5_VLProcessor": "Qwen2VLImageProcessorPil"}
 """Of a processor of pictures, videos and chats the first part alone, in its form that works without torchvision."""
+
+FLOW_SCHEDULERS = ("FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler", "FlowMatchLCMScheduler")
+"""Those of transformers."""
+
+TIMESTEP_SCHEDULERS = (
+    "DDIMScheduler",
+    "PNDMScheduler",
+    "EulerDiscreteScheduler",
+    "EulerAncestralDiscreteScheduler",
+    "DPMSolverMultistepScheduler",
+)
+"""Those of UNets."""
+
+Classes = Mapping[str, tuple[str, ...]]
+"""Part of a checkpoint, named as in model_index.json -> the classes that it may be of."""
+
+CLIP: Classes = {"text_encoder": ("CLIPTextModel",), "tokenizer": ("CLIPTokenizer",)}
+"""A text encoder and its tokenizer."""
+
+
+def projected_clip(number: str = "") -> Classes:
+    """Likewise one whose pooled output is projected. number: what ends their names."""
+    return {f"text_encoder{number}": ("CLIPTextModelWithProjection",), f"tokenizer{number}": ("CLIPTokenizer",)}
+
+
+def t5(number: str) -> Classes:
+    """Likewise T5."""
+    return {f"text_encoder{number}": ("T5EncoderModel",), f"tokenizer{number}": ("T5Tokenizer", "T5TokenizerFast")}

@@ -8,7 +8,7 @@ diffusers 0.42 leave that out, which transformers 4 worked out by itself and tra
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from core.vision_tokens import VisionTokens
 from model_executor.loader import Checkpoint
 from model_executor.models.base import EncodedText
 from model_executor.models.latent_family import NoisedTemplate
+from model_executor.models.parts import FLOW_SCHEDULERS, Classes
 from model_executor.models.qwen_transformer import QwenEditTransformer, QwenTransformer
 from model_executor.models.qwen_vae import QwenVae
 from model_executor.models.vae_family import refuse
@@ -42,6 +43,13 @@ class Qwen(NoisedTemplate):
     lora_loader = "QwenImageLoraLoaderMixin"
     vae = QwenVae
     text_parts = ("text_encoder",)
+    classes: ClassVar[Classes] = {
+        "scheduler": FLOW_SCHEDULERS,
+        "transformer": ("QwenImageTransformer2DModel",),
+        "vae": ("AutoencoderKLQwenImage",),
+        "text_encoder": ("Qwen2_5_VLForConditionalGeneration",),
+        "tokenizer": ("Qwen2Tokenizer", "Qwen2TokenizerFast"),
+    }
     system: str
     """The chat template's first message."""
 
@@ -168,6 +176,7 @@ class QwenEdit(Qwen):
     family = "qwen-image-edit"
     summary = "Qwen-Image-Edit: likewise, and text encoder and denoiser see the template too"
     denoiser = QwenEditTransformer
+    classes: ClassVar[Classes] = {**Qwen.classes, "processor": ("Qwen2VLProcessor", "Qwen2_5_VLProcessor")}
     text_sees_template = True
     system = (
         "Describe the key features of the input image (color, shape, size, texture, objects, background), then explain "

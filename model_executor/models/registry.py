@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from core.errors import ConfigError
-from model_executor.loader import Checkpoint
+from model_executor.loader import CONFIGURATION_ERRORS, Checkpoint, first_line
 from model_executor.models.base import Family
 from model_executor.models.flux import FluxFill, FluxInpaint
 from model_executor.models.qwen import QwenEdit, QwenInpaint
@@ -31,10 +31,15 @@ FAMILIES: dict[str, type[VaeFamily]] = {
 
 
 def make_family(checkpoint: Checkpoint) -> Family:
-    """The family of a checkpoint, with its light parts loaded and no weights. Raises ConfigError for unknown
-    classes."""
+    """The family of a checkpoint, with its light parts loaded and no weights. Raises ConfigError for unknown classes,
+    and for configurations that make no sense."""
     name = checkpoint.class_name
     if name not in FAMILIES:
         supported = ", ".join(sorted(FAMILIES))
         raise ConfigError(f"{checkpoint.path}: pipeline class {name} is not supported; supported: {supported}")
-    return FAMILIES[name](checkpoint)
+    try:
+        family = FAMILIES[name](checkpoint)
+        family.info(name)
+    except CONFIGURATION_ERRORS as error:
+        raise ConfigError(f"{checkpoint.path}: its configuration makes no {name}: {first_line(error)}") from error
+    return family

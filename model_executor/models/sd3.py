@@ -6,7 +6,7 @@ decodes; `StableDiffusion3Pipeline` adds it, and so is it here.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from core.model_info import ModelInfo
 from model_executor.loader import Checkpoint
 from model_executor.models.base import EncodedText
 from model_executor.models.latent_family import NoisedTemplate
+from model_executor.models.parts import FLOW_SCHEDULERS, Classes, projected_clip, t5
 from model_executor.models.sd3_transformer import SD3Transformer
 from model_executor.models.text import encode_t5, tokenize
 from model_executor.models.vae_family import PATCH, refuse
@@ -36,6 +37,14 @@ class StableDiffusion3(NoisedTemplate):
     denoiser = SD3Transformer
     lora_loader = "SD3LoraLoaderMixin"
     samples_packed = False
+    classes: ClassVar[Classes] = {
+        "scheduler": FLOW_SCHEDULERS,
+        "transformer": ("SD3Transformer2DModel",),
+        "vae": ("AutoencoderKL",),
+        **projected_clip(),
+        **projected_clip("_2"),
+        **t5("_3"),
+    }
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint)

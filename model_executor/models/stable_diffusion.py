@@ -23,6 +23,7 @@ from core.page_scheme import PageDtype, PageLayout
 from model_executor.adapters import Adapter, LoraFormat
 from model_executor.loader import Checkpoint
 from model_executor.models.base import EncodedImage, EncodedText, PrimeRow, Row, Sample
+from model_executor.models.parts import CLIP, TIMESTEP_SCHEDULERS, Classes, projected_clip
 from model_executor.models.text import Tokens, tokenize
 from model_executor.models.unet import Unet
 from model_executor.models.unet_layers import TOKEN_SIDE, Layers
@@ -63,6 +64,11 @@ class UnetFamily(VaeFamily):
     """
 
     denoiser_part = "unet"
+    classes: ClassVar[Classes] = {
+        "scheduler": TIMESTEP_SCHEDULERS,
+        "unet": ("UNet2DConditionModel",),
+        "vae": ("AutoencoderKL",),
+    }
     sees_all_latents = True
     patch = TOKEN_SIDE
     added: ClassVar[str | None]
@@ -86,9 +92,15 @@ class UnetFamily(VaeFamily):
             raise refuse(self._checkpoint, f"a denoiser with {', '.join(options)} is not supported")
         unknown = {kind for name, known in BLOCKS.items() for kind in set(config.get(name, [])) - known}
         unknown |= {str(config.get("mid_block_type", MIDDLE))} - {MIDDLE}
-        if unknown or not self._layers.fill_whole_pages:
-            blocks = ", ".join(sorted(unknown)) or f"block_out_channels {config['block_out_channels']}"
-            raise refuse(self._checkpoint, f"a denoiser with {blocks} is not supported")
+        if unknown:
+            raise refuse(self._checkpoint, f"a denoiser with {', '.join(sorted(unknown))} is not supported")
+        if (uneven := self._layers.uneven_width) is not None:
+            raise refuse(
+                self._checkpoint,
+                f"a denoiser with block_out_channels {config['block_out_channels']} is not supported: what its blocks "
+                f"give for a token is cached in pages of one size, and {uneven[0]} numbers do not fill pages of "
+                f"{uneven[1]}",
+            )
         if config.get("addition_embed_type") != self.added:
             raise refuse(
                 self._checkpoint, f"a denoiser of other addition_embed_type than {self.added} is not supported"
@@ -276,6 +288,7 @@ class StableDiffusion(UnetFamily):
     summary = "Stable Diffusion 1 and 2: a UNet, with classifier-free guidance"
     text_parts = ("text_encoder",)
     lora_loader = "StableDiffusionLoraLoaderMixin"
+    classes: ClassVar[Classes] = {**UnetFamily.classes, **CLIP}
     added = None
 
     def _load_scheduler(self) -> Any:
@@ -300,6 +313,7 @@ class StableDiffusionXL(UnetFamily):
     summary = "Stable Diffusion XL: likewise, told of the picture's size too"
     text_parts = ("text_encoder", "text_encoder_2")
     lora_loader = "StableDiffusionXLLoraLoaderMixin"
+    classes: ClassVar[Classes] = {**UnetFamily.classes, **CLIP, **projected_clip("_2")}
     added = "text_time"
 
     def __init__(self, checkpoint: Checkpoint) -> None:

@@ -58,7 +58,10 @@ class Unet:
     def __init__(
         self, module: Any, num_train_timesteps: int, token_size: int, operators: Operators | None = None
     ) -> None:
-        self.module = module.to(memory_format=torch.channels_last)  # as the VAE's convolutions, and for their reasons
+        for layer in module.modules():
+            if isinstance(layer, torch.nn.Conv2d):  # as the VAE's, and for their reasons; quantised layers do not move
+                layer.to(memory_format=torch.channels_last)
+        self.module = module
         self._is_shared = module.device.type != "cpu"  # a pass, by all rows of one size
         if module.device.type == "cpu":
             use_onednn(module)

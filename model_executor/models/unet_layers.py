@@ -48,9 +48,11 @@ class Layers:
         self._ends = [(block.page + block.num_pages, n + 1) for n, block in blocks]  # pages and layers up to each
 
     @property
-    def fill_whole_pages(self) -> bool:
-        """Whether the output of every block is a multiple of the smallest."""
-        return all(block.width % self._unit == 0 for block in self._kept)
+    def uneven_width(self) -> tuple[int, int] | None:
+        """Numbers for each token in the output of a block that does not fill whole pages, and those of a page, which
+        holds the smallest output; None where every output is a multiple of the smallest."""
+        uneven = (block.width for block in self._kept if block.width % self._unit)
+        return next(((width, self._unit) for width in uneven), None)
 
     def page_layout(self, dtype: PageDtype) -> PageLayout:
         group = gcd(MAX_GROUP, self._unit // 2, *(block.channels for block in self._kept))

@@ -22,6 +22,7 @@ from model_executor.adapters import Adapter, LoraFormat
 from model_executor.loader import Checkpoint
 from model_executor.models.base import EncodedImage, EncodedText, PrimeRow, Row, Sample
 from model_executor.models.boxes import Box, around, times
+from model_executor.models.parts import Classes
 from model_executor.models.vae import ImageVae, Vae
 from model_executor.sampling import State
 
@@ -50,12 +51,16 @@ class VaeFamily(ABC):
     """Latent pixels per token side."""
 
     vae: ClassVar[type[Vae]] = ImageVae
+    classes: ClassVar[Classes]
+    """Of every part, those it may be of."""
+
     text_parts: tuple[str, ...]
     """The text encoders, named as in model_index.json."""
 
     text_sees_template = sees_all_latents = False
 
     def __init__(self, checkpoint: Checkpoint) -> None:
+        checkpoint.check_classes(self.classes)
         self._checkpoint = checkpoint
         self._device = checkpoint.device
         self._vae_config = checkpoint.config("vae")

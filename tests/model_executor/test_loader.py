@@ -16,9 +16,11 @@ from core.config import ModelConfig
 from core.errors import ConfigError
 from core.handles import ModelKey
 from model_executor.loader import Checkpoint, resolve_dtype
-from model_executor.models.registry import make_family
+from model_executor.models.flux import FluxFill
+from model_executor.models.parts import FLOW_SCHEDULERS, MODULES
+from model_executor.models.registry import FAMILIES, make_family
 from model_executor.resident import ResidentModels
-from tools.random_checkpoints import make_flux, make_flux_fill, make_sd3
+from tools.random_checkpoints import make_flux, make_flux_fill, make_qwen, make_qwen_edit, make_sd3
 
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
 
@@ -126,12 +128,79 @@ def test_unsupported_pipeline_names_the_supported(copy: Path) -> None:
 
 def test_unsupported_part(copy: Path) -> None:
     edit_json(copy / "model_index.json", scheduler=["diffusers", "LMSDiscreteScheduler"])
-    assert_refused(copy, "scheduler is of class LMSDiscreteScheduler")
+    assert_refused(copy, f"scheduler is of class LMSDiscreteScheduler; supported: {', '.join(FLOW_SCHEDULERS)}$")
 
 
 def test_scheduler_of_unets(copy: Path) -> None:
     edit_json(copy / "model_index.json", scheduler=["diffusers", "DDIMScheduler"])
-    assert_refused(copy, "DDIMScheduler is no scheduler of flow matching")
+    assert_refused(copy, f"scheduler is of class DDIMScheduler; supported: {', '.join(FLOW_SCHEDULERS)}$")
+
+
+@pytest.mark.parametrize("part", FluxFill.classes)
+@pytest.mark.parametrize("name", ["AutoencoderKLQwenImage", "CLIPTextModelWithProjection", "Qwen2Tokenizer"])
+def test_a_part_of_a_class_that_the_family_does_not_use(copy: Path, part: str, name: str) -> None:
+    """What is listed could stand there."""
+    edit_json(copy / "model_index.json", **{part: ["diffusers", name]})
+    assert_refused(copy, f"copy: {part} is of class {name}; supported: {', '.join(FluxFill.classes[part])}$")
+
+
+def test_families_name_the_classes_that_can_be_loaded() -> None:
+    named = {name for family in FAMILIES.values() for names in family.classes.values() for name in names}
+    assert named == set(MODULES)
+
+
+def test_families_name_the_classes_of_all_their_parts() -> None:
+    for family in FAMILIES.values():
+        parts = {"scheduler", "vae", family.denoiser_part}
+        texts = {part for part in family.classes if part.startswith("text_encoder")}
+        tokenizers = {part.replace("text_encoder", "tokenizer") for part in texts}
+        assert set(family.classes) - {"processor"} == parts | texts | tokenizers
+
+
+@pytest.mark.parametrize("entry", ["AutoencoderKL", ["AutoencoderKL"], 7, [], ["diffusers", 7], {"a": 1}])
+def test_an_index_entry_that_names_no_class(copy: Path, entry: object) -> None:
+    edit_json(copy / "model_index.json", vae=entry)
+    assert_refused(copy, "names no vae, which FluxFillPipeline cannot do without")
+
+
+@pytest.mark.parametrize(
+    ("file", "entries"),
+    [
+        ("vae/config.json", {"block_out_channels": None}),
+        ("vae/config.json", {"latent_channels": "x"}),
+        ("transformer/config.json", {"num_layers": "x"}),
+        ("transformer/config.json", {"attention_head_dim": None}),
+        ("scheduler/scheduler_config.json", {"num_train_timesteps": None}),
+        ("text_encoder/config.json", {"hidden_size": "x"}),
+        ("tokenizer/tokenizer_config.json", {"model_max_length": "x"}),
+    ],
+)
+def test_a_configuration_that_makes_no_sense(copy: Path, file: str, entries: dict[str, object]) -> None:
+    edit_json(copy / file, **entries)
+    assert_refused(copy, str(copy))
+
+
+@pytest.mark.parametrize("make", [make_flux_fill, make_sd3, make_qwen])
+def test_noise_levels_that_rise_are_refused(tmp_path: Path, make: Any) -> None:
+    path = make(tmp_path / "model")
+    edit_json(path / "scheduler/scheduler_config.json", invert_sigmas=True)
+    assert_refused(path, "FlowMatchEulerDiscreteScheduler with invert_sigmas is not supported")
+
+
+def test_a_scheduler_without_its_configuration(copy: Path) -> None:
+    (copy / "scheduler/scheduler_config.json").unlink()
+    assert_refused(copy, r"cannot load scheduler of .*: it has no scheduler_config\.json; is the checkpoint complete")
+    (copy / "scheduler/scheduler_config.json").write_text('{"shift": ')
+    assert_refused(copy, r"cannot load scheduler of .*: scheduler_config\.json cannot be read .*; fetch it again")
+
+
+def test_a_processor_without_its_configuration(tmp_path: Path) -> None:
+    path = make_qwen_edit(tmp_path / "model")
+    file = path / "processor/processor_config.json"
+    file.write_text("{}")
+    assert_refused(path, "cannot load processor of .*describes no Qwen2VLImageProcessorPil; fetch it again")
+    file.unlink()
+    assert_refused(path, r"it has no preprocessor_config\.json or processor_config\.json; is the checkpoint complete")
 
 
 def test_scheduler_that_takes_no_noise_levels(copy: Path) -> None:
@@ -152,8 +221,11 @@ def test_unknown_default(copy: Path) -> None:
 
 def test_torn_weights(copy: Path) -> None:
     weights = copy / WEIGHTS
-    weights.write_bytes(weights.read_bytes()[:-1000])
-    assert_refused(copy, "cannot load transformer")
+    for size in (-1000, 100, 0):
+        weights.write_bytes(weights.read_bytes()[:size])
+        assert_refused(
+            copy, rf"cannot load transformer of .*: {weights.name} is damaged or cut short .*; fetch it again"
+        )
 
 
 def test_missing_weight(copy: Path) -> None:
@@ -164,9 +236,18 @@ def test_missing_weight(copy: Path) -> None:
     assert_refused(copy, r"cannot load transformer of .*: the weights lack proj_out\.bias")
 
 
-def test_weights_of_another_shape(copy: Path) -> None:
-    edit_json(copy / "transformer/config.json", joint_attention_dim=48)
-    assert_refused(copy, "cannot load transformer")
+@pytest.mark.parametrize(
+    ("part", "entries", "weight"),
+    [
+        ("transformer", {"joint_attention_dim": 48}, r"context_embedder\.weight .* \[64, 64\] .* \[64, 48\]"),
+        ("vae", {"norm_num_groups": 2, "block_out_channels": [16] * 4}, r".* is of shape \[8.* asks for \[16"),
+        ("text_encoder", {"hidden_size": 32}, r".* is of shape \[.*64.*\] .* asks for \[.*32"),
+        ("text_encoder_2", {"d_ff": 96}, r".* is of shape \[.*128.*\] .* asks for \[.*96"),
+    ],
+)
+def test_weights_of_another_shape(copy: Path, part: str, entries: dict[str, object], weight: str) -> None:
+    edit_json(copy / part / "config.json", **entries)
+    assert_refused(copy, rf"cannot load {part} of .*: {weight}.*; are both of one checkpoint\?$")
 
 
 @pytest.mark.parametrize(("part", "weights"), [("vae", "diffusion_pytorch_model"), ("text_encoder", "model")])

@@ -14,8 +14,10 @@ from torch import nn
 from core.config import ModelConfig
 from core.errors import ConfigError, InvalidRequestError
 from model_executor import quantization
-from model_executor.quantization import check_method, stored_method, unquantized
+from model_executor.models.registry import FAMILIES
+from model_executor.quantization import QUANTIZED, check_method, check_quantized, stored_method, unquantized
 from model_executor.resident import ResidentModels
+from tools.random_unet_checkpoints import make_sd
 
 GPU = torch.device("cuda", 0)
 
@@ -32,8 +34,8 @@ def stored(tiny_checkpoint: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_checkpoint, tmp_path / "stored"))
 
 
-def say_stored(path: Path, **config: Any) -> None:
-    file = path / "transformer" / "config.json"
+def say_stored(path: Path, part: str = "transformer", /, **config: Any) -> None:
+    file = path / part / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": config}))
 
 
@@ -66,9 +68,23 @@ def test_what_is_stored_otherwise_is_refused(stored: Path) -> None:
     refused(stored, "is quantised with bitsandbytes: bitsandbytes needs a GPU")
 
 
-def test_what_is_quantised_already_is_not_quantised_again(stored: Path) -> None:
+def test_what_is_quantised_already_is_not_quantised_again(stored: Path, tmp_path: Path) -> None:
+    why = "the checkpoint's {} is quantised with torchao already"
     say_stored(stored, quant_method="torchao")
-    refused(stored, "the checkpoint's transformer is quantised with torchao already", quantization="torchao-int8")
+    refused(stored, why.format("transformer"), quantization="torchao-int8")
+    unet = make_sd(tmp_path / "sd")
+    say_stored(unet, "unet", quant_method="torchao")
+    refused(unet, why.format("unet"), quantization="torchao-int8")
+
+
+def test_the_denoiser_of_every_family_is_quantised() -> None:
+    assert {family.denoiser_part for family in FAMILIES.values()} == set(QUANTIZED)
+
+
+def test_a_wish_that_changed_nothing_is_an_error() -> None:
+    """Whatever the reason: the flag may not be ignored without a word."""
+    with pytest.raises(ValueError, match="--quantization torchao-int8 has changed none of its layers"):
+        check_quantized(nn.Sequential(nn.Linear(2, 2), nn.Conv2d(2, 2, 1)), "torchao-int8")
 
 
 @pytest.mark.parametrize(

@@ -181,10 +181,19 @@ def test_what_is_said_of_them(tmp_path: Path) -> None:
         (make_sd, {"time_cond_proj_dim": 8}, "a denoiser with time_cond_proj_dim is not supported"),
         (make_sd, {"only_cross_attention": True}, "a denoiser with only_cross_attention is not supported"),
         (make_sd, {"mid_block_type": "UNetMidBlock2D"}, "a denoiser with UNetMidBlock2D is not supported"),
-        (make_sd, {"block_out_channels": (16, 24, 40)}, r"a denoiser with block_out_channels \[16, 24, 40\] is not"),
+        (
+            make_sd,
+            {"block_out_channels": (16, 24, 40)},
+            r"block_out_channels \[16, 24, 40\] is not supported: what its blocks give for a token is cached in pages "
+            "of one size, and 256 numbers do not fill pages of 40",
+        ),
         (make_sd, {"in_channels": 8}, "a denoiser of other than 4 or 9 input channels is not supported"),
         (make_sd, {"scheduler": {"prediction_type": "sample"}}, "prediction_type sample is not supported"),
-        (make_sd, {"scheduler_class": FlowMatchEulerDiscreteScheduler}, "prediction_type None is not supported"),
+        (
+            make_sd,
+            {"scheduler_class": FlowMatchEulerDiscreteScheduler},
+            "scheduler is of class FlowMatchEulerDiscreteScheduler; supported: DDIMScheduler, PNDMScheduler, ",
+        ),
         (
             make_sdxl,
             {"scheduler_class": PNDMScheduler, "scheduler": {"skip_prk_steps": False}},

@@ -1,4 +1,4 @@
-"""Transformers quantised by torchao: against diffusers' pipelines of the same quantisation, with adapters, and stored.
+"""Denoisers quantised by torchao: against diffusers' pipelines of the same quantisation, with adapters, and stored.
 
 Skipped where the extra `quantization` is not installed; the extra `test` has it.
 """
@@ -14,7 +14,15 @@ import numpy as np
 import pytest
 import torch
 from adapters import make_lora
-from diffusers import FluxInpaintPipeline, PipelineQuantizationConfig, StableDiffusion3InpaintPipeline, TorchAoConfig
+from diffusers import (
+    EulerAncestralDiscreteScheduler,
+    FluxInpaintPipeline,
+    PipelineQuantizationConfig,
+    StableDiffusion3InpaintPipeline,
+    StableDiffusionInpaintPipeline,
+    StableDiffusionXLInpaintPipeline,
+    TorchAoConfig,
+)
 from edits import Edit
 from pipeline_rig import Rig, assert_same
 from torch import nn
@@ -27,12 +35,18 @@ from model_executor.parameter_count import count_parameters
 from model_executor.quantization import Int8Linear, for_device, unquantized
 from model_executor.resident import ResidentModels, edit_once
 from tools.random_checkpoints import make_flux, make_sd3
+from tools.random_unet_checkpoints import make_sd, make_sdxl
 
 torchao = pytest.importorskip("torchao.quantization")
 
 FAMILIES: dict[str, tuple[Callable[[Path], Path], Any]] = {
     "flux": (lambda path: make_flux(path, guidance_embeds=True), FluxInpaintPipeline),
     "sd3": (make_sd3, StableDiffusion3InpaintPipeline),
+    "sd": (lambda path: make_sd(path, in_channels=9), StableDiffusionInpaintPipeline),
+    "sdxl": (
+        lambda path: make_sdxl(path, scheduler_class=EulerAncestralDiscreteScheduler),
+        StableDiffusionXLInpaintPipeline,
+    ),
 }
 
 
@@ -44,10 +58,13 @@ class QuantizedRig(Rig):
     """Ours and the pipeline quantised alike, with an adapter of every layer."""
 
     def __init__(self, checkpoint: Path, arena: Arena, pipeline: Any, lora: Path) -> None:
-        wanted = PipelineQuantizationConfig(quant_mapping={"transformer": config()})
+        self.part = "unet" if (checkpoint / "unet").is_dir() else "transformer"
+        wanted = PipelineQuantizationConfig(quant_mapping={self.part: config()})
         adapters = [AdapterConfig("shirt", str(lora))]
-        parts = {"quantization_config": wanted, "dtype": torch.float32}  # without, torchao takes bfloat16
-        super().__init__(checkpoint, arena, pipeline, adapters, "torchao-int8", **parts)
+        parts: dict[str, Any] = {"quantization_config": wanted, "dtype": torch.float32}  # by default bfloat16
+        unsafe = {"safety_checker": None, "requires_safety_checker": False}
+        self.others = unsafe if pipeline is StableDiffusionInpaintPipeline else {}
+        super().__init__(checkpoint, arena, pipeline, adapters, "torchao-int8", **parts, **self.others)
         self.checkpoint, self.lora = checkpoint, lora
         if pipeline is StableDiffusion3InpaintPipeline:  # which forgets the shift, up to 0.42
             vae = self.pipeline.vae
@@ -56,6 +73,8 @@ class QuantizedRig(Rig):
 
     def make(self, name: str, model: str, size: tuple[int, int], steps: int = 4) -> Edit:
         edit = self.edit(name, seed=steps, steps=steps, size=size, model=model, prompt="a red hat")
+        if self.part == "unet":
+            edit.strength = 1.0
         if self.family.info("tiny").is_guidance_cfg:
             edit.guidance_scale = edit.true_cfg_scale = 3.0
             edit.negative_prompt = ""
@@ -82,24 +101,23 @@ def rig(
 
 
 @pytest.mark.parametrize("model", ["tiny", "shirt"])
-@pytest.mark.parametrize("size", [(128, 128), (96, 64)])
+@pytest.mark.parametrize("size", [(128, 128), (96, 64)])  # multiples of a token of any of them
 def test_edit_equals_the_pipeline(rig: QuantizedRig, model: str, size: tuple[int, int]) -> None:
     edit = rig.make(f"{model}-{size}", model, size)
     rig.check(edit, rig.run(edit))
 
 
 def test_batch_of_others_at_different_steps_changes_nothing(rig: QuantizedRig) -> None:
-    shapes = [("tiny", (96, 64)), ("shirt", (64, 64)), ("tiny", (48, 96)), ("shirt", (96, 64))]
+    shapes = [("tiny", (96, 64)), ("shirt", (64, 64)), ("tiny", (32, 96)), ("shirt", (96, 64))]
     edits = [rig.make(f"mixed-{i}", model, size, 3 + i) for i, (model, size) in enumerate(shapes)]
     alone = [rig.run(edit) for edit in edits]
     for before, together in zip(alone, rig.run_together(edits), strict=True):
         assert np.array_equal(together, before)
 
 
-def module_of(path: Path, **settings: Any) -> nn.Module:
-    return Checkpoint.open(  # type: ignore[no-any-return]
-        ModelConfig(model=str(path), dtype="float32", device="cpu", **settings)
-    ).load("transformer")
+def module_of(rig: QuantizedRig, **settings: Any) -> nn.Module:
+    model = ModelConfig(model=str(rig.checkpoint), dtype="float32", device="cpu", **settings)
+    return Checkpoint.open(model).load(rig.part)  # type: ignore[no-any-return]
 
 
 def num_bytes(module: nn.Module) -> int:
@@ -107,7 +125,7 @@ def num_bytes(module: nn.Module) -> int:
 
 
 def test_weights_take_a_byte_each(rig: QuantizedRig) -> None:
-    plain, quantized = module_of(rig.checkpoint), module_of(rig.checkpoint, quantization="torchao-int8")
+    plain, quantized = module_of(rig), module_of(rig, quantization="torchao-int8")
     layers = [layer for layer in quantized.modules() if isinstance(layer, Int8Linear)]
     assert len(layers) == sum(type(layer) is nn.Linear for layer in plain.modules())
     saved = num_bytes(plain) - num_bytes(quantized)
@@ -125,16 +143,16 @@ def test_pages_and_costs_of_quantised_weights_are_others(rig: QuantizedRig, tmp_
 
 @pytest.fixture
 def stored(rig: QuantizedRig, tmp_path: Path) -> Path:
-    """The checkpoint with its transformer as diffusers saves it once it is quantised."""
+    """The checkpoint with its denoiser as diffusers saves it once it is quantised."""
     path = Path(shutil.copytree(rig.checkpoint, tmp_path / "stored"))
-    shutil.rmtree(path / "transformer")
-    rig.pipeline.transformer.save_pretrained(path / "transformer")
-    assert Checkpoint.open(ModelConfig(model=str(path))).config("transformer")["quantization_config"]
+    shutil.rmtree(path / rig.part)
+    getattr(rig.pipeline, rig.part).save_pretrained(path / rig.part)
+    assert Checkpoint.open(ModelConfig(model=str(path))).config(rig.part)["quantization_config"]
     return path
 
 
 def test_a_checkpoint_that_is_stored_quantised_paints_the_same(rig: QuantizedRig, stored: Path, arena: Arena) -> None:
-    again = Rig(stored, arena, type(rig.pipeline))
+    again = Rig(stored, arena, type(rig.pipeline), **rig.others)
     size = (96, 64)
     painted = again.run(rig.make("stored", "tiny", size))
     again.pages.close()
@@ -142,7 +160,7 @@ def test_a_checkpoint_that_is_stored_quantised_paints_the_same(rig: QuantizedRig
 
 
 def test_its_parameters_are_those_of_the_plain_one(rig: QuantizedRig, stored: Path) -> None:
-    assert count_parameters(stored / "transformer") == count_parameters(rig.checkpoint / "transformer")
+    assert count_parameters(stored / rig.part) == count_parameters(rig.checkpoint / rig.part)
 
 
 def test_it_runs_in_another_dtype_too(rig: QuantizedRig, stored: Path) -> None:

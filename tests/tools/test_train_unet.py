@@ -82,7 +82,7 @@ def test_its_export_is_served(trained: tuple[Path, list[float], Trainer], tmp_pa
 
 
 def test_the_full_size_is_served_mask_aware() -> None:
-    assert Layers(build_unet(Sizes())).fill_whole_pages
+    assert Layers(build_unet(Sizes())).uneven_width is None
 
 
 def test_the_averaged_weights_are_what_is_exported(trained: tuple[Path, list[float], Trainer]) -> None:

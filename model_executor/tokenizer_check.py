@@ -1,0 +1,62 @@
+"""What tells a checkpoint's tokenizer from an empty one.
+
+transformers makes a tokenizer without a vocabulary where the vocabulary's files are missing, and says nothing: every
+prompt is then the same few unknown tokens, and pictures do not depend on it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+PROBES = ("a", "b", "c")
+"""Prompts that every tokenizer tells apart."""
+
+
+def check_files(folder: Path, cls: Any) -> None:
+    """cls: the tokenizer's class. Raises ValueError where files of its vocabulary are missing: one file that holds all
+    of it, or else each of the others that the class names."""
+    names = dict(cls.vocab_files_names)
+    whole = names.pop("tokenizer_file", None)
+    if whole is not None and (folder / whole).is_file():
+        return
+    if missing := sorted(name for name in names.values() if not (folder / name).is_file()):
+        alternative = "" if whole is None else f" (or {whole})"
+        raise ValueError(f"it has no {' and no '.join(missing)}{alternative}; is the checkpoint complete?")
+
+
+def check_json(folder: Path) -> None:
+    """Raises ValueError where a file of the folder is no JSON, or no object."""
+    for file in sorted(folder.glob("*.json")):
+        try:
+            content = json.loads(file.read_text("utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{file.name} cannot be read ({error}); fetch it again") from error
+        if not isinstance(content, dict):
+            raise ValueError(f"{file.name} holds no JSON object; fetch it again")
+
+
+def check_tokenizer(tokenizer: Any, encoder: Mapping[str, Any]) -> None:
+    """encoder: the configuration of the text encoder that reads its tokens. Raises ValueError where prompts come to
+    the same tokens, or to some that the encoder does not know, or to more than it can read."""
+    try:
+        ids = [tuple(tokenizer(probe).input_ids) for probe in PROBES]
+    except Exception as error:  # tokenizers raises nothing more particular
+        raise ValueError(f"it cannot read a prompt ({error}); fetch its files again") from error
+    if len({*ids}) < len(PROBES):
+        raise ValueError("it turns all prompts into the same tokens; is its vocabulary complete?")
+    known = encoder.get("vocab_size") or encoder.get("text_config", {}).get("vocab_size")
+    highest = max(tokenizer.get_vocab().values())
+    if known is not None and highest >= known:
+        raise ValueError(
+            f"it makes tokens up to number {highest} where the text encoder's config.json has a vocab_size of {known}; "
+            "are both of one checkpoint?"
+        )
+    places = encoder.get("max_position_embeddings") if encoder.get("model_type") == "clip_text_model" else None
+    if places is not None and tokenizer.model_max_length > places:
+        raise ValueError(
+            f"its tokenizer_config.json names no model_max_length of at most {places} tokens, which is what the text "
+            "encoder can read"
+        )
