@@ -99,6 +99,7 @@ def _config(args: argparse.Namespace) -> StencilConfig:
         directory=args.cache_dir,
         admission=args.cache_admission,
         block_plan=args.block_plan,
+        scope=args.cache_scope,
     )
     scheduler = SchedulerConfig(
         max_num_seqs=args.max_num_seqs,

@@ -8,6 +8,7 @@ from typing import get_args
 from core.config import (
     EMBEDDED_MODEL,
     CacheConfig,
+    CacheScope,
     EngineConfig,
     ImageConfig,
     KernelChoice,
@@ -315,6 +316,13 @@ def _add_tier_flags(group: argparse._ArgumentGroup) -> None:
         default=cache.admission,
         choices=("always", "manual"),
         help="always: keep the activations of every edit while there is room; manual: of registered templates only",
+    )
+    group.add_argument(
+        "--cache-scope",
+        default=cache.scope,
+        choices=get_args(CacheScope),
+        help="owner: what was computed for one API key is reused for that key alone, so that no key's times or "
+        "answers tell what others have sent; server: for all keys",
     )
     group.add_argument(
         "--block-plan",
