@@ -31,6 +31,7 @@ from core.ipc import logs
 from core.ipc.heap import return_freed_memory
 from engine.async_engine import AsyncEngine
 from engine.tracing import Tracer, create_tracer
+from entrypoints.hosts import is_loopback, normal_host
 from entrypoints.http_protocol import GuardedProtocol
 from entrypoints.openai.app import ServerSettings, create_app
 from entrypoints.openai.submission import STALL_SECONDS
@@ -81,6 +82,7 @@ async def _serve(options: ServeOptions, listener: socket.socket, tracer: Tracer)
         rate_limit=options.rate_limit,
         allowed_origins=options.allowed_origins,
         playground=options.playground,
+        allowed_hosts=hosts_served(options, listener),
     )
     server = http_server(create_app(engine, settings, tracer))
     signals = _Signals(asyncio.Event(), asyncio.Event())
@@ -166,6 +168,17 @@ def bind(host: str, port: int) -> socket.socket:
         reason = getattr(error, "strerror", None) or "no such host"
         raise ConfigError(f"cannot listen on {host}:{port}: {reason}; choose another --host or --port") from error
     return listener
+
+
+def hosts_served(options: ServeOptions, listener: socket.socket) -> tuple[str, ...]:
+    """The hosts that requests may be for, besides the loopback's; (): any. Only on loopback does a list come by itself:
+    which names lead to other addresses is not known here.
+    """
+    bound = normal_host(listener.getsockname()[0])
+    is_open = not options.allowed_hosts and not (bound and is_loopback(bound))
+    if is_open or "*" in options.allowed_hosts:
+        return ()
+    return tuple(filter(None, (normal_host(options.host), *options.allowed_hosts)))
 
 
 def _url(listener: socket.socket) -> str:

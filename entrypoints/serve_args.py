@@ -41,6 +41,7 @@ class ServeOptions:
     port: int
     api_keys: tuple[str, ...] = field(repr=False)
     allowed_origins: tuple[str, ...]  # of web pages other than the server's own
+    allowed_hosts: tuple[str, ...]  # that requests may be for, besides the server's own
     rate_limit: int  # requests per minute and caller; 0: none
     playground: bool
     log_level: str
@@ -66,6 +67,7 @@ def parse_options(argv: Sequence[str] | None) -> ServeOptions:
         port=args.port,
         api_keys=api_keys,
         allowed_origins=tuple(args.allowed_origins),
+        allowed_hosts=tuple(args.allowed_hosts),
         rate_limit=args.rate_limit,
         playground=args.playground,
         log_level=args.log_level,

@@ -24,6 +24,7 @@ from entrypoints.flag_types import (
     byte_count,
     decimal,
     device,
+    host,
     http_url,
     keyframes,
     named_adapter,
@@ -129,6 +130,16 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
         metavar="ORIGIN",
         help="an origin such as https://app.example whose pages may use the API; may be repeated; *: any web page's, "
         "for servers with keys",
+    )
+    group.add_argument(
+        "--allowed-host",
+        dest="allowed_hosts",
+        action="append",
+        default=[],
+        type=host,
+        metavar="HOST",
+        help="a name or address, besides localhost's, that requests may be for (their Host header), such as one that a "
+        "proxy passes on; may be repeated; without it: none where --host is on loopback, else any; *: any",
     )
     group.add_argument(
         "--no-playground",
