@@ -111,7 +111,8 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="keys, one a line, # begins a comment; may be repeated; a file of yours must be readable by you alone",
+        help="keys, one a line, # begins a comment; may be repeated; a file of yours must be readable by you alone; "
+        "SIGHUP has all files read again",
     )
     group.add_argument(
         "--rate-limit",

@@ -12,12 +12,11 @@ import tempfile
 import threading
 import traceback
 from contextlib import closing, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from core.cache_folder import user_cache_folder
+from core.cache_folder import page_folder, user_cache_folder
 from core.config import CacheConfig
 from core.failure import Failure
 from core.ipc.process import die_with_parent
@@ -124,8 +123,7 @@ def _page_files(cache: CacheConfig) -> PageFiles | None:
 
     if cache.disk_bytes <= 0:
         return None
-    directory = Path(cache.directory).expanduser() if cache.directory else user_cache_folder(os.environ) / "pages"
-    return PageFiles(directory, cache.disk_bytes)
+    return PageFiles(page_folder(cache.directory, os.environ), cache.disk_bytes)
 
 
 def default_threads(num_workers: int) -> int:

@@ -28,6 +28,7 @@ from entrypoints.openai.engine_stats import engine_stats
 from entrypoints.openai.errors import describe_http, log_internal
 from entrypoints.openai.fields import GENERATION_FIELDS
 from entrypoints.openai.host_guard import HostGuard
+from entrypoints.openai.key_ring import KeyRing
 from entrypoints.openai.middleware import OWNER, RECORD, REQUEST_ID, ApiKeyGuard, RequestContext, answer
 from entrypoints.openai.origin_guard import OriginGuard
 from entrypoints.openai.rate_limit import RateLimit
@@ -59,8 +60,8 @@ EXPOSED_HEADERS = (
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """What the HTTP side needs beyond the engine. api_keys: any one of them opens /v1/*; none: it is open to all.
-    max_upload_bytes: per file. rate_limit: requests per minute and caller, 0 = no limit. allowed_origins: of web pages
+    """What the HTTP side needs beyond the engine. api_keys: any one of them opens /v1/* at first; none: it is open to
+    all. max_upload_bytes: per file. rate_limit: requests per minute and caller, 0 = no limit. allowed_origins: of web pages
     that may use the API beside the server's own; "*": any. playground: serve its pages, at / and /status.
     allowed_hosts: names and addresses that requests may be for, besides the loopback's; none: any.
     """
@@ -91,7 +92,8 @@ def create_app(engine: AsyncEngine, settings: ServerSettings, tracer: Tracer | N
     if settings.rate_limit:
         app.add_middleware(RateLimit, limiter=RateLimiter(settings.rate_limit))
     if settings.api_keys:
-        app.add_middleware(ApiKeyGuard, api_keys=settings.api_keys)
+        app.state.keys = KeyRing(settings.api_keys)  # which the server may replace
+        app.add_middleware(ApiKeyGuard, keys=app.state.keys)
     else:
         app.add_middleware(OriginGuard, allowed=settings.allowed_origins)  # with keys no page of another's has one
     if settings.allowed_origins:
