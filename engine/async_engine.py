@@ -31,6 +31,7 @@ from engine.edit_session import EditSession
 from engine.engine_replica import ReplicaState
 from engine.image_pool import ImagePool
 from engine.metrics import Metrics
+from engine.page_folder import check_page_folder
 from engine.router import Router
 from engine.template_session import TemplateSession
 from engine.templates import Template, TemplateStore
@@ -74,6 +75,7 @@ class AsyncEngine:
 
         Raises ConfigError or EngineError, and then leaves nothing behind.
         """
+        await asyncio.to_thread(check_page_folder, self.config.engine.cache)
         self._arena = Arena.create(0, self.config.arena_bytes)
         self.allocator = ArenaAllocator(self._arena)
         self.images = ImagePool(self.config.image, self._arena)

@@ -61,8 +61,8 @@ EXPOSED_HEADERS = (
 @dataclass(frozen=True)
 class ServerSettings:
     """What the HTTP side needs beyond the engine. api_keys: any one of them opens /v1/* at first; none: it is open to
-    all. max_upload_bytes: per file. rate_limit: requests per minute and caller, 0 = no limit. allowed_origins: of web pages
-    that may use the API beside the server's own; "*": any. playground: serve its pages, at / and /status.
+    all. max_upload_bytes: per file. rate_limit: requests per minute and caller, 0 = no limit. allowed_origins: of web
+    pages that may use the API beside the server's own; "*": any. playground: serve its pages, at / and /status.
     allowed_hosts: names and addresses that requests may be for, besides the loopback's; none: any.
     """
 
