@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from pathlib import Path
 
 from core.errors import ConfigError
 from entrypoints.api_keys import KeySource
@@ -33,9 +34,17 @@ class KeyReload:
 
     async def _read(self) -> None:
         try:
-            keys = await asyncio.to_thread(self._source.read)  # a file may lie on a slow disk
+            keys = await asyncio.to_thread(_read_again, self._source)  # a file may lie on a slow disk
         except ConfigError as error:
             logger.error("the API keys stay as they are (%d): %s", len(self._ring), error)
             return
         self._ring.replace(keys)
         logger.info("the key files were read again: %d API keys", len(self._ring))
+
+
+def _read_again(source: KeySource) -> tuple[str, ...]:
+    """Raises ConfigError, also for a pipe such as a shell's ``<(...)``: to open it again would wait for a writer."""
+    for file in source.files:
+        if Path(file).is_fifo():
+            raise ConfigError(f"the key file {file} is a pipe, which can be read once")
+    return source.read()

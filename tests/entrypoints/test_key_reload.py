@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,6 +103,13 @@ async def test_a_file_that_has_become_readable_by_others_is_refused(rig: Rig) ->
     rig.files[0].chmod(0o644)
     assert "chmod 600" in await rig.read_again()
     assert await rig.opens("ours-1", "ours-2") == [True, False]
+
+
+async def test_a_pipe_is_not_waited_for(rig: Rig) -> None:
+    rig.files[0].unlink()
+    os.mkfifo(rig.files[0], 0o600)
+    assert "is a pipe" in await rig.read_again()
+    assert await rig.opens("ours-1") == [True]
 
 
 async def test_what_a_key_owns_is_still_its_own(rig: Rig, engine: FakeEngine) -> None:
