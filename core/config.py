@@ -106,6 +106,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         check_decimal("max_ahead_ms", self.max_ahead_ms, 0)
 
 
+CacheScope = Literal["owner", "server"]
+"""Whose requests may share what was computed for one of them: those of the same API key, or all."""
+
+
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The activation cache's limits, in bytes per engine, and what it keeps.
 
@@ -115,7 +119,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     disk_bytes: files in `directory` ("" = stencil/pages in the user's cache folder), 0 = none; shared by all engines
     that name the same folder. admission: always keeps an edit's pages while there is room, manual only those of
     templates that were registered. block_plan: auto may compute leading blocks in full while pages come from a slower
-    tier. Raises ConfigError for a share that is none.
+    tier. scope: whose requests share what was computed: an owner's own, or the whole server's. Raises ConfigError for a
+    share that is none.
     """
 
     device_bytes: int | None = None
@@ -125,6 +130,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     directory: str = ""
     admission: Literal["always", "manual"] = "always"
     block_plan: Literal["off", "auto"] = "off"
+    scope: CacheScope = "owner"
 
     def __post_init__(self) -> None:
         conform(self)
@@ -135,6 +141,12 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
         if not 0 < self.gpu_memory_utilization <= 1:
             share = f"{self.gpu_memory_utilization:g}"
             raise ConfigError(f"--gpu-memory-utilization {share} is no share: above 0, at most 1")
+
+    def salt(self, owner: str) -> str:
+        """Part of the key of all that is computed for an owner and kept: requests with the same salt share it. owner:
+        digest of an API key, "" where no keys are asked for.
+        """
+        return owner if self.scope == "owner" else ""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

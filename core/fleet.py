@@ -82,7 +82,7 @@ class EditShape:
             edit.active.size,
             num_tokens,
             edit.num_text_tokens,
-            scheme.template_key(edit.content_id),
+            scheme.template_key(edit.content_id, edit.cache_salt),
             len(scheme.keyframes) or num_steps - full_steps,
             scheme.layout.entry_bytes(num_tokens),
             priority,
@@ -97,7 +97,7 @@ class EditShape:
         assert scheme is not None
         tokens, entry_bytes = prime.num_tokens, scheme.layout.entry_bytes(prime.num_tokens)
         text = info.max_text_tokens + info.text_tokens_beside(prime.width, prime.height)
-        key, num_keyframes = scheme.template_key(prime.content_id), len(scheme.keyframes)
+        key, num_keyframes = scheme.template_key(prime.content_id, prime.cache_salt), len(scheme.keyframes)
         beside = info.conditions_per_token * tokens
         return cls(prime.model, 0, 0, tokens, tokens, text, key, num_keyframes, entry_bytes, condition_tokens=beside)
 

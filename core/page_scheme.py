@@ -100,10 +100,16 @@ class PageScheme(msgspec.Struct, frozen=True, kw_only=True):
             return 0
         return -(-self.full_steps * num_steps // self.full_steps_of)
 
-    def template_key(self, content_id: str) -> str:
-        """Hex digest of all that a template's pages depend on, but the noise level."""
+    def template_key(self, content_id: str, cache_salt: str = "") -> str:
+        """Hex digest of all that a template's pages depend on, but the noise level, and of whose they are.
+
+        cache_salt: see `CacheConfig.salt`. Pages with different salts are equal and are never shared: a hit would tell
+        one owner what another one has edited.
+        """
         model = [self.fingerprint, self.environment, self.layout.dtype]
         parts = [SCHEME_VERSION, content_id, *model, self.prompt, self.guidance_scale]
+        if cache_salt:
+            parts.append(cache_salt)
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def latent_entry_bytes(self, num_tokens: int) -> int:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TemplateInfo:
-    """The template of a job: whose pages, made how. key: digest of all they depend on but the noise level. The counts
-    of tokens are as in EditRequest."""
+    """The template of a job: whose pages, made how. key: digest of all they depend on but the noise level, and of
+    whose they are. The counts of tokens are as in EditRequest."""
 
     key: str
     model: str
@@ -33,13 +33,14 @@ class TemplateInfo:
     extra_text_tokens: int = 0
     num_condition_tokens: int = 0
     is_seen_by_text: bool = False  # the text encoder sees its pixels
+    cache_salt: str = ""
 
     @classmethod
     def of(cls, asked: EditRequest | PrimeTemplate, info: ModelInfo) -> TemplateInfo:
         """Of what an edit, or who registers it, asks for. info: of its model, which caches templates."""
         assert info.page_scheme is not None
         return cls(
-            info.page_scheme.template_key(asked.content_id),
+            info.page_scheme.template_key(asked.content_id, asked.cache_salt),
             asked.model,
             info.page_scheme,
             asked.content_id,
@@ -50,6 +51,7 @@ class TemplateInfo:
             info.text_tokens_beside(asked.width, asked.height),
             info.conditions_per_token * asked.num_tokens,
             info.vision is not None,
+            asked.cache_salt,
         )
 
     @property

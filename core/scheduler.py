@@ -129,7 +129,7 @@ class StepScheduler:
         """Forget a template's pages, once no edit uses them."""
         scheme = self.models[drop.model].page_scheme
         if scheme is not None:
-            key = scheme.template_key(drop.content_id)
+            key = scheme.template_key(drop.content_id, drop.cache_salt)
             files = [latents_key(key), *(page_key(key, sigma) for sigma in scheme.keyframes)]
             self.pages.cache.drop(key, files)
 

@@ -82,6 +82,7 @@ def _prime(job: PrimingJob, chunk: Chunk, sigma: float, pages: TemplatePages, pi
         dtype=template.scheme.layout.dtype,
         out=pages.ref(template, sigma),
         template=pixels,
+        cache_salt=template.cache_salt,
     )
 
 
@@ -105,6 +106,7 @@ def _text_encode(request: Request) -> TextEncode:
         negative_prompt=edit.sampling.negative_prompt,
         template=edit.template,
         content_id=edit.content_id,
+        cache_salt=edit.cache_salt,
     )
 
 
@@ -141,6 +143,7 @@ def _denoise(request: Request, pages: TemplatePages) -> Denoise:
         full_blocks=hold.full_blocks if hold else (),
         template=pages.latents(hold.template) if hold else None,
         content_id=edit.content_id,
+        cache_salt=edit.cache_salt,
     )
 
 

@@ -22,6 +22,7 @@ from core.handles import ArrayRef
 from core.ipc.limits import check_limits
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.load_report import EngineStats, LoadReport, StepSample
+from core.messages.engine import DropTemplate
 from core.model_choice import choose_model, kin
 from core.model_info import ModelInfo
 from engine.captures import Captures
@@ -31,6 +32,7 @@ from engine.edit_session import EditSession
 from engine.engine_replica import ReplicaState
 from engine.image_pool import ImagePool
 from engine.metrics import Metrics
+from engine.page_folder import check_page_folder
 from engine.router import Router
 from engine.template_session import TemplateSession
 from engine.templates import Template, TemplateStore
@@ -75,6 +77,7 @@ class AsyncEngine:
         Raises ConfigError or EngineError, and then leaves nothing behind.
         """
         check_limits(self.config.arena_bytes, self.config.engine.cache.host_bytes)
+        await asyncio.to_thread(check_page_folder, self.config.engine.cache)
         self._arena = Arena.create(0, self.config.arena_bytes)
         self.allocator = ArenaAllocator(self._arena)
         self.images = ImagePool(self.config.image, self._arena)
@@ -268,7 +271,8 @@ class AsyncEngine:
         info = self._choose_model(model, lora)
         self.templates.check_size(image.size)
         upload = await KeptUpload.of(image)
-        session = TemplateSession(self, request_id, upload, info)
+        cache_salt = self.cache.salt(owner)
+        session = TemplateSession(self, request_id, upload, info, cache_salt)
         self._check_room(session)
         with self.hold(session):
             prepared = await session.prepare()
@@ -284,6 +288,7 @@ class AsyncEngine:
                 content_id=prepared.content_id,
                 primed=session.can_prime,
                 page_bytes=page_bytes,
+                cache_salt=cache_salt,
             )
             self.keep_template(template)  # before the session closes, which drops what nobody keeps
         return template
@@ -301,18 +306,18 @@ class AsyncEngine:
         """Those of edits with other adapters as well."""
         for model in kin(self.models, gone.model):
             for content_id in gone.content_ids:
-                self.drop_pages(model, content_id)
+                self.drop_pages(model, content_id, gone.cache_salt)
 
-    def drop_pages(self, model: str, content_id: str) -> None:
+    def drop_pages(self, model: str, content_id: str, cache_salt: str) -> None:
         """Have pages forgotten, unless a template has them still, or will; "" is a template that never was prepared."""
         has_pages = content_id and self.models[model].page_scheme is not None
-        if has_pages and not self._is_wanted(model, content_id):
-            self.router.drop(model, content_id)
+        if has_pages and not self._is_wanted(model, content_id, cache_salt):
+            self.router.drop(DropTemplate(model, content_id, cache_salt))
 
-    def _is_wanted(self, model: str, content_id: str) -> bool:
+    def _is_wanted(self, model: str, content_id: str, cache_salt: str) -> bool:
         sessions = (session for session in self._sessions if isinstance(session, TemplateSession))
-        is_priming = any(session.wants_pages(model, content_id) for session in sessions)
-        return is_priming or self.templates.holds_content(model, content_id)
+        is_priming = any(session.wants_pages(model, content_id, cache_salt) for session in sessions)
+        return is_priming or self.templates.holds_content(model, content_id, cache_salt)
 
     # ---------------------------------------------------------------------------------- what it knows
 

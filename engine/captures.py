@@ -56,6 +56,7 @@ class Captures:
             image_tokens=num_tokens,
             created=int(time.time()),
             is_captured=True,
+            cache_salt=self._engine.cache.salt(owner),
         )
         self._engine.keep_template(template)
         if template.id not in self._engine.templates:
@@ -76,7 +77,9 @@ class Captures:
 
     async def _prime(self, template: Template, model: ModelInfo) -> None:
         """Its failure hurts nobody: the first edit of the template primes it then."""
-        session = TemplateSession(self._engine, f"capture-{template.id}", template.upload, model, is_idle_work=True)
+        session = TemplateSession(
+            self._engine, f"capture-{template.id}", template.upload, model, template.cache_salt, is_idle_work=True
+        )
         try:
             with self._engine.hold(session):
                 await self._prime_session(session, template)

@@ -215,10 +215,10 @@ class EngineClient:
         self._waiters[request.request_id] = waiter
         self._send_bytes(payload)
 
-    def drop(self, model: str, content_id: str) -> None:
+    def drop(self, template: DropTemplate) -> None:
         """Have a template's pages forgotten on every tier."""
         if self.error is None:
-            self._send(DropTemplate(model=model, content_id=content_id))
+            self._send(template)
 
     def abort(self, request_ids: tuple[str, ...]) -> None:
         """Ask for an early end; the terminal output still comes."""

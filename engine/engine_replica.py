@@ -19,7 +19,7 @@ from core.errors import ConfigError, EngineDeadError, StencilError
 from core.ipc.logs import of_request
 from core.ipc.shared_array import Arena
 from core.load_report import EngineStats, LoadReport
-from core.messages.engine import EditRequest, PrimeTemplate
+from core.messages.engine import DropTemplate, EditRequest, PrimeTemplate
 from core.model_info import ModelInfo
 from engine.engine_client import EngineClient, Waiter
 
@@ -77,7 +77,7 @@ class EngineReplica:
         self._started = 0.0  # when it was started last
         self._start_seconds = config.start_seconds  # how long its next start may take
         self.num_restarts = 0  # in a row
-        self._late_drops: list[tuple[str, str]] = []  # (model, content id) of templates to forget once it serves
+        self._late_drops: list[DropTemplate] = []  # to be sent once it serves
         self._stopping = asyncio.Event()
         self._gone = asyncio.Event()
         self._client = self._make_client()
@@ -155,7 +155,7 @@ class EngineReplica:
             self._config = msgspec.structs.replace(self._config, cache=self.cache)
         self._models = models
         while self._late_drops:
-            self._client.drop(*self._late_drops.pop())
+            self._client.drop(self._late_drops.pop())
         self._watcher.on_up(self.rank)
 
     async def ready(self) -> dict[str, ModelInfo]:
@@ -211,12 +211,12 @@ class EngineReplica:
         """Ask for an early end; the terminal output still comes."""
         self._client.abort(request_ids)
 
-    def drop(self, model: str, content_id: str) -> None:
+    def drop(self, template: DropTemplate) -> None:
         """Have a template's pages forgotten on every tier, now or when it serves again: files outlive an engine."""
         if self._client.is_ready:
-            self._client.drop(model, content_id)
+            self._client.drop(template)
         elif self.error is None:
-            self._late_drops.append((model, content_id))
+            self._late_drops.append(template)
 
 
 def wait_before(num_restarts: int) -> float:

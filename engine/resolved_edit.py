@@ -111,6 +111,7 @@ class ResolvedEdit:
             deadline=deadline,
             is_mask_aware=self.exact_reason is None,
             trace_context=trace_context,
+            cache_salt=self.config.cache.salt(self.edit.owner),
         )
 
     def make_report(

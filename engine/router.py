@@ -25,7 +25,7 @@ from core.fleet import EditShape, Fleet
 from core.ipc.logs import of_request
 from core.ipc.shared_array import Arena
 from core.load_report import EngineStats, LoadReport, StepSample
-from core.messages.engine import Aborted, EditRequest, Failed, Finished, PartialImage, PrimeTemplate
+from core.messages.engine import Aborted, DropTemplate, EditRequest, Failed, Finished, PartialImage, PrimeTemplate
 from core.model_info import ModelInfo
 from core.reporter import MAX_RECENT_STEPS
 from core.routing import make_policy, outlook, work_seconds
@@ -230,10 +230,10 @@ class Router:
             del self._placements[request.request_id]
             raise
 
-    def drop(self, model: str, content_id: str) -> None:
+    def drop(self, template: DropTemplate) -> None:
         """Have a template's pages forgotten by every engine."""
         for replica in self._replicas:
-            replica.drop(model, content_id)
+            replica.drop(template)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Ask for an early end; the terminal output still comes, at once where no engine has the request."""

@@ -30,11 +30,19 @@ logger = logging.getLogger("stencil.engine")
 class TemplateSession:
     """prepare, prime; then give_up and close. One caller.
 
-    is_idle_work: computed when no edit wants to, and takes no place in the queue.
+    cache_salt: of its pages, see `CacheConfig.salt`. is_idle_work: computed when no edit wants to, and takes no place
+    in the queue.
     """
 
     def __init__(
-        self, engine: AsyncEngine, request_id: str, upload: Upload, model: ModelInfo, *, is_idle_work: bool = False
+        self,
+        engine: AsyncEngine,
+        request_id: str,
+        upload: Upload,
+        model: ModelInfo,
+        cache_salt: str,
+        *,
+        is_idle_work: bool = False,
     ) -> None:
         self.num_images = 0 if is_idle_work else 1  # places in the queue
         self.is_idle_work = is_idle_work
@@ -47,6 +55,7 @@ class TemplateSession:
         self._id = request_id
         self._upload = upload
         self._model = model
+        self._cache_salt = cache_salt
         self._span = NO_SPAN if is_idle_work else current_span()  # whose answer has left when idle work begins
         self._memory = SessionMemory(engine)
         self._prepared: PreparedEdit | None = None
@@ -116,6 +125,7 @@ class TemplateSession:
             num_tokens=self.num_tokens,
             arrival=time.monotonic(),
             is_idle_work=self.is_idle_work,
+            cache_salt=self._cache_salt,
         )
 
     def _hear(self, output: RequestOutput) -> None:
@@ -129,13 +139,13 @@ class TemplateSession:
         elif not self.done.is_set():
             self._engine.router.abort((self._id,))
 
-    def wants_pages(self, model: str, content_id: str) -> bool:
+    def wants_pages(self, model: str, content_id: str, cache_salt: str) -> bool:
         """Whether it has these pages made for a template that is kept afterwards; a captured one is kept already, or
         deleted.
         """
         if self._prepared is None or not self.is_submitted or self.is_idle_work or self._has_let_go:
             return False
-        return (self._model.name, self._prepared.content_id) == (model, content_id)
+        return (self._model.name, self._prepared.content_id, self._cache_salt) == (model, content_id, cache_salt)
 
     async def close(self) -> None:
         """Wait for the terminal output, then free the memory. Pages that no template was kept for go: an abort comes
@@ -144,5 +154,5 @@ class TemplateSession:
         await self.done.wait()
         if self.is_submitted and self._prepared is not None:
             self._has_let_go = True
-            self._engine.drop_pages(self._model.name, self._prepared.content_id)
+            self._engine.drop_pages(self._model.name, self._prepared.content_id, self._cache_salt)
         await self._memory.release()

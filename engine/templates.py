@@ -16,6 +16,10 @@ MAX_CROPS = 1000
 """Crops of one template that are remembered, so that their pages go with it; of more, the latest."""
 
 
+Pages = tuple[str, str, str]
+"""A template's pages: its model, its content id, its cache salt."""
+
+
 def _new_id() -> str:
     return f"tmpl_{secrets.token_hex(16)}"
 
@@ -26,6 +30,7 @@ class Template:
     pixels. image_tokens: at its generation size. content_id: see PreparedEdit; "" until it was prepared. crops: content
     ids of parts of it that were edited by themselves, the latest last. created: Unix seconds. primed: its pages were
     computed, and took `page_bytes`. is_captured: a picture that the engine painted, which no edit has named yet.
+    cache_salt: of its pages, see `CacheConfig.salt`.
     """
 
     upload: KeptUpload
@@ -40,6 +45,7 @@ class Template:
     primed: bool = False
     page_bytes: int = 0
     is_captured: bool = False
+    cache_salt: str = ""
     id: str = field(default_factory=_new_id)
 
     @property
@@ -61,7 +67,7 @@ class TemplateStore:
         self._templates: dict[str, Template] = {}  # id -> template, least recently used first
         self._captured: dict[str, int] = {}  # id -> size of those that are captured, oldest first
         self._captured_bytes = 0
-        self._num_sharing: Counter[tuple[str, str]] = Counter()  # (model, content id) -> templates that have it
+        self._num_sharing: Counter[Pages] = Counter()  # whose pages -> templates that have them
 
     def __len__(self) -> int:
         return len(self._templates)
@@ -126,9 +132,9 @@ class TemplateStore:
         if template_id in self._templates:
             self._templates[template_id] = replace(self._templates[template_id], primed=True, page_bytes=page_bytes)
 
-    def holds_content(self, model: str, content_id: str) -> bool:
+    def holds_content(self, model: str, content_id: str, cache_salt: str = "") -> bool:
         """Whether any template has these pages."""
-        return (model, content_id) in self._num_sharing
+        return (model, content_id, cache_salt) in self._num_sharing
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books agree with the templates."""
@@ -174,5 +180,5 @@ class TemplateStore:
                 del self._num_sharing[content]
 
 
-def _contents(template: Template) -> list[tuple[str, str]]:
-    return [(template.model, content_id) for content_id in template.content_ids]
+def _contents(template: Template) -> list[Pages]:
+    return [(template.model, content_id, template.cache_salt) for content_id in template.content_ids]

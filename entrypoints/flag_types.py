@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from core.config import MAX_CACHE_BYTES, AdapterConfig
+from entrypoints.hosts import normal_host
 
 _PAGE_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # other spellings
 _UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
@@ -70,6 +71,16 @@ def web_origin(text: str) -> str:
         raise argparse.ArgumentTypeError(f"'{text}' is no origin such as https://app.example or http://localhost:3000")
     origin = text.lower()
     return origin.removesuffix(":443" if origin.startswith("https:") else ":80")  # browsers leave a scheme's own out
+
+
+def host(text: str) -> str:
+    """A name or an address in the spelling of `entrypoints.hosts`, or * for any."""
+    name = text if text == "*" else normal_host(text.removeprefix("[").removesuffix("]"))
+    if name is None:
+        raise argparse.ArgumentTypeError(
+            f"'{text}' is no host such as pictures.example or 192.168.1.5, without scheme or port"
+        )
+    return name
 
 
 def named_adapter(text: str) -> AdapterConfig:

@@ -1,7 +1,8 @@
 """``python -m entrypoints.serve``: the HTTP server and, below it, every process of the engine.
 
 The port is bound before anything is spawned, /health answers while the model loads, and the process leaves with its
-children: on SIGTERM or Ctrl-C running edits finish within ``--drain-seconds``, a second signal ends them at once.
+children: on SIGTERM or Ctrl-C running edits finish within ``--drain-seconds``, a second signal ends them at once. On
+SIGHUP key files are read again; a server that has none takes it for SIGTERM.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import sys
 if __name__ == "__main__":
     # Before the imports, which take seconds: the first process of a container gets no signal without a handler.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # which would end it; key files are read after this anyway
+        signal.signal(signal.SIGHUP, lambda *_: None)
 
 import asyncio
 import contextlib
@@ -31,7 +34,9 @@ from core.ipc import logs
 from core.ipc.heap import return_freed_memory
 from engine.async_engine import AsyncEngine
 from engine.tracing import Tracer, create_tracer
+from entrypoints.hosts import is_loopback, normal_host
 from entrypoints.http_protocol import GuardedProtocol
+from entrypoints.key_reload import KeyReload
 from entrypoints.openai.app import ServerSettings, create_app
 from entrypoints.openai.submission import STALL_SECONDS
 from entrypoints.racing import run_until
@@ -64,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @dataclass(frozen=True)
 class _Signals:
-    """What SIGTERM and Ctrl-C mean: the first one asks, the second one forces."""
+    """What SIGTERM, Ctrl-C and a hangup mean: the first one asks, the second one forces."""
 
     asked: asyncio.Event
     forced: asyncio.Event
@@ -81,18 +86,34 @@ async def _serve(options: ServeOptions, listener: socket.socket, tracer: Tracer)
         rate_limit=options.rate_limit,
         allowed_origins=options.allowed_origins,
         playground=options.playground,
+        allowed_hosts=hosts_served(options, listener),
     )
-    server = http_server(create_app(engine, settings, tracer))
-    signals = _Signals(asyncio.Event(), asyncio.Event())
+    app = create_app(engine, settings, tracer)
+    server, signals = http_server(app), _Signals(asyncio.Event(), asyncio.Event())
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, signals.on_signal)
+    reloading = _follow_hangups(options, app, signals)
     http = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         await _run_engine(engine, options, signals, _url(listener))
     finally:
+        if reloading is not None:
+            reloading.cancel()
         server.should_exit = True
         await http
     return 0
+
+
+def _follow_hangups(options: ServeOptions, app: FastAPI, signals: _Signals) -> asyncio.Task[None] | None:
+    """Have SIGHUP do what it means, see the module; the task that reads key files, if there are any."""
+    loop = asyncio.get_running_loop()
+    if options.key_source.files:
+        reload = KeyReload(options.key_source, app.state.keys)
+        loop.add_signal_handler(signal.SIGHUP, reload.ask)
+        return asyncio.create_task(reload.run())
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+        loop.add_signal_handler(signal.SIGHUP, signals.on_signal)
+    return None
 
 
 async def _run_engine(engine: AsyncEngine, options: ServeOptions, signals: _Signals, url: str) -> None:
@@ -166,6 +187,17 @@ def bind(host: str, port: int) -> socket.socket:
         reason = getattr(error, "strerror", None) or "no such host"
         raise ConfigError(f"cannot listen on {host}:{port}: {reason}; choose another --host or --port") from error
     return listener
+
+
+def hosts_served(options: ServeOptions, listener: socket.socket) -> tuple[str, ...]:
+    """The hosts that requests may be for, besides the loopback's; (): any. Only on loopback does a list come by itself:
+    which names lead to other addresses is not known here.
+    """
+    bound = normal_host(listener.getsockname()[0])
+    is_open = not options.allowed_hosts and not (bound and is_loopback(bound))
+    if is_open or "*" in options.allowed_hosts:
+        return ()
+    return tuple(filter(None, (normal_host(options.host), *options.allowed_hosts)))
 
 
 def _url(listener: socket.socket) -> str:

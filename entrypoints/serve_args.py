@@ -21,7 +21,7 @@ from core.config import (
 )
 from core.errors import ConfigError
 from core.ipc.logs import LogFormat
-from entrypoints.api_keys import find_keys
+from entrypoints.api_keys import KeySource
 from entrypoints.serve_flags import (
     add_cache_flags,
     add_engine_flags,
@@ -40,7 +40,9 @@ class ServeOptions:
     host: str
     port: int
     api_keys: tuple[str, ...] = field(repr=False)
+    key_source: KeySource  # of these
     allowed_origins: tuple[str, ...]  # of web pages other than the server's own
+    allowed_hosts: tuple[str, ...]  # that requests may be for, besides the server's own
     rate_limit: int  # requests per minute and caller; 0: none
     playground: bool
     log_level: str
@@ -58,14 +60,17 @@ def parse_options(argv: Sequence[str] | None) -> ServeOptions:
     args = parser.parse_args(argv)
     try:
         config = _config(args)
-        api_keys = find_keys(args.api_keys, args.api_key_files, os.environ)
+        key_source = KeySource(tuple(args.api_keys), tuple(args.api_key_files), os.environ)
+        api_keys = key_source.read()
     except ConfigError as error:
         parser.error(str(error))
     return ServeOptions(
         host=args.host,
         port=args.port,
         api_keys=api_keys,
+        key_source=key_source,
         allowed_origins=tuple(args.allowed_origins),
+        allowed_hosts=tuple(args.allowed_hosts),
         rate_limit=args.rate_limit,
         playground=args.playground,
         log_level=args.log_level,
@@ -99,6 +104,7 @@ def _config(args: argparse.Namespace) -> StencilConfig:
         directory=args.cache_dir,
         admission=args.cache_admission,
         block_plan=args.block_plan,
+        scope=args.cache_scope,
     )
     scheduler = SchedulerConfig(
         max_num_seqs=args.max_num_seqs,

@@ -8,6 +8,7 @@ from typing import get_args
 from core.config import (
     EMBEDDED_MODEL,
     CacheConfig,
+    CacheScope,
     EngineConfig,
     ImageConfig,
     KernelChoice,
@@ -23,6 +24,7 @@ from entrypoints.flag_types import (
     byte_count,
     decimal,
     device,
+    host,
     http_url,
     keyframes,
     named_adapter,
@@ -109,7 +111,8 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="keys, one a line, # begins a comment; may be repeated; a file of yours must be readable by you alone",
+        help="keys, one a line, # begins a comment; may be repeated; a file of yours must be readable by you alone; "
+        "SIGHUP has all files read again",
     )
     group.add_argument(
         "--rate-limit",
@@ -128,6 +131,16 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
         metavar="ORIGIN",
         help="an origin such as https://app.example whose pages may use the API; may be repeated; *: any web page's, "
         "for servers with keys",
+    )
+    group.add_argument(
+        "--allowed-host",
+        dest="allowed_hosts",
+        action="append",
+        default=[],
+        type=host,
+        metavar="HOST",
+        help="a name or address, besides localhost's, that requests may be for (their Host header), such as one that a "
+        "proxy passes on; may be repeated; without it: none where --host is on loopback, else any; *: any",
     )
     group.add_argument(
         "--no-playground",
@@ -315,6 +328,13 @@ def _add_tier_flags(group: argparse._ArgumentGroup) -> None:
         default=cache.admission,
         choices=("always", "manual"),
         help="always: keep the activations of every edit while there is room; manual: of registered templates only",
+    )
+    group.add_argument(
+        "--cache-scope",
+        default=cache.scope,
+        choices=get_args(CacheScope),
+        help="owner: what was computed for one API key is reused for that key alone, so that no key's times or "
+        "answers tell what others have sent; server: for all keys",
     )
     group.add_argument(
         "--block-plan",

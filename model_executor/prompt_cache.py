@@ -11,8 +11,8 @@ from model_executor.models.base import EncodedText, Family
 
 DEFAULT_BYTES = 64 * 1024 * 1024
 
-Key = tuple[str, int, str]
-"""Prompt, most tokens, content id of the picture where the embedding depends on it."""
+Key = tuple[str, int, str, str]
+"""Prompt, most tokens, content id of the picture where the embedding depends on it, cache salt."""
 
 
 class PromptCache:
@@ -25,11 +25,16 @@ class PromptCache:
         self.nbytes = 0
 
     def encode(
-        self, prompt: str, max_sequence_length: int, content_id: str = "", template: Tensor | None = None
+        self,
+        prompt: str,
+        max_sequence_length: int,
+        content_id: str = "",
+        template: Tensor | None = None,
+        cache_salt: str = "",
     ) -> EncodedText:
-        """As Family.encode_text, with the same bits. The tensors are shared with later calls: not to be written to.
-        content_id: the template's."""
-        key = (prompt, max_sequence_length, content_id if self._family.text_sees_template else "")
+        """As Family.encode_text, with the same bits. The tensors are shared with later calls of the same `cache_salt`:
+        not to be written to. content_id: the template's."""
+        key = (prompt, max_sequence_length, content_id if self._family.text_sees_template else "", cache_salt)
         if key in self._texts:
             self._texts.move_to_end(key)
             return self._texts[key]
@@ -42,7 +47,7 @@ class PromptCache:
         self.nbytes += _nbytes(key[0], text)
         self._texts[key] = text
         while self.nbytes > self._max_bytes:
-            (prompt, _, _), oldest = self._texts.popitem(last=False)
+            (prompt, *_), oldest = self._texts.popitem(last=False)
             self.nbytes -= _nbytes(prompt, oldest)
 
 

@@ -132,7 +132,7 @@ class Runner:
         prompts = [work.prompt] if work.negative_prompt is None else [work.prompt, work.negative_prompt]
         picture = (work.content_id, None if work.template is None else self._shared(work.template))
         cache, length = self._prompts[model], work.max_sequence_length
-        texts = [cache.encode(prompt, length, *picture) for prompt in prompts]
+        texts = [cache.encode(prompt, length, *picture, work.cache_salt) for prompt in prompts]
         named = {
             "prompt_embeds": _below([text.prompt_embeds for text in texts]),
             "text_lengths": torch.tensor([len(text.prompt_embeds) for text in texts]),
@@ -187,11 +187,11 @@ class Runner:
     def _prime_row(self, model: str, item: Item, work: Prime) -> PrimeRow:
         family, cache = self._models[model], self._prompts[model]
         template = None if work.template is None else self._shared(work.template)
-        text = cache.encode(work.prompt, work.max_sequence_length, work.content_id, template)
+        text = cache.encode(work.prompt, work.max_sequence_length, work.content_id, template, work.cache_salt)
         grid = family.grid(work.width, work.height)
         sigma = torch.tensor(work.sigma, dtype=torch.float32, device=text.prompt_embeds.device)
         clean = self._clean(model, work.latents, grid[0] * grid[1])
-        latents, condition = family.prime_inputs(clean, work.content_id, sigma)
+        latents, condition = family.prime_inputs(clean, _noise_id(work), sigma)
         is_first = work.blocks[0] == 0
         return PrimeRow(
             latents=latents,
@@ -278,7 +278,7 @@ class Runner:
         """Latents and condition whose inactive tokens are the template's, as in priming."""
         assert work.template is not None
         clean = self._clean(model, work.template, latents.shape[0])
-        primed, own = self._models[model].prime_inputs(clean, work.content_id, sigma), (latents, condition)
+        primed, own = self._models[model].prime_inputs(clean, _noise_id(work), sigma), (latents, condition)
         filled = [its.index_copy(0, active, mine[active]) for its, mine in zip(primed, own, strict=True)]
         return filled[0], filled[1]
 
@@ -385,6 +385,11 @@ def _sampler_key(item: Item) -> TensorKey:
     """Where the sampler's state lies, beside the latents."""
     latents = _latents_key(item)
     return TensorKey(latents.request_id, latents.node, "sampler")
+
+
+def _noise_id(work: Prime | Denoise) -> str:
+    """What a template's noise is kept by: its seed is the content id's alone, and no owner finds another's."""
+    return work.content_id + work.cache_salt
 
 
 def _hidden_key(item: Item, work: Prime) -> TensorKey:

@@ -14,12 +14,11 @@ import threading
 import time
 import traceback
 from contextlib import closing, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from core.cache_folder import user_cache_folder
+from core.cache_folder import page_folder, user_cache_folder
 from core.config import CacheConfig
 from core.errors import MessageError
 from core.failure import Failure
@@ -133,8 +132,7 @@ def _page_files(cache: CacheConfig) -> PageFiles | None:
 
     if cache.disk_bytes <= 0:
         return None
-    directory = Path(cache.directory).expanduser() if cache.directory else user_cache_folder(os.environ) / "pages"
-    return PageFiles(directory, cache.disk_bytes)
+    return PageFiles(page_folder(cache.directory, os.environ), cache.disk_bytes)
 
 
 def default_threads(num_workers: int) -> int:

@@ -15,7 +15,8 @@ from deployment import ROOT, find, health_command, image_environment, mounts, re
 from packaging.specifiers import SpecifierSet
 
 from core.cache_folder import user_cache_folder
-from entrypoints.serve import FLUSH_SECONDS
+from entrypoints.api_keys import KEY_VARIABLE
+from entrypoints.serve import FLUSH_SECONDS, bind, hosts_served
 from entrypoints.serve_args import ServeOptions, parse_options
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -33,6 +34,20 @@ def served() -> ServeOptions:
     interpreter, flag, module, *flags = entrypoint.words
     assert (interpreter, flag, module) == ("python", "-m", "entrypoints.serve")
     return parse_options([*flags, *services()["stencil"].get("command", [])])
+
+
+def test_a_key_is_asked_for_where_the_host_has_one_and_else_none() -> None:
+    """An empty key would keep the server from starting; a variable without a value is passed on where it is set."""
+    environment = services()["stencil"]["environment"]
+    assert environment == {KEY_VARIABLE: None}
+
+
+def test_it_answers_for_prometheus_and_for_no_other_name() -> None:
+    options = served()
+    (job,) = read_yaml("deploy/prometheus.yml")["scrape_configs"]
+    (target,) = (target for config in job["static_configs"] for target in config["targets"])
+    with bind(options.host, 0) as listener:
+        assert hosts_served(options, listener) == (options.host, target.partition(":")[0])
 
 
 def test_every_copied_path_exists() -> None:

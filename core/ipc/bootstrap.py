@@ -13,8 +13,9 @@ import sys
 
 def main() -> None:
     """Take over the parent's module path, then run the target."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent leads the shutdown
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # spawn blocked it until here
+    for number in (signal.SIGINT, signal.SIGHUP):  # they reach the whole group, and are the parent's to act on
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGHUP})  # spawn blocked them until here
     with open(int(sys.argv[2]), "rb") as file:
         header = json.loads(file.readline())
         config = file.read()

@@ -112,9 +112,9 @@ def spawn(target: str, config: bytes, fds: Sequence[int], name: str, *, remove: 
 
     config travels in a memfd, never in argv. The child sees `fds` under the same numbers. **Sockets among them change
     hands**: the parent's copies are closed, so that EOF works; memfds and pipes stay the caller's as well. `name` is
-    what `ps` and `top` show. The child logs as this process does, and ignores SIGINT, and SIGTERM if this process does;
-    it ends with EX_PARENT_GONE when this process ends, and then deletes the folders `remove` first. Takes a few
-    milliseconds and does not wait for the child to start.
+    what `ps` and `top` show. The child logs as this process does, and ignores SIGINT and SIGHUP, and SIGTERM if this
+    process does; it ends with EX_PARENT_GONE when this process ends, and then deletes the folders `remove` first. Takes
+    a few milliseconds and does not wait for the child to start.
     """
     theirs, ours = os.pipe2(os.O_CLOEXEC)
     try:
@@ -176,13 +176,13 @@ def _leave_with_parent(fd: int) -> None:
 
 
 def _popen(name: str, sealed: bytes, fds: list[int]) -> subprocess.Popen[bytes]:
-    """Start the bootstrap with `sealed` in a memfd and SIGINT blocked until it can ignore it."""
+    """Start the bootstrap with `sealed` in a memfd and SIGINT and SIGHUP blocked until it can ignore them."""
     memfd = os.memfd_create("stencil-config", os.MFD_CLOEXEC)
     with open(memfd, "wb") as file:
         file.write(sealed)
         file.seek(0)  # the offset is shared with the child
         argv = [sys.executable, "-P", _BOOTSTRAP, name, str(memfd)]
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
         try:
             return subprocess.Popen(argv, stdin=subprocess.DEVNULL, pass_fds=[*fds, memfd])
         finally:

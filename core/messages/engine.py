@@ -24,6 +24,7 @@ class EditRequest(Message, frozen=True):
     request and the server's flags alone. deadline: absolute, or None.
     objective: when the worker is to be done with it for the server's latency objective to be met, absolute; None: it
     has none, or was let in though it will miss it.
+    cache_salt: see `CacheConfig.salt`.
     trace_context: W3C traceparent of the span that the engine's own go under; "" = not traced. runs_alone: no other
     request is begun or goes on while it runs, since it was there when engines died.
     """
@@ -50,6 +51,7 @@ class EditRequest(Message, frozen=True):
     runs_alone: bool = False
     trace_context: str = ""
     extra_text_tokens: int = 0
+    cache_salt: str = ""
 
     @property
     def num_text_tokens(self) -> int:
@@ -66,7 +68,7 @@ class PrimeTemplate(Message, frozen=True):
     message.
 
     template, content_id, width, height: as in PreparedEdit. num_tokens: its image tokens. is_idle_work: compute only
-    when no edit wants to.
+    when no edit wants to. cache_salt: see `CacheConfig.salt`.
     """
 
     request_id: str
@@ -78,13 +80,17 @@ class PrimeTemplate(Message, frozen=True):
     num_tokens: int
     arrival: float
     is_idle_work: bool = False
+    cache_salt: str = ""
 
 
 class DropTemplate(Message, frozen=True):
-    """Forget a template's pages on every tier, disk included, once no edit uses them. It has no answer."""
+    """Forget a template's pages on every tier, disk included, once no edit uses them. It has no answer. cache_salt:
+    whose pages, see `CacheConfig.salt`; those of others stay.
+    """
 
     model: str
     content_id: str
+    cache_salt: str = ""
 
 
 class Abort(Message, frozen=True):

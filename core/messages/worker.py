@@ -18,7 +18,8 @@ class TextEncode(Message, frozen=True):
     `pooled_prompt_embeds` [rows, width] under this item's node: the prompt's row, and the negative prompt's where there
     is one.
 
-    template, content_id: the picture, for encoders that see it.
+    template, content_id: the picture, for encoders that see it. cache_salt: embeddings are kept, and found again by
+    prompts of the same salt alone.
     """
 
     prompt: str
@@ -26,6 +27,7 @@ class TextEncode(Message, frozen=True):
     negative_prompt: str | None = None
     template: ArrayRef | None = None
     content_id: str = ""
+    cache_salt: str = ""
 
 
 class ImageEncode(Message, frozen=True):
@@ -60,7 +62,8 @@ class Prime(Message, frozen=True):
     [start, stop); their keys and values go to the pages of `out`. The hidden state waits in the tensor store.
 
     latents: the template's clean latents. content_id: seeds the noise. prompt, guidance_scale: the conditioning.
-    template: its pixels, where the text encoder sees them.
+    template: its pixels, where the text encoder sees them. cache_salt: what is made of the template is kept, and found
+    again with the same salt alone.
     """
 
     latents: EntryRef
@@ -75,6 +78,7 @@ class Prime(Message, frozen=True):
     dtype: PageDtype
     out: EntryRef
     template: ArrayRef | None = None
+    cache_salt: str = ""
 
 
 class PageSpan(msgspec.Struct, frozen=True):
@@ -94,8 +98,8 @@ class Denoise(Message, frozen=True):
 
     active: int32 token indices to compute, over `pages`; None computes all and needs no pages. full_blocks: those that
     compute all tokens all the same, the leading ones where pages hold keys and values; inactive tokens then enter as in
-    priming, from `template` (its clean latents) and `content_id`. keep_clean: also store `clean`, the predicted clean
-    latents (z - sigma * v), for a partial image.
+    priming, from `template` (its clean latents), `content_id` and `cache_salt`. keep_clean: also store `clean`, the
+    predicted clean latents (z - sigma * v), for a partial image.
     """
 
     step: int
@@ -110,6 +114,7 @@ class Denoise(Message, frozen=True):
     full_blocks: tuple[int, ...] = ()
     template: EntryRef | None = None
     content_id: str = ""
+    cache_salt: str = ""
 
 
 class Decode(Message, frozen=True):

@@ -27,6 +27,8 @@ from entrypoints.openai.edit_response import EditResponse, disconnected
 from entrypoints.openai.engine_stats import engine_stats
 from entrypoints.openai.errors import describe_http, log_internal
 from entrypoints.openai.fields import GENERATION_FIELDS
+from entrypoints.openai.host_guard import HostGuard
+from entrypoints.openai.key_ring import KeyRing
 from entrypoints.openai.middleware import OWNER, RECORD, REQUEST_ID, ApiKeyGuard, RequestContext, answer
 from entrypoints.openai.origin_guard import OriginGuard
 from entrypoints.openai.rate_limit import RateLimit
@@ -58,9 +60,10 @@ EXPOSED_HEADERS = (
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """What the HTTP side needs beyond the engine. api_keys: any one of them opens /v1/*; none: it is open to all.
-    max_upload_bytes: per file. rate_limit: requests per minute and caller, 0 = no limit. allowed_origins: of web pages
-    that may use the API beside the server's own; "*": any. playground: serve its pages, at / and /status.
+    """What the HTTP side needs beyond the engine. api_keys: any one of them opens /v1/* at first; none: it is open to
+    all. max_upload_bytes: per file. rate_limit: requests per minute and caller, 0 = no limit. allowed_origins: of web
+    pages that may use the API beside the server's own; "*": any. playground: serve its pages, at / and /status.
+    allowed_hosts: names and addresses that requests may be for, besides the loopback's; none: any.
     """
 
     api_keys: tuple[str, ...] = field(repr=False)
@@ -68,6 +71,7 @@ class ServerSettings:
     rate_limit: int = 0
     allowed_origins: tuple[str, ...] = ()
     playground: bool = False
+    allowed_hosts: tuple[str, ...] = ()
 
 
 def create_app(engine: AsyncEngine, settings: ServerSettings, tracer: Tracer | None = None) -> FastAPI:
@@ -88,7 +92,8 @@ def create_app(engine: AsyncEngine, settings: ServerSettings, tracer: Tracer | N
     if settings.rate_limit:
         app.add_middleware(RateLimit, limiter=RateLimiter(settings.rate_limit))
     if settings.api_keys:
-        app.add_middleware(ApiKeyGuard, api_keys=settings.api_keys)
+        app.state.keys = KeyRing(settings.api_keys)  # which the server may replace
+        app.add_middleware(ApiKeyGuard, keys=app.state.keys)
     else:
         app.add_middleware(OriginGuard, allowed=settings.allowed_origins)  # with keys no page of another's has one
     if settings.allowed_origins:
@@ -99,6 +104,8 @@ def create_app(engine: AsyncEngine, settings: ServerSettings, tracer: Tracer | N
             allow_headers=("*",),
             expose_headers=EXPOSED_HEADERS,
         )
+    if settings.allowed_hosts:
+        app.add_middleware(HostGuard, allowed=settings.allowed_hosts)
     app.add_middleware(
         RequestContext, metrics=engine.metrics, tracer=tracer or NoTracer()
     )  # the last one added is the outermost

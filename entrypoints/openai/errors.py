@@ -76,6 +76,15 @@ class ForeignOriginError(StencilError):
         )
 
 
+class HostNotAllowedError(StencilError):
+    """The `Host` header names no host of the server's."""
+
+    def __init__(self, host: str, name: str | None) -> None:
+        """host: the header. name: the host in it, None where it holds none."""
+        remedy = f" If that is its name, start it with --allowed-host {name[:100]}." if name else ""
+        super().__init__(f"This server does not answer for the host {host[:100]!r}.{remedy}")
+
+
 class RateLimitError(StencilError):
     """The caller has sent its share of requests for now; the next one is accepted in `retry_after` seconds."""
 
@@ -111,6 +120,7 @@ class ErrorReply:
 _TABLE: tuple[tuple[type[BaseException], int, str | None, str | None], ...] = (
     (InvalidApiKeyError, 401, INVALID_REQUEST, "invalid_api_key"),
     (ForeignOriginError, 403, INVALID_REQUEST, "foreign_origin"),
+    (HostNotAllowedError, 403, INVALID_REQUEST, "host_not_allowed"),
     (RateLimitError, 429, "requests", "rate_limit_exceeded"),
     (RequestTooLargeError, 413, INVALID_REQUEST, None),
     (UnsupportedContentTypeError, 415, INVALID_REQUEST, None),

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import time
 import uuid
-from collections.abc import MutableMapping, Sequence
+from collections.abc import MutableMapping
 from typing import Any
 
 from starlette.datastructures import MutableHeaders
@@ -18,6 +16,7 @@ from core.errors import OverloadedError
 from engine.metrics import Metrics
 from engine.tracing import Tracer
 from entrypoints.openai.errors import InvalidApiKeyError, describe, log_internal
+from entrypoints.openai.key_ring import KeyRing
 from entrypoints.openai.request_record import RequestRecord
 
 REQUEST_ID = "stencil.request_id"  # keys of the ASGI scope
@@ -75,31 +74,21 @@ def answer(scope: MutableMapping[str, Any], error: BaseException) -> Response:
 
 
 class ApiKeyGuard:
-    """Lets requests to /v1/* pass only with ``authorization: Bearer <key>``, for any of the keys, of which only the
-    digests are kept.
-    """
+    """Lets requests to /v1/* pass only with ``authorization: Bearer <key>``, for any of the ring's keys."""
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
         self._app = app
-        self._owners = [_digest(key.encode()) for key in api_keys]
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].startswith("/v1/"):
-            owner = _digest(_bearer_key(scope))
-            if not self._is_known(owner):
+            owner = self._keys.owner_of(_bearer_key(scope))
+            if owner is None:
                 error = InvalidApiKeyError("Missing or incorrect API key. Send it as 'Authorization: Bearer <key>'.")
                 await answer(scope, error)(scope, receive, send)
                 return
             scope[OWNER] = owner
         await self._app(scope, receive, send)
-
-    def _is_known(self, owner: str) -> bool:
-        """In the same time for every key, whichever it equals and however long it is."""
-        return any([hmac.compare_digest(owner, known) for known in self._owners])  # noqa: C419 - no early exit
-
-
-def _digest(key: bytes) -> str:
-    return hashlib.sha256(key).hexdigest()
 
 
 def _bearer_key(scope: Scope) -> bytes:

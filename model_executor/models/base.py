@@ -165,10 +165,10 @@ class Family(Protocol):
     def page_layout(self, dtype: PageDtype) -> PageLayout:
         """The shape of this model's pages."""
 
-    def prime_inputs(self, clean: Tensor, content_id: str, sigma: Tensor) -> tuple[Tensor, Tensor]:
-        """(latents, condition) of a template at noise level `sigma`: (1 - sigma) * clean + sigma * noise, the noise
-        seeded by the content id alone, and the condition of an image with nothing masked. clean: [image tokens, latent
-        width]."""
+    def prime_inputs(self, clean: Tensor, noise_id: str, sigma: Tensor) -> tuple[Tensor, Tensor]:
+        """(latents, condition) of a template at noise level `sigma`: (1 - sigma) * clean + sigma * noise, and the
+        condition of an image with nothing masked. clean: [image tokens, latent width]. noise_id: the noise is seeded by
+        its first 16 hex digits, which are the content id's, and may be kept under all of it."""
 
     def prime(self, rows: Sequence[PrimeRow], blocks: tuple[int, int]) -> list[tuple[Tensor, ...]]:
         """Run all tokens of each row through the blocks [start, stop), write these blocks' pages, and return each row's

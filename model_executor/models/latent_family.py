@@ -81,8 +81,8 @@ class LatentFamily(VaeFamily):
     def page_layout(self, dtype: PageDtype) -> PageLayout:
         return self.denoiser.layout_of(self._transformer_config, dtype)
 
-    def prime_inputs(self, clean: Tensor, content_id: str, sigma: Tensor) -> tuple[Tensor, Tensor]:
-        noise = self._content_noise(clean, content_id)
+    def prime_inputs(self, clean: Tensor, noise_id: str, sigma: Tensor) -> tuple[Tensor, Tensor]:
+        noise = self._content_noise(clean, noise_id)
         sigma = sigma.to(clean.device, clean.dtype)
         return (1.0 - sigma) * clean + sigma * noise, self._unmasked_condition(clean)
 

@@ -90,7 +90,7 @@ class VaeFamily(ABC):
         """As `Family.page_layout`."""
 
     @abstractmethod
-    def prime_inputs(self, clean: Tensor, content_id: str, sigma: Tensor) -> tuple[Tensor, Tensor]:
+    def prime_inputs(self, clean: Tensor, noise_id: str, sigma: Tensor) -> tuple[Tensor, Tensor]:
         """As `Family.prime_inputs`."""
 
     @abstractmethod
@@ -210,12 +210,12 @@ class VaeFamily(ABC):
 
     # ---------------------------------------------------------------------------------------------------- denoising
 
-    def _content_noise(self, clean: Tensor, content_id: str) -> Tensor:
-        """The noise that a template is primed with, of which nothing but its content decides; like `clean`."""
-        return self._noise_of(content_id, tuple(clean.shape)).to(clean.device, clean.dtype)
+    def _content_noise(self, clean: Tensor, noise_id: str) -> Tensor:
+        """The noise that a template is primed with, which its content alone decides; like `clean`."""
+        return self._noise_of(noise_id, tuple(clean.shape)).to(clean.device, clean.dtype)
 
-    def _draw_noise_of(self, content_id: str, shape: tuple[int, ...]) -> Tensor:
-        return self._draw(shape, torch.Generator("cpu").manual_seed(int(content_id[:16], 16) >> 1))
+    def _draw_noise_of(self, noise_id: str, shape: tuple[int, ...]) -> Tensor:
+        return self._draw(shape, torch.Generator("cpu").manual_seed(int(noise_id[:16], 16) >> 1))
 
     def combine_guidance(self, predictions: Sequence[Tensor], scale: float) -> Tensor:
         """The prompt's row comes first, then the negative prompt's, if there is one."""

@@ -95,6 +95,22 @@ def test_the_shape_of_an_edit() -> None:
     assert EditShape.of_template(prime, info).num_steps == 0
 
 
+def test_another_owners_pages_draw_no_edit_to_an_engine() -> None:
+    info = replace(MODEL, page_scheme=SCHEME)
+    edit = replace(make_edit("a"), is_mask_aware=True)
+    prime = PrimeTemplate("t", "m", PIXELS, 256, 256, "0", 256, 0.0)
+    shapes = {
+        salt: (
+            EditShape.of_edit(replace(edit, cache_salt=salt), info).template,
+            EditShape.of_template(replace(prime, cache_salt=salt), info).template,
+        )
+        for salt in ("", "mine", "yours")
+    }
+    assert all(of_edit == of_template for of_edit, of_template in shapes.values())
+    assert len(set(shapes.values())) == 3
+    assert shapes[""][0] == SCHEME.template_key("0"), "where nobody has a key, pages on disk keep their names"
+
+
 def test_text_tokens_beyond_the_prompts_count() -> None:
     info = replace(MODEL, page_scheme=SCHEME, extra_text_tokens=77)
     edit = replace(make_edit("a"), extra_text_tokens=77)

@@ -26,7 +26,7 @@ from core.messages.engine import (
     PrimeTemplate,
     TemplatePrimed,
 )
-from core.messages.worker import BatchResult, Denoise, ItemResult, Prime, StepPlan
+from core.messages.worker import BatchResult, Denoise, ItemResult, Prime, StepPlan, TextEncode
 from core.model_info import ModelInfo
 from core.page_scheme import PageLayout, PageScheme
 from core.scheduler import StepScheduler
@@ -315,6 +315,43 @@ def test_a_dropped_template_is_primed_anew() -> None:
     engine.scheduler.add(make_masked("a"))
     engine.run()
     assert engine.finished("a").cache == "miss"
+
+
+def test_owners_have_pages_of_their_own() -> None:
+    """Not even a job under way is shared, and each drops its own."""
+    engine = Engine()
+    edits = [msgspec.structs.replace(make_masked(f"{salt}-0"), cache_salt=salt) for salt in ("mine", "yours", "")]
+    for edit in edits:
+        engine.scheduler.add(edit)
+    engine.run()
+    assert [engine.finished(edit.request_id).cache for edit in edits] == ["miss"] * 3
+    assert sum(stop - start for _, start, stop in engine.workers.primed) == 3 * len(GRID) * LAYOUT.num_blocks
+    engine.scheduler.drop_template(DropTemplate("m", "c0", "mine"))
+    for edit in edits:
+        engine.scheduler.add(msgspec.structs.replace(edit, request_id=edit.cache_salt + "-1"))
+    engine.run()
+    assert [engine.finished(f"{edit.cache_salt}-1").cache for edit in edits] == ["miss", "hit", "hit"]
+
+
+def test_a_registration_primes_its_owners_pages() -> None:
+    engine = Engine()
+    engine.scheduler.add_template(msgspec.structs.replace(make_registration("t"), cache_salt="mine"))
+    engine.run()
+    for salt in ("yours", "mine"):
+        engine.scheduler.add(msgspec.structs.replace(make_masked(salt), cache_salt=salt))
+    engine.run()
+    assert [engine.finished(salt).cache for salt in ("yours", "mine")] == ["miss", "hit"]
+
+
+def test_workers_are_told_whose_prompts_and_templates_they_keep() -> None:
+    engine = Engine(cache=msgspec.structs.replace(ROOMY, block_plan="auto"))
+    engine.scheduler.add(msgspec.structs.replace(make_masked("a"), cache_salt="mine"))
+    seen = set()
+    while plan := engine.step():
+        works = [item.work for batch in plan.batches for item in batch.items]
+        kept = [work for work in works if isinstance(work, TextEncode | Prime | Denoise)]
+        seen |= {(type(work), work.cache_salt) for work in kept}
+    assert seen == {(TextEncode, "mine"), (Prime, "mine"), (Denoise, "mine")}
 
 
 def test_idle_work_waits_until_nothing_else_wants_to_compute() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import os
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -146,6 +147,14 @@ def test_pages_are_shared_by_content_and_model() -> None:
     store.remove(second.id, "you")
     assert not store.holds_content("m", "c")
     assert store.holds_content("n", "c")
+
+
+def test_pages_with_another_salt_are_others() -> None:
+    store, mine = TemplateStore(100), replace(template(owner="me"), cache_salt="me")
+    store.add(mine)
+    assert store.holds_content("m", "c", "me")
+    assert not store.holds_content("m", "c", "you")
+    assert not store.holds_content("m", "c")
 
 
 def test_what_is_learnt_later_reaches_the_template_that_is_still_there() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import httpx
@@ -12,7 +13,7 @@ from fake_engine import FakeEngine
 
 from core.errors import ConfigError
 from core.load_report import StepSample
-from entrypoints.api_keys import find_keys, read_key_file
+from entrypoints.api_keys import KeySource, read_key_file
 from entrypoints.openai.app import ServerSettings, create_app
 
 
@@ -54,21 +55,76 @@ def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
             read_key_file(path)
 
 
+BOM = "\ufeff".encode()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        BOM + b"first\nsecond\n",
+        BOM + b"# ours\nfirst\nsecond",
+        BOM + b"\n" + BOM + b" first\r\n" + BOM + b"#\n" + BOM + b"second" + BOM,  # files that were joined
+    ],
+)
+def test_a_byte_order_mark_is_no_part_of_a_key(tmp_path: Path, content: bytes) -> None:
+    assert read_key_file(key_file(tmp_path, content)) == ["first", "second"]
+
+
+@pytest.mark.parametrize(
+    "content", ["good\nto\0psecret", "good\nto\tpsecret", "good\nto\u200bpsecret", "good\nto\x1bpsecret"]
+)
+def test_a_key_that_no_client_could_send_is_named_by_its_line(tmp_path: Path, content: str) -> None:
+    with pytest.raises(ConfigError, match="line 2 of the key file") as caught:
+        read_key_file(key_file(tmp_path, content))
+    assert "psecret" not in str(caught.value)
+
+
+def test_a_file_in_another_encoding(tmp_path: Path) -> None:
+    for encoding in ("utf-16", "utf-16-le", "utf-32"):
+        with pytest.raises(ConfigError, match="UTF-8"):
+            read_key_file(key_file(tmp_path, "topsecret".encode(encoding)))
+
+
+def keys_of(flags: Sequence[str], files: Sequence[str], environment: Mapping[str, str]) -> tuple[str, ...]:
+    return KeySource(flags, files, environment).read()
+
+
 def test_where_keys_come_from(tmp_path: Path) -> None:
     """The command line and files add up and hide the environment, whose two variables add up."""
-    environment = {"STENCIL_API_KEY": "a,b", "STENCIL_API_KEYS": "c, d,,c"}
+    environment = {"STENCIL_API_KEY": "a,b", "STENCIL_API_KEYS": "c, d,,\ufeffc"}
     path = str(key_file(tmp_path, "f\ng\n"))
-    assert find_keys([], [], {}) == ()
-    assert find_keys([], [], {"STENCIL_API_KEY": ""}) == ()
-    assert find_keys([], [], environment) == ("a,b", "c", "d")
-    assert find_keys(["x", "f"], [path], environment) == ("x", "f", "g")
-    assert find_keys([], [path], environment) == ("f", "g")
+    assert keys_of([], [], {}) == ()
+    assert keys_of([], [], environment) == ("a,b", "c", "d")
+    assert keys_of(["x", "f"], [path], environment) == ("x", "f", "g")
+    assert keys_of([], [path], environment) == ("f", "g")
+    assert keys_of(["x"], [], {"STENCIL_API_KEY": ""}) == ("x",), "hidden"
 
 
-def test_promised_keys_that_are_not_there() -> None:
-    for flags, environment in ((["k", " "], {}), ([], {"STENCIL_API_KEYS": " ,"})):
-        with pytest.raises(ConfigError):
-            find_keys(flags, [], environment)
+@pytest.mark.parametrize("blank", ["", " ", " \t\r\n", "\ufeff", ",", " , ,\n"])
+@pytest.mark.parametrize("other", [{}, {"STENCIL_API_KEYS": "k"}])
+def test_a_variable_that_is_set_and_blank_opens_no_server(blank: str, other: dict[str, str]) -> None:
+    names = [("STENCIL_API_KEYS", {})] if "," in blank else [("STENCIL_API_KEY", other), ("STENCIL_API_KEYS", {})]
+    for name, others in names:
+        with pytest.raises(ConfigError, match=f"{name} is set and holds no key; unset it"):
+            keys_of([], [], others | {name: blank})
+
+
+@pytest.mark.parametrize("blank", ["", " ", "\t", "\ufeff "])
+def test_a_blank_flag_opens_no_server(blank: str) -> None:
+    for flags in ([blank], ["k", blank]):
+        with pytest.raises(ConfigError, match="--api-key is empty"):
+            keys_of(flags, [], {"STENCIL_API_KEY": "k"})
+
+
+def test_a_key_that_no_client_could_send_is_refused_from_everywhere() -> None:
+    for flags, environment in (
+        (["to\0psecret"], {}),
+        ([], {"STENCIL_API_KEY": "to\npsecret"}),
+        ([], {"STENCIL_API_KEYS": "a,to\u200bpsecret"}),
+    ):
+        with pytest.raises(ConfigError, match="cannot be seen") as caught:
+            keys_of(flags, [], environment)
+        assert "psecret" not in str(caught.value)
 
 
 async def test_each_key_opens_and_owns_its_templates(engine: FakeEngine) -> None:

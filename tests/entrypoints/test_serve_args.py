@@ -55,12 +55,14 @@ def test_cache_flags_land() -> None:
     )
     flags += (
         " --cache-disk-bytes 3k --cache-dir /pages --cache-admission manual --block-plan auto --template-bytes 1000"
+        " --cache-scope server"
     )
     options = parse_options(flags.split())
     model, cache = options.model, options.config.engine.cache
     assert (model.mask_aware, model.cache_keyframes, model.cache_dtype) == (False, "per-step", "bfloat16")
     assert (cache.device_bytes, cache.host_bytes, cache.disk_bytes) == (1024**3, 512 * 1024**2, 3072)
     assert (cache.directory, cache.admission, cache.block_plan) == ("/pages", "manual", "auto")
+    assert cache.scope == "server"
     assert options.config.template_bytes == 1000
 
 
@@ -79,6 +81,17 @@ def test_key_from_the_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     with pytest.raises(SystemExit, match="0"):
         parse_options(["--help"])
     assert "from-env" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["STENCIL_API_KEY", "STENCIL_API_KEYS"])
+@pytest.mark.parametrize("text", ["", " "])
+def test_a_blank_variable_is_one_line(
+    name: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(name, text)
+    with pytest.raises(SystemExit, match="2"):
+        parse_options(["--host", "0.0.0.0"])
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -103,6 +116,7 @@ def test_key_from_the_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         "--cache-disk-bytes 1.5G",
         "--cache-admission never",
         "--block-plan on",
+        "--cache-scope key",
         "--log-format xml",
         "--rate-limit -1",
         "--allowed-origin a.example",

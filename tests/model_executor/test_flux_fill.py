@@ -136,6 +136,8 @@ def test_priming_noise_comes_from_the_content_alone(rig: Rig) -> None:
     assert torch.equal(rig.family.prime_inputs(clean, one, torch.tensor(1.0))[0], noise)
     torch.testing.assert_close(rig.family.prime_inputs(clean, one, half)[0], 0.5 * clean + 0.5 * noise)
     assert not torch.equal(rig.family.prime_inputs(clean, other, torch.tensor(1.0))[0], noise)
+    anothers = rig.family.prime_inputs(torch.zeros_like(clean), one + "5a" * 32, torch.tensor(1.0))[0]
+    assert torch.equal(anothers, noise), "whosever it is"
     assert abs(float(noise.mean())) < 0.1
     assert abs(float(noise.std()) - 1.0) < 0.1
 

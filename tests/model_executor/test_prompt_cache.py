@@ -51,6 +51,15 @@ def test_a_prompt_is_embedded_once_for_each_length(family: Family) -> None:
     assert shorter.prompt_embeds.shape[0] == 8
 
 
+@torch.inference_mode()
+def test_no_owner_finds_anothers_prompts(family: Family) -> None:
+    cache = PromptCache(family)
+    mine, again, yours = (cache.encode("a red hat", LENGTH, cache_salt=salt) for salt in ("me", "me", "you"))
+    assert again is mine
+    assert yours is not mine
+    assert torch.equal(yours.prompt_embeds, mine.prompt_embeds)
+
+
 def test_the_least_recently_used_goes_first(family: Family) -> None:
     cache = PromptCache(family, max_bytes=2 * one_text(family))
     red, blue = encoded(cache, "red", "blue")

@@ -70,6 +70,7 @@ def report(config: bytes, fds: list[int]) -> None:
         "fds": fds,
         "group": os.getpgrp(),
         "sigint": signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
+        "sighup": signal.getsignal(signal.SIGHUP) is signal.SIG_IGN,
         "sigterm": signal.getsignal(signal.SIGTERM) is signal.SIG_DFL,
         "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
     }

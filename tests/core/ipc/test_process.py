@@ -69,18 +69,20 @@ def test_argv_shows_the_name_and_no_config(report: dict[str, Any]) -> None:
     assert report["comm"] == "stencil-worker-"
 
 
-def test_a_child_leaves_ctrl_c_to_its_parent(report: dict[str, Any]) -> None:
+def test_a_child_leaves_ctrl_c_and_hangups_to_its_parent(report: dict[str, Any]) -> None:
     assert report["sigint"]
+    assert report["sighup"]
     assert report["sigterm"]
     assert report["blocked"] == []
-    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    assert not {signal.SIGINT, signal.SIGHUP} & signal.pthread_sigmask(signal.SIG_BLOCK, ())
     assert report["group"] == os.getpgrp()
 
 
-async def test_ctrl_c_while_a_child_starts() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+async def test_ctrl_c_and_hangups_while_a_child_starts(number: signal.Signals) -> None:
     child = child_of("sleep")
     for _ in range(30):
-        os.kill(child.pid, signal.SIGINT)
+        os.kill(child.pid, number)
         await asyncio.sleep(0.01)
     assert child.returncode is None
     child.kill()

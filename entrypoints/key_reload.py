@@ -1,0 +1,50 @@
+"""KeyReload: reads the key files again when it is asked to, while the server runs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+from core.errors import ConfigError
+from entrypoints.api_keys import KeySource
+from entrypoints.openai.key_ring import KeyRing
+
+logger = logging.getLogger("stencil.api")
+
+
+class KeyReload:
+    """Replaces all keys of the ring, or none: where one file cannot be read or is refused, the old ones stay."""
+
+    def __init__(self, source: KeySource, ring: KeyRing) -> None:
+        self._source = source
+        self._ring = ring
+        self._asked = asyncio.Event()
+
+    def ask(self) -> None:
+        """Read as soon as possible; what is asked for while files are read is done after that."""
+        self._asked.set()
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        while True:
+            await self._asked.wait()
+            self._asked.clear()
+            await self._read()
+
+    async def _read(self) -> None:
+        try:
+            keys = await asyncio.to_thread(_read_again, self._source)  # a file may lie on a slow disk
+        except ConfigError as error:
+            logger.error("the API keys stay as they are (%d): %s", len(self._ring), error)
+            return
+        self._ring.replace(keys)
+        logger.info("the key files were read again: %d API keys", len(self._ring))
+
+
+def _read_again(source: KeySource) -> tuple[str, ...]:
+    """Raises ConfigError, also for a pipe such as a shell's ``<(...)``: to open it again would wait for a writer."""
+    for file in source.files:
+        if Path(file).is_fifo():
+            raise ConfigError(f"the key file {file} is a pipe, which can be read once")
+    return source.read()
