@@ -58,6 +58,7 @@ class Unet:
     def __init__(
         self, module: Any, num_train_timesteps: int, token_size: int, operators: Operators | None = None
     ) -> None:
+        layer: Any  # memory_format is missing in torch's own annotation of Module.to
         for layer in module.modules():
             if isinstance(layer, torch.nn.Conv2d):  # as the VAE's, and for their reasons; quantised layers do not move
                 layer.to(memory_format=torch.channels_last)
