@@ -240,7 +240,7 @@ class AsyncEngine:
 
     def retry_after(self) -> float:
         """Seconds after which a refused client is likely to find room: the predicted time to drain what is here."""
-        return self.bounded_retry(self.router.drain_seconds)
+        return self.bounded_retry(max(self.router.drain_seconds, self.door.drain_seconds))
 
     def bounded_retry(self, seconds: float) -> float:
         """What a client that should wait so long is told."""
@@ -266,7 +266,7 @@ class AsyncEngine:
         info = self._choose_model(model, lora)
         self.templates.check_size(image.size)
         upload = await KeptUpload.of(image)
-        session = TemplateSession(self, request_id, upload, info)
+        session = TemplateSession(self, request_id, upload, info, owner=owner)
         self._check_room(session)
         with self.hold(session):
             prepared = await session.prepare()

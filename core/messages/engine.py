@@ -25,7 +25,8 @@ class EditRequest(Message, frozen=True):
     objective: when the worker is to be done with it for the server's latency objective to be met, absolute; None: it
     has none, or was let in though it will miss it.
     trace_context: W3C traceparent of the span that the engine's own go under; "" = not traced. runs_alone: no other
-    request is begun or goes on while it runs, since it was there when engines died.
+    request is begun or goes on while it runs, since it was there when engines died. owner: whose it is, "" = anybody's;
+    owners get equal shares of the engine.
     """
 
     request_id: str
@@ -50,6 +51,7 @@ class EditRequest(Message, frozen=True):
     runs_alone: bool = False
     trace_context: str = ""
     extra_text_tokens: int = 0
+    owner: str = ""
 
     @property
     def num_text_tokens(self) -> int:

@@ -25,10 +25,12 @@ from PIL import Image
 from core.config import ImageConfig
 from core.errors import EngineDeadError, EngineError, InvalidImageError, InvalidRequestError, OutOfMemoryError
 from core.handles import ArrayRef
+from core.image_costs import ImageWork
 from core.ipc.logs import request_context
 from core.ipc.shared_array import Arena, ArenaAllocator
-from core.messages.image_processor import ComposeImage, PreparedEdit, PrepareEdit
-from engine import image_ops, image_pool
+from core.messages.image_processor import ComposedImage, ComposeImage, PreparedEdit, PrepareEdit
+from engine import image_ops, image_pool, processor_handle
+from engine.image_jobs import upload_work
 from engine.image_pool import ImagePool
 from engine.image_processor import NICENESS, OOM_SCORE
 
@@ -78,6 +80,9 @@ class Desk:
             max_pixels=64_000_000,
             out=self.allocator.alloc(room),
         )
+
+    async def compose(self, job: ComposeImage) -> ComposedImage:
+        return await self.pool.compose(job, ImageWork(job.output_format, 6.0, 6.0))
 
     def slow_job(self) -> ComposeImage:
         """A job of half a second or more."""
@@ -189,7 +194,7 @@ async def test_an_edit_goes_there_and_back(desk: Desk) -> None:
     assert np.array_equal(desk.arena.view(prepared.active), image_ops.active_tokens(keep, (208, 128), TOKEN, 0))
     pixels = noise(128, 208, 3, seed=1)
     job = desk.compose_job(png(image), mask, pixels, image_ops.encoded_bytes(213, 131, 3, True))
-    composed = await desk.pool.compose(job)
+    composed = await desk.compose(job)
     assert composed.encoded.offset == job.out.offset
     result = np.asarray(Image.open(io.BytesIO(base64.b64decode(desk.arena.view(composed.encoded).tobytes()))))
     assert np.array_equal(result[keep == 255], image[keep == 255])
@@ -204,28 +209,20 @@ async def test_a_bad_upload_is_the_users_error_and_harms_nobody(desk: Desk) -> N
     assert desk.pool.num_deaths == 0
 
 
-async def test_times_are_those_of_jobs_that_were_done(desk: Desk) -> None:
+async def test_costs_are_learnt_from_jobs_that_were_done(desk: Desk) -> None:
+    work = upload_work(desk.prepare_job(noise(1000)))
+    guess = desk.pool.costs.predict(work)
     with pytest.raises(InvalidImageError):
         await desk.pool.prepare(desk.prepare_job(noise(1000)))
-    assert desk.pool.times.prepare == 0.0
+    assert desk.pool.costs.predict(work) == guess
     await desk.pool.prepare(desk.prepare_job(png(noise(64, 64, 3))))
-    assert desk.pool.times.prepare > 0.0
-
-
-async def test_a_newcomer_waits_for_half_of_each_running_job(desk: Desk) -> None:
-    desk.pool.times.prepare, desk.pool.times.compose = 8.0, 2.0
-    jobs = [desk.pool.prepare(desk.prepare_job(png(noise(64, 64, 3)))), desk.pool.compose(desk.slow_job())]
-    tasks = [asyncio.ensure_future(job) for job in jobs]
-    await asyncio.sleep(0)
-    assert desk.pool.num_running == 2
-    assert desk.pool.wait_seconds == (8.0 + 2.0) / 2 / 2
-    await asyncio.gather(*tasks)
+    assert desk.pool.costs.predict(work) != guess
 
 
 async def test_a_region_too_small_is_an_engine_error_with_a_trace(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
     job = desk.compose_job(png(noise(64, 64, 3)), None, noise(64, 64, 3), 1000)
     with caplog.at_level(logging.ERROR), pytest.raises(EngineError, match="does not fit"), request_context("req_1"):
-        await desk.pool.compose(job)
+        await desk.compose(job)
     assert "Traceback" in caplog.text
     assert vars(caplog.records[0])["request_id"] == "req_1"
 
@@ -248,7 +245,7 @@ async def test_fifty_jobs_at_once_each_get_their_own_answer(desk: Desk) -> None:
 
 async def test_the_job_of_a_killed_processor_is_done_by_another(desk: Desk) -> None:
     before = processors(desk.pool)
-    task = asyncio.create_task(desk.pool.compose(desk.slow_job()))
+    task = asyncio.create_task(desk.compose(desk.slow_job()))
     await until_running(desk.pool, 1)
     await asyncio.sleep(0.05)  # into its work, far from its end
     next(processor for processor in desk.pool._processors if processor.job is not None).child.kill()
@@ -262,7 +259,7 @@ async def test_the_job_of_a_killed_processor_is_done_by_another(desk: Desk) -> N
 
 
 async def test_a_job_that_takes_two_processors_with_it_is_given_up_and_others_go_on(desk: Desk) -> None:
-    poison = asyncio.create_task(desk.pool.compose(desk.slow_job()))
+    poison = asyncio.create_task(desk.compose(desk.slow_job()))
     victims: set[int] = set()
     while len(victims) < 2:
         await asyncio.sleep(0.05)
@@ -301,8 +298,8 @@ async def test_when_no_processor_can_be_started_nobody_hangs(desk: Desk, monkeyp
 
 
 async def test_a_processor_that_is_stopped_in_its_work_is_replaced(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(image_pool, "STALL_SECONDS", 1.0)
-    task = asyncio.create_task(desk.pool.compose(desk.slow_job()))
+    monkeypatch.setattr(processor_handle, "STALL_SECONDS", 1.0)
+    task = asyncio.create_task(desk.compose(desk.slow_job()))
     stopped = await busy_processor(desk.pool)
     stopped.suspend()
     composed = await asyncio.wait_for(task, 60)
@@ -314,8 +311,8 @@ async def test_a_processor_that_is_stopped_in_its_work_is_replaced(desk: Desk, m
 async def test_a_processor_that_was_stopped_together_with_the_server_is_left_alone(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(image_pool, "STALL_SECONDS", 2.0)
-    task = asyncio.create_task(desk.pool.compose(desk.slow_job()))
+    monkeypatch.setattr(processor_handle, "STALL_SECONDS", 2.0)
+    task = asyncio.create_task(desk.compose(desk.slow_job()))
     stopped = await busy_processor(desk.pool)
     stopped.suspend()
     time.sleep(2.5)  # noqa: ASYNC251 - so does a server that is stopped
@@ -326,10 +323,10 @@ async def test_a_processor_that_was_stopped_together_with_the_server_is_left_alo
 
 
 async def test_a_processor_that_works_for_long_is_left_alone(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(image_pool, "STALL_SECONDS", 0.4)
-    monkeypatch.setattr(image_pool, "PROGRESS_SECONDS", 1e-6)  # of a machine that may be busy
+    monkeypatch.setattr(processor_handle, "STALL_SECONDS", 0.4)
+    monkeypatch.setattr(processor_handle, "PROGRESS_SECONDS", 1e-6)  # of a machine that may be busy
     started = time.perf_counter()
-    await desk.pool.compose(desk.slow_job())
+    await desk.compose(desk.slow_job())
     assert time.perf_counter() - started > 0.3  # several looks
     assert desk.pool.num_deaths == 0
 
@@ -390,12 +387,12 @@ async def test_results_go_before_uploads(arena: Arena) -> None:
 
         small, pixels = png(noise(16, 16, 3)), noise(16, 16, 3)
         async with asyncio.TaskGroup() as group:
-            group.create_task(do("running", desk.pool.compose(desk.slow_job())))
+            group.create_task(do("running", desk.compose(desk.slow_job())))
             await until_running(desk.pool, 1)
             for name in ("upload 1", "upload 2", "upload 3"):
                 group.create_task(do(name, desk.pool.prepare(desk.prepare_job(small))))
             for name in ("result 1", "result 2"):
-                group.create_task(do(name, desk.pool.compose(desk.compose_job(small, None, pixels, 1_000_000))))
+                group.create_task(do(name, desk.compose(desk.compose_job(small, None, pixels, 1_000_000))))
         assert order == ["running", "result 1", "result 2", "upload 1", "upload 2", "upload 3"]
 
 
@@ -404,7 +401,7 @@ async def test_a_cancelled_caller_returns_when_nobody_writes_to_its_memory(
 ) -> None:
     job = desk.slow_job()
     monkeypatch.setattr(image_pool, "CANCEL_SECONDS", 60.0)
-    task = asyncio.create_task(desk.pool.compose(job))
+    task = asyncio.create_task(desk.compose(job))
     await until_running(desk.pool, 1)
     for _ in range(3):  # however often
         task.cancel()
@@ -423,7 +420,7 @@ async def test_a_cancelled_caller_returns_when_nobody_writes_to_its_memory(
 async def test_a_cancelled_caller_does_not_wait_for_a_long_job(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(image_pool, "CANCEL_SECONDS", 0.1)
     job = desk.slow_job()
-    task = asyncio.create_task(desk.pool.compose(job))
+    task = asyncio.create_task(desk.compose(job))
     dismissed = await busy_processor(desk.pool)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -435,7 +432,7 @@ async def test_a_cancelled_caller_does_not_wait_for_a_long_job(desk: Desk, monke
 
 
 async def test_a_cancelled_caller_in_the_queue_leaves_at_once(desk: Desk) -> None:
-    running = [asyncio.create_task(desk.pool.compose(desk.slow_job())) for _ in range(2)]
+    running = [asyncio.create_task(desk.compose(desk.slow_job())) for _ in range(2)]
     await until_running(desk.pool, 2)
     queued = asyncio.create_task(desk.pool.prepare(desk.prepare_job(png(noise(16, 16, 3)))))
     await asyncio.sleep(0)
@@ -450,7 +447,7 @@ async def test_a_cancelled_caller_in_the_queue_leaves_at_once(desk: Desk) -> Non
 
 
 async def test_an_abandoned_job_is_not_tried_again(desk: Desk) -> None:
-    task = asyncio.create_task(desk.pool.compose(desk.slow_job()))
+    task = asyncio.create_task(desk.compose(desk.slow_job()))
     await until_running(desk.pool, 1)
     task.cancel()
     await asyncio.sleep(0.05)
@@ -464,7 +461,7 @@ async def test_stop_ends_jobs_and_processes(arena: Arena) -> None:
     pool = ImagePool(ImageConfig(image_workers=2), arena)
     await pool.start()
     desk = Desk(pool, arena)
-    jobs = [asyncio.create_task(pool.compose(desk.slow_job())) for _ in range(3)]
+    jobs = [asyncio.create_task(desk.compose(desk.slow_job())) for _ in range(3)]
     await until_running(pool, 2)
     processes = processors(pool)
     started = time.perf_counter()
@@ -488,7 +485,7 @@ async def test_processors_ignore_the_signals_of_their_group(desk: Desk) -> None:
 
 
 async def test_the_event_loop_goes_on_while_processors_work(desk: Desk) -> None:
-    jobs = [asyncio.create_task(desk.pool.compose(desk.slow_job())) for _ in range(2)]
+    jobs = [asyncio.create_task(desk.compose(desk.slow_job())) for _ in range(2)]
     await until_running(desk.pool, 2)
     worst = 0.0
     cpu = time.thread_time()
@@ -501,7 +498,7 @@ async def test_the_event_loop_goes_on_while_processors_work(desk: Desk) -> None:
 
 
 async def test_processors_stay_light_and_idle(desk: Desk) -> None:
-    await asyncio.gather(*(desk.pool.compose(desk.slow_job()) for _ in range(4)))
+    await asyncio.gather(*(desk.compose(desk.slow_job()) for _ in range(4)))
     before = [sum(child.cpu_times()[:2]) for child in processors(desk.pool)]
     await asyncio.sleep(0.5)
     assert [sum(child.cpu_times()[:2]) for child in processors(desk.pool)] == before
