@@ -23,9 +23,11 @@ class RequestQueue:
         self._queue.add(claim)
         self._order = None
 
-    def begin(self, request_id: str) -> None:
-        """A worker has been given it."""
-        self._queue.begin(self._claims[request_id])
+    def begin(self, request_id: str, seconds: float) -> None:
+        """A worker has been given it. seconds: as of `add`, as is known by now."""
+        claim = self._claims[request_id]
+        claim.seconds = seconds
+        self._queue.begin(claim)
         self._order = None
 
     def remove(self, request_id: str) -> None:

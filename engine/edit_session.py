@@ -193,7 +193,9 @@ class EditSession:
             num_left -= isinstance(output, Finished)
             if not num_left:
                 self._teach()
+            self._passage.note_image_work(0.0)  # none is done while the reader has it, for as long as it likes
             yield image
+            self._passage.note_image_work(self._images.seconds.composes)
 
     async def _take(self, output: RequestOutput) -> ImageOutput:
         picture = self._pictures[output.request_id]
@@ -264,7 +266,6 @@ class EditSession:
     async def _compose(self, picture: Picture, pixels: ArrayRef) -> ComposedImage:
         start = time.monotonic()
         composed = await self._images.compose(pixels, self._known.prepared)
-        self._passage.note_image_work(self._images.seconds.composes)
         self._span.child("compose", start, time.monotonic(), {"stencil.image": picture.index})
         return composed
 
