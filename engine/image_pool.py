@@ -271,7 +271,8 @@ class ImagePool:
 
     def _start_spare(self) -> None:
         """Start the processor for short jobs ahead of the first one: that takes 0.3 s."""
-        if self._has_long_job and len(self._processors) == self._config.image_workers:
+        is_wanted = self._has_long_job and not self._stopping.is_set()
+        if is_wanted and len(self._processors) == self._config.image_workers:
             try:
                 self._start_processor()
             except OSError as error:

@@ -23,14 +23,22 @@ import pytest
 from PIL import Image
 
 from core.config import ImageConfig
-from core.errors import EngineDeadError, EngineError, InvalidImageError, InvalidRequestError, OutOfMemoryError
+from core.errors import (
+    EngineDeadError,
+    EngineError,
+    InvalidImageError,
+    InvalidRequestError,
+    OutOfMemoryError,
+    OverloadedError,
+)
 from core.handles import ArrayRef
 from core.image_costs import ImageWork
 from core.ipc.logs import request_context
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages.image_processor import ComposedImage, ComposeImage, PreparedEdit, PrepareEdit
+from core.result_budget import ResultBudget
 from engine import image_ops, image_pool, processor_handle
-from engine.image_jobs import upload_work
+from engine.image_jobs import Caller, Room, upload_work
 from engine.image_pool import ImagePool
 from engine.image_processor import NICENESS, OOM_SCORE
 
@@ -530,3 +538,81 @@ async def test_a_processor_leaves_with_its_parent() -> None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
                     await asyncio.sleep(0.02)
+
+
+# ------------------------------------------------------------------------------------------------------------- owners
+
+
+def room_for(desk: Desk, nbytes: int) -> Room:
+    return Room(nbytes, lambda: desk.allocator.alloc(nbytes))
+
+
+def of(owner: str, number: int = 0) -> Caller:
+    return Caller(f"{owner}{number}", owner, arrival=float(number))
+
+
+async def test_a_short_job_of_another_owner_does_not_wait_for_long_ones(desk: Desk) -> None:
+    """Both processors are busy for half a second and have ten such jobs more to do; a third one is started for it."""
+    long, small = ImageWork("png", 40.0, 40.0), png(noise(16, 16, 3))
+    job = desk.slow_job()
+    flood = [asyncio.create_task(desk.pool.compose(job, long, of("a", number))) for number in range(12)]
+    try:
+        await until_running(desk.pool, 2)
+        assert len(desk.pool._processors) == 3
+        for _ in range(4):
+            await desk.pool.prepare(desk.prepare_job(small), of("b"))
+        assert sum(task.done() for task in flood) <= 6
+        flood.append(asyncio.create_task(desk.pool.prepare(desk.prepare_job(small), of("a", 0))))
+        await asyncio.sleep(0.02)
+        assert desk.pool.num_running == 2, "an owner that has processors does not get one more"
+    finally:
+        for task in flood:
+            task.cancel()
+        await asyncio.gather(*flood, return_exceptions=True)
+
+
+async def test_the_pool_stops_in_the_middle_of_long_jobs(desk: Desk) -> None:
+    job, long = desk.slow_job(), ImageWork("png", 40.0, 40.0)
+    jobs = [asyncio.create_task(desk.pool.compose(job, long, of("a", number))) for number in range(3)]
+    await until_running(desk.pool, 2)
+    await asyncio.wait_for(desk.pool.stop(), image_pool.STOP_SECONDS + 5)
+    answers = await asyncio.gather(*jobs, return_exceptions=True)
+    assert all(isinstance(answer, EngineDeadError) for answer in answers)
+
+
+async def test_without_keys_there_is_no_processor_beyond_those_asked_for(desk: Desk) -> None:
+    long = ImageWork("png", 40.0, 40.0)
+    jobs = [asyncio.create_task(desk.pool.compose(desk.slow_job(), long)) for _ in range(3)]
+    await until_running(desk.pool, 2)
+    assert len(desk.pool._processors) == 2
+    await asyncio.gather(*jobs)
+
+
+async def test_a_result_waits_for_room_and_another_owners_does_not(desk: Desk) -> None:
+    desk.pool.results = ResultBudget(2_000_000, 1_000_000)
+    image, pixels, work = png(noise(64, 64, 3)), noise(64, 64, 3), ImageWork("png", 0.004, 0.004)
+    job = desk.compose_job(image, None, pixels, 1)
+    compose = functools.partial(desk.pool.compose, job, work)
+    first = await compose(of("a", 0), room_for(desk, 900_000))
+    assert desk.pool.results.used_bytes == first.encoded.size, "what it really takes"
+    desk.pool.results.take("a0", 900_000)
+    second = asyncio.create_task(compose(of("a", 1), room_for(desk, 900_000)))
+    await compose(of("b", 2), room_for(desk, 900_000))
+    await compose(of("a", 0), room_for(desk, 900_000))
+    assert (second.done(), desk.pool.num_waiting, desk.pool.num_running) == (False, 1, 0)
+    desk.pool.forget("a0")
+    await asyncio.wait_for(second, 10)
+    for edit_id in ("a1", "b2", "never seen"):
+        desk.pool.forget(edit_id)
+    assert desk.pool.results.used_bytes == 0
+
+
+async def test_where_there_is_no_memory_for_a_result_its_caller_is_told(desk: Desk) -> None:
+    def refuse() -> ArrayRef:
+        raise OverloadedError("No shared memory is left for this edit.", retry_after=1.0)
+
+    job = desk.compose_job(png(noise(64, 64, 3)), None, noise(64, 64, 3), 1)
+    with pytest.raises(OverloadedError, match="No shared memory"):
+        await desk.pool.compose(job, ImageWork("png"), of("a"), Room(1000, refuse))
+    assert (desk.pool.num_waiting, desk.pool.num_running) == (0, 0)
+    await desk.pool.prepare(desk.prepare_job(png(noise(16, 16, 3))))
