@@ -78,7 +78,7 @@ class AsyncEngine:
         self.images = ImagePool(self.config.image, self._arena)
         self.router = Router(self.config, self._arena, self.metrics)
         self.metrics.watch_queue(lambda: self.num_requests_running, lambda: self.num_requests_waiting)
-        self.metrics.watch_image_processors(self.images)
+        self.metrics.watch_image_processors(self.images, lambda: self.door.drain_seconds)
         try:
             self.router.start()
             await self.images.start()

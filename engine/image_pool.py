@@ -100,6 +100,11 @@ class ImagePool:
         """Processors at work."""
         return sum(processor.job is not None for processor in self._processors)
 
+    @property
+    def result_bytes(self) -> int:
+        """Of results that lie in memory until their clients have them."""
+        return self.results.used_bytes
+
     # ------------------------------------------------------------------------------------------------- life
 
     async def start(self) -> None:
