@@ -74,6 +74,11 @@ class FairQueue(Generic[T]):
     def __contains__(self, claim: Claim[T]) -> bool:
         return self._index(claim) is not None
 
+    @property
+    def num_owners(self) -> int:
+        """Those that have work here."""
+        return len(self._lines)
+
     def add(self, claim: Claim[T]) -> None:
         """Line up."""
         insort(self._lines.setdefault(claim.owner, []), claim, key=_by_urgency)
@@ -111,7 +116,7 @@ class FairQueue(Generic[T]):
         """All work, first what goes first, as if nothing came meanwhile. Begun work is where it was when it began."""
         if len(self._lines) == 1:
             (line,) = self._lines.values()
-            return (claim.item for claim in line)
+            return iter([claim.item for claim in line])
         return (claim.item for claim in self._merged())
 
     def _merged(self) -> Iterator[Claim[T]]:

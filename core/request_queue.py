@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from core.deadlines import urgency
 from core.fair_queue import Claim, FairQueue
 from core.request import Request
@@ -23,12 +25,13 @@ class RequestQueue:
         self._queue.add(claim)
         self._order = None
 
-    def begin(self, request_id: str, seconds: float) -> None:
-        """A worker has been given it. seconds: as of `add`, as is known by now."""
+    def begin(self, request_id: str, predict: Callable[[Request], float]) -> None:
+        """A worker has been given it. predict: what it takes, asked where that was unknown when it came."""
         claim = self._claims[request_id]
-        claim.seconds = seconds
+        claim.seconds = claim.seconds or predict(claim.item)
         self._queue.begin(claim)
-        self._order = None
+        if self._queue.num_owners > 1:  # among one owner's the order does not depend on who has begun
+            self._order = None
 
     def remove(self, request_id: str) -> None:
         """It has ended."""

@@ -187,7 +187,7 @@ class StepScheduler:
         )
         chosen.run(requests)
         for request_id in chosen.begun:
-            self._queue.begin(request_id, self._predictor.left_of(self._requests[request_id]).seconds)
+            self._queue.begin(request_id, lambda request: self._predictor.left_of(request).seconds)
         self._reporter.note_begun(chosen.begun)
         self._free += [TensorKey(job_id, "", "") for job_id in self.pages.take_freed()]
         orders = self.pages.cache.take_orders()
