@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from core.admission import CERTAIN
 from core.errors import DeadlineExceededError
 from core.failure import Failure
+from core.fair_queue import Urgency, counts_as_due
 from core.fleet import until_free
 from core.load_report import RequestLoad
 from core.messages.engine import EditRequest
-from core.request import CLASS_SECONDS, PATIENCE_SECONDS, Request, Status
+from core.request import Request, Status
 
 PASSED = Failure.of(DeadlineExceededError("The request's timeout passed before it finished."))
 TOO_LATE = Failure.of(DeadlineExceededError("The request was given up: it could not finish before its timeout."))
@@ -27,17 +28,10 @@ def due(edit: EditRequest) -> float | None:
     return min((time for time in (edit.deadline, edit.objective) if time is not None), default=None)
 
 
-def urgency(request: Request) -> tuple[float, float, str]:
-    """Sort key: priority and when it is due, then arrival; the id makes it total.
-
-    A request that is never due, or late, counts as due PATIENCE_SECONDS after its arrival: nearer deadlines overtake
-    it, but only so long. A class is worth CLASS_SECONDS: it overtakes the next lower one, whatever the deadlines, where
-    that came less than PATIENCE_SECONDS before, and never where it came CLASS_SECONDS + PATIENCE_SECONDS before.
-    """
+def urgency(request: Request) -> Urgency:
+    """Sort key among the requests of one owner: priority and when it is due, then arrival; the id makes it total."""
     edit = request.edit
-    patience_ends, time = edit.arrival + PATIENCE_SECONDS, due(edit)
-    counts_as_due = patience_ends if time is None else min(time, patience_ends)
-    return counts_as_due + CLASS_SECONDS * edit.sampling.priority, edit.arrival, edit.request_id
+    return counts_as_due(edit.arrival, due(edit), edit.sampling.priority), edit.arrival, edit.request_id
 
 
 MayJoin = Callable[[Request], bool]

@@ -24,8 +24,8 @@ from core.fleet_costs import Features, FleetCosts, SizeCosts, Vector, work_featu
 from core.load_report import LoadReport, RequestLoad
 from core.messages.engine import EditRequest, PrimeTemplate
 from core.model_info import ModelInfo
-from core.request import CLASS_SECONDS
 from core.template_map import Counts, Pages, TemplateMap
+from core.turn import staying_ahead
 
 Place = tuple[float, float]
 """Steps left of a request, and the seconds it adds to each of them."""
@@ -42,7 +42,7 @@ class EditShape:
     image_tokens, all of them with text_tokens; only full ones compute condition_tokens. template:
     PageScheme.template_key, None for an edit that is computed exactly. num_keyframes: how many keyframes of its
     template it reads, at most; entry_bytes: bytes of each. priority: lower goes first. num_rows: of a step, see
-    SamplingParams.
+    SamplingParams. owner: as of EditRequest.
     """
 
     model: str
@@ -57,6 +57,7 @@ class EditShape:
     priority: int = 0
     num_rows: int = 1
     condition_tokens: int = 0
+    owner: str = ""
 
     @classmethod
     def of_edit(cls, edit: EditRequest, info: ModelInfo) -> EditShape:
@@ -73,6 +74,7 @@ class EditShape:
                 priority=priority,
                 num_rows=rows,
                 condition_tokens=edit.num_condition_tokens,
+                owner=edit.owner,
             )
         full_steps = min(num_steps, edit.sampling.full_steps or 0)
         return cls(
@@ -88,6 +90,7 @@ class EditShape:
             priority,
             rows,
             edit.num_condition_tokens,
+            edit.owner,
         )
 
     @classmethod
@@ -213,26 +216,30 @@ class Fleet:
         is_alive: npt.NDArray[np.bool_] = self.death == 0.0
         return is_alive
 
-    def before(self, priority: int, now: float) -> Fleet:
-        """As a request of this class finds it that comes now: it goes before those that wait in lower ones, but for
-        those that have waited for long. To be read only."""
-
-        def gives_way(load: RequestLoad) -> bool:
-            classes = load.priority - priority
-            return classes > 0 and not load.is_running and now - load.arrival < CLASS_SECONDS * classes
-
-        lower = [any(map(gives_way, self._loads(engine))) for engine in range(self.num_engines)]
-        if not any(lower):
+    def before(self, priority: int, now: float, owner: str = "") -> Fleet:
+        """As a request of this owner and class finds it that comes now: it goes before those that wait in lower ones,
+        but for those that have waited for long, and before what other owners want beyond their share. To be read only.
+        """
+        loads = [self._loads(engine) for engine in range(self.num_engines)]
+        staying = [staying_ahead(held, owner, priority, now) for held in loads]
+        if all(len(indices) == len(held) for indices, held in zip(staying, loads, strict=True)):
             return self
         fleet = copy(self)
         fleet._bind(self._rows.copy())
-        for engine in np.flatnonzero(lower).tolist():
-            reported, loads = self._reported[engine]
-            fleet._set_loads(engine, reported, [load for load in loads if not gives_way(load)])
-            for sent in self._pending[engine]:
-                if sent.load is not None and not gives_way(sent.load):
-                    fleet._line_up(engine, sent.load, max(reported, sent.time))
+        for engine, indices in enumerate(staying):
+            if len(indices) < len(loads[engine]):
+                fleet._keep_only(engine, indices)
         return fleet
+
+    def _keep_only(self, engine: int, indices: Sequence[int]) -> None:
+        """Of its loads, numbered as in `_loads`, the engine holds no others."""
+        reported, loads = self._reported[engine]
+        self._set_loads(engine, reported, [loads[index] for index in indices if index < len(loads)])
+        pending = [(sent.load, sent.time) for sent in self._pending[engine] if sent.load is not None]
+        for index in indices:
+            if index >= len(loads):
+                load, time = pending[index - len(loads)]
+                self._line_up(engine, load, max(reported, time))
 
     # ------------------------------------------------------------------------------------------------- what is known
 
@@ -267,7 +274,7 @@ class Fleet:
         if not shape.num_steps:
             return Sent(number, None, 0.0, priming, now)
         costs, step = self.size_costs(shape), self.step_seconds(shape)
-        load = RequestLoad(shape.num_steps, step, costs.other, shape.priority, arrival=now)
+        load = RequestLoad(shape.num_steps, step, costs.other, shape.priority, arrival=now, owner=shape.owner)
         return Sent(number, load, costs.base, priming, now)
 
     def _expect_pages(self, engine: int, shape: EditShape) -> float:

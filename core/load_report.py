@@ -24,6 +24,12 @@ class RequestLoad(msgspec.Struct, frozen=True, array_like=True):
     priority: int = 0
     is_running: bool = False
     arrival: float = 0.0
+    owner: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """What it costs in all, the constant part of its steps aside."""
+        return self.steps_left * self.step_seconds + self.other_seconds
 
 
 class Residency(msgspec.Struct, frozen=True, array_like=True):

@@ -77,7 +77,8 @@ class Predictor:
         other_seconds = sum(seconds for _, seconds in self.others_of(request))
         is_running = request.status is Status.RUNNING
         edit = request.edit
-        return RequestLoad(steps, step_seconds, other_seconds, edit.sampling.priority, is_running, edit.arrival)
+        priority = edit.sampling.priority
+        return RequestLoad(steps, step_seconds, other_seconds, priority, is_running, edit.arrival, edit.owner)
 
     # ------------------------------------------------------------------------------------------------- which way
 

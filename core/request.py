@@ -36,7 +36,7 @@ PATIENCE_SECONDS = 60.0
 """How much younger a request that is due may be and still go first."""
 
 CLASS_SECONDS = 2 * PATIENCE_SECONDS
-"""Seconds of waiting that a class is worth, see `core.deadlines.urgency`."""
+"""Seconds that a class is worth, of waiting and of work: see `core.fair_queue`."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):

@@ -198,7 +198,7 @@ def outlook(shape: EditShape, fleet: Fleet, policy: RoutingPolicy, now: float) -
     """
     if not fleet.costs.is_known(shape.model):
         return None
-    fleet = fleet.before(shape.priority, now)
+    fleet = fleet.before(shape.priority, now, shape.owner)
     engine = policy.choose(shape, fleet, now).engine
     costs = fleet.size_costs(shape)
     alone = costs.other + shape.num_steps * (costs.base + fleet.step_seconds(shape))

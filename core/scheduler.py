@@ -9,7 +9,6 @@ One iteration is schedule -> (a worker runs the plan) -> apply; `take_outputs` s
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import count
 
@@ -19,7 +18,7 @@ from core.activation_cache import ActivationCacheManager, TierBudget
 from core.cache_orders import CacheOrders
 from core.config import CacheConfig, SchedulerConfig
 from core.cost_model import CostKey, CostModel
-from core.deadlines import Deadlines, urgency
+from core.deadlines import Deadlines
 from core.edit_pages import EditPages
 from core.failure import NEVER_BEGUN, Failure
 from core.handles import PAGE_ARENA, ModelKey, TensorKey
@@ -42,6 +41,7 @@ from core.priming import Chunk, PrimingJob, TemplateInfo
 from core.registrations import Registrations
 from core.reporter import Reporter
 from core.request import Request, Status
+from core.request_queue import RequestQueue
 from core.scheduling_pass import SchedulingPass
 from core.stages import INPAINT, Node, Placement, Progress, Workflow, place, preview_steps
 from core.step_limit import StepLimit
@@ -82,7 +82,7 @@ class StepScheduler:
         self._edit_pages = EditPages(self.models, self.pages, self._registrations, num_prefetched)
         self.num_workers = num_workers
         self._requests: dict[str, Request] = {}  # request id -> Request, until its terminal output
-        self._order: list[Request] = []  # the same requests, most urgent first
+        self._queue = RequestQueue()  # the same requests, first whose turn it is
         self._endings: dict[str, Failed | Aborted] = {}  # request id -> what to say once nothing of it is in flight
         self._out = PlansOut(num_workers)
         self._free: list[TensorKey] = []
@@ -108,7 +108,7 @@ class StepScheduler:
         progress = Progress(num_steps, preview_steps(num_steps, edit.num_partial_images))
         request = Request(edit, progress)
         self._requests[request.id] = request
-        insort(self._order, request, key=urgency)
+        self._queue.add(request, self._predictor.left_of(request).seconds)
 
     def refuse(self, request_id: str, failure: Failure) -> None:
         """Answer a request that cannot be taken in."""
@@ -167,8 +167,8 @@ class StepScheduler:
     @property
     def counts(self) -> tuple[int, int]:
         """(running, waiting) edits."""
-        running = sum(request.status is Status.RUNNING for request in self._order)
-        return running, len(self._order) - running
+        running = sum(request.status is Status.RUNNING for request in self._requests.values())
+        return running, len(self._requests) - running
 
     # ------------------------------------------------------------------------------------------------- one iteration
 
@@ -176,7 +176,7 @@ class StepScheduler:
         """The next plan, or None when nothing can start before a result or a request comes in."""
         self._give_up_lost(now)
         requests = list(self.in_order())
-        self._edit_pages.reserve(requests, is_idle=not self._order)
+        self._edit_pages.reserve(requests, is_idle=not self._requests)
         self._outputs += self._registrations.settle()
         chosen = SchedulingPass(
             self.config,
@@ -191,6 +191,8 @@ class StepScheduler:
             self._deadlines.joining(requests, now),
         )
         chosen.run(requests)
+        for request_id in chosen.begun:
+            self._queue.begin(request_id, lambda request: self._predictor.left_of(request).seconds)
         self._reporter.note_begun(chosen.begun)
         self._free += [TensorKey(job_id, "", "") for job_id in self.pages.take_freed()]
         orders = self.pages.cache.take_orders()
@@ -241,8 +243,8 @@ class StepScheduler:
     # ------------------------------------------------------------------------------------------------- what it knows
 
     def in_order(self) -> Iterator[Request]:
-        """Live requests, most urgent first."""
-        return (request for request in self._order if request.is_live)
+        """Live requests, first whose turn it is: owners share fairly, and of each the most urgent goes first."""
+        return (request for request in self._queue.in_order() if request.is_live)
 
     def predict_out(self) -> dict[int, float]:
         """Ranks that have work, and the seconds that it may be expected to take."""
@@ -257,21 +259,21 @@ class StepScheduler:
 
     def load_report(self) -> LoadReport:
         """How busy it is. What has changed since the last report is told once."""
-        return self._reporter.load(self._order, self.counts)
+        return self._reporter.load(self._queue.in_order(), self.counts)
 
     def stats(self) -> EngineStats:
         """What was done since start."""
-        return self._reporter.stats(self._order)
+        return self._reporter.stats(self._queue.in_order())
 
     def check_integrity(self) -> None:
         """Every count agrees with every other; raises AssertionError otherwise. Cheap enough to run when idle."""
-        assert {request.id for request in self._order} == set(self._requests)
+        assert {request.id for request in self._queue.in_order()} == set(self._requests)
         assert set(self._endings) <= set(self._requests)
         self.pages.check_integrity()
         out = [item for flight in self._out.flights if flight.job is None for item in flight.batch.items]
-        assert len(out) == sum(request.progress.num_in_flight for request in self._order)
-        self._out.check_integrity(sum(request.exporting is not None for request in self._order))
-        assert all(request.is_live or request.id in self._endings for request in self._order)
+        assert len(out) == sum(request.progress.num_in_flight for request in self._requests.values())
+        self._out.check_integrity(sum(request.exporting is not None for request in self._requests.values()))
+        assert all(request.is_live or request.id in self._endings for request in self._requests.values())
 
     # ------------------------------------------------------------------------------------------------- inside
 
@@ -282,7 +284,7 @@ class StepScheduler:
         """
         out, limit = self.predict_out(), self.config.max_ahead_ms / 1e3
         idle = set(range(self.num_workers)) - out.keys()
-        if any(request.progress.is_preview_out for request in self._order):
+        if any(request.progress.is_preview_out for request in self._requests.values()):
             return idle, idle
         has_room = {rank for rank in out if self._out.count(rank) < self._max_plans_out}
         return idle | {rank for rank in has_room if out[rank] < limit}, idle
@@ -365,7 +367,7 @@ class StepScheduler:
 
     def _remove(self, request: Request) -> None:
         del self._requests[request.id]
-        self._order.remove(request)
+        self._queue.remove(request.id)
         if request.hold is not None:
             self.pages.release(request.hold)
         if request.progress.has_started:

@@ -83,7 +83,7 @@ class AsyncEngine:
         self.images = ImagePool(self.config.image, self._arena)
         self.router = Router(self.config, self._arena, self.metrics)
         self.metrics.watch_queue(lambda: self.num_requests_running, lambda: self.num_requests_waiting)
-        self.metrics.watch_image_processors(self.images)
+        self.metrics.watch_image_processors(self.images, lambda: self.door.drain_seconds)
         try:
             self.router.start()
             await self.images.start()
@@ -245,7 +245,7 @@ class AsyncEngine:
 
     def retry_after(self) -> float:
         """Seconds after which a refused client is likely to find room: the predicted time to drain what is here."""
-        return self.bounded_retry(self.router.drain_seconds)
+        return self.bounded_retry(max(self.router.drain_seconds, self.door.drain_seconds))
 
     def bounded_retry(self, seconds: float) -> float:
         """What a client that should wait so long is told."""
@@ -271,8 +271,7 @@ class AsyncEngine:
         info = self._choose_model(model, lora)
         self.templates.check_size(image.size)
         upload = await KeptUpload.of(image)
-        cache_salt = self.cache.salt(owner)
-        session = TemplateSession(self, request_id, upload, info, cache_salt)
+        session = TemplateSession(self, request_id, upload, info, owner=owner)
         self._check_room(session)
         with self.hold(session):
             prepared = await session.prepare()
@@ -288,7 +287,7 @@ class AsyncEngine:
                 content_id=prepared.content_id,
                 primed=session.can_prime,
                 page_bytes=page_bytes,
-                cache_salt=cache_salt,
+                cache_salt=self.cache.salt(owner),
             )
             self.keep_template(template)  # before the session closes, which drops what nobody keeps
         return template

@@ -77,9 +77,8 @@ class Captures:
 
     async def _prime(self, template: Template, model: ModelInfo) -> None:
         """Its failure hurts nobody: the first edit of the template primes it then."""
-        session = TemplateSession(
-            self._engine, f"capture-{template.id}", template.upload, model, template.cache_salt, is_idle_work=True
-        )
+        name, upload, owner = f"capture-{template.id}", template.upload, template.owner
+        session = TemplateSession(self._engine, name, upload, model, owner=owner, is_idle_work=True)
         try:
             with self._engine.hold(session):
                 await self._prime_session(session, template)

@@ -20,7 +20,7 @@ from core.errors import DeadlineExceededError, InvalidRequestError, OverloadedEr
 from core.fleet import EditShape
 from core.handles import ArrayRef
 from core.messages.engine import Aborted, Failed, Finished, PartialImage, TemplatePrimed
-from core.messages.image_processor import ComposedImage, ComposeImage, PreparedEdit, PrepareEdit
+from core.messages.image_processor import ComposedImage, PreparedEdit
 from core.model_choice import kin
 from core.model_info import ModelInfo
 from core.request import MAX_PADDING_MASK_CROP, MAX_PROMPT_CHARACTERS
@@ -29,10 +29,10 @@ from engine import image_ops
 from engine.door import Passage
 from engine.edit import EditInput, EditReport, ImageOutput
 from engine.edit_pictures import Picture, Pictures
-from engine.mask_aware import resolve_margin
 from engine.metrics import DropReason
 from engine.resolve import resolve
 from engine.resolved_edit import ResolvedEdit, smallest_shape
+from engine.session_images import SessionImages
 from engine.session_memory import SessionMemory
 from engine.templates import Template, TemplateStore
 from engine.tracing import current_span
@@ -83,10 +83,10 @@ class EditSession:
         self._upload = self._template.upload if self._template else edit.image
         self._timing = Timing()
         self._span = current_span()
-        self._passage = Passage(engine.door, self._timing.arrival, edit.sampling.timeout, self.num_images)
+        caller = engine.door.caller(request_id, edit, self._timing.arrival)
+        self._passage = Passage(engine.door, self._timing.arrival, edit.sampling.timeout, self.num_images, caller)
         self._memory = SessionMemory(engine)
-        self._image: ArrayRef | None = None
-        self._mask: ArrayRef | None = None
+        self._images = SessionImages(engine, caller, edit, self._upload, model, self._memory)
         self._resolved: ResolvedEdit | None = None  # once its images are prepared
         self._pictures = Pictures(engine.router)
         self._outputs: asyncio.Queue[RequestOutput] = asyncio.Queue()
@@ -98,26 +98,10 @@ class EditSession:
     async def prepare(self) -> None:
         """Copy the uploads to shared memory and have them checked and turned into template, mask and tokens."""
         edit, model = self._edit, self._model
-        self._passage.look_at_upload(smallest_shape(self._sampling, model))
+        shape = smallest_shape(self._sampling, model, edit.owner)
+        self._passage.look_at_upload(shape, self._images.seconds)
         async with self._deadline():
-            self._image = await self._memory.store(self._upload)
-            self._mask = await self._memory.store(edit.mask)
-            prepared = await self._engine.images.prepare(
-                PrepareEdit(
-                    job_id=0,
-                    image=self._image,
-                    mask=self._mask,
-                    mask_kind=edit.mask_kind,
-                    canvas_size=self._canvas_size,
-                    mask_margin=resolve_margin(edit.sampling, model),
-                    native_size=model.native_size,
-                    token_size=model.token_size,
-                    max_pixels=self._engine.config.image.max_pixels,
-                    scratch=self._memory.alloc(image_ops.scratch_bytes(model.native_size, model.token_size)),
-                    max_side=model.max_side,
-                    padding_mask_crop=edit.padding_mask_crop,
-                )
-            )
+            prepared = await self._images.prepare()
             config = msgspec.structs.replace(self._engine.config.engine, cache=self._engine.cache)
             self._resolved = ResolvedEdit.of(edit, model, self._sampling, prepared, config)
             image_ops.check_output_size(*self._resolved.output_size, edit.output_format)
@@ -138,12 +122,6 @@ class EditSession:
         assert self._resolved is not None, "its images are not prepared"
         return self._resolved
 
-    @property
-    def _canvas_size(self) -> tuple[int, int] | None:
-        if self._upload is not None:
-            return None
-        return self._edit.canvas_size or (self._model.native_size, self._model.native_size)
-
     # ---------------------------------------------------------------------------------- to the engine
 
     @property
@@ -161,17 +139,11 @@ class EditSession:
         if self.is_displaced:
             raise self._displaced()
         pictures = [self._make_picture(index) for index in range(self.num_images)]
-        self._passage.look_at_edit(EditShape.of_edit(pictures[0].request, self._model))
+        self._passage.look_at_edit(EditShape.of_edit(pictures[0].request, self._model), self._images.seconds)
         for picture in pictures:
-            picture.request = msgspec.structs.replace(picture.request, objective=self._worker_objective)
+            picture.request = msgspec.structs.replace(picture.request, objective=self._passage.worker_objective)
             self._engine.router.submit(picture.request, self._hear)
             self._pictures.add(picture)
-
-    @property
-    def _worker_objective(self) -> float | None:
-        """When a worker is to be done with it, so that its file is made in time."""
-        objective = self._passage.objective
-        return None if objective is None else objective - self._engine.door.compose_seconds
 
     @property
     def can_be_displaced(self) -> bool:
@@ -221,7 +193,9 @@ class EditSession:
             num_left -= isinstance(output, Finished)
             if not num_left:
                 self._teach()
+            self._passage.note_image_work(0.0)  # none is done while the reader has it, for as long as it likes
             yield image
+            self._passage.note_image_work(self._images.seconds.composes)
 
     async def _take(self, output: RequestOutput) -> ImageOutput:
         picture = self._pictures[output.request_id]
@@ -291,28 +265,8 @@ class EditSession:
         return await self._engine.captures.keep(composed, self._model, edit.owner, is_base64=edit.base64)
 
     async def _compose(self, picture: Picture, pixels: ArrayRef) -> ComposedImage:
-        edit, known, start = self._edit, self._known, time.monotonic()
-        width, height = known.output_size
-        out = self._memory.alloc(image_ops.encoded_bytes(width, height, 4, edit.base64, edit.output_format))
-        composed = await self._engine.images.compose(
-            ComposeImage(
-                job_id=0,
-                pixels=pixels,
-                image=self._image,
-                mask=self._mask,
-                mask_kind=edit.mask_kind,
-                canvas_size=self._canvas_size,
-                output_size=edit.output_size,
-                output_format=edit.output_format,
-                compression=edit.compression,
-                base64=edit.base64,
-                max_pixels=self._engine.config.image.max_pixels,
-                out=out,
-                crop=known.prepared.crop,
-            )
-        )
-        # The room for the worst case is many times what most pictures take, and all outputs stay until the end.
-        self._memory.trim(out, composed.encoded.size)
+        start = time.monotonic()
+        composed = await self._images.compose(pixels, self._known.prepared)
         self._span.child("compose", start, time.monotonic(), {"stencil.image": picture.index})
         return composed
 
@@ -383,6 +337,7 @@ class EditSession:
         """Wait for the last terminal output, then free the memory."""
         await self.done.wait()
         await self._memory.release()
+        self._engine.images.forget(self._id)
 
 
 def _find_template(edit: EditInput, templates: TemplateStore) -> Template | None:

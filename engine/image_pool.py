@@ -4,8 +4,8 @@ It owns the processes and the queue, and knows nothing of pixels. A job is answe
 answer or an exception, cancellation included, no processor touches the job's memory any more: the caller may free it.
 
 What a job may take is bounded: processor time and memory by the kernel (see ImageProcessorConfig), a standstill by
-STALL_SECONDS, a cancelled one by CANCEL_SECONDS. How many may wait is not decided here: the AsyncEngine admits edits,
-and each has one job at a time.
+STALL_SECONDS, a cancelled one by CANCEL_SECONDS, results that lie in memory by RESULT_BYTES. How many may wait is not
+decided here: the AsyncEngine admits edits, and each has one job at a time.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import contextlib
 import logging
 import signal
 import time
-from dataclasses import dataclass
 
 import msgspec
 
 from core.config import ImageConfig
-from core.errors import EngineDeadError, EngineError, InvalidRequestError, MessageError
+from core.errors import EngineDeadError, EngineError, InvalidRequestError, MessageError, StencilError
 from core.failure import Failure
+from core.image_costs import ImageCosts, ImageWork
 from core.ipc.logs import of_request
-from core.ipc.process import ChildProcess, spawn
+from core.ipc.process import spawn
 from core.ipc.ring import Channel, PeerClosedError
 from core.ipc.shared_array import Arena
-from core.messages.codec import MessageDecoder, encode
+from core.messages.codec import MessageDecoder
 from core.messages.image_processor import (
     ComposedImage,
     ComposeImage,
@@ -36,17 +36,16 @@ from core.messages.image_processor import (
     PrepareEdit,
     ToImageProcessor,
 )
-from engine.image_jobs import ImageJob, JobQueue, JobTimes
+from core.result_budget import ResultBudget
+from engine.image_jobs import Caller, ImageJob, JobQueue, Room, upload_work
 from engine.image_processor import ImageProcessorConfig
+from engine.processor_handle import ProcessorHandle
 
 logger = logging.getLogger("stencil.images")
 
-STALL_SECONDS = 5.0
-"""A processor with a job that uses no processor time for so long hangs, and is killed. A working one that gets little
-of a full machine is not: at its niceness it still gets 1 % of a core beside ten busy processes. It is counted
-in two halves: where this process was itself stopped, with all its children, the first one is over at once."""
-PROGRESS_SECONDS = 0.001
-"""Processor time that counts as some."""
+ANYBODY = Caller()
+"""Of no edit, owner and class in particular."""
+
 CPU_SECONDS, CPU_SECONDS_PER_PIXEL = 10.0, 1e-6
 """Processor time that one job may take, by the most pixels a file may have. 64 megapixels: 15 s at worst (decoded from
 WebP, encoded to lossless WebP) of the 77 allowed."""
@@ -59,68 +58,18 @@ STOP_SECONDS = 1.0
 """How long a processor may take to leave when its channel is closed; it has nothing to clean up."""
 MAX_DEATHS = 2
 """How many processors a job may take with it before it is given up."""
-
-
-@dataclass(eq=False, slots=True)
-class _Processor:
-    child: ChildProcess
-    channel: Channel
-    job: ImageJob | None = None  # what it works on now
-    stall: asyncio.TimerHandle | None = None  # the next look at whether it moves
-    cpu_seconds: float = 0.0  # used at the last look
-    is_standing: bool = False  # it had used none since the look before
-    began: float = 0.0  # when it took its job
-    is_dismissed: bool = False  # killed because nobody wants its job's result any more
-
-    def take(self, job: ImageJob) -> None:
-        """Send it a job. Raises PeerClosedError when it is gone, and MessageError for a job that cannot be encoded."""
-        self.channel.send(encode(job.message))
-        self.job = job
-        self.cpu_seconds, self.is_standing = self._read_cpu_seconds(), False
-        self.began = time.monotonic()
-        self._look_later()
-
-    def drop_job(self) -> ImageJob | None:
-        """It is done with its job, one way or another."""
-        job, self.job = self.job, None
-        if self.stall is not None:
-            self.stall.cancel()
-        return job
-
-    def dismiss(self) -> None:
-        """Kill it in the middle of a job that nobody wants any more."""
-        self.is_dismissed = True
-        self.child.kill()
-
-    @property
-    def log_extra(self) -> dict[str, str]:
-        """A line about it is one about the request that it works for; tasks and timers run in anybody's context."""
-        return of_request(self.job.request_id if self.job else "")
-
-    def _look_later(self) -> None:
-        self.stall = asyncio.get_running_loop().call_later(STALL_SECONDS / 2, self._look)
-
-    def _look(self) -> None:
-        """Kill it if it stands still: stopped, or stuck in the kernel."""
-        before, self.cpu_seconds = self.cpu_seconds, self._read_cpu_seconds()
-        was_standing, self.is_standing = self.is_standing, self.cpu_seconds - before < PROGRESS_SECONDS
-        if was_standing and self.is_standing:
-            extra = self.log_extra
-            logger.error("%s (pid %d) stands still and is killed", self.child.name, self.child.pid, extra=extra)
-            self.child.kill()
-        else:
-            self._look_later()
-
-    def _read_cpu_seconds(self) -> float:
-        """Processor time it has used so far; 0 when it is gone, as its channel is about to say."""
-        clock = ~self.child.pid << 3 | 2  # clock_getcpuclockid(3), which Python has for threads only
-        with contextlib.suppress(OSError):
-            return time.clock_gettime(clock)
-        return 0.0
+RESULT_BYTES, RESULT_BYTES_PER_OWNER = 768 * 1024**2, 384 * 1024**2
+"""Results in memory that clients do not have yet, see `core.result_budget`. One edit may have 10 of 90 MB at most."""
+SHORT_SECONDS = 0.25
+"""A job that is predicted to take no longer may have a processor beyond `image_workers`, see `ImagePool`."""
 
 
 class ImagePool:
     """`config.image_workers` processes, one job in flight each; whose turn it is, the JobQueue knows.
+
+    No job is interrupted, and one may take seconds. So that an owner's short job does not wait for others' long ones,
+    there is one processor more, once an owner with a key has had a long job: it does short ones of owners that have
+    nothing under way, while all others are busy and one of them with a long job.
 
     A processor that dies is replaced when the next job needs one; its job is tried once more, then fails with
     EngineDeadError, so that one poisonous upload cannot keep all of them down. One that used up its processor time is
@@ -131,11 +80,12 @@ class ImagePool:
         """arena: where all handles in jobs point to; it stays the caller's."""
         self.num_deaths = 0  # processors that ended unasked, since start
         self.num_retries = 0  # jobs tried again after such a death, since start
-        self.times = JobTimes()
+        self.costs = ImageCosts()
+        self.results = ResultBudget(RESULT_BYTES, RESULT_BYTES_PER_OWNER)
         self._config = config
         self._arena = arena
         self._queue = JobQueue()
-        self._processors: list[_Processor] = []  # alive, as far as is known
+        self._processors: list[ProcessorHandle] = []  # alive, as far as is known
         self._last_job_id = 0
         self._stopping = asyncio.Event()
         self._stopping.set()  # until started
@@ -145,7 +95,7 @@ class ImagePool:
     @property
     def num_waiting(self) -> int:
         """Jobs in the queue."""
-        return len(self._queue)
+        return self._queue.num_waiting
 
     @property
     def num_running(self) -> int:
@@ -153,10 +103,9 @@ class ImagePool:
         return sum(processor.job is not None for processor in self._processors)
 
     @property
-    def wait_seconds(self) -> float:
-        """Predicted time until a new upload has its turn."""
-        running = sum(self.times.of(processor.job.message) for processor in self._processors if processor.job) / 2
-        return (self._queue.seconds(self.times) + running) / self._config.image_workers
+    def result_bytes(self) -> int:
+        """Of results that lie in memory until their clients have them."""
+        return self.results.used_bytes
 
     # ------------------------------------------------------------------------------------------------- life
 
@@ -184,17 +133,28 @@ class ImagePool:
         assert self._main is not None
         await asyncio.shield(self._main)
 
-    async def prepare(self, job: PrepareEdit) -> PreparedEdit:
+    async def prepare(self, job: PrepareEdit, caller: Caller = ANYBODY) -> PreparedEdit:
         """Do `job`, whose job_id is ignored. Raises what the processor says: InvalidRequestError or EngineError."""
-        answer = await self._submit(msgspec.structs.replace(job, job_id=self._next_job_id()))
+        answer = await self._submit(job, upload_work(job), caller)
         assert isinstance(answer, PreparedEdit)
         return answer
 
-    async def compose(self, job: ComposeImage) -> ComposedImage:
-        """As `prepare`."""
-        answer = await self._submit(msgspec.structs.replace(job, job_id=self._next_job_id()))
+    async def compose(
+        self, job: ComposeImage, work: ImageWork, caller: Caller = ANYBODY, room: Room | None = None
+    ) -> ComposedImage:
+        """As `prepare`. work: its size. room: where the result goes instead of `job.out`; it counts in `results` until
+        `forget`, and what taking it raises is raised.
+        """
+        if room is not None:
+            self.results.join(caller.edit_id, caller.owner)
+        answer = await self._submit(job, work, caller, room)
         assert isinstance(answer, ComposedImage)
         return answer
+
+    def forget(self, edit_id: str) -> None:
+        """The memory of an edit's results is free."""
+        self.results.leave(edit_id)
+        self._dispatch()
 
     async def _run(self, ready: asyncio.Event) -> None:
         try:
@@ -212,10 +172,14 @@ class ImagePool:
         self._last_job_id += 1
         return self._last_job_id
 
-    async def _submit(self, message: ToImageProcessor) -> PreparedEdit | ComposedImage:
+    async def _submit(
+        self, message: ToImageProcessor, work: ImageWork, caller: Caller, room: Room | None = None
+    ) -> PreparedEdit | ComposedImage:
         if self._stopping.is_set():
             raise EngineDeadError("the image processors have stopped")
-        job = ImageJob(message, asyncio.get_running_loop().create_future())
+        message = msgspec.structs.replace(message, job_id=self._next_job_id())
+        answer: asyncio.Future[PreparedEdit | ComposedImage] = asyncio.get_running_loop().create_future()
+        job = ImageJob(message, answer, work, self.costs.predict(work), caller, room)
         self._queue.push(job)
         self._dispatch()
         try:
@@ -228,7 +192,7 @@ class ImagePool:
     async def _abandon(self, job: ImageJob) -> None:
         """Take a cancelled caller's job off the queue, or wait until no processor works on it."""
         job.is_abandoned = True
-        if job in self._queue:
+        if self._queue.is_waiting(job):
             self._queue.remove(job)
             return
         patience = asyncio.get_running_loop().call_later(CANCEL_SECONDS, self._dismiss, job)
@@ -245,26 +209,68 @@ class ImagePool:
 
     def _dispatch(self) -> None:
         """Hand queued jobs to idle processors, replacing dead ones first."""
-        while self._queue and not self._stopping.is_set() and (processor := self._idle_processor()) is not None:
-            job = self._queue.pop()
+        while self._has_place and not self._stopping.is_set():
+            job = self._queue.next(self._may_begin)
+            if job is None or (processor := self._idle_processor()) is None:
+                break
+            if not self._take_room(job):
+                continue
+            self._queue.begin(job)
             try:
                 processor.take(job)
             except MessageError as error:
+                self._queue.remove(job)
                 job.fail(error)
             except PeerClosedError:  # it died idle, which is not the job's fault; its task will notice, too
                 self._processors.remove(processor)
-                self._queue.push_first(job)
+                self._queue.give_back(job)
+        self._start_spare()
+
+    @property
+    def _has_place(self) -> bool:
+        return self.num_running < self._config.image_workers + self._has_long_job
+
+    def _may_begin(self, job: ImageJob) -> bool:
+        """Whether there is a processor for a waiting job, and room for its result."""
+        if self.num_running >= self._config.image_workers and not self._may_have_spare(job):
+            return False
+        return job.room is None or self.results.has_room(job.caller.edit_id, job.room.nbytes)
+
+    def _may_have_spare(self, job: ImageJob) -> bool:
+        running = (processor.job for processor in self._processors if processor.job is not None)
+        return job.seconds <= SHORT_SECONDS and all(other.caller.owner != job.caller.owner for other in running)
+
+    @property
+    def _has_long_job(self) -> bool:
+        """Whether a processor is busy with a long one of an owner's; without owners nobody is in another's way."""
+        jobs = (processor.job for processor in self._processors)
+        return any(job is not None and job.caller.owner and job.seconds > SHORT_SECONDS for job in jobs)
+
+    def _take_room(self, job: ImageJob) -> bool:
+        """Take the shared memory for its result, if it needs any. False: there is none, and its caller is told."""
+        if job.room is None:
+            return True
+        try:
+            out = job.room.take()
+        except StencilError as error:
+            self._queue.remove(job)
+            job.fail(error)
+            return False
+        self.results.take(job.caller.edit_id, job.room.nbytes)
+        job.message, job.held, job.room = msgspec.structs.replace(job.message, out=out), job.room.nbytes, None
+        return True
 
     def _fail_queue(self, reason: str) -> None:
-        while self._queue:
-            self._queue.pop().fail(EngineDeadError(reason))
+        while (job := self._queue.next(lambda _: True)) is not None:
+            self._queue.remove(job)
+            job.fail(EngineDeadError(reason))
 
-    def _idle_processor(self) -> _Processor | None:
+    def _idle_processor(self) -> ProcessorHandle | None:
         for processor in self._processors:
             if processor.job is None and not processor.is_dismissed:
                 return processor
-        if len(self._processors) == self._config.image_workers:
-            return None
+        if len(self._processors) >= self._config.image_workers + self._has_long_job:
+            return None  # one of them is dismissed, and about to be replaced
         try:
             return self._start_processor()
         except OSError as error:
@@ -273,13 +279,26 @@ class ImagePool:
                 self._fail_queue("no image processor can be started")
             return None
 
-    def _take_answer(self, processor: _Processor, answer: FromImageProcessor) -> None:
+    def _start_spare(self) -> None:
+        """Start the processor for short jobs ahead of the first one: that takes 0.3 s."""
+        is_wanted = self._has_long_job and not self._stopping.is_set()
+        if is_wanted and len(self._processors) == self._config.image_workers:
+            try:
+                self._start_processor()
+            except OSError as error:
+                logger.warning("cannot start another image processor: %s", error, extra=of_request(""))
+
+    def _take_answer(self, processor: ProcessorHandle, answer: FromImageProcessor) -> None:
         job = processor.drop_job()
         if job is None or job.message.job_id != answer.job_id:
             raise RuntimeError(f"{processor.child.name} answered a job it does not have: {answer}")
+        took = time.monotonic() - processor.began
+        self._queue.remove(job, took)
         match answer:
             case PreparedEdit() | ComposedImage():
-                self.times.observe(job.message, time.monotonic() - processor.began)
+                self.costs.observe(job.work, took)
+                if isinstance(answer, ComposedImage) and job.held:
+                    self.results.take(job.caller.edit_id, answer.encoded.size - job.held)
                 job.answer.set_result(answer)
             case JobFailed(failure=failure):
                 if failure.detail:
@@ -289,7 +308,7 @@ class ImagePool:
 
     # ------------------------------------------------------------------------------------------------- processors
 
-    def _start_processor(self) -> _Processor:
+    def _start_processor(self) -> ProcessorHandle:
         """Takes a few milliseconds; the process itself needs a few hundred until it takes its first job."""
         assert self._tasks is not None
         channel, channel_fds = Channel.create()
@@ -301,12 +320,12 @@ class ImagePool:
             channel.close()
             raise
         channel.close_child_fds()
-        processor = _Processor(child, channel)
+        processor = ProcessorHandle(child, channel)
         self._processors.append(processor)
         self._tasks.create_task(self._watch(processor), name=child.name)
         return processor
 
-    async def _watch(self, processor: _Processor) -> None:
+    async def _watch(self, processor: ProcessorHandle) -> None:
         """Take a processor's answers until it dies or is stopped; then settle what it had in hand."""
         decoder: MessageDecoder[FromImageProcessor] = MessageDecoder(FromImageProcessor)
         try:
@@ -321,7 +340,7 @@ class ImagePool:
             await self._bury(processor)
         self._dispatch()
 
-    async def _bury(self, processor: _Processor) -> None:
+    async def _bury(self, processor: ProcessorHandle) -> None:
         """See a processor's end; only then can its job's memory be anybody else's."""
         processor.channel.close()
         with contextlib.suppress(TimeoutError):
@@ -339,17 +358,16 @@ class ImagePool:
     def _settle(self, job: ImageJob, *, has_run_out: bool) -> None:
         """Decide on a job whose processor is dead. has_run_out: the kernel ended it, for using up its time."""
         job.deaths += 1
-        if has_run_out:
-            job.fail(_out_of_time(job))
-        elif self._stopping.is_set() or job.is_abandoned or job.deaths == MAX_DEATHS:
-            job.fail(EngineDeadError("the process that handled the image died"))
-        else:
+        if not (has_run_out or self._stopping.is_set() or job.is_abandoned or job.deaths == MAX_DEATHS):
             self.num_retries += 1
-            self._queue.push_first(job)
+            self._queue.give_back(job)
+            return
+        self._queue.remove(job)
+        job.fail(_out_of_time(job) if has_run_out else EngineDeadError("the process that handled the image died"))
 
 
 def _read_answer(
-    decoder: MessageDecoder[FromImageProcessor], payload: bytes, processor: _Processor
+    decoder: MessageDecoder[FromImageProcessor], payload: bytes, processor: ProcessorHandle
 ) -> FromImageProcessor | None:
     """An answer that cannot be decoded is a failure of the one job that its processor has, if it has one."""
     try:

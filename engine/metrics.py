@@ -47,6 +47,8 @@ class ImageProcessors(Protocol):
     def num_deaths(self) -> int: ...
     @property
     def num_retries(self) -> int: ...
+    @property
+    def result_bytes(self) -> int: ...
 
 
 class Metrics:
@@ -139,13 +141,17 @@ class Metrics:
                 gauge = self._registry.gauge(f"num_requests_{name}", f"Images {name}.", prefix=prefix)
                 gauge.set_function(value)
 
-    def watch_image_processors(self, images: ImageProcessors) -> None:
-        """Read these at each scrape."""
+    def watch_image_processors(self, images: ImageProcessors, drain_seconds: Callable[[], float]) -> None:
+        """Read these at each scrape. drain_seconds: until all image work that was let in is done."""
         registry = self._registry
         waiting = registry.gauge("image_jobs_waiting", "Images that wait to be decoded or encoded.")
         waiting.set_function(lambda: images.num_waiting)
         running = registry.gauge("image_jobs_running", "Images that are decoded or encoded now.")
         running.set_function(lambda: images.num_running)
+        drain = registry.gauge("image_drain_seconds", "Predicted time until all image work that was let in is done.")
+        drain.set_function(drain_seconds)
+        results = registry.gauge("image_result_bytes", "Encoded results in memory until their clients have them.")
+        results.set_function(lambda: images.result_bytes)
         registry.watched_counter(
             "image_processor_deaths",
             "Image processors that ended unasked; each is replaced.",

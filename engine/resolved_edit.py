@@ -112,6 +112,7 @@ class ResolvedEdit:
             is_mask_aware=self.exact_reason is None,
             trace_context=trace_context,
             cache_salt=self.config.cache.salt(self.edit.owner),
+            owner=self.edit.owner,
         )
 
     def make_report(
@@ -159,12 +160,11 @@ class ResolvedEdit:
         )
 
 
-def smallest_shape(sampling: SamplingParams, model: ModelInfo) -> EditShape:
+def smallest_shape(sampling: SamplingParams, model: ModelInfo, owner: str) -> EditShape:
     """What is known of an edit before its images are prepared. sampling: as `engine.resolve.resolve` leaves it."""
     text_tokens = model.num_text_tokens(sampling.max_sequence_length)
     is_exact = not sampling.mask_aware or model.page_scheme is None
     steps = model.num_steps(sampling)
     full_steps = steps if is_exact else 0
-    return EditShape(
-        model.name, steps, full_steps, 1, 1, text_tokens, priority=sampling.priority, num_rows=sampling.num_rows
-    )
+    priority, rows = sampling.priority, sampling.num_rows
+    return EditShape(model.name, steps, full_steps, 1, 1, text_tokens, priority=priority, num_rows=rows, owner=owner)

@@ -15,6 +15,7 @@ from core.messages.engine import Aborted, Failed, PrimeTemplate, TemplatePrimed
 from core.messages.image_processor import PreparedEdit, PrepareEdit
 from core.model_info import ModelInfo
 from engine import image_ops
+from engine.image_jobs import Caller
 from engine.mask_aware import can_prime_ahead
 from engine.session_memory import SessionMemory
 from engine.tracing import NO_SPAN, current_span
@@ -40,8 +41,8 @@ class TemplateSession:
         request_id: str,
         upload: Upload,
         model: ModelInfo,
-        cache_salt: str,
         *,
+        owner: str,
         is_idle_work: bool = False,
     ) -> None:
         self.num_images = 0 if is_idle_work else 1  # places in the queue
@@ -53,9 +54,10 @@ class TemplateSession:
         self.has_failed = False  # set by the engine when an error, not the caller, ends it
         self._engine = engine
         self._id = request_id
+        self._owner = owner
         self._upload = upload
         self._model = model
-        self._cache_salt = cache_salt
+        self._cache_salt = engine.cache.salt(owner)
         self._span = NO_SPAN if is_idle_work else current_span()  # whose answer has left when idle work begins
         self._memory = SessionMemory(engine)
         self._prepared: PreparedEdit | None = None
@@ -65,21 +67,20 @@ class TemplateSession:
     async def prepare(self) -> PreparedEdit:
         """Have the upload checked and turned into a template. Raises InvalidRequestError, OverloadedError."""
         model, start = self._model, time.monotonic()
-        self._prepared = await self._engine.images.prepare(
-            PrepareEdit(
-                job_id=0,
-                image=await self._memory.store(self._upload),
-                mask=None,
-                mask_kind="alpha",
-                canvas_size=None,
-                mask_margin=0,
-                native_size=model.native_size,
-                token_size=model.token_size,
-                max_pixels=self._engine.config.image.max_pixels,
-                scratch=self._memory.alloc(image_ops.scratch_bytes(model.native_size, model.token_size)),
-                max_side=model.max_side,
-            )
+        message = PrepareEdit(
+            job_id=0,
+            image=await self._memory.store(self._upload),
+            mask=None,
+            mask_kind="alpha",
+            canvas_size=None,
+            mask_margin=0,
+            native_size=model.native_size,
+            token_size=model.token_size,
+            max_pixels=self._engine.config.image.max_pixels,
+            scratch=self._memory.alloc(image_ops.scratch_bytes(model.native_size, model.token_size)),
+            max_side=model.max_side,
         )
+        self._prepared = await self._engine.images.prepare(message, Caller(self._id, self._owner, arrival=start))
         self._span.child("prepare", start, time.monotonic(), {})
         return self._prepared
 

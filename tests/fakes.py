@@ -53,6 +53,7 @@ def make_edit(
     arrival: float = 0.0,
     deadline: float | None = None,
     num_tokens: int = 256,
+    owner: str = "",
 ) -> EditRequest:
     """A request as an AsyncEngine would send it; its handles point nowhere."""
     return EditRequest(
@@ -72,6 +73,7 @@ def make_edit(
         latents=ArrayRef(0, 0, (num_tokens, 64), "float32"),
         arrival=arrival,
         deadline=deadline,
+        owner=owner,
     )
 
 

@@ -26,7 +26,8 @@ class EditRequest(Message, frozen=True):
     has none, or was let in though it will miss it.
     cache_salt: see `CacheConfig.salt`.
     trace_context: W3C traceparent of the span that the engine's own go under; "" = not traced. runs_alone: no other
-    request is begun or goes on while it runs, since it was there when engines died.
+    request is begun or goes on while it runs, since it was there when engines died. owner: whose it is, "" = anybody's;
+    owners get equal shares of the engine.
     """
 
     request_id: str
@@ -52,6 +53,7 @@ class EditRequest(Message, frozen=True):
     trace_context: str = ""
     extra_text_tokens: int = 0
     cache_salt: str = ""
+    owner: str = ""
 
     @property
     def num_text_tokens(self) -> int:

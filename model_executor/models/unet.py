@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from copy import copy
 from functools import cache, lru_cache
 from math import prod
-from typing import Any, Self, TypeVar, get_args
+from typing import Any, Self, TypeVar, cast, get_args
 
 import torch
 from diffusers.models.attention import BasicTransformerBlock
@@ -58,10 +58,9 @@ class Unet:
     def __init__(
         self, module: Any, num_train_timesteps: int, token_size: int, operators: Operators | None = None
     ) -> None:
-        layer: Any  # memory_format is missing in torch's own annotation of Module.to
         for layer in module.modules():
             if isinstance(layer, torch.nn.Conv2d):  # as the VAE's, and for their reasons; quantised layers do not move
-                layer.to(memory_format=torch.channels_last)
+                cast(Any, layer).to(memory_format=torch.channels_last)  # missing in torch's annotation of Module.to
         self.module = module
         self._is_shared = module.device.type != "cpu"  # a pass, by all rows of one size
         if module.device.type == "cpu":

@@ -232,6 +232,18 @@ def test_a_higher_class_does_not_queue_behind_those_that_wait_in_lower_ones() ->
     assert fleet.before(0, 0.0) is fleet
 
 
+def test_an_owner_does_not_queue_behind_anothers_flood() -> None:
+    running = [replace(load(10, 0.01), is_running=True, owner="a")] * 8
+    fleet = Fleet(1, max_num_seqs=8)
+    fleet.observe(0, make_report(requests=[*running, *[replace(load(10, 0.01), owner="a")] * 20], costs=COSTS), 0.0)
+    for _ in range(20):
+        fleet.sent(0, dataclasses.replace(make_shape(), owner="a"), 0.0)
+    assert fleet.before(0, 0.0, "a") is fleet
+    other = fleet.before(0, 0.0, "b")
+    assert other.held_seconds[0] == pytest.approx(9 * 0.01), "those that run, and the first of those that wait"
+    assert other.free_at[0] < fleet.free_at[0] / 4
+
+
 def test_who_has_waited_for_long_gives_way_to_nobody() -> None:
     waiting = [replace(load(10, 0.01), priority=2, arrival=float(second)) for second in range(20)]
     fleet = Fleet(1, max_num_seqs=1)

@@ -167,6 +167,30 @@ def test_priority_before_deadline_before_arrival() -> None:
     assert ended == ["urgent", "due", "early", "late"]
 
 
+def test_an_owner_with_many_requests_does_not_starve_another() -> None:
+    scheduler, workers = make_scheduler(max_num_seqs=2), FakeWorkers()
+    for index in range(40):
+        scheduler.add(make_edit(f"a{index}", steps=2, owner="a", arrival=float(index)))
+    for _ in range(3):
+        step(scheduler, workers)
+    for index in range(3):
+        scheduler.add(make_edit(f"b{index}", steps=2, owner="b", arrival=50.0 + index))
+    ended = [output.request_id for output in run(scheduler, workers)]
+    first, others = ended.index("b0"), [ended.index("b1"), ended.index("b2")]
+    assert first <= 4, f"it waited for those that ran, at most: {ended}"
+    assert max(others) <= first + 5, "and its next ones take turns with the other owner's"
+    assert [name for name in ended if name.startswith("a")] == [f"a{index}" for index in range(40)]
+
+
+def test_deadlines_do_not_take_another_owners_share() -> None:
+    scheduler, workers = make_scheduler(max_num_seqs=1), FakeWorkers()
+    for index in range(20):
+        scheduler.add(make_edit(f"a{index}", steps=1, owner="a", arrival=float(index), deadline=1e6 + index))
+    scheduler.add(make_edit("b", steps=1, owner="b", arrival=30.0))
+    ended = [output.request_id for output in run(scheduler, workers)]
+    assert ended.index("b") <= 1
+
+
 def test_deadlines_of_newcomers_do_not_starve_a_request_without_one() -> None:
     scheduler, workers = make_scheduler(max_num_seqs=1), FakeWorkers()
     scheduler.add(make_edit("patient", arrival=0.0))
@@ -418,11 +442,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.added: list[str] = []
         self.ended: Counter[str] = Counter()
 
-    @rule(steps=st.integers(1, 6), partials=st.integers(0, 2), deadline=st.none() | st.floats(1, 50))
-    def add(self, steps: int, partials: int, deadline: float | None) -> None:
+    @rule(
+        steps=st.integers(1, 6),
+        partials=st.integers(0, 2),
+        deadline=st.none() | st.floats(1, 50),
+        owner=st.sampled_from(["", "a", "b"]),
+    )
+    def add(self, steps: int, partials: int, deadline: float | None, owner: str) -> None:
         name = f"r{len(self.added)}"
         self.added.append(name)
-        self.scheduler.add(make_edit(name, steps=steps, partial_images=partials, deadline=deadline))
+        self.scheduler.add(make_edit(name, steps=steps, partial_images=partials, deadline=deadline, owner=owner))
 
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:

@@ -17,10 +17,11 @@ from load_reports import COSTS, make_report
 from core.admission import START_RATIOS
 from core.config import EngineConfig, StencilConfig
 from core.deadlines import TOO_LATE
-from core.errors import DeadlineExceededError, InvalidRequestError, StencilError
+from core.errors import DeadlineExceededError, InvalidRequestError, OverloadedError, StencilError
 from core.failure import NEVER_BEGUN, Failure
 from core.fleet import EditShape
 from core.handles import ArrayRef
+from core.image_costs import ImageWork
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages.engine import EditRequest, Failed, Finished
 from core.messages.image_processor import ComposedImage, ComposeImage, PreparedEdit, PrepareEdit
@@ -30,7 +31,7 @@ from engine.async_engine import AsyncEngine
 from engine.edit import EditInput, ImageOutput
 from engine.edit_session import EditSession
 from engine.engine_client import Waiter
-from engine.image_jobs import JobTimes
+from engine.image_jobs import Caller, Room
 from engine.router import Router
 
 COMPOSE_SECONDS = 0.5
@@ -60,15 +61,18 @@ class Images:
     """Image processors that take no time, and say that they take COMPOSE_SECONDS."""
 
     def __init__(self) -> None:
-        self.times = JobTimes(compose=COMPOSE_SECONDS)
-        self.wait_seconds = 0.0
+        self.costs = SimpleNamespace(predict=lambda work: 0.0 if work.kind == "prepare" else COMPOSE_SECONDS)
 
-    async def prepare(self, job: PrepareEdit) -> PreparedEdit:
+    async def prepare(self, job: PrepareEdit, caller: Caller) -> PreparedEdit:
         pixels, tokens = ArrayRef(0, 0, (256, 256, 3), "uint8"), ArrayRef(0, 0, (256,), "int32")
         return PreparedEdit(0, 256, 256, 256, 256, pixels, ArrayRef(0, 0, (256, 256), "uint8"), tokens, "c", True)
 
-    async def compose(self, job: ComposeImage) -> ComposedImage:
-        return ComposedImage(0, ArrayRef(job.out.arena, job.out.offset, (1,), "uint8"), 256, 256)
+    async def compose(self, job: ComposeImage, work: ImageWork, caller: Caller, room: Room) -> ComposedImage:
+        out = room.take()
+        return ComposedImage(0, ArrayRef(out.arena, out.offset, (1,), "uint8"), 256, 256)
+
+    def forget(self, edit_id: str) -> None:
+        pass
 
 
 class Server:
@@ -86,9 +90,12 @@ class Server:
             self.router.on_report(rank, make_report(costs=COSTS), None)
         self.engine.metrics.expect({"m": MODEL}, 2)
 
-    async def begin(self, *, n: int = 1, seconds: float | None = None) -> EditSession:
-        edit = EditInput(prompt="a cat", sampling=SamplingParams(n=n, timeout=seconds), model="m")
-        session = EditSession(self.engine, "edit", edit, MODEL)
+    async def begin(
+        self, *, n: int = 1, seconds: float | None = None, name: str = "edit", owner: str = "", priority: int = 0
+    ) -> EditSession:
+        sampling = SamplingParams(n=n, timeout=seconds, priority=priority)
+        edit = EditInput(prompt="a cat", sampling=sampling, model="m", owner=owner)
+        session = EditSession(self.engine, name, edit, MODEL)
         await session.prepare()
         session.submit()
         return session
@@ -167,13 +174,15 @@ async def test_nothing_is_learnt_from_an_edit_whose_engine_died_and_that_came_to
 
 async def test_what_was_let_in_on_doubt_and_did_not_make_it_teaches_nothing(server: Server) -> None:
     """That it takes less than was predicted is not known of what was given up before."""
-    outlook = server.engine.door.outlook_of_edit(_shape_of(await server.begin()), 1)
+    first = await server.begin()
+    outlook = server.router.outlook(_shape_of(first))
     assert outlook is not None
     server.clock.now += 1.0
     server.busy.finish_first()
+    first.give_up()
     for rank in range(2):
         server.router.on_report(rank, make_report(num_received=1), None)
-    session = await server.begin(seconds=0.8 * outlook.alone)
+    session = await server.begin(seconds=0.8 * (outlook.alone + COMPOSE_SECONDS))
     server.busy.fail_first(TOO_LATE)
     with pytest.raises(DeadlineExceededError):
         await take_all(session, server, 0.0)
@@ -205,3 +214,45 @@ async def test_an_edit_that_was_given_up_late_counts_as_late(server: Server) -> 
         await take_all(session, server, 0.0)
     assert server.learnt() == [pytest.approx(10.0 / outlook[1])]
     await asyncio.wait_for(session.close(), 5)
+
+
+# ------------------------------------------------------------------------------------------------------- image work
+
+
+async def finish_all(server: Server) -> None:
+    server.clock.now += 1.0
+    for replica in server.router._replicas:
+        assert isinstance(replica, Replica)
+        while replica.sent:
+            replica.finish_first()
+
+
+async def test_image_work_of_its_own_key_that_cannot_be_done_in_time_is_refused_at_once(server: Server) -> None:
+    """Engines that are done soon are no help: 60 files at 0.5 s each, two at a time, are to be made first."""
+    server.engine.config = msgspec.structs.replace(server.engine.config, slo_seconds=0.0)
+    server.engine.door.slo_seconds = 0.0
+    for index in range(6):
+        await server.begin(n=10, name=f"a{index}", owner="a", seconds=300.0)
+    await finish_all(server)
+    for rank in range(2):
+        server.router.on_report(rank, make_report(num_received=30), None)
+    with pytest.raises(OverloadedError, match="too busy") as caught:
+        await server.begin(name="a6", owner="a", priority=1, seconds=10.0)
+    assert 5.0 <= caught.value.retry_after <= 20.0, "15 s of files are ahead"
+    with pytest.raises(DeadlineExceededError, match="when the server is idle"):
+        await server.begin(n=10, name="a7", owner="a", seconds=2.0)
+    await server.begin(name="b", owner="b", seconds=10.0)
+    assert server.engine.retry_after() == pytest.approx((60 + 1) * COMPOSE_SECONDS / 2)
+
+
+async def test_image_work_that_is_done_or_given_up_or_waits_for_a_reader_is_in_nobodys_way(server: Server) -> None:
+    backlog = server.engine.door.image_backlog
+    read, unread, left = [await server.begin(n=2, name=name) for name in ("read", "unread", "left")]
+    assert backlog.seconds == 6 * COMPOSE_SECONDS
+    await finish_all(server)
+    await take_all(read, server, 0.0)
+    assert backlog.seconds == 4 * COMPOSE_SECONDS
+    await anext(aiter(unread.outputs()))
+    assert backlog.seconds == 2 * COMPOSE_SECONDS
+    left.give_up()
+    assert not backlog

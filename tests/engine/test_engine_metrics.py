@@ -80,13 +80,17 @@ def test_queue_gauges_are_read_at_each_scrape_under_both_names() -> None:
 
 
 def test_image_processors_are_read_at_each_scrape() -> None:
-    metrics, pool = Metrics(), SimpleNamespace(num_waiting=4, num_running=2, num_deaths=0, num_retries=0)
-    metrics.watch_image_processors(pool)
+    metrics, pool = (
+        Metrics(),
+        SimpleNamespace(num_waiting=4, num_running=2, num_deaths=0, num_retries=0, result_bytes=9),
+    )
+    metrics.watch_image_processors(pool, lambda: 1.5)
     assert values(metrics)["stencil:image_processor_deaths_total"] == 0
     pool.num_deaths, pool.num_retries = 2, 1
     seen = values(metrics)
     assert (seen["stencil:image_jobs_waiting"], seen["stencil:image_jobs_running"]) == (4, 2)
     assert (seen["stencil:image_processor_deaths_total"], seen["stencil:image_job_retries_total"]) == (2, 1)
+    assert (seen["stencil:image_result_bytes"], seen["stencil:image_drain_seconds"]) == (9, 1.5)
 
 
 def test_finished_aborted_failed_rejected() -> None:

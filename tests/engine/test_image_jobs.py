@@ -8,8 +8,10 @@ import msgspec
 import pytest
 
 from core.handles import ArrayRef
+from core.image_costs import ImageWork
 from core.messages.image_processor import ComposeImage, PrepareEdit, ToImageProcessor
-from engine.image_jobs import ImageJob, JobQueue
+from engine.image_jobs import Caller, ImageJob, JobQueue
+from engine.image_pool import ANYBODY
 
 _REF = ArrayRef(0, 0, (1,), "uint8")
 UPLOAD = PrepareEdit(
@@ -40,30 +42,94 @@ RESULT = ComposeImage(
 )
 
 
-async def make_job(message: ToImageProcessor, job_id: int) -> ImageJob:
-    return ImageJob(msgspec.structs.replace(message, job_id=job_id), asyncio.get_running_loop().create_future())
+async def make_job(message: ToImageProcessor, job_id: int, caller: Caller = ANYBODY, seconds: float = 0.1) -> ImageJob:
+    answer = asyncio.get_running_loop().create_future()
+    work = ImageWork("png" if isinstance(message, ComposeImage) else "prepare")
+    return ImageJob(msgspec.structs.replace(message, job_id=job_id), answer, work, seconds, caller)
+
+
+def anything(job: ImageJob) -> bool:
+    return True
 
 
 def drain(queue: JobQueue) -> list[int]:
-    return [queue.pop().message.job_id for _ in range(len(queue))]
+    """Ids of the jobs in the order in which processors get them."""
+    ids = []
+    while (job := queue.next(anything)) is not None:
+        queue.begin(job)
+        queue.remove(job)
+        ids.append(job.message.job_id)
+    return ids
 
 
 async def test_results_then_uploads_first_come_first_served() -> None:
     queue = JobQueue()
     for job_id, message in enumerate((UPLOAD, RESULT, UPLOAD, RESULT)):
         queue.push(await make_job(message, job_id))
-    assert len(queue) == 4
+    assert queue.num_waiting == 4
     assert drain(queue) == [1, 3, 0, 2]
-    with pytest.raises(IndexError):
-        queue.pop()
+    assert queue.next(anything) is None
+
+
+async def test_jobs_of_one_owner_are_ordered_as_its_edits_are() -> None:
+    queue = JobQueue()
+    callers = [
+        Caller("late", priority=1, arrival=1.0),
+        Caller("first", arrival=2.0),
+        Caller("second", arrival=3.0),
+        Caller("due", arrival=4.0, due=9.0),
+        Caller("high", priority=-1, arrival=5.0),
+    ]
+    for job_id, caller in enumerate(callers):
+        queue.push(await make_job(UPLOAD, job_id, caller))
+    assert drain(queue) == [4, 3, 1, 2, 0]
+
+
+async def test_an_owner_with_many_long_jobs_does_not_starve_another() -> None:
+    """Not even of the same class, and whether these are results or uploads."""
+    queue = JobQueue()
+    for job_id in range(30):
+        queue.push(await make_job(RESULT, job_id, Caller(f"a{job_id}", "a", arrival=float(job_id)), seconds=1.0))
+    job = queue.next(anything)
+    assert job is not None
+    queue.begin(job)
+    queue.push(await make_job(UPLOAD, 100, Caller("b", "b", arrival=50.0)))
+    queue.push(await make_job(RESULT, 101, Caller("c", "c", arrival=51.0)))
+    queue.remove(job, took=1.0)
+    order = drain(queue)
+    assert set(order[:2]) == {100, 101}
+    assert order[2:] == list(range(1, 30))
+
+
+async def test_a_higher_class_of_another_owner_goes_first() -> None:
+    queue = JobQueue()
+    for job_id in range(10):
+        queue.push(await make_job(RESULT, job_id, Caller(f"a{job_id}", "a"), seconds=1.0))
+    for job_id in range(10, 20):
+        queue.push(await make_job(UPLOAD, job_id, Caller(f"b{job_id}", "b", priority=-5), seconds=1.0))
+    assert drain(queue) == [*range(10, 20), *range(10)]
+
+
+async def test_who_may_not_begin_holds_nobody_up() -> None:
+    queue = JobQueue()
+    for job_id in range(3):
+        queue.push(await make_job(RESULT, job_id))
+    job = queue.next(lambda job: job.message.job_id == 1)
+    assert job is not None
+    assert job.message.job_id == 1
+    assert queue.next(lambda job: False) is None
 
 
 async def test_a_job_that_comes_back_is_the_next_of_its_kind() -> None:
     queue = JobQueue()
     jobs = [await make_job(UPLOAD, 0), await make_job(UPLOAD, 1), await make_job(RESULT, 2)]
+    queue.push(jobs[0])
+    queue.begin(jobs[0])
     for job in jobs[1:]:
         queue.push(job)
-    queue.push_first(jobs[0])
+    assert queue.num_waiting == 2
+    queue.give_back(jobs[0])
+    assert queue.num_waiting == 3
     assert drain(queue) == [2, 0, 1]
 
 
@@ -71,10 +137,10 @@ async def test_a_job_that_comes_back_is_the_next_of_its_kind() -> None:
 async def test_a_job_can_be_taken_out_once(message: ToImageProcessor) -> None:
     queue = JobQueue()
     job = await make_job(message, 0)
-    assert job not in queue
+    assert not queue.is_waiting(job)
     queue.push(job)
-    assert job in queue
+    assert queue.is_waiting(job)
     queue.remove(job)
-    assert (job in queue, len(queue)) == (False, 0)
-    with pytest.raises(ValueError, match="not in deque"):
+    assert (queue.is_waiting(job), queue.num_waiting) == (False, 0)
+    with pytest.raises(KeyError):
         queue.remove(job)

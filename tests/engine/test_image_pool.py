@@ -24,13 +24,23 @@ import pytest
 from PIL import Image
 
 from core.config import ImageConfig
-from core.errors import EngineDeadError, EngineError, InvalidImageError, InvalidRequestError, OutOfMemoryError
+from core.errors import (
+    EngineDeadError,
+    EngineError,
+    InvalidImageError,
+    InvalidRequestError,
+    OutOfMemoryError,
+    OverloadedError,
+)
 from core.handles import ArrayRef
+from core.image_costs import ImageWork
 from core.ipc.logs import request_context
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages.codec import MessageDecoder
-from core.messages.image_processor import ComposeImage, FromImageProcessor, PreparedEdit, PrepareEdit
-from engine import image_ops, image_pool
+from core.messages.image_processor import ComposedImage, ComposeImage, FromImageProcessor, PreparedEdit, PrepareEdit
+from core.result_budget import ResultBudget
+from engine import image_ops, image_pool, processor_handle
+from engine.image_jobs import Caller, Room, upload_work
 from engine.image_pool import ImagePool
 from engine.image_processor import NICENESS, OOM_SCORE
 
@@ -80,6 +90,9 @@ class Desk:
             max_pixels=64_000_000,
             out=self.allocator.alloc(room),
         )
+
+    async def compose(self, job: ComposeImage) -> ComposedImage:
+        return await self.pool.compose(job, ImageWork(job.output_format, 6.0, 6.0))
 
     def slow_job(self) -> ComposeImage:
         """A job of half a second or more."""
@@ -191,7 +204,7 @@ async def test_an_edit_goes_there_and_back(desk: Desk) -> None:
     assert np.array_equal(desk.arena.view(prepared.active), image_ops.active_tokens(keep, (208, 128), TOKEN, 0))
     pixels = noise(128, 208, 3, seed=1)
     job = desk.compose_job(png(image), mask, pixels, image_ops.encoded_bytes(213, 131, 3, True))
-    composed = await desk.pool.compose(job)
+    composed = await desk.compose(job)
     assert composed.encoded.offset == job.out.offset
     result = np.asarray(Image.open(io.BytesIO(base64.b64decode(desk.arena.view(composed.encoded).tobytes()))))
     assert np.array_equal(result[keep == 255], image[keep == 255])
@@ -235,28 +248,20 @@ async def test_an_answer_that_cannot_be_read_fails_the_job_in_hand(desk: Desk, m
     assert desk.pool.num_deaths == 0
 
 
-async def test_times_are_those_of_jobs_that_were_done(desk: Desk) -> None:
+async def test_costs_are_learnt_from_jobs_that_were_done(desk: Desk) -> None:
+    work = upload_work(desk.prepare_job(noise(1000)))
+    guess = desk.pool.costs.predict(work)
     with pytest.raises(InvalidImageError):
         await desk.pool.prepare(desk.prepare_job(noise(1000)))
-    assert desk.pool.times.prepare == 0.0
+    assert desk.pool.costs.predict(work) == guess
     await desk.pool.prepare(desk.prepare_job(png(noise(64, 64, 3))))
-    assert desk.pool.times.prepare > 0.0
-
-
-async def test_a_newcomer_waits_for_half_of_each_running_job(desk: Desk) -> None:
-    desk.pool.times.prepare, desk.pool.times.compose = 8.0, 2.0
-    jobs = [desk.pool.prepare(desk.prepare_job(png(noise(64, 64, 3)))), desk.pool.compose(desk.slow_job())]
-    tasks = [asyncio.ensure_future(job) for job in jobs]
-    await asyncio.sleep(0)
-    assert desk.pool.num_running == 2
-    assert desk.pool.wait_seconds == (8.0 + 2.0) / 2 / 2
-    await asyncio.gather(*tasks)
+    assert desk.pool.costs.predict(work) != guess
 
 
 async def test_a_region_too_small_is_an_engine_error_with_a_trace(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
     job = desk.compose_job(png(noise(64, 64, 3)), None, noise(64, 64, 3), 1000)
     with caplog.at_level(logging.ERROR), pytest.raises(EngineError, match="does not fit"), request_context("req_1"):
-        await desk.pool.compose(job)
+        await desk.compose(job)
     assert "Traceback" in caplog.text
     assert vars(caplog.records[0])["request_id"] == "req_1"
 
@@ -279,7 +284,7 @@ async def test_fifty_jobs_at_once_each_get_their_own_answer(desk: Desk) -> None:
 
 async def test_the_job_of_a_killed_processor_is_done_by_another(desk: Desk) -> None:
     before = processors(desk.pool)
-    task = asyncio.create_task(desk.pool.compose(desk.slow_job()))
+    task = asyncio.create_task(desk.compose(desk.slow_job()))
     await until_running(desk.pool, 1)
     await asyncio.sleep(0.05)  # into its work, far from its end
     next(processor for processor in desk.pool._processors if processor.job is not None).child.kill()
@@ -293,7 +298,7 @@ async def test_the_job_of_a_killed_processor_is_done_by_another(desk: Desk) -> N
 
 
 async def test_a_job_that_takes_two_processors_with_it_is_given_up_and_others_go_on(desk: Desk) -> None:
-    poison = asyncio.create_task(desk.pool.compose(desk.slow_job()))
+    poison = asyncio.create_task(desk.compose(desk.slow_job()))
     victims: set[int] = set()
     while len(victims) < 2:
         await asyncio.sleep(0.05)
@@ -332,8 +337,8 @@ async def test_when_no_processor_can_be_started_nobody_hangs(desk: Desk, monkeyp
 
 
 async def test_a_processor_that_is_stopped_in_its_work_is_replaced(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(image_pool, "STALL_SECONDS", 1.0)
-    task = asyncio.create_task(desk.pool.compose(desk.slow_job()))
+    monkeypatch.setattr(processor_handle, "STALL_SECONDS", 1.0)
+    task = asyncio.create_task(desk.compose(desk.slow_job()))
     stopped = await busy_processor(desk.pool)
     stopped.suspend()
     composed = await asyncio.wait_for(task, 60)
@@ -345,8 +350,8 @@ async def test_a_processor_that_is_stopped_in_its_work_is_replaced(desk: Desk, m
 async def test_a_processor_that_was_stopped_together_with_the_server_is_left_alone(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(image_pool, "STALL_SECONDS", 2.0)
-    task = asyncio.create_task(desk.pool.compose(desk.slow_job()))
+    monkeypatch.setattr(processor_handle, "STALL_SECONDS", 2.0)
+    task = asyncio.create_task(desk.compose(desk.slow_job()))
     stopped = await busy_processor(desk.pool)
     stopped.suspend()
     time.sleep(2.5)  # noqa: ASYNC251 - so does a server that is stopped
@@ -357,10 +362,10 @@ async def test_a_processor_that_was_stopped_together_with_the_server_is_left_alo
 
 
 async def test_a_processor_that_works_for_long_is_left_alone(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(image_pool, "STALL_SECONDS", 0.4)
-    monkeypatch.setattr(image_pool, "PROGRESS_SECONDS", 1e-6)  # of a machine that may be busy
+    monkeypatch.setattr(processor_handle, "STALL_SECONDS", 0.4)
+    monkeypatch.setattr(processor_handle, "PROGRESS_SECONDS", 1e-6)  # of a machine that may be busy
     started = time.perf_counter()
-    await desk.pool.compose(desk.slow_job())
+    await desk.compose(desk.slow_job())
     assert time.perf_counter() - started > 0.3  # several looks
     assert desk.pool.num_deaths == 0
 
@@ -421,12 +426,12 @@ async def test_results_go_before_uploads(arena: Arena) -> None:
 
         small, pixels = png(noise(16, 16, 3)), noise(16, 16, 3)
         async with asyncio.TaskGroup() as group:
-            group.create_task(do("running", desk.pool.compose(desk.slow_job())))
+            group.create_task(do("running", desk.compose(desk.slow_job())))
             await until_running(desk.pool, 1)
             for name in ("upload 1", "upload 2", "upload 3"):
                 group.create_task(do(name, desk.pool.prepare(desk.prepare_job(small))))
             for name in ("result 1", "result 2"):
-                group.create_task(do(name, desk.pool.compose(desk.compose_job(small, None, pixels, 1_000_000))))
+                group.create_task(do(name, desk.compose(desk.compose_job(small, None, pixels, 1_000_000))))
         assert order == ["running", "result 1", "result 2", "upload 1", "upload 2", "upload 3"]
 
 
@@ -435,7 +440,7 @@ async def test_a_cancelled_caller_returns_when_nobody_writes_to_its_memory(
 ) -> None:
     job = desk.slow_job()
     monkeypatch.setattr(image_pool, "CANCEL_SECONDS", 60.0)
-    task = asyncio.create_task(desk.pool.compose(job))
+    task = asyncio.create_task(desk.compose(job))
     await until_running(desk.pool, 1)
     for _ in range(3):  # however often
         task.cancel()
@@ -454,7 +459,7 @@ async def test_a_cancelled_caller_returns_when_nobody_writes_to_its_memory(
 async def test_a_cancelled_caller_does_not_wait_for_a_long_job(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(image_pool, "CANCEL_SECONDS", 0.1)
     job = desk.slow_job()
-    task = asyncio.create_task(desk.pool.compose(job))
+    task = asyncio.create_task(desk.compose(job))
     dismissed = await busy_processor(desk.pool)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -466,7 +471,7 @@ async def test_a_cancelled_caller_does_not_wait_for_a_long_job(desk: Desk, monke
 
 
 async def test_a_cancelled_caller_in_the_queue_leaves_at_once(desk: Desk) -> None:
-    running = [asyncio.create_task(desk.pool.compose(desk.slow_job())) for _ in range(2)]
+    running = [asyncio.create_task(desk.compose(desk.slow_job())) for _ in range(2)]
     await until_running(desk.pool, 2)
     queued = asyncio.create_task(desk.pool.prepare(desk.prepare_job(png(noise(16, 16, 3)))))
     await asyncio.sleep(0)
@@ -481,7 +486,7 @@ async def test_a_cancelled_caller_in_the_queue_leaves_at_once(desk: Desk) -> Non
 
 
 async def test_an_abandoned_job_is_not_tried_again(desk: Desk) -> None:
-    task = asyncio.create_task(desk.pool.compose(desk.slow_job()))
+    task = asyncio.create_task(desk.compose(desk.slow_job()))
     await until_running(desk.pool, 1)
     task.cancel()
     await asyncio.sleep(0.05)
@@ -495,7 +500,7 @@ async def test_stop_ends_jobs_and_processes(arena: Arena) -> None:
     pool = ImagePool(ImageConfig(image_workers=2), arena)
     await pool.start()
     desk = Desk(pool, arena)
-    jobs = [asyncio.create_task(pool.compose(desk.slow_job())) for _ in range(3)]
+    jobs = [asyncio.create_task(desk.compose(desk.slow_job())) for _ in range(3)]
     await until_running(pool, 2)
     processes = processors(pool)
     started = time.perf_counter()
@@ -519,7 +524,7 @@ async def test_processors_ignore_the_signals_of_their_group(desk: Desk) -> None:
 
 
 async def test_the_event_loop_goes_on_while_processors_work(desk: Desk) -> None:
-    jobs = [asyncio.create_task(desk.pool.compose(desk.slow_job())) for _ in range(2)]
+    jobs = [asyncio.create_task(desk.compose(desk.slow_job())) for _ in range(2)]
     await until_running(desk.pool, 2)
     worst = 0.0
     cpu = time.thread_time()
@@ -532,7 +537,7 @@ async def test_the_event_loop_goes_on_while_processors_work(desk: Desk) -> None:
 
 
 async def test_processors_stay_light_and_idle(desk: Desk) -> None:
-    await asyncio.gather(*(desk.pool.compose(desk.slow_job()) for _ in range(4)))
+    await asyncio.gather(*(desk.compose(desk.slow_job()) for _ in range(4)))
     before = [sum(child.cpu_times()[:2]) for child in processors(desk.pool)]
     await asyncio.sleep(0.5)
     assert [sum(child.cpu_times()[:2]) for child in processors(desk.pool)] == before
@@ -564,3 +569,81 @@ async def test_a_processor_leaves_with_its_parent() -> None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
                     await asyncio.sleep(0.02)
+
+
+# ------------------------------------------------------------------------------------------------------------- owners
+
+
+def room_for(desk: Desk, nbytes: int) -> Room:
+    return Room(nbytes, lambda: desk.allocator.alloc(nbytes))
+
+
+def of(owner: str, number: int = 0) -> Caller:
+    return Caller(f"{owner}{number}", owner, arrival=float(number))
+
+
+async def test_a_short_job_of_another_owner_does_not_wait_for_long_ones(desk: Desk) -> None:
+    """Both processors are busy for half a second and have ten such jobs more to do; a third one is started for it."""
+    long, small = ImageWork("png", 40.0, 40.0), png(noise(16, 16, 3))
+    job = desk.slow_job()
+    flood = [asyncio.create_task(desk.pool.compose(job, long, of("a", number))) for number in range(12)]
+    try:
+        await until_running(desk.pool, 2)
+        assert len(desk.pool._processors) == 3
+        for _ in range(4):
+            await desk.pool.prepare(desk.prepare_job(small), of("b"))
+        assert sum(task.done() for task in flood) <= 6
+        flood.append(asyncio.create_task(desk.pool.prepare(desk.prepare_job(small), of("a", 0))))
+        await asyncio.sleep(0.02)
+        assert desk.pool.num_running == 2, "an owner that has processors does not get one more"
+    finally:
+        for task in flood:
+            task.cancel()
+        await asyncio.gather(*flood, return_exceptions=True)
+
+
+async def test_the_pool_stops_in_the_middle_of_long_jobs(desk: Desk) -> None:
+    job, long = desk.slow_job(), ImageWork("png", 40.0, 40.0)
+    jobs = [asyncio.create_task(desk.pool.compose(job, long, of("a", number))) for number in range(3)]
+    await until_running(desk.pool, 2)
+    await asyncio.wait_for(desk.pool.stop(), image_pool.STOP_SECONDS + 5)
+    answers = await asyncio.gather(*jobs, return_exceptions=True)
+    assert all(isinstance(answer, EngineDeadError) for answer in answers)
+
+
+async def test_without_keys_there_is_no_processor_beyond_those_asked_for(desk: Desk) -> None:
+    long = ImageWork("png", 40.0, 40.0)
+    jobs = [asyncio.create_task(desk.pool.compose(desk.slow_job(), long)) for _ in range(3)]
+    await until_running(desk.pool, 2)
+    assert len(desk.pool._processors) == 2
+    await asyncio.gather(*jobs)
+
+
+async def test_a_result_waits_for_room_and_another_owners_does_not(desk: Desk) -> None:
+    desk.pool.results = ResultBudget(2_000_000, 1_000_000)
+    image, pixels, work = png(noise(64, 64, 3)), noise(64, 64, 3), ImageWork("png", 0.004, 0.004)
+    job = desk.compose_job(image, None, pixels, 1)
+    compose = functools.partial(desk.pool.compose, job, work)
+    first = await compose(of("a", 0), room_for(desk, 900_000))
+    assert desk.pool.results.used_bytes == first.encoded.size, "what it really takes"
+    desk.pool.results.take("a0", 900_000)
+    second = asyncio.create_task(compose(of("a", 1), room_for(desk, 900_000)))
+    await compose(of("b", 2), room_for(desk, 900_000))
+    await compose(of("a", 0), room_for(desk, 900_000))
+    assert (second.done(), desk.pool.num_waiting, desk.pool.num_running) == (False, 1, 0)
+    desk.pool.forget("a0")
+    await asyncio.wait_for(second, 10)
+    for edit_id in ("a1", "b2", "never seen"):
+        desk.pool.forget(edit_id)
+    assert desk.pool.results.used_bytes == 0
+
+
+async def test_where_there_is_no_memory_for_a_result_its_caller_is_told(desk: Desk) -> None:
+    def refuse() -> ArrayRef:
+        raise OverloadedError("No shared memory is left for this edit.", retry_after=1.0)
+
+    job = desk.compose_job(png(noise(64, 64, 3)), None, noise(64, 64, 3), 1)
+    with pytest.raises(OverloadedError, match="No shared memory"):
+        await desk.pool.compose(job, ImageWork("png"), of("a"), Room(1000, refuse))
+    assert (desk.pool.num_waiting, desk.pool.num_running) == (0, 0)
+    await desk.pool.prepare(desk.prepare_job(png(noise(16, 16, 3))))

@@ -65,7 +65,8 @@ def exported() -> dict[str, Exported]:
     """Name, with a counter's _total -> what it is; of a server that has done everything once."""
     metrics = Metrics()
     metrics.watch_queue(lambda: 0, lambda: 0)
-    metrics.watch_image_processors(SimpleNamespace(num_waiting=0, num_running=0, num_deaths=0, num_retries=0))
+    images = SimpleNamespace(num_waiting=0, num_running=0, num_deaths=0, num_retries=0, result_bytes=0)
+    metrics.watch_image_processors(images, lambda: 0.0)
     metrics.expect(["m"], 1)
     metrics.observe_load(0, LOAD, STATS)
     found = {}

@@ -1,0 +1,128 @@
+"""One key's image work does not starve another's: a small edit beside a flood of large results.
+
+The whole check takes minutes, since the flood is what it is: `pytest -m slow tests/e2e/test_fairness.py`. The quick one
+beside it holds the order, not the seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+from pictures import alpha_mask, encode
+from server_process import ServerProcess, start
+
+from benchmarks.process_tree import pss_bytes
+
+HEAVY, LIGHT = {"authorization": "Bearer sk-heavy"}, {"authorization": "Bearer sk-light"}
+KEYS = ("--api-key", "sk-heavy", "--api-key", "sk-light")
+NOISE = np.random.default_rng(0).integers(0, 256, (80, 96, 3), np.uint8)
+FILES = {"image": ("image.png", encode(NOISE)), "mask": ("mask.png", alpha_mask())}
+LARGE = {"num_inference_steps": 1, "n": 10, "size": "4096x4096"}
+"""A minute of one processor's work from a picture of 80 x 96 pixels."""
+MAX_SECONDS, MAX_PSS_BYTES = 1.0, 1.5e9
+BUSY_FLOOR = 6.0
+"""On a machine that others keep busy: a small edit takes at most so many times what it takes alone there."""
+
+
+async def send(client: httpx.AsyncClient, headers: dict[str, str], **fields: object) -> tuple[float, httpx.Response]:
+    """Seconds until the whole answer was there, and the answer."""
+    data = {"prompt": "a red shirt", **{name: str(value) for name, value in fields.items()}}
+    began = time.monotonic()
+    answer = await client.post("/v1/images/edits", files=FILES, data=data, headers=headers)
+    return time.monotonic() - began, answer
+
+
+async def drain(client: httpx.AsyncClient) -> None:
+    """A large request whose answer is read and thrown away."""
+    data = {"prompt": "a red shirt", **{name: str(value) for name, value in LARGE.items()}}
+    async with client.stream("POST", "/v1/images/edits", files=FILES, data=data, headers=HEAVY) as answer:
+        async for _ in answer.aiter_raw():
+            pass
+
+
+async def jobs_under_way(client: httpx.AsyncClient) -> int:
+    lines = (await client.get("/metrics")).text.splitlines()
+    return sum(int(float(line.split()[1])) for line in lines if line.startswith("stencil:image_jobs_running"))
+
+
+@asynccontextmanager
+async def flooded(url: str, num_requests: int) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a server that has this many large requests of the other key."""
+    async with httpx.AsyncClient(base_url=url, timeout=600, limits=httpx.Limits(max_connections=None)) as client:
+        flood = [asyncio.create_task(drain(client)) for _ in range(num_requests)]
+        try:
+            while await jobs_under_way(client) < 2:
+                await asyncio.sleep(0.05)
+            await asyncio.sleep(1.0)
+            yield client
+        finally:
+            for task in flood:
+                task.cancel()
+            await asyncio.gather(*flood, return_exceptions=True)
+
+
+@asynccontextmanager
+async def peak_pss(pid: int) -> AsyncIterator[list[int]]:
+    """Samples of the tree's memory, twice a second."""
+    samples: list[int] = []
+
+    async def sample() -> None:
+        while True:
+            with suppress(OSError, ValueError, psutil.Error):  # a process that ends meanwhile
+                samples.append(await asyncio.to_thread(pss_bytes, pid))
+            await asyncio.sleep(0.5)
+
+    task = asyncio.create_task(sample())
+    yield samples
+    task.cancel()
+
+
+@pytest.fixture(scope="module")
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """The embedded model, as a user starts it, with two keys."""
+    server = start(tmp_path_factory.mktemp("shared") / "scratch", *KEYS)
+    yield server
+    assert server.stop() == 0, server.log.read_text()
+
+
+async def alone(url: str) -> float:
+    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        return min([(await send(client, LIGHT, seed=seed))[0] for seed in range(4)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_requests", [8, 25])
+async def test_a_small_edit_takes_a_second_beside_a_flood_of_large_ones(
+    shared_server: ServerProcess, num_requests: int
+) -> None:
+    limit = max(MAX_SECONDS, BUSY_FLOOR * await alone(shared_server.url))
+    async with peak_pss(shared_server.process.pid) as samples, flooded(shared_server.url, num_requests) as client:
+        for fields in ({"priority": -5}, {}, {"timeout": 5}) * 4:
+            seconds, answer = await send(client, LIGHT, **fields)
+            assert answer.status_code == 200, answer.text
+            assert seconds <= limit, f"{fields}: {answer.json()['stencil']['ms']}"
+            await asyncio.sleep(0.5)
+        await asyncio.sleep(num_requests)  # results pile up as far as they may
+        assert max(samples) <= MAX_PSS_BYTES
+
+
+async def test_a_flood_of_one_key_is_ahead_of_its_own_edits_and_of_no_others(shared_server: ServerProcess) -> None:
+    """Forty large files of one key take half a minute; another's edits are through long before, and what of its own
+    cannot be in time is refused at once."""
+    async with flooded(shared_server.url, 4) as client:
+        for fields in ({}, {"priority": -5}, {"timeout": 20}):
+            _, answer = await send(client, LIGHT, **fields)
+            assert answer.status_code == 200, answer.text
+        assert await jobs_under_way(client) >= 2, "the flood was over: the test proves nothing"
+        for fields, statuses in (({**LARGE, "n": 1, "timeout": 3}, {503, 504}), ({**LARGE, "timeout": 5}, {504, 503})):
+            seconds, answer = await send(client, HEAVY, **fields)
+            assert answer.status_code in statuses, answer.text[:200]
+            assert seconds < 2.0, "at once"
+            assert answer.status_code == 504 or int(answer.headers["retry-after"]) >= 1
