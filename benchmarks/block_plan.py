@@ -3,7 +3,7 @@
 FLUX-shaped blocks with random weights; one of the two keyframes around the step lies in memory, the other comes through
 the real page store from files that are slowed down to a tier's speed. As figure 4 (left) of FlashPS: load everything
 first, load block by block beside the computing, the paper's Algorithm 1, our plan, and the ideal of nothing to load.
-Beside what was measured stands what `core.block_plan` predicts from the times of the blocks. Pages of keys and values
+Beside what was measured stands what `core.cache.block_plan` predicts from the times of the blocks. Pages of keys and values
 allow only leading full blocks, so Algorithm 1's choice is predicted as it is, and run with as many full blocks put
 first.
 
@@ -28,15 +28,15 @@ import torch
 
 from benchmarks.denoiser_step import flux_shape, primed_entry
 from benchmarks.report import Value, print_report
-from core.block_plan import Run, algorithm_1, finish_time, plan_prefix, plan_subset, prefix_of
+from core.cache.block_plan import Run, algorithm_1, finish_time, plan_prefix, plan_subset, prefix_of
 from core.handles import EntryRef
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages.worker import PageCopied, PageCopy
 from model_executor.models.base import Row
 from model_executor.models.flux_transformer import FluxTransformer
-from model_executor.page_files import Bytes, PageFiles
-from model_executor.page_store import OnBlock, PageStore
-from model_executor.pages import Pages
+from model_executor.page_cache.page_files import Bytes, PageFiles
+from model_executor.page_cache.page_store import OnBlock, PageStore
+from model_executor.page_cache.pages import Pages
 
 MASK_RATIO = 0.1
 WEIGHT = 0.37

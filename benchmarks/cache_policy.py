@@ -21,8 +21,8 @@ from itertools import accumulate
 from random import Random
 
 from benchmarks.report import print_report
-from core.activation_cache import ActivationCacheManager, TierBudget
-from core.cache_entry import EntryState, Want
+from core.cache.activation_cache import ActivationCacheManager, TierBudget
+from core.cache.entry import EntryState, Want
 from core.page_scheme import PageLayout, PageScheme, latents_key, page_key
 
 SCHEME = PageScheme(

@@ -21,11 +21,11 @@ import torch
 from benchmarks.pipeline_loop import DTYPES
 from benchmarks.report import Value, print_report
 from core.config import EMBEDDED_MODEL, ModelConfig
-from core.cost_model import CostKey, CostModel, Work
+from core.costs.cost_model import CostKey, CostModel, Work
 from core.handles import ModelKey
 from core.messages.worker import CostSample
-from model_executor.cost_probe import BUDGET_SECONDS, Batches, Timed, probe
-from model_executor.resident import ResidentModels, quiet_libraries, set_threads
+from model_executor.worker.cost_probe import BUDGET_SECONDS, Batches, Timed, probe
+from model_executor.worker.resident import ResidentModels, quiet_libraries, set_threads
 
 MAX_REQUESTS = 8
 EXACT_SHARE, PRIME_SHARE = 0.25, 0.2

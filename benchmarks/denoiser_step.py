@@ -36,7 +36,7 @@ from model_executor.models.flux_transformer import FluxTransformer
 from model_executor.models.qwen_transformer import QwenEditTransformer
 from model_executor.models.sd3_transformer import SD3Transformer
 from model_executor.models.vae_family import unpack
-from model_executor.pages import Pages
+from model_executor.page_cache.pages import Pages
 
 RATIOS = (0.05, 0.1, 0.2, 0.35, 0.5, 1.0)
 BATCH = 8

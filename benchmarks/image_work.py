@@ -29,7 +29,7 @@ from benchmarks.pipeline_loop import DTYPES
 from benchmarks.report import Value, percentile, print_report
 from benchmarks.workload import available_cores
 from core.config import EMBEDDED_MODEL, ImageConfig
-from model_executor.worker import default_threads
+from model_executor.worker.worker import default_threads
 
 BATCHINGS: tuple[Batching, ...] = get_args(Batching)
 NUM_UPLOADS = len(MEGAPIXELS) * len(FORMATS)

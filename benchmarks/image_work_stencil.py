@@ -13,10 +13,10 @@ from benchmarks.image_work_run import Arrival, EngineArgs, Outcome, Ready, RunRe
 from benchmarks.image_work_uploads import Uploads
 from benchmarks.workload import PROMPTS
 from core.config import EngineConfig, ImageConfig, ModelConfig, StencilConfig
-from core.request import SamplingParams
-from engine.async_engine import AsyncEngine
-from engine.edit import EditInput
-from engine.upload import BytesUpload
+from core.scheduling.request import SamplingParams
+from engine.client.async_engine import AsyncEngine
+from engine.client.edit_types import EditInput
+from engine.client.upload import BytesUpload
 
 
 class Client:

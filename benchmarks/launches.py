@@ -21,14 +21,14 @@ from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.report import Value, print_report
-from model_executor.gpu_attention import attend_alike
-from model_executor.gpu_operators import TritonOperators
+from model_executor.kernels.gpu_attention import attend_alike
+from model_executor.kernels.gpu_operators import TritonOperators
 from model_executor.models.base import Row
 from model_executor.models.denoiser import Denoiser
 from model_executor.models.flux_transformer import FluxTransformer
 from model_executor.models.qwen_transformer import QwenTransformer
 from model_executor.models.sd3_transformer import SD3Transformer
-from model_executor.pages import Pages
+from model_executor.page_cache.pages import Pages
 
 BATCHES = (1, 8)
 ROUNDS = 15
@@ -121,7 +121,7 @@ def stand_in() -> StandIn:
 @torch.inference_mode()
 def make_step(make: Callable[[], tuple[Any, type[Denoiser]]], batch: int) -> Callable[[], object]:
     """A step of so many edits between two keyframes."""
-    from model_executor import triton_kernels
+    from model_executor.kernels import triton_kernels
 
     module, denoiser_class = make()
     module = module.bfloat16().eval().requires_grad_(False)

@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from benchmarks.pipeline_loop import DTYPES
 from benchmarks.prime_gap import Loop, Pixels, unseen
 from benchmarks.report import print_report
+from core.cache.priming import TemplateInfo
 from core.config import EMBEDDED_MODEL, CacheConfig, EngineConfig, ModelConfig
 from core.handles import PAGE_ARENA, Tier
 from core.ipc.shared_array import Arena
-from core.priming import TemplateInfo
 from model_executor.executor import Executor
 
 DISK_BYTES = 1024**3

@@ -32,7 +32,7 @@ from core.ipc.ring import Channel, PeerClosedError
 from core.ipc.shared_array import Arena
 from core.messages.engine import Finished
 from core.messages.worker import BatchResult, Denoise, StepPlan
-from core.scheduler import StepScheduler
+from core.scheduling.scheduler import StepScheduler
 
 BATCH = 8
 SIDE = 1024

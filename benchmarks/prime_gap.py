@@ -29,9 +29,9 @@ from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages.engine import EditRequest
 from core.messages.worker import BatchResult, PageCopied, StepPlan, TransferDone
 from core.model_info import ModelInfo
-from core.request import SamplingParams
-from core.scheduler import StepScheduler
-from engine.image_ops import content_id
+from core.scheduling.request import SamplingParams
+from core.scheduling.scheduler import StepScheduler
+from engine.images.image_ops import content_id
 from model_executor.executor import Executor
 
 Pixels = npt.NDArray[np.uint8]

@@ -30,7 +30,7 @@ from benchmarks.quality_masks import part_of_box
 from benchmarks.quality_table import Row, measure_table, settings_around, shipped_setting, table_markdown
 from core.config import EMBEDDED_MODEL
 from core.model_info import ModelInfo
-from entrypoints.calibration_search import describe_full_steps
+from entrypoints.calibration.search import describe_full_steps
 from tools.train_embedded import seeds
 from tools.train_embedded.cases import Case, cases
 from tools.train_embedded.metrics import score

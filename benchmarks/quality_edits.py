@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from core.config import EMBEDDED_MODEL, CacheConfig
-from engine.similarity import ssim, ssim_in_box
 from entrypoints import Edit, EditResult, ImageEngine, SamplingParams
+from entrypoints.calibration.similarity import ssim, ssim_in_box
 from tools.train_embedded.cases import Case
 from tools.train_embedded.metrics import score
 from tools.train_embedded.scenes import Pixels

@@ -31,7 +31,7 @@ from benchmarks.quality_edits import OTHER_SEEDS, Machine, Setting, pixels, run_
 from benchmarks.report import print_report
 from benchmarks.server import ROOT
 from core.config import EMBEDDED_MODEL
-from engine.similarity import mask_box, ssim, ssim_in_box
+from entrypoints.calibration.similarity import mask_box, ssim, ssim_in_box
 from tools.train_embedded import seeds
 from tools.train_embedded.cases import Case, MaskKind, cases
 from tools.train_embedded.masks import Mask

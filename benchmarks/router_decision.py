@@ -18,10 +18,10 @@ from benchmarks.simulation.cluster import Cluster, Outcome
 from benchmarks.simulation.scenario import MODEL, Scenario
 from benchmarks.simulation.scenarios import SCENARIOS
 from core.config import RouterPolicy
-from core.fleet import EditShape, Fleet
-from core.load_report import LoadReport
+from core.costs.load_report import LoadReport
 from core.messages.engine import EditRequest
-from core.routing import make_policy
+from core.routing.fleet import EditShape, Fleet
+from core.routing.policies import make_policy
 
 REPEATS = 5
 

@@ -25,10 +25,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.gpu_check.boxes import middle_box, tokens_in
 from benchmarks.pipeline_loop import DTYPES
 from benchmarks.report import Value, print_report
-from core.block_plan import plan_blocks
+from core.cache.block_plan import plan_blocks
 from model_executor.models.base import Row
 from model_executor.models.unet import Unet
-from model_executor.pages import Pages
+from model_executor.page_cache.pages import Pages
 
 Way = TypeVar("Way", float, str)
 

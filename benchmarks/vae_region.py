@@ -21,9 +21,9 @@ from torch import Tensor
 
 from benchmarks.report import Value, print_report
 from core.config import EMBEDDED_MODEL, ModelConfig
-from engine.similarity import ssim
+from entrypoints.calibration.similarity import ssim
 from model_executor.models.base import Family, Row, Sample
-from model_executor.resident import ResidentModels, quiet_libraries
+from model_executor.worker.resident import ResidentModels, quiet_libraries
 from tools.train_embedded.cases import Case, cases
 
 RATIOS = (0.05, 0.1, 0.2, 0.5)

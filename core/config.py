@@ -212,7 +212,7 @@ class ImageConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 RouterPolicy = Literal["round-robin", "least-requests", "least-tokens", "batch-cost", "mask-aware"]
-"""How the router picks an engine, see core/routing.py."""
+"""How the router picks an engine, see core/routing/policies.py."""
 
 
 class StencilConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,7 +1,7 @@
 """Who lies where in a range of bytes: offsets handed out first fit, and taken back with neighbours merged.
 
 Pure bookkeeping of numbers; what the bytes are is known to the owner (`core.ipc.shared_array` for an arena of pictures,
-`core.memory_tier` for cached activations).
+`core.cache.memory_tier` for cached activations).
 """
 
 from __future__ import annotations

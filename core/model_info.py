@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from core.block_plan import BlockRun
+from core.cache.block_plan import BlockRun
 from core.page_scheme import PageScheme
-from core.request import SamplingParams
+from core.scheduling.request import SamplingParams
 from core.vision_tokens import VisionTokens
 
 

@@ -22,9 +22,9 @@ from core.config import EMBEDDED_MODEL, Quantization
 from core.errors import ConfigError, StencilError
 from core.ipc.atomic_file import write_atomically
 from core.model_info import ModelInfo
-from entrypoints.calibration_samples import find_images, make_samples
-from entrypoints.calibration_search import Trial, describe_full_steps
-from entrypoints.calibration_trials import Trials
+from entrypoints.calibration.samples import find_images, make_samples
+from entrypoints.calibration.search import Trial, describe_full_steps
+from entrypoints.calibration.trials import Trials
 from entrypoints.image_engine import ImageEngine
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "person.png"

@@ -33,7 +33,7 @@ from core.config import (
 )
 from core.errors import EngineError, InvalidRequestError, StencilError
 from core.model_info import ModelInfo
-from core.request import (
+from core.scheduling.request import (
     MAX_PADDING_MASK_CROP,
     MAX_PROMPT_CHARACTERS,
     MAX_SIDE,
@@ -41,10 +41,10 @@ from core.request import (
     SamplingParams,
 )
 from core.validation import check_filled, check_integer, check_length, conform, conformed
-from engine.async_engine import AsyncEngine
-from engine.edit import EditInput, EditReport
-from engine.templates import Template
-from engine.upload import BytesUpload
+from engine.client.async_engine import AsyncEngine
+from engine.client.edit_types import EditInput, EditReport
+from engine.client.template_store import Template
+from engine.client.upload import BytesUpload
 from entrypoints.pictures import ImageLike, decode_picture, encode_picture
 
 logger = logging.getLogger("stencil.offline")

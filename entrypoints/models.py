@@ -27,7 +27,7 @@ SIZES = ((512, 512), (768, 768), (1024, 768), (1024, 1024), (1536, 1024))
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit status is 0, or 1 with one line on stderr."""
     args = _parse(argv)
-    command = [sys.executable, "-m", "model_executor.describe", *_arguments(args)]
+    command = [sys.executable, "-m", "model_executor.checkpoint.describe", *_arguments(args)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(command, capture_output=True, env=environment, check=False)
     if done.returncode:

@@ -32,14 +32,14 @@ from fastapi import FastAPI
 from core.errors import ConfigError, StencilError
 from core.ipc import logs
 from core.ipc.heap import return_freed_memory
-from engine.async_engine import AsyncEngine
-from engine.tracing import Tracer, create_tracer
+from engine.client.async_engine import AsyncEngine
+from engine.observability.tracing import Tracer, create_tracer
 from entrypoints.hosts import is_loopback, normal_host
 from entrypoints.http_protocol import GuardedProtocol
 from entrypoints.key_reload import KeyReload
 from entrypoints.openai.app import ServerSettings, create_app
 from entrypoints.openai.submission import STALL_SECONDS
-from entrypoints.racing import run_until
+from entrypoints.run_until import run_until
 from entrypoints.serve_args import ServeOptions, check_model, parse_options
 
 FLUSH_SECONDS = 5  # for answers that are still being sent when the engine has stopped

@@ -35,7 +35,7 @@ from core.messages.worker import (
     WorkerReady,
 )
 from core.model_info import ModelInfo
-from core.request import MAX_PROMPT_CHARACTERS
+from core.scheduling.request import MAX_PROMPT_CHARACTERS
 
 logger = logging.getLogger("stencil.engine")
 
@@ -166,7 +166,7 @@ class _Worker:
         self.withheld = WithheldItems()
         self._channel, child_fds = Channel.create(ring_bytes)
         self._process: ChildProcess = spawn(
-            "model_executor.worker:main",
+            "model_executor.worker.worker:main",
             msgspec.msgpack.encode(config),
             [*child_fds, *arena_fds],
             name=f"stencil-worker-{config.device_index}",

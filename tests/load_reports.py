@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from core.fleet import EditShape
+from core.costs.load_report import CopyLine, CostLine, EngineCosts, LoadReport, RequestLoad, Residency
 from core.handles import ModelKey
-from core.load_report import CopyLine, CostLine, EngineCosts, LoadReport, RequestLoad, Residency
+from core.routing.fleet import EditShape
 
 PER_KILOTOKEN = 0.1 / 4.608
 BASE = 0.006

@@ -20,14 +20,14 @@ from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages.engine import EditRequest, Finished
 from core.messages.image_processor import ComposedImage, ComposeImage, MaskKind, PreparedEdit, PrepareEdit
 from core.messages.worker import BatchResult
-from core.request import SamplingParams
-from core.scheduler import StepScheduler
-from engine.edit import EditInput
-from engine.image_ops import encoded_bytes, scratch_bytes
-from engine.image_processor import perform
-from engine.mask_aware import resolve_margin
-from engine.resolve import resolve
-from engine.resolved_edit import ResolvedEdit
+from core.scheduling.request import SamplingParams
+from core.scheduling.scheduler import StepScheduler
+from engine.client.edit_types import EditInput
+from engine.client.mask_aware import resolve_margin
+from engine.client.prepared_edit import ResolvedEdit
+from engine.client.sampling_defaults import resolve
+from engine.images.image_ops import encoded_bytes, scratch_bytes
+from engine.images.image_processor import perform
 
 ARENA_BYTES = 4 * 1024**3
 MAX_PIXELS = ImageConfig().max_pixels
@@ -41,11 +41,11 @@ class Model:
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(config.threads)
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
         # Torch reads the number of threads when it is imported.
-        from model_executor.cost_probe import known_or_probed
-        from model_executor.page_store import PageStore
-        from model_executor.resident import ResidentModels, quiet_libraries, set_threads
-        from model_executor.runner import Runner
-        from model_executor.tensor_store import TensorStore
+        from model_executor.page_cache.page_store import PageStore
+        from model_executor.worker.cost_probe import known_or_probed
+        from model_executor.worker.resident import ResidentModels, quiet_libraries, set_threads
+        from model_executor.worker.runner import Runner
+        from model_executor.worker.tensor_store import TensorStore
 
         set_threads(config.threads)
         quiet_libraries()

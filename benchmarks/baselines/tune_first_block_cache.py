@@ -17,7 +17,7 @@ from benchmarks.baselines.fill_pipeline import FillPipeline
 from benchmarks.quality_systems import fill_edit
 from benchmarks.report import Value, print_report
 from core.config import EMBEDDED_MODEL
-from engine.similarity import ssim_in_box
+from entrypoints.calibration.similarity import ssim_in_box
 from tools.train_embedded import seeds
 from tools.train_embedded.cases import Case, cases
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from benchmarks.gpu_check.bench import Bench, Call
 from benchmarks.gpu_check.flux import FluxBench
 from benchmarks.gpu_check.report import Figures
-from model_executor.gpu_attention import ROWS, Attend, attend_alike, attend_each, best_attend, varlen_attend
-from model_executor.ragged import spans
+from model_executor.kernels.gpu_attention import ROWS, Attend, attend_alike, attend_each, best_attend, varlen_attend
+from model_executor.kernels.ragged import spans
 
 NAME = "attention"
 HEADS, HEAD_DIM = 24, 128

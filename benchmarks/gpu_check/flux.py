@@ -15,12 +15,12 @@ from benchmarks.gpu_check.bench import Bench, Call
 from benchmarks.gpu_check.boxes import box_tokens
 from benchmarks.gpu_check.sizes import FluxSize
 from core.page_scheme import PageDtype
-from model_executor.gpu_attention import Attend
-from model_executor.gpu_operators import GpuOperators
+from model_executor.kernels.gpu_attention import Attend
+from model_executor.kernels.gpu_operators import GpuOperators
+from model_executor.kernels.operators import best_operators
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.flux_transformer import FluxTransformer
-from model_executor.operators import best_operators
-from model_executor.pages import Pages
+from model_executor.page_cache.pages import Pages
 
 GUIDANCE = 3.5
 DTYPE: PageDtype = "int8"

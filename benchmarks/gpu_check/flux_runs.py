@@ -18,8 +18,8 @@ from core.handles import PAGE_ARENA, ArrayRef, EntryRef
 from core.ipc.shared_array import Arena
 from core.messages.worker import PageCopied, PageCopy
 from model_executor.models.base import Row
-from model_executor.page_store import PageStore
-from model_executor.pages import Pages
+from model_executor.page_cache.page_store import PageStore
+from model_executor.page_cache.pages import Pages
 
 ALIGNMENT = 4096
 

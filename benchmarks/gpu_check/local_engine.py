@@ -16,15 +16,15 @@ from core.handles import PAGE_ARENA, ArrayRef
 from core.ipc.shared_array import Arena, ArenaAllocator, carve
 from core.messages.engine import EditRequest, Finished
 from core.messages.worker import Batch, BatchResult, PageCopied
-from core.request import SamplingParams
-from core.scheduler import StepScheduler
-from engine.image_ops import content_id
-from engine.resolve import resolve
+from core.scheduling.request import SamplingParams
+from core.scheduling.scheduler import StepScheduler
+from engine.client.sampling_defaults import resolve
+from engine.images.image_ops import content_id
 from model_executor.models.base import Family
-from model_executor.page_store import PageStore
-from model_executor.resident import ResidentModels
-from model_executor.runner import Runner
-from model_executor.tensor_store import TensorStore
+from model_executor.page_cache.page_store import PageStore
+from model_executor.worker.resident import ResidentModels
+from model_executor.worker.runner import Runner
+from model_executor.worker.tensor_store import TensorStore
 
 Pixels = npt.NDArray[np.uint8]
 

@@ -13,10 +13,10 @@ from benchmarks.gpu_check.autoencoder import Autoencoder
 from benchmarks.gpu_check.bench import COMPILE_SECONDS, Bench, Call
 from benchmarks.gpu_check.boxes import middle_box, tokens_in
 from benchmarks.gpu_check.sizes import SdxlSize
+from model_executor.kernels.operators import best_operators
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.unet import Unet
-from model_executor.operators import best_operators
-from model_executor.pages import Pages
+from model_executor.page_cache.pages import Pages
 
 NAME = "sdxl"
 TOKEN = 32

@@ -23,7 +23,7 @@ of results or are computed from shapes.
   so. The default of 4 GiB holds less than one FLUX template at 1024 px, whose 5 keyframes take 7.4 GB;
   `--cache-host-bytes 64G` holds nine. Without room in the GPU's memory (`--cache-device-bytes 0`, several workers in an
   engine) every token is computed.
-- Besides products and attention a step is Triton kernels (`model_executor/triton_kernels.py`): pages are dequantised,
+- Besides products and attention a step is Triton kernels (`model_executor/kernels/triton_kernels.py`): pages are dequantised,
   interpolated between their keyframes and overlaid with what the edit computes in one pass over memory; norm and
   modulation, rotation, gated additions, and making pages, are one pass each, for all requests of a batch without a copy
   per token. Triton comes with PyTorch's packages for GPUs and needs a C compiler and Python's headers. Kernels are

@@ -17,15 +17,15 @@ from itertools import count
 from benchmarks.simulation.machine import Machine, SettledCosts
 from benchmarks.simulation.scenario import MODEL, Scenario, make_trace, prime_template
 from core.config import RouterPolicy, SchedulerConfig
-from core.cost_model import CostModel
-from core.fleet import EditShape, Fleet
-from core.load_report import LoadReport
+from core.costs.cost_model import CostModel
+from core.costs.load_report import LoadReport
 from core.messages.engine import EditRequest, Finished, TemplatePrimed
 from core.messages.worker import Batch, BatchResult, ItemResult, PageCopied, PageCopy, StepPlan
-from core.outputs import Output
-from core.routing import make_policy
-from core.scheduler import StepScheduler
-from engine.engine_core import REPORT_SECONDS
+from core.routing.fleet import EditShape, Fleet
+from core.routing.policies import make_policy
+from core.scheduling.outputs import Output
+from core.scheduling.scheduler import StepScheduler
+from engine.engine_core.engine_core import REPORT_SECONDS
 
 MESSAGE_SECONDS = 0.0003
 """From the router to an engine, and back."""

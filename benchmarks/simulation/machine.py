@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from core.cost_model import CostKey, CostModel, Work
+from core.costs.cost_model import CostKey, CostModel, Work
 from core.handles import ModelKey
 from core.messages.engine import EditRequest
 from core.messages.worker import Batch, CostSample, Denoise, Item, PageCopy, Prime

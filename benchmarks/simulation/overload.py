@@ -13,12 +13,12 @@ import msgspec
 
 from benchmarks.simulation.cluster import Cluster
 from benchmarks.simulation.scenario import MODEL, Scenario, make_trace
-from core.admission import Margin, Terms, judge
-from core.fleet import EditShape
-from core.load_report import LoadReport
+from core.costs.load_report import LoadReport
 from core.messages.engine import EditRequest, Finished
-from core.outputs import Output
-from core.routing import outlook
+from core.routing.admission import Margin, Terms, judge
+from core.routing.fleet import EditShape
+from core.routing.policies import outlook
+from core.scheduling.outputs import Output
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ MB = 1e6
 
 WORKER_WARM_UP_SECONDS = 120.0
 """From a worker's start: it loads for some part of that, and then keeps compiled operators of the shapes that it meets,
-until there is no more room for them (model_executor/worker.py)."""
+until there is no more room for them (model_executor/worker/worker.py)."""
 
 PAIR_SECONDS = 20.0, 60.0
 """How far two samples of a worker are apart, at least and at most, that make a slope."""

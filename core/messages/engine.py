@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
+from core.costs.load_report import EngineStats, LoadReport
 from core.failure import Failure
 from core.handles import ArrayRef, Tier
-from core.load_report import EngineStats, LoadReport
 from core.messages.message import Message
 from core.model_info import ModelInfo
-from core.request import SamplingParams
+from core.scheduling.request import SamplingParams
 
 
 class EditRequest(Message, frozen=True):

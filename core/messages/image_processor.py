@@ -20,7 +20,7 @@ class PrepareEdit(Message, frozen=True):
     the image's own transparency, or everything. padding_mask_crop: pixels of the upload; the mask's box with so many
     around it is what the engine sees, at the model's full area; None: it sees the whole. mask_margin: pixels of
     generation size. scratch: uint8 [bytes] to carve the results from; at least
-    `engine.image_ops.scratch_bytes(native_size, token_size)`.
+    `engine.images.image_ops.scratch_bytes(native_size, token_size)`.
     """
 
     job_id: int
@@ -63,7 +63,7 @@ class ComposeImage(Message, frozen=True):
     pixels: uint8 [height, width, 3] at generation size. image, mask, mask_kind, canvas_size: as in PrepareEdit. crop:
     of the answer to it.
     output_size: (width, height) to resize the composite to; None = upload size. compression: 0..100, jpeg and webp
-    quality (100 = lossless for webp). out: uint8 [bytes] to write to, at least `engine.image_ops.encoded_bytes(...)`.
+    quality (100 = lossless for webp). out: uint8 [bytes] to write to, at least `engine.images.image_ops.encoded_bytes(...)`.
     """
 
     job_id: int

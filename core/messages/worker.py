@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from core.config import CacheConfig, ModelConfig, SchedulerConfig
-from core.cost_model import Work
+from core.costs.cost_model import Work
 from core.failure import Failure
 from core.handles import ArrayRef, EntryRef, ModelKey, TensorKey, TensorRef, Tier
 from core.messages.message import Message
@@ -254,7 +254,7 @@ class ItemResult(msgspec.Struct, frozen=True):
 class BatchResult(Message, frozen=True):
     """One batch is done; what failed of it are the items that carry a failure. seconds: worker time, first to last
     kernel. num_parts: how many forward passes it took; more than one where it failed as a whole and was done in halves
-    (see core/halving.py).
+    (see core/scheduling/halving.py).
     """
 
     batch_id: int

@@ -16,12 +16,12 @@ from starlette.responses import Response
 
 from core.errors import AbortedError, InvalidRequestError, ModelNotFoundError, OverloadedError, StencilError
 from core.model_info import ModelInfo
-from core.rate_limiter import RateLimiter
-from core.reporter import MAX_RECENT_STEPS
-from engine.async_engine import AsyncEngine
-from engine.metrics import CONTENT_TYPE
-from engine.templates import Template
-from engine.tracing import NoTracer, Tracer
+from core.routing.rate_limiter import RateLimiter
+from core.scheduling.reporter import MAX_RECENT_STEPS
+from engine.client.async_engine import AsyncEngine
+from engine.client.template_store import Template
+from engine.observability.metrics import CONTENT_TYPE
+from engine.observability.tracing import NoTracer, Tracer
 from entrypoints.openai.edit_request import LOADING_RETRY_SECONDS, Operation, build_call, missing
 from entrypoints.openai.edit_response import EditResponse, disconnected
 from entrypoints.openai.engine_stats import engine_stats
@@ -44,7 +44,7 @@ from entrypoints.openai.schema import (
 )
 from entrypoints.openai.submission import Submission, read_edit, read_generation, read_template
 from entrypoints.playground.pages import playground_router
-from entrypoints.racing import run_until
+from entrypoints.run_until import run_until
 
 T = TypeVar("T")
 EXPOSED_HEADERS = (

@@ -10,9 +10,9 @@ from core.errors import InvalidRequestError, OverloadedError
 from core.messages.image_processor import MaskKind, OutputFormat
 from core.model_choice import choose_model
 from core.model_info import ModelInfo
-from core.request import MAX_INFERENCE_STEPS, SamplingParams
+from core.scheduling.request import MAX_INFERENCE_STEPS, SamplingParams
 from core.validation import check_filled
-from engine.edit import EditInput
+from engine.client.edit_types import EditInput
 from entrypoints.openai.fields import EDIT_FIELDS, GENERATION_FIELDS, QUALITY_FACTORS, Field, Value, parse_size
 from entrypoints.openai.submission import Submission
 

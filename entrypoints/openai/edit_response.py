@@ -13,15 +13,15 @@ from contextlib import aclosing
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from engine.async_engine import AsyncEngine
-from engine.edit import EditReport, ImageOutput
+from engine.client.async_engine import AsyncEngine
+from engine.client.edit_types import EditReport, ImageOutput
 from entrypoints.openai.edit_request import ImagesCall
 from entrypoints.openai.errors import describe, log_internal
 from entrypoints.openai.middleware import RECORD
 from entrypoints.openai.request_record import RequestRecord
 from entrypoints.openai.responses import Parts, error_event, image_event, images_response, send_pieces
 from entrypoints.openai.submission import STALL_SECONDS, Submission
-from entrypoints.racing import run_until
+from entrypoints.run_until import run_until
 
 KEEP_ALIVE_SECONDS = 15.0
 _KEEP_ALIVE = b": keep-alive\n\n"

@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from core.load_report import CacheStats, EngineStats, LoadReport, StepSample
+from core.costs.load_report import CacheStats, EngineStats, LoadReport, StepSample
 from core.model_info import ModelInfo
-from engine.async_engine import AsyncEngine
-from engine.engine_metrics import sum_by_key, sum_cache_stats
+from engine.client.async_engine import AsyncEngine
+from engine.observability.engine_metrics import sum_by_key, sum_cache_stats
 
 _LOAD_FIELDS = ("num_received", "num_running", "num_waiting", "base_seconds", "priming_seconds", "drain_seconds")
 _TOTAL_FIELDS = ("steps", "batch_tokens", "batch_requests", "tokens_skipped", "prime_chunks")

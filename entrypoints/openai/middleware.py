@@ -13,8 +13,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from core.errors import OverloadedError
-from engine.metrics import Metrics
-from engine.tracing import Tracer
+from engine.observability.metrics import Metrics
+from engine.observability.tracing import Tracer
 from entrypoints.openai.errors import InvalidApiKeyError, describe, log_internal
 from entrypoints.openai.key_ring import KeyRing
 from entrypoints.openai.request_record import RequestRecord

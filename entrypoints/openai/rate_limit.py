@@ -8,7 +8,7 @@ import time
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from core.rate_limiter import RateLimiter, Share
+from core.routing.rate_limiter import RateLimiter, Share
 from entrypoints.openai.errors import RateLimitError
 from entrypoints.openai.middleware import OWNER, answer
 from entrypoints.openai.request_record import TRACED

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from core.errors import OverloadedError
-from engine.async_engine import AsyncEngine
+from engine.client.async_engine import AsyncEngine
 from entrypoints.openai.errors import NoDiskError
 
 

@@ -13,9 +13,9 @@ from typing import Any, Literal
 from starlette.types import Scope
 
 from core.ipc.logs import request_context, with_facts
-from engine.edit import EditReport
-from engine.metrics import Metrics, RejectReason
-from engine.tracing import NO_SPAN, Span, Tracer, span_context
+from engine.client.edit_types import EditReport
+from engine.observability.metrics import Metrics, RejectReason
+from engine.observability.tracing import NO_SPAN, Span, Tracer, span_context
 
 MAX_LOGGED_CHARACTERS = 256
 CLIENT_GONE_STATUS = 499  # never sent, as nobody is there to read it

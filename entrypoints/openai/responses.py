@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from engine.edit import EditReport, ImageOutput
-from engine.mask_aware import ExactReason
+from engine.client.edit_types import EditReport, ImageOutput
+from engine.client.mask_aware import ExactReason
 from entrypoints.openai.edit_request import ImagesCall
 from entrypoints.openai.uploads import pieces_of
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from core.model_info import ModelInfo
 from core.page_scheme import PageDtype, PageLayout
-from model_executor.adapters import Adapter, LoraFormat
 from model_executor.models.boxes import Box
-from model_executor.pages import Pages
-from model_executor.sampling import State
+from model_executor.page_cache.pages import Pages
+from model_executor.patches.adapters import Adapter, LoraFormat
+from model_executor.samplers.sampling import State
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

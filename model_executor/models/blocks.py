@@ -15,13 +15,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from model_executor import attention
-from model_executor.attention import Attention, KeysValues, head_major
-from model_executor.linear import MakeGroup
+from model_executor.kernels import attention
+from model_executor.kernels.attention import Attention, KeysValues, head_major
+from model_executor.kernels.linear import MakeGroup
+from model_executor.kernels.operators import Operators
+from model_executor.kernels.ragged import Packing, Span, gather
 from model_executor.models.base import Row
-from model_executor.operators import Operators
-from model_executor.pages import Entry, Reader
-from model_executor.ragged import Packing, Span, gather
+from model_executor.page_cache.pages import Entry, Reader
 
 FLOAT16_MAX = 65504.0
 

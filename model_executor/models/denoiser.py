@@ -19,14 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core.page_scheme import PageDtype, PageLayout
-from model_executor.adapters import Adapter, FittedAdapter
-from model_executor.attention import Attention
-from model_executor.linear import PACKED_BYTES, Group, LinearGroup, as_linear
+from model_executor.kernels.attention import Attention
+from model_executor.kernels.linear import PACKED_BYTES, Group, LinearGroup, as_linear
+from model_executor.kernels.operators import Operators, best_operators
+from model_executor.kernels.ragged import Packing
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.blocks import Block, Edit, Modulation, Source, Stream, Template
-from model_executor.operators import Operators, best_operators
-from model_executor.pages import Entry
-from model_executor.ragged import Packing
+from model_executor.page_cache.pages import Entry
+from model_executor.patches.adapters import Adapter, FittedAdapter
 
 CACHED_GRIDS = 32
 """Tables of positions kept, one per image size and text length; FLUX's is 8 bytes * tokens * head dim / 2."""

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from core.model_info import ModelInfo
-from model_executor.loader import Checkpoint
+from model_executor.checkpoint.loader import Checkpoint
 from model_executor.models.base import EncodedImage, EncodedText
 from model_executor.models.flux_transformer import FluxTransformer
 from model_executor.models.latent_family import LatentFamily, NoisedTemplate
 from model_executor.models.parts import CLIP, FLOW_SCHEDULERS, Classes, t5
 from model_executor.models.text import encode_t5, tokenize
 from model_executor.models.vae_family import pack, refuse, to_image
-from model_executor.sampling import dynamic_shift
+from model_executor.samplers.sampling import dynamic_shift
 
 MAX_TEXT_TOKENS = 512
 """The pipelines' limit on max_sequence_length."""

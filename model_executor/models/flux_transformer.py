@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from model_executor.kernels.ragged import Packing
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.blocks import Block, DoubleBlock, SingleBlock
 from model_executor.models.denoiser import Denoiser, select
-from model_executor.ragged import Packing
 
 
 class FluxTransformer(Denoiser):

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from core.page_scheme import PageDtype, PageLayout
-from model_executor.adapters import Adapter
-from model_executor.loader import Checkpoint
+from model_executor.checkpoint.loader import Checkpoint
+from model_executor.kernels.operators import chosen_operators
 from model_executor.models.base import EncodedImage, PrimeRow, Row, Sample
 from model_executor.models.denoiser import Denoiser
 from model_executor.models.vae_family import VaeFamily, pack, refuse, to_image, unpack
-from model_executor.operators import chosen_operators
-from model_executor.sampling import Sampling, State, predict_clean
+from model_executor.patches.adapters import Adapter
+from model_executor.samplers.sampling import Sampling, State, predict_clean
 
 
 class LatentFamily(VaeFamily):

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from core.model_info import ModelInfo
 from core.vision_tokens import VisionTokens
-from model_executor.loader import Checkpoint
+from model_executor.checkpoint.loader import Checkpoint
 from model_executor.models.base import EncodedText
 from model_executor.models.latent_family import NoisedTemplate
 from model_executor.models.parts import FLOW_SCHEDULERS, Classes
 from model_executor.models.qwen_transformer import QwenEditTransformer, QwenTransformer
 from model_executor.models.qwen_vae import QwenVae
 from model_executor.models.vae_family import refuse
-from model_executor.sampling import dynamic_shift
+from model_executor.samplers.sampling import dynamic_shift
 
 MAX_TEXT_TOKENS = 512
 """The pipelines' default max_sequence_length."""

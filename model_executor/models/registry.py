@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from core.errors import ConfigError
-from model_executor.loader import CONFIGURATION_ERRORS, Checkpoint, first_line
+from model_executor.checkpoint.loader import CONFIGURATION_ERRORS, Checkpoint, first_line
 from model_executor.models.base import Family
 from model_executor.models.flux import FluxFill, FluxInpaint
 from model_executor.models.qwen import QwenEdit, QwenInpaint

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from core.model_info import ModelInfo
-from model_executor.loader import Checkpoint
+from model_executor.checkpoint.loader import Checkpoint
 from model_executor.models.base import EncodedText
 from model_executor.models.latent_family import NoisedTemplate
 from model_executor.models.parts import FLOW_SCHEDULERS, Classes, projected_clip, t5
 from model_executor.models.sd3_transformer import SD3Transformer
 from model_executor.models.text import encode_t5, tokenize
 from model_executor.models.vae_family import PATCH, refuse
-from model_executor.sampling import dynamic_shift
+from model_executor.samplers.sampling import dynamic_shift
 
 MAX_TEXT_TOKENS = 256
 """The pipeline's default max_sequence_length, T5's; CLIP's tokens come before them."""

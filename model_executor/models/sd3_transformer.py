@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from model_executor.kernels.operators import Operators
+from model_executor.kernels.ragged import Packing
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.blocks import Block, DoubleBlock, Stream
 from model_executor.models.denoiser import CACHED_GRIDS, Denoiser, select
-from model_executor.operators import Operators
-from model_executor.ragged import Packing
 
 
 class SD3Transformer(Denoiser):

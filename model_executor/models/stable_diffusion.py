@@ -20,18 +20,18 @@ from torch import Tensor, nn
 
 from core.model_info import ModelInfo
 from core.page_scheme import PageDtype, PageLayout
-from model_executor.adapters import Adapter, LoraFormat
-from model_executor.loader import Checkpoint
+from model_executor.checkpoint.loader import Checkpoint
+from model_executor.kernels.operators import chosen_operators
 from model_executor.models.base import EncodedImage, EncodedText, PrimeRow, Row, Sample
 from model_executor.models.parts import CLIP, TIMESTEP_SCHEDULERS, Classes, projected_clip
 from model_executor.models.text import Tokens, tokenize
 from model_executor.models.unet import Unet
 from model_executor.models.unet_layers import TOKEN_SIDE, Layers
 from model_executor.models.vae_family import VaeFamily, pack, refuse, to_image, unpack
-from model_executor.module_adapters import adapt_module
-from model_executor.operators import chosen_operators
-from model_executor.sampling import State
-from model_executor.timestep_sampling import TimestepSampling
+from model_executor.patches.adapters import Adapter, LoraFormat
+from model_executor.patches.module_adapters import adapt_module
+from model_executor.samplers.sampling import State
+from model_executor.samplers.timestep_sampling import TimestepSampling
 
 BLOCKS = {
     "down_block_types": {"CrossAttnDownBlock2D", "DownBlock2D"},

@@ -18,18 +18,18 @@ from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor
 
-from core.block_plan import BlockRun
+from core.cache.block_plan import BlockRun
 from core.page_scheme import PageDtype, PageLayout
-from model_executor.adapters import Adapter
-from model_executor.cpu_layers import use_onednn
+from model_executor.kernels.cpu_layers import use_onednn
+from model_executor.kernels.operators import Operators, best_operators
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.boxes import Window, around, grown, inside, share, times
 from model_executor.models.unet_blocks import Block, Source, Walk, pooled
 from model_executor.models.unet_layers import TOKEN_SIDE, Layers
 from model_executor.models.vae_family import pack, unpack
-from model_executor.module_adapters import adapt_module
-from model_executor.operators import Operators, best_operators
-from model_executor.pages import Entry
+from model_executor.page_cache.pages import Entry
+from model_executor.patches.adapters import Adapter
+from model_executor.patches.module_adapters import adapt_module
 
 CACHED_GRIDS = 32
 """Sizes of pictures whose numbers are kept."""

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model_executor.cpu_layers import FastConv
+from model_executor.kernels.cpu_layers import FastConv
 from model_executor.models.boxes import Window
 
 

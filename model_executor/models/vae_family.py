@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from core.errors import ConfigError
 from core.model_info import ModelInfo
 from core.page_scheme import PageDtype, PageLayout
-from model_executor.adapters import Adapter, LoraFormat
-from model_executor.loader import Checkpoint
+from model_executor.checkpoint.loader import Checkpoint
 from model_executor.models.base import EncodedImage, EncodedText, PrimeRow, Row, Sample
 from model_executor.models.boxes import Box, around, times
 from model_executor.models.parts import Classes
 from model_executor.models.vae import ImageVae, Vae
-from model_executor.sampling import State
+from model_executor.patches.adapters import Adapter, LoraFormat
+from model_executor.samplers.sampling import State
 
 PATCH = 2
 """Latent pixels per token side, where a family has no other."""

@@ -32,7 +32,7 @@ from benchmarks.gpu_check.report import Report, read
 from benchmarks.gpu_check.sdxl import Sdxl
 from benchmarks.gpu_check.sizes import FULL, TINY
 from benchmarks.server import ROOT
-from model_executor.gpu_operators import GpuOperators
+from model_executor.kernels.gpu_operators import GpuOperators
 
 CPU = torch.device("cpu")
 
@@ -372,10 +372,10 @@ def test_its_packages_are_in_its_list() -> None:
             top = name.partition(".")[0]
             assert top in OURS or PACKAGES.get(top, top) in allowed, f"{module} imports {name}"
             modules += [name] if top in OURS else []
-    assert {"benchmarks.unet_step", "engine.image_pool", *SPAWNED} <= seen
+    assert {"benchmarks.unet_step", "engine.images.image_pool", *SPAWNED} <= seen
 
 
-SPAWNED = ("engine.engine_process", "engine.image_processor", "model_executor.worker")
+SPAWNED = ("engine.engine_core.engine_process", "engine.images.image_processor", "model_executor.worker.worker")
 REQUIREMENTS = ROOT / "benchmarks" / "gpu_check" / "requirements.txt"
 
 

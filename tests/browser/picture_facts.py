@@ -13,7 +13,7 @@ import sys
 import numpy as np
 from PIL import Image, ImageOps
 
-from engine.image_ops import active_tokens, generation_size
+from engine.images.image_ops import active_tokens, generation_size
 
 ROTATED = 6  # EXIF orientation: to be turned by a quarter
 

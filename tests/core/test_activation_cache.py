@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from core.activation_cache import ActivationCacheManager, CacheOrders, TierBudget
-from core.cache_entry import EntryState, Want
+from core.cache.activation_cache import ActivationCacheManager, CacheOrders, TierBudget
+from core.cache.entry import EntryState, Want
 from core.handles import ArrayRef, EntryRef, Tier
 from core.messages.worker import PageCopied, PageCopy
 from core.page_scheme import template_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from core.admission import Margin, Outlook, Terms, judge
+from core.routing.admission import Margin, Outlook, Terms, judge
 
 
 def margin_of(*ratios: float) -> Margin:

@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.block_plan import BlockRun, Run, algorithm_1, finish_time, plan_blocks, plan_prefix, plan_subset, prefix_of
+from core.cache.block_plan import (
+    BlockRun,
+    Run,
+    algorithm_1,
+    finish_time,
+    plan_blocks,
+    plan_prefix,
+    plan_subset,
+    prefix_of,
+)
 
 Blocks = tuple[list[float], list[float], list[float]]
 

@@ -15,8 +15,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from core.activation_cache import ActivationCacheManager, TierBudget
-from core.cache_entry import EntryState, Want
+from core.cache.activation_cache import ActivationCacheManager, TierBudget
+from core.cache.entry import EntryState, Want
 from core.handles import ArrayRef, Tier
 from core.messages.worker import PageCopied, PageCopy
 from core.page_scheme import latents_key, template_of

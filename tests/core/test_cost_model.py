@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.cost_model import CostKey, CostModel, Work
+from core.costs.cost_model import CostKey, CostModel, Work
 from core.handles import ModelKey
 
 KEY = CostKey(ModelKey("m", "transformer"), "denoise", "cpu", 1)

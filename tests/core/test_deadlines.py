@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from benchmarks.simulation.machine import SettledCosts
 from core.config import SchedulerConfig
-from core.cost_model import Work
-from core.deadlines import Company, Member, NextPlace, alone, ends
+from core.costs.cost_model import Work
+from core.costs.load_report import RequestLoad
 from core.handles import ModelKey
-from core.load_report import RequestLoad
 from core.messages.engine import EditRequest, Failed, Finished
 from core.messages.worker import BatchResult
-from core.outputs import Output
-from core.scheduler import StepScheduler
+from core.scheduling.deadlines import Company, Member, NextPlace, alone, ends
+from core.scheduling.outputs import Output
+from core.scheduling.scheduler import StepScheduler
 
 STEP, TOKENS = 0.1, 280
 """Seconds that a request adds to a step of nothing else, and its tokens."""

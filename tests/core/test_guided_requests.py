@@ -7,11 +7,11 @@ import pytest
 from fakes import MODEL, FakeWorkers, make_edit
 
 from core.config import SchedulerConfig
-from core.fleet import EditShape
 from core.messages.engine import EditRequest, Finished
 from core.messages.worker import Denoise, TextEncode
-from core.request import SamplingParams
-from core.scheduler import StepScheduler
+from core.routing.fleet import EditShape
+from core.scheduling.request import SamplingParams
+from core.scheduling.scheduler import StepScheduler
 
 GUIDED = {"true_cfg_scale": 4.0, "negative_prompt": "a hat"}
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from core.config import SchedulerConfig
 from core.failure import Failure
-from core.halving import Attempt, attempt_in_halves
 from core.messages.worker import BatchResult, Item, ItemResult, TextEncode
-from core.scheduler import StepScheduler
-from core.step_limit import RAISE_BY, StepLimit
+from core.scheduling.halving import Attempt, attempt_in_halves
+from core.scheduling.scheduler import StepScheduler
+from core.scheduling.step_limit import RAISE_BY, StepLimit
 
 NO_MEMORY, BROKEN = Failure("out_of_memory", "no room"), Failure("engine", "broken")
 

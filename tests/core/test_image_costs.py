@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from core.image_costs import ImageCosts, ImageWork, Kind
+from core.costs.image_costs import ImageCosts, ImageWork, Kind
 
 LARGE = ImageWork("png", 0.01, 16.8)
 

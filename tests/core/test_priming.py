@@ -7,8 +7,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from core.cache.priming import PrimingJob, TemplateInfo
 from core.page_scheme import PageLayout, PageScheme, page_key
-from core.priming import PrimingJob, TemplateInfo
 
 SCHEME = PageScheme(
     layout=PageLayout(num_blocks=7, num_heads=4, head_dim=64, dtype="int8"),

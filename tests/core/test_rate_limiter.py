@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.rate_limiter import MINUTE, RateLimiter
+from core.routing.rate_limiter import MINUTE, RateLimiter
 
 
 def test_a_burst_then_an_even_flow() -> None:

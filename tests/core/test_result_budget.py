@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.result_budget import ResultBudget
+from core.scheduling.result_budget import ResultBudget
 
 TOTAL, PER_OWNER = 100, 50
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from load_reports import BASE, COSTS, PER_KILOTOKEN, SLOW_COSTS, load, make_report, make_shape
 
 from core.config import RouterPolicy
+from core.costs.load_report import CopyLine, EngineCosts, Residency
 from core.errors import EngineDeadError
-from core.fleet import Fleet
-from core.load_report import CopyLine, EngineCosts, Residency
-from core.routing import forecast, make_policy
+from core.routing.fleet import Fleet
+from core.routing.policies import forecast, make_policy
 
 POLICIES: tuple[RouterPolicy, ...] = get_args(RouterPolicy)
 

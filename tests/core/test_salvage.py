@@ -11,10 +11,10 @@ from fakes import PIXELS, make_edit
 from hypothesis import given
 from hypothesis import strategies as st
 
+from core.costs.load_report import LoadReport
 from core.errors import InvalidRequestError, MessageError
 from core.failure import Failure
 from core.handles import ModelKey, TensorKey, TensorRef
-from core.load_report import LoadReport
 from core.messages.codec import MessageDecoder, encode
 from core.messages.engine import EngineOutputs, Failed, Finished, PartialImage, ToEngine
 from core.messages.salvage import (

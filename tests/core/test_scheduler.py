@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from core.config import SchedulerConfig
-from core.cost_model import Work
+from core.costs.cost_model import Work
 from core.failure import Failure
 from core.handles import ModelKey
 from core.messages.engine import Aborted, Failed, Finished, PartialImage
 from core.messages.worker import BatchResult, Decode, Denoise, StepPlan
-from core.scheduler import StepScheduler
+from core.scheduling.scheduler import StepScheduler
 
 TERMINAL = (Finished, Failed, Aborted)
 ANY_MS = 1e9

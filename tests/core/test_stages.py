@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.stages import INPAINT, Edge, Node, Progress, Workflow, place, preview_steps
+from core.graph.workflow import INPAINT, Edge, Node, Progress, Workflow, place, preview_steps
 
 
 def test_a_graph_that_reads_what_is_not_made_yet_is_refused() -> None:

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from core.cache.page_reservations import Bracket, bracket, keyframes_needed
 from core.config import CacheConfig, SchedulerConfig
-from core.cost_model import Work
+from core.costs.cost_model import Work
 from core.failure import Failure
 from core.handles import ArrayRef, ModelKey
 from core.messages.engine import (
@@ -29,8 +30,7 @@ from core.messages.engine import (
 from core.messages.worker import BatchResult, Denoise, ItemResult, Prime, StepPlan, TextEncode
 from core.model_info import ModelInfo
 from core.page_scheme import PageLayout, PageScheme
-from core.scheduler import StepScheduler
-from core.template_pages import Bracket, bracket, keyframes_needed
+from core.scheduling.scheduler import StepScheduler
 from core.vision_tokens import VisionTokens
 
 GRID = (1.0, 0.75, 0.5, 0.25, 0.0)

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from core.config import StencilConfig
-from engine.async_engine import AsyncEngine
+from engine.client.async_engine import AsyncEngine
 
 
 @asynccontextmanager

@@ -19,10 +19,10 @@ from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
 from core.config import EngineConfig, ModelConfig, StencilConfig
-from core.request import SamplingParams
-from engine.async_engine import AsyncEngine
-from engine.edit import EditInput
-from engine.upload import BytesUpload
+from core.scheduling.request import SamplingParams
+from engine.client.async_engine import AsyncEngine
+from engine.client.edit_types import EditInput
+from engine.client.upload import BytesUpload
 
 Told = list[tuple[int | None, bytes]]
 """(index of a partial image or None, file) in the order they came."""
@@ -170,7 +170,7 @@ from importlib.machinery import PathFinder
 
 class Finder:
     def find_spec(self, name, path=None, target=None):
-        if name != "model_executor.runner":
+        if name != "model_executor.worker.runner":
             return None
         spec = PathFinder.find_spec(name, path)
         execute = spec.loader.exec_module

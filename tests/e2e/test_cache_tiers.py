@@ -17,8 +17,8 @@ import pytest
 from pictures import Pixels, photo
 
 from core.config import CacheConfig
-from core.request import SamplingParams
-from engine.edit import EditReport
+from core.scheduling.request import SamplingParams
+from engine.client.edit_types import EditReport
 from entrypoints import Edit, ImageEngine
 
 SIDE = 96  # px: 36 tokens

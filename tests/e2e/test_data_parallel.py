@@ -18,10 +18,10 @@ from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
 from core.config import EngineConfig, ModelConfig, RouterPolicy, StencilConfig
-from core.request import SamplingParams
-from engine.async_engine import AsyncEngine
-from engine.edit import EditInput, EditReport
-from engine.upload import BytesUpload
+from core.scheduling.request import SamplingParams
+from engine.client.async_engine import AsyncEngine
+from engine.client.edit_types import EditInput, EditReport
+from engine.client.upload import BytesUpload
 from tools.random_checkpoints import make_flux_fill
 
 Pixels = npt.NDArray[np.uint8]

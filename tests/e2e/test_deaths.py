@@ -17,9 +17,9 @@ from fault_kit import EDITS, assert_alike, begin, count, ends, make_input, proce
 from core.errors import DeadlineExceededError
 from core.ipc.process import ChildProcess
 from core.messages.image_processor import ComposeImage, PrepareEdit, ToImageProcessor
-from core.request import SamplingParams
-from engine import engine_replica
-from engine.async_engine import AsyncEngine
+from core.scheduling.request import SamplingParams
+from engine.client.async_engine import AsyncEngine
+from engine.router import engine_replica
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -15,7 +15,7 @@ from pictures import alpha_mask, encode, photo
 from prometheus_client.parser import text_string_to_metric_families
 from server_process import ServerProcess, start
 
-from model_executor.page_files import RETRY_SECONDS
+from model_executor.page_cache.page_files import RETRY_SECONDS
 
 KEY = {"authorization": "Bearer sk-local"}  # of the shared server
 MASK = alpha_mask()

@@ -25,7 +25,7 @@ from fault_kit import (
 )
 
 from core.errors import EngineDeadError
-from engine import engine_replica
+from engine.router import engine_replica
 
 DEADLY = f"""
 import signal

@@ -24,8 +24,8 @@ from fault_kit import (
 )
 
 from core.errors import EngineDeadError
-from engine import engine_replica
-from engine.async_engine import AsyncEngine
+from engine.client.async_engine import AsyncEngine
+from engine.router import engine_replica
 
 STUCK = """
 import time

@@ -16,8 +16,8 @@ from pictures import Pixels, photo
 
 from core.calibration import CALIBRATION, Calibration
 from core.config import CacheConfig
-from core.request import SamplingParams
-from engine.edit import EditReport
+from core.scheduling.request import SamplingParams
+from engine.client.edit_types import EditReport
 from entrypoints import Edit, ImageEngine
 
 SIDE, TOKENS = 128, 64

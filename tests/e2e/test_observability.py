@@ -235,8 +235,13 @@ def test_without_an_endpoint_no_process_imports_opentelemetrys_sdk(
     assert post(server, {"traceparent": f"00-{TRACE}-{PARENT}-01"}).status_code == 200
     assert server.stop() == 0
     imported = set(re.findall(r"^import time:.*\| +(\S+)$", server.log.read_text(), re.MULTILINE))
-    assert {"engine.tracing", "engine.engine_process", "model_executor.resident", "torch"} <= imported
-    heavy = ("opentelemetry.sdk", "opentelemetry.exporter", "opentelemetry.proto", "engine.otlp_tracing")
+    assert {
+        "engine.observability.tracing",
+        "engine.engine_core.engine_process",
+        "model_executor.worker.resident",
+        "torch",
+    } <= imported
+    heavy = ("opentelemetry.sdk", "opentelemetry.exporter", "opentelemetry.proto", "engine.observability.otlp_tracing")
     assert [name for name in imported if name.startswith(heavy)] == []
 
 

@@ -23,10 +23,10 @@ from PIL import Image
 
 from core.config import EngineConfig, ModelConfig, StencilConfig
 from core.errors import ConfigError, EngineError, InvalidImageError, InvalidRequestError
-from core.request import SamplingParams
-from engine.async_engine import AsyncEngine
-from engine.edit import EditInput, ImageOutput
-from engine.upload import BytesUpload
+from core.scheduling.request import SamplingParams
+from engine.client.async_engine import AsyncEngine
+from engine.client.edit_types import EditInput, ImageOutput
+from engine.client.upload import BytesUpload
 from entrypoints import Edit, EditResult, ImageEngine
 from entrypoints.pictures import encode_picture
 from tools.random_checkpoints import make_flux_fill

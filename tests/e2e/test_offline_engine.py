@@ -21,9 +21,9 @@ from server_process import ROOT
 
 from core.errors import EngineError, InvalidRequestError, StencilError
 from core.messages.engine import Failed
-from core.request import SamplingParams
-from engine.edit import EditInput
-from engine.engine_client import RequestOutput
+from core.scheduling.request import SamplingParams
+from engine.client.edit_types import EditInput
+from engine.router.engine_client import RequestOutput
 from entrypoints import Edit, ImageEngine
 
 EMPTY = Edit(prompt="a room", size=(64, 64))

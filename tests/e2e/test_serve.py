@@ -21,7 +21,7 @@ from fake_hub import REPO, hub
 from pictures import alpha_mask, encode, photo
 from server_process import ROOT, ServerProcess, spawn, start, wait_until_ready
 
-from engine.engine_replica import MAX_RESTARTS
+from engine.router.engine_replica import MAX_RESTARTS
 
 LONG_EDIT = {"prompt": "p", "num_inference_steps": "200"}
 FILES = {"image": encode(photo()), "mask": alpha_mask()}

@@ -30,7 +30,7 @@ from fault_kit import (
 )
 
 from core.errors import EngineError, OutOfMemoryError
-from engine.async_engine import AsyncEngine
+from engine.client.async_engine import AsyncEngine
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -21,11 +21,11 @@ from server_process import ServerProcess
 
 from core.config import CacheConfig, EngineConfig, ModelConfig, StencilConfig
 from core.errors import InvalidRequestError, TemplateNotFoundError
-from core.request import SamplingParams
-from engine.async_engine import AsyncEngine
-from engine.edit import EditInput, ImageOutput
-from engine.templates import Template
-from engine.upload import BytesUpload
+from core.scheduling.request import SamplingParams
+from engine.client.async_engine import AsyncEngine
+from engine.client.edit_types import EditInput, ImageOutput
+from engine.client.template_store import Template
+from engine.client.upload import BytesUpload
 
 API_KEY = "sk-local"
 SIDE = 128  # 64 tokens

@@ -14,25 +14,27 @@ import pytest
 from fakes import MODEL
 from load_reports import COSTS, make_report
 
-from core.admission import START_RATIOS
 from core.config import EngineConfig, StencilConfig
-from core.deadlines import TOO_LATE
+from core.costs.image_costs import ImageWork
 from core.errors import DeadlineExceededError, InvalidRequestError, OverloadedError, StencilError
 from core.failure import NEVER_BEGUN, Failure
-from core.fleet import EditShape
 from core.handles import ArrayRef
-from core.image_costs import ImageWork
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages.engine import EditRequest, Failed, Finished
 from core.messages.image_processor import ComposedImage, ComposeImage, PreparedEdit, PrepareEdit
-from core.request import SamplingParams
-from engine import door, edit_session, router
-from engine.async_engine import AsyncEngine
-from engine.edit import EditInput, ImageOutput
-from engine.edit_session import EditSession
-from engine.engine_client import Waiter
-from engine.image_jobs import Caller, Room
-from engine.router import Router
+from core.routing.admission import START_RATIOS
+from core.routing.fleet import EditShape
+from core.scheduling.deadlines import TOO_LATE
+from core.scheduling.request import SamplingParams
+from engine.client import admission_controller as door
+from engine.client import edit_session
+from engine.client.async_engine import AsyncEngine
+from engine.client.edit_session import EditSession
+from engine.client.edit_types import EditInput, ImageOutput
+from engine.images.image_jobs import Caller, Room
+from engine.router import router
+from engine.router.engine_client import Waiter
+from engine.router.router import Router
 
 COMPOSE_SECONDS = 0.5
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import zmq
 import zmq.asyncio
 
-from engine.engine_process import connect
+from engine.engine_core.engine_process import connect
 
 
 async def test_the_sockets_folder_is_gone_once_the_engine_has_connected(tmp_path: Path) -> None:

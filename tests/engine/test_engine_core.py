@@ -23,9 +23,9 @@ from core.messages.engine import (
     ToEngine,
 )
 from core.messages.worker import StepPlan, WorkerFailed
-from core.scheduler import StepScheduler
-from engine import engine_core
-from engine.engine_core import EngineCore, RefusedRequest
+from core.scheduling.scheduler import StepScheduler
+from engine.engine_core import engine_core
+from engine.engine_core.engine_core import EngineCore, RefusedRequest
 
 
 class Loopback:

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from core.load_report import CacheStats, EngineStats, LoadReport, StepSample
-from engine.metrics import Metrics
+from core.costs.load_report import CacheStats, EngineStats, LoadReport, StepSample
+from engine.observability.metrics import Metrics
 
 LOAD = LoadReport(num_received=9, num_running=2, num_waiting=3, drain_seconds=1.5)
 MS = {"queue": 500, "preprocess": 1, "encode": 2, "prime": 0.0, "denoise": 1000, "decode": 3, "postprocess": 4}

@@ -15,9 +15,18 @@ from core.errors import ConfigError
 from core.failure import Failure
 from core.messages.engine import EditRequest
 from core.messages.worker import BatchResult
-from core.scheduler import StepScheduler
-from engine.engine_trace import EngineTrace
-from engine.tracing import NO_SPAN, Event, Span, SpanKind, Value, create_tracer, current_span, span_context
+from core.scheduling.scheduler import StepScheduler
+from engine.observability.engine_trace import EngineTrace
+from engine.observability.tracing import (
+    NO_SPAN,
+    Event,
+    Span,
+    SpanKind,
+    Value,
+    create_tracer,
+    current_span,
+    span_context,
+)
 
 CONTEXT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -145,7 +154,7 @@ def test_a_failure_says_why(engine: Engine) -> None:
 
 def test_the_extra_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    monkeypatch.delitem(sys.modules, "engine.otlp_tracing", raising=False)
+    monkeypatch.delitem(sys.modules, "engine.observability.otlp_tracing", raising=False)
     with pytest.raises(ConfigError, match=r"--otlp-traces-endpoint .* pip install 'stencil-serve\[otel\]'"):
         create_tracer("http://localhost:4318/v1/traces", "api")
 

@@ -7,11 +7,11 @@ import asyncio
 import msgspec
 import pytest
 
+from core.costs.image_costs import ImageWork
 from core.handles import ArrayRef
-from core.image_costs import ImageWork
 from core.messages.image_processor import ComposeImage, PrepareEdit, ToImageProcessor
-from engine.image_jobs import Caller, ImageJob, JobQueue
-from engine.image_pool import ANYBODY
+from engine.images.image_jobs import Caller, ImageJob, JobQueue
+from engine.images.image_pool import ANYBODY
 
 _REF = ArrayRef(0, 0, (1,), "uint8")
 UPLOAD = PrepareEdit(

@@ -22,9 +22,9 @@ from PIL import Image, ImageCms
 from core.errors import EngineError, InvalidImageError, InvalidRequestError
 from core.handles import ArrayRef
 from core.messages.image_processor import Box, ComposeImage, MaskKind, OutputFormat, PrepareEdit
-from engine import image_codec, image_ops
-from engine.colour import MAX_ICC_BYTES, Colour, PngChunk
-from engine.png_chunks import chunks_before_pixels
+from engine.images import image_codec, image_ops
+from engine.images.colour import MAX_ICC_BYTES, Colour, PngChunk
+from engine.images.png_chunks import chunks_before_pixels
 
 NOWHERE = ArrayRef(0, 0, (0,), "uint8")
 MAX_PIXELS = 4_000_000

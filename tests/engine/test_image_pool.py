@@ -24,6 +24,7 @@ import pytest
 from PIL import Image
 
 from core.config import ImageConfig
+from core.costs.image_costs import ImageWork
 from core.errors import (
     EngineDeadError,
     EngineError,
@@ -33,16 +34,15 @@ from core.errors import (
     OverloadedError,
 )
 from core.handles import ArrayRef
-from core.image_costs import ImageWork
 from core.ipc.logs import request_context
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages.codec import MessageDecoder
 from core.messages.image_processor import ComposedImage, ComposeImage, FromImageProcessor, PreparedEdit, PrepareEdit
-from core.result_budget import ResultBudget
-from engine import image_ops, image_pool, processor_handle
-from engine.image_jobs import Caller, Room, upload_work
-from engine.image_pool import ImagePool
-from engine.image_processor import NICENESS, OOM_SCORE
+from core.scheduling.result_budget import ResultBudget
+from engine.images import image_ops, image_pool, processor_handle
+from engine.images.image_jobs import Caller, Room, upload_work
+from engine.images.image_pool import ImagePool
+from engine.images.image_processor import NICENESS, OOM_SCORE
 
 NATIVE, TOKEN = 256, 16
 Bytes = npt.NDArray[np.uint8]

@@ -8,8 +8,8 @@ import pytest
 
 from core.config import CacheConfig, EngineConfig, ModelConfig
 from core.page_scheme import PageLayout, PageScheme
-from core.request import SamplingParams
-from engine.mask_aware import can_prime_ahead, fits, resolve_full_steps, resolve_margin, why_exact
+from core.scheduling.request import SamplingParams
+from engine.client.mask_aware import can_prime_ahead, fits, resolve_full_steps, resolve_margin, why_exact
 
 SCHEME = PageScheme(
     layout=PageLayout(num_blocks=2, num_heads=2, head_dim=16, dtype="int8"),

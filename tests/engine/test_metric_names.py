@@ -14,8 +14,8 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from core.load_report import CacheStats, EngineStats, LoadReport, StepSample
-from engine.metrics import STAGES, Metrics
+from core.costs.load_report import CacheStats, EngineStats, LoadReport, StepSample
+from engine.observability.metrics import STAGES, Metrics
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 DASHBOARD = json.loads((DOCS / "grafana" / "stencil.json").read_text())

@@ -9,8 +9,8 @@ from fakes import MODEL
 
 from core.config import CacheConfig, EngineConfig, StencilConfig
 from core.ipc.shared_array import Arena
-from engine.metrics import Metrics
-from engine.router import Router
+from engine.observability.metrics import Metrics
+from engine.router.router import Router
 
 
 @pytest.fixture

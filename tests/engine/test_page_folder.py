@@ -11,8 +11,8 @@ import pytest
 from core.cache_folder import page_folder, user_cache_folder
 from core.config import CacheConfig, EngineConfig, StencilConfig
 from core.errors import ConfigError
-from engine.async_engine import AsyncEngine
-from engine.page_folder import check_page_folder
+from engine.client.async_engine import AsyncEngine
+from engine.client.page_folder import check_page_folder
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from engine.image_ops import mask_box
-from engine.placement import covering, crop_region, fitted, lay
+from engine.images.crop_geometry import covering, crop_region, fitted, lay
+from engine.images.image_ops import mask_box
 
 SIDE = st.integers(1, 90)
 FRAME = st.tuples(st.integers(1, 12), st.integers(1, 12)).map(lambda grid: (grid[0] * 16, grid[1] * 16))

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from core.errors import InvalidRequestError
-from core.request import SamplingParams
-from engine.resolve import resolve
+from core.scheduling.request import SamplingParams
+from engine.client.sampling_defaults import resolve
 
 DISTILLED = msgspec.structs.replace(fakes.MODEL, has_guidance=True)
 BOTH = msgspec.structs.replace(DISTILLED, has_true_cfg=True)

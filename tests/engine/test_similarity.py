@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from engine.similarity import BOX_MARGIN, mask_box, ssim, ssim_in_box
+from entrypoints.calibration.similarity import BOX_MARGIN, mask_box, ssim, ssim_in_box
 
 Pixels = npt.NDArray[np.uint8]
 

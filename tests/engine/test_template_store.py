@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.errors import InvalidRequestError, TemplateNotFoundError
-from engine import templates
-from engine.templates import Template, TemplateStore
-from engine.upload import CHUNK_BYTES, BytesUpload, KeptUpload
+from engine.client import template_store as templates
+from engine.client.template_store import Template, TemplateStore
+from engine.client.upload import CHUNK_BYTES, BytesUpload, KeptUpload
 
 
 def template(

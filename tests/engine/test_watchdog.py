@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from engine.engine_replica import MAX_WAIT_SECONDS, wait_before
-from engine.watchdog import SilenceWatch
+from engine.engine_core.watchdog import SilenceWatch
+from engine.router.engine_replica import MAX_WAIT_SECONDS, wait_before
 
 SECONDS = 0.1
 

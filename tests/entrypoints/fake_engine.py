@@ -12,13 +12,13 @@ import fakes
 import msgspec
 
 from core.config import StencilConfig
-from core.load_report import EngineStats, LoadReport, StepSample
+from core.costs.load_report import EngineStats, LoadReport, StepSample
 from core.model_choice import choose_model
 from core.model_info import ModelInfo
-from engine.edit import EditInput, EditReport, ImageOutput
-from engine.metrics import Metrics
-from engine.templates import Template, TemplateStore
-from engine.upload import KeptUpload, Upload
+from engine.client.edit_types import EditInput, EditReport, ImageOutput
+from engine.client.template_store import Template, TemplateStore
+from engine.client.upload import KeptUpload, Upload
+from engine.observability.metrics import Metrics
 
 MODEL = msgspec.structs.replace(fakes.MODEL, name="tiny/fill", native_size=64, max_text_tokens=32)
 REPORT = EditReport(

@@ -11,8 +11,8 @@ import pytest
 from api_calls import IMAGE, assert_refused, post_edit
 from fake_engine import FakeEngine
 
+from core.costs.load_report import StepSample
 from core.errors import ConfigError
-from core.load_report import StepSample
 from entrypoints.api_keys import KeySource, read_key_file
 from entrypoints.openai.app import ServerSettings, create_app
 

@@ -15,8 +15,8 @@ from PIL import Image
 from core.errors import ConfigError
 from core.model_info import ModelInfo
 from entrypoints.calibrate import main
-from entrypoints.calibration_samples import find_images, make_samples, random_box
-from entrypoints.calibration_search import (
+from entrypoints.calibration.samples import find_images, make_samples, random_box
+from entrypoints.calibration.search import (
     CHEAPEST,
     DEAREST,
     DTYPES,

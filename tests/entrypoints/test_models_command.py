@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from core.config import EMBEDDED_MODEL
 from core.page_scheme import PageLayout
 from entrypoints.models import _describe, main
-from model_executor.describe import describe
+from model_executor.checkpoint.describe import describe
 from tools.random_checkpoints import make_sd3
 from tools.random_unet_checkpoints import make_sdxl
 

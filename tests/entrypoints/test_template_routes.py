@@ -13,8 +13,8 @@ import pytest
 from api_calls import IMAGE, MASK, assert_refused, post_edit, post_json
 from fake_engine import FakeEngine
 
-from core.load_report import CacheStats, EngineStats, LoadReport
-from engine.mask_aware import ExactReason
+from core.costs.load_report import CacheStats, EngineStats, LoadReport
+from engine.client.mask_aware import ExactReason
 from entrypoints.openai.app import ServerSettings, create_app
 
 KEY = {"authorization": "Bearer k"}

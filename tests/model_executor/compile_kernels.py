@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from model_executor import triton_kernels as kernels
+from model_executor.kernels import triton_kernels as kernels
 
 FLOATS = ("*bf16", "*fp16", "*fp32")
 PAGES = ("*i8", "*bf16", "*fp32")

@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from core.config import AdapterConfig, ModelConfig
 from core.errors import ConfigError
 from core.ipc.shared_array import Arena
-from model_executor.resident import ResidentModels
+from model_executor.worker.resident import ResidentModels
 from tools.random_checkpoints import make_flux, make_flux_fill, make_qwen, make_sd3
 from tools.random_unet_checkpoints import make_sd, make_sdxl
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from model_executor import attention
-from model_executor.attention import KeysValues, OneByOne, attend
-from model_executor.linear import fused_linear, plain_linear
-from model_executor.operators import Operators
+from model_executor.kernels import attention
+from model_executor.kernels.attention import KeysValues, OneByOne, attend
+from model_executor.kernels.linear import fused_linear, plain_linear
+from model_executor.kernels.operators import Operators
 
 HEADS, HEAD_DIM, TEXT = 3, 16, 5
 

@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 from core.config import ModelConfig
 from core.errors import ConfigError
 from entrypoints.serve_args import check_model
-from model_executor.describe import describe
-from model_executor.fingerprint import fingerprint
-from model_executor.loader import Checkpoint
-from model_executor.resident import ResidentModels
+from model_executor.checkpoint.describe import describe
+from model_executor.checkpoint.fingerprint import fingerprint
+from model_executor.checkpoint.loader import Checkpoint
+from model_executor.worker.resident import ResidentModels
 
 STEM = "diffusion_pytorch_model"
 

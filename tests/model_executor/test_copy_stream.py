@@ -17,8 +17,8 @@ from core.errors import ConfigError
 from core.handles import EntryRef, Tier
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages.worker import PageCopied, PageCopy
-from model_executor.copy_stream import BLOCKS_AHEAD, CopyStream
-from model_executor.page_store import PageStore
+from model_executor.page_cache.copy_stream import BLOCKS_AHEAD, CopyStream
+from model_executor.page_cache.page_store import PageStore
 
 CPU = torch.device("cpu")
 BLOCK, NUM_BLOCKS = 4096, 5

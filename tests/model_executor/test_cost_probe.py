@@ -7,13 +7,13 @@ from pathlib import Path
 import msgspec
 
 from core.config import ModelConfig
-from core.cost_model import CostKey, CostModel, Work
+from core.costs.cost_model import CostKey, CostModel, Work
 from core.handles import ModelKey
 from core.messages.worker import CostSample
 from core.model_info import ModelInfo
-from model_executor.cost_probe import Batches, known_or_probed, probe
 from model_executor.models.base import Family
-from model_executor.resident import ResidentModels
+from model_executor.worker.cost_probe import Batches, known_or_probed, probe
+from model_executor.worker.resident import ResidentModels
 from tools.random_checkpoints import make_sd3
 
 TINY = ModelKey("tiny", "transformer")

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from model_executor.linear import plain_linear
+from model_executor.kernels.linear import plain_linear
+from model_executor.kernels.operators import Operators
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.denoiser import Denoiser
 from model_executor.models.flux_transformer import FluxTransformer
 from model_executor.models.qwen_transformer import QwenEditTransformer, QwenTransformer
 from model_executor.models.sd3_transformer import SD3Transformer
 from model_executor.models.vae_family import pack, unpack
-from model_executor.operators import Operators
-from model_executor.pages import Pages
+from model_executor.page_cache.pages import Pages
 from tools.random_checkpoints import flux_transformer, qwen_transformer, sd3_transformer
 
 WIDTH = 64

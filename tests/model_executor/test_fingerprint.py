@@ -16,13 +16,13 @@ from core.calibration import CALIBRATION, Calibration, calibration_file
 from core.config import EMBEDDED_MODEL, ModelConfig
 from core.errors import ConfigError
 from core.page_scheme import PageScheme
-from core.request import SamplingParams
-from model_executor import fingerprint as fingerprint_module
-from model_executor.fingerprint import fingerprint
-from model_executor.hub import INDEX
-from model_executor.loader import Checkpoint
+from core.scheduling.request import SamplingParams
+from model_executor.checkpoint import fingerprint as fingerprint_module
+from model_executor.checkpoint.fingerprint import fingerprint
+from model_executor.checkpoint.hub import INDEX
+from model_executor.checkpoint.loader import Checkpoint
 from model_executor.models.flux import FluxFill
-from model_executor.page_schemes import page_scheme
+from model_executor.page_cache.page_schemes import page_scheme
 
 FOUND = Calibration(
     keyframes=(1.0, 0.25, 0.0),

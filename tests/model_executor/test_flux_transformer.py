@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from model_executor.linear import fused_linear, plain_linear
+from model_executor.kernels.linear import fused_linear, plain_linear
+from model_executor.kernels.operators import Operators
 from model_executor.models.base import Row
 from model_executor.models.flux_transformer import FluxTransformer
-from model_executor.operators import Operators
 from tools.random_checkpoints import flux_transformer
 
 WIDTH = 32

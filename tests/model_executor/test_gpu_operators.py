@@ -22,19 +22,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import model_executor
 from core.errors import ConfigError
-from model_executor import gpu_attention, gpu_operators, gpu_tables
-from model_executor.gpu_attention import Together, attend_alike, attend_each, best_attend, varlen_attend
-from model_executor.gpu_operators import GpuOperators
-from model_executor.gpu_tables import offsets, places, table
-from model_executor.linear import LinearGroup, fused_linear, gpu_linear, plain_linear
+from model_executor.kernels import gpu_attention, gpu_operators, gpu_tables
+from model_executor.kernels.gpu_attention import Together, attend_alike, attend_each, best_attend, varlen_attend
+from model_executor.kernels.gpu_operators import GpuOperators
+from model_executor.kernels.gpu_tables import offsets, places, table
+from model_executor.kernels.linear import LinearGroup, fused_linear, gpu_linear, plain_linear
+from model_executor.kernels.operators import Operators, chosen_operators
+from model_executor.kernels.ragged import spans
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.denoiser import Denoiser
 from model_executor.models.flux_transformer import FluxTransformer
 from model_executor.models.sd3_transformer import SD3Transformer
 from model_executor.models.unet import Unet
-from model_executor.operators import Operators, chosen_operators
-from model_executor.pages import Entry, Pages
-from model_executor.ragged import spans
+from model_executor.page_cache.pages import Entry, Pages
 from tools.random_unet_checkpoints import sd_unet, sdxl_unet
 
 META = torch.device("meta")
@@ -414,7 +414,7 @@ class Wrong:
 def test_without_kernels_that_work_pytorch_computes_and_the_log_says_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kernels: Callable[[], Any], cause: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, "model_executor.triton_kernels", kernels())
+    monkeypatch.setitem(sys.modules, "model_executor.kernels.triton_kernels", kernels())
     monkeypatch.setattr(model_executor, "triton_kernels", kernels(), raising=False)
     chosen = gpu_operators.gpu_operators.__wrapped__(torch.device("cpu"))
     assert type(chosen) is GpuOperators
@@ -429,7 +429,7 @@ def test_each_kernel_is_tried(
     pytest.importorskip("triton")
     from triton.runtime.errors import PTXASError
 
-    from model_executor import triton_kernels
+    from model_executor.kernels import triton_kernels
 
     def launch(*args: Any, **constants: Any) -> None:
         if fault == "does not compile":

@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 from torch import Tensor
 
-from model_executor import kernels as module
-from model_executor.attention import normalise_and_rotate_
-from model_executor.kernels import Kernels, best_kernels, can_attend, pack
-from model_executor.linear import fused_linear
+from model_executor.kernels import cpu_kernels as module
+from model_executor.kernels.attention import normalise_and_rotate_
+from model_executor.kernels.cpu_kernels import Kernels, best_kernels, can_attend, pack
+from model_executor.kernels.linear import fused_linear
+from model_executor.kernels.operators import Operators
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.flux_transformer import FluxTransformer
-from model_executor.operators import Operators
-from model_executor.pages import Pages
+from model_executor.page_cache.pages import Pages
 
 GRID, TEXT = (6, 8), 8
 TOKENS = GRID[0] * GRID[1]

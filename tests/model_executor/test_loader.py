@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from core.config import ModelConfig
 from core.errors import ConfigError
 from core.handles import ModelKey
-from model_executor.loader import Checkpoint, resolve_dtype
+from model_executor.checkpoint.loader import Checkpoint, resolve_dtype
 from model_executor.models.flux import FluxFill
 from model_executor.models.parts import FLOW_SCHEDULERS, MODULES
 from model_executor.models.registry import FAMILIES, make_family
-from model_executor.resident import ResidentModels
+from model_executor.worker.resident import ResidentModels
 from tools.random_checkpoints import make_flux, make_flux_fill, make_qwen, make_qwen_edit, make_sd3
 
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"

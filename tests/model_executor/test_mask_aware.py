@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from core.page_scheme import PageDtype
-from model_executor.linear import Linear, fused_linear, plain_linear
+from model_executor.kernels.linear import Linear, fused_linear, plain_linear
+from model_executor.kernels.operators import Operators
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.flux_transformer import FluxTransformer
-from model_executor.operators import Operators
-from model_executor.pages import Pages
+from model_executor.page_cache.pages import Pages
 from tools.random_checkpoints import flux_transformer
 
 WIDTH = 32

@@ -14,19 +14,19 @@ import pytest
 from adapters import make_lora
 
 from core.config import AdapterConfig, CacheConfig, ModelConfig, SchedulerConfig
-from core.cost_model import Work
+from core.costs.cost_model import Work
 from core.handles import PAGE_ARENA, ArrayRef, ModelKey
 from core.ipc.shared_array import Arena, ArenaAllocator, carve
 from core.messages.engine import EditRequest, Finished
 from core.messages.worker import PageCopied
-from core.request import SamplingParams
-from core.scheduler import StepScheduler
-from engine.image_ops import content_id
-from model_executor.page_files import PageFiles
-from model_executor.page_store import PageStore
-from model_executor.resident import ResidentModels
-from model_executor.runner import Runner
-from model_executor.tensor_store import SharedMemory, TensorStore
+from core.scheduling.request import SamplingParams
+from core.scheduling.scheduler import StepScheduler
+from engine.images.image_ops import content_id
+from model_executor.page_cache.page_files import PageFiles
+from model_executor.page_cache.page_store import PageStore
+from model_executor.worker.resident import ResidentModels
+from model_executor.worker.runner import Runner
+from model_executor.worker.tensor_store import SharedMemory, TensorStore
 from tools.random_checkpoints import make_flux_fill
 
 Pixels = npt.NDArray[np.uint8]

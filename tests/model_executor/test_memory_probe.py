@@ -20,11 +20,11 @@ from core.config import CacheConfig, ModelConfig, SchedulerConfig
 from core.errors import ConfigError
 from core.memory_budget import DeviceMemory
 from core.model_info import ModelInfo
-from core.request import SamplingParams
-from model_executor.cost_probe import Batches
-from model_executor.memory_probe import CudaGauge, device_page_bytes, gauge_of, heaviest, measure
+from core.scheduling.request import SamplingParams
 from model_executor.models.base import Family
-from model_executor.resident import ResidentModels
+from model_executor.worker.cost_probe import Batches
+from model_executor.worker.memory_probe import CudaGauge, device_page_bytes, gauge_of, heaviest, measure
+from model_executor.worker.resident import ResidentModels
 from tools.random_checkpoints import make_sd3
 
 LIMITS = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=400)

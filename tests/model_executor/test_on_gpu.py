@@ -13,11 +13,11 @@ import torch
 from core.handles import EntryRef
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages.worker import PageCopied, PageCopy
-from model_executor.gpu_attention import Attend, attend_alike, attend_each, has_flash, varlen_attend
-from model_executor.gpu_operators import TritonOperators, gpu_operators
-from model_executor.linear import gpu_linear, plain_linear
-from model_executor.page_store import PageStore
-from model_executor.ragged import spans
+from model_executor.kernels.gpu_attention import Attend, attend_alike, attend_each, has_flash, varlen_attend
+from model_executor.kernels.gpu_operators import TritonOperators, gpu_operators
+from model_executor.kernels.linear import gpu_linear, plain_linear
+from model_executor.kernels.ragged import spans
+from model_executor.page_cache.page_store import PageStore
 
 pytestmark = pytest.mark.gpu
 

@@ -16,10 +16,10 @@ from core.config import ModelConfig
 from core.errors import ConfigError
 from core.ipc.shared_array import Arena
 from core.memory_budget import CPU_REMEDIES
-from model_executor.loader import Checkpoint
-from model_executor.memory_probe import room_for
+from model_executor.checkpoint.loader import Checkpoint
 from model_executor.models.base import Row
-from model_executor.resident import ResidentModels
+from model_executor.worker.memory_probe import room_for
+from model_executor.worker.resident import ResidentModels
 
 
 @pytest.fixture(scope="module")

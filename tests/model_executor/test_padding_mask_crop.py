@@ -18,7 +18,7 @@ from pipeline_rig import PROMPT, Rig
 from core.handles import ArrayRef
 from core.ipc.shared_array import Arena
 from core.messages.image_processor import ComposeImage, PrepareEdit
-from engine import image_ops
+from engine.images import image_ops
 from tools.random_checkpoints import make_flux, make_sd3
 
 NOWHERE = ArrayRef(0, 0, (0,), "uint8")

@@ -20,8 +20,8 @@ from disks import fill, mounted_tmpfs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from model_executor import page_files
-from model_executor.page_files import PageFiles
+from model_executor.page_cache import page_files
+from model_executor.page_cache.page_files import PageFiles
 
 NBYTES, BLOCK = 10_000, 4096
 KEY = "template-0x1.0p+0"

@@ -19,9 +19,9 @@ from core.errors import PagesLostError
 from core.handles import ArrayRef, EntryRef, Tier
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages.worker import PageCopied, PageCopy
-from model_executor import page_store
-from model_executor.page_files import PageFiles
-from model_executor.page_store import OnBlock, PageStore
+from model_executor.page_cache import page_store
+from model_executor.page_cache.page_files import PageFiles
+from model_executor.page_cache.page_store import OnBlock, PageStore
 
 NBYTES, BLOCK = 10_240, 4096
 NUM_BLOCKS = 3

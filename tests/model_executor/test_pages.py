@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from core.page_scheme import PageDtype, PageLayout
-from model_executor.pages import Entry, Pages, quantise
+from model_executor.page_cache.pages import Entry, Pages, quantise
 
 TOKENS = 13
 HEADS = 3

@@ -9,8 +9,8 @@ import torch
 
 from core.config import ModelConfig
 from model_executor.models.base import EncodedText, Family
-from model_executor.prompt_cache import PromptCache
-from model_executor.resident import ResidentModels
+from model_executor.worker.prompt_cache import PromptCache
+from model_executor.worker.resident import ResidentModels
 
 LENGTH = 16
 

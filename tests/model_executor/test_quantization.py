@@ -13,10 +13,10 @@ from torch import nn
 
 from core.config import ModelConfig
 from core.errors import ConfigError, InvalidRequestError
-from model_executor import quantization
+from model_executor.checkpoint import quantization
+from model_executor.checkpoint.quantization import QUANTIZED, check_method, check_quantized, stored_method, unquantized
 from model_executor.models.registry import FAMILIES
-from model_executor.quantization import QUANTIZED, check_method, check_quantized, stored_method, unquantized
-from model_executor.resident import ResidentModels
+from model_executor.worker.resident import ResidentModels
 from tools.random_unet_checkpoints import make_sd
 
 GPU = torch.device("cuda", 0)

@@ -24,11 +24,11 @@ from core.config import ModelConfig
 from core.errors import ConfigError
 from core.ipc.shared_array import Arena
 from core.vision_tokens import VisionTokens
-from model_executor.describe import describe
-from model_executor.loader import Checkpoint
+from model_executor.checkpoint.describe import describe
+from model_executor.checkpoint.loader import Checkpoint
 from model_executor.models.base import EncodedText
 from model_executor.models.registry import make_family
-from model_executor.prompt_cache import PromptCache
+from model_executor.worker.prompt_cache import PromptCache
 from tools.random_checkpoints import PictureProcessor, make_qwen, make_qwen_edit
 
 PROMPT = "a red hat"

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model_executor.ragged import norm_modulate, spans
+from model_executor.kernels.ragged import norm_modulate, spans
 
 WIDTH = 48
 EPS = 1e-6

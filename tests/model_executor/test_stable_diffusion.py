@@ -25,11 +25,11 @@ from pipeline_rig import Rig, assert_same
 from core.config import ModelConfig
 from core.errors import ConfigError
 from core.ipc.shared_array import Arena
-from model_executor.describe import describe
-from model_executor.loader import Checkpoint
+from model_executor.checkpoint.describe import describe
+from model_executor.checkpoint.loader import Checkpoint
 from model_executor.models.base import Row
 from model_executor.models.registry import make_family
-from model_executor.resident import ResidentModels, edit_once
+from model_executor.worker.resident import ResidentModels, edit_once
 from tools.random_unet_checkpoints import make_sd, make_sdxl
 
 V = {"prediction_type": "v_prediction"}

@@ -7,7 +7,7 @@ import torch
 
 from core.handles import ArrayRef, TensorKey, TensorRef
 from core.ipc.shared_array import Arena, ArenaAllocator, carve
-from model_executor.tensor_store import TensorStore
+from model_executor.worker.tensor_store import TensorStore
 
 KEY = TensorKey("r1", "image_encode", "latents")
 

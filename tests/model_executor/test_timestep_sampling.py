@@ -15,8 +15,8 @@ from diffusers.schedulers.scheduling_pndm import PNDMScheduler
 from fakes import MODEL
 from torch import Tensor
 
-from core.request import SamplingParams
-from model_executor.timestep_sampling import TimestepSampling
+from core.scheduling.request import SamplingParams
+from model_executor.samplers.timestep_sampling import TimestepSampling
 from tools.random_unet_checkpoints import NOISE_SCHEDULE
 
 V = {"prediction_type": "v_prediction"}

@@ -13,10 +13,10 @@ from transformers import CLIPTokenizer
 
 from core.config import ModelConfig
 from core.errors import ConfigError
-from model_executor.loader import Checkpoint
+from model_executor.checkpoint.loader import Checkpoint
+from model_executor.checkpoint.tokenizer_check import check_files
 from model_executor.models.base import Family
 from model_executor.models.registry import make_family
-from model_executor.tokenizer_check import check_files
 from tools.random_checkpoints import make_flux, make_qwen, make_qwen_edit, make_sd3
 from tools.random_unet_checkpoints import make_sd, make_sdxl
 

@@ -20,11 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.page_scheme import PageDtype, PageLayout
-from model_executor.attention import KeysValues, head_major, normalise_and_rotate_
-from model_executor.gpu_operators import TritonOperators
-from model_executor.operators import Operators
-from model_executor.pages import Entry, Pages, quantise
-from model_executor.ragged import spans
+from model_executor.kernels.attention import KeysValues, head_major, normalise_and_rotate_
+from model_executor.kernels.gpu_operators import TritonOperators
+from model_executor.kernels.operators import Operators
+from model_executor.kernels.ragged import spans
+from model_executor.page_cache.pages import Entry, Pages, quantise
 
 pytest.importorskip("triton")  # interpreted: see conftest.py
 
@@ -42,7 +42,7 @@ def _device() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def kernels() -> ModuleType:
-    from model_executor import triton_kernels
+    from model_executor.kernels import triton_kernels
 
     return triton_kernels
 

@@ -21,11 +21,11 @@ from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 
 from core.page_scheme import PageDtype
-from model_executor.adapters import Adapter, LowRank
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.boxes import Box, Size, Window, around, grown, share
 from model_executor.models.unet import GROWTH, WORTH, Unet
-from model_executor.pages import Entry, Pages
+from model_executor.page_cache.pages import Entry, Pages
+from model_executor.patches.adapters import Adapter, LowRank
 from tools.random_unet_checkpoints import sd_unet, sdxl_unet
 
 WIDTH = 24

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from core.page_scheme import PageDtype, PageLayout
-from model_executor.adapters import Adapter, LowRank
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.unet import Unet
-from model_executor.pages import Pages
+from model_executor.page_cache.pages import Pages
+from model_executor.patches.adapters import Adapter, LowRank
 from tools.random_unet_checkpoints import sd_unet, sdxl_unet
 
 GRID = (3, 4)

@@ -18,11 +18,11 @@ from PIL import Image
 from torch import Tensor, nn
 
 from core.config import EMBEDDED_MODEL, ModelConfig
-from engine.similarity import ssim
+from entrypoints.calibration.similarity import ssim
 from model_executor.models.base import Family
 from model_executor.models.boxes import times
 from model_executor.models.vae_region import CELLS_PER_TOKEN, WORTH, Region, RegionDecoder
-from model_executor.resident import ResidentModels
+from model_executor.worker.resident import ResidentModels
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "person.png"

@@ -1,4 +1,4 @@
-// Which tokens an edit computes: the server's own rules (engine/image_ops.py), so that they can be drawn. Sizes are
+// Which tokens an edit computes: the server's own rules (engine/images/image_ops.py), so that they can be drawn. Sizes are
 // {width, height} in pixels.
 
 /**

@@ -1,0 +1,1 @@
+"""The activation cache: which templates' activations are kept, on which tier, and how they are computed."""

@@ -1,0 +1,452 @@
+"""ActivationCacheManager: which cached activations lie on which tier, who uses them, and who goes when room is needed.
+
+Decides and never touches a page: it knows keys and bytes, and what it wants done leaves as orders (`take_orders`) that
+workers carry out. An entry is a template's pages at one keyframe, or its clean latents.
+
+              reserve: on no tier          fill
+    ABSENT ---------------------> EMPTY ---------> READY         on the compute tier, the fastest one, where an entry
+       |                            ^                ^           must lie to be used
+       | reserve: on a slower tier  | not ok         | ok
+       `-----------------------> LOADING ------------`           a copy is under way
+
+Entries used twice, or registered, are copied down one tier after another in the background, so eviction never waits: it
+merely drops. An entry has at most one copy in flight, and keeps its places until that is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from core.cache.entry import Entry, EntryState, Want
+from core.cache.memory_tier import MemoryTier
+from core.cache.orders import CacheOrders, PendingOrders
+from core.cache.tally import CacheTally
+from core.cache.template_index import TemplateIndex
+from core.costs.load_report import CacheStats, Residency
+from core.handles import ArrayRef, EntryRef, Tier
+from core.messages.worker import PageCopied, PageCopy
+from core.page_scheme import latents_key
+
+LoadWins = Callable[[Tier, int], bool]
+"""Whether loading so many bytes from a tier is predicted to be faster than priming them."""
+
+USES_TO_PROVE = 2
+"""An entry used less often is not worth a copy to a slower tier, and is evicted first."""
+
+
+_READY = EntryState.READY  # a global is found 10 times faster than an enum's member (Python 3.11)
+
+
+@dataclass(frozen=True, slots=True)
+class TierBudget:
+    """A tier in memory ("device" or "host") and its limit in bytes."""
+
+    tier: Tier
+    nbytes: int
+
+
+class ActivationCacheManager:
+    """Reference counts, tiers, LRU and statistics of all entries; owned by one scheduler."""
+
+    def __init__(self, budgets: Sequence[TierBudget], *, has_disk: bool, page_arena_id: int, keep_all: bool) -> None:
+        """budgets: the host tier, or the device and the host tier. has_disk: there are files below the host tier.
+        keep_all: keep entries after use while there is room; else only those that are registered.
+        """
+        names = [budget.tier for budget in budgets]
+        if names not in (["host"], ["device", "host"]):
+            raise ValueError(f"tiers must be host, or device and host, not {names}")
+        tiers = [MemoryTier(budget.tier, budget.nbytes) for budget in budgets]
+        self._compute = tiers[0]
+        self._below = tiers[1] if len(tiers) > 1 else None  # the host tier, where it does not compute
+        self._has_disk = has_disk
+        self._keep_all = keep_all
+        self._page_arena_id = page_arena_id
+        self._entries: dict[str, Entry] = {}  # key -> entry, on any tier in memory
+        self._templates = TemplateIndex()
+        self._registered: set[str] = set()  # keys
+        self._orders = PendingOrders(has_disk=has_disk)
+        self._tally = CacheTally(tiers, has_disk=has_disk)
+
+    # ------------------------------------------------------------------------------------------------- use
+
+    def reserve(self, wants: Sequence[Want], load_wins: LoadWins) -> bool:
+        """Pin all these entries, giving those that are absent a place on the compute tier, or none of them: False when
+        what is pinned leaves no room.
+
+        What is absent becomes LOADING if it lies on a slower tier that `load_wins` speaks for, else EMPTY: somebody
+        must then fill it. What the disk holds only the disk knows (others write there as well), so it is asked. Counts
+        as one use of each entry; must be followed by one `release` of each.
+        """
+        entries, hold, hits = self._entries, self._compute.hold, 0
+        absent = [want for want in wants if (e := entries.get(want.key)) is None or e.ref is None]
+        if absent and not self._place(wants, absent, load_wins):
+            return False
+        for want in wants:
+            entry = entries[want.key]
+            if not entry.pins:
+                hold(want.key)
+            entry.pins += 1
+            entry.uses += 1
+            if entry.uses == USES_TO_PROVE:
+                self._judge(entry)
+            if entry.state is _READY:
+                hits += 1
+                if not entry.has_sunk:
+                    self._sink(entry)
+            elif entry.state is EntryState.LOADING:
+                entry.num_waiting += 1
+            else:
+                self._tally.misses += 1
+        self._tally.hits[self._compute.name] += hits
+        return True
+
+    def fits(self, wants: Iterable[Want]) -> bool:
+        """Whether these entries can be reserved together once nothing else is pinned."""
+        return self._compute.fits_empty(_sizes(wants))
+
+    def fill(self, key: str) -> None:
+        """An EMPTY entry has been primed; ValueError if it was not EMPTY."""
+        entry = self._entries.get(key)
+        if entry is None or entry.state is not EntryState.EMPTY:
+            raise ValueError(f"entry {key} is {self.state(key).value}, not empty")
+        entry.state = EntryState.READY
+        self._templates.note_moved(key)
+        self._tally.primed += 1
+        self._sink(entry)
+
+    def release(self, keys: Iterable[str]) -> None:
+        """Unpin entries that were reserved; nobody may read or write them on the reserver's behalf any more. ValueError
+        for one that is not pinned.
+        """
+        for key in keys:
+            entry = self._entries.get(key)
+            if entry is None or not entry.pins:
+                raise ValueError(f"entry {key} is not pinned")
+            entry.pins -= 1
+            if not entry.pins:
+                self._settle(entry)
+
+    def state(self, key: str) -> EntryState:
+        entry = self._entries.get(key)
+        return EntryState.ABSENT if entry is None else entry.state
+
+    def ref(self, key: str) -> EntryRef:
+        """Where an entry lies on the compute tier; valid while it is pinned. KeyError if it has no place there."""
+        ref = self._entries[key].ref
+        if ref is None:
+            raise KeyError(key)
+        return ref
+
+    def tier_of(self, key: str) -> Tier | None:
+        """Where an entry's pages are, or come from while LOADING (from "disk" if they are there); None: nowhere in
+        memory.
+        """
+        entry = self._entries.get(key)
+        if entry is None or entry.state is EntryState.EMPTY:
+            return None
+        if entry.state is EntryState.LOADING:
+            return entry.source
+        return self._compute.name if entry.state is EntryState.READY else "host"
+
+    # ------------------------------------------------------------------------------------------------- templates
+
+    def register(self, keys: Iterable[str]) -> None:
+        """Keep these entries, now or when they come, as if used twice: they are copied down at once, and with admission
+        manual they stay after use.
+        """
+        for key in keys:
+            self._registered.add(key)
+            entry = self._entries.get(key)
+            if entry is not None:
+                entry.is_doomed = False
+                self._judge(entry)
+                self._sink(entry)
+
+    def drop(self, template_key: str, keys: Iterable[str]) -> None:
+        """Forget a template: all its entries in memory, now or once unpinned, and all its files. `keys`, registered or
+        not, are registered no more."""
+        self._orders.delete(template_key)
+        self._registered.difference_update(keys)
+        for key in self._templates.keys_of(template_key):
+            self._registered.discard(key)
+            entry = self._entries[key]
+            if entry.copy is not None and "disk" in (entry.copy.source, entry.copy.target):
+                entry.is_file_doomed = True  # the copy may not have begun: what it writes goes when it is over
+            entry.is_doomed, entry.was_on_disk, entry.has_sunk = True, False, False
+            self._judge(entry)
+            self._settle(entry)
+
+    def take_residency(self) -> tuple[Residency, ...]:
+        """What is here now of the templates whose pages have come or gone since the last call."""
+        return tuple(map(self._residency, self._templates.take_moved()))
+
+    def _residency(self, template_key: str) -> Residency:
+        latents = latents_key(template_key)
+        keys = [key for key in self._templates.keys_of(template_key) if key != latents]
+        num_ready = sum(self._entries[key].state is _READY for key in keys)
+        num_below = sum(self.tier_of(key) == "host" and self._entries[key].state is not _READY for key in keys)
+        return Residency(template_key, num_ready, num_below)
+
+    # ------------------------------------------------------------------------------------------------- orders
+
+    def take_orders(self) -> CacheOrders:
+        """What is to be done since the last call; each order is handed out once."""
+        return self._orders.take()
+
+    def finish_copy(self, done: PageCopied) -> None:
+        """A copy is over. A load that is not ok leaves its entry EMPTY; a copy down that is not ok is given up, one to
+        disk until the entry's next use: there may be room again by then. ValueError for a copy that was not ordered.
+        """
+        entry = self._entries.get(done.key)
+        copy = None if entry is None else entry.copy
+        if entry is None or copy is None or (copy.source, copy.target) != (done.source, done.target):
+            raise ValueError(f"no copy of entry {done.key} from {done.source} to {done.target} was ordered")
+        entry.copy = None
+        if _is_load(copy):
+            self._finish_load(entry, copy, done)
+        else:
+            self._finish_sinking(entry, copy, done.ok)
+        if entry.is_file_doomed:
+            entry.is_file_doomed = entry.was_on_disk = entry.has_sunk = False
+            self._orders.delete(done.key)
+        if entry.state is EntryState.LOADING and entry.pins:
+            self._load(entry)
+        elif done.ok or _is_load(copy):
+            self._sink(entry)
+        self._settle(entry)
+
+    def fail_copies(self) -> None:
+        """The workers are gone, and with them all copies in flight."""
+        self._orders.copies.clear()
+        for entry in [entry for entry in self._entries.values() if entry.copy is not None]:
+            copy = entry.copy
+            assert copy is not None
+            self.finish_copy(PageCopied(0, copy.key, copy.nbytes, copy.source, copy.target, False, 0.0))
+
+    # ------------------------------------------------------------------------------------------------- what it holds
+
+    def stats(self) -> CacheStats:
+        return self._tally.stats(self._memory_tiers())
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless budgets are kept and pins, places, states and copies agree."""
+        for tier in self._memory_tiers():
+            tier.check_integrity()
+            assert set(tier) <= set(self._entries), "a place without an entry"
+        self._templates.check_integrity(self._entries)
+        for key, entry in self._entries.items():
+            self._check_entry(key, entry)
+        in_flight = [entry.copy for entry in self._entries.values() if entry.copy is not None]
+        assert all(copy in in_flight for copy in self._orders.copies), "an order for a copy that nobody waits for"
+
+    def _check_entry(self, key: str, entry: Entry) -> None:
+        is_below = self._is_below(key)
+        assert (key in self._compute) == (entry.ref is not None) == (entry.state is not EntryState.ABSENT), key
+        assert key in self._compute or is_below, f"{key} is nowhere"
+        assert entry.pins >= 0
+        assert entry.pins == 0 or entry.ref is not None, f"{key} is pinned without a place"
+        assert entry.state is not EntryState.EMPTY or entry.pins or entry.copy, f"{key} is empty and nobody's"
+        assert (entry.state is EntryState.LOADING) <= (entry.copy is not None), f"{key} waits for no copy"
+        may_go = not entry.pins and entry.copy is None
+        assert self._compute.is_idle(key) == (may_go and entry.ref is not None), f"{key}: pins and LRU differ"
+        if self._below is not None:
+            assert self._below.is_idle(key) == (is_below and entry.copy is None), f"{key}: copy and LRU differ"
+        assert not (may_go and not entry.is_kept), f"{key} should be gone"
+        if entry.ref is not None and entry.ref.host is not None:
+            assert entry.ref.host.offset == self._compute.offset(key), f"{key} has moved"
+        if entry.copy is not None and entry.copy.host is not None:
+            assert entry.copy.host.offset == self._host_tier.offset(key), f"{key} moved while copied"
+
+    # ------------------------------------------------------------------------------------------------- making places
+
+    def _place(self, wants: Sequence[Want], absent: Sequence[Want], load_wins: LoadWins) -> bool:
+        """Give the absent entries a place on the compute tier; False, and nothing changed, if there is no room."""
+        wanted = {want.key for want in wants}
+        evicted = self._compute.put(_sizes(absent), wanted)
+        if evicted is None:
+            # Scattered entries that are wanted themselves may be all that is in the way; waiting would not help.
+            if self._compute.is_held or not self.fits(wants):
+                return False
+            self._evict(self._compute, self._compute.clear())
+            absent = wants
+            evicted = self._compute.put(_sizes(wants), ())
+            assert evicted is not None
+        self._evict(self._compute, evicted)
+        for want in {want.key: want for want in absent}.values():
+            self._begin(want, wanted, load_wins)
+        return True
+
+    def _begin(self, want: Want, wanted: set[str], load_wins: LoadWins) -> None:
+        """Decide where the pages of an entry that has just got a place come from."""
+        entry = self._entries.get(want.key) or self._new_entry(want)
+        entry.ref = EntryRef(want.key, want.nbytes, self._host_ref(entry) if self._below is None else None)
+        entry.source = self._choose_source(want, wanted, load_wins)
+        entry.state = EntryState.EMPTY if entry.source is None else EntryState.LOADING
+        self._templates.note_moved(want.key)
+        if entry.source is not None and entry.copy is None:
+            self._load(entry)
+
+    def _choose_source(self, want: Want, wanted: set[str], load_wins: LoadWins) -> Tier | None:
+        """The tier to load an absent entry from; None: it is to be primed."""
+        if self._is_below(want.key):
+            return "host" if load_wins("host", want.nbytes) else None
+        if not self._has_disk or not load_wins("disk", want.nbytes):
+            return None
+        return "disk" if self._below is None or self._put_below(want, wanted) else None
+
+    def _put_below(self, want: Want, spared: Iterable[str]) -> bool:
+        """Give an entry a place on the host tier under the compute tier, if there is room."""
+        assert self._below is not None
+        evicted = self._below.put({want.key: want.nbytes}, set(spared))
+        if evicted is None:
+            return False
+        self._evict(self._below, evicted)
+        return True
+
+    def _new_entry(self, want: Want) -> Entry:
+        entry = self._entries[want.key] = Entry(want)
+        self._judge(entry)
+        self._templates.add(want.key)
+        return entry
+
+    def _evict(self, tier: MemoryTier, keys: Iterable[str]) -> None:
+        """These have lost their place on a tier to others."""
+        for key in keys:
+            self._tally.evictions[tier.name] += 1
+            self._left(tier, self._entries[key])
+
+    # ------------------------------------------------------------------------------------------------- copies
+
+    def _load(self, entry: Entry) -> None:
+        """Start the next copy that brings an entry up. The host tier, if it does not compute, is passed through."""
+        if self._below is not None and entry.source == "host":
+            self._start(entry, "host", "device")
+        else:
+            self._start(entry, "disk", "host")
+
+    def _finish_load(self, entry: Entry, copy: PageCopy, done: PageCopied) -> None:
+        self._tally.load_seconds += done.seconds
+        self._templates.note_moved(done.key)
+        if not done.ok:
+            self._fail_load(entry, copy)
+            return
+        self._tally.loads[copy.source] += 1
+        if copy.source == "disk":
+            entry.was_on_disk = True
+        if copy.target != self._compute.name:
+            self._tally.hits["disk"] += entry.num_waiting
+            entry.num_waiting = 0
+            entry.source = "host"
+            return
+        assert entry.source is not None
+        self._tally.hits[entry.source] += entry.num_waiting
+        entry.num_waiting = 0
+        entry.state = EntryState.READY
+
+    def _fail_load(self, entry: Entry, copy: PageCopy) -> None:
+        self._tally.failed_loads += 1
+        self._tally.misses += entry.num_waiting
+        entry.num_waiting = 0
+        entry.state = EntryState.EMPTY
+        if self._below is not None and copy.target == "host":
+            self._below.remove(entry.want.key)
+
+    def _sink(self, entry: Entry) -> None:
+        """Copy an entry that deserves it one tier down, unless it is being copied already."""
+        if entry.has_sunk or entry.copy is not None or not (entry.is_proven and entry.is_kept):
+            return
+        is_below = self._is_below(entry.want.key)
+        if self._below is not None and not is_below:
+            if entry.state is EntryState.READY and self._put_below(entry.want, ()):
+                self._start(entry, "device", "host")
+        elif not self._has_disk or entry.was_on_disk:
+            entry.has_sunk = True
+        elif is_below or entry.state is EntryState.READY:
+            self._start(entry, "host", "disk")
+
+    def _finish_sinking(self, entry: Entry, copy: PageCopy, ok: bool) -> None:
+        if not ok:
+            self._tally.failed_stores += 1
+        if copy.target == "disk":
+            entry.was_on_disk = ok
+        elif not ok:
+            assert self._below is not None
+            self._below.remove(entry.want.key)
+            entry.has_sunk = True
+
+    def _start(self, entry: Entry, source: Tier, target: Tier) -> None:
+        """Order a copy; its entry keeps its places on all tiers until it is over."""
+        want = entry.want
+        entry.copy = PageCopy(want.key, want.nbytes, want.block_bytes, source, target, self._host_ref(entry))
+        self._orders.copy(entry.copy)
+        for tier in self._memory_tiers():
+            tier.hold(want.key)
+
+    # ------------------------------------------------------------------------------------------------- leaving
+
+    def _settle(self, entry: Entry) -> None:
+        """Let an entry go from where nobody needs it: to the LRU, or for good."""
+        if entry.copy is not None:
+            return
+        key = entry.want.key
+        if self._below is not None and key in self._below:
+            if entry.is_kept or entry.pins:
+                self._below.let_go(key, entry.is_proven)
+            else:
+                self._below.remove(key)
+                self._left(self._below, entry)
+        if entry.pins or entry.ref is None:
+            return
+        if entry.is_kept and entry.state is _READY:
+            self._compute.let_go(key, entry.is_proven)
+        else:
+            self._compute.remove(key)
+            self._left(self._compute, entry)
+
+    def _left(self, tier: MemoryTier, entry: Entry) -> None:
+        """An entry has no place on `tier` any more."""
+        key = entry.want.key
+        self._templates.note_moved(key)
+        if tier is self._compute:
+            entry.state, entry.ref = EntryState.ABSENT, None
+            if tier.name == "device":
+                self._orders.forget(key)
+        else:
+            entry.has_sunk = False
+        if not any(key in tier for tier in self._memory_tiers()):
+            del self._entries[key]
+            self._templates.remove(key)
+
+    # ------------------------------------------------------------------------------------------------- facts
+
+    def _judge(self, entry: Entry) -> None:
+        """Decide anew how much an entry is worth."""
+        is_registered = entry.want.key in self._registered
+        entry.is_kept = not entry.is_doomed and (self._keep_all or is_registered)
+        entry.is_proven = is_registered or entry.uses >= USES_TO_PROVE
+
+    def _host_ref(self, entry: Entry) -> ArrayRef:
+        """Its place in the page arena."""
+        offset = self._host_tier.offset(entry.want.key)
+        return ArrayRef(self._page_arena_id, offset, (entry.want.nbytes,), "uint8")
+
+    def _is_below(self, key: str) -> bool:
+        """Whether an entry lies on the host tier under a compute tier that is the device."""
+        return self._below is not None and key in self._below
+
+    @property
+    def _host_tier(self) -> MemoryTier:
+        return self._below or self._compute
+
+    def _memory_tiers(self) -> tuple[MemoryTier, ...]:
+        return (self._compute,) if self._below is None else (self._compute, self._below)
+
+
+def _sizes(wants: Iterable[Want]) -> dict[str, int]:
+    """key -> bytes."""
+    return {want.key: want.nbytes for want in wants}
+
+
+def _is_load(copy: PageCopy) -> bool:
+    return copy.source == "disk" or copy.target == "device"

@@ -1,0 +1,351 @@
+"""TemplatePages: what edits hold of the activation cache, and the jobs that prime what is missing.
+
+Stands between the scheduler, which knows requests and steps, and the ActivationCacheManager, which knows entries and
+bytes. An edit reserves all entries that its steps need at once, or none: so edits that wait for room hold nothing that
+others wait for. First edits of one template share one job.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Literal, get_args
+
+from core.cache.activation_cache import ActivationCacheManager
+from core.cache.entry import EntryState, Want
+from core.cache.priming import Chunk, PrimingJob, TemplateInfo
+from core.handles import ArrayRef, EntryRef, Tier
+from core.messages.worker import PageCopied, PageSpan
+from core.page_scheme import page_key
+
+LoadWins = Callable[[TemplateInfo, Tier, int], bool]
+"""Whether copying so many bytes of a template up from a tier is predicted to be faster than priming them."""
+
+
+@dataclass(slots=True)
+class PageHold:
+    """What one edit, or one registration of a template, needs and holds of the cache."""
+
+    owner_id: str
+    template: TemplateInfo
+    pixels: ArrayRef  # uint8 [height, width, 3], valid until the owner's terminal message
+    sigmas: tuple[float, ...] = ()  # keyframes it needs, falling
+    is_reserved: bool = False
+    is_complete: bool = False  # every entry it needs has been filled; none can go while it is held
+    is_read: bool = False  # a worker reads `pixels` on behalf of a job
+    is_idle_work: bool = False  # only to be primed when nothing else wants to compute
+    is_prefetch: bool = False  # its owner waits for a place: what other tiers have is loaded, nothing is primed
+    is_given_up: bool = False  # its template could not be primed, and its owner is told so
+    full_blocks: tuple[int, ...] = ()  # that the next step computes in full, instead of waiting for their pages
+    is_primed: bool = False  # something had to be computed for it
+    tier: Tier | None = None  # the slowest tier that something it needs came from
+    came_from: dict[str, Tier | None] = field(default_factory=dict)  # entry -> where it lay when it was reserved
+    prime_seconds: float = 0.0  # worker time spent on its template's pages while it waited
+
+    def entry_keys(self) -> list[str]:
+        """The entries it needs, clean latents first."""
+        return [self.template.latents_key, *(page_key(self.template.key, sigma) for sigma in self.sigmas)]
+
+    def wants(self) -> list[Want]:
+        template, layout = self.template, self.template.scheme.layout
+        latent_bytes = template.scheme.latent_entry_bytes(template.num_tokens)
+        entry_bytes, block_bytes = layout.entry_bytes(template.num_tokens), layout.block_bytes(template.num_tokens)
+        latents, *pages = self.entry_keys()
+        return [Want(latents, latent_bytes, latent_bytes), *(Want(key, entry_bytes, block_bytes) for key in pages)]
+
+    @property
+    def result(self) -> Literal["hit", "miss"]:
+        return "miss" if self.is_primed else "hit"
+
+
+@dataclass(frozen=True, slots=True)
+class Bracket:
+    """The keyframes around a noise level: (1 - weight) * near + weight * far."""
+
+    near: float
+    far: float | None
+    weight: float
+
+    @property
+    def keyframes(self) -> tuple[float, ...]:
+        """One or two, falling."""
+        return (self.near,) if self.far is None else (self.near, self.far)
+
+
+def bracket(keyframes: Sequence[float], sigma: float) -> Bracket:
+    """The keyframes (falling; () = every noise level is one) that the pages at `sigma` are made from.
+
+    Beyond the first or last keyframe the nearest one is taken.
+    """
+    if not keyframes:
+        return Bracket(sigma, None, 0.0)
+    after = bisect_left(keyframes, -sigma, key=lambda keyframe: -keyframe)  # the first keyframe <= sigma
+    if after == len(keyframes):
+        return Bracket(keyframes[-1], None, 0.0)
+    if after == 0 or keyframes[after] == sigma:
+        return Bracket(keyframes[after], None, 0.0)
+    near, far = keyframes[after - 1], keyframes[after]
+    return Bracket(near, far, (near - sigma) / (near - far))
+
+
+def keyframes_needed(keyframes: Sequence[float], sigmas: Iterable[float]) -> tuple[float, ...]:
+    """All keyframes that steps at these noise levels read, falling."""
+    needed: set[float] = set()
+    for sigma in sigmas:
+        needed |= set(bracket(keyframes, sigma).keyframes)
+    return tuple(sorted(needed, reverse=True))
+
+
+def _slowest(tiers: Iterable[Tier | None]) -> Tier | None:
+    found = set(tiers)
+    return next((tier for tier in reversed(get_args(Tier)) if tier in found), None)
+
+
+@dataclass(slots=True)
+class TemplatePages:
+    """One per scheduler; owns the cache manager, the holds and the jobs."""
+
+    cache: ActivationCacheManager
+    load_wins: LoadWins
+    _holds: dict[str, PageHold] = field(default_factory=dict)  # owner id -> its hold, while reserved
+    _jobs: dict[str, PrimingJob] = field(default_factory=dict)  # template key -> its job
+    _left: dict[str, list[PageHold]] = field(default_factory=dict)  # job id -> holds given up while it was in flight
+    _freed: list[str] = field(default_factory=list)  # ids of jobs that ended
+    _job_ids: Iterator[int] = field(default_factory=count)
+    num_chunks: int = 0  # since start
+
+    # ------------------------------------------------------------------------------------------------- holds
+
+    def reserve(self, hold: PageHold) -> bool:
+        """Pin all that `hold` needs, or nothing; what is missing is loaded or primed. False: no room yet."""
+        wants = hold.wants()
+        was = {want.key: self.cache.state(want.key) for want in wants}
+        if not self.cache.reserve(wants, lambda tier, nbytes: self.load_wins(hold.template, tier, nbytes)):
+            return False
+        hold.is_reserved = True
+        self._holds[hold.owner_id] = hold
+        hold.is_primed = any(was[key] is EntryState.EMPTY for key in was)  # an earlier edit's job is at it
+        hold.came_from = {want.key: self.cache.tier_of(want.key) for want in wants}
+        hold.tier = _slowest(hold.came_from.values())
+        self.refresh(hold)
+        return True
+
+    def refresh(self, hold: PageHold) -> None:
+        """Look whether all is there by now, and see to what is still to be primed."""
+        if hold.is_complete or hold.is_given_up:
+            return
+        states = {key: self.cache.state(key) for key in hold.entry_keys()}
+        hold.is_complete = all(state is EntryState.READY for state in states.values())
+        empty = {key for key, state in states.items() if state is EntryState.EMPTY}
+        if empty and not hold.is_prefetch:
+            self._want(hold, empty)
+
+    def narrow(self, hold: PageHold, sigmas: tuple[float, ...]) -> None:
+        """The owner of a prefetch begins, and needs these keyframes: let the others go, and prime what is missing."""
+        gone = [sigma for sigma in hold.sigmas if sigma not in sigmas]
+        hold.sigmas, hold.is_prefetch, hold.is_complete = sigmas, False, False
+        if hold.is_reserved:
+            self.cache.release([page_key(hold.template.key, sigma) for sigma in gone])
+            hold.tier = _slowest(hold.came_from[key] for key in hold.entry_keys())
+            self.refresh(hold)
+
+    def release(self, hold: PageHold) -> None:
+        """Give up all that `hold` holds. What a worker writes at this moment stays pinned until it has landed."""
+        if not hold.is_reserved:
+            return
+        del self._holds[hold.owner_id]
+        hold.is_reserved = False
+        job = self._jobs.get(hold.template.key)
+        if job is not None and job.is_in_flight:
+            self._left.setdefault(job.id, []).append(hold)
+            return
+        self.cache.release(hold.entry_keys())
+        self._drop_unwanted(hold.template.key)
+
+    def tokens_left(self, job: PrimingJob) -> int:
+        """Tokens that the job has still to compute, in whole passes."""
+        return len(job.wanted) * job.template.pass_tokens
+
+    def trim(self, hold: PageHold, sigmas_left: Sequence[float]) -> None:
+        """Give up the keyframes that the steps still ahead, at falling noise levels, do not need: a one-off template
+        holds two at a time.
+        """
+        if sigmas_left and hold.sigmas[:1] == (bracket(hold.template.scheme.keyframes, sigmas_left[0]).near,):
+            return  # the next step still reads the first one
+        needed = set(keyframes_needed(hold.template.scheme.keyframes, sigmas_left))
+        passed = [sigma for sigma in hold.sigmas if sigma not in needed]
+        if passed and hold.is_complete:
+            hold.sigmas = tuple(sigma for sigma in hold.sigmas if sigma in needed)
+            self.cache.release([page_key(hold.template.key, sigma) for sigma in passed])
+
+    def finish_copy(self, done: PageCopied) -> None:
+        """An entry has come up, or gone down, a tier; or it could not."""
+        self.cache.finish_copy(done)
+        for hold in list(self._holds.values()):
+            self.refresh(hold)
+
+    def abandon(self) -> None:
+        """The workers are gone, and with them whatever was in flight."""
+        self.cache.fail_copies()
+        for job in list(self._jobs.values()):
+            if job.is_in_flight:
+                self.fail(job)
+        for hold in list(self._holds.values()):
+            self.release(hold)
+
+    # ------------------------------------------------------------------------------------------------- reading
+
+    def span(self, hold: PageHold, sigma: float, *, may_load: bool = False) -> PageSpan | None:
+        """The pages at this noise level; None while they are not there, or with `may_load` not even on their way."""
+        usable = (EntryState.READY, EntryState.LOADING) if may_load else (EntryState.READY,)
+        around = bracket(hold.template.scheme.keyframes, sigma)
+        keys = [page_key(hold.template.key, keyframe) for keyframe in around.keyframes]
+        if any(self.cache.state(key) not in usable for key in keys):
+            return None
+        near, *far = (self.cache.ref(key) for key in keys)
+        return PageSpan(hold.template.scheme.layout.dtype, near, far[0] if far else None, around.weight)
+
+    def loading(self, hold: PageHold, sigma: float) -> list[tuple[Tier, int]]:
+        """(tier, bytes) of each entry at this noise level that is on its way."""
+        around = bracket(hold.template.scheme.keyframes, sigma)
+        keys = [page_key(hold.template.key, keyframe) for keyframe in around.keyframes]
+        refs = [self.cache.ref(key) for key in keys if self.cache.state(key) is EntryState.LOADING]
+        return [(self.cache.tier_of(ref.key) or "disk", ref.nbytes) for ref in refs]
+
+    def latents(self, template: TemplateInfo) -> EntryRef:
+        """The template's clean latents, which are held."""
+        return self.cache.ref(template.latents_key)
+
+    def has_latents(self, template: TemplateInfo) -> bool:
+        return self.cache.state(template.latents_key) is EntryState.READY
+
+    def ref(self, template: TemplateInfo, sigma: float) -> EntryRef:
+        """The entry of a keyframe, which is held."""
+        return self.cache.ref(page_key(template.key, sigma))
+
+    # ------------------------------------------------------------------------------------------------- jobs
+
+    def jobs(self) -> list[PrimingJob]:
+        """Jobs with work to give out, in the order they were begun."""
+        return [job for job in self._jobs.values() if not job.is_in_flight]
+
+    def all_jobs(self) -> Iterable[PrimingJob]:
+        return self._jobs.values()
+
+    def waiters(self, job: PrimingJob) -> list[PageHold]:
+        """The holds that a job works for."""
+        return [
+            hold
+            for hold in self._holds.values()
+            if hold.template.key == job.template.key and not (hold.is_complete or hold.is_given_up or hold.is_prefetch)
+        ]
+
+    def is_idle_work(self, job: PrimingJob) -> bool:
+        """Whether nobody waits for it who is in a hurry."""
+        return all(hold.is_idle_work for hold in self.waiters(job))
+
+    def needs_latents(self, job: PrimingJob) -> bool:
+        """Whether the template's clean latents come first."""
+        return not self.has_latents(job.template)
+
+    def can_start(self, job: PrimingJob) -> bool:
+        """Whether nothing that it reads is still being loaded."""
+        return self.cache.state(job.template.latents_key) is not EntryState.LOADING
+
+    def start_latents(self, job: PrimingJob) -> ArrayRef:
+        """Record that a worker encodes the template; its pixels."""
+        job.is_in_flight = True
+        return self.lend_pixels(job)
+
+    def lend_pixels(self, job: PrimingJob) -> ArrayRef:
+        """The template's pixels for the batch that is out, lent by one of those who wait."""
+        lender = self.waiters(job)[0]
+        lender.is_read = True
+        return lender.pixels
+
+    def start_chunk(self, job: PrimingJob, token_budget: int) -> Chunk:
+        """Record that a worker computes the next chunk."""
+        job.is_in_flight = True
+        self.num_chunks += 1
+        return job.next_chunk(token_budget)
+
+    def finish_latents(self, job: PrimingJob, seconds: float) -> None:
+        self._land(job, seconds)
+        self.cache.fill(job.template.latents_key)
+        self._settle(job)
+
+    def finish_chunk(self, job: PrimingJob, chunk: Chunk, seconds: float) -> None:
+        self._land(job, seconds)
+        for key in job.finish_chunk(chunk):
+            self.cache.fill(key)
+        self._settle(job)
+
+    def fail(self, job: PrimingJob) -> list[PageHold]:
+        """A worker could not do it: the job is over, and those returned, who waited for it, are given up."""
+        self._land(job, 0.0)
+        waiters = self.waiters(job)
+        for hold in waiters:
+            hold.is_given_up = True
+        self._end(job)
+        self._settle(job)
+        return waiters
+
+    def take_freed(self) -> list[str]:
+        """Ids of jobs that ended, whose tensors a worker may still keep."""
+        freed, self._freed = self._freed, []
+        return freed
+
+    def _want(self, hold: PageHold, empty: set[str]) -> None:
+        """Have these entries primed."""
+        job = self._jobs.get(hold.template.key)
+        if job is None:
+            job = PrimingJob(f"prime-{next(self._job_ids)}", hold.template)
+            self._jobs[hold.template.key] = job
+        hold.is_primed = True
+        for sigma in hold.sigmas:
+            key = page_key(hold.template.key, sigma)
+            if key in empty:
+                job.wanted.setdefault(sigma, key)
+
+    def _land(self, job: PrimingJob, seconds: float) -> None:
+        job.is_in_flight = False
+        job.seconds += seconds
+        left = self._left.get(job.id, [])
+        for hold in [*self._holds.values(), *left]:
+            # Who lent its pixels may wait no longer: pages may have come up from another tier meanwhile.
+            if hold.template.key == job.template.key:
+                hold.is_read = False
+        for hold in [*self.waiters(job), *left]:
+            hold.prime_seconds += seconds
+
+    def _settle(self, job: PrimingJob) -> None:
+        """After a landing: let go what was given up meanwhile, tell those who wait, end the job if it is done."""
+        for hold in self._left.pop(job.id, []):
+            self.cache.release(hold.entry_keys())
+        for hold in self.waiters(job):
+            self.refresh(hold)
+        self._drop_unwanted(job.template.key)
+
+    def _drop_unwanted(self, template_key: str) -> None:
+        """End the template's job if nobody waits for it any more. Entries that nobody wants are not primed."""
+        job = self._jobs.get(template_key)
+        if job is None or job.is_in_flight:
+            return
+        for sigma in [s for s, key in job.wanted.items() if self.cache.state(key) is not EntryState.EMPTY]:
+            job.forget(sigma)
+        if not self.waiters(job) or (not job.wanted and not self.needs_latents(job)):
+            self._end(job)
+
+    def _end(self, job: PrimingJob) -> None:
+        del self._jobs[job.template.key]
+        self._freed.append(job.id)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless holds, jobs and the cache agree."""
+        self.cache.check_integrity()
+        assert set(self._left) <= {job.id for job in self._jobs.values() if job.is_in_flight}
+        for hold in self._holds.values():
+            assert hold.is_reserved
+            assert all(self.cache.state(key) is not EntryState.ABSENT for key in hold.entry_keys())

@@ -1,0 +1,41 @@
+"""CacheTally: what has come of the activation cache's entries since start, counted. It decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from core.cache.memory_tier import MemoryTier
+from core.costs.load_report import CacheStats
+from core.handles import Tier
+
+
+class CacheTally:
+    """Written by the cache manager that owns it. tiers: those in memory, fastest first; has_disk: files lie below."""
+
+    def __init__(self, tiers: Sequence[MemoryTier], *, has_disk: bool) -> None:
+        names: list[Tier] = [tier.name for tier in tiers]
+        slower: list[Tier] = [*names[1:], "disk"] if has_disk else names[1:]
+        self.hits: dict[str, int] = dict.fromkeys([names[0], *slower], 0)  # by tier that the pages came from
+        self.misses = 0
+        self.primed = 0
+        self.evictions: dict[str, int] = dict.fromkeys(names, 0)  # by tier
+        self.loads: dict[str, int] = dict.fromkeys(slower, 0)  # by tier that was read
+        self.failed_loads = 0
+        self.failed_stores = 0
+        self.load_seconds = 0.0
+
+    def stats(self, tiers: Sequence[MemoryTier]) -> CacheStats:
+        """With what lies on these tiers now."""
+        return CacheStats(
+            hits=dict(self.hits),
+            misses=self.misses,
+            primed=self.primed,
+            evictions=dict(self.evictions),
+            loads=dict(self.loads),
+            failed_loads=self.failed_loads,
+            failed_stores=self.failed_stores,
+            entries={tier.name: len(tier) for tier in tiers},
+            used_bytes={tier.name: tier.used_bytes for tier in tiers},
+            budget_bytes={tier.name: tier.budget_bytes for tier in tiers},
+            load_seconds=self.load_seconds,
+        )

@@ -1,0 +1,1 @@
+"""What work costs: the cost model, what engines report of their load, and forecasts made from it."""

@@ -1,0 +1,1 @@
+"""Which engine a request goes to, and whether it is admitted at all."""

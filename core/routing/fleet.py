@@ -1,0 +1,351 @@
+"""Fleet: all that a router knows of its engines, as arrays over engines, so that a decision is one expression.
+
+An engine is seen as a FIFO queue in front of `max_num_seqs` places, all of which advance by one step at a time. Its
+load report says what is left of each request it holds; from that follows when a place is free for a newcomer and how
+much is left in the other places by then, which is what is kept here:
+
+    free_at [engines]                 when a place is free, in seconds of the caller's clock; in the past: since then
+    steps, seconds [places, engines]  steps left in each place at `free_at`, most first, and what it adds to each step
+
+Reports come when something changed, not at every step: in between, steps go by at the pace that was predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from copy import copy
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+import numpy as np
+import numpy.typing as npt
+
+from core.costs.load_report import LoadReport, RequestLoad
+from core.messages.engine import EditRequest, PrimeTemplate
+from core.model_info import ModelInfo
+from core.routing.fleet_costs import Features, FleetCosts, SizeCosts, Vector, work_features
+from core.routing.template_map import Counts, Pages, TemplateMap
+from core.routing.turn import staying_ahead
+
+Place = tuple[float, float]
+"""Steps left of a request, and the seconds it adds to each of them."""
+
+TINY = 1e-9
+"""Seconds; keeps divisions by the step time of an idle engine finite."""
+
+
+@dataclass(frozen=True)
+class EditShape:
+    """What routing needs to know of an edit, or of a template to prime (which has no steps).
+
+    num_steps: denoising steps; the first full_steps of them compute all tokens, the others active_tokens of the
+    image_tokens, all of them with text_tokens; only full ones compute condition_tokens. template:
+    PageScheme.template_key, None for an edit that is computed exactly. num_keyframes: how many keyframes of its
+    template it reads, at most; entry_bytes: bytes of each. priority: lower goes first. num_rows: of a step, see
+    SamplingParams. owner: as of EditRequest.
+    """
+
+    model: str
+    num_steps: int
+    full_steps: int
+    active_tokens: int
+    image_tokens: int
+    text_tokens: int
+    template: str | None = None
+    num_keyframes: int = 0
+    entry_bytes: int = 0
+    priority: int = 0
+    num_rows: int = 1
+    condition_tokens: int = 0
+    owner: str = ""
+
+    @classmethod
+    def of_edit(cls, edit: EditRequest, info: ModelInfo) -> EditShape:
+        num_steps, num_tokens, scheme = info.num_steps(edit.sampling), edit.num_tokens, info.page_scheme
+        priority, rows = edit.sampling.priority, edit.sampling.num_rows
+        if not edit.is_mask_aware or scheme is None:
+            return cls(
+                edit.model,
+                num_steps,
+                num_steps,
+                num_tokens,
+                num_tokens,
+                edit.num_text_tokens,
+                priority=priority,
+                num_rows=rows,
+                condition_tokens=edit.num_condition_tokens,
+                owner=edit.owner,
+            )
+        full_steps = min(num_steps, edit.sampling.full_steps or 0)
+        return cls(
+            edit.model,
+            num_steps,
+            full_steps,
+            edit.active.size,
+            num_tokens,
+            edit.num_text_tokens,
+            scheme.template_key(edit.content_id, edit.cache_salt),
+            len(scheme.keyframes) or num_steps - full_steps,
+            scheme.layout.entry_bytes(num_tokens),
+            priority,
+            rows,
+            edit.num_condition_tokens,
+            edit.owner,
+        )
+
+    @classmethod
+    def of_template(cls, prime: PrimeTemplate, info: ModelInfo) -> EditShape:
+        """The model must have a page scheme with keyframes."""
+        scheme = info.page_scheme
+        assert scheme is not None
+        tokens, entry_bytes = prime.num_tokens, scheme.layout.entry_bytes(prime.num_tokens)
+        text = info.max_text_tokens + info.text_tokens_beside(prime.width, prime.height)
+        key, num_keyframes = scheme.template_key(prime.content_id, prime.cache_salt), len(scheme.keyframes)
+        beside = info.conditions_per_token * tokens
+        return cls(prime.model, 0, 0, tokens, tokens, text, key, num_keyframes, entry_bytes, condition_tokens=beside)
+
+    @property
+    def step_features(self) -> Features:
+        """What it adds to a step, the mean over its steps."""
+        return tuple(self.num_rows * feature for feature in self._row_features)
+
+    @property
+    def _row_features(self) -> Features:
+        every = self.image_tokens + self.condition_tokens + self.text_tokens
+        active = self.active_tokens + self.text_tokens
+        if self.full_steps == self.num_steps:
+            return work_features(every, every, 0.0)
+        masked = work_features(active, every, 0.0)
+        if not self.full_steps:
+            return masked
+        share, full = self.full_steps / self.num_steps, work_features(every, every, 0.0)
+        return tuple(share * f + (1 - share) * m for f, m in zip(full, masked, strict=True))
+
+
+@dataclass(slots=True)
+class Sent:
+    """An edit or a template that an engine's last report does not count yet."""
+
+    number: int  # how many had been sent there, itself included
+    load: RequestLoad | None  # None for a template
+    base_seconds: float
+    priming_seconds: float
+    time: float
+
+
+class Fleet:
+    """Owned by one router. Times are seconds of one clock, which never goes back."""
+
+    def __init__(self, num_engines: int, max_num_seqs: int) -> None:
+        self.num_engines = num_engines
+        self.max_num_seqs = max_num_seqs
+        self.costs = FleetCosts()
+        self.templates = TemplateMap(num_engines)
+        self.death: Vector = np.zeros(num_engines)  # added to what an engine costs: 0, or infinite where it is dead
+        self.num_alive = num_engines
+        self._bind(np.zeros((7 + 2 * max_num_seqs, num_engines)))
+        self.pace[:] = TINY
+        self.last_sent: Counts = np.full(num_engines, -1.0)  # when something was last sent there, in sends
+        self._num_held = 0.0
+        self._num_sends = 0
+        self._num_sent = [0] * num_engines  # since it was (re)started
+        self._pending: list[list[Sent]] = [[] for _ in range(num_engines)]
+        self._reported: list[tuple[float, Sequence[RequestLoad]]] = [(0.0, ()) for _ in range(num_engines)]  # when
+
+    def _bind(self, rows: Vector) -> None:
+        """One row each, shape [engines], of one array: what is known of an engine is one column."""
+        self._rows, places = rows, self.max_num_seqs
+        self.num_requests, self.held_seconds, self.base_seconds, self.priming_seconds = rows[:4]
+        self.free_at, self.pace, self.num_placed = rows[4:7]
+        self.steps, self.seconds = rows[7 : 7 + places], rows[7 + places :]
+
+    # ------------------------------------------------------------------------------------------------- what happens
+
+    def observe(self, engine: int, report: LoadReport, now: float) -> None:
+        """Take a report in. One from an engine that was lost means nothing any more."""
+        if self.death[engine]:
+            return
+        if report.costs is not None:
+            self.costs.observe(report.costs)
+        for residency in report.residency:
+            self.templates.observe(engine, residency)
+        pending = [sent for sent in self._pending[engine] if sent.number > report.num_received]
+        self._pending[engine] = pending
+        if not (pending or report.requests or report.priming_seconds):
+            self.templates.settle(engine)
+        self._set_held(engine, report.num_running + report.num_waiting + len(pending))
+        self.base_seconds[engine] = max([report.base_seconds, *(sent.base_seconds for sent in pending)])
+        self.priming_seconds[engine] = report.priming_seconds + sum(sent.priming_seconds for sent in pending)
+        self._reported[engine] = now, report.requests
+        self._set_loads(engine, now, self._loads(engine))
+
+    def sent(self, engine: int, shape: EditShape, now: float) -> None:
+        """Count what was just sent to an engine, until it says itself that it has it."""
+        self._num_sent[engine] += 1
+        self.last_sent[engine] = self._num_sends
+        self._num_sends += 1
+        sent = self._make_sent(engine, shape, now)
+        self._pending[engine].append(sent)
+        self._set_held(engine, float(self.num_requests[engine]) + 1)
+        self.priming_seconds[engine] += sent.priming_seconds
+        if sent.load is not None:
+            self.base_seconds[engine] = max(self.base_seconds[engine], sent.base_seconds)
+            self._line_up(engine, sent.load, now)
+
+    def lose(self, engine: int) -> None:
+        """The engine is dead: no candidate, and all that was known of it is forgotten."""
+        self.death[engine] = np.inf
+        self.num_alive = int(self.is_alive.sum())
+        self.templates.forget(engine)
+        self._pending[engine].clear()
+        self._num_sent[engine] = 0
+        self.last_sent[engine] = -1
+        self._reported[engine] = 0.0, ()
+        self._set_held(engine, 0)
+        self.base_seconds[engine] = self.priming_seconds[engine] = 0.0
+        self._set_loads(engine, 0.0, [])
+
+    def restore(self, engine: int) -> None:
+        """The engine was started anew, and holds nothing."""
+        self.death[engine] = 0.0
+        self.num_alive = int(self.is_alive.sum())
+
+    @property
+    def is_alive(self) -> npt.NDArray[np.bool_]:
+        """Which engines are candidates, shape [engines]."""
+        is_alive: npt.NDArray[np.bool_] = self.death == 0.0
+        return is_alive
+
+    def before(self, priority: int, now: float, owner: str = "") -> Fleet:
+        """As a request of this owner and class finds it that comes now: it goes before those that wait in lower ones,
+        but for those that have waited for long, and before what other owners want beyond their share. To be read only.
+        """
+        loads = [self._loads(engine) for engine in range(self.num_engines)]
+        staying = [staying_ahead(held, owner, priority, now) for held in loads]
+        if all(len(indices) == len(held) for indices, held in zip(staying, loads, strict=True)):
+            return self
+        fleet = copy(self)
+        fleet._bind(self._rows.copy())
+        for engine, indices in enumerate(staying):
+            if len(indices) < len(loads[engine]):
+                fleet._keep_only(engine, indices)
+        return fleet
+
+    def _keep_only(self, engine: int, indices: Sequence[int]) -> None:
+        """Of its loads, numbered as in `_loads`, the engine holds no others."""
+        reported, loads = self._reported[engine]
+        self._set_loads(engine, reported, [loads[index] for index in indices if index < len(loads)])
+        pending = [(sent.load, sent.time) for sent in self._pending[engine] if sent.load is not None]
+        for index in indices:
+            if index >= len(loads):
+                load, time = pending[index - len(loads)]
+                self._line_up(engine, load, max(reported, time))
+
+    # ------------------------------------------------------------------------------------------------- what is known
+
+    def step_seconds(self, shape: EditShape) -> float:
+        """What the edit adds to a step."""
+        return self.costs.step(shape.model, shape.step_features)
+
+    def size_costs(self, shape: EditShape) -> SizeCosts:
+        """What does not depend on its mask; valid until the next report."""
+        tokens = (shape.image_tokens, shape.condition_tokens, shape.text_tokens)
+        return self.costs.of_size((shape.model, *tokens, shape.entry_bytes))
+
+    def pages(self, shape: EditShape) -> Pages | None:
+        """Where its template's pages are; None for an exact edit. Valid until the next call."""
+        return None if shape.template is None else self.templates.pages(shape.template, shape.num_keyframes)
+
+    @property
+    def mean_held(self) -> float:
+        """Requests that a living engine holds, on average."""
+        return self._num_held / max(1, self.num_alive)
+
+    # ------------------------------------------------------------------------------------------------- inside
+
+    def _line_up(self, engine: int, load: RequestLoad, now: float) -> None:
+        """Another request goes through the engine's places, after all that are there."""
+        self.held_seconds[engine] += load.step_seconds
+        start = max(now, float(self.free_at[engine]))
+        self._set_places(engine, start, [*self._places(engine, now), _place(load)])
+
+    def _make_sent(self, engine: int, shape: EditShape, now: float) -> Sent:
+        number, priming = self._num_sent[engine], self._expect_pages(engine, shape)
+        if not shape.num_steps:
+            return Sent(number, None, 0.0, priming, now)
+        costs, step = self.size_costs(shape), self.step_seconds(shape)
+        load = RequestLoad(shape.num_steps, step, costs.other, shape.priority, arrival=now, owner=shape.owner)
+        return Sent(number, load, costs.base, priming, now)
+
+    def _expect_pages(self, engine: int, shape: EditShape) -> float:
+        """Note what the engine will have to prime for it; the seconds that takes."""
+        if shape.template is None:
+            return 0.0
+        pages, costs = self.templates.pages(shape.template, shape.num_keyframes), self.size_costs(shape)
+        if not pages.is_new[engine]:
+            return 0.0
+        number = pages.prime_first[engine] + pages.prime_later[engine]
+        self.templates.expect(engine, shape.template, shape.num_keyframes)
+        return float(number * costs.prime + costs.template)
+
+    def _set_held(self, engine: int, number: float) -> None:
+        self._num_held += number - float(self.num_requests[engine])
+        self.num_requests[engine] = number
+
+    def _loads(self, engine: int) -> list[RequestLoad]:
+        """Images that it holds, and those on their way there."""
+        pending = (sent.load for sent in self._pending[engine] if sent.load is not None)
+        return [*self._reported[engine][1], *pending]
+
+    def _set_loads(self, engine: int, now: float, loads: Sequence[RequestLoad]) -> None:
+        """The engine holds these requests, most urgent first, and has just begun a step, which is in nobody's steps
+        left.
+        """
+        self.held_seconds[engine] = sum(load.step_seconds for load in loads)
+        alone = sum(load.other_seconds for load in loads if not load.steps_left)
+        places = [_place(load) for load in loads if load.steps_left]
+        begun = sum(seconds for _, seconds in places[: self.max_num_seqs])
+        under_way = begun + float(self.base_seconds[engine]) if places else 0.0
+        self._set_places(engine, now + alone + under_way, places)
+
+    def _places(self, engine: int, now: float) -> list[Place]:
+        """Who is in the engine's places when the next one is free."""
+        passed = max(now - self.free_at[engine], 0.0) / self.pace[engine]
+        rows = zip(self.steps[:, engine].tolist(), self.seconds[:, engine].tolist(), strict=True)
+        return [(steps - passed, seconds) for steps, seconds in rows if steps > passed]
+
+    def _set_places(self, engine: int, start: float, loads: Iterable[Place]) -> None:
+        """These requests, in this order, go through the engine's places from `start` on."""
+        base = float(self.base_seconds[engine])
+        waited, left = until_free(loads, self.max_num_seqs, base)
+        left.sort(reverse=True)
+        pace = max(base + sum([seconds for _, seconds in left]), TINY) if left else TINY
+        padding = [0.0] * (self.max_num_seqs - len(left))
+        steps, seconds = [steps for steps, _ in left], [seconds for _, seconds in left]
+        self._rows[4:, engine] = [start + waited, pace, len(left), *steps, *padding, *seconds, *padding]
+
+
+def until_free(loads: Iterable[Place], num_places: int, base_seconds: float) -> tuple[float, list[Place]]:
+    """Seconds until one of the places is free if these requests, in this order, go through them one step at a time, and
+    who is in the other places then.
+
+    A place that ends is taken by the next in line at once. Exact for a FIFO queue and O(log places) per request: steps
+    are counted from now on for all, so that each request has one end, and a heap tells the next.
+    """
+    ends: list[Place] = []
+    step = elapsed = 0.0
+    pace = base_seconds
+    for steps, seconds in loads:
+        heappush(ends, (step + steps, seconds))
+        pace += seconds
+        if len(ends) == num_places:
+            end, gone = heappop(ends)
+            elapsed += (end - step) * pace
+            step = end
+            pace -= gone
+    return elapsed, [(end - step, seconds) for end, seconds in ends if end > step]
+
+
+def _place(load: RequestLoad) -> Place:
+    """What a request costs per step left, its encoding and decoding spread over them."""
+    return float(load.steps_left), load.step_seconds + load.other_seconds / load.steps_left

@@ -1,0 +1,211 @@
+"""Which engine an edit goes to: policies over what is known of the fleet.
+
+A policy is a pure function of the edit, the fleet and the time. Ties go to the engine that was sent to least recently.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from core.config import RouterPolicy
+from core.errors import EngineDeadError
+from core.routing.admission import Outlook
+from core.routing.fleet import TINY, EditShape, Fleet
+from core.routing.fleet_costs import SizeCosts, Vector
+from core.routing.template_map import Pages
+from core.scheduling.scheduling_pass import PRIME_SHARE
+
+TIE = 1e-9
+"""Relative difference of costs that are equal but for rounding."""
+
+
+NOTHING: Vector = np.zeros(1)
+
+Matrix = npt.NDArray[np.float64]
+
+
+class Choice(NamedTuple):
+    """The engine, and in how many seconds the request is predicted to be done there, where the policy predicts that."""
+
+    engine: int
+    predicted_seconds: float | None = None
+
+
+class RoutingPolicy(Protocol):
+    def choose(self, shape: EditShape, fleet: Fleet, now: float) -> Choice:
+        """Raises EngineDeadError if no engine is alive."""
+        ...
+
+
+class Forecast(NamedTuple):
+    """Seconds by engine, float64 [engines] each. finish: until the request is done, if it goes there now. imposed: how
+    much later all that the engine holds is done then, added up. priming: worker time spent on its template's pages.
+    """
+
+    finish: Vector
+    imposed: Vector
+    priming: Vector
+
+
+def forecast(shape: EditShape, fleet: Fleet, now: float) -> Forecast:
+    """What would become of the request on each engine.
+
+    It waits for a place, is encoded, waits for pages (a load runs beside the others' steps, priming takes a share of
+    each) and then makes its steps together with those that are left in the other places. A step takes base + sum of
+    step seconds, so s steps beside others with S_i left, at C_i each, take s * (base + c) + sum min(s, S_i) * C_i.
+    """
+    costs, step = fleet.size_costs(shape), fleet.step_seconds(shape)
+    since_free = now - fleet.free_at
+    idle = np.maximum(since_free, 0.0)
+    wait = idle - since_free
+    # It is encoded beside a step; before that, half of the one under way passes, unless a place is free at its end.
+    lead = fleet.pace + np.minimum(0.5 * fleet.pace, idle)
+    pages = fleet.pages(shape)
+    if pages is not None:
+        lead = np.maximum(lead, pages.loads_first * costs.load - wait)  # a load has the time in the queue to itself
+    steps = _after(fleet.steps, (idle + lead) / fleet.pace)
+    base = np.maximum(costs.base, fleet.base_seconds)
+    finish, own, beside = wait + lead, NOTHING, fleet.priming_seconds
+    if pages is not None:
+        priming = _priming(shape, fleet, pages, steps, costs, base)
+        finish, own, beside = finish + priming.before, priming.own, priming.beside
+        steps = _after(steps, priming.rounds)
+    shared = np.minimum(steps, float(shape.num_steps))
+    making = shape.num_steps * (base + step) + np.add.reduce(shared * fleet.seconds)
+    alone = own + (costs.other if shape.num_steps else 0.0)
+    finish += alone - own + making + np.minimum(beside, PRIME_SHARE * making)
+    return Forecast(finish, step * np.add.reduce(shared) + alone * fleet.num_placed, own)
+
+
+class Priming(NamedTuple):
+    """Seconds on each engine. own: work on the request's own template. before: until it can begin, in which the others
+    make `rounds` steps. beside: work that goes along with its steps.
+    """
+
+    own: Vector
+    before: Vector
+    rounds: Vector
+    beside: Vector
+
+
+def _priming(shape: EditShape, fleet: Fleet, pages: Pages, steps: Matrix, costs: SizeCosts, base: Vector) -> Priming:
+    """Jobs are primed one after the other, in a share of each step's time, or at once where nobody makes steps."""
+    own_first, later = pages.prime_first * costs.prime + pages.is_new * costs.template, pages.prime_later * costs.prime
+    if not shape.num_steps:
+        own_first += later
+        later = np.zeros_like(later)
+    first = (fleet.priming_seconds + own_first) * pages.is_missing
+    rounds = first / (PRIME_SHARE * np.maximum(fleet.pace - fleet.base_seconds, TINY))
+    stepping = np.minimum(steps, rounds)
+    stepping *= fleet.seconds
+    before = first + np.add.reduce(stepping) + np.minimum(steps[0], rounds) * base
+    own = own_first + later
+    return Priming(own, before, rounds, fleet.priming_seconds + own - first)
+
+
+class RoundRobin:
+    """Each engine in turn."""
+
+    def choose(self, shape: EditShape, fleet: Fleet, now: float) -> Choice:
+        return Choice(cheapest(np.zeros(fleet.num_engines), fleet))
+
+
+class LeastRequests:
+    """The engine that holds the fewest requests (FlashPS, section 6.5: request-granularity load balance)."""
+
+    def choose(self, shape: EditShape, fleet: Fleet, now: float) -> Choice:
+        return Choice(cheapest(fleet.num_requests, fleet))
+
+
+class LeastTokens:
+    """The engine that computes the fewest tokens in a step of all it holds (FlashPS, section 6.5: token-granularity).
+
+    Engines report seconds, which stand for tokens: they all have the same price.
+    """
+
+    def choose(self, shape: EditShape, fleet: Fleet, now: float) -> Choice:
+        return Choice(cheapest(fleet.held_seconds, fleet))
+
+
+class BatchCost:
+    """FlashPS, Algorithm 2 as printed: among the engines with slack in their running batch, the one where a step of
+    that batch and the request is cheapest.
+
+    The paper does not say what happens where none has slack. Here all are candidates then, and what they hold counts as
+    one batch.
+    """
+
+    def choose(self, shape: EditShape, fleet: Fleet, now: float) -> Choice:
+        base = np.maximum(fleet.size_costs(shape).base, fleet.base_seconds)
+        batch_seconds = base + fleet.held_seconds + fleet.step_seconds(shape)
+        has_slack = (fleet.num_requests < fleet.max_num_seqs) & fleet.is_alive
+        return Choice(cheapest(np.where(has_slack | ~has_slack.any(), batch_seconds, np.inf), fleet))
+
+
+class MaskAware:
+    """The engine where the request adds least to what all requests wait together: its own time until it is done, the
+    delay of those that are there, and that of those who come later.
+
+    This is the greedy step on the sum of all latencies. Who comes later is delayed by work that another engine would
+    not have: a second of it delays as many as an engine holds on average (Little's law). Only priming differs in that
+    way between engines; so a template's edits gather where its pages are, as long as that pays.
+    """
+
+    def choose(self, shape: EditShape, fleet: Fleet, now: float) -> Choice:
+        ahead = forecast(shape, fleet, now)
+        engine = cheapest(ahead.finish + ahead.imposed + fleet.mean_held * ahead.priming, fleet)
+        return Choice(engine, float(ahead.finish[engine]) if fleet.costs.is_known(shape.model) else None)
+
+
+_POLICIES: dict[RouterPolicy, type[RoutingPolicy]] = {
+    "round-robin": RoundRobin,
+    "least-requests": LeastRequests,
+    "least-tokens": LeastTokens,
+    "batch-cost": BatchCost,
+    "mask-aware": MaskAware,
+}
+
+
+def make_policy(name: RouterPolicy) -> RoutingPolicy:
+    return _POLICIES[name]()
+
+
+def cheapest(costs: Vector, fleet: Fleet) -> int:
+    """The living engine of least cost; among equals the one that was sent to least recently. Raises EngineDeadError if
+    none is alive.
+    """
+    if not fleet.num_alive:
+        raise EngineDeadError("No engine is alive.")
+    costs = costs + fleet.death
+    best = int(costs.argmin())
+    equals = (costs <= float(costs[best]) * (1 + TIE)).nonzero()[0]
+    return best if len(equals) == 1 else int(equals[fleet.last_sent[equals].argmin()])
+
+
+def _after(steps: Matrix, passed: Vector) -> Matrix:
+    """What is left of steps [places, engines] after so many of each engine's have passed."""
+    left: Matrix = steps - passed
+    np.maximum(left, 0.0, out=left)
+    return left
+
+
+def outlook(shape: EditShape, fleet: Fleet, policy: RoutingPolicy, now: float) -> Outlook | None:
+    """What is predicted of an edit, if it goes to the engine of choice; None while nobody knows what edits cost. Raises
+    EngineDeadError if no engine is alive.
+    """
+    if not fleet.costs.is_known(shape.model):
+        return None
+    fleet = fleet.before(shape.priority, now, shape.owner)
+    engine = policy.choose(shape, fleet, now).engine
+    costs = fleet.size_costs(shape)
+    alone = costs.other + shape.num_steps * (costs.base + fleet.step_seconds(shape))
+    return Outlook(float(forecast(shape, fleet, now).finish[engine]), alone, not fleet.num_requests[engine])
+
+
+def work_seconds(shape: EditShape, fleet: Fleet) -> float:
+    """What an edit takes of an engine whose batches are full."""
+    costs = fleet.size_costs(shape)
+    return costs.other + shape.num_steps * (costs.base / fleet.max_num_seqs + fleet.step_seconds(shape))

@@ -1,0 +1,1 @@
+"""Which work runs next on an engine's workers."""

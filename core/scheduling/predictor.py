@@ -1,0 +1,110 @@
+"""Predictor: what the work of one scheduler will take, and which of two ways to the same end is predicted to be faster.
+
+It puts the requests' work before the cost model, which knows lines by key and nothing of requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from core.cache.block_plan import plan_blocks
+from core.cache.priming import TemplateInfo
+from core.costs.cost_model import CostKey, CostModel, Work, extra_seconds
+from core.costs.load_report import RequestLoad
+from core.graph.workflow import Node, Workflow
+from core.handles import ModelKey, Tier
+from core.model_info import ModelInfo
+from core.scheduling.request import Request, Status
+from core.scheduling.stage_work import node_work
+
+
+class Predictor:
+    """Seconds everywhere; 0 of what is unlike all that was seen yet."""
+
+    def __init__(self, cost: CostModel, models: Mapping[str, ModelInfo], workflow: Workflow) -> None:
+        self.cost = cost
+        self._models = models
+        self._workflow = workflow
+
+    def key(self, model: ModelKey, stage: str) -> CostKey:
+        return CostKey(model, stage, self._models[model.model].device, 1)
+
+    def of_node(self, model: str, node: Node, work: Work) -> float:
+        """Running a node of the workflow, for this model, over so much work."""
+        return self.cost.predict(self.key(ModelKey(model, node.component), node.stage), work)
+
+    def of_priming(self, template: TemplateInfo, tokens: int) -> float:
+        """So many tokens of a template's passes."""
+        return self.cost.predict(self._prime_key(template), Work((tokens,), (template.pass_tokens,)))
+
+    # ------------------------------------------------------------------------------------------------- what is left
+
+    def left_of(self, request: Request) -> RequestLoad:
+        """What is left of a request. Of one that waits as it was at first: nothing has changed, and a queue is long."""
+        if request.waiting_load is None or request.status is not Status.WAITING:
+            request.waiting_load = self._make_request_load(request)
+        return request.waiting_load
+
+    def steps_of(self, request: Request) -> float:
+        """What its steps left add to the steps of its batch."""
+        progress, every, active = request.progress, request.num_all_tokens, request.num_active_tokens
+        steps = progress.steps_left
+        num_full = steps
+        if request.edit.is_mask_aware:
+            num_full = min(steps, max(0, (request.edit.sampling.full_steps or 0) - progress.steps_scheduled))
+        line = self._coefficients(request, self._workflow.loop)
+        full, masked = extra_seconds(line, every, every), extra_seconds(line, active, every)
+        return request.edit.sampling.num_rows * (num_full * full + (steps - num_full) * masked)
+
+    def others_of(self, request: Request) -> Iterable[tuple[str, float]]:
+        """(stage, seconds) of what is left of a request but its steps."""
+        for node in self._workflow.nodes:
+            if node.kind != "loop" and (times := request.progress.times_left(node)):
+                line = self._coefficients(request, node)
+                work = node_work(request, node)
+                pairs = zip(work.queries, work.keys, strict=True)
+                yield node.stage, times * (line[0] + sum(extra_seconds(line, *pair) for pair in pairs))
+
+    def base_seconds(self, requests: Sequence[Request]) -> float:
+        """What a step takes whoever is in it; 0 if nobody is."""
+        if not requests:
+            return 0.0
+        return self._coefficients(requests[0], self._workflow.loop)[0]
+
+    def _make_request_load(self, request: Request) -> RequestLoad:
+        steps = request.progress.steps_left
+        step_seconds = self.steps_of(request) / steps if steps else 0.0
+        other_seconds = sum(seconds for _, seconds in self.others_of(request))
+        is_running = request.status is Status.RUNNING
+        edit = request.edit
+        priority = edit.sampling.priority
+        return RequestLoad(steps, step_seconds, other_seconds, priority, is_running, edit.arrival, edit.owner)
+
+    # ------------------------------------------------------------------------------------------------- which way
+
+    def load_wins(self, template: TemplateInfo, tier: Tier, nbytes: int) -> bool:
+        """Whether copying an entry up from `tier` is predicted to be faster than priming it. What was never measured is
+        tried.
+        """
+        prime = self.cost.predict(self._prime_key(template), Work.of([template.pass_tokens]))
+        return not prime or self.cost.predict_copy(tier, nbytes) <= prime
+
+    def full_blocks(self, request: Request, loading: Sequence[tuple[Tier, int]]) -> tuple[int, ...]:
+        """The blocks that the request's next step computes in full while these entries, of (tier, bytes), come up."""
+        assert request.hold is not None
+        node, model = self._workflow.loop, request.edit.model
+        every, active = request.num_all_tokens, request.num_active_tokens
+        num_rows = request.edit.sampling.num_rows
+        full = self.of_node(model, node, Work.of([every] * num_rows))
+        cached = self.of_node(model, node, Work.of_pairs([(active, every)] * num_rows))
+        load = sum(self.cost.predict_copy(tier, nbytes) for tier, nbytes in loading)
+        if not full:
+            return ()  # nothing is known yet
+        num_blocks = request.hold.template.scheme.layout.num_blocks
+        return plan_blocks(self._models[model].block_runs, num_blocks, full, cached, load)
+
+    def _coefficients(self, request: Request, node: Node) -> tuple[float, ...]:
+        return self.cost.coefficients(self.key(ModelKey(request.edit.model, node.component), node.stage))
+
+    def _prime_key(self, template: TemplateInfo) -> CostKey:
+        return self.key(ModelKey(template.model, self._workflow.loop.component), "prime")

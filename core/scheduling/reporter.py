@@ -1,0 +1,190 @@
+"""Reporter: what a scheduler says of itself: what was done, which it counts, and what is left. It decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from core.cache.page_reservations import TemplatePages
+from core.config import SchedulerConfig
+from core.costs.cost_model import CostKey, Work, token_seconds
+from core.costs.load_report import CopyLine, CostLine, EngineCosts, EngineStats, LoadReport, RequestLoad, StepSample
+from core.graph.workflow import Workflow
+from core.handles import ModelKey
+from core.messages.worker import BatchResult, PageCopied
+from core.model_info import ModelInfo
+from core.scheduling.predictor import Predictor
+from core.scheduling.request import Request
+
+COSTS_EVERY = 128
+"""Batches after which the cost model is told again."""
+
+MAX_RECENT_STEPS = 512
+"""Steps told of one by one between two `stats`; of more, the last ones."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since start."""
+
+    steps: int = 0
+    batch_tokens: int = 0
+    batch_requests: int = 0
+    tokens_skipped: int = 0
+    busy_seconds: dict[str, float] = field(default_factory=dict)  # by stage
+
+
+class Reporter:
+    """One per scheduler, which tells it of every request and every batch."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        models: Mapping[str, ModelInfo],
+        workflow: Workflow,
+        predictor: Predictor,
+        pages: TemplatePages,
+    ) -> None:
+        self._config = config
+        self._models = models
+        self._workflow = workflow
+        self._predictor = predictor
+        self._cost = predictor.cost
+        self._pages = pages
+        self._num_received = 0
+        self._counters = Counters()
+        self._recent_steps: list[StepSample] = []
+        self._batches_since_costs = COSTS_EVERY
+        self._begun: list[str] = []  # edits, since the last report
+
+    # ------------------------------------------------------------------------------------------------- counting
+
+    def note_received(self) -> None:
+        """An edit or a template was taken in."""
+        self._num_received += 1
+
+    def note_begun(self, request_ids: Iterable[str]) -> None:
+        """These edits run from now on."""
+        self._begun += request_ids
+
+    def note_batch(self, key: CostKey, work: Work, result: BatchResult, *, is_ok: bool) -> None:
+        """A batch is done. The cost model learns from it, unless part of it failed."""
+        busy = self._counters.busy_seconds
+        busy[key.stage] = busy.get(key.stage, 0.0) + result.seconds
+        self._batches_since_costs += 1
+        if key.stage == "denoise":
+            self._note_step(key, work, result)
+        if is_ok:
+            self._cost.observe(key, work, result.seconds)
+
+    def note_copy(self, done: PageCopied) -> None:
+        """An entry's pages were copied. The first copy from a tier is told of at once: until then loads look free."""
+        if done.source not in self._cost.copy_lines():
+            self._batches_since_costs = COSTS_EVERY
+        self._cost.observe_copy(done.source, done.target, done.nbytes, done.seconds)
+
+    def _note_step(self, key: CostKey, work: Work, result: BatchResult) -> None:
+        counters, tokens = self._counters, sum(work.queries)
+        counters.steps += 1
+        counters.batch_tokens += tokens
+        counters.tokens_skipped += sum(work.keys) - tokens
+        counters.batch_requests += len(result.items)
+        if result.num_parts > 1:
+            return  # other passes than the one that could be predicted
+        predicted, bound = self._cost.predict(key, work), token_seconds(self._cost.coefficients(key), work)
+        self._recent_steps.append(
+            StepSample(
+                num_requests=len(result.items),
+                num_tokens=tokens,
+                seconds=result.seconds,
+                predicted_seconds=predicted,
+                bound_seconds=bound,
+                started=result.started,
+                request_ids=tuple(item.request_id for item in result.items),
+            )
+        )
+        del self._recent_steps[:-MAX_RECENT_STEPS]
+
+    # ------------------------------------------------------------------------------------------------- telling
+
+    def load(self, requests: Sequence[Request], counts: tuple[int, int]) -> LoadReport:
+        """The report on these requests, most urgent first, of which so many are running and waiting. What has changed
+        since the last one is told once.
+        """
+        loads = tuple(self._predictor.left_of(request) for request in requests if request.is_live)
+        base = self._predictor.base_seconds(requests)
+        priming = self._priming_seconds()
+        return LoadReport(
+            num_received=self._num_received,
+            num_running=counts[0],
+            num_waiting=counts[1],
+            requests=loads,
+            base_seconds=base,
+            priming_seconds=priming,
+            drain_seconds=priming + _drain_seconds(loads, base, self._config.max_num_seqs),
+            residency=self._pages.cache.take_residency(),
+            costs=self._take_costs(),
+            begun=self._take_begun(),
+        )
+
+    def stats(self, requests: Sequence[Request]) -> EngineStats:
+        """Totals, and what was learnt; recent steps are told once."""
+        counters = self._counters
+        recent, self._recent_steps = tuple(self._recent_steps), []
+        return EngineStats(
+            stage_seconds=self._stage_seconds_left(requests),
+            resident_models=self._resident_models(),
+            r_squared={key.stage: value for key, value in self._cost.r_squared().items()},
+            steps=counters.steps,
+            batch_tokens=counters.batch_tokens,
+            batch_requests=counters.batch_requests,
+            tokens_skipped=counters.tokens_skipped,
+            prime_chunks=self._pages.num_chunks,
+            busy_seconds=dict(counters.busy_seconds),
+            recent_steps=recent,
+            cache=self._pages.cache.stats(),
+        )
+
+    def _take_begun(self) -> tuple[str, ...]:
+        begun, self._begun = tuple(self._begun), []
+        return begun
+
+    def _take_costs(self) -> EngineCosts | None:
+        """The cost model, if it has learnt something since it was told last."""
+        if self._batches_since_costs < COSTS_EVERY:
+            return None
+        self._batches_since_costs = 0
+        lines = tuple(CostLine(key.model, key.stage, line) for key, line in self._cost.lines().items())
+        copies = tuple(CopyLine(source, line) for source, line in self._cost.copy_lines().items())
+        return EngineCosts(lines, copies)
+
+    def _resident_models(self) -> tuple[ModelKey, ...]:
+        components = sorted({node.component for node in self._workflow.nodes})
+        return tuple(ModelKey(name, component) for name in self._models for component in components)
+
+    def _priming_seconds(self) -> float:
+        """Predicted work left on templates' pages."""
+        return sum(
+            self._predictor.of_priming(job.template, self._pages.tokens_left(job)) for job in self._pages.all_jobs()
+        )
+
+    def _stage_seconds_left(self, requests: Sequence[Request]) -> dict[str, float]:
+        """Predicted worker time left per stage, if batches are as full as the queue lets them be."""
+        live = [request for request in requests if request.is_live]
+        left = {"prime": self._priming_seconds(), "denoise": self._denoise_seconds_left(live)}
+        for request in live:
+            for stage, seconds in self._predictor.others_of(request):
+                left[stage] = left.get(stage, 0.0) + seconds
+        return {stage: seconds for stage, seconds in left.items() if seconds}
+
+    def _denoise_seconds_left(self, live: Sequence[Request]) -> float:
+        steps = sum(request.progress.steps_left for request in live)
+        together = min(self._config.max_num_seqs, max(1, len(live)))
+        return sum(map(self._predictor.steps_of, live)) + steps * self._predictor.base_seconds(live) / together
+
+
+def _drain_seconds(loads: Sequence[RequestLoad], base_seconds: float, max_num_seqs: int) -> float:
+    """Until all these are done, if batches are as full as they can be."""
+    together = min(max_num_seqs, max(1, len(loads)))
+    base = base_seconds / together
+    return sum(load.steps_left * (load.step_seconds + base) + load.other_seconds for load in loads)

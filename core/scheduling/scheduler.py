@@ -1,0 +1,406 @@
+"""StepScheduler: which requests denoise one step together, and which other stage work goes along.
+
+Step-level continuous batching: every iteration re-forms the batch, a request joins at the next step and leaves right
+after its last. Pure: time is an argument, effects are the returned plan. It knows nothing of tensors, processes or
+HTTP.
+
+One iteration is schedule -> (a worker runs the plan) -> apply; `take_outputs` says what clients are to be told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import count
+
+import msgspec
+
+from core.cache.activation_cache import ActivationCacheManager, TierBudget
+from core.cache.orders import CacheOrders
+from core.cache.page_reservations import PageHold, TemplatePages
+from core.cache.priming import Chunk, PrimingJob, TemplateInfo
+from core.cache.template_requests import Registrations
+from core.config import CacheConfig, SchedulerConfig
+from core.costs.cost_model import CostKey, CostModel
+from core.costs.load_report import EngineStats, LoadReport
+from core.failure import NEVER_BEGUN, Failure
+from core.graph.workflow import INPAINT, Node, Placement, Progress, Workflow, place, preview_steps
+from core.handles import PAGE_ARENA, ModelKey, TensorKey
+from core.messages.engine import (
+    Aborted,
+    DropTemplate,
+    EditRequest,
+    Failed,
+    PartialImage,
+    PrimeTemplate,
+)
+from core.messages.worker import BatchResult, CostSample, ItemResult, PageCopied, StepPlan, TransferDone
+from core.model_info import ModelInfo
+from core.page_scheme import latents_key, page_key
+from core.scheduling.deadlines import Deadlines
+from core.scheduling.outputs import Output, finished
+from core.scheduling.plans_out import Flight, PlansOut
+from core.scheduling.predictor import Predictor
+from core.scheduling.reporter import Reporter
+from core.scheduling.request import Request, Status
+from core.scheduling.request_prefetcher import EditPages
+from core.scheduling.request_queue import RequestQueue
+from core.scheduling.scheduling_pass import SchedulingPass
+from core.scheduling.step_limit import StepLimit
+
+UNKNOWN_SECONDS = 30.0
+"""What work unlike any seen so far may be expected to take: a large model's first step on a CPU."""
+
+
+class StepScheduler:
+    """Owns every Request from `add` until its terminal output."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        models: Mapping[str, ModelInfo],
+        num_workers: int = 1,
+        workflow: Workflow = INPAINT,
+        cache: CacheConfig | None = None,
+        cost: CostModel | None = None,
+    ) -> None:
+        """cost: what it predicts with, and teaches; by default one that knows nothing yet."""
+        self.config = config
+        self.models = dict(models)
+        self.workflow = workflow
+        self.placement: Placement = place(workflow, num_workers)
+        self.cost = cost or CostModel()
+        self._predictor = Predictor(self.cost, self.models, workflow)
+        self._step_limit = StepLimit(config.max_num_batched_tokens)
+        cache = cache or CacheConfig()
+        self.pages = TemplatePages(_cache_manager(cache), self._predictor.load_wins)
+        self._may_plan_blocks = cache.block_plan == "auto"
+        # A step whose pages get lost is done again: no later one of the same request may be out by then.
+        self._max_plans_out = 1 if self._may_plan_blocks else config.max_plans_in_flight
+        self._registrations = Registrations(self.pages)
+        has_slow_tier = bool(cache.disk_bytes or cache.device_bytes)
+        num_prefetched = 2 * config.max_num_seqs if has_slow_tier else 0
+        self._edit_pages = EditPages(self.models, self.pages, self._registrations, num_prefetched)
+        self.num_workers = num_workers
+        self._requests: dict[str, Request] = {}  # request id -> Request, until its terminal output
+        self._queue = RequestQueue()  # the same requests, first whose turn it is
+        self._endings: dict[str, Failed | Aborted] = {}  # request id -> what to say once nothing of it is in flight
+        self._out = PlansOut(num_workers)
+        self._free: list[TensorKey] = []
+        self._outputs: list[Output] = []
+        self._reporter = Reporter(config, self.models, workflow, self._predictor, self.pages)
+        self._deadlines = Deadlines(config.max_num_seqs, self._predictor.left_of, self._predictor.base_seconds)
+        self._plan_seqs = count()
+        self._batch_ids = count()
+
+    def learn(self, samples: Iterable[CostSample]) -> None:
+        """Take in what was measured before the first batch."""
+        for sample in samples:
+            self.cost.observe(self.cost_key(sample.model, sample.stage), sample.work, sample.seconds)
+
+    # ------------------------------------------------------------------------------------------------- requests
+
+    def add(self, edit: EditRequest) -> None:
+        """Take a request in. An id that is already here raises ValueError."""
+        if edit.request_id in self._requests:
+            raise ValueError(f"request {edit.request_id} is here already")
+        self._reporter.note_received()
+        num_steps = self.models[edit.model].num_steps(edit.sampling)
+        progress = Progress(num_steps, preview_steps(num_steps, edit.num_partial_images))
+        request = Request(edit, progress)
+        self._requests[request.id] = request
+        self._queue.add(request, self._predictor.left_of(request).seconds)
+
+    def refuse(self, request_id: str, failure: Failure) -> None:
+        """Answer a request that cannot be taken in."""
+        self._reporter.note_received()
+        self._outputs.append(Failed(request_id=request_id, failure=failure))
+
+    def add_template(self, prime: PrimeTemplate) -> None:
+        """Take a template to be primed and kept. An id that is already here raises ValueError."""
+        if prime.request_id in self._requests or prime.request_id in self._registrations:
+            raise ValueError(f"request {prime.request_id} is here already")
+        self._reporter.note_received()
+        template = TemplateInfo.of(prime, self.models[prime.model])
+        hold = PageHold(prime.request_id, template, prime.template, template.scheme.keyframes)
+        hold.is_idle_work = prime.is_idle_work
+        self._registrations.add(hold)
+
+    def drop_template(self, drop: DropTemplate) -> None:
+        """Forget a template's pages, once no edit uses them."""
+        scheme = self.models[drop.model].page_scheme
+        if scheme is not None:
+            key = scheme.template_key(drop.content_id, drop.cache_salt)
+            files = [latents_key(key), *(page_key(key, sigma) for sigma in scheme.keyframes)]
+            self.pages.cache.drop(key, files)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Give requests up. One that has ended already is no error: its terminal output crossed the abort on its
+        way.
+        """
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is not None and request.is_live:
+                self._end(request, Status.ABORTED, Aborted(request_id=request_id))
+            elif request_id in self._registrations:
+                self._registrations.give_up(request_id)
+        self._outputs += self._registrations.settle()
+
+    def fail_all(self, failure: Failure) -> None:
+        """The workers are gone: end every request now, whatever was in flight. Those that no worker had begun are told
+        so, since they cannot be what ended it.
+        """
+        self.pages.abandon()
+        bystander = msgspec.structs.replace(failure, code=NEVER_BEGUN)
+        for request in list(self._requests.values()):
+            told = bystander if request.status is Status.WAITING else failure
+            ending = self._endings.pop(request.id, Failed(request_id=request.id, failure=told))
+            self._remove(request)
+            self._outputs.append(ending)
+        self._fail_waiters(self._registrations.holds(), failure)
+        self._outputs += self._registrations.settle()
+        self._out.clear()
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._requests) + len(self._registrations)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """(running, waiting) edits."""
+        running = sum(request.status is Status.RUNNING for request in self._requests.values())
+        return running, len(self._requests) - running
+
+    # ------------------------------------------------------------------------------------------------- one iteration
+
+    def schedule(self, now: float) -> StepPlan | None:
+        """The next plan, or None when nothing can start before a result or a request comes in."""
+        self._give_up_lost(now)
+        requests = list(self.in_order())
+        self._edit_pages.reserve(requests, is_idle=not self._requests)
+        self._outputs += self._registrations.settle()
+        chosen = SchedulingPass(
+            self.config,
+            self.workflow,
+            self.placement,
+            self.pages,
+            *self._open_ranks(),
+            self._predictor.of_node,
+            self._predictor.full_blocks if self._may_plan_blocks else None,
+            self._batch_ids,
+            self._step_limit.tokens,
+            self._deadlines.joining(requests, now),
+        )
+        chosen.run(requests)
+        for request_id in chosen.begun:
+            self._queue.begin(request_id, lambda request: self._predictor.left_of(request).seconds)
+        self._reporter.note_begun(chosen.begun)
+        self._free += [TensorKey(job_id, "", "") for job_id in self.pages.take_freed()]
+        orders = self.pages.cache.take_orders()
+        has_work = bool(chosen.batches or chosen.transfers or orders.copies or orders.forget or orders.delete)
+        # Freeing alone can wait for the next plan with work, unless none is to be expected.
+        if not has_work and (not self._free or self._out.busy_ranks()):
+            return None
+        return self._send(chosen, orders)
+
+    def apply(self, result: BatchResult) -> None:
+        """Take in what came of one batch. An unknown batch raises KeyError."""
+        flight = self._out.land(result)
+        key = self.cost_key(flight.batch.model, flight.batch.stage)
+        is_ok = not any(item.failure for item in result.items)
+        self._reporter.note_batch(key, flight.work, result, is_ok=is_ok and result.num_parts == 1)
+        if is_ok and key.stage == "denoise":
+            self._step_limit.note(sum(flight.work.queries), result.num_parts)
+        if flight.job is not None:
+            self._apply_job(*flight.job, result)
+            return
+        for item in result.items:
+            self._apply_item(self._requests[item.request_id], item, result)
+
+    def apply_transfer(self, done: TransferDone) -> None:
+        """A tensor lies in shared memory now."""
+        self._out.land_transfer(done)
+        request = self._requests[done.ref.key.request_id]
+        assert done.ref.handle is not None
+        request.exporting = None
+        request.exported[done.ref.key] = done.ref.handle
+        request.begin_again_if_spoilt(self.workflow)
+        self._finish_ending(request)
+
+    def apply_copy(self, done: PageCopied) -> None:
+        """An entry of the cache has come up, or gone down, a tier; or it could not."""
+        if done.ok:
+            self._reporter.note_copy(done)
+        self.pages.finish_copy(done)
+        self._outputs += self._registrations.settle()
+        for request in () if done.ok else tuple(self.in_order()):
+            request.begin_again_if_spoilt(self.workflow)
+
+    def take_outputs(self) -> tuple[Output, ...]:
+        """What clients are to be told, in order; each is handed out once."""
+        outputs, self._outputs = tuple(self._outputs), []
+        return outputs
+
+    # ------------------------------------------------------------------------------------------------- what it knows
+
+    def in_order(self) -> Iterator[Request]:
+        """Live requests, first whose turn it is: owners share fairly, and of each the most urgent goes first."""
+        return (request for request in self._queue.in_order() if request.is_live)
+
+    def predict_out(self) -> dict[int, float]:
+        """Ranks that have work, and the seconds that it may be expected to take."""
+        seconds = dict.fromkeys(self._out.busy_ranks(), 0.0)
+        for flight in self._out.flights:
+            key = self.cost_key(flight.batch.model, flight.batch.stage)
+            seconds[flight.batch.ranks[0]] += self.cost.predict(key, flight.work) or UNKNOWN_SECONDS
+        return seconds
+
+    def cost_key(self, model: ModelKey, stage: str) -> CostKey:
+        return self._predictor.key(model, stage)
+
+    def load_report(self) -> LoadReport:
+        """How busy it is. What has changed since the last report is told once."""
+        return self._reporter.load(self._queue.in_order(), self.counts)
+
+    def stats(self) -> EngineStats:
+        """What was done since start."""
+        return self._reporter.stats(self._queue.in_order())
+
+    def check_integrity(self) -> None:
+        """Every count agrees with every other; raises AssertionError otherwise. Cheap enough to run when idle."""
+        assert {request.id for request in self._queue.in_order()} == set(self._requests)
+        assert set(self._endings) <= set(self._requests)
+        self.pages.check_integrity()
+        out = [item for flight in self._out.flights if flight.job is None for item in flight.batch.items]
+        assert len(out) == sum(request.progress.num_in_flight for request in self._requests.values())
+        self._out.check_integrity(sum(request.exporting is not None for request in self._requests.values()))
+        assert all(request.is_live or request.id in self._endings for request in self._requests.values())
+
+    # ------------------------------------------------------------------------------------------------- inside
+
+    def _open_ranks(self) -> tuple[set[int], set[int]]:
+        """(ranks that may be given work, those of them that have none). What is out must be nearly done: a small step's
+        round trip is then hidden behind it, and nobody who comes waits long. Nothing is sent ahead of a preview: it
+        would be late.
+        """
+        out, limit = self.predict_out(), self.config.max_ahead_ms / 1e3
+        idle = set(range(self.num_workers)) - out.keys()
+        if any(request.progress.is_preview_out for request in self._requests.values()):
+            return idle, idle
+        has_room = {rank for rank in out if self._out.count(rank) < self._max_plans_out}
+        return idle | {rank for rank in has_room if out[rank] < limit}, idle
+
+    def _send(self, chosen: SchedulingPass, orders: CacheOrders) -> StepPlan:
+        seq = next(self._plan_seqs)
+        flights = [Flight(batch, chosen.works[batch.id], chosen.jobs.get(batch.id)) for batch in chosen.batches]
+        self._out.send(seq, flights, chosen.transfers)
+        free, self._free = tuple(self._free), []
+        return StepPlan(
+            seq=seq,
+            forget=orders.forget,
+            delete=orders.delete,
+            copies=orders.copies,
+            batches=tuple(chosen.batches),
+            transfers=tuple(chosen.transfers),
+            free=free,
+        )
+
+    def _apply_item(self, request: Request, item: ItemResult, result: BatchResult) -> None:
+        node = self.workflow.node(item.node)
+        seconds = request.stage_seconds
+        seconds[node.stage] = seconds.get(node.stage, 0.0) + result.seconds
+        request.started = min(request.started or result.started, result.started)
+        if item.failure is not None and item.failure.kind == "pages_lost":
+            request.progress.retry(node)
+        elif item.failure is not None:
+            request.progress.land(node)
+            if request.is_live:
+                self._end(request, Status.FAILED, Failed(request_id=request.id, failure=item.failure))
+        else:
+            self._advance(request, node, item)
+        request.begin_again_if_spoilt(self.workflow)
+        self._finish_ending(request)
+
+    def _advance(self, request: Request, node: Node, item: ItemResult) -> None:
+        preview = request.progress.pending_preview
+        request.progress.finish(node)
+        if node.stage == "text_encode":
+            request.text_tokens, request.prompt_truncated = item.text_tokens, item.prompt_truncated
+        if node.stage == "image_encode":
+            request.sigmas = item.sigmas
+        if node.kind == "loop":
+            request.note_step()
+        if not request.is_live:
+            return
+        if node.kind == "side":
+            self._finish_preview(request, node, preview)
+        elif request.is_spoilt:
+            return  # it begins again
+        elif node.name == self.workflow.output:
+            self._finish(request)
+        elif node.stage == "image_encode" and request.edit.is_mask_aware:
+            self._edit_pages.need(request)
+        elif node.kind == "loop":
+            self._edit_pages.trim(request)
+
+    def _finish_preview(self, request: Request, node: Node, index: int | None) -> None:
+        assert index is not None
+        for edge in node.inputs:
+            request.exported.pop(TensorKey(request.id, edge.source, edge.name), None)
+        step = request.progress.previews[index]
+        self._outputs.append(PartialImage(request_id=request.id, index=index, step=step))
+
+    def _finish(self, request: Request) -> None:
+        request.move_to(Status.FINISHED)
+        self._remove(request)
+        self._outputs.append(finished(request))
+
+    def _end(self, request: Request, status: Status, message: Failed | Aborted) -> None:
+        """End early. The client is told once no worker can touch the request's arrays any more."""
+        request.move_to(status)
+        self._endings[request.id] = message
+        self._finish_ending(request)
+
+    def _finish_ending(self, request: Request) -> None:
+        if request.id in self._endings and not request.is_in_flight:
+            self._remove(request)
+            self._outputs.append(self._endings.pop(request.id))
+
+    def _remove(self, request: Request) -> None:
+        del self._requests[request.id]
+        self._queue.remove(request.id)
+        if request.hold is not None:
+            self.pages.release(request.hold)
+        if request.progress.has_started:
+            self._free.append(TensorKey(request.id, "", ""))
+
+    def _give_up_lost(self, now: float) -> None:
+        for request, failure in self._deadlines.lost(list(self.in_order()), now):
+            self._end(request, Status.FAILED, Failed(request_id=request.id, failure=failure))
+
+    def _apply_job(self, job: PrimingJob, chunk: Chunk | None, result: BatchResult) -> None:
+        failure = next((item.failure for item in result.items if item.failure is not None), None)
+        if failure is not None:
+            self._fail_waiters(self.pages.fail(job), failure)
+        elif chunk is None:
+            self.pages.finish_latents(job, result.seconds)
+        else:
+            self.pages.finish_chunk(job, chunk, result.seconds)
+        self._outputs += self._registrations.settle()
+        for request_id in list(self._endings):
+            self._finish_ending(self._requests[request_id])
+
+    def _fail_waiters(self, holds: Iterable[PageHold], failure: Failure) -> None:
+        for hold in holds:
+            request = self._requests.get(hold.owner_id)
+            if request is None:
+                self._registrations.fail(hold.owner_id, failure)
+            elif request.is_live:
+                self._end(request, Status.FAILED, Failed(request_id=request.id, failure=failure))
+
+
+def _cache_manager(cache: CacheConfig) -> ActivationCacheManager:
+    budgets = [TierBudget("host", cache.host_bytes)]
+    if cache.device_bytes:
+        budgets.insert(0, TierBudget("device", cache.device_bytes))
+    keep_all = cache.admission == "always"
+    return ActivationCacheManager(budgets, has_disk=cache.disk_bytes > 0, page_arena_id=PAGE_ARENA, keep_all=keep_all)

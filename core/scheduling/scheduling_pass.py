@@ -1,0 +1,265 @@
+"""SchedulingPass: one look at the requests with the budgets of one iteration; chooses what goes into the next plan.
+
+It dies with the pass. It moves requests on (`Progress.start`, `move_to`) as it chooses them; what it leaves behind is
+`batches`, the `works` that say how large each batch is, and `transfers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from core.cache.page_reservations import TemplatePages
+from core.cache.priming import Chunk, PrimingJob
+from core.config import SchedulerConfig
+from core.costs.cost_model import Work
+from core.graph.workflow import Node, Placement, Workflow
+from core.handles import ModelKey, TensorKey, TensorRef, Tier
+from core.messages.worker import Batch, Item, Transfer
+from core.scheduling.deadlines import MayJoin
+from core.scheduling.request import Request, Status
+from core.scheduling.stage_work import chunk_items, chunk_work, exports_needed, latents_item, make_item, node_work
+
+PredictWork = Callable[[str, Node, Work], float]
+"""Seconds that running a node of this model's workflow takes over so much work."""
+
+BlockPlan = Callable[[Request, list[tuple[Tier, int]]], tuple[int, ...]]
+"""The blocks to compute in full at a request's next step, while entries of (tier, bytes) are on their way."""
+
+PRIME_SHARE = 0.2
+"""Tokens primed along with a step, as a share of the step's own: running requests wait at most so much longer."""
+
+
+@dataclass(slots=True)
+class SchedulingPass:
+    """Made with everything it may look at; `run` is called once."""
+
+    config: SchedulerConfig
+    workflow: Workflow
+    placement: Placement
+    pages: TemplatePages
+    open_ranks: set[int]  # ranks that may be given work
+    idle_ranks: set[int]  # those of them that have none
+    predict: PredictWork
+    block_plan: BlockPlan | None  # None: a step waits until all of its pages are there
+    batch_ids: Iterator[int]
+    max_step_tokens: int  # that fit into one step, and what is primed along with it
+    may_join: MayJoin | None  # None: whoever finds a place
+    batches: list[Batch] = field(default_factory=list)
+    works: dict[int, Work] = field(default_factory=dict)  # batch id -> its size
+    jobs: dict[int, tuple[PrimingJob, Chunk | None]] = field(default_factory=dict)  # batch id -> what it primes
+    transfers: list[Transfer] = field(default_factory=list)
+    begun: list[str] = field(default_factory=list)  # ids of requests that waited until now
+    _candidates: list[tuple[Request, list[Node]]] = field(default_factory=list)  # most urgent first, with ready nodes
+    _stage_ms: dict[int, float] = field(default_factory=dict)  # rank -> predicted milliseconds of stage work chosen
+
+    def run(self, requests: Iterable[Request]) -> None:
+        """Choose among live requests, given most urgent first. Finishing work first (it frees places), then encoding
+        and previews, the step, and what may be primed along with it."""
+        self._candidates = [(request, request.progress.ready(self.workflow)) for request in self._admit(requests)]
+        self._choose_transfers()
+        self._choose_stage_work(self._is_output)
+        self._choose_template_encodes()
+        self._choose_stage_work(self._is_source_or_side)
+        self._choose_priming(self._choose_step())
+
+    def _admit(self, requests: Iterable[Request]) -> list[Request]:
+        """Those that run, and as many waiting ones as there are places among those that have steps to do. One that
+        would make others late waits, and so does one that runs alone, until nobody runs; nobody overtakes either
+        meanwhile.
+        """
+        requests = list(requests)
+        if any(r.edit.runs_alone and r.status is Status.RUNNING for r in requests):
+            return [r for r in requests if r.status is Status.RUNNING]
+        stepping = sum(r.status is Status.RUNNING and r.progress.steps_left > 0 for r in requests)
+        places = self.config.max_num_seqs - stepping
+        is_idle = not any(r.status is Status.RUNNING for r in requests)
+        admitted: list[Request] = []
+        for request in requests:
+            if request.status is Status.RUNNING:
+                admitted.append(request)
+            elif request.edit.runs_alone:
+                if is_idle and not admitted:
+                    return [request]
+                places = 0
+            elif places > 0 and (self.may_join is None or self.may_join(request)):
+                places -= 1
+                admitted.append(request)
+            else:
+                places = 0
+        return admitted
+
+    # ------------------------------------------------------------------------------------------------ stage work
+
+    def _choose_stage_work(self, is_wanted: Callable[[Node], bool]) -> None:
+        for request, ready in self._candidates:
+            nodes = [node for node in ready if is_wanted(node) and self._can_run(request, node)]
+            if nodes:
+                self._choose_nodes(request, nodes)
+
+    def _is_output(self, node: Node) -> bool:
+        return node.name == self.workflow.output
+
+    def _is_source_or_side(self, node: Node) -> bool:
+        """Together, so that newcomers do not hold up a preview, which its request may wait for."""
+        return node.kind != "loop" and not self._is_output(node)
+
+    def _can_run(self, request: Request, node: Node) -> bool:
+        is_open = self.placement[node.name] in self.open_ranks
+        return is_open and not exports_needed(request, node, self.placement) and self._has_pages(request, node)
+
+    def _has_pages(self, request: Request, node: Node) -> bool:
+        """Whether what the node reads of the activation cache is there."""
+        hold, step = request.hold, request.progress.steps_scheduled
+        if node.stage == "decode":
+            return hold is None or (hold.is_reserved and self.pages.has_latents(hold.template))
+        if node.kind != "loop" or not request.is_masked_step(step):
+            return True
+        if hold is None or not hold.is_reserved or not self.pages.has_latents(hold.template):
+            return False
+        may_load = self.block_plan is not None and not hold.is_primed
+        return self.pages.span(hold, request.sigmas[step], may_load=may_load) is not None
+
+    def _choose_nodes(self, request: Request, nodes: Sequence[Node]) -> None:
+        """All of these nodes or, where the time budget of a rank is spent, none. One item always goes."""
+        rank = self.placement[nodes[0].name]
+        if not self._spend_stage_ms(rank, sum(self._predict_alone(request, node) for node in nodes) * 1e3):
+            return
+        for node in nodes:
+            self._add(node, [request])
+        if request.status is Status.WAITING:
+            request.move_to(Status.RUNNING)
+            self.begun.append(request.id)
+
+    def _predict_alone(self, request: Request, node: Node) -> float:
+        return self.predict(request.edit.model, node, node_work(request, node))
+
+    def _spend_stage_ms(self, rank: int, ms: float) -> bool:
+        """Take predicted milliseconds off a rank's time budget, if there is so much left of it."""
+        spent = self._stage_ms.get(rank)
+        if spent is not None and spent + ms > self.config.max_stage_ms:
+            return False
+        self._stage_ms[rank] = (spent or 0.0) + ms
+        return True
+
+    # ------------------------------------------------------------------------------------------------ the step
+
+    def _choose_step(self) -> int:
+        """One batch per model of the most urgent requests that fit; one above the token budget runs alone. Returns the
+        step's tokens."""
+        loop = self.workflow.loop
+        chosen: dict[str, list[Request]] = {}  # model -> requests
+        num_seqs = num_tokens = 0
+        for request, ready in self._candidates:
+            if loop not in ready or not self._can_run(request, loop):
+                continue
+            tokens = num_tokens + request.num_step_tokens * request.edit.sampling.num_rows
+            if num_seqs == self.config.max_num_seqs or (num_seqs and tokens > self.max_step_tokens):
+                break
+            self._plan_blocks(request)
+            chosen.setdefault(request.edit.model, []).append(request)
+            num_seqs, num_tokens = num_seqs + 1, tokens
+        for requests in chosen.values():
+            self._add(loop, requests)
+        return num_tokens
+
+    def _plan_blocks(self, request: Request) -> None:
+        """Decide which blocks its next step computes in full, where some of its pages are on their way."""
+        hold, step = request.hold, request.progress.steps_scheduled
+        if hold is not None and self.block_plan is not None and request.is_masked_step(step):
+            loading = self.pages.loading(hold, request.sigmas[step])
+            hold.full_blocks = self.block_plan(request, loading) if loading else ()
+
+    # ------------------------------------------------------------------------------------------------ priming
+
+    def _choose_priming(self, step_tokens: int) -> None:
+        """Chunks of jobs, oldest first, in the tokens that the step leaves; at least one block goes."""
+        budget = self.max_step_tokens - step_tokens
+        if step_tokens:
+            budget = min(budget, int(PRIME_SHARE * step_tokens))
+        has_primed = False
+        for job in self.pages.jobs():
+            if not self._can_prime(job):
+                continue
+            if self.pages.needs_latents(job):
+                if self.pages.is_idle_work(job):
+                    self._encode_template(job)
+            elif not has_primed or budget > 0:
+                # Idle work goes block by block: whoever comes meanwhile waits for no more than one.
+                budget -= self._prime(job, 0 if self.pages.is_idle_work(job) else budget)
+                has_primed = True
+
+    def _choose_template_encodes(self) -> None:
+        """Before newcomers are encoded: who waits for a template came before them."""
+        for job in self.pages.jobs():
+            if self.pages.needs_latents(job) and not self.pages.is_idle_work(job) and self._can_prime(job):
+                self._encode_template(job)
+
+    def _can_prime(self, job: PrimingJob) -> bool:
+        rank, is_idle_work = self.placement[self.workflow.loop.name], self.pages.is_idle_work(job)
+        has_time = rank in self.idle_ranks and not self.batches if is_idle_work else rank in self.open_ranks
+        return has_time and self.pages.can_start(job)
+
+    def _encode_template(self, job: PrimingJob) -> None:
+        node = next(node for node in self.workflow.nodes if node.stage == "image_encode")
+        rank = self.placement[node.name]
+        work = Work.of([job.template.num_tokens])
+        if self._spend_stage_ms(rank, self.predict(job.template.model, node, work) * 1e3):
+            self._add_job(job, None, node, (latents_item(job, self.pages),), work)
+
+    def _prime(self, job: PrimingJob, budget: int) -> int:
+        """Returns the tokens of the chunk."""
+        chunk = self.pages.start_chunk(job, budget)
+        self._add_job(job, chunk, self.workflow.loop, chunk_items(job, chunk, self.pages), chunk_work(job, chunk))
+        return chunk.tokens
+
+    def _add_job(self, job: PrimingJob, chunk: Chunk | None, node: Node, items: tuple[Item, ...], work: Work) -> None:
+        """A batch of its own: chunks of different jobs end at different times."""
+        stage = node.stage if chunk is None else "prime"
+        model, ranks = ModelKey(job.template.model, node.component), (self.placement[node.name],)
+        batch = Batch(next(self.batch_ids), stage, model, ranks, items)
+        self.batches.append(batch)
+        self.works[batch.id], self.jobs[batch.id] = work, (job, chunk)
+
+    # ------------------------------------------------------------------------------------------------ between ranks
+
+    def _choose_transfers(self) -> None:
+        """Export what a ready node on another rank reads; a request has one place in shared memory for that."""
+        for request, ready in self._candidates:
+            for node in ready:
+                missing = exports_needed(request, node, self.placement)
+                if missing and self._is_handle_free(request):
+                    self._export(request, missing[0])
+
+    def _is_handle_free(self, request: Request) -> bool:
+        """Whether nothing writes or reads the request's place in shared memory."""
+        readers = (node for node in self.workflow.nodes if node.stage == "decode")
+        return request.exporting is None and not any(node.name in request.progress.in_flight for node in readers)
+
+    def _export(self, request: Request, key: TensorKey) -> None:
+        rank = self.placement[key.node]
+        if rank in self.open_ranks:
+            request.exported.clear()
+            request.exporting = key
+            self.transfers.append(Transfer(TensorRef(key, rank, handle=request.edit.latents), rank))
+
+    # ------------------------------------------------------------------------------------------------ batches
+
+    def _add(self, node: Node, requests: Sequence[Request]) -> None:
+        """Add the requests' items to the batch of the same stage, model and rank, or make it."""
+        items = tuple(make_item(request, node, self.placement, self.pages) for request in requests)
+        work = sum((node_work(request, node) for request in requests), Work((), ()))
+        for request in requests:
+            request.progress.start(node)
+        batch = self._take_batch(node, ModelKey(requests[0].edit.model, node.component))
+        self.works[batch.id] = self.works.get(batch.id, Work((), ())) + work
+        self.batches.append(Batch(batch.id, batch.stage, batch.model, batch.ranks, batch.items + items))
+
+    def _take_batch(self, node: Node, model: ModelKey) -> Batch:
+        """The batch chosen so far that takes such items, off the list; else an empty one."""
+        ranks = (self.placement[node.name],)
+        for batch in self.batches:
+            if (batch.stage, batch.model, batch.ranks) == (node.stage, model, ranks) and batch.id not in self.jobs:
+                self.batches.remove(batch)
+                return batch
+        return Batch(next(self.batch_ids), node.stage, model, ranks, ())

@@ -1,0 +1,77 @@
+"""Whether an edit runs mask-aware: decided once, from the request and the server's flags alone.
+
+Load, tiers and what is cached have no say, or the same request would give another picture another time.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from core.config import CacheConfig, EngineConfig
+from core.model_info import ModelInfo
+from core.page_scheme import PageScheme
+from core.scheduling.request import SamplingParams
+
+ExactReason = Literal["asked", "disabled", "unsafe", "mask_covers_all", "too_large", "full_steps"]
+"""Why an edit computes every token. asked: by the request. disabled: by the server. unsafe: the checkpoint's
+calibration found no setting that keeps the picture, or its family has no mask-aware execution. mask_covers_all: the
+mask, grown by its margin, touches every token. too_large: the picture's pages exceed the cache. full_steps: no step is
+left for it.
+"""
+
+
+def resolve_margin(sampling: SamplingParams, model: ModelInfo) -> int:
+    """Pixels by which the computed area grows; 0 where every token is computed anyway."""
+    if model.page_scheme is None or not sampling.mask_aware:
+        return 0
+    return model.page_scheme.mask_margin if sampling.mask_margin is None else sampling.mask_margin
+
+
+def resolve_full_steps(sampling: SamplingParams, model: ModelInfo, mask_ratio: float) -> int:
+    """Leading steps that compute every token. sampling: with its number of steps. mask_ratio: active tokens / image
+    tokens, margin included.
+    """
+    if sampling.full_steps is not None:
+        return sampling.full_steps
+    return 0 if model.page_scheme is None else model.page_scheme.full_steps_at(mask_ratio, model.num_steps(sampling))
+
+
+def why_exact(
+    sampling: SamplingParams, model: ModelInfo, engine: EngineConfig, num_active: int, num_tokens: int
+) -> ExactReason | None:
+    """Why an edit with `num_active` of `num_tokens` tokens to compute runs exact; None: it runs mask-aware.
+
+    sampling: resolved.
+    """
+    scheme = model.page_scheme
+    if not sampling.mask_aware:
+        return "asked"
+    if scheme is None:
+        return "unsafe" if _is_wanted(model, engine) else "disabled"
+    if num_active >= num_tokens:
+        return "mask_covers_all"
+    if resolve_full_steps(sampling, model, num_active / num_tokens) >= model.num_steps(sampling):
+        return "full_steps"
+    if not fits(scheme, engine.cache, num_tokens, model.num_steps(sampling)):
+        return "too_large"
+    return None
+
+
+def fits(scheme: PageScheme, cache: CacheConfig, num_tokens: int, num_steps: int) -> bool:
+    """Whether all pages of one template fit the tier that computes from them. num_steps counts where pages are kept at
+    every step.
+    """
+    budget = cache.device_bytes or cache.host_bytes
+    return scheme.template_bytes(num_tokens, len(scheme.keyframes) or num_steps) <= budget
+
+
+def can_prime_ahead(model: ModelInfo, cache: CacheConfig, num_tokens: int) -> bool:
+    """Whether a template's pages can be made before any edit of it. Those of every step's own noise level cannot: the
+    edit's step count says which they are.
+    """
+    scheme = model.page_scheme
+    return scheme is not None and bool(scheme.keyframes) and fits(scheme, cache, num_tokens, num_steps=0)
+
+
+def _is_wanted(model: ModelInfo, engine: EngineConfig) -> bool:
+    return any(config.mask_aware for config in engine.models if config.name == (model.parent or model.name))

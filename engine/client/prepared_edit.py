@@ -1,0 +1,170 @@
+"""ResolvedEdit: all that is known of an edit before it runs, and what follows from it: its requests and its reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from core.config import EngineConfig
+from core.graph.workflow import preview_steps
+from core.handles import ArrayRef
+from core.ipc.shared_array import carve
+from core.messages.engine import EditRequest, Finished
+from core.messages.image_processor import PreparedEdit
+from core.model_info import ModelInfo
+from core.routing.fleet import EditShape
+from core.scheduling.request import SamplingParams
+from engine.client.edit_types import EditInput, EditReport
+from engine.client.mask_aware import ExactReason, resolve_full_steps, why_exact
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedEdit:
+    """An edit whose images are prepared. sampling: of its first image; nothing in it is None that the model needs."""
+
+    edit: EditInput
+    model: ModelInfo
+    sampling: SamplingParams
+    prepared: PreparedEdit
+    config: EngineConfig
+
+    @classmethod
+    def of(
+        cls, edit: EditInput, model: ModelInfo, sampling: SamplingParams, prepared: PreparedEdit, config: EngineConfig
+    ) -> ResolvedEdit:
+        """sampling: as `engine.client.sampling_defaults.resolve` leaves it, which knows nothing of the mask."""
+        known = cls(edit, model, sampling, prepared, config)
+        full_steps = resolve_full_steps(sampling, model, known.mask_ratio)
+        return cls(edit, model, msgspec.structs.replace(sampling, full_steps=full_steps), prepared, config)
+
+    @property
+    def output_size(self) -> tuple[int, int]:
+        """(width, height) of the encoded results."""
+        return self.edit.output_size or (self.prepared.upload_width, self.prepared.upload_height)
+
+    @property
+    def num_tokens(self) -> int:
+        """Image tokens."""
+        return self.model.num_image_tokens(self.prepared.width, self.prepared.height)
+
+    @property
+    def mask_ratio(self) -> float:
+        """Tokens under the mask and its margin / image tokens."""
+        return self.prepared.active.size / self.num_tokens
+
+    @property
+    def exact_reason(self) -> ExactReason | None:
+        """Why it does not run mask-aware; None: it does."""
+        return why_exact(self.sampling, self.model, self.config, self.prepared.active.size, self.num_tokens)
+
+    @property
+    def num_partial_images(self) -> int:
+        """Previews of each image: as many as asked for, but one for each step before the last at most."""
+        return len(preview_steps(self.model.num_steps(self.sampling), self.edit.partial_images))
+
+    @property
+    def _num_full_steps(self) -> int:
+        """Steps that compute every token."""
+        assert self.sampling.full_steps is not None
+        return self.model.num_steps(self.sampling) if self.exact_reason else self.sampling.full_steps
+
+    def make_request(
+        self,
+        index: int,
+        request_id: str,
+        alloc: Callable[[int], ArrayRef],
+        *,
+        arrival: float,
+        deadline: float | None,
+        trace_context: str,
+    ) -> EditRequest:
+        """That for its image `index`. alloc: takes so many bytes of shared memory. The rest: as in EditRequest."""
+        model, prepared, num_tokens = self.model, self.prepared, self.num_tokens
+        width, height = prepared.width, prepared.height
+        assert self.sampling.seed is not None
+        sampling = msgspec.structs.replace(self.sampling, seed=self.sampling.seed + index, n=1)
+        num_pictures = self.num_partial_images + 1
+        pixels = alloc(num_pictures * height * width * 3)
+        latents = alloc(num_tokens * model.latent_width * 4)
+        return EditRequest(
+            request_id=request_id,
+            model=model.name,
+            prompt=self.edit.prompt,
+            sampling=sampling,
+            width=width,
+            height=height,
+            template=prepared.template,
+            mask=prepared.mask,
+            active=prepared.active,
+            content_id=prepared.content_id,
+            num_tokens=num_tokens,
+            max_text_tokens=sampling.max_sequence_length or model.max_text_tokens,
+            extra_text_tokens=model.text_tokens_beside(width, height),
+            num_condition_tokens=model.conditions_per_token * num_tokens,
+            pixels=tuple(
+                carve(pixels, i * height * width * 3, (height, width, 3), "uint8") for i in range(num_pictures)
+            ),
+            latents=carve(latents, 0, (num_tokens, model.latent_width), "float32"),
+            arrival=arrival,
+            deadline=deadline,
+            is_mask_aware=self.exact_reason is None,
+            trace_context=trace_context,
+            cache_salt=self.config.cache.salt(self.edit.owner),
+            owner=self.edit.owner,
+        )
+
+    def make_report(
+        self,
+        output: Finished,
+        *,
+        engine: int | None,
+        template_id: str | None,
+        colour_lost: tuple[str, ...],
+        preprocess_seconds: float,
+        postprocess_seconds: float,
+    ) -> EditReport:
+        """On one of its images. engine: which made it. template_id: of what it became, if it did. colour_lost: of the
+        file."""
+        prepared, ms = self.prepared, output.ms
+        return EditReport(
+            mask_ratio=self.mask_ratio,
+            active_tokens=self.num_tokens if self.exact_reason else prepared.active.size,
+            image_tokens=self.num_tokens,
+            text_tokens=output.text_tokens,
+            prompt_truncated=output.prompt_truncated,
+            unmasked=prepared.unmasked,
+            num_inference_steps=self.sampling.num_denoising_steps,
+            guidance_scale=self.sampling.guidance_scale if self.model.has_guidance else None,
+            exact_reason=self.exact_reason,
+            cache=output.cache,
+            tier=output.tier,
+            primed=output.is_primed,
+            full_steps=self._num_full_steps,
+            full_blocks=output.full_blocks,
+            partial_images=self.num_partial_images,
+            engine=engine,
+            template_id=template_id,
+            crop=prepared.crop,
+            colour_lost=colour_lost,
+            ms={
+                "queue": ms["queue"],
+                "preprocess": preprocess_seconds * 1e3,
+                "encode": ms["text_encode"] + ms["image_encode"],
+                "prime": ms["prime"],
+                "denoise": ms["denoise"],
+                "decode": ms["decode"],
+                "postprocess": postprocess_seconds * 1e3,
+            },
+        )
+
+
+def smallest_shape(sampling: SamplingParams, model: ModelInfo, owner: str) -> EditShape:
+    """What is known of an edit before its images are prepared. sampling: as `engine.client.sampling_defaults.resolve` leaves it."""
+    text_tokens = model.num_text_tokens(sampling.max_sequence_length)
+    is_exact = not sampling.mask_aware or model.page_scheme is None
+    steps = model.num_steps(sampling)
+    full_steps = steps if is_exact else 0
+    priority, rows = sampling.priority, sampling.num_rows
+    return EditShape(model.name, steps, full_steps, 1, 1, text_tokens, priority=priority, num_rows=rows, owner=owner)

@@ -1,0 +1,103 @@
+"""Captures: what the engine has painted becomes a template, so that editing what was just made starts warm.
+
+The pages come from priming the finished picture, not from the run that made it: that run's keys and values depend on
+its prompt, its mask and its noise, and an edit's picture would then depend on what happened to be made before. Primed
+pages are a function of the picture alone, so an edit of it is the same whether it was captured or not.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from core.errors import StencilError
+from core.messages.image_processor import ComposedImage
+from core.model_info import ModelInfo
+from engine.client.mask_aware import can_prime_ahead
+from engine.client.template_session import TemplateSession
+from engine.client.template_store import Template
+from engine.client.upload import KeptUpload
+from engine.images.image_ops import generation_size
+
+if TYPE_CHECKING:
+    from engine.client.async_engine import AsyncEngine
+
+logger = logging.getLogger("stencil.engine")
+
+MAX_IN_FLIGHT = 4
+"""Captures that may wait for idle time at once, since each holds its picture in shared memory. Others are kept as
+templates all the same, and primed by the first edit that uses them."""
+
+
+class Captures:
+    """Registers finished pictures and primes them in the background, when no edit wants to compute."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+        self._num_in_flight = 0  # background tasks begun and not over
+
+    async def keep(self, image: ComposedImage, model: ModelInfo, owner: str, *, is_base64: bool) -> str | None:
+        """The id of the template that `image` becomes; None where the server's flags leave no use or no room for it."""
+        num_tokens = _num_tokens(image, model)
+        if not self._is_useful(model, num_tokens) or not self._is_readable(image):
+            return None
+        upload = await KeptUpload.of_output(self._engine.view(image.encoded).data, is_base64=is_base64)
+        limits = self._engine.config.image
+        if upload.size > min(self._engine.templates.budget, limits.max_upload_bytes):
+            logger.debug("a picture of %d bytes is larger than a template may be: not captured", upload.size)
+            return None
+        template = Template(
+            upload=upload,
+            owner=owner,
+            model=model.name,
+            width=image.width,
+            height=image.height,
+            image_tokens=num_tokens,
+            created=int(time.time()),
+            is_captured=True,
+            cache_salt=self._engine.cache.salt(owner),
+        )
+        self._engine.keep_template(template)
+        if template.id not in self._engine.templates:
+            logger.debug("registered templates take up --template-bytes: a picture was not captured")
+            return None
+        if self._num_in_flight < MAX_IN_FLIGHT:
+            self._num_in_flight += 1
+            self._engine.run_in_background(self._prime(template, model))
+        return template.id
+
+    def _is_useful(self, model: ModelInfo, num_tokens: int) -> bool:
+        cache = self._engine.cache
+        return cache.admission == "always" and can_prime_ahead(model, cache, num_tokens)
+
+    def _is_readable(self, image: ComposedImage) -> bool:
+        """Whether an edit could decode it: `size` may have made it larger than any upload."""
+        return image.width * image.height <= self._engine.config.image.max_pixels
+
+    async def _prime(self, template: Template, model: ModelInfo) -> None:
+        """Its failure hurts nobody: the first edit of the template primes it then."""
+        name, upload, owner = f"capture-{template.id}", template.upload, template.owner
+        session = TemplateSession(self._engine, name, upload, model, owner=owner, is_idle_work=True)
+        try:
+            with self._engine.hold(session):
+                await self._prime_session(session, template)
+        except StencilError as error:
+            level = logging.DEBUG if self._engine.is_closing else logging.WARNING
+            logger.log(level, "template %s was not primed: %s", template.id, error)
+        finally:
+            self._num_in_flight -= 1
+
+    async def _prime_session(self, session: TemplateSession, template: Template) -> None:
+        templates = self._engine.templates
+        content_id = (await session.prepare()).content_id
+        templates.set_content(template.id, content_id)
+        if template.id not in templates or self._engine.is_closing:
+            return
+        templates.set_primed(template.id, (await session.prime()).nbytes)
+
+
+def _num_tokens(image: ComposedImage, model: ModelInfo) -> int:
+    """Image tokens of a picture that is uploaded again."""
+    width, height = generation_size(image.width, image.height, model.native_size, model.token_size, model.max_side)
+    return model.num_image_tokens(width, height)

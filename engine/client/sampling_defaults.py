@@ -1,0 +1,61 @@
+"""What a model makes of an edit's parameters: its defaults for what was not given, and a seed."""
+
+from __future__ import annotations
+
+import secrets
+
+import msgspec
+
+from core.errors import InvalidRequestError
+from core.model_info import ModelInfo
+from core.scheduling.request import MAX_IMAGES, SamplingParams
+from core.validation import check_integer
+
+MAX_RANDOM_SEED = 2**53 - MAX_IMAGES
+"""Below what a JSON number holds exactly in every language, for each of an edit's seeds."""
+
+
+def resolve(sampling: SamplingParams, model: ModelInfo) -> SamplingParams:
+    """Fill in the model's defaults, but those that depend on the mask, and draw a seed. Raises InvalidRequestError for
+    what the model cannot take.
+    """
+    length = sampling.max_sequence_length or model.max_text_tokens
+    check_integer("max_sequence_length", length, high=model.max_text_tokens)
+    steps = sampling.num_inference_steps or model.default_num_inference_steps
+    check_integer("num_inference_steps", steps, low=model.min_inference_steps)
+    guidance = model.default_guidance_scale if sampling.guidance_scale is None else sampling.guidance_scale
+    true_cfg_scale, negative_prompt = _classifier_free(sampling, model, guidance)
+    resolved = msgspec.structs.replace(
+        sampling,
+        num_inference_steps=steps,
+        strength=_resolve_strength(sampling.strength, steps) if model.rounds_strength_down else sampling.strength,
+        guidance_scale=guidance,
+        true_cfg_scale=true_cfg_scale,
+        negative_prompt=negative_prompt,
+        seed=secrets.randbelow(MAX_RANDOM_SEED) if sampling.seed is None else sampling.seed,
+        max_sequence_length=length,
+    )
+    if resolved.num_denoising_steps < 1:
+        message = f"Invalid 'strength': {sampling.strength} leaves no step to do; give more than 0."
+        raise InvalidRequestError(message, param="strength")
+    return resolved
+
+
+def _resolve_strength(strength: float, steps: int) -> float:
+    """A share of the steps that comes to what diffusers' pipelines of UNets do of them: whole ones, none begun."""
+    return max(int(steps * strength) - 0.5, 0.0) / steps  # up to the middle of the last: no rounding error adds one
+
+
+def _classifier_free(
+    sampling: SamplingParams, model: ModelInfo, guidance: float
+) -> tuple[float, str] | tuple[None, None]:
+    """Scale and negative prompt of classifier-free guidance, as diffusers' pipelines decide: none up to 1, and in a
+    model whose guidance is an embedding none without a negative prompt."""
+    if model.is_guidance_cfg:
+        scale, negative_prompt = guidance, sampling.negative_prompt or ""
+    elif model.has_true_cfg and sampling.negative_prompt is not None:
+        scale = model.default_true_cfg_scale if sampling.true_cfg_scale is None else sampling.true_cfg_scale
+        negative_prompt = sampling.negative_prompt
+    else:
+        return None, None
+    return (scale, negative_prompt) if scale > 1.0 else (None, None)

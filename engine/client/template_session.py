@@ -1,0 +1,159 @@
+"""TemplateSession: one template from its upload to its pages, and all the shared memory that takes.
+
+As with an edit, memory is freed only when nothing can touch it any more; `close` waits for that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from core.errors import OverloadedError
+from core.messages.engine import Aborted, Failed, PrimeTemplate, TemplatePrimed
+from core.messages.image_processor import PreparedEdit, PrepareEdit
+from core.model_info import ModelInfo
+from engine.client.mask_aware import can_prime_ahead
+from engine.client.session_memory import SessionMemory
+from engine.client.upload import Upload
+from engine.images import image_ops
+from engine.images.image_jobs import Caller
+from engine.observability.tracing import NO_SPAN, current_span
+
+if TYPE_CHECKING:
+    from engine.client.async_engine import AsyncEngine
+    from engine.router.engine_client import RequestOutput
+
+logger = logging.getLogger("stencil.engine")
+
+
+class TemplateSession:
+    """prepare, prime; then give_up and close. One caller.
+
+    cache_salt: of its pages, see `CacheConfig.salt`. is_idle_work: computed when no edit wants to, and takes no place
+    in the queue.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        request_id: str,
+        upload: Upload,
+        model: ModelInfo,
+        *,
+        owner: str,
+        is_idle_work: bool = False,
+    ) -> None:
+        self.num_images = 0 if is_idle_work else 1  # places in the queue
+        self.is_idle_work = is_idle_work
+        self.priority = 0  # of the default class
+        self.is_displaced = False
+        self.is_submitted = False
+        self.done = asyncio.Event()  # nothing of it is left to compute
+        self.has_failed = False  # set by the engine when an error, not the caller, ends it
+        self._engine = engine
+        self._id = request_id
+        self._owner = owner
+        self._upload = upload
+        self._model = model
+        self._cache_salt = engine.cache.salt(owner)
+        self._span = NO_SPAN if is_idle_work else current_span()  # whose answer has left when idle work begins
+        self._memory = SessionMemory(engine)
+        self._prepared: PreparedEdit | None = None
+        self._answer: RequestOutput | None = None
+        self._has_let_go = False
+
+    async def prepare(self) -> PreparedEdit:
+        """Have the upload checked and turned into a template. Raises InvalidRequestError, OverloadedError."""
+        model, start = self._model, time.monotonic()
+        message = PrepareEdit(
+            job_id=0,
+            image=await self._memory.store(self._upload),
+            mask=None,
+            mask_kind="alpha",
+            canvas_size=None,
+            mask_margin=0,
+            native_size=model.native_size,
+            token_size=model.token_size,
+            max_pixels=self._engine.config.image.max_pixels,
+            scratch=self._memory.alloc(image_ops.scratch_bytes(model.native_size, model.token_size)),
+            max_side=model.max_side,
+        )
+        self._prepared = await self._engine.images.prepare(message, Caller(self._id, self._owner, arrival=start))
+        self._span.child("prepare", start, time.monotonic(), {})
+        return self._prepared
+
+    @property
+    def num_tokens(self) -> int:
+        """The template's image tokens."""
+        assert self._prepared is not None
+        return self._model.num_image_tokens(self._prepared.width, self._prepared.height)
+
+    @property
+    def can_prime(self) -> bool:
+        """Whether this template has pages that can be made now, and fit."""
+        return can_prime_ahead(self._model, self._engine.cache, self.num_tokens)
+
+    async def prime(self) -> TemplatePrimed:
+        """Have its pages made. Raises EngineError, or OverloadedError when the server shuts down."""
+        start = time.monotonic()
+        self._engine.router.submit(self._make_request(), self._hear)
+        self.is_submitted = True
+        await self.done.wait()
+        self._span.child("prime", start, time.monotonic(), {})
+        match self._answer:
+            case TemplatePrimed():
+                return self._answer
+            case Failed(failure=failure):
+                if failure.detail:
+                    logger.error("%s: %s\n%s", self._id, failure.message, failure.detail)
+                raise failure.to_error()
+            case Aborted():
+                raise OverloadedError("The server shut down before the template was primed.", retry_after=1.0)
+        raise AssertionError(f"{self._id} is a template, and was answered with {self._answer}")
+
+    def _make_request(self) -> PrimeTemplate:
+        prepared = self._prepared
+        assert prepared is not None
+        return PrimeTemplate(
+            request_id=self._id,
+            model=self._model.name,
+            template=prepared.template,
+            width=prepared.width,
+            height=prepared.height,
+            content_id=prepared.content_id,
+            num_tokens=self.num_tokens,
+            arrival=time.monotonic(),
+            is_idle_work=self.is_idle_work,
+            cache_salt=self._cache_salt,
+        )
+
+    def _hear(self, output: RequestOutput) -> None:
+        self._answer = output
+        self.done.set()
+
+    def give_up(self) -> None:
+        """Nobody waits any longer: abort what still runs."""
+        if not self.is_submitted:
+            self.done.set()
+        elif not self.done.is_set():
+            self._engine.router.abort((self._id,))
+
+    def wants_pages(self, model: str, content_id: str, cache_salt: str) -> bool:
+        """Whether it has these pages made for a template that is kept afterwards; a captured one is kept already, or
+        deleted.
+        """
+        if self._prepared is None or not self.is_submitted or self.is_idle_work or self._has_let_go:
+            return False
+        return (self._model.name, self._prepared.content_id, self._cache_salt) == (model, content_id, cache_salt)
+
+    async def close(self) -> None:
+        """Wait for the terminal output, then free the memory. Pages that no template was kept for go: an abort comes
+        too late once they are there, and a captured template may be deleted before.
+        """
+        await self.done.wait()
+        if self.is_submitted and self._prepared is not None:
+            self._has_let_go = True
+            self._engine.drop_pages(self._model.name, self._prepared.content_id, self._cache_salt)
+        await self._memory.release()

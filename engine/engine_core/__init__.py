@@ -1,0 +1,1 @@
+"""The process that schedules: its loop, its socket and its watchdogs."""

@@ -1,0 +1,192 @@
+"""EngineCore: the loop that every edit goes through. Drain the mailbox, schedule, execute; apply, emit.
+
+One actor owns the scheduler; requests, aborts and results reach it only through its mailbox. It knows no sockets,
+signals or processes (engine_process.py does) and never touches a pixel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from core.config import EngineConfig
+from core.errors import EngineDeadError
+from core.failure import Failure
+from core.ipc.logs import of_request
+from core.messages.engine import (
+    Abort,
+    Drain,
+    DropTemplate,
+    EditRequest,
+    EngineFailed,
+    EngineOutputs,
+    FromEngine,
+    PrimeTemplate,
+    ToEngine,
+)
+from core.messages.worker import BatchResult, FromWorker, PageCopied, StepPlan, TransferDone, WorkerFailed, WorkerReady
+from core.scheduling.outputs import Output
+from core.scheduling.scheduler import StepScheduler
+from engine.engine_core.watchdog import Watchdog
+from engine.observability.engine_trace import EngineTrace
+from engine.observability.tracing import NoTracer
+
+logger = logging.getLogger("stencil.engine")
+
+REPORT_SECONDS = 1.0
+"""How old what an engine says of itself may get while it works."""
+
+
+class PlanSink(Protocol):
+    """Where plans go; `model_executor.executor.Executor` is the real one."""
+
+    def submit(self, plan: StepPlan) -> None: ...
+    def kill(self, rank: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedRequest:
+    """A request whose message could not be decoded, but for its id."""
+
+    request_id: str
+    failure: Failure
+
+
+class _ReportDue:
+    """A note to itself: something has changed that was not told at once."""
+
+
+class EngineCore:
+    """Runs until it has drained or its workers are gone. `emit` must not block."""
+
+    def __init__(
+        self,
+        scheduler: StepScheduler,
+        executor: PlanSink,
+        emit: Callable[[FromEngine], None],
+        trace: EngineTrace | None = None,
+        hang_seconds: float = EngineConfig().hang_seconds,
+    ) -> None:
+        self.mailbox: asyncio.Queue[ToEngine | FromWorker | RefusedRequest | _ReportDue] = asyncio.Queue()
+        self._scheduler = scheduler
+        self._executor = executor
+        self._emit = emit
+        self._trace = trace or EngineTrace(NoTracer())
+        self._watchdog = Watchdog(hang_seconds, self._on_hang)
+        self._is_draining = False
+        self._is_idle = True
+        self._num_running_told = 0
+        self._is_report_due = False
+        self._next_report: asyncio.TimerHandle | None = None
+        self._stats_sent = -REPORT_SECONDS
+
+    async def run(self) -> None:
+        """Serve until told to drain and all is done. Raises EngineDeadError, after every request got its answer, when a
+        worker dies."""
+        self._send_report()
+        try:
+            while not (self._is_draining and self._scheduler.num_requests == 0):
+                await self._drain_mailbox()
+                self._step()
+                self._report()
+        finally:
+            self._watchdog.close()
+            if self._next_report is not None:
+                self._next_report.cancel()
+
+    def _step(self) -> None:
+        while (plan := self._scheduler.schedule(time.monotonic())) is not None:
+            self._trace.planned(plan)
+            self._executor.submit(plan)
+        for rank, seconds in self._scheduler.predict_out().items():
+            if not self._watchdog.is_watching(rank):
+                self._watchdog.expect(rank, seconds)
+
+    def _on_hang(self, rank: int, seconds: float) -> None:
+        logger.error("worker %d has given no answer in %.1f s, and is killed", rank, seconds, extra=of_request(""))
+        self._executor.kill(rank)
+
+    def _report(self) -> None:
+        """Say what there is to say: at once what clients wait for and who has begun, all else within REPORT_SECONDS.
+        That a request has come is known to whoever sent it.
+        """
+        outputs = self._scheduler.take_outputs()
+        num_running, _ = self._scheduler.counts
+        if outputs or self._is_report_due or num_running != self._num_running_told:
+            self._num_running_told = num_running
+            self._send_report(outputs)
+        elif self._next_report is None:
+            self._next_report = asyncio.get_running_loop().call_later(
+                REPORT_SECONDS, self.mailbox.put_nowait, _ReportDue()
+            )
+        was_idle, self._is_idle = self._is_idle, self._scheduler.num_requests == 0
+        if self._is_idle and not was_idle:  # it walks over all that is cached: not at every message that comes later
+            self._scheduler.check_integrity()
+
+    def _send_report(self, outputs: tuple[Output, ...] = ()) -> None:
+        if self._next_report is not None:
+            self._next_report.cancel()
+        self._next_report, self._is_report_due = None, False
+        now, is_idle = time.monotonic(), self._scheduler.num_requests == 0
+        stats = None
+        if is_idle or now - self._stats_sent >= REPORT_SECONDS:
+            stats, self._stats_sent = self._scheduler.stats(), now
+        self._trace.said(outputs)
+        self._emit(EngineOutputs(outputs=outputs, load=self._scheduler.load_report(), stats=stats))
+
+    async def _drain_mailbox(self) -> None:
+        """Wait for a message, then take all that are there: one scheduling pass serves them all."""
+        self._receive(await self.mailbox.get())
+        while not self.mailbox.empty():
+            self._receive(self.mailbox.get_nowait())
+
+    def _receive(self, message: ToEngine | FromWorker | RefusedRequest | _ReportDue) -> None:
+        match message:
+            case _ReportDue():
+                self._is_report_due = True
+            case RefusedRequest():
+                self._scheduler.refuse(message.request_id, message.failure)
+            case _:
+                self._take(message)
+
+    def _take(self, message: ToEngine | FromWorker) -> None:
+        self._trace.received(message)
+        match message:
+            case EditRequest():
+                self._scheduler.add(message)
+            case PrimeTemplate():
+                self._scheduler.add_template(message)
+            case DropTemplate():
+                self._scheduler.drop_template(message)
+            case Abort():
+                self._scheduler.abort(message.request_ids)
+            case Drain():
+                self._is_draining = True
+            case BatchResult():
+                self._watchdog.heard(message.rank)
+                self._scheduler.apply(message)
+            case TransferDone():
+                self._watchdog.heard(message.rank)
+                self._scheduler.apply_transfer(message)
+            case PageCopied():
+                self._scheduler.apply_copy(message)
+            case WorkerFailed():
+                self._fail(message)
+            case WorkerReady():
+                raise AssertionError(f"worker {message.rank} said twice that it is ready")
+
+    def _fail(self, message: WorkerFailed) -> None:
+        # The other workers must not touch any request's memory once its end has been told.
+        for rank in range(self._scheduler.num_workers):
+            self._executor.kill(rank)
+        # Whatever ended the worker: to its requests the engine is dead, and another one may do them.
+        self._scheduler.fail_all(Failure("engine_dead", message.failure.message))
+        outputs = self._scheduler.take_outputs()
+        self._trace.said(outputs)
+        # In one message: a report of its own would say that the engine is idle, and be sent what has just failed.
+        self._emit(EngineFailed(failure=message.failure, outputs=outputs))
+        raise EngineDeadError(message.failure.message)

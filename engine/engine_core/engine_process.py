@@ -1,0 +1,181 @@
+"""The process an EngineCore lives in: its socket, its workers, its signals; nothing of what it decides.
+
+Started by engine_client.py through core.ipc.process; leaves when drained, when a worker dies, or with its parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import mmap
+import shutil
+import signal
+import traceback
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvloop
+import zmq
+import zmq.asyncio
+
+from core.config import EngineConfig
+from core.errors import MessageError, StencilError
+from core.failure import Failure
+from core.handles import PAGE_ARENA
+from core.ipc.logs import of_request
+from core.ipc.process import die_with_parent
+from core.ipc.shared_array import Arena
+from core.messages.codec import MessageDecoder, encode
+from core.messages.engine import EngineAlive, EngineFailed, EngineOutputs, EngineReady, FromEngine, ToEngine
+from core.messages.salvage import failure_of, read_member, sendable_outputs
+from core.scheduling.scheduler import StepScheduler
+from engine.engine_core.engine_core import EngineCore, RefusedRequest
+from engine.observability.engine_trace import EngineTrace
+from engine.observability.tracing import create_tracer
+from model_executor.executor import Executor
+
+logger = logging.getLogger("stencil.engine")
+
+LINGER_MS = 2000
+"""How long last words may take to reach the parent at exit."""
+
+MAX_BEAT_SECONDS = 1.0
+"""From one sign of life to the next: so often, or eight times in `hang_seconds`."""
+
+
+class EngineProcessConfig(msgspec.Struct, frozen=True):
+    """What an engine process is started with; its one file descriptor is the arena's."""
+
+    engine: EngineConfig
+    address: str  # the ZeroMQ endpoint to connect to
+    arena_id: int
+
+
+def main(config: bytes, fds: list[int]) -> None:
+    """Entry point of the process."""
+    # A terminal or supervisor signals the whole group; draining is led by the parent, which says Drain.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    settings = msgspec.msgpack.decode(config, type=EngineProcessConfig)
+    engine = settings.engine
+    with closing(create_tracer(engine.otlp_traces_endpoint, f"engine-{engine.data_parallel_rank}")) as tracer:
+        uvloop.run(_serve(settings, fds[0], EngineTrace(tracer)))
+
+
+async def _serve(settings: EngineProcessConfig, arena_fd: int, trace: EngineTrace) -> None:
+    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, LINGER_MS)
+        socket.set_hwm(0)
+        await connect(socket, settings.address)
+        die_with_parent()  # not before: its lifeline would have had to remove the socket's folder
+        with closing(_Link(socket, settings.engine.hang_seconds)) as link:
+            await _run_workers(settings, arena_fd, link, trace)
+
+
+async def connect(socket: zmq.asyncio.Socket, address: str) -> None:
+    """Returns when the connection stands. The file of an `ipc://` address, and its folder, are gone then: whoever is
+    killed from now on leaves nothing behind.
+    """
+    with socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED) as monitor:
+        socket.connect(address)
+        await monitor.recv_multipart()
+        socket.disable_monitor()
+    shutil.rmtree(Path(address.removeprefix("ipc://")).parent, ignore_errors=True)
+
+
+async def _run_workers(settings: EngineProcessConfig, arena_fd: int, link: _Link, trace: EngineTrace) -> None:
+    """All that the process is for; says how it failed, if it does."""
+    try:
+        with closing(_page_arena(settings.engine)) as pages:
+            async with Executor(settings.engine, settings.arena_id, arena_fd, pages.id, pages.fd) as executor:
+                await _run_engine(settings.engine, executor, link, trace)
+    except StencilError as error:
+        link.emit(EngineFailed(failure=Failure.of(error)))
+    except BaseExceptionGroup as group:
+        # The actor's edge: whatever broke the engine reaches every waiter as a message.
+        logger.error("engine failed\n%s", traceback.format_exc())
+        link.emit(EngineFailed(failure=Failure.of(_first(group))))
+
+
+def _page_arena(config: EngineConfig) -> Arena:
+    """The host tier's memory: address space only, until pages are written."""
+    return Arena.create(PAGE_ARENA, max(1, -(-config.cache.host_bytes // mmap.PAGESIZE)) * mmap.PAGESIZE)
+
+
+async def _run_engine(config: EngineConfig, executor: Executor, link: _Link, trace: EngineTrace) -> None:
+    models = await executor.ready()
+    page_bytes = executor.device_page_bytes
+    cache = msgspec.structs.replace(config.cache, device_bytes=page_bytes)
+    scheduler = StepScheduler(config.scheduler, models, config.workers_per_engine, cache=cache)
+    scheduler.learn(executor.cost_samples)
+    core = EngineCore(scheduler, executor, link.emit, trace, config.hang_seconds)
+    link.emit(EngineReady(models=tuple(models.values()), device_page_bytes=page_bytes))
+    async with asyncio.TaskGroup() as tasks:
+        feeders = [tasks.create_task(link.feed(core)), tasks.create_task(_feed_results(executor, core))]
+        await core.run()
+        for feeder in feeders:
+            feeder.cancel()
+
+
+async def _feed_results(executor: Executor, core: EngineCore) -> None:
+    async for message in executor.results():
+        core.mailbox.put_nowait(message)
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first plain exception in a group, for one line of explanation."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _check_sent(sent: asyncio.Future[Any]) -> None:
+    """A send without a high-water mark fails only when the socket is broken: the loop's handler logs it."""
+    if not sent.cancelled():
+        sent.result()
+
+
+class _Link:
+    """The engine's end of the socket to its client. Until it is closed, it tells that the event loop turns."""
+
+    def __init__(self, socket: zmq.asyncio.Socket, hang_seconds: float) -> None:
+        self._socket = socket
+        self._decoder: MessageDecoder[ToEngine] = MessageDecoder(ToEngine)
+        self._beat(min(MAX_BEAT_SECONDS, hang_seconds / 8))
+
+    def _beat(self, seconds: float) -> None:
+        self.emit(EngineAlive())
+        self._next_beat = asyncio.get_running_loop().call_later(seconds, self._beat, seconds)
+
+    def close(self) -> None:
+        """Give no more signs of life; what has been said still goes out."""
+        self._next_beat.cancel()
+
+    def emit(self, message: FromEngine) -> None:
+        """Queue a message; never blocks, since the socket has no high-water mark. An output that cannot be encoded
+        fails its own request.
+        """
+        try:
+            payload = encode(message)
+        except MessageError as error:
+            logger.error("%s", error, extra=of_request(""))
+            if not isinstance(message, EngineOutputs | EngineFailed):
+                raise
+            payload = encode(sendable_outputs(message))
+        sent = self._socket.send(payload, zmq.NOBLOCK)
+        asyncio.ensure_future(sent).add_done_callback(_check_sent)
+
+    async def feed(self, core: EngineCore) -> None:
+        while True:
+            payload = await self._socket.recv()
+            try:
+                message: ToEngine | RefusedRequest = self._decoder.decode(payload)
+            except MessageError as error:
+                request_id = read_member(payload, "request_id", str)
+                logger.error("%s", error, extra=of_request(request_id or ""))
+                if request_id is None:
+                    continue
+                message = RefusedRequest(request_id, failure_of(error))
+            core.mailbox.put_nowait(message)

@@ -1,0 +1,368 @@
+"""What is made of an upload before the engine sees it, and of the engine's pixels after: pure numpy and Pillow.
+
+Sizes are (width, height) in pixels; arrays are [height, width(, channels)]. `keep` is a mask as the paste-back uses
+it: uint8 [height, width] at upload size, 255 = leave the pixel exactly as it came, 0 = take the generated one, between
+= blend.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from core.errors import InvalidImageError, InvalidRequestError
+from core.messages.image_processor import Box, ComposeImage, MaskKind, PrepareEdit
+from engine.images.crop_geometry import Placement, Size, covering, crop_region, fitted, lay
+from engine.images.image_codec import (
+    Bytes,
+    Field,
+    Picture,
+    check_output_size,
+    check_pixels,
+    decode,
+    encode,
+    encoded_bytes,
+)
+
+__all__ = [
+    "PreparedArrays",
+    "check_output_size",
+    "compose",
+    "encoded_bytes",
+    "generation_size",
+    "prepare",
+    "scratch_bytes",
+]
+
+CONTENT_FORMAT = 1  # part of every content id: raise it when the same upload would make another template
+ALIGNMENT = 64  # bytes, of each array carved from a scratch region
+MAX_COVER_PIXELS = 2**26
+"""What a crop is scaled to as a whole: 0.2 GB in RGB."""
+_GREY = (128, 128, 128)  # an empty canvas: what the model sees of a fully masked picture is mid-grey in any case
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedArrays:
+    """What the engine needs of an upload; the fields are those of PreparedEdit."""
+
+    upload_size: tuple[int, int]
+    template: Bytes  # [height, width, 3] RGB at generation size
+    mask: Bytes  # [height, width], 1 = edit
+    active: npt.NDArray[np.int32]  # [active tokens], row-major, ascending
+    content_id: str
+    unmasked: bool
+    crop: Box | None  # the part of the upload that the template shows, None: all of it
+
+
+@dataclass(frozen=True, slots=True)
+class Composed:
+    """A result that has been written, of so many bytes. The fields are ComposedImage's."""
+
+    nbytes: int
+    size: Size
+    colour_lost: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Upload:
+    picture: Picture
+    keep: Bytes
+    own_mask: bool  # the mask is the picture's own transparency, or there is none at all
+    unmasked: bool
+
+
+# ---------------------------------------------------------------------------------------------------------- both ways
+
+
+def prepare(job: PrepareEdit, image: Bytes | None, mask: Bytes | None) -> PreparedArrays:
+    """Decode and check the files of `job` (encoded bytes, uint8 [bytes]) and make what the engine needs of them.
+
+    The template is resized as diffusers' VaeImageProcessor does it (Pillow, Lanczos, in uint8). With padding_mask_crop
+    it is a crop around the mask, and mask and active tokens are the crop's. Raises InvalidImageError and
+    InvalidRequestError, with param the field at fault (a mask that selects nothing: the field it came in).
+    """
+    upload = _read(image, mask, job.mask_kind, job.canvas_size, job.max_pixels)
+    size, crop = _view_of(upload, job)
+    picture, keep = upload.picture.image, upload.keep
+    placement = Placement(size)
+    if crop is not None:
+        left, top, right, bottom = crop
+        picture, keep = picture.crop(crop), keep[top:bottom, left:right]
+        placement = fitted(picture.size, size)
+    template = np.asarray(lay(picture.convert("RGB"), size, placement))
+    mask = model_mask(keep, size, placement)
+    active = active_tokens(keep, size, job.token_size, job.mask_margin, placement)
+    return PreparedArrays(
+        upload_size=upload.picture.image.size,
+        template=template,
+        mask=mask,
+        active=np.union1d(active, _masked_tokens(mask, job.token_size)),
+        content_id=content_id(template),
+        unmasked=upload.unmasked,
+        crop=crop,
+    )
+
+
+def _view_of(upload: _Upload, job: PrepareEdit) -> tuple[Size, Box | None]:
+    """Generation size, and the part of the upload that is edited at it; None: all of it."""
+    size, native_size, token_size = upload.picture.image.size, job.native_size, job.token_size
+    if job.padding_mask_crop is None:
+        return generation_size(*size, native_size, token_size, job.max_side), None
+    if upload.unmasked:
+        message = "Invalid 'padding_mask_crop': there is no mask to crop around; give one, or an image with a "
+        raise InvalidRequestError(message + "transparent area.", param="padding_mask_crop")
+    frame = crop_size(*size, native_size, token_size, job.max_side)
+    return frame, crop_region(mask_box(upload.keep), job.padding_mask_crop, size, frame)
+
+
+def compose(job: ComposeImage, pixels: Bytes, image: Bytes | None, mask: Bytes | None, out: Bytes) -> Composed:
+    """Paste `pixels` (uint8 [height, width, 3], generation size) into the original upload; encode that into `out`.
+
+    Every channel of a pixel is ``round(source * a / 255 + generated * (1 - a / 255))`` with a its `keep`, so a = 255
+    leaves it bit for bit. With an explicit mask the upload's alpha channel stays, and generated pixels are opaque in
+    this formula: an edit is visible where the upload was transparent. Where the upload's own transparency was the mask,
+    or nothing was masked, the result is opaque RGB. Palettes and 16-bit files leave as 8-bit RGB(A). `job.output_size`
+    resizes after all that. Raises as `prepare` and `encode` do.
+    """
+    upload = _read(image, mask, job.mask_kind, job.canvas_size, job.max_pixels)
+    canvas = upload.picture.image.convert("RGB") if upload.own_mask else upload.picture.image
+    paste_generated(canvas, pixels, upload.keep, job.crop)
+    if job.output_size is not None and job.output_size != canvas.size:
+        canvas = canvas.resize(job.output_size, Image.Resampling.LANCZOS)
+    written = encode(canvas, job.output_format, job.compression, upload.picture.colour, job.base64, out)
+    return Composed(written, canvas.size, upload.picture.colour.lost_in(job.output_format))
+
+
+def scratch_bytes(native_size: int, token_size: int) -> int:
+    """Bytes that the arrays of any PreparedEdit take at most, alignment included."""
+    tokens = (native_size // token_size) ** 2
+    # Template and mask take 4 bytes a pixel, a token's index 4 bytes.
+    return tokens * (4 * token_size**2 + 4) + 3 * ALIGNMENT
+
+
+def _read(
+    image: Bytes | None, mask: Bytes | None, mask_kind: MaskKind, canvas_size: tuple[int, int] | None, max_pixels: int
+) -> _Upload:
+    picture = _empty_canvas(canvas_size, max_pixels) if image is None else decode(image, "image", max_pixels)
+    if mask is not None:
+        keep = _read_mask(mask, mask_kind, picture, max_pixels)
+        return _Upload(picture, keep, own_mask=False, unmasked=False)
+    if picture.image.mode == "RGBA":
+        alpha = np.asarray(picture.image.getchannel("A"))
+        if alpha.min() < 255:
+            return _Upload(picture, alpha, own_mask=True, unmasked=False)
+    everything = np.zeros((picture.image.height, picture.image.width), np.uint8)
+    return _Upload(picture, everything, own_mask=True, unmasked=True)
+
+
+def _empty_canvas(size: tuple[int, int] | None, max_pixels: int) -> Picture:
+    if size is None:
+        raise InvalidImageError(
+            "Missing required parameter: 'image'.", param="image", code="missing_required_parameter"
+        )
+    check_pixels(size, "size", max_pixels)
+    return Picture(Image.new("RGB", size, _GREY))
+
+
+# -------------------------------------------------------------------------------------------------------------- masks
+
+
+def _read_mask(data: Bytes, kind: MaskKind, picture: Picture, max_pixels: int) -> Bytes:
+    field: Field = "mask" if kind == "alpha" else "mask_image"
+    mask = decode(data, field, max_pixels).image
+    if kind == "alpha" and mask.mode != "RGBA":
+        raise _bad_mask("mask image missing alpha channel; a black-and-white mask goes into 'mask_image'", field)
+    if mask.size != picture.image.size:
+        raise _bad_mask(_size_mismatch(mask.size, picture), field)
+    keep = np.asarray(mask.getchannel("A")) if kind == "alpha" else _keep_of_luminance(mask)
+    if keep.min() == 255:
+        selecting = "transparent (alpha 0)" if kind == "alpha" else "white"
+        raise InvalidRequestError(f"Invalid '{field}': it selects nothing; make what to edit {selecting}.", param=field)
+    return keep
+
+
+def _size_mismatch(mask_size: Size, picture: Picture) -> str:
+    width, height = picture.image.size
+    reason = f"mask size does not match image size ({mask_size[0]}x{mask_size[1]} and {width}x{height})"
+    if picture.is_turned and mask_size == (height, width):
+        reason += "; the image was turned upright, as its EXIF orientation says: draw the mask on what is seen"
+    return reason
+
+
+def _keep_of_luminance(mask: Image.Image) -> Bytes:
+    # By way of RGB: transparency in a mask_image means nothing.
+    return np.where(np.asarray(mask.convert("RGB").convert("L")) >= 128, 0, 255).astype(np.uint8)
+
+
+def _bad_mask(reason: str, field: Field) -> InvalidImageError:
+    return InvalidImageError(f"Invalid mask image format - {reason}", param=field, code="invalid_mask_image_format")
+
+
+def model_mask(keep: Bytes, size: Size, placement: Placement | None = None) -> Bytes:
+    """The mask as the model sees it: uint8 [height, width] at generation size, 1 = edit.
+
+    As FluxFillPipeline's mask processor makes it: 255 - keep resized (Pillow, Lanczos), then 1 from one half on. A mask
+    too small or too faint to leave a pixel by that rule selects every pixel it touches instead: an edit of nothing is
+    never meant. placement: where the picture lies at generation size, if it is a crop.
+    """
+    grey = lay(Image.fromarray(255 - keep), size, placement or Placement(size))
+    mask = (np.asarray(grey) >= 128).astype(np.uint8)
+    if not mask.any():
+        mask = touched_cells(keep, size, cell=1, margin=0, placement=placement).astype(np.uint8)
+    return mask
+
+
+def active_tokens(
+    keep: Bytes, size: Size, token_size: int, margin: int, placement: Placement | None = None
+) -> npt.NDArray[np.int32]:
+    """Indices of the tokens to compute, int32 [active tokens], row-major, ascending.
+
+    A token is active if a pixel of the upload with keep < 255, grown by `margin` pixels of generation size on each side
+    (a square), covers any part of it. placement: as for `model_mask`.
+    """
+    return np.flatnonzero(touched_cells(keep, size, token_size, margin, placement)).astype(np.int32)
+
+
+def _masked_tokens(mask: Bytes, token_size: int) -> npt.NDArray[np.int32]:
+    """Tokens with a pixel of the model's mask, which a small picture's, made larger, may reach beyond its pixels."""
+    height, width = mask.shape
+    cells = mask.reshape(height // token_size, token_size, width // token_size, token_size)
+    return np.flatnonzero(cells.any(axis=(1, 3))).astype(np.int32)
+
+
+def touched_cells(
+    keep: Bytes, size: Size, cell: int, margin: int, placement: Placement | None = None
+) -> npt.NDArray[np.bool_]:
+    """Which cells of `cell` px the mask touches once placed in `size` and grown by `margin`: bool [rows, columns].
+    placement: of the mask, which by default fills `size`."""
+    (width, height), (x, y) = (placement.size, placement.offset) if placement else (size, (0, 0))
+    rows = _any_in_windows(keep < 255, *_windows(keep.shape[0], height, y, size[1] // cell, cell, margin))
+    across = _windows(keep.shape[1], width, x, size[0] // cell, cell, margin)
+    return _any_in_windows(np.ascontiguousarray(rows.T), *across).T
+
+
+def _windows(
+    source: int, scaled: int, offset: int, count: int, cell: int, margin: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """For each of `count` cells along a side: the first source pixel that touches it, and the one after the last.
+
+    Exact, in integers. Source pixel x covers [x, x + 1) * scaled / source + offset at generation size, and `margin`
+    more on both ends; the first and the last one also what lies beyond them, where a crop repeats its edges.
+    """
+    left = np.arange(count, dtype=np.int64) * cell - margin - offset
+    right = left + cell + 2 * margin
+    starts = left * source // scaled
+    ends = -(-right * source // scaled)
+    return starts.clip(0, source - 1), ends.clip(1, source)
+
+
+def _any_in_windows(
+    touched: npt.NDArray[np.bool_], starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]
+) -> npt.NDArray[np.bool_]:
+    """OR over rows [start, end) of each window: bool [windows, columns]. Windows overlap; each row is read once."""
+    edges = np.unique(np.concatenate((starts, ends)))
+    segments = np.stack([touched[start:end].any(axis=0) for start, end in itertools.pairwise(edges)])
+    counts = np.concatenate((np.zeros((1, touched.shape[1]), np.int32), segments.cumsum(axis=0, dtype=np.int32)))
+    hit: npt.NDArray[np.bool_] = counts[np.searchsorted(edges, ends)] > counts[np.searchsorted(edges, starts)]
+    return hit
+
+
+# ----------------------------------------------------------------------------------------------------------- geometry
+
+
+def generation_size(width: int, height: int, native_size: int, token_size: int, max_side: int | None = None) -> Size:
+    """The size at which a picture is edited: multiples of token_size, area at most native_size squared, no side longer
+    than max_side tokens.
+
+    Both sides rounded to the nearest multiple (at least one) where that fits. Else, of all sizes that fit, the one
+    nearest to the picture scaled to the full area; near in the logarithm of both sides, so aspect and area count alike.
+    """
+    columns, rows = (max(1, (side + token_size // 2) // token_size) for side in (width, height))
+    if columns * rows > (native_size // token_size) ** 2:
+        return crop_size(width, height, native_size, token_size, max_side)
+    return _within(columns, rows, width, height, token_size, max_side)
+
+
+def crop_size(width: int, height: int, native_size: int, token_size: int, max_side: int | None = None) -> Size:
+    """The size at which a crop of a picture of width x height is edited: the picture's aspect on the model's full area,
+    however small the picture."""
+    columns, rows = _nearest_grid(width / height, (native_size // token_size) ** 2)
+    return _within(columns, rows, width, height, token_size, max_side)
+
+
+def _within(columns: int, rows: int, width: int, height: int, token_size: int, max_side: int | None) -> Size:
+    if max_side is not None and max(columns, rows) > max_side:
+        longest = max(width, height)
+        columns, rows = (max(1, round(max_side * side / longest)) for side in (width, height))
+    return columns * token_size, rows * token_size
+
+
+def _nearest_grid(aspect: float, limit: int) -> tuple[int, int]:
+    """(columns, rows) with columns * rows <= limit, nearest to an exact grid of `limit` tokens and this aspect."""
+    columns = np.arange(1, limit + 1)
+    best_columns, best_rows = (limit * aspect) ** 0.5, (limit / aspect) ** 0.5
+    rows = np.stack([np.minimum(max(1, side), limit // columns) for side in (int(best_rows), int(best_rows) + 1)])
+    distance = np.log(columns / best_columns) ** 2 + np.log(rows / best_rows) ** 2
+    row, column = np.unravel_index(distance.argmin(), distance.shape)
+    return int(columns[column]), int(rows[row, column])
+
+
+# ------------------------------------------------------------------------------------------------------------- pixels
+
+
+def content_id(template: Bytes) -> str:
+    """Hex SHA-256 of (format version, width, height, RGB bytes) of a template, uint8 [height, width, 3]."""
+    height, width, _ = template.shape
+    digest = hashlib.sha256(struct.pack("<III", CONTENT_FORMAT, width, height))
+    digest.update(np.ascontiguousarray(template).data)
+    return digest.hexdigest()
+
+
+def paste_generated(canvas: Image.Image, pixels: Bytes, keep: Bytes, crop: Box | None = None) -> None:
+    """Blend `pixels` (uint8 [height, width, 3]), scaled to the canvas (RGB or RGBA) or to its `crop`, into it.
+
+    Only the box around the mask is touched, and without a crop nothing more resized, so a small edit of a large photo
+    costs little.
+    """
+    box = left, top, right, bottom = mask_box(keep)
+    painted, placement = Image.fromarray(pixels), Placement(canvas.size)
+    if crop is None:
+        generated = _scaled_part(painted, placement, box)
+    else:
+        placement = covering(painted.size, (crop[2] - crop[0], crop[3] - crop[1])).moved(crop[0], crop[1])
+        generated = _part_of_scaled(painted, placement, box)
+    # Pillow's paste rounds (source * a + generated * (255 - a)) / 255 to the nearest, in every band.
+    canvas.paste(generated.convert(canvas.mode), box, Image.fromarray(255 - keep[top:bottom, left:right]))
+
+
+def _scaled_part(picture: Image.Image, placement: Placement, box: Box) -> Image.Image:
+    """What is in `box` of a placed picture; nothing else is resized."""
+    (width, height), (x, y) = placement.size, placement.offset
+    across, down = picture.width / width, picture.height / height
+    source = ((box[0] - x) * across, (box[1] - y) * down, (box[2] - x) * across, (box[3] - y) * down)
+    return picture.resize((box[2] - box[0], box[3] - box[1]), Image.Resampling.LANCZOS, box=source)
+
+
+def _part_of_scaled(picture: Image.Image, placement: Placement, box: Box) -> Image.Image:
+    """The same, of all of it resized: diffusers' own pixels. In a part alone Pillow may scale rows before columns, and
+    rounds and clips between the two; 40 of 255 was measured where neighbours are black and white. A crop hardly exceeds
+    its frame, but a line of pixels: to fill that, most of the picture would be scaled in vain.
+    """
+    (width, height), (x, y) = placement.size, placement.offset
+    if width * height > MAX_COVER_PIXELS:
+        return _scaled_part(picture, placement, box)
+    resized = picture.resize(placement.size, Image.Resampling.LANCZOS)
+    return resized.crop((box[0] - x, box[1] - y, box[2] - x, box[3] - y))
+
+
+def mask_box(keep: Bytes) -> Box:
+    """The smallest (left, top, right, bottom) around all pixels with keep < 255; there is at least one."""
+    rows = np.flatnonzero(keep.min(axis=1) < 255)
+    columns = np.flatnonzero(keep[rows[0] : rows[-1] + 1].min(axis=0) < 255)
+    return int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1

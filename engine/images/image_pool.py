@@ -1,0 +1,394 @@
+"""The image processors as seen from the API server: one actor that queues jobs, runs them and survives their deaths.
+
+It owns the processes and the queue, and knows nothing of pixels. A job is answered exactly once. When its caller has an
+answer or an exception, cancellation included, no processor touches the job's memory any more: the caller may free it.
+
+What a job may take is bounded: processor time and memory by the kernel (see ImageProcessorConfig), a standstill by
+STALL_SECONDS, a cancelled one by CANCEL_SECONDS, results that lie in memory by RESULT_BYTES. How many may wait is not
+decided here: the AsyncEngine admits edits, and each has one job at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import time
+
+import msgspec
+
+from core.config import ImageConfig
+from core.costs.image_costs import ImageCosts, ImageWork
+from core.errors import EngineDeadError, EngineError, InvalidRequestError, MessageError, StencilError
+from core.failure import Failure
+from core.ipc.logs import of_request
+from core.ipc.process import spawn
+from core.ipc.ring import Channel, PeerClosedError
+from core.ipc.shared_array import Arena
+from core.messages.codec import MessageDecoder
+from core.messages.image_processor import (
+    ComposedImage,
+    ComposeImage,
+    FromImageProcessor,
+    JobFailed,
+    PreparedEdit,
+    PrepareEdit,
+    ToImageProcessor,
+)
+from core.scheduling.result_budget import ResultBudget
+from engine.images.image_jobs import Caller, ImageJob, JobQueue, Room, upload_work
+from engine.images.image_processor import ImageProcessorConfig
+from engine.images.processor_handle import ProcessorHandle
+
+logger = logging.getLogger("stencil.images")
+
+ANYBODY = Caller()
+"""Of no edit, owner and class in particular."""
+
+CPU_SECONDS, CPU_SECONDS_PER_PIXEL = 10.0, 1e-6
+"""Processor time that one job may take, by the most pixels a file may have. 64 megapixels: 15 s at worst (decoded from
+WebP, encoded to lossless WebP) of the 77 allowed."""
+MEMORY_BYTES, MEMORY_BYTES_PER_PIXEL = 768 * 1024**2, 40
+"""Memory of one processor, likewise: 28 bytes a pixel were the most that a job took. The first part is for results that
+are larger than any upload may be."""
+CANCEL_SECONDS = 1.0
+"""A cancelled caller waits no longer for its processor, which is killed then: a new one takes 0.3 s to start."""
+STOP_SECONDS = 1.0
+"""How long a processor may take to leave when its channel is closed; it has nothing to clean up."""
+MAX_DEATHS = 2
+"""How many processors a job may take with it before it is given up."""
+RESULT_BYTES, RESULT_BYTES_PER_OWNER = 768 * 1024**2, 384 * 1024**2
+"""Results in memory that clients do not have yet, see `core.scheduling.result_budget`. One edit may have 10 of 90 MB at most."""
+SHORT_SECONDS = 0.25
+"""A job that is predicted to take no longer may have a processor beyond `image_workers`, see `ImagePool`."""
+
+
+class ImagePool:
+    """`config.image_workers` processes, one job in flight each; whose turn it is, the JobQueue knows.
+
+    No job is interrupted, and one may take seconds. So that an owner's short job does not wait for others' long ones,
+    there is one processor more, once an owner with a key has had a long job: it does short ones of owners that have
+    nothing under way, while all others are busy and one of them with a long job.
+
+    A processor that dies is replaced when the next job needs one; its job is tried once more, then fails with
+    EngineDeadError, so that one poisonous upload cannot keep all of them down. One that used up its processor time is
+    not tried again: InvalidRequestError for an upload, EngineError for a result.
+    """
+
+    def __init__(self, config: ImageConfig, arena: Arena) -> None:
+        """arena: where all handles in jobs point to; it stays the caller's."""
+        self.num_deaths = 0  # processors that ended unasked, since start
+        self.num_retries = 0  # jobs tried again after such a death, since start
+        self.costs = ImageCosts()
+        self.results = ResultBudget(RESULT_BYTES, RESULT_BYTES_PER_OWNER)
+        self._config = config
+        self._arena = arena
+        self._queue = JobQueue()
+        self._processors: list[ProcessorHandle] = []  # alive, as far as is known
+        self._last_job_id = 0
+        self._stopping = asyncio.Event()
+        self._stopping.set()  # until started
+        self._main: asyncio.Task[None] | None = None
+        self._tasks: asyncio.TaskGroup | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        """Jobs in the queue."""
+        return self._queue.num_waiting
+
+    @property
+    def num_running(self) -> int:
+        """Processors at work."""
+        return sum(processor.job is not None for processor in self._processors)
+
+    @property
+    def result_bytes(self) -> int:
+        """Of results that lie in memory until their clients have them."""
+        return self.results.used_bytes
+
+    # ------------------------------------------------------------------------------------------------- life
+
+    async def start(self) -> None:
+        """Start the processors; does not wait until they run (jobs may be given at once). Raises EngineError."""
+        ready = asyncio.Event()
+        self._stopping.clear()
+        self._main = asyncio.create_task(self._run(ready), name="image-pool")
+        await ready.wait()
+        try:
+            for _ in range(self._config.image_workers):
+                self._start_processor()
+        except OSError as error:
+            await self.stop()
+            raise EngineError(f"cannot start an image processor: {error}") from error
+
+    async def stop(self) -> None:
+        """End the processors; jobs not yet answered fail with EngineDeadError. Harmless when repeated."""
+        self._stopping.set()
+        if self._main is not None:
+            await self._main
+
+    async def closed(self) -> None:
+        """Wait for the pool's end; raises what ended it, if it was not told to."""
+        assert self._main is not None
+        await asyncio.shield(self._main)
+
+    async def prepare(self, job: PrepareEdit, caller: Caller = ANYBODY) -> PreparedEdit:
+        """Do `job`, whose job_id is ignored. Raises what the processor says: InvalidRequestError or EngineError."""
+        answer = await self._submit(job, upload_work(job), caller)
+        assert isinstance(answer, PreparedEdit)
+        return answer
+
+    async def compose(
+        self, job: ComposeImage, work: ImageWork, caller: Caller = ANYBODY, room: Room | None = None
+    ) -> ComposedImage:
+        """As `prepare`. work: its size. room: where the result goes instead of `job.out`; it counts in `results` until
+        `forget`, and what taking it raises is raised.
+        """
+        if room is not None:
+            self.results.join(caller.edit_id, caller.owner)
+        answer = await self._submit(job, work, caller, room)
+        assert isinstance(answer, ComposedImage)
+        return answer
+
+    def forget(self, edit_id: str) -> None:
+        """The memory of an edit's results is free."""
+        self.results.leave(edit_id)
+        self._dispatch()
+
+    async def _run(self, ready: asyncio.Event) -> None:
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                ready.set()
+                await self._stopping.wait()
+                for processor in self._processors:
+                    processor.channel.close()
+        finally:
+            self._fail_queue("the image processors have stopped")
+
+    # ------------------------------------------------------------------------------------------------- jobs
+
+    def _next_job_id(self) -> int:
+        self._last_job_id += 1
+        return self._last_job_id
+
+    async def _submit(
+        self, message: ToImageProcessor, work: ImageWork, caller: Caller, room: Room | None = None
+    ) -> PreparedEdit | ComposedImage:
+        if self._stopping.is_set():
+            raise EngineDeadError("the image processors have stopped")
+        message = msgspec.structs.replace(message, job_id=self._next_job_id())
+        answer: asyncio.Future[PreparedEdit | ComposedImage] = asyncio.get_running_loop().create_future()
+        job = ImageJob(message, answer, work, self.costs.predict(work), caller, room)
+        self._queue.push(job)
+        self._dispatch()
+        try:
+            await asyncio.wait([job.answer])
+        except asyncio.CancelledError:
+            await self._abandon(job)
+            raise
+        return job.answer.result()
+
+    async def _abandon(self, job: ImageJob) -> None:
+        """Take a cancelled caller's job off the queue, or wait until no processor works on it."""
+        job.is_abandoned = True
+        if self._queue.is_waiting(job):
+            self._queue.remove(job)
+            return
+        patience = asyncio.get_running_loop().call_later(CANCEL_SECONDS, self._dismiss, job)
+        while not job.answer.done():
+            with contextlib.suppress(asyncio.CancelledError):  # again: the memory is still in use
+                await asyncio.wait([job.answer])
+        patience.cancel()
+        job.answer.exception()  # seen, though by nobody
+
+    def _dismiss(self, job: ImageJob) -> None:
+        for processor in self._processors:
+            if processor.job is job:
+                processor.dismiss()
+
+    def _dispatch(self) -> None:
+        """Hand queued jobs to idle processors, replacing dead ones first."""
+        while self._has_place and not self._stopping.is_set():
+            job = self._queue.next(self._may_begin)
+            if job is None or (processor := self._idle_processor()) is None:
+                break
+            if not self._take_room(job):
+                continue
+            self._queue.begin(job)
+            try:
+                processor.take(job)
+            except MessageError as error:
+                self._queue.remove(job)
+                job.fail(error)
+            except PeerClosedError:  # it died idle, which is not the job's fault; its task will notice, too
+                self._processors.remove(processor)
+                self._queue.give_back(job)
+        self._start_spare()
+
+    @property
+    def _has_place(self) -> bool:
+        return self.num_running < self._config.image_workers + self._has_long_job
+
+    def _may_begin(self, job: ImageJob) -> bool:
+        """Whether there is a processor for a waiting job, and room for its result."""
+        if self.num_running >= self._config.image_workers and not self._may_have_spare(job):
+            return False
+        return job.room is None or self.results.has_room(job.caller.edit_id, job.room.nbytes)
+
+    def _may_have_spare(self, job: ImageJob) -> bool:
+        running = (processor.job for processor in self._processors if processor.job is not None)
+        return job.seconds <= SHORT_SECONDS and all(other.caller.owner != job.caller.owner for other in running)
+
+    @property
+    def _has_long_job(self) -> bool:
+        """Whether a processor is busy with a long one of an owner's; without owners nobody is in another's way."""
+        jobs = (processor.job for processor in self._processors)
+        return any(job is not None and job.caller.owner and job.seconds > SHORT_SECONDS for job in jobs)
+
+    def _take_room(self, job: ImageJob) -> bool:
+        """Take the shared memory for its result, if it needs any. False: there is none, and its caller is told."""
+        if job.room is None:
+            return True
+        try:
+            out = job.room.take()
+        except StencilError as error:
+            self._queue.remove(job)
+            job.fail(error)
+            return False
+        self.results.take(job.caller.edit_id, job.room.nbytes)
+        job.message, job.held, job.room = msgspec.structs.replace(job.message, out=out), job.room.nbytes, None
+        return True
+
+    def _fail_queue(self, reason: str) -> None:
+        while (job := self._queue.next(lambda _: True)) is not None:
+            self._queue.remove(job)
+            job.fail(EngineDeadError(reason))
+
+    def _idle_processor(self) -> ProcessorHandle | None:
+        for processor in self._processors:
+            if processor.job is None and not processor.is_dismissed:
+                return processor
+        if len(self._processors) >= self._config.image_workers + self._has_long_job:
+            return None  # one of them is dismissed, and about to be replaced
+        try:
+            return self._start_processor()
+        except OSError as error:
+            logger.error("cannot replace an image processor: %s", error, extra=of_request(""))
+            if not self._processors:  # else one of them comes back for the queue
+                self._fail_queue("no image processor can be started")
+            return None
+
+    def _start_spare(self) -> None:
+        """Start the processor for short jobs ahead of the first one: that takes 0.3 s."""
+        is_wanted = self._has_long_job and not self._stopping.is_set()
+        if is_wanted and len(self._processors) == self._config.image_workers:
+            try:
+                self._start_processor()
+            except OSError as error:
+                logger.warning("cannot start another image processor: %s", error, extra=of_request(""))
+
+    def _take_answer(self, processor: ProcessorHandle, answer: FromImageProcessor) -> None:
+        job = processor.drop_job()
+        if job is None or job.message.job_id != answer.job_id:
+            raise RuntimeError(f"{processor.child.name} answered a job it does not have: {answer}")
+        took = time.monotonic() - processor.began
+        self._queue.remove(job, took)
+        match answer:
+            case PreparedEdit() | ComposedImage():
+                self.costs.observe(job.work, took)
+                if isinstance(answer, ComposedImage) and job.held:
+                    self.results.take(job.caller.edit_id, answer.encoded.size - job.held)
+                job.answer.set_result(answer)
+            case JobFailed(failure=failure):
+                if failure.detail:
+                    extra = of_request(job.request_id)
+                    logger.error("an image job failed: %s\n%s", failure.message, failure.detail, extra=extra)
+                job.answer.set_exception(failure.to_error())
+
+    # ------------------------------------------------------------------------------------------------- processors
+
+    def _start_processor(self) -> ProcessorHandle:
+        """Takes a few milliseconds; the process itself needs a few hundred until it takes its first job."""
+        assert self._tasks is not None
+        channel, channel_fds = Channel.create()
+        config = msgspec.msgpack.encode(_limits(self._arena.id, self._config.max_pixels))
+        fds = [self._arena.fd, *channel_fds]
+        try:
+            child = spawn("engine.images.image_processor:main", config, fds, "stencil-images")
+        except OSError:
+            channel.close()
+            raise
+        channel.close_child_fds()
+        processor = ProcessorHandle(child, channel)
+        self._processors.append(processor)
+        self._tasks.create_task(self._watch(processor), name=child.name)
+        return processor
+
+    async def _watch(self, processor: ProcessorHandle) -> None:
+        """Take a processor's answers until it dies or is stopped; then settle what it had in hand."""
+        decoder: MessageDecoder[FromImageProcessor] = MessageDecoder(FromImageProcessor)
+        try:
+            async for payload in processor.channel.messages():
+                if (answer := _read_answer(decoder, payload, processor)) is not None:
+                    self._take_answer(processor, answer)
+                self._dispatch()
+        except BaseException:
+            self._stopping.set()  # a bug ends the pool: nobody may queue for what is going away
+            raise
+        finally:
+            await self._bury(processor)
+        self._dispatch()
+
+    async def _bury(self, processor: ProcessorHandle) -> None:
+        """See a processor's end; only then can its job's memory be anybody else's."""
+        processor.channel.close()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(processor.child.wait(), STOP_SECONDS)
+        processor.child.kill()
+        await processor.child.wait()
+        if processor in self._processors:
+            self._processors.remove(processor)
+        if not self._stopping.is_set() and not processor.is_dismissed:
+            self.num_deaths += 1
+            logger.error("an image processor died: %s", processor.child.describe_exit(), extra=processor.log_extra)
+        if (job := processor.drop_job()) is not None:
+            self._settle(job, has_run_out=processor.child.returncode == -signal.SIGPROF)
+
+    def _settle(self, job: ImageJob, *, has_run_out: bool) -> None:
+        """Decide on a job whose processor is dead. has_run_out: the kernel ended it, for using up its time."""
+        job.deaths += 1
+        if not (has_run_out or self._stopping.is_set() or job.is_abandoned or job.deaths == MAX_DEATHS):
+            self.num_retries += 1
+            self._queue.give_back(job)
+            return
+        self._queue.remove(job)
+        job.fail(_out_of_time(job) if has_run_out else EngineDeadError("the process that handled the image died"))
+
+
+def _read_answer(
+    decoder: MessageDecoder[FromImageProcessor], payload: bytes, processor: ProcessorHandle
+) -> FromImageProcessor | None:
+    """An answer that cannot be decoded is a failure of the one job that its processor has, if it has one."""
+    try:
+        return decoder.decode(payload)
+    except MessageError as error:
+        logger.error("%s: %s", processor.child.name, error, extra=processor.log_extra)
+        if processor.job is None:
+            return None
+        return JobFailed(job_id=processor.job.message.job_id, failure=Failure.of(error))
+
+
+def _limits(arena_id: int, max_pixels: int) -> ImageProcessorConfig:
+    return ImageProcessorConfig(
+        arena_id=arena_id,
+        cpu_seconds=CPU_SECONDS + CPU_SECONDS_PER_PIXEL * max_pixels,
+        memory_bytes=MEMORY_BYTES + MEMORY_BYTES_PER_PIXEL * max_pixels,
+    )
+
+
+def _out_of_time(job: ImageJob) -> InvalidRequestError | EngineError:
+    if isinstance(job.message, PrepareEdit):
+        message = "Invalid 'image' or mask: it takes too long to decode; save it anew, with fewer pixels."
+        return InvalidRequestError(message, param="image", code="image_too_large")
+    return EngineError("the result takes too long to encode")

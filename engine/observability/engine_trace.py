@@ -1,0 +1,96 @@
+"""EngineTrace: the spans of an engine's requests, made from what its EngineCore takes in, plans and hears back.
+
+Below each request's span one per stage, as the worker timed them; all denoising steps are one span with an event each.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from core.messages.engine import EditRequest, Failed, Finished, PartialImage, ToEngine
+from core.messages.worker import Batch, BatchResult, FromWorker, StepPlan
+from core.scheduling.outputs import Output
+from engine.observability.tracing import Event, Span, Tracer
+
+
+@dataclass(slots=True)
+class _Steps:
+    """The denoising steps of one request so far."""
+
+    started: float = 0.0
+    ended: float = 0.0
+    seconds: float = 0.0
+    events: list[Event] = field(default_factory=list)
+
+    def add(self, result: BatchResult, num_requests: int) -> None:
+        self.started = self.started or result.started
+        self.ended = result.started + result.seconds
+        self.seconds += result.seconds
+        what = {"stencil.batch_size": num_requests, "stencil.ms": result.seconds * 1e3}
+        self.events.append(Event("step", self.ended, what))
+
+
+@dataclass(slots=True)
+class _Traced:
+    """A request that is in the engine."""
+
+    request: EditRequest
+    span: Span
+    steps: _Steps = field(default_factory=_Steps)
+
+    def add(self, node: str, stage: str, result: BatchResult, num_requests: int) -> None:
+        if stage == "denoise":
+            self.steps.add(result, num_requests)
+        else:
+            ended = result.started + result.seconds
+            self.span.child(node, result.started, ended, {"stencil.batch_size": num_requests})
+
+    def end(self, output: Output) -> None:
+        if self.steps.events:
+            about_steps = {"stencil.steps": len(self.steps.events), "stencil.ms": self.steps.seconds * 1e3}
+            self.span.child("denoise", self.steps.started, self.steps.ended, about_steps, self.steps.events)
+        match output:
+            case Finished():
+                about_pages = {"stencil.cache": output.cache, "stencil.prime_ms": output.ms["prime"]}
+                self.span.end(time.monotonic(), about_pages)
+            case Failed():
+                self.span.end(time.monotonic(), {}, output.failure.message)
+            case _:
+                self.span.end(time.monotonic(), {"stencil.aborted": True})
+
+
+class EngineTrace:
+    """One per EngineCore, which tells it of everything in the order it happens."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+        self._traced: dict[str, _Traced] = {}  # request id -> what is recorded of it
+        self._batches: dict[int, Batch] = {}  # id -> batch on its way that holds a traced request
+
+    def received(self, message: ToEngine | FromWorker) -> None:
+        """A message came out of the mailbox."""
+        match message:
+            case EditRequest(trace_context=context) if context:
+                span = self._tracer.begin("engine", "internal", {"traceparent": context}, time.monotonic())
+                self._traced[message.request_id] = _Traced(message, span)
+            case BatchResult(batch_id=batch_id) if batch_id in self._batches:
+                self._note(self._batches.pop(batch_id), message)
+
+    def planned(self, plan: StepPlan) -> None:
+        """A plan went to the workers."""
+        for batch in plan.batches:
+            if any(item.request_id in self._traced for item in batch.items):
+                self._batches[batch.id] = batch
+
+    def said(self, outputs: Iterable[Output]) -> None:
+        """These are on their way to whoever waits."""
+        for output in outputs:
+            if not isinstance(output, PartialImage) and (traced := self._traced.pop(output.request_id, None)):
+                traced.end(output)
+
+    def _note(self, batch: Batch, result: BatchResult) -> None:
+        for item in batch.items:
+            if traced := self._traced.get(item.request_id):
+                traced.add(item.node, batch.stage, result, len(batch.items))

@@ -1,0 +1,237 @@
+"""The Prometheus metrics of one AsyncEngine: what is counted, under which names.
+
+Names follow vLLM's under the prefix ``stencil:``. What gateways look for (llm-d, production-stack) they find under
+vLLM's own prefix as well. Knows nothing of HTTP; docs/observability.md lists all names.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal, Protocol, get_args
+
+from core.costs.load_report import EngineStats, LoadReport
+from engine.observability.engine_metrics import EngineMetrics
+from engine.observability.metric_registry import CONTENT_TYPE, PREFIX, MetricRegistry
+
+__all__ = ["CONTENT_TYPE", "CacheResult", "Metrics", "RejectReason"]
+
+RejectReason = Literal[
+    "queue_full", "not_ready", "shutting_down", "invalid", "unauthorized", "rate_limit", "no_disk", "slo", "timeout"
+]
+CacheResult = Literal["hit", "miss", "off"]
+DropReason = Literal["timeout", "slo", "displaced"]
+FinishedReason = Literal["stop", "abort", "error"]
+
+GATEWAYS = "vllm:"
+"""The prefix that gateways know."""
+
+STAGES = ("preprocess", "encode", "prime", "denoise", "decode", "postprocess")
+"""Parts of the response's `stencil.ms`, but for queue."""
+
+_LATENCY_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0, 600.0)
+_STAGE_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0, 300.0)
+_RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0)
+_STEP_COUNTS = (1, 2, 4, 8, 16, 28, 50, 100, 200)
+_ERRORS = (-0.75, -0.5, -0.3, -0.2, -0.1, -0.05, 0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
+
+
+class ImageProcessors(Protocol):
+    """What is shown of the image processors; `engine.images.image_pool.ImagePool` is the real one."""
+
+    @property
+    def num_waiting(self) -> int: ...
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def num_deaths(self) -> int: ...
+    @property
+    def num_retries(self) -> int: ...
+    @property
+    def result_bytes(self) -> int: ...
+
+
+class Metrics:
+    """Collectors of one AsyncEngine. Every method is cheap and may be called from the event loop."""
+
+    def __init__(self) -> None:
+        self._registry = MetricRegistry()
+        self._engines = EngineMetrics(self._registry)
+        self._make_request_collectors(self._registry)
+        self._make_router_collectors(self._registry)
+        self._make_gateway_collectors(self._registry)
+
+    def _make_request_collectors(self, registry: MetricRegistry) -> None:
+        self._e2e_seconds = registry.histogram(
+            "e2e_request_latency_seconds", "From submission to the encoded image.", _LATENCY_SECONDS, "model_name"
+        )
+        self._queue_seconds = registry.histogram(
+            "request_queue_time_seconds", "Waiting for the first stage.", _LATENCY_SECONDS, "model_name"
+        )
+        self._stage_seconds = registry.histogram(
+            "request_stage_time_seconds", "Time of one request in one stage.", _STAGE_SECONDS, "model_name", "stage"
+        )
+        self._mask_ratio = registry.histogram(
+            "request_mask_ratio", "Active tokens over image tokens.", _RATIOS, "model_name"
+        )
+        self._inference_steps = registry.histogram(
+            "request_inference_steps", "Denoising steps asked for.", _STEP_COUNTS, "model_name"
+        )
+        self._success = registry.counter(
+            "request_success", "Images that reached a terminal state.", "model_name", "finished_reason"
+        )
+        self._cache_results = registry.counter(
+            "request_cache_result", "Images by whether all the pages they needed were there.", "model_name", "result"
+        )
+        self._rejects = registry.counter("request_rejects", "Requests refused at the door.", "reason")
+        for reason in get_args(RejectReason):
+            self._rejects.labels(reason)
+        self._drops = registry.counter("request_drops", "Requests given up after they were accepted.", "reason")
+        for drop in get_args(DropReason):
+            self._drops.labels(drop)
+        self._objective = registry.counter("request_slo", "Finished images by the latency objective.", "result")
+        for result in ("met", "missed"):
+            self._objective.labels(result)
+
+    def _make_router_collectors(self, registry: MetricRegistry) -> None:
+        self._routed = registry.counter("router_requests", "Images by the engine they were sent to.", "engine")
+        self._retries = registry.counter(
+            "request_retries", "Images and templates begun anew after the death of the engine that had them."
+        )
+        self._prediction_error = registry.histogram(
+            "router_prediction_error_ratio",
+            "How far the time predicted for a finished image was off: predicted / actual - 1.",
+            _ERRORS,
+        )
+
+    def _make_gateway_collectors(self, registry: MetricRegistry) -> None:
+        """A gateway's view of adapters, whose absence it takes for a broken server."""
+        labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+        self._adapters = registry.gauge(
+            "lora_requests_info", "Adapters; the time of the scrape.", *labels, prefix=GATEWAYS
+        )
+        self.name_adapters(())
+
+    # ---------------------------------------------------------------------------------- what is there
+
+    def name_adapters(self, names: Sequence[str]) -> None:
+        """These are loaded, and there is room for no other."""
+        self._adapters.clear()
+        self._adapters.labels(str(len(names)), ",".join(names), "").set_function(time.time)
+
+    def expect(self, models: Iterable[str], num_engines: int) -> None:
+        """Have the series of these models, and of engines 0..num_engines - 1, from now on, before anything happens."""
+        for model in models:
+            for histogram in (self._e2e_seconds, self._queue_seconds, self._mask_ratio, self._inference_steps):
+                histogram.labels(model)
+            for stage in STAGES:
+                self._stage_seconds.labels(model, stage)
+            for reason in get_args(FinishedReason):
+                self._success.labels(model, reason)
+            for result in get_args(CacheResult):
+                self._cache_results.labels(model, result)
+        for engine in range(num_engines):
+            self._routed.labels(str(engine))
+        self._engines.expect(num_engines)
+
+    def watch_queue(self, running: Callable[[], int], waiting: Callable[[], int]) -> None:
+        """Read the queue gauges from these at each scrape. Waiting includes images queued inside the scheduler."""
+        for prefix in (PREFIX, GATEWAYS):
+            for name, value in (("running", running), ("waiting", waiting)):
+                gauge = self._registry.gauge(f"num_requests_{name}", f"Images {name}.", prefix=prefix)
+                gauge.set_function(value)
+
+    def watch_image_processors(self, images: ImageProcessors, drain_seconds: Callable[[], float]) -> None:
+        """Read these at each scrape. drain_seconds: until all image work that was let in is done."""
+        registry = self._registry
+        waiting = registry.gauge("image_jobs_waiting", "Images that wait to be decoded or encoded.")
+        waiting.set_function(lambda: images.num_waiting)
+        running = registry.gauge("image_jobs_running", "Images that are decoded or encoded now.")
+        running.set_function(lambda: images.num_running)
+        drain = registry.gauge("image_drain_seconds", "Predicted time until all image work that was let in is done.")
+        drain.set_function(drain_seconds)
+        results = registry.gauge("image_result_bytes", "Encoded results in memory until their clients have them.")
+        results.set_function(lambda: images.result_bytes)
+        registry.watched_counter(
+            "image_processor_deaths",
+            "Image processors that ended unasked; each is replaced.",
+            lambda: images.num_deaths,
+        )
+        registry.watched_counter(
+            "image_job_retries", "Jobs tried again after their processor's death.", lambda: images.num_retries
+        )
+
+    # ---------------------------------------------------------------------------------- what happens
+
+    def observe_finished(
+        self,
+        model: str,
+        *,
+        seconds: float,
+        ms: Mapping[str, float],
+        mask_ratio: float,
+        cache: CacheResult,
+        num_inference_steps: int,
+    ) -> None:
+        """One image left whole. `seconds`: submission to encoded file; `ms`, `cache`: the response's `stencil.ms` and
+        `stencil.cache`.
+        """
+        self._success.labels(model, "stop").inc()
+        self._e2e_seconds.labels(model).observe(seconds)
+        self._queue_seconds.labels(model).observe(ms["queue"] / 1e3)
+        self._mask_ratio.labels(model).observe(mask_ratio)
+        self._cache_results.labels(model, cache).inc()
+        self._inference_steps.labels(model).observe(num_inference_steps)
+        for stage in STAGES:
+            if stage != "prime" or ms[stage] > 0:  # most edits are primed by nobody, which says nothing of priming
+                self._stage_seconds.labels(model, stage).observe(ms[stage] / 1e3)
+
+    def observe_aborted(self, model: str) -> None:
+        """One accepted image was given up by its client."""
+        self._success.labels(model, "abort").inc()
+
+    def observe_failed(self, model: str) -> None:
+        """One accepted image failed."""
+        self._success.labels(model, "error").inc()
+
+    def observe_rejected(self, reason: RejectReason) -> None:
+        """One request was refused before it was accepted."""
+        self._rejects.labels(reason).inc()
+
+    def observe_dropped(self, reason: DropReason) -> None:
+        """One accepted request was given up: its time had passed or could not be kept, or it made room."""
+        self._drops.labels(reason).inc()
+
+    def observe_objective(self, *, is_met: bool) -> None:
+        """One image was finished within the server's latency objective, or later."""
+        self._objective.labels("met" if is_met else "missed").inc()
+
+    def observe_routed(self, engine: int) -> None:
+        """One image was sent to engine number `engine`."""
+        self._routed.labels(str(engine)).inc()
+
+    def observe_prediction(self, predicted_seconds: float, actual_seconds: float) -> None:
+        """One image has finished `actual_seconds` > 0 after it was routed; the router had predicted
+        `predicted_seconds`.
+        """
+        self._prediction_error.observe(predicted_seconds / actual_seconds - 1)
+
+    def observe_load(self, engine: int, load: LoadReport, stats: EngineStats | None) -> None:
+        """Take over what engine number `engine` says of itself."""
+        self._engines.observe(engine, load, stats)
+
+    def observe_retried(self) -> None:
+        """One image is begun anew, since the engine that had it has died."""
+        self._retries.inc()
+
+    def observe_restart(self, engine: int) -> None:
+        """Engine number `engine` is started anew."""
+        self._engines.observe_restart(engine)
+
+    def observe_lost(self, engine: int) -> None:
+        """Engine number `engine` has ended; nothing is sent there until it serves again."""
+        self._engines.observe_lost(engine)
+
+    def exposition(self) -> bytes:
+        """All metrics in Prometheus' text format (CONTENT_TYPE)."""
+        return self._registry.exposition()

@@ -1,0 +1,1 @@
+"""How `python -m entrypoints.calibrate` chooses the settings of mask-aware execution for a checkpoint."""

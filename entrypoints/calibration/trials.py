@@ -1,0 +1,137 @@
+"""Runs edits exact and under one setting after the other, and says how alike they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from core.errors import ConfigError
+from core.scheduling.request import SamplingParams
+from entrypoints.calibration.samples import Sample
+from entrypoints.calibration.search import CHEAPEST, ClassTrial, Search, Setting, Trial, by_size
+from entrypoints.calibration.similarity import ssim_in_box
+from entrypoints.image_engine import EditResult, ImageEngine
+
+Pixels = npt.NDArray[np.uint8]
+StartEngine = Callable[[str, str], ImageEngine]
+"""(--cache-keyframes, --cache-dtype) -> an engine of the checkpoint in question."""
+
+MIN_CLASS, MAX_CLASSES = 8, 4
+"""Fewest edits of a class of masks, whose tenth percentile means little of less; most classes."""
+
+
+class Trials:
+    """A context manager: an engine is there until it is left, and lasts while its own flags stay the same.
+
+    start: makes engines. num_inference_steps: None for the model's own. say: told of every trial, as a line of text.
+    """
+
+    def __init__(self, start: StartEngine, num_inference_steps: int | None, say: Callable[[str], None]) -> None:
+        self._start = start
+        self._steps = num_inference_steps
+        self._say = say
+        self._samples: Sequence[Sample] = ()
+        self._exact: list[Pixels] = []
+        self._classes: list[list[int]] = []  # indices of samples, smallest masks first
+        self._known: dict[Setting, Trial] = {}
+        self._engine: ImageEngine | None = None
+        self._flags: tuple[str, str] | None = None  # that the engine was started with
+
+    def __enter__(self) -> Trials:
+        self.model = self._open(CHEAPEST).model
+        if self.model.page_scheme is None:
+            self._close()
+            raise ConfigError(f"{self.model.name} has no mask-aware execution: there is nothing to calibrate")
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._close()
+
+    @property
+    def num_inference_steps(self) -> int:
+        return self.model.default_num_inference_steps if self._steps is None else self._steps
+
+    @property
+    def num_steps(self) -> int:
+        """Calls of the model, which full steps are counted in."""
+        return self.model.num_steps(SamplingParams(num_inference_steps=self.num_inference_steps))
+
+    def search(self, samples: Sequence[Sample], target: float) -> Trial:
+        """The setting to use for such edits; see Search. Raises ConfigError where they cannot tell, and an edit's own
+        error."""
+        self._samples = samples
+        exact = self._run(CHEAPEST, [SamplingParams(mask_aware=False)] * len(samples))
+        self._exact = [_pixels(result) for result in exact]
+        self._classes = by_size([_ratio(result) for result in exact], MIN_CLASS, MAX_CLASSES)
+        if not self._measure(CHEAPEST).num_edits:
+            raise ConfigError("no edit ran mask-aware: give masks that leave part of the picture, or larger images")
+        return Search(self._measure, self.num_steps, target).run()
+
+    def keyframes(self, setting: Setting) -> tuple[float, ...]:
+        """Noise levels of a setting's pages, as the server spreads them; () at every step."""
+        scheme = self._open(setting).model.page_scheme
+        assert scheme is not None
+        return scheme.keyframes
+
+    def _measure(self, setting: Setting) -> Trial:
+        """Each setting is run once."""
+        if setting not in self._known:
+            self._known[setting] = trial = self._try(setting)
+            self._say(trial.describe(self.num_steps))
+        return self._known[setting]
+
+    def _try(self, setting: Setting) -> Trial:
+        results = self._run(setting, self._params(setting))
+        return Trial(setting, tuple(self._judge(indices, results) for indices in self._classes))
+
+    def _params(self, setting: Setting) -> list[SamplingParams]:
+        """Of each sample."""
+        class_of = {index: number for number, indices in enumerate(self._classes) for index in indices}
+        return [
+            SamplingParams(mask_margin=setting.margin, full_steps=setting.full_steps_of(class_of[index]))
+            for index in range(len(self._samples))
+        ]
+
+    def _judge(self, indices: Sequence[int], results: Sequence[EditResult]) -> ClassTrial:
+        alike = [index for index in indices if results[index].reports[0].exact_reason is None]
+        return ClassTrial(
+            ssim=tuple(
+                ssim_in_box(self._exact[index], _pixels(results[index]), self._samples[index].mask) for index in alike
+            ),
+            ratios=tuple(_ratio(results[index]) for index in indices),
+        )
+
+    def _run(self, setting: Setting, params: Sequence[SamplingParams]) -> list[EditResult]:
+        """One of `params` for each sample; seed and steps are added."""
+        seeded = [
+            msgspec.structs.replace(sampling, seed=sample.seed, num_inference_steps=self._steps)
+            for sampling, sample in zip(params, self._samples, strict=True)
+        ]
+        results = self._open(setting).generate([sample.as_edit() for sample in self._samples], seeded, use_tqdm=False)
+        for result in results:
+            if result.error is not None:
+                raise result.error
+        return results
+
+    def _open(self, setting: Setting) -> ImageEngine:
+        flags = "per-step" if setting.keyframes is None else str(setting.keyframes), setting.dtype
+        if self._engine is None or flags != self._flags:
+            self._close()
+            self._engine, self._flags = self._start(*flags), flags
+        return self._engine
+
+    def _close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+
+def _pixels(result: EditResult) -> Pixels:
+    return np.asarray(result.images[0].convert("RGB"))
+
+
+def _ratio(result: EditResult) -> float:
+    return result.reports[0].mask_ratio

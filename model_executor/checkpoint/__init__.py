@@ -1,0 +1,1 @@
+"""Checkpoints on disk: finding, checking, reading and describing them."""

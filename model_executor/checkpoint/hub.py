@@ -1,0 +1,65 @@
+"""Checkpoints of the Hugging Face hub: what of them is fetched, and what is said where that fails."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from core.errors import ConfigError
+from model_executor.checkpoint.weights import variants
+
+INDEX = "model_index.json"
+DEFAULTS = "generation_config.json"
+
+SMALL_FILES = [INDEX, DEFAULTS, "*/*.json", "*/*.txt", "*/*.model"]
+"""All of a checkpoint that is no weights."""
+
+KNOWN_VARIANTS = ("fp16", "bf16")
+"""Left on the hub where others were asked for: as much again."""
+
+
+def download(hub_id: str, variant: str) -> Path:
+    """The folder with a checkpoint's files: no pickles, no single-file weights from a repository's root, of several
+    variants of a part one. Raises ConfigError.
+    """
+    # Imported here: it takes 0.2 s and a model on disk does not need it.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    weights = [f"*/*.{variant}.safetensors", f"*/*.{variant}-*.safetensors"] if variant else ["*/*.safetensors"]
+    ignored = [] if variant else [f"*/*.{name}{end}" for name in KNOWN_VARIANTS for end in (".*", "-*")]
+    try:
+        path = Path(snapshot_download(hub_id, allow_patterns=SMALL_FILES + weights, ignore_patterns=ignored))
+        for part in _parts_without_weights(path):
+            snapshot_download(hub_id, allow_patterns=[f"{part}/*.json", f"{part}/*.safetensors"])
+    except (OSError, HfHubHTTPError, HFValidationError) as error:
+        raise ConfigError(_explain(hub_id, error)) from error
+    return path
+
+
+def _parts_without_weights(path: Path) -> list[str]:
+    """Models, which a config.json tells from tokenizers and schedulers."""
+    if not (path / INDEX).is_file():
+        return []
+    named = json.loads((path / INDEX).read_text("utf-8"))
+    folders = [path / part for part, value in named.items() if isinstance(value, list)]
+    return [folder.name for folder in folders if (folder / "config.json").is_file() and not variants(folder)]
+
+
+def _explain(hub_id: str, error: Exception) -> str:
+    """One line: what is wrong and what to do about it."""
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    match error:
+        case GatedRepoError():
+            page = f"https://huggingface.co/{hub_id}"
+            return f"{hub_id} is gated: accept its terms at {page} and log in with 'hf auth login', or set HF_TOKEN"
+        case RepositoryNotFoundError():
+            return f"the Hugging Face hub has no {hub_id}, or it is private: check the name, or set HF_TOKEN"
+        case LocalEntryNotFoundError():
+            return (
+                f"{hub_id} is not in this machine's cache, and the Hugging Face hub cannot be reached: go online once "
+                "(HF_HUB_OFFLINE unset), or give --model a directory"
+            )
+    reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return f"cannot get {hub_id} from the Hugging Face hub: {reason}"

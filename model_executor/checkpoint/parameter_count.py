@@ -1,0 +1,44 @@
+"""How many parameters a part of a checkpoint has, by the headers of its weight files; also of those that are quantised.
+
+torchao stores a weight as several tensors, and in the header which these are (`torchao.prototype.safetensors`). Other
+methods are not met: without a GPU, which no header needs, their checkpoints are refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from core.errors import ConfigError
+from model_executor.checkpoint.weights import usual_variant, weight_files
+
+
+def count_parameters(folder: Path) -> int:
+    """Where there are variants of another dtype, of one of them. Raises ConfigError for a file that cannot be read."""
+    return sum(map(_count_file, weight_files(folder, usual_variant(folder, ""))))
+
+
+def _count_file(file: Path) -> int:
+    try:
+        with safe_open(file, "pt") as tensors:
+            shapes = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+            header = tensors.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"cannot read {file}: {error}") from error
+    for weight in json.loads(header.get("tensor_names", "[]")):
+        _join(weight, json.loads(header[weight]), shapes)
+    return sum(map(prod, shapes.values()))
+
+
+def _join(weight: str, told: Mapping[str, Any], shapes: dict[str, list[int]]) -> None:
+    """Put the weight in place of the tensors that torchao made of it. told: what the header says of it; where it names
+    a shape, the numbers are packed."""
+    module, _, name = weight.rpartition(".")
+    parts = {part: shapes.pop(f"{module}._{name}_{part}", None) for part in told.get("_tensor_data_names", ())}
+    if (numbers := parts.get("qdata")) is not None:
+        shapes[weight] = told["_data"].get("shape", numbers)

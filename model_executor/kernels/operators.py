@@ -1,0 +1,125 @@
+"""What denoisers compute besides linear layers, by the fastest code that their device has.
+
+Chosen once, when a denoiser is made: PyTorch's operators and on one core compiled kernels (`kernels.py`) here, a GPU's
+in `gpu_operators.py`. Model code calls these and knows of no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
+from functools import partial
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from core.config import KernelChoice
+from core.errors import ConfigError
+from model_executor.kernels.attention import Attention, OneByOne, Sizes, attend, normalise_and_rotate_
+from model_executor.kernels.cpu_kernels import Kernels, best_kernels
+from model_executor.kernels.linear import Linear, best_linear, plain_linear
+from model_executor.kernels.ragged import Span, add_gated_, norm_modulate
+from model_executor.page_cache.pages import Pages, Quantise, Reader, quantise
+
+RECOMPILES = 64
+"""Stable Diffusion XL has a dozen shapes of residual blocks; PyTorch's own limit is 8."""
+
+
+class Operators:
+    """PyTorch's operators. linear: how layers run; with `plain_linear` everything is rounded as diffusers does, with
+    any other less often. kernels: compiled ones, used where they can be; None for none."""
+
+    def __init__(self, linear: Linear, kernels: Kernels | None = None) -> None:
+        self.linear, self.kernels = linear, kernels
+        self._is_fused = linear is not plain_linear
+        self._compiles = False
+
+    def compiling(self) -> Self:
+        """Likewise, and layers are compiled where their models ask for it."""
+        twin = copy(self)
+        twin._compiles = True
+        return twin
+
+    @property
+    def digest(self) -> str:
+        """Names what it computes with besides PyTorch's kernels, or that it rounds as diffusers does: other code rounds
+        otherwise."""
+        parts = ["" if self._is_fused else "plain", self._kernels_digest, "compiled" if self._compiles else ""]
+        return " ".join(filter(None, parts))
+
+    @property
+    def _kernels_digest(self) -> str:
+        return "" if self.kernels is None else self.kernels.digest
+
+    @property
+    def quantise(self) -> Quantise:
+        """How int8 pages are made; see `pages.quantise`."""
+        return quantise
+
+    def compiled(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """A function of modules and tensors with fewer kernels for the same, for tensors of any size; or as it is."""
+        if not self._compiles:
+            return function
+        allow_recompiles()
+        return torch.compile(function, dynamic=True)
+
+    def compile_(self, layers: Iterable[nn.Module]) -> None:
+        """Likewise these layers, in place."""
+        if self._compiles:
+            allow_recompiles()
+            for layer in layers:
+                layer.compile(dynamic=True)
+
+    def open(self, pages: Pages) -> Reader:
+        """Ready to read; the entries' bytes must stay as they are meanwhile."""
+        return pages.open(self.kernels)
+
+    def norm_modulate(self, x: Tensor, where: Sequence[Span], eps: float, factor: Tensor, shift: Tensor) -> Tensor:
+        """See `ragged.norm_modulate`."""
+        return norm_modulate(x, where, eps, factor, shift, fused=self._is_fused)
+
+    def add_gated_(self, x: Tensor, where: Sequence[Span], y: Tensor, gate: Tensor) -> None:
+        """See `ragged.add_gated_`."""
+        add_gated_(x, where, y, gate)
+
+    def normalise_and_rotate_(
+        self, x: Tensor, rotary: Tensor, eps: float, weights: Sequence[tuple[Sequence[Span], Tensor]]
+    ) -> None:
+        """See `attention.normalise_and_rotate_`."""
+        normalise_and_rotate_(x, rotary, eps, weights, self.kernels)
+
+    def attention(
+        self, sizes: Sizes, heads: int, head_dim: int, like: Tensor, beside: Attention | None = None
+    ) -> Attention:
+        """For one pass over a batch. like: of the dtype and device to compute in. beside: another one of this pass,
+        which has as many tokens or more; they never run at the same time, so this one may take its room."""
+        one: Callable[..., Sequence[Tensor]] = partial(attend, linear=self.linear, kernels=self.kernels)
+        return OneByOne(sizes, heads, head_dim, like, one, beside.room if isinstance(beside, OneByOne) else None)
+
+
+def best_operators(device: torch.device) -> Operators:
+    """The fastest of this process for a device."""
+    if device.type != "cuda":
+        return Operators(best_linear(), best_kernels() if device.type == "cpu" else None)
+    from model_executor.kernels.gpu_operators import gpu_operators  # Triton is not everywhere, nor needed on a CPU
+
+    return gpu_operators(device)
+
+
+def chosen_operators(choice: KernelChoice, device: torch.device) -> Operators:
+    """As the user wishes. Raises ConfigError for what a CPU cannot: PyTorch compiles no layers of oneDNN's."""
+    match choice:
+        case "torch":
+            return Operators(plain_linear)
+        case "auto":
+            return best_operators(device)
+        case "compile" if device.type == "cpu":
+            raise ConfigError("--kernels compile needs a GPU; use auto")
+        case "compile":
+            return best_operators(device).compiling()
+
+
+def allow_recompiles() -> None:
+    """As often as a model has layers of other widths; beyond, PyTorch would run a layer as it is."""
+    torch.compiler.config.recompile_limit = RECOMPILES

@@ -1,0 +1,1 @@
+"""Cached pages as tensors and files, and the copies between tiers."""

@@ -1,0 +1,147 @@
+"""How a model's templates are cached: the server's flags first, then the checkpoint's calibration, then defaults."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import platform
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+import numpy as np
+import torch
+
+from core.calibration import CALIBRATION, Calibration, calibration_file
+from core.config import KernelChoice, ModelConfig
+from core.errors import ConfigError
+from core.model_info import ModelInfo
+from core.page_scheme import PageDtype, PageScheme
+from core.scheduling.request import SamplingParams
+from model_executor.checkpoint.fingerprint import fingerprint
+from model_executor.checkpoint.loader import Checkpoint
+from model_executor.kernels.operators import chosen_operators
+from model_executor.models.base import Family
+
+logger = logging.getLogger("stencil.worker")
+
+DEFAULT_KEYFRAMES = 5
+DEFAULT_DTYPE: PageDtype = "int8"
+DEFAULT_FULL_STEPS = 0
+DEFAULT_MASK_MARGIN = 8
+"""Pixels. For a checkpoint without a calibration."""
+
+PER_STEP = "per-step"
+
+
+def page_scheme(
+    config: ModelConfig, checkpoint: Checkpoint, family: Family, info: ModelInfo, cache_folder: Path
+) -> PageScheme | None:
+    """The scheme of a model whose components are loaded; None where it is to be served without mask-aware execution: by
+    flag, or because its calibration says that edits would differ too much and no flag overrides that. Raises
+    ConfigError for flags that cannot be."""
+    if not config.mask_aware:
+        return None
+    checkpoint_hash = fingerprint(checkpoint, cache_folder)
+    calibration = find_calibration(checkpoint.path, cache_folder, checkpoint_hash)
+    if calibration is not None and not calibration.safe and not _overrides(config):
+        logger.warning(
+            "%s: mask-aware edits reached only SSIM %.3f against exact ones when this checkpoint was calibrated, so"
+            " every token is computed; --cache-keyframes or --cache-dtype overrides this",
+            info.name,
+            calibration.ssim_p10,
+        )
+        return None
+    return PageScheme(
+        layout=family.page_layout(_dtype(config, calibration)),
+        keyframes=_keyframes(config, calibration),
+        latent_bytes=info.latent_width * checkpoint.dtype.itemsize,
+        fingerprint=checkpoint_hash,
+        guidance_scale=info.default_guidance_scale,
+        prompt=config.priming_prompt,
+        mask_margin=DEFAULT_MASK_MARGIN if calibration is None else calibration.mask_margin,
+        full_steps=DEFAULT_FULL_STEPS if calibration is None else calibration.full_steps,
+        full_steps_of=1 if calibration is None else _num_steps(calibration, info),
+        full_steps_from=0.0 if calibration is None else calibration.full_steps_from,
+        environment=environment(checkpoint.device, config.kernels),
+    )
+
+
+def environment(device: torch.device, kernels: KernelChoice = "auto") -> str:
+    """PageScheme.environment of this process as it is now: with other threads or kernels, sums are taken in another
+    order.
+    """
+    digest = chosen_operators(kernels, device).digest
+    parts = [device.type, _device_name(device), torch.get_num_threads(), torch.__version__, digest]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _device_name(device: torch.device) -> str:
+    """The GPU's name; of a CPU also the instructions that PyTorch uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{_cpu_name()} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
+
+
+def find_calibration(checkpoint: Path, cache_folder: Path, checkpoint_hash: str) -> Calibration | None:
+    """The user's own calibration of a checkpoint, else the one it came with; one that cannot be read counts as none."""
+    for path in (calibration_file(cache_folder, checkpoint_hash), checkpoint / CALIBRATION):
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=Calibration)
+        except FileNotFoundError:
+            continue
+        except (OSError, msgspec.DecodeError) as error:
+            logger.warning("calibration %s is left out: %s", path, error)
+    return None
+
+
+def uniform_keyframes(number: int) -> tuple[float, ...]:
+    """So many noise levels, evenly from 1 to 0. ValueError below two."""
+    if number < 2:
+        raise ValueError(f"pages need at least 2 keyframes, not {number}")
+    return tuple(np.linspace(1.0, 0.0, number).tolist())
+
+
+def _num_steps(calibration: Calibration, info: ModelInfo) -> int:
+    """Calls of the model in each edit of a calibration: full steps are counted in these."""
+    return info.num_steps(SamplingParams(num_inference_steps=calibration.num_inference_steps))
+
+
+def _overrides(config: ModelConfig) -> bool:
+    return (config.cache_keyframes, config.cache_dtype) != ("auto", "auto")
+
+
+def _keyframes(config: ModelConfig, calibration: Calibration | None) -> tuple[float, ...]:
+    """Falling noise levels; () for pages at every step."""
+    match config.cache_keyframes, calibration:
+        case "per-step", _:
+            return ()
+        case "auto", None:
+            return uniform_keyframes(DEFAULT_KEYFRAMES)
+        case "auto", Calibration(keyframes=keyframes):
+            return () if keyframes == PER_STEP else tuple(float(sigma) for sigma in keyframes)
+    try:
+        return uniform_keyframes(int(config.cache_keyframes))
+    except ValueError:
+        raise ConfigError(
+            f"--cache-keyframes {config.cache_keyframes}: use auto, {PER_STEP} or a number from 2 on"
+        ) from None
+
+
+def _dtype(config: ModelConfig, calibration: Calibration | None) -> PageDtype:
+    if config.cache_dtype == "auto":
+        return DEFAULT_DTYPE if calibration is None else calibration.dtype
+    dtypes: tuple[PageDtype, ...] = get_args(PageDtype)
+    for dtype in dtypes:
+        if dtype == config.cache_dtype:
+            return dtype
+    raise ConfigError(f"--cache-dtype {config.cache_dtype}: use auto, {', '.join(dtypes)}")

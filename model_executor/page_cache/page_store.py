@@ -1,0 +1,365 @@
+"""Where a worker's cached pages lie, and the thread that moves them between tiers while something else is computed.
+
+Host pages are read and written in place, in shared memory; device pages are tensors by key; files are `page_files`'.
+What lies where, and for how long, is decided in the engine: the store holds, copies and reports.
+
+One I/O thread does the copies in the order they come. A copy towards a faster tier lets its readers start before its
+end: `wait_block` returns once that block has arrived. On a GPU copies run on a stream of their own (`copy_stream.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from core.errors import PagesLostError
+from core.handles import ArrayRef, EntryRef, Tier
+from core.messages.worker import PageCopied, PageCopy
+from core.page_scheme import template_of
+from model_executor.page_cache.copy_stream import CopyStream
+from model_executor.worker.tensor_store import SharedMemory
+
+logger = logging.getLogger("stencil.worker")
+
+Bytes = npt.NDArray[np.uint8]
+OnBlock = Callable[[int], None]
+
+MAX_FAILED_LOADS = 1024
+"""Keys whose loads failed and which nobody has made anew; an edit that ended meanwhile leaves them so for ever."""
+
+
+class PageArena(SharedMemory, Protocol):
+    """What the store needs of `core.ipc.shared_array.Arena`. size: bytes."""
+
+    id: int
+    size: int
+
+
+class Files(Protocol):
+    """What the store needs of `page_files.PageFiles`."""
+
+    def read(self, key: str, out: Bytes, block_bytes: int, on_block: OnBlock, order: Iterable[int] = ()) -> bool: ...
+
+    def write(self, key: str, data: Bytes, block_bytes: int) -> bool: ...
+
+    def delete(self, key: str) -> None: ...
+
+    def delete_template(self, template_key: str) -> None: ...
+
+
+@dataclass(slots=True)
+class _Load:
+    """A copy to `target`, the faster tier. Guarded by the store's condition.
+
+    last: blocks that are brought after all others. arrived: blocks that are there. events: of each of these, where a
+    device still has to wait for it.
+    """
+
+    target: Tier
+    last: Collection[int] = ()
+    arrived: set[int] = field(default_factory=set)
+    events: dict[int, torch.Event] = field(default_factory=dict)
+    has_failed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A copy with all that its thread needs. device: the entry in device memory, where that is one of its ends; ready:
+    what the device must have done before."""
+
+    copy: PageCopy
+    load: _Load | None
+    device: Tensor | None
+    ready: torch.Event | None
+
+
+class PageStore:
+    """Entries by key. All methods but the copies themselves run in the one thread that computes."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        pages: PageArena,
+        files: Files | None,
+        on_copied: Callable[[PageCopied], None],
+        rank: int = 0,
+        *,
+        has_device_tier: bool = True,
+    ) -> None:
+        """pages: the page arena. files: None without a disk tier. on_copied: called once for every copy that was
+        started, in their order, from the I/O thread (not for those still waiting when the store is closed).
+        has_device_tier: on a GPU, whether pages may come into its memory; then the arena is pinned. Raises ConfigError
+        where it cannot be."""
+        self._device = device
+        self._pages = pages
+        self._files = files
+        self._on_copied = on_copied
+        self._rank = rank
+        self._tensors: dict[str, Tensor] = {}  # key -> uint8 [nbytes] in device memory
+        self._loads: dict[str, list[_Load]] = {}  # key -> under way, or failed
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._jobs: SimpleQueue[_Job | Sequence[str] | None] = SimpleQueue()
+        is_pinned = device.type == "cuda" and has_device_tier
+        self._stream = CopyStream(device, self._whole_arena()) if is_pinned else None
+        self._thread = threading.Thread(target=self._run, name="page-io", daemon=True)
+        self._thread.start()
+
+    def entry(self, ref: EntryRef) -> Tensor:
+        """An entry to read, uint8 [nbytes]: shared memory itself, or the device's tensor.
+
+        Of an entry that is still loading only the blocks may be read that `wait_block` has returned for. KeyError for
+        a device entry that is not here, which is a bug of whoever planned it; PagesLostError for one whose load failed.
+        """
+        if ref.host is not None:
+            return torch.from_numpy(self._host(ref.host))
+        tensor = self._tensors.get(ref.key)
+        if tensor is None and ref.key in self._loads:
+            raise PagesLostError(f"pages {ref.key} did not arrive")
+        if tensor is None:
+            raise KeyError(f"rank {self._rank} holds no pages {ref.key} in device memory")
+        return tensor
+
+    def create(self, ref: EntryRef) -> Tensor:
+        """An entry to write, uint8 [nbytes] of undefined content; whoever fills an entry gets it from here.
+
+        On the device an entry of the same key is replaced. The key's failed loads are forgotten: it is there again.
+        """
+        with self._changed:
+            self._loads.pop(ref.key, None)
+        if ref.host is None:
+            self._tensors[ref.key] = torch.empty(ref.nbytes, dtype=torch.uint8, device=self._device)
+        return self.entry(ref)
+
+    def start(self, copy: PageCopy) -> None:
+        """Begin a copy; returns at once. A target in device memory is there, to be waited for, when this returns.
+
+        Never raises for what is lacking: PageCopied then says that it is not ok.
+        """
+        load = self._expect(copy) if copy.source != "device" and copy.target != "disk" else None
+        if copy.target == "device":
+            self._make_target(copy)
+        ready = self._stream.ready() if self._stream is not None else None
+        device = self._tensors.get(copy.key) if "device" in (copy.source, copy.target) else None
+        self._jobs.put(_Job(copy, load, device, ready))
+
+    def is_loading(self, key: str) -> bool:
+        """Whether an entry is on its way, or was and got lost: blocks of it are to be waited for."""
+        with self._changed:
+            return bool(self._loads.get(key))
+
+    def put_last(self, key: str, blocks: Collection[int]) -> None:
+        """Bring these blocks, which a step computes in full, after all others, and the others in their order. Nothing
+        happens where the entry is not loading."""
+        with self._changed:
+            for load in self._loads.get(key, ()):
+                load.last = blocks
+
+    def wait_block(self, key: str, block: int) -> None:
+        """Wait until a block of an entry that is being loaded may be read; returns at once where nothing is under way.
+
+        Raises PagesLostError if the load failed before this block.
+        """
+        with self._changed:
+            # Each of them in turn: an entry may be on its way from disk to host and from there to the device.
+            for load in tuple(self._loads.get(key, ())):
+                self._wait_load(load, block)
+                if block not in load.arrived:
+                    raise PagesLostError(f"pages {key} did not arrive")
+                if self._stream is not None and block in load.events:
+                    self._stream.wait(load.events[block])
+
+    def forget(self, keys: Iterable[str]) -> None:
+        """Give up entries' device memory, where they have any, and what is known of their failed loads."""
+        with self._changed:
+            for key in keys:
+                self._tensors.pop(key, None)
+                if _has_failed(self._loads.get(key, ())):
+                    self._loads.pop(key, None)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Remove entries' files, of a key without "-" all files of that template, after the copies started before."""
+        if self._files is not None and keys:
+            self._jobs.put(tuple(keys))
+
+    def close(self) -> None:
+        """Finish the copy under way, drop those that wait, end the thread. Whoever waits for a block gets
+        PagesLostError. Harmless when repeated."""
+        self._is_closed = True
+        self._jobs.put(None)
+        self._thread.join()
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+    def _wait_load(self, load: _Load, block: int) -> None:
+        self._changed.wait_for(lambda: block in load.arrived or load.has_failed or self._is_closed)
+
+    def _whole_arena(self) -> Tensor:
+        return torch.from_numpy(self._host(ArrayRef(self._pages.id, 0, (self._pages.size,), "uint8")))
+
+    def _host(self, ref: ArrayRef) -> Bytes:
+        return self._pages.view(ref)  # type: ignore[return-value]  # an entry's handle says uint8
+
+    def _expect(self, copy: PageCopy) -> _Load:
+        """Another load of this entry is under way. Earlier ones to the same tier that failed no longer count; one to
+        the host does, for a copy that goes on from there."""
+        with self._changed:
+            loads = [
+                load for load in self._loads.get(copy.key, ()) if not load.has_failed or load.target != copy.target
+            ]
+            self._loads[copy.key] = [*loads, load := _Load(copy.target)]
+        return load
+
+    def _make_target(self, copy: PageCopy) -> None:
+        try:
+            self._tensors[copy.key] = torch.empty(copy.nbytes, dtype=torch.uint8, device=self._device)
+        except RuntimeError:  # out of memory, under its own name on a GPU and in plain on a CPU: the copy says so
+            self._tensors.pop(copy.key, None)
+
+    # ------------------------------------------------------------------------------------------------ the I/O thread
+
+    @torch.inference_mode()  # as the thread that computes: it makes tensors that could not be written otherwise
+    def _run(self) -> None:
+        try:
+            if self._stream is not None:
+                self._stream.enter()
+            while not self._is_closed and (job := self._jobs.get()) is not None:
+                self._do(job)
+                del job  # or it would hold its device memory until the next one comes
+        finally:
+            with self._changed:
+                self._is_closed = True
+                self._changed.notify_all()
+
+    def _do(self, job: _Job | Sequence[str]) -> None:
+        if isinstance(job, _Job):
+            self._on_copied(self._copy(job))
+        elif self._files is not None:
+            for key in job:
+                self._delete(self._files, key)
+
+    def _delete(self, files: Files, key: str) -> None:
+        if template_of(key) == key:
+            files.delete_template(key)
+        else:
+            files.delete(key)
+
+    def _copy(self, job: _Job) -> PageCopied:
+        copy, started = job.copy, time.monotonic()
+        try:
+            is_ok = not self._follows_failure(job) and self._move(job)
+        except Exception:  # the actor's edge: whatever went wrong, the copy is over and those who wait must hear it
+            logger.warning("pages %s were not copied from %s to %s", copy.key, copy.source, copy.target, exc_info=True)
+            is_ok = False
+        self._end(job, is_ok)
+        seconds = time.monotonic() - started
+        return PageCopied(self._rank, copy.key, copy.nbytes, copy.source, copy.target, is_ok, seconds)
+
+    def _follows_failure(self, job: _Job) -> bool:
+        """Whether what this copy reads did not arrive."""
+        with self._changed:
+            loads = self._loads.get(job.copy.key, ())
+            return job.copy.source == "host" and any(load.has_failed and load.target == "host" for load in loads)
+
+    def _move(self, job: _Job) -> bool:
+        copy = job.copy
+        if copy.host is None:
+            raise ValueError(f"copies go by way of the host, not from {copy.source} to {copy.target}")
+        host = self._host(copy.host)
+        match copy.source, copy.target:
+            case "disk", "host":
+                arrived = self._arrival(job)
+                order = self._order(job)
+                return self._files is not None and self._files.read(copy.key, host, copy.block_bytes, arrived, order)
+            case "host", "disk":
+                return self._files is not None and self._files.write(copy.key, host, copy.block_bytes)
+            case "host", "device":
+                return job.device is not None and self._upload(job, host, job.device)
+            case "device", "host":
+                return job.device is not None and self._download(job, job.device, host)
+            case _:
+                raise ValueError(f"no such copy: {copy.source} to {copy.target}")
+
+    def _upload(self, job: _Job, host: Bytes, device: Tensor) -> bool:
+        arrived, nbytes = self._arrival(job), job.copy.block_bytes
+        if self._stream is None:
+            for index in self._order(job):
+                start, stop = index * nbytes, (index + 1) * nbytes
+                np.copyto(device.numpy()[start:stop], host[start:stop])  # PyTorch would start its threads here too
+                arrived(index)
+            return True
+
+        def queued(index: int, event: torch.Event) -> None:
+            assert job.load is not None
+            job.load.events[index] = event
+            arrived(index)
+
+        assert job.ready is not None
+        self._stream.load(torch.from_numpy(host), device, nbytes, self._order(job), job.ready, queued)
+        return True
+
+    def _download(self, job: _Job, device: Tensor, host: Bytes) -> bool:
+        if self._stream is None:
+            np.copyto(host, device.numpy())
+            return True
+        assert job.ready is not None
+        self._stream.store(device, torch.from_numpy(host), job.ready)
+        return True
+
+    def _order(self, job: _Job) -> Iterator[int]:
+        """The blocks of a load, each chosen when the one before has been brought."""
+        assert job.load is not None
+        left = list(range(-(-job.copy.nbytes // job.copy.block_bytes)))
+        while left:
+            last = job.load.last
+            yield left.pop(next((n for n, block in enumerate(left) if block not in last), 0))
+
+    def _arrival(self, job: _Job) -> OnBlock:
+        """What to call for each block."""
+
+        def arrived(index: int) -> None:
+            assert job.load is not None
+            with self._changed:
+                job.load.arrived.add(index)
+                self._changed.notify_all()
+
+        return arrived
+
+    def _end(self, job: _Job, is_ok: bool) -> None:
+        """Done: forget the load. Failed: remember it for those who come to wait, until the entry is made anew or many
+        others have failed since."""
+        if job.load is None:
+            return
+        with self._changed:
+            job.load.has_failed = not is_ok
+            if not is_ok and job.copy.target == "device":
+                self._tensors.pop(job.copy.key, None)
+            loads = self._loads.pop(job.copy.key, [])
+            if is_ok and job.load in loads:
+                loads.remove(job.load)
+            if loads:
+                self._loads[job.copy.key] = loads  # the last that changed comes last
+            self._forget_old_failures()
+            self._changed.notify_all()
+
+    def _forget_old_failures(self) -> None:
+        if len(self._loads) > MAX_FAILED_LOADS:
+            failed = [key for key, loads in self._loads.items() if _has_failed(loads)]
+            for key in failed[:-MAX_FAILED_LOADS]:
+                del self._loads[key]
+
+
+def _has_failed(loads: Sequence[_Load]) -> bool:
+    """Whether there are loads, and none under way."""
+    return bool(loads) and all(load.has_failed for load in loads)

@@ -1,0 +1,1 @@
+"""LoRA adapters: what changes a model without being one."""

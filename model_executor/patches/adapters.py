@@ -1,0 +1,336 @@
+"""LoRA adapters: what a file adds to which layers of a denoiser, and of a UNet's text encoders.
+
+Files are read by the loaders of diffusers' pipelines, which know the formats of many trainers; what they leave open,
+each layer's scale, follows `diffusers/utils/peft_utils.py`. An adapter is never merged into the weights: these are
+shared by all adapters and by requests without any.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers.loaders import lora_pipeline
+from diffusers.utils import (
+    convert_state_dict_to_diffusers,
+    convert_state_dict_to_peft,
+    convert_unet_state_dict_to_peft,
+)
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from core.config import AdapterConfig
+from core.errors import ConfigError
+from model_executor.checkpoint.loader import LOAD_ERRORS
+from model_executor.checkpoint.quantization import unquantized
+from model_executor.checkpoint.weights import PICKLES
+from model_executor.kernels.linear import AdaptedGroup, Group, LinearGroup, is_plain
+
+PEFT_PREFIX, PEFT_CONFIG = "base_model.model.", "adapter_config.json"
+"""How `PeftModel.save_pretrained` names tensors, and the file in which it tells their scale."""
+
+USUAL_NAMES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
+"""Of diffusers and peft, for a folder that holds several files."""
+
+CONVERT_ERRORS = (*LOAD_ERRORS, AssertionError, AttributeError, IndexError, TypeError, re.error)
+"""What diffusers' converters raise for files that they take for another format; re.error for a pattern in one."""
+
+UNSUPPORTED = {
+    "dora_scale": "it is a DoRA, which changes the weights themselves",
+    "lora_magnitude_vector": "it is a DoRA, which changes the weights themselves",
+    "lokr_": "it is a LoKr and no LoRA",
+    "hada_": "it is a LoHa and no LoRA",
+}
+"""Part of a tensor's name -> what is wrong with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraFormat:
+    """How the adapters of a family are read. loader: a class of `diffusers.loaders.lora_pipeline`. denoiser: the part
+    whose name its tensors begin with. text_parts: text encoders that an adapter may change as well. unet: the
+    denoiser's configuration where it is a UNet, whose blocks some trainers count otherwise."""
+
+    loader: str
+    denoiser: str = "transformer"
+    text_parts: tuple[str, ...] = ()
+    unet: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """What is added to a layer's output: x [rows, in] times `down` [rank, in] transposed, times `up` [out, rank]
+    transposed; the scale is in `up`. Both are float32 on the CPU. Of a convolution `in` counts each channel's pixels.
+    """
+
+    down: Tensor
+    up: Tensor
+
+
+Layers = Mapping[str, LowRank]
+"""Name in a part -> what is added there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """digest: hex sha256 of its file. layers: of the denoiser. text_layers: text encoder -> its own."""
+
+    name: str
+    source: Path
+    digest: str
+    layers: Layers
+    text_layers: Mapping[str, Layers]
+
+    def refuse(self, reason: str) -> ConfigError:
+        """That it cannot be used."""
+        return _refuse(self.name, self.source, reason)
+
+    def check_size(self, name: str, low: LowRank, inputs: int, outputs: int) -> None:
+        """Raises ConfigError where a layer of so many numbers is not what it is added to."""
+        if (low.down.shape[1], len(low.up)) != (inputs, outputs):
+            mine = f"{low.down.shape[1]} to {len(low.up)} numbers"
+            raise self.refuse(
+                f"it takes {name} from {mine}, the layer from {inputs} to {outputs}; it is for another model"
+            )
+
+
+# ------------------------------------------------------------------------------------------------------------ reading
+
+
+def read_adapter(config: AdapterConfig, lora_format: LoraFormat) -> Adapter:
+    """lora_format: the model's family's. Raises ConfigError for a file that is not there, is none of a LoRA, or changes
+    more than layers of the parts that may be."""
+    path = Path(config.path).expanduser()
+    try:
+        file = _find(path)
+        layers = _read_layers(file, lora_format)
+        return Adapter(config.name, file, _digest(file), layers.pop(lora_format.denoiser), layers)
+    except CONVERT_ERRORS as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise _refuse(config.name, path, reason) from error
+
+
+def _refuse(name: str, path: Path, reason: str) -> ConfigError:
+    return ConfigError(f"cannot use adapter {name} of {path}: {reason}")
+
+
+def _find(path: Path) -> Path:
+    """The safetensors file itself, or the one in a folder. Raises ValueError."""
+    if not path.exists():
+        raise ValueError("there is no such file")
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    found = [file for file in files if file.suffix == ".safetensors"]
+    usual = [file for file in found if file.name in USUAL_NAMES] or found
+    if len(usual) == 1:
+        return usual[0]
+    if found:
+        raise ValueError(f"it holds {', '.join(file.name for file in found)}; name one of these files")
+    if pickles := [file for file in files if file.suffix in PICKLES]:
+        raise ValueError(
+            f"only safetensors weights are read, as unpickling {pickles[0].name} could run code; convert it where you "
+            "trust it"
+        )
+    raise ValueError("a LoRA is a .safetensors file, or a folder that holds one")
+
+
+def _digest(file: Path) -> str:
+    """Hex sha256 of all that the adapter is read from."""
+    digest, config = hashlib.sha256(file.read_bytes()), file.with_name(PEFT_CONFIG)
+    if config.is_file():
+        digest.update(config.read_bytes())
+    return digest.hexdigest()
+
+
+def _read_layers(file: Path, lora_format: LoraFormat) -> dict[str, Layers]:
+    """Part -> its layers; of text encoders only those that are changed."""
+    with safe_open(file, "pt") as tensors:
+        names = list(tensors.keys())
+        is_peft = file.with_name(PEFT_CONFIG).is_file() and all(name.startswith(PEFT_PREFIX) for name in names)
+        _check_kind(names)
+        if is_peft:
+            state = {name.removeprefix(PEFT_PREFIX): tensors.get_tensor(name) for name in names}
+    if is_peft:
+        config = json.loads(file.with_name(PEFT_CONFIG).read_text("utf-8"))
+        return {lora_format.denoiser: _make_layers(state, _Scales(config, {}))}
+    options = {} if lora_format.unet is None else {"unet_config": lora_format.unet}
+    loader = getattr(lora_pipeline, lora_format.loader)
+    state, *alphas, metadata = loader.lora_state_dict(
+        str(file), use_safetensors=True, local_files_only=True, return_alphas=True, return_lora_metadata=True, **options
+    )
+    return {
+        part: _make_layers(_as_peft(own, part == lora_format.denoiser), _scales(part, *alphas, metadata=metadata))
+        for part, own in _by_part(state, lora_format).items()
+    }
+
+
+def _check_kind(names: list[str]) -> None:
+    for part, reason in UNSUPPORTED.items():
+        if any(part in name for name in names):
+            raise ValueError(reason)
+
+
+def _by_part(state: Mapping[str, Tensor], lora_format: LoraFormat) -> dict[str, dict[str, Tensor]]:
+    """Raises ValueError for a tensor of a part that no adapter may change, or where there is none."""
+    parts: dict[str, dict[str, Tensor]] = {lora_format.denoiser: {}}
+    for key, tensor in state.items():
+        part, _, name = key.partition(".")
+        if part in (lora_format.denoiser, *lora_format.text_parts):
+            parts.setdefault(part, {})[name] = tensor
+        elif part.startswith("text_encoder"):
+            only = f"only the {lora_format.denoiser} is"
+            raise ValueError(f"it changes the text encoder ({key}), which is not supported: {only}")
+        else:
+            raise ValueError(f"{key} is no part of a LoRA for this model's layers")
+    if not any(parts.values()):
+        raise ValueError("it holds nothing for this model")
+    return parts
+
+
+def _as_peft(state: dict[str, Tensor], is_denoiser: bool) -> dict[str, Tensor]:
+    """A part's tensors under the names that newer files have, as `PeftAdapterMixin.load_lora_adapter` and
+    `_load_lora_into_text_encoder` do it."""
+    if any("lora_A" in name for name in state):
+        return state
+    if is_denoiser:
+        return dict(convert_unet_state_dict_to_peft(state))
+    return dict(convert_state_dict_to_peft(convert_state_dict_to_diffusers(state)))
+
+
+def _make_layers(state: Mapping[str, Tensor], scales: _Scales) -> dict[str, LowRank]:
+    """Raises ValueError for what is no low-rank addition to a layer."""
+    halves: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in state.items():
+        name, _, half = key.removesuffix(".weight").rpartition(".")
+        if half not in ("lora_A", "lora_B") or not key.endswith(".weight"):
+            raise ValueError(f"{key} is no part of a LoRA for this model's layers")
+        halves.setdefault(name, {})[half] = tensor.flatten(1).float()
+    if alone := next((name for name, pair in halves.items() if len(pair) < 2), None):
+        raise ValueError(f"it holds one of lora_A and lora_B for {alone} only")
+    return {name: scales.scaled(name, pair["lora_A"], pair["lora_B"]) for name, pair in halves.items()}
+
+
+def _scales(part: str, alphas: Mapping[str, Any] | None = None, *, metadata: Mapping[str, Any] | None) -> _Scales:
+    """A part's own."""
+    known, config = (
+        {name.removeprefix(f"{part}."): value for name, value in (its or {}).items() if name.startswith(f"{part}.")}
+        for its in (alphas, metadata)
+    )
+    return _Scales(config, {name.removesuffix(".alpha"): float(value) for name, value in known.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class _Scales:
+    """config: peft's LoraConfig, where it came with the file. alphas: layer -> its alpha, where it came with these.
+    Without either an adapter's scale is 1."""
+
+    config: Mapping[str, Any]
+    alphas: Mapping[str, float]
+
+    def scaled(self, name: str, down: Tensor, up: Tensor) -> LowRank:
+        if up.shape[1] != down.shape[0]:
+            raise ValueError(f"lora_A and lora_B of {name} are of rank {down.shape[0]} and {up.shape[1]}")
+        return LowRank(down, up * self._scale(name, len(down)))
+
+    def _scale(self, name: str, rank: int) -> float:
+        """alpha / rank, or with rank stabilisation alpha / sqrt(rank)."""
+        if self.config.get("use_dora"):
+            raise ValueError(UNSUPPORTED["dora_scale"])
+        if self.config:
+            pattern = _matching(self.config.get("alpha_pattern") or {}, name)
+            alpha = float(self.config["lora_alpha"] if pattern is None else pattern)
+            return float(alpha / (rank**0.5 if self.config.get("use_rslora") else rank))
+        if self.alphas:
+            usual = Counter(self.alphas.values()).most_common(1)[0][0]
+            return self.alphas.get(name, usual) / rank
+        return 1.0
+
+
+def _matching(patterns: Mapping[str, Any], name: str) -> Any:
+    """The value of the first pattern that a layer's name ends with, as peft's `get_pattern_key` finds it."""
+    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), None)
+
+
+# ------------------------------------------------------------------------------------------------------------ fitting
+
+
+class FittedAdapter:
+    """An adapter on its way into one transformer, layer by layer; `check` tells what found no place."""
+
+    def __init__(self, adapter: Adapter, module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+        """device, dtype: what the transformer computes on and in, though packed layers may have let go of theirs."""
+        self._adapter, self._device, self._dtype = adapter, device, dtype
+        self._names = {layer: name for name, layer in module.named_modules()}
+        self._left = set(adapter.layers)
+
+    def extend(
+        self, group: LinearGroup, layers: tuple[nn.Module, ...], make_group: Callable[..., LinearGroup]
+    ) -> Group:
+        """The group of these layers, with what is added to them; the group itself where that is nothing."""
+        added = [self._take(self._names[layer], layer) for layer in layers]
+        if not any(added):
+            return group
+        down = torch.cat([low.down for low in added if low])
+        up = torch.block_diag(*(_up(low, layer) for low, layer in zip(added, layers, strict=True)))
+        factors = (_linear(factor.to(self._device, self._dtype)) for factor in (down, up))
+        return AdaptedGroup(group, *map(make_group, factors))
+
+    def merge(self, part: nn.Module) -> nn.Module:
+        """A small part that runs as a whole: a copy with what is added to its layers; itself where that is nothing."""
+        prefix = f"{self._names[part]}."
+        names = [name for name in self._adapter.layers if name.startswith(prefix)]
+        if not names:
+            return part
+        merged = deepcopy(part)
+        for name, layer in part.named_modules():
+            if (low := self._take(prefix + name, layer)) is not None:
+                linear = self._plain(prefix + name, merged.get_submodule(name))
+                merged.set_submodule(name, linear)
+                linear.weight.data.copy_(linear.weight.float() + (low.up @ low.down).to(linear.weight.device))
+        return merged
+
+    def check(self) -> None:
+        """Raises ConfigError where something of the adapter was not taken."""
+        if self._left:
+            raise self._adapter.refuse(f"it changes {min(self._left)}, which is no linear layer of this transformer")
+
+    def _plain(self, name: str, layer: nn.Module) -> nn.Linear:
+        """The layer, or one of its weights as they were before they were quantised, but for what that cost."""
+        try:
+            return layer if is_plain(layer) else unquantized(layer).to(self._dtype)
+        except ValueError as error:
+            raise self._adapter.refuse(f"it changes {name}, {error}") from error
+
+    def _take(self, name: str, layer: nn.Module) -> LowRank | None:
+        low = self._adapter.layers.get(name)
+        if low is None:
+            return None
+        self._left.discard(name)
+        inputs, outputs = _sizes(layer)
+        # As diffusers does with an adapter of FLUX.1 dev in Fill, whose first layer reads more.
+        low = LowRank(nn.functional.pad(low.down, (0, max(0, inputs - low.down.shape[1]))), low.up)
+        self._adapter.check_size(name, low, inputs, outputs)
+        return low
+
+
+def _sizes(layer: Any) -> tuple[int, int]:
+    """Numbers that a layer reads and writes, per row."""
+    if isinstance(layer, nn.Conv2d):
+        return layer.weight[0].numel(), layer.out_channels
+    return layer.in_features, layer.out_features
+
+
+def _up(low: LowRank | None, layer: nn.Module) -> Tensor:
+    return torch.empty(_sizes(layer)[1], 0) if low is None else low.up
+
+
+def _linear(weight: Tensor) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
+    return linear

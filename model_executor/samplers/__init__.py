@@ -1,0 +1,1 @@
+"""Samplers: diffusers' schedulers on named tensors instead of a stateful object."""

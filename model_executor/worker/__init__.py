@@ -1,0 +1,1 @@
+"""A worker's process: the loop over plans, the models it holds, and what it measures at start."""

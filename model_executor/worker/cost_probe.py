@@ -1,0 +1,294 @@
+"""What batches cost on this machine: a handful of them, timed before a worker reports ready.
+
+The samples give the engine's cost model its first lines, so that the first edits are already scheduled by it. They are
+kept per model and device: the next start reads them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import zip_longest
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from core.config import KernelChoice
+from core.costs.cost_model import Work
+from core.graph.workflow import INPAINT
+from core.handles import ModelKey
+from core.ipc.atomic_file import write_atomically
+from core.messages.worker import CostSample
+from core.model_info import ModelInfo
+from model_executor.kernels.operators import chosen_operators
+from model_executor.models.base import EncodedImage, EncodedText, Family, PrimeRow, Row
+from model_executor.page_cache.pages import Pages
+from model_executor.worker.device_failures import is_out_of_memory
+
+BUDGET_SECONDS = 2.0
+"""Per model, at its first start. A batch that would take longer than what is left of it is not tried."""
+
+MIXES = ((0.05,), (1.0,), (0.1,) * 4, (0.3,), (1.0, 0.1), (0.2,) * 8, (1.0, 1.0), (0.1, 0.1), (0.5, 0.2), (0.7,) * 3)
+"""Denoising batches: each request's share of active tokens; 1 is an exact one."""
+
+PRIMINGS = ((1, 0.5), (1, 1.0), (2, 1.0))
+"""Keyframes together, and the share of the blocks they go through."""
+
+PICTURES = (0.5, 1.0)
+"""Encoded or decoded: their side as a share of the native one."""
+
+_COMPONENTS = {node.stage: node.component for node in INPAINT.nodes} | {"prime": INPAINT.loop.component}
+
+Timed = tuple[str, Work, Callable[[], object]]
+"""A stage, a batch's size, and what runs it."""
+
+
+def known_or_probed(
+    families: Mapping[str, Family],
+    infos: Sequence[ModelInfo],
+    cache_folder: Path,
+    kernels: Mapping[str, KernelChoice] | None = None,
+) -> tuple[CostSample, ...]:
+    """Samples of all models, `infos` as the worker is about to report them: those kept from an earlier start, else new
+    ones. kernels: of each model's name, `auto` where it has none. A folder that cannot be written only means that the
+    next start measures again. An adapter's are its model's: it takes a few percent longer, which is learnt as it is
+    used.
+    """
+    chosen = kernels or {}
+    measured = {
+        info.name: _samples(families[info.name], info, cache_folder, chosen.get(info.name, "auto"))
+        for info in infos
+        if not info.parent
+    }
+    return tuple(
+        msgspec.structs.replace(sample, model=ModelKey(info.name, sample.model.component))
+        for info in infos
+        for sample in measured[info.parent or info.name]
+    )
+
+
+@torch.inference_mode()
+def probe(family: Family, info: ModelInfo, budget_seconds: float) -> list[CostSample]:
+    """Time batches of every stage, small ones first, until the budget is spent."""
+    ends = time.monotonic() + budget_seconds
+    samples: list[CostSample] = []
+    for stage, work, batch in Batches(family, info).all():
+        try:
+            seconds = _time(batch, ends, _expected(samples, stage, work))
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            continue  # then there is no such batch to schedule either
+        if seconds is not None:
+            samples.append(CostSample(ModelKey(info.name, _COMPONENTS[stage]), stage, work, seconds))
+    return samples
+
+
+def _samples(family: Family, info: ModelInfo, cache_folder: Path, kernels: KernelChoice) -> list[CostSample]:
+    path = cache_folder / "costs" / f"{_conditions(info, kernels)}.json"
+    with suppress(OSError, msgspec.DecodeError):
+        return msgspec.json.decode(path.read_bytes(), type=list[CostSample])
+    samples = probe(family, info, BUDGET_SECONDS)
+    with suppress(OSError):
+        write_atomically(path, msgspec.json.encode(samples))
+    return samples
+
+
+def _conditions(info: ModelInfo, kernels: KernelChoice) -> str:
+    """Hex digest of all that costs depend on: the model as it is served, the processor, threads, PyTorch, kernels."""
+    device = torch.device(info.device)
+    processor = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+    digest = chosen_operators(kernels, device).digest
+    parts = [processor, platform.node(), torch.get_num_threads(), torch.__version__, digest]
+    return hashlib.sha256(msgspec.json.encode(info) + repr(parts).encode()).hexdigest()
+
+
+def _cpu_name() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return f"{line.partition(':')[2].strip()} x {len(os.sched_getaffinity(0))}"
+    return platform.processor()
+
+
+def _time(batch: Callable[[], object], ends: float, expected: float) -> float | None:
+    """Seconds of a call, None where there is no time for it. The one before it is not counted: at a new size it took
+    1.2 to 1.3 times as long (one Zen 5 core), which is paid once in a request's many steps.
+    """
+    for _ in range(2):
+        started = time.monotonic()
+        if started + expected > ends:
+            return None
+        batch()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        expected = time.monotonic() - started
+    return expected
+
+
+def _expected(samples: Sequence[CostSample], stage: str, work: Work) -> float:
+    """Seconds by the last batch of the stage, in proportion to the tokens."""
+    for sample in reversed(samples):
+        if sample.stage == stage:
+            return sample.seconds * sum(work.queries) / sum(sample.work.queries)
+    return 0.0
+
+
+@dataclass
+class Batches:
+    """Batches of every stage over an empty picture of the native size."""
+
+    family: Family
+    info: ModelInfo
+
+    def all(self) -> Iterator[Timed]:
+        """Stages in turn, smaller batches of each first: whenever it ends, something is known of every one."""
+        stages: list[list[Timed]] = [
+            [("text_encode", Work.of([self._text_tokens]), self._encode_text)],
+            [self.denoise(mix) for mix in MIXES if self._has_pages or min(mix) == 1.0],
+            [self.prime(*priming) for priming in PRIMINGS if self._has_pages],
+            [self._picture("image_encode", self._encode_image, share) for share in PICTURES],
+            [self._picture("decode", self._decode, share) for share in PICTURES],
+        ]
+        return (batch for turn in zip_longest(*stages) for batch in turn if batch is not None)
+
+    @property
+    def most_rows(self) -> int:
+        """Of a request: its prompt's and, with classifier-free guidance, its negative prompt's."""
+        return 2 if self.info.has_true_cfg or self.info.is_guidance_cfg else 1
+
+    @torch.inference_mode()
+    def kept_bytes(self) -> int:
+        """Of device memory, by a request of most rows and the default number of steps between two of them."""
+        image, text, info = self._image, self._text, self.info
+        levels = torch.linspace(1.0, 0.0, info.default_num_inference_steps, device=image.latents.device)
+        table = self.family.modulation(text.pooled_prompt_embeds, info.default_guidance_scale, levels, self.most_rows)
+        of_row = [text.prompt_embeds, text.pooled_prompt_embeds, *([] if table is None else [table])]
+        of_request = [image.latents, image.condition, image.outside, image.sigmas, *image.state]
+        on_device = [tensor for tensor in of_request + self.most_rows * of_row if tensor.device == image.latents.device]
+        return sum(tensor.nbytes for tensor in on_device)
+
+    @property
+    def _has_pages(self) -> bool:
+        return self.info.page_scheme is not None
+
+    # ------------------------------------------------------------------------------------------------ encode, decode
+
+    def _picture(self, stage: str, run: Callable[[int], object], share: float) -> Timed:
+        side = self._side(share)
+        return stage, Work.of([(side // self.info.token_size) ** 2]), partial(run, side)
+
+    def _encode_text(self) -> EncodedText:
+        side = self._side(1.0)
+        empty = torch.zeros(side, side, 3, dtype=torch.uint8)
+        return self.family.encode_text("", self.info.max_text_tokens, empty)
+
+    def _encode_image(self, side: int) -> EncodedImage:
+        empty = torch.zeros(side, side, 3, dtype=torch.uint8)
+        mask = torch.ones_like(empty[..., 0])
+        steps = self.info.min_inference_steps
+        return self.family.encode_image(empty, mask, seed=0, num_inference_steps=steps, num_denoising_steps=1)
+
+    def _decode(self, side: int) -> Tensor:
+        return self.family.decode(self._image.latents[: (side // self.info.token_size) ** 2], side, side)
+
+    # ------------------------------------------------------------------------------------------------ the denoiser
+
+    def prime(self, keyframes: int, share: float) -> Timed:
+        """So many keyframes together through this share of the blocks, from the first one on."""
+        assert self.info.page_scheme is not None
+        num_blocks = self.info.page_scheme.layout.num_blocks
+        blocks = max(1, int(num_blocks * share))
+        tokens = self.num_row_tokens
+        work = Work((tokens * blocks // num_blocks,) * keyframes, (tokens,) * keyframes)
+        return "prime", work, lambda: self.family.prime([self._prime_row] * keyframes, (0, blocks))
+
+    def denoise(self, mix: Sequence[float]) -> Timed:
+        """A step of requests with these shares of active tokens; 1 is an exact one."""
+        rows = [self._row(share) for share in mix]
+        keys = self.num_row_tokens
+        queries = [keys if row.active is None else self._text_tokens + len(row.active) for row in rows]
+        work = Work.of_pairs((number, keys) for number in queries)
+        return "denoise", work, lambda: self.family.predict(rows)
+
+    def _row(self, share: float) -> Row:
+        """An exact request, or one with this share of its tokens active."""
+        number = max(1, int(share * self._num_tokens))
+        is_exact = number == self._num_tokens
+        return Row(
+            latents=self._image.latents,
+            condition=self._image.condition,
+            prompt_embeds=self._text.prompt_embeds,
+            pooled_prompt_embeds=self._text.pooled_prompt_embeds,
+            sigma=self._image.sigmas[0],
+            guidance_scale=self.info.default_guidance_scale,
+            grid=self._grid,
+            active=None if is_exact else torch.arange(number, device=self._image.latents.device),
+            pages=None if is_exact else self._pages,
+        )
+
+    @cached_property
+    def _prime_row(self) -> PrimeRow:
+        assert self.info.page_scheme is not None
+        device = self._image.latents.device
+        return PrimeRow(
+            latents=self._image.latents,
+            condition=self._image.condition,
+            prompt_embeds=self._text.prompt_embeds,
+            pooled_prompt_embeds=self._text.pooled_prompt_embeds,
+            sigma=self._image.sigmas[0],
+            guidance_scale=self.info.default_guidance_scale,
+            grid=self._grid,
+            hidden=None,
+            entry=torch.zeros(
+                self.info.page_scheme.layout.entry_bytes(self._num_tokens), dtype=torch.uint8, device=device
+            ),
+        )
+
+    @cached_property
+    def _pages(self) -> Pages:
+        """Between two keyframes, as pages mostly are read."""
+        assert self.info.page_scheme is not None
+        near = self._prime_row.entry
+        return Pages(self.info.page_scheme.layout, self._num_tokens, near, near.clone(), 0.5)
+
+    # ------------------------------------------------------------------------------------------------ sizes
+
+    @cached_property
+    def _text(self) -> EncodedText:
+        return self._encode_text()
+
+    @cached_property
+    def _image(self) -> EncodedImage:
+        return self._encode_image(self._side(1.0))
+
+    @property
+    def _text_tokens(self) -> int:
+        return self.info.max_text_tokens + self.info.text_tokens_beside(self._side(1.0), self._side(1.0))
+
+    @property
+    def num_row_tokens(self) -> int:
+        """Tokens of an exact row: of text, picture and condition."""
+        return self._text_tokens + (1 + self.info.conditions_per_token) * self._num_tokens
+
+    @property
+    def _grid(self) -> tuple[int, int]:
+        return self.family.grid(self._side(1.0), self._side(1.0))
+
+    @property
+    def _num_tokens(self) -> int:
+        rows, columns = self._grid
+        return rows * columns
+
+    def _side(self, share: float) -> int:
+        """Pixels, a multiple of the token size."""
+        token_size = self.info.token_size
+        return max(token_size, int(self.info.native_size * share) // token_size * token_size)

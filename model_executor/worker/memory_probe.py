@@ -1,0 +1,153 @@
+"""What is left of a device's memory for pages: the largest batches are run, and what they took at most is kept free.
+
+No batch can be larger: pictures have the native area at most. Should one not fit all the same, since others took memory
+meanwhile, it is done in halves (core/scheduling/halving.py).
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from core.config import CacheConfig, SchedulerConfig
+from core.errors import ConfigError
+from core.memory_budget import REMEDIES, DeviceMemory, describe, page_bytes
+from core.model_info import ModelInfo
+from model_executor.models.base import Family
+from model_executor.worker.cost_probe import Batches
+from model_executor.worker.device_failures import is_out_of_memory
+
+logger = logging.getLogger("stencil.worker")
+
+Run = Callable[[], object]
+
+PICTURE_STAGES = ("text_encode", "image_encode", "decode")
+
+
+class Gauge(Protocol):
+    """Reads a device's memory, in bytes. Made before the first weights are loaded."""
+
+    @property
+    def total(self) -> int: ...
+
+    def taken(self) -> int:
+        """By this process since the gauge was made; what its allocator only keeps is given back first."""
+
+    def free(self) -> int:
+        """That no process has taken."""
+
+    def peak_of(self, run: Run) -> int:
+        """Most that a call takes beyond what was taken before it."""
+
+
+class CudaGauge:
+    """Counts what the driver counts, so the memory of libraries too, and of the allocator what it reserves, so what is
+    lost between tensors too."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free_before, self.total = torch.cuda.mem_get_info(device)
+
+    def taken(self) -> int:
+        return self._free_before - self.free()
+
+    def free(self) -> int:
+        self._give_back()
+        return torch.cuda.mem_get_info(self._device)[0]
+
+    def peak_of(self, run: Run) -> int:
+        self._give_back()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_reserved(self._device)
+        run()
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.max_memory_reserved(self._device) - before
+
+    def _give_back(self) -> None:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def gauge_of(device: torch.device) -> Gauge | None:
+    """None for a CPU, whose pages lie in shared memory."""
+    return CudaGauge(device) if device.type == "cuda" else None
+
+
+def device_page_bytes(
+    gauge: Gauge | None,
+    families: Mapping[str, Family],
+    infos: Sequence[ModelInfo],
+    cache: CacheConfig,
+    scheduler: SchedulerConfig,
+) -> int:
+    """Bytes of device memory for pages: what was asked for, else what is left; 0 without a gauge, as on a CPU, and
+    where no model has pages. Raises ConfigError where nothing is left.
+    """
+    schemes = [(info, info.page_scheme) for info in infos if info.page_scheme is not None and not info.parent]
+    if cache.device_bytes is not None or gauge is None or not schemes:
+        return cache.device_bytes or 0
+    models = [Batches(families[info.name], info) for info in infos if not info.parent]
+    runs = (run for batches in models for run in heaviest(batches, scheduler))
+    with room_for("what a request keeps beside the model"):
+        kept = scheduler.max_num_seqs * max(batches.kept_bytes() for batches in models)
+    memory = measure(gauge, runs, kept)
+    least = max(scheme.template_bytes(_native_tokens(info), len(scheme.keyframes) or 2) for info, scheme in schemes)
+    pages = page_bytes(memory, cache.gpu_memory_utilization, least)
+    logger.info("%s", describe(memory, pages))
+    return pages
+
+
+@contextmanager
+def room_for(what: str, remedies: str = REMEDIES) -> Iterator[None]:
+    """Raises ConfigError, with the remedies, where the device runs out of memory over it."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ConfigError(f"the device has no room for {what}; {remedies}") from error
+
+
+@torch.inference_mode()
+def measure(gauge: Gauge, runs: Iterable[Run], kept: int) -> DeviceMemory:
+    """The device with the models on it. Each is run twice: what the first call makes and keeps is no batch's own.
+    kept: by running requests, as `DeviceMemory` has it. Raises ConfigError where one does not even fit.
+    """
+    with room_for("the largest batch beside the model"):
+        peak = _peak(gauge, runs)  # whatever it made is gone when it returns
+    return DeviceMemory(total=gauge.total, taken=gauge.taken(), peak=peak, kept=kept, free=gauge.free())
+
+
+def _peak(gauge: Gauge, runs: Iterable[Run]) -> int:
+    peak = 0
+    for run in runs:
+        run()
+        peak = max(peak, gauge.peak_of(run))
+    return peak
+
+
+def heaviest(batches: Batches, limits: SchedulerConfig) -> Iterator[Run]:
+    """The largest batch of every stage that these limits allow at the native size."""
+    yield from (run for stage, _, run in batches.all() if stage in PICTURE_STAGES)
+    info, tokens = batches.info, batches.num_row_tokens
+    most_rows = limits.max_num_seqs * batches.most_rows
+    yield batches.denoise((1.0,) * _within(limits.max_num_batched_tokens // tokens, most_rows))[2]
+    if info.page_scheme is None:
+        return
+    share = limits.max_num_batched_tokens / (most_rows * tokens)
+    yield batches.denoise((min(0.9, share),) * most_rows)[2]
+    keyframes = len(info.page_scheme.keyframes) or 2
+    yield batches.prime(_within(limits.max_num_batched_tokens // tokens, keyframes), 1.0)[2]
+
+
+def _within(number: int, most: int) -> int:
+    return max(1, min(number, most))
+
+
+def _native_tokens(info: ModelInfo) -> int:
+    return (info.native_size // info.token_size) ** 2

@@ -1,0 +1,222 @@
+"""The models a worker holds: which are open, which of their components are loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import diffusers.utils.logging
+import msgspec
+import torch
+import transformers.utils.logging
+
+from core.cache_folder import user_cache_folder
+from core.config import ModelConfig
+from core.handles import ModelKey
+from core.ipc.heap import keep_freed_memory
+from core.messages.worker import WorkerReady
+from core.model_info import ModelInfo
+from model_executor.checkpoint.loader import Checkpoint
+from model_executor.models.base import Family, PrimeRow, Row, Sample
+from model_executor.models.registry import make_family
+from model_executor.page_cache.page_schemes import page_scheme
+from model_executor.page_cache.pages import Pages
+from model_executor.patches.adapters import Adapter, read_adapter
+
+logger = logging.getLogger("stencil.worker")
+
+WARM_UP_SIDE = 256
+"""Largest side in pixels of the picture that is edited before a worker reports ready."""
+
+KEPT_BYTES = 256 * 1024**2
+"""Freed memory that a worker holds on to; the VAE needs about 40 MB for 256x256 pixels."""
+
+
+class ResidentModels:
+    """Served models by name; loads and drops their components. Made by `open`, which reads no weights but adapters'.
+    Raises ConfigError for an adapter that cannot be used."""
+
+    def __init__(
+        self,
+        configs: Sequence[ModelConfig],
+        checkpoints: Mapping[str, Checkpoint],
+        families: Mapping[str, Family],
+    ) -> None:
+        self._configs = {config.name: config for config in configs}
+        self._checkpoints = checkpoints
+        self._adapters = [  # each with the name of its model
+            (config.name, read_adapter(adapter, families[config.name].lora_format))
+            for config in configs
+            for adapter in config.adapters
+        ]
+        self._prompts_of = {read.name: name for name, read in self._adapters if not read.text_layers}
+        for name, read in self._adapters:  # before minutes are spent on loading
+            families[name].check_adapter(read)
+        self.families = dict(families)  # adapters among them once they are loaded
+
+    @property
+    def prompts_of(self) -> dict[str, str]:
+        """Adapter's name -> its model's, for adapters that leave the text encoders as they are."""
+        return dict(self._prompts_of)
+
+    @classmethod
+    def open(
+        cls,
+        configs: Sequence[ModelConfig],
+        *,
+        has_device_tier: bool = False,
+        device_index: int = 0,
+        num_workers: int = 1,
+    ) -> ResidentModels:
+        """has_device_tier: there may be pages in device memory, which a GPU cannot do without. device_index: the GPU
+        that is taken where no other one was named, by one of `num_workers`. Raises ConfigError for a checkpoint that
+        cannot be served.
+        """
+        checkpoints = {config.name: Checkpoint.open(config, device_index, num_workers) for config in configs}
+        for checkpoint in checkpoints.values():
+            if checkpoint.device.type == "cuda":
+                torch.cuda.set_device(checkpoint.device)  # what names no device means this one, not the first
+        if any(checkpoint.device.type != "cpu" for checkpoint in checkpoints.values()) and not has_device_tier:
+            logger.warning(
+                "every token is computed: mask-aware edits on a GPU need pages in its memory, so "
+                "--workers-per-engine 1 and a --cache-device-bytes other than 0"
+            )
+            configs = [msgspec.structs.replace(config, mask_aware=False) for config in configs]
+        families = {name: make_family(checkpoint) for name, checkpoint in checkpoints.items()}
+        for checkpoint in checkpoints.values():
+            checkpoint.check_quantization()
+        return cls(configs, checkpoints, families)
+
+    @property
+    def device(self) -> torch.device:
+        """Where all of them run."""
+        return next(iter(self._checkpoints.values())).device
+
+    def load_all(self) -> None:
+        """Every component of every model, and every adapter. Raises ConfigError."""
+        for name in self._configs:
+            for component in self.families[name].components:
+                self.load(ModelKey(name, component))
+        for name, adapter in self._adapters:
+            self.families[adapter.name] = self.families[name].adapted(adapter)
+        self._adapters = [
+            (name, replace(adapter, layers={}, text_layers={})) for name, adapter in self._adapters
+        ]  # in use by now
+
+    def load(self, key: ModelKey) -> None:
+        """Read a component's weights. Raises ConfigError."""
+        family = self.families[key.model]
+        for part in family.components[key.component]:
+            family.put(part, self._checkpoints[key.model].load(part))
+
+    def unload(self, key: ModelKey) -> None:
+        """Let go of a component's weights."""
+        family = self.families[key.model]
+        for part in family.components[key.component]:
+            family.drop(part)
+
+    def ready(self, rank: int) -> WorkerReady:
+        """What this worker can do, models before their adapters. Every component must be loaded. Raises ConfigError."""
+        models = {name: self._info(name) for name in self._configs}
+        adapters = (_adapted(models[name], adapter) for name, adapter in self._adapters)
+        return WorkerReady(rank=rank, models=(*models.values(), *adapters))
+
+    def _info(self, name: str) -> ModelInfo:
+        family = self.families[name]
+        info = family.info(name)
+        scheme = page_scheme(self._configs[name], self._checkpoints[name], family, info, user_cache_folder(os.environ))
+        return msgspec.structs.replace(info, page_scheme=scheme)
+
+    def warm_up(self) -> None:
+        """Edit one small picture with every model, so that the first request does not pay for first calls, nor for
+        memory that was never touched."""
+        keep_freed_memory(KEPT_BYTES)
+        for name in self._configs:
+            family = self.families[name]
+            info = family.info(name)
+            side = min(info.native_size, WARM_UP_SIDE) // info.token_size * info.token_size
+            edit_once(family, side, info.max_text_tokens)
+            if self._configs[name].mask_aware:
+                edit_masked_once(family, side, info.max_text_tokens)
+
+
+def _adapted(model: ModelInfo, adapter: Adapter) -> ModelInfo:
+    """The model with an adapter: its pages are others."""
+    scheme = model.page_scheme
+    if scheme is not None:
+        fingerprint = hashlib.sha256(f"{scheme.fingerprint} {adapter.digest}".encode()).hexdigest()
+        scheme = msgspec.structs.replace(scheme, fingerprint=fingerprint)
+    return msgspec.structs.replace(model, name=adapter.name, parent=model.name, page_scheme=scheme)
+
+
+@torch.inference_mode()
+def edit_once(family: Family, side: int, text_tokens: int) -> torch.Tensor:
+    """A one-step edit of an empty square; uint8 [side, side, 3]."""
+    empty = torch.zeros(side, side, 3, dtype=torch.uint8)
+    text = family.encode_text("", text_tokens, empty)
+    mask = torch.ones_like(empty[..., 0])
+    steps = family.info("").min_inference_steps
+    image = family.encode_image(empty, mask, seed=0, num_inference_steps=steps, num_denoising_steps=1)
+    row = Row(
+        latents=image.latents,
+        condition=image.condition,
+        prompt_embeds=text.prompt_embeds,
+        pooled_prompt_embeds=text.pooled_prompt_embeds,
+        sigma=image.sigmas[0],
+        guidance_scale=1.0,
+        grid=family.grid(side, side),
+    )
+    sample = Sample(
+        latents=image.latents, outside=image.outside, sigmas=image.sigmas, step=0, state=image.state, grid=row.grid
+    )
+    latents, _ = family.advance(sample, family.combine_guidance(family.predict([row]), 1.0))
+    return family.decode(latents, side, side)
+
+
+@torch.inference_mode()
+def edit_masked_once(family: Family, side: int, text_tokens: int) -> None:
+    """One mask-aware step of an empty square, at a keyframe and on a GPU also between two, its pages primed before and
+    what it changed decoded after."""
+    template = torch.zeros(side, side, 3, dtype=torch.uint8)
+    text = family.encode_text("", text_tokens, template)
+    clean, grid, layout = family.encode_template(template), family.grid(side, side), family.page_layout("int8")
+    sigma = torch.ones((), device=clean.device)
+    latents, condition = family.prime_inputs(clean, "0" * 64, sigma)
+    entry = torch.empty(layout.entry_bytes(len(clean)), dtype=torch.uint8, device=clean.device)
+    common: dict[str, Any] = {
+        "latents": latents,
+        "condition": condition,
+        "prompt_embeds": text.prompt_embeds,
+        "pooled_prompt_embeds": text.pooled_prompt_embeds,
+        "sigma": sigma,
+        "guidance_scale": 1.0,
+        "grid": grid,
+    }
+    family.prime([PrimeRow(**common, hidden=None, entry=entry)], (0, layout.num_blocks))
+    active = torch.arange(2, device=clean.device)  # no square: what is compiled for one is not for other boxes
+    at_keyframe, between = (Pages(layout, len(clean), entry, far, 0.5) for far in (None, entry))
+    # On a GPU reading between two keyframes is another kernel, which is to be compiled.
+    tried = (at_keyframe,) if clean.device.type == "cpu" else (at_keyframe, between)
+    rows = [Row(**common, active=active, pages=pages) for pages in tried]
+    family.predict(rows)
+    if clean.device.type != "cpu":  # a guided edit's two rows share a pass, which is compiled apart from one's
+        family.predict([rows[-1], rows[-1]])
+    family.decode_region(clean, active, side, side)
+
+
+def set_threads(num_threads: int) -> None:
+    """Threads of one operator; operators never run beside each other."""
+    torch.set_num_threads(num_threads)
+    torch.set_num_interop_threads(1)
+
+
+def quiet_libraries() -> None:
+    """Progress bars and advice of the libraries do not belong in a server's log; their errors reach us as
+    exceptions."""
+    for library in (diffusers.utils.logging, transformers.utils.logging):
+        library.set_verbosity_error()
+        library.disable_progress_bar()
