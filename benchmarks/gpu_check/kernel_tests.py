@@ -13,7 +13,7 @@ from benchmarks.gpu_check.bench import Bench
 from benchmarks.server import ROOT
 
 NAME = "kernel_tests"
-FILES = ("tests/model_executor/test_triton_kernels.py", "tests/model_executor/test_on_gpu.py")
+FILES = ("tests/model_executor/kernels/test_triton_kernels.py", "tests/model_executor/kernels/test_on_gpu.py")
 MAX_SECONDS = 180.0
 LINES = 15
 """Kept of what they say at their end."""

@@ -68,7 +68,7 @@ attention's numbers, GELU within cuBLASLt's products (on a CPU that operator com
 time. So expect it to find faults, and please report them. The tests of kernels, of attention and of copies run on a GPU
 too:
 
-    TRITON_INTERPRET=0 make test ARGS="tests/model_executor/test_triton_kernels.py"
+    TRITON_INTERPRET=0 make test ARGS="tests/model_executor/kernels/test_triton_kernels.py"
     TRITON_INTERPRET=0 make test ARGS="-m gpu"
 
 Figures in the README and in [benchmarks.md](benchmarks.md) are all of CPUs.

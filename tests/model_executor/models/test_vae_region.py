@@ -24,7 +24,7 @@ from model_executor.models.boxes import times
 from model_executor.models.vae_region import CELLS_PER_TOKEN, WORTH, Region, RegionDecoder
 from model_executor.worker.resident import ResidentModels
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "person.png"
 GRID = (16, 16)
 

@@ -1,4 +1,4 @@
-"""ActivationCacheManager, sentence by sentence; tests/core/test_cache_policy.py has all orders of events."""
+"""ActivationCacheManager, sentence by sentence; tests/core/cache/test_cache_policy.py has all orders of events."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from diffusers import FluxTransformer2DModel
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 LOAD = """
 import json, sys, threading, time

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from core.costs.load_report import CacheStats, EngineStats, LoadReport, StepSample
 from engine.observability.metrics import STAGES, Metrics
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+DOCS = Path(__file__).resolve().parents[3] / "docs"
 DASHBOARD = json.loads((DOCS / "grafana" / "stencil.json").read_text())
 NOT_SHOWN: frozenset[str] = frozenset()
 """Metrics that are no panel's."""
