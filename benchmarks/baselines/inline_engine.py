@@ -18,13 +18,13 @@ from core.config import CacheConfig, EngineConfig, ImageConfig, ModelConfig, Sch
 from core.handles import PAGE_ARENA, ArrayRef
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages.engine import EditRequest, Finished
-from core.messages.image_processor import ComposedImage, ComposeImage, MaskKind, PreparedEdit, PrepareEdit
+from core.messages.image_processor import ComposedImage, ComposeImage, MaskKind, PreparedImages, PrepareImages
 from core.messages.worker import BatchResult
 from core.scheduling.request import SamplingParams
 from core.scheduling.scheduler import StepScheduler
 from engine.client.edit_types import EditInput
 from engine.client.mask_aware import resolve_margin
-from engine.client.prepared_edit import ResolvedEdit
+from engine.client.prepared_edit import PreparedEdit
 from engine.client.sampling_defaults import resolve
 from engine.images.image_ops import encoded_bytes, scratch_bytes
 from engine.images.image_processor import perform
@@ -182,9 +182,9 @@ class InlineEngine:
             edit.interruptions += 1
             edit.interrupted_seconds += time.monotonic() - start
 
-    def _prepare(self, edit: InlineEdit) -> PreparedEdit:
+    def _prepare(self, edit: InlineEdit) -> PreparedImages:
         info = self._model.info
-        job = PrepareEdit(
+        job = PrepareImages(
             job_id=0,
             image=edit.image,
             mask=edit.mask,
@@ -197,7 +197,7 @@ class InlineEngine:
             scratch=self._alloc(scratch_bytes(info.native_size, info.token_size), edit.regions),
         )
         answer = perform(self._arena, job)
-        if not isinstance(answer, PreparedEdit):
+        if not isinstance(answer, PreparedImages):
             raise RefusedUploadError(str(answer))
         return answer
 
@@ -223,11 +223,11 @@ class InlineEngine:
             raise RuntimeError(f"a result was not encoded: {answer}")
         return bytes(self._arena.view(answer.encoded).data)
 
-    def _request(self, edit: InlineEdit, prepared: PreparedEdit) -> EditRequest:
+    def _request(self, edit: InlineEdit, prepared: PreparedImages) -> EditRequest:
         info, upload = self._model.info, edit.upload
         sampling = resolve(SamplingParams(num_inference_steps=upload.steps, seed=upload.seed), info)
         asked, config = EditInput(prompt=upload.prompt, sampling=sampling), EngineConfig(models=(self._config,))
-        resolved = ResolvedEdit.of(asked, info, sampling, prepared, config)
+        resolved = PreparedEdit.of(asked, info, sampling, prepared, config)
         edit.mask_ratio = resolved.mask_ratio
         self._num_requests += 1
         return resolved.make_request(

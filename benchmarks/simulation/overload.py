@@ -15,7 +15,7 @@ from benchmarks.simulation.cluster import Cluster
 from benchmarks.simulation.scenario import MODEL, Scenario, make_trace
 from core.costs.load_report import LoadReport
 from core.messages.engine import EditRequest, Finished
-from core.routing.admission import Margin, Terms, judge
+from core.routing.admission import PredictionMargin, Terms, judge
 from core.routing.fleet import EditShape
 from core.routing.policies import outlook
 from core.scheduling.outputs import Output
@@ -39,7 +39,7 @@ class OverloadedCluster(Cluster):
     def __init__(self, scenario: Scenario, slo_seconds: float | None, seed: int) -> None:
         super().__init__(scenario, "mask-aware", seed)
         self._slo = slo_seconds
-        self._margin = Margin()
+        self._margin = PredictionMargin()
         self._ends: dict[int, str] = {}
         self._arrivals: dict[int, float] = {}
         self._foretold: dict[int, float] = {}

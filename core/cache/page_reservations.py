@@ -1,4 +1,4 @@
-"""TemplatePages: what edits hold of the activation cache, and the jobs that prime what is missing.
+"""PageReservations: what edits hold of the activation cache, and the jobs that prime what is missing.
 
 Stands between the scheduler, which knows requests and steps, and the ActivationCacheManager, which knows entries and
 bytes. An edit reserves all entries that its steps need at once, or none: so edits that wait for room hold nothing that
@@ -25,7 +25,7 @@ LoadWins = Callable[[TemplateInfo, Tier, int], bool]
 
 
 @dataclass(slots=True)
-class PageHold:
+class Reservation:
     """What one edit, or one registration of a template, needs and holds of the cache."""
 
     owner_id: str
@@ -104,21 +104,21 @@ def _slowest(tiers: Iterable[Tier | None]) -> Tier | None:
 
 
 @dataclass(slots=True)
-class TemplatePages:
+class PageReservations:
     """One per scheduler; owns the cache manager, the holds and the jobs."""
 
     cache: ActivationCacheManager
     load_wins: LoadWins
-    _holds: dict[str, PageHold] = field(default_factory=dict)  # owner id -> its hold, while reserved
+    _holds: dict[str, Reservation] = field(default_factory=dict)  # owner id -> its hold, while reserved
     _jobs: dict[str, PrimingJob] = field(default_factory=dict)  # template key -> its job
-    _left: dict[str, list[PageHold]] = field(default_factory=dict)  # job id -> holds given up while it was in flight
+    _left: dict[str, list[Reservation]] = field(default_factory=dict)  # job id -> holds given up while it was in flight
     _freed: list[str] = field(default_factory=list)  # ids of jobs that ended
     _job_ids: Iterator[int] = field(default_factory=count)
     num_chunks: int = 0  # since start
 
     # ------------------------------------------------------------------------------------------------- holds
 
-    def reserve(self, hold: PageHold) -> bool:
+    def reserve(self, hold: Reservation) -> bool:
         """Pin all that `hold` needs, or nothing; what is missing is loaded or primed. False: no room yet."""
         wants = hold.wants()
         was = {want.key: self.cache.state(want.key) for want in wants}
@@ -132,7 +132,7 @@ class TemplatePages:
         self.refresh(hold)
         return True
 
-    def refresh(self, hold: PageHold) -> None:
+    def refresh(self, hold: Reservation) -> None:
         """Look whether all is there by now, and see to what is still to be primed."""
         if hold.is_complete or hold.is_given_up:
             return
@@ -142,7 +142,7 @@ class TemplatePages:
         if empty and not hold.is_prefetch:
             self._want(hold, empty)
 
-    def narrow(self, hold: PageHold, sigmas: tuple[float, ...]) -> None:
+    def narrow(self, hold: Reservation, sigmas: tuple[float, ...]) -> None:
         """The owner of a prefetch begins, and needs these keyframes: let the others go, and prime what is missing."""
         gone = [sigma for sigma in hold.sigmas if sigma not in sigmas]
         hold.sigmas, hold.is_prefetch, hold.is_complete = sigmas, False, False
@@ -151,7 +151,7 @@ class TemplatePages:
             hold.tier = _slowest(hold.came_from[key] for key in hold.entry_keys())
             self.refresh(hold)
 
-    def release(self, hold: PageHold) -> None:
+    def release(self, hold: Reservation) -> None:
         """Give up all that `hold` holds. What a worker writes at this moment stays pinned until it has landed."""
         if not hold.is_reserved:
             return
@@ -168,7 +168,7 @@ class TemplatePages:
         """Tokens that the job has still to compute, in whole passes."""
         return len(job.wanted) * job.template.pass_tokens
 
-    def trim(self, hold: PageHold, sigmas_left: Sequence[float]) -> None:
+    def trim(self, hold: Reservation, sigmas_left: Sequence[float]) -> None:
         """Give up the keyframes that the steps still ahead, at falling noise levels, do not need: a one-off template
         holds two at a time.
         """
@@ -197,7 +197,7 @@ class TemplatePages:
 
     # ------------------------------------------------------------------------------------------------- reading
 
-    def span(self, hold: PageHold, sigma: float, *, may_load: bool = False) -> PageSpan | None:
+    def span(self, hold: Reservation, sigma: float, *, may_load: bool = False) -> PageSpan | None:
         """The pages at this noise level; None while they are not there, or with `may_load` not even on their way."""
         usable = (EntryState.READY, EntryState.LOADING) if may_load else (EntryState.READY,)
         around = bracket(hold.template.scheme.keyframes, sigma)
@@ -207,7 +207,7 @@ class TemplatePages:
         near, *far = (self.cache.ref(key) for key in keys)
         return PageSpan(hold.template.scheme.layout.dtype, near, far[0] if far else None, around.weight)
 
-    def loading(self, hold: PageHold, sigma: float) -> list[tuple[Tier, int]]:
+    def loading(self, hold: Reservation, sigma: float) -> list[tuple[Tier, int]]:
         """(tier, bytes) of each entry at this noise level that is on its way."""
         around = bracket(hold.template.scheme.keyframes, sigma)
         keys = [page_key(hold.template.key, keyframe) for keyframe in around.keyframes]
@@ -234,7 +234,7 @@ class TemplatePages:
     def all_jobs(self) -> Iterable[PrimingJob]:
         return self._jobs.values()
 
-    def waiters(self, job: PrimingJob) -> list[PageHold]:
+    def waiters(self, job: PrimingJob) -> list[Reservation]:
         """The holds that a job works for."""
         return [
             hold
@@ -282,7 +282,7 @@ class TemplatePages:
             self.cache.fill(key)
         self._settle(job)
 
-    def fail(self, job: PrimingJob) -> list[PageHold]:
+    def fail(self, job: PrimingJob) -> list[Reservation]:
         """A worker could not do it: the job is over, and those returned, who waited for it, are given up."""
         self._land(job, 0.0)
         waiters = self.waiters(job)
@@ -297,7 +297,7 @@ class TemplatePages:
         freed, self._freed = self._freed, []
         return freed
 
-    def _want(self, hold: PageHold, empty: set[str]) -> None:
+    def _want(self, hold: Reservation, empty: set[str]) -> None:
         """Have these entries primed."""
         job = self._jobs.get(hold.template.key)
         if job is None:

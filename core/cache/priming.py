@@ -79,7 +79,7 @@ class Chunk:
 
 @dataclass(slots=True)
 class PrimingJob:
-    """Entries of one template that have to be filled, and how far that is. `wanted` is written by TemplatePages."""
+    """Entries of one template that have to be filled, and how far that is. `wanted` is written by PageReservations."""
 
     id: str  # names its tensors in the worker's store
     template: TemplateInfo

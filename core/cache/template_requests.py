@@ -1,4 +1,4 @@
-"""Registrations: templates that somebody wants primed and kept, each answered exactly once.
+"""TemplateRequests: templates that somebody wants primed and kept, each answered exactly once.
 
 A registration holds its template's pages as an edit does, until they are all there; it denoises nothing.
 """
@@ -7,19 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from core.cache.page_reservations import PageHold, TemplatePages
+from core.cache.page_reservations import PageReservations, Reservation
 from core.failure import Failure
 from core.messages.engine import Aborted, Failed, TemplatePrimed
 
 Ending = TemplatePrimed | Failed | Aborted
 
 
-class Registrations:
+class TemplateRequests:
     """Owned by one scheduler."""
 
-    def __init__(self, pages: TemplatePages) -> None:
+    def __init__(self, pages: PageReservations) -> None:
         self._pages = pages
-        self._holds: dict[str, PageHold] = {}  # request id -> what it needs
+        self._holds: dict[str, Reservation] = {}  # request id -> what it needs
         self._failures: dict[str, Failure | None] = {}  # request id -> why it ends early, None if it was given up
 
     def __contains__(self, request_id: str) -> bool:
@@ -28,11 +28,11 @@ class Registrations:
     def __len__(self) -> int:
         return len(self._holds)
 
-    def holds(self) -> Iterator[PageHold]:
+    def holds(self) -> Iterator[Reservation]:
         """Oldest first."""
         return iter(self._holds.values())
 
-    def wanting_room(self, *, is_idle: bool) -> list[PageHold]:
+    def wanting_room(self, *, is_idle: bool) -> list[Reservation]:
         """Those that hold nothing yet, oldest first; idle work, one at a time, only where nothing else is to be done:
         what waits long must not keep room from edits.
         """
@@ -48,7 +48,7 @@ class Registrations:
             self._pages.release(hold)
         return bool(holding)
 
-    def add(self, hold: PageHold) -> None:
+    def add(self, hold: Reservation) -> None:
         self._holds[hold.owner_id] = hold
 
     def give_up(self, request_id: str) -> None:
@@ -69,7 +69,7 @@ class Registrations:
             self._pages.release(hold)
         return [ending for _, ending in ended]
 
-    def _ending(self, hold: PageHold) -> Ending | None:
+    def _ending(self, hold: Reservation) -> Ending | None:
         if hold.owner_id in self._failures:
             failure = self._failures[hold.owner_id]
             return Failed(hold.owner_id, failure) if failure else Aborted(hold.owner_id)

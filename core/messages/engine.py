@@ -15,7 +15,7 @@ from core.scheduling.request import SamplingParams
 class EditRequest(Message, frozen=True):
     """One image to make. Every array lies in the sender's arena and stays valid until the terminal message.
 
-    template, mask, active: as in PreparedEdit. pixels: uint8 [height, width, 3], one per partial image asked for and
+    template, mask, active: as in PreparedImages. pixels: uint8 [height, width, 3], one per partial image asked for and
     the final one last; the worker writes them. latents: float32 [image tokens, latent_width], scratch for moving the
     sampler's state between ranks. num_tokens: the picture's image tokens; num_condition_tokens: its condition tokens,
     which no mask-aware step computes. max_text_tokens: what the prompt is padded or cut to. extra_text_tokens: as of
@@ -69,7 +69,7 @@ class PrimeTemplate(Message, frozen=True):
     """Make a template's pages and keep them. The array lies in the sender's arena and stays valid until the terminal
     message.
 
-    template, content_id, width, height: as in PreparedEdit. num_tokens: its image tokens. is_idle_work: compute only
+    template, content_id, width, height: as in PreparedImages. num_tokens: its image tokens. is_idle_work: compute only
     when no edit wants to. cache_salt: see `CacheConfig.salt`.
     """
 

@@ -13,7 +13,7 @@ OutputFormat = Literal["png", "webp", "jpeg"]
 Box = tuple[int, int, int, int]  # left, top, right, bottom; pixels
 
 
-class PrepareEdit(Message, frozen=True):
+class PrepareImages(Message, frozen=True):
     """Decode and check an upload, make what the engine needs of it.
 
     image: encoded file bytes, uint8 [bytes]; None makes an empty canvas of `canvas_size`. mask: likewise; None takes
@@ -37,8 +37,8 @@ class PrepareEdit(Message, frozen=True):
     padding_mask_crop: int | None = None
 
 
-class PreparedEdit(Message, frozen=True):
-    """The answer to PrepareEdit. All arrays lie in its scratch.
+class PreparedImages(Message, frozen=True):
+    """The answer to PrepareImages. All arrays lie in its scratch.
 
     template: uint8 [height, width, 3] RGB at generation size. mask: uint8 [height, width], 1 = edit. active: int32
     [active tokens], row-major token indices, ascending. content_id: hex digest of (format version, width, height, RGB).
@@ -60,7 +60,7 @@ class PreparedEdit(Message, frozen=True):
 class ComposeImage(Message, frozen=True):
     """Paste generated pixels into the original upload under its mask and encode the result.
 
-    pixels: uint8 [height, width, 3] at generation size. image, mask, mask_kind, canvas_size: as in PrepareEdit. crop:
+    pixels: uint8 [height, width, 3] at generation size. image, mask, mask_kind, canvas_size: as in PrepareImages. crop:
     of the answer to it.
     output_size: (width, height) to resize the composite to; None = upload size. compression: 0..100, jpeg and webp
     quality (100 = lossless for webp). out: uint8 [bytes] to write to, at least `engine.images.image_ops.encoded_bytes(...)`.
@@ -98,5 +98,5 @@ class JobFailed(Message, frozen=True):
     failure: Failure
 
 
-ToImageProcessor = PrepareEdit | ComposeImage
-FromImageProcessor = PreparedEdit | ComposedImage | JobFailed
+ToImageProcessor = PrepareImages | ComposeImage
+FromImageProcessor = PreparedImages | ComposedImage | JobFailed

@@ -1,7 +1,7 @@
 """Admission: whether an edit can be done in time, decided before any work is done for it.
 
 It is to be done by its own `timeout` (hard: its client is gone by then) and within the server's objective, `--slo-ms`
-(soft: late is worth less, but better than never). Predictions are off by more or less; how far, `Margin` learns.
+(soft: late is worth less, but better than never). Predictions are off by more or less; how far, `PredictionMargin` learns.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ START_RATIOS = (1.0,) * 6 + (1.5,) * 2
 """Outcomes that it begins with."""
 
 HIGH = 0.9
-"""Share of outcomes that `Margin.high` covers. Simulated, with steps that take 1.4 times what was predicted and vary by
+"""Share of outcomes that `PredictionMargin.high` covers. Simulated, with steps that take 1.4 times what was predicted and vary by
 a third, 2.6 times the load that a server can take costs a fifth of the goodput at 0.7, and nothing at 0.9.
 """
 
@@ -30,7 +30,7 @@ timeout even on an idle one.
 """
 
 
-class Margin:
+class PredictionMargin:
     """Actual time / predicted time of the last requests."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class Verdict:
     has_objective: bool = False
 
 
-def judge(outlook: Outlook, terms: Terms, margin: Margin) -> Verdict:
+def judge(outlook: Outlook, terms: Terms, margin: PredictionMargin) -> Verdict:
     """Whether to let an edit in.
 
     An idle server refuses nobody on doubt: not for the objective at all, and for a timeout only what would miss it even

@@ -24,7 +24,7 @@ from core.costs.load_report import LoadReport, RequestLoad
 from core.messages.engine import EditRequest, PrimeTemplate
 from core.model_info import ModelInfo
 from core.routing.fleet_costs import Features, FleetCosts, SizeCosts, Vector, work_features
-from core.routing.template_map import Counts, Pages, TemplateMap
+from core.routing.template_map import Counts, TemplateMap, TemplateResidency
 from core.routing.turn import staying_ahead
 
 Place = tuple[float, float]
@@ -252,7 +252,7 @@ class Fleet:
         tokens = (shape.image_tokens, shape.condition_tokens, shape.text_tokens)
         return self.costs.of_size((shape.model, *tokens, shape.entry_bytes))
 
-    def pages(self, shape: EditShape) -> Pages | None:
+    def pages(self, shape: EditShape) -> TemplateResidency | None:
         """Where its template's pages are; None for an exact edit. Valid until the next call."""
         return None if shape.template is None else self.templates.pages(shape.template, shape.num_keyframes)
 

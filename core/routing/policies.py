@@ -15,7 +15,7 @@ from core.errors import EngineDeadError
 from core.routing.admission import Outlook
 from core.routing.fleet import TINY, EditShape, Fleet
 from core.routing.fleet_costs import SizeCosts, Vector
-from core.routing.template_map import Pages
+from core.routing.template_map import TemplateResidency
 from core.scheduling.scheduling_pass import PRIME_SHARE
 
 TIE = 1e-9
@@ -91,7 +91,9 @@ class Priming(NamedTuple):
     beside: Vector
 
 
-def _priming(shape: EditShape, fleet: Fleet, pages: Pages, steps: Matrix, costs: SizeCosts, base: Vector) -> Priming:
+def _priming(
+    shape: EditShape, fleet: Fleet, pages: TemplateResidency, steps: Matrix, costs: SizeCosts, base: Vector
+) -> Priming:
     """Jobs are primed one after the other, in a share of each step's time, or at once where nobody makes steps."""
     own_first, later = pages.prime_first * costs.prime + pages.is_new * costs.template, pages.prime_later * costs.prime
     if not shape.num_steps:

@@ -21,7 +21,7 @@ forgotten once so many others were sent after it, or when the engine is idle.
 """
 
 
-class Pages:
+class TemplateResidency:
     """A template's keyframes on each engine as far as an edit is concerned that reads `needed` of them, shape [engines]
     each. loads_first: to be loaded before it can begin. is_missing: 1.0 where some have to be primed. is_new: 1.0 where
     nobody is known to prime them; prime_first, prime_later: how many then are, before it begins and beside its steps.
@@ -57,9 +57,9 @@ class Pages:
     def forget(self, engine: int) -> None:
         self._set(engine, 0, 0, 0)
 
-    def copy(self) -> Pages:
+    def copy(self) -> TemplateResidency:
         """Of another template that nothing is known of, like this one."""
-        other = Pages(self._rows.copy())
+        other = TemplateResidency(self._rows.copy())
         other.needed = self.needed
         return other
 
@@ -77,17 +77,17 @@ class Pages:
 
 
 class TemplateMap:
-    """Pages by template. One that no engine has or expects is not kept."""
+    """TemplateResidency by template. One that no engine has or expects is not kept."""
 
     def __init__(self, num_engines: int) -> None:
-        self._pages: dict[str, Pages] = {}  # template key -> where its pages are
+        self._pages: dict[str, TemplateResidency] = {}  # template key -> where its pages are
         self._expected: list[OrderedDict[str, None]] = [OrderedDict() for _ in range(num_engines)]  # oldest first
-        self._nothing = Pages(np.zeros((8, num_engines)))
+        self._nothing = TemplateResidency(np.zeros((8, num_engines)))
 
     def __len__(self) -> int:
         return len(self._pages)
 
-    def pages(self, template: str, needed: int) -> Pages:
+    def pages(self, template: str, needed: int) -> TemplateResidency:
         """For an edit that reads so many keyframes; valid until the next call."""
         pages = self._pages.get(template, self._nothing)
         pages.need(needed)
@@ -124,7 +124,7 @@ class TemplateMap:
             pages.forget(engine)
             self._prune(template)
 
-    def _get(self, template: str) -> Pages:
+    def _get(self, template: str) -> TemplateResidency:
         pages = self._pages.get(template)
         if pages is None:
             pages = self._pages[template] = self._nothing.copy()

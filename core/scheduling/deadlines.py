@@ -70,7 +70,7 @@ class Deadlines:
     def _lost_waiting(
         self, waiting: Sequence[Request], running: Sequence[RequestLoad], base: float, now: float
     ) -> Iterator[tuple[Request, Failure]]:
-        next_place = NextPlace(running, self.max_num_seqs, base)
+        next_place = SlotForecast(running, self.max_num_seqs, base)
         num_looked_at = 0
         for request in waiting:
             edit = request.edit
@@ -92,7 +92,7 @@ class Deadlines:
         if not _any_due(requests):
             return None
         running = (request for request in requests if request.status is Status.RUNNING and request.progress.steps_left)
-        company = Company((self._member(request, now) for request in running), self.base_seconds(requests))
+        company = BatchForecast((self._member(request, now) for request in running), self.base_seconds(requests))
         return lambda request: company.admit(self._member(request, now))
 
     def _member(self, request: Request, now: float) -> Member:
@@ -118,7 +118,7 @@ def _any_due(requests: Sequence[Request]) -> bool:
     return any(due(request.edit) is not None for request in requests)
 
 
-class NextPlace:
+class SlotForecast:
     """How long a request that waits will take at least, given those that run."""
 
     def __init__(self, running: Iterable[RequestLoad], num_places: int, base_seconds: float) -> None:
@@ -145,7 +145,7 @@ class Member:
     left: float | None
 
 
-class Company:
+class BatchForecast:
     """The requests that make steps together. base_seconds: what a step takes whoever is in it."""
 
     def __init__(self, members: Iterable[Member], base_seconds: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from core.cache.page_reservations import TemplatePages
+from core.cache.page_reservations import PageReservations
 from core.config import SchedulerConfig
 from core.costs.cost_model import CostKey, Work, token_seconds
 from core.costs.load_report import CopyLine, CostLine, EngineCosts, EngineStats, LoadReport, RequestLoad, StepSample
@@ -43,7 +43,7 @@ class Reporter:
         models: Mapping[str, ModelInfo],
         workflow: Workflow,
         predictor: Predictor,
-        pages: TemplatePages,
+        pages: PageReservations,
     ) -> None:
         self._config = config
         self._models = models

@@ -15,7 +15,7 @@ import msgspec
 from core.validation import check_decimal, check_integer, check_length, conform
 
 if TYPE_CHECKING:
-    from core.cache.page_reservations import PageHold
+    from core.cache.page_reservations import Reservation
     from core.costs.load_report import RequestLoad
     from core.graph.workflow import Progress, Workflow
     from core.handles import ArrayRef, TensorKey
@@ -150,7 +150,7 @@ class Request:
     )  # tensors that lie in shared memory for another rank
     exporting: TensorKey | None = None  # the transfer under way, if any
     sigmas: tuple[float, ...] = ()  # noise levels from the first step to 0; set by the image encoder's result
-    hold: PageHold | None = None  # what it needs of the activation cache, once its noise levels are known
+    hold: Reservation | None = None  # what it needs of the activation cache, once its noise levels are known
     full_blocks: int = 0  # most blocks that a mask-aware step of it computed in full, of the steps that are done
     waiting_load: RequestLoad | None = None  # what is left of it, reckoned once while it waits
     text_tokens: int = 0  # set by the text encoder's result

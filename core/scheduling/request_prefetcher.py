@@ -1,20 +1,20 @@
-"""EditPages: what each edit needs of the activation cache, from the time it waits to its last step.
+"""RequestPrefetcher: what each edit needs of the activation cache, from the time it waits to its last step.
 
-Stands between the scheduler's requests and TemplatePages, which knows holds and no requests.
+Stands between the scheduler's requests and PageReservations, which knows holds and no requests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from core.cache.page_reservations import PageHold, TemplatePages, keyframes_needed
+from core.cache.page_reservations import PageReservations, Reservation, keyframes_needed
 from core.cache.priming import TemplateInfo
-from core.cache.template_requests import Registrations
+from core.cache.template_requests import TemplateRequests
 from core.model_info import ModelInfo
 from core.scheduling.request import Request, Status
 
 
-class EditPages:
+class RequestPrefetcher:
     """One per scheduler. num_prefetched: edits whose pages come up from slower tiers while they wait; 0 where there is
     no such tier. It writes Request.hold.
     """
@@ -22,13 +22,13 @@ class EditPages:
     def __init__(
         self,
         models: Mapping[str, ModelInfo],
-        pages: TemplatePages,
-        registrations: Registrations,
+        pages: PageReservations,
+        template_requests: TemplateRequests,
         num_prefetched: int,
     ) -> None:
         self._models = models
         self._pages = pages
-        self._registrations = registrations
+        self._template_requests = template_requests
         self._num_prefetched = num_prefetched
 
     def need(self, request: Request) -> None:
@@ -36,7 +36,7 @@ class EditPages:
         template = self._template_of(request)
         needed = keyframes_needed(template.scheme.keyframes, _masked_sigmas(request, 0))
         if request.hold is None:
-            request.hold = PageHold(request.id, template, request.edit.template, needed)
+            request.hold = Reservation(request.id, template, request.edit.template, needed)
         else:
             self._pages.narrow(request.hold, needed)
 
@@ -53,7 +53,7 @@ class EditPages:
             if request.hold is None and request.status is Status.WAITING and request.edit.is_mask_aware:
                 self._prefetch(request)
         holds = [request.hold for request in requests if request.hold is not None]
-        for hold in [*holds, *self._registrations.wanting_room(is_idle=is_idle)]:
+        for hold in [*holds, *self._template_requests.wanting_room(is_idle=is_idle)]:
             if not hold.is_reserved and not self._reserve(hold):
                 break
 
@@ -61,12 +61,12 @@ class EditPages:
         """Its noise levels are not known yet: all keyframes come."""
         template = self._template_of(request)
         if template.scheme.keyframes:
-            request.hold = PageHold(request.id, template, request.edit.template, template.scheme.keyframes)
+            request.hold = Reservation(request.id, template, request.edit.template, template.scheme.keyframes)
             request.hold.is_prefetch = True
 
-    def _reserve(self, hold: PageHold) -> bool:
+    def _reserve(self, hold: Reservation) -> bool:
         """Reserve what idle work has to give way for, if need be."""
-        return self._pages.reserve(hold) or (self._registrations.yield_room() and self._pages.reserve(hold))
+        return self._pages.reserve(hold) or (self._template_requests.yield_room() and self._pages.reserve(hold))
 
     def _template_of(self, request: Request) -> TemplateInfo:
         return TemplateInfo.of(request.edit, self._models[request.edit.model])

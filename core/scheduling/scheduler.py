@@ -16,9 +16,9 @@ import msgspec
 
 from core.cache.activation_cache import ActivationCacheManager, TierBudget
 from core.cache.orders import CacheOrders
-from core.cache.page_reservations import PageHold, TemplatePages
+from core.cache.page_reservations import PageReservations, Reservation
 from core.cache.priming import Chunk, PrimingJob, TemplateInfo
-from core.cache.template_requests import Registrations
+from core.cache.template_requests import TemplateRequests
 from core.config import CacheConfig, SchedulerConfig
 from core.costs.cost_model import CostKey, CostModel
 from core.costs.load_report import EngineStats, LoadReport
@@ -42,7 +42,7 @@ from core.scheduling.plans_out import Flight, PlansOut
 from core.scheduling.predictor import Predictor
 from core.scheduling.reporter import Reporter
 from core.scheduling.request import Request, Status
-from core.scheduling.request_prefetcher import EditPages
+from core.scheduling.request_prefetcher import RequestPrefetcher
 from core.scheduling.request_queue import RequestQueue
 from core.scheduling.scheduling_pass import SchedulingPass
 from core.scheduling.step_limit import StepLimit
@@ -72,14 +72,14 @@ class StepScheduler:
         self._predictor = Predictor(self.cost, self.models, workflow)
         self._step_limit = StepLimit(config.max_num_batched_tokens)
         cache = cache or CacheConfig()
-        self.pages = TemplatePages(_cache_manager(cache), self._predictor.load_wins)
+        self.pages = PageReservations(_cache_manager(cache), self._predictor.load_wins)
         self._may_plan_blocks = cache.block_plan == "auto"
         # A step whose pages get lost is done again: no later one of the same request may be out by then.
         self._max_plans_out = 1 if self._may_plan_blocks else config.max_plans_in_flight
-        self._registrations = Registrations(self.pages)
+        self._template_requests = TemplateRequests(self.pages)
         has_slow_tier = bool(cache.disk_bytes or cache.device_bytes)
         num_prefetched = 2 * config.max_num_seqs if has_slow_tier else 0
-        self._edit_pages = EditPages(self.models, self.pages, self._registrations, num_prefetched)
+        self._prefetcher = RequestPrefetcher(self.models, self.pages, self._template_requests, num_prefetched)
         self.num_workers = num_workers
         self._requests: dict[str, Request] = {}  # request id -> Request, until its terminal output
         self._queue = RequestQueue()  # the same requests, first whose turn it is
@@ -117,13 +117,13 @@ class StepScheduler:
 
     def add_template(self, prime: PrimeTemplate) -> None:
         """Take a template to be primed and kept. An id that is already here raises ValueError."""
-        if prime.request_id in self._requests or prime.request_id in self._registrations:
+        if prime.request_id in self._requests or prime.request_id in self._template_requests:
             raise ValueError(f"request {prime.request_id} is here already")
         self._reporter.note_received()
         template = TemplateInfo.of(prime, self.models[prime.model])
-        hold = PageHold(prime.request_id, template, prime.template, template.scheme.keyframes)
+        hold = Reservation(prime.request_id, template, prime.template, template.scheme.keyframes)
         hold.is_idle_work = prime.is_idle_work
-        self._registrations.add(hold)
+        self._template_requests.add(hold)
 
     def drop_template(self, drop: DropTemplate) -> None:
         """Forget a template's pages, once no edit uses them."""
@@ -141,9 +141,9 @@ class StepScheduler:
             request = self._requests.get(request_id)
             if request is not None and request.is_live:
                 self._end(request, Status.ABORTED, Aborted(request_id=request_id))
-            elif request_id in self._registrations:
-                self._registrations.give_up(request_id)
-        self._outputs += self._registrations.settle()
+            elif request_id in self._template_requests:
+                self._template_requests.give_up(request_id)
+        self._outputs += self._template_requests.settle()
 
     def fail_all(self, failure: Failure) -> None:
         """The workers are gone: end every request now, whatever was in flight. Those that no worker had begun are told
@@ -156,13 +156,13 @@ class StepScheduler:
             ending = self._endings.pop(request.id, Failed(request_id=request.id, failure=told))
             self._remove(request)
             self._outputs.append(ending)
-        self._fail_waiters(self._registrations.holds(), failure)
-        self._outputs += self._registrations.settle()
+        self._fail_waiters(self._template_requests.holds(), failure)
+        self._outputs += self._template_requests.settle()
         self._out.clear()
 
     @property
     def num_requests(self) -> int:
-        return len(self._requests) + len(self._registrations)
+        return len(self._requests) + len(self._template_requests)
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -176,8 +176,8 @@ class StepScheduler:
         """The next plan, or None when nothing can start before a result or a request comes in."""
         self._give_up_lost(now)
         requests = list(self.in_order())
-        self._edit_pages.reserve(requests, is_idle=not self._requests)
-        self._outputs += self._registrations.settle()
+        self._prefetcher.reserve(requests, is_idle=not self._requests)
+        self._outputs += self._template_requests.settle()
         chosen = SchedulingPass(
             self.config,
             self.workflow,
@@ -231,7 +231,7 @@ class StepScheduler:
         if done.ok:
             self._reporter.note_copy(done)
         self.pages.finish_copy(done)
-        self._outputs += self._registrations.settle()
+        self._outputs += self._template_requests.settle()
         for request in () if done.ok else tuple(self.in_order()):
             request.begin_again_if_spoilt(self.workflow)
 
@@ -338,9 +338,9 @@ class StepScheduler:
         elif node.name == self.workflow.output:
             self._finish(request)
         elif node.stage == "image_encode" and request.edit.is_mask_aware:
-            self._edit_pages.need(request)
+            self._prefetcher.need(request)
         elif node.kind == "loop":
-            self._edit_pages.trim(request)
+            self._prefetcher.trim(request)
 
     def _finish_preview(self, request: Request, node: Node, index: int | None) -> None:
         assert index is not None
@@ -385,15 +385,15 @@ class StepScheduler:
             self.pages.finish_latents(job, result.seconds)
         else:
             self.pages.finish_chunk(job, chunk, result.seconds)
-        self._outputs += self._registrations.settle()
+        self._outputs += self._template_requests.settle()
         for request_id in list(self._endings):
             self._finish_ending(self._requests[request_id])
 
-    def _fail_waiters(self, holds: Iterable[PageHold], failure: Failure) -> None:
+    def _fail_waiters(self, holds: Iterable[Reservation], failure: Failure) -> None:
         for hold in holds:
             request = self._requests.get(hold.owner_id)
             if request is None:
-                self._registrations.fail(hold.owner_id, failure)
+                self._template_requests.fail(hold.owner_id, failure)
             elif request.is_live:
                 self._end(request, Status.FAILED, Failed(request_id=request.id, failure=failure))
 

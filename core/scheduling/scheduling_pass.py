@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from core.cache.page_reservations import TemplatePages
+from core.cache.page_reservations import PageReservations
 from core.cache.priming import Chunk, PrimingJob
 from core.config import SchedulerConfig
 from core.costs.cost_model import Work
@@ -37,7 +37,7 @@ class SchedulingPass:
     config: SchedulerConfig
     workflow: Workflow
     placement: Placement
-    pages: TemplatePages
+    pages: PageReservations
     open_ranks: set[int]  # ranks that may be given work
     idle_ranks: set[int]  # those of them that have none
     predict: PredictWork

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from core.cache.page_reservations import TemplatePages
+from core.cache.page_reservations import PageReservations
 from core.cache.priming import Chunk, PrimingJob
 from core.costs.cost_model import Work
 from core.graph.workflow import Node, Placement
@@ -11,12 +11,12 @@ from core.messages.worker import Decode, Denoise, EncodeTemplate, ImageEncode, I
 from core.scheduling.request import Request
 
 
-def make_item(request: Request, node: Node, placement: Placement, pages: TemplatePages) -> Item:
+def make_item(request: Request, node: Node, placement: Placement, pages: PageReservations) -> Item:
     """The request's part of a batch that runs `node` next."""
     return Item(request.id, node.name, _work(request, node, pages), _inputs(request, node, placement))
 
 
-def latents_item(job: PrimingJob, pages: TemplatePages) -> Item:
+def latents_item(job: PrimingJob, pages: PageReservations) -> Item:
     """Encode a job's template."""
     template = job.template
     pixels = pages.start_latents(job)
@@ -24,7 +24,7 @@ def latents_item(job: PrimingJob, pages: TemplatePages) -> Item:
     return Item(job.id, "template_encode", work, ())
 
 
-def chunk_items(job: PrimingJob, chunk: Chunk, pages: TemplatePages) -> tuple[Item, ...]:
+def chunk_items(job: PrimingJob, chunk: Chunk, pages: PageReservations) -> tuple[Item, ...]:
     """A chunk of a job's passes, one item per keyframe."""
     pixels = pages.lend_pixels(job) if job.template.is_seen_by_text else None
     return tuple(Item(job.id, "prime", _prime(job, chunk, sigma, pages, pixels), ()) for sigma in chunk.sigmas)
@@ -67,7 +67,7 @@ def _inputs(request: Request, node: Node, placement: Placement) -> tuple[TensorR
     return tuple(TensorRef(key, placement[key.node], handle=request.exported.get(key)) for key in keys)
 
 
-def _prime(job: PrimingJob, chunk: Chunk, sigma: float, pages: TemplatePages, pixels: ArrayRef | None) -> Prime:
+def _prime(job: PrimingJob, chunk: Chunk, sigma: float, pages: PageReservations, pixels: ArrayRef | None) -> Prime:
     template = job.template
     return Prime(
         latents=pages.latents(template),
@@ -86,7 +86,7 @@ def _prime(job: PrimingJob, chunk: Chunk, sigma: float, pages: TemplatePages, pi
     )
 
 
-def _work(request: Request, node: Node, pages: TemplatePages) -> StageWork:
+def _work(request: Request, node: Node, pages: PageReservations) -> StageWork:
     match node.stage:
         case "text_encode":
             return _text_encode(request)
@@ -125,7 +125,7 @@ def _image_encode(request: Request) -> ImageEncode:
     )
 
 
-def _denoise(request: Request, pages: TemplatePages) -> Denoise:
+def _denoise(request: Request, pages: PageReservations) -> Denoise:
     edit, progress = request.edit, request.progress
     assert edit.sampling.guidance_scale is not None
     step = progress.steps_scheduled
@@ -147,7 +147,7 @@ def _denoise(request: Request, pages: TemplatePages) -> Denoise:
     )
 
 
-def _decode(request: Request, node: Node, pages: TemplatePages) -> Decode:
+def _decode(request: Request, node: Node, pages: PageReservations) -> Decode:
     edit, index = request.edit, request.progress.pending_preview
     is_preview = node.kind == "side"
     assert not is_preview or index is not None

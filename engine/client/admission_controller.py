@@ -1,4 +1,4 @@
-"""Door: whether an edit is let in, given how long it is predicted to take. Owned by one AsyncEngine.
+"""AdmissionController: whether an edit is let in, given how long it is predicted to take. Owned by one AsyncEngine.
 
 It looks twice: before the upload is touched, when an edit counts as the smallest of late, and once its mask is known.
 The rule is core's (admission.py); here are the facts that it needs.
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from core.costs.image_backlog import ImageBacklog, Share
 from core.errors import DeadlineExceededError, OverloadedError
-from core.routing.admission import Margin, Outlook, RefusedFor, Terms, Verdict, judge
+from core.routing.admission import Outlook, PredictionMargin, RefusedFor, Terms, Verdict, judge
 from core.routing.fleet import EditShape
 from engine.client.edit_types import EditInput
 from engine.images.image_jobs import Caller
@@ -36,15 +36,15 @@ class ImageSeconds:
     composes: float
 
 
-class Door:
+class AdmissionController:
     """What all edits share: the objective, how far predictions are off, who is being prepared, and the image work that
     is left of all.
     """
 
     def __init__(self, engine: AsyncEngine) -> None:
         self.slo_seconds = engine.config.slo_seconds
-        self.margin = Margin()
-        self.preparing: dict[Passage, float] = {}  # -> seconds of the engines' time that it will take
+        self.margin = PredictionMargin()
+        self.preparing: dict[AdmissionTicket, float] = {}  # -> seconds of the engines' time that it will take
         self.sizes: deque[tuple[int, int]] = deque(maxlen=RECENT_EDITS)  # (image tokens, active tokens) of late
         self.image_backlog = ImageBacklog()
         self._engine = engine
@@ -108,14 +108,16 @@ class Door:
         return OverloadedError(message, retry_after=self._engine.bounded_retry(verdict.retry_after))
 
 
-class Passage:
+class AdmissionTicket:
     """One edit's way through the door: look_at_upload, look_at_edit, finished or missed; leave at any time.
 
     deadline: when its own timeout ends, None = never. objective: when its pictures are to be finished, None = whenever;
     known after look_at_edit. Both absolute. caller: whose the edit is.
     """
 
-    def __init__(self, door: Door, arrival: float, timeout: float | None, num_images: int, caller: Caller) -> None:
+    def __init__(
+        self, door: AdmissionController, arrival: float, timeout: float | None, num_images: int, caller: Caller
+    ) -> None:
         self.deadline = None if timeout is None else arrival + timeout
         self.objective: float | None = None
         self._goal = arrival + door.slo_seconds if door.slo_seconds else None

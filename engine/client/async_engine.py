@@ -25,11 +25,11 @@ from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages.engine import DropTemplate
 from core.model_choice import choose_model, kin
 from core.model_info import ModelInfo
-from engine.client.admission_controller import Door
+from engine.client.admission_controller import AdmissionController
 from engine.client.edit_session import EditSession
 from engine.client.edit_types import EditInput, ImageOutput
 from engine.client.page_folder import check_page_folder
-from engine.client.result_templates import Captures
+from engine.client.result_templates import ResultTemplates
 from engine.client.template_session import TemplateSession
 from engine.client.template_store import Template, TemplateStore
 from engine.client.upload import KeptUpload, Upload
@@ -59,8 +59,8 @@ class AsyncEngine:
         self.models: dict[str, ModelInfo] = {}  # name -> info; empty until ready
         self.cache = config.engine.cache  # with what the engines found they have, once ready
         self.templates = TemplateStore(config.template_bytes)
-        self.captures = Captures(self)
-        self.door = Door(self)
+        self.result_templates = ResultTemplates(self)
+        self.door = AdmissionController(self)
         self._highest_class = 0  # of all requests so far, that of the default at least
         self._sessions: set[EditSession | TemplateSession] = set()  # begun and not yet cleaned up
         self.is_closing = False  # refuses new edits

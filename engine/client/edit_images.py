@@ -15,7 +15,7 @@ Ending = Finished | TemplatePrimed | Failed | Aborted
 
 
 @dataclass(slots=True)
-class Picture:
+class EditImage:
     """One of them."""
 
     index: int
@@ -28,20 +28,20 @@ class Picture:
     was_retried: bool = False  # an engine that had it has died
 
 
-class Pictures:
+class EditImages:
     """By the id of their request; empty until they are submitted."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
-        self._by_id: dict[str, Picture] = {}
+        self._by_id: dict[str, EditImage] = {}
 
     def __bool__(self) -> bool:
         return bool(self._by_id)
 
-    def __getitem__(self, request_id: str) -> Picture:
+    def __getitem__(self, request_id: str) -> EditImage:
         return self._by_id[request_id]
 
-    def add(self, picture: Picture) -> None:
+    def add(self, picture: EditImage) -> None:
         """It was submitted."""
         self._by_id[picture.request.request_id] = picture
 

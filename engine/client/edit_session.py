@@ -19,16 +19,16 @@ import msgspec
 from core.errors import DeadlineExceededError, InvalidRequestError, OverloadedError
 from core.handles import ArrayRef
 from core.messages.engine import Aborted, Failed, Finished, PartialImage, TemplatePrimed
-from core.messages.image_processor import ComposedImage, PreparedEdit
+from core.messages.image_processor import ComposedImage, PreparedImages
 from core.model_choice import kin
 from core.model_info import ModelInfo
 from core.routing.fleet import EditShape
 from core.scheduling.request import MAX_PADDING_MASK_CROP, MAX_PROMPT_CHARACTERS
 from core.validation import check_integer, check_length
-from engine.client.admission_controller import Passage
-from engine.client.edit_images import Picture, Pictures
+from engine.client.admission_controller import AdmissionTicket
+from engine.client.edit_images import EditImage, EditImages
 from engine.client.edit_types import EditInput, EditReport, ImageOutput
-from engine.client.prepared_edit import ResolvedEdit, smallest_shape
+from engine.client.prepared_edit import PreparedEdit, smallest_shape
 from engine.client.sampling_defaults import resolve
 from engine.client.session_images import SessionImages
 from engine.client.session_memory import SessionMemory
@@ -84,11 +84,13 @@ class EditSession:
         self._timing = Timing()
         self._span = current_span()
         caller = engine.door.caller(request_id, edit, self._timing.arrival)
-        self._passage = Passage(engine.door, self._timing.arrival, edit.sampling.timeout, self.num_images, caller)
+        self._passage = AdmissionTicket(
+            engine.door, self._timing.arrival, edit.sampling.timeout, self.num_images, caller
+        )
         self._memory = SessionMemory(engine)
         self._images = SessionImages(engine, caller, edit, self._upload, model, self._memory)
-        self._resolved: ResolvedEdit | None = None  # once its images are prepared
-        self._pictures = Pictures(engine.router)
+        self._resolved: PreparedEdit | None = None  # once its images are prepared
+        self._pictures = EditImages(engine.router)
         self._outputs: asyncio.Queue[RequestOutput] = asyncio.Queue()
         self.done = asyncio.Event()  # nothing of it is left to compute
         self.has_failed = False  # set by the engine when an error, not the caller, ends it
@@ -103,14 +105,14 @@ class EditSession:
         async with self._deadline():
             prepared = await self._images.prepare()
             config = msgspec.structs.replace(self._engine.config.engine, cache=self._engine.cache)
-            self._resolved = ResolvedEdit.of(edit, model, self._sampling, prepared, config)
+            self._resolved = PreparedEdit.of(edit, model, self._sampling, prepared, config)
             image_ops.check_output_size(*self._resolved.output_size, edit.output_format)
         if self._template is not None and self._template.model in kin(self._engine.models, model.name):
             self._note_content(self._template.id, prepared)
         self._timing.prepared = time.monotonic()
         self._span.child("prepare", self._timing.arrival, self._timing.prepared, {})
 
-    def _note_content(self, template_id: str, prepared: PreparedEdit) -> None:
+    def _note_content(self, template_id: str, prepared: PreparedImages) -> None:
         """What pages the registered template has from now on."""
         if prepared.crop is None:
             self._engine.templates.set_content(template_id, prepared.content_id)
@@ -118,7 +120,7 @@ class EditSession:
             self._engine.templates.add_crop(template_id, prepared.content_id)
 
     @property
-    def _known(self) -> ResolvedEdit:
+    def _known(self) -> PreparedEdit:
         assert self._resolved is not None, "its images are not prepared"
         return self._resolved
 
@@ -160,7 +162,7 @@ class EditSession:
         message = "The queue is full, and a request of a higher class has taken this one's place."
         return OverloadedError(message, retry_after=self._engine.retry_after())
 
-    def _make_picture(self, index: int) -> Picture:
+    def _make_picture(self, index: int) -> EditImage:
         request = self._known.make_request(
             index,
             f"{self._id}-{index}",
@@ -170,7 +172,7 @@ class EditSession:
             trace_context=self._span.traceparent,
         )
         assert request.sampling.seed is not None
-        return Picture(index, request.sampling.seed, request)
+        return EditImage(index, request.sampling.seed, request)
 
     def _hear(self, output: RequestOutput) -> None:
         if not isinstance(output, PartialImage):
@@ -221,12 +223,12 @@ class EditSession:
             case TemplatePrimed():
                 raise AssertionError(f"{output.request_id} is an edit, and was answered as a template")
 
-    async def _take_partial(self, picture: Picture, output: PartialImage) -> ImageOutput:
+    async def _take_partial(self, picture: EditImage, output: PartialImage) -> ImageOutput:
         composed = await self._compose(picture, picture.request.pixels[output.index])
         picture.num_partials += 1
         return self._make_output(picture, composed, partial_index=picture.num_partials - 1)
 
-    async def _take_finished(self, picture: Picture, output: Finished) -> ImageOutput:
+    async def _take_finished(self, picture: EditImage, output: Finished) -> ImageOutput:
         start = time.monotonic()
         composed = await self._compose(picture, picture.request.pixels[-1])
         postprocess = time.monotonic() - start
@@ -262,9 +264,9 @@ class EditSession:
         if self._known.exact_reason not in ("asked", "mask_covers_all"):
             return None
         edit = self._edit
-        return await self._engine.captures.keep(composed, self._model, edit.owner, is_base64=edit.base64)
+        return await self._engine.result_templates.keep(composed, self._model, edit.owner, is_base64=edit.base64)
 
-    async def _compose(self, picture: Picture, pixels: ArrayRef) -> ComposedImage:
+    async def _compose(self, picture: EditImage, pixels: ArrayRef) -> ComposedImage:
         start = time.monotonic()
         composed = await self._images.compose(pixels, self._known.prepared)
         self._span.child("compose", start, time.monotonic(), {"stencil.image": picture.index})
@@ -272,7 +274,7 @@ class EditSession:
 
     def _make_output(
         self,
-        picture: Picture,
+        picture: EditImage,
         composed: ComposedImage,
         partial_index: int | None = None,
         report: EditReport | None = None,

@@ -1,4 +1,4 @@
-"""ResolvedEdit: all that is known of an edit before it runs, and what follows from it: its requests and its reports."""
+"""PreparedEdit: all that is known of an edit before it runs, and what follows from it: its requests and its reports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from core.graph.workflow import preview_steps
 from core.handles import ArrayRef
 from core.ipc.shared_array import carve
 from core.messages.engine import EditRequest, Finished
-from core.messages.image_processor import PreparedEdit
+from core.messages.image_processor import PreparedImages
 from core.model_info import ModelInfo
 from core.routing.fleet import EditShape
 from core.scheduling.request import SamplingParams
@@ -21,19 +21,19 @@ from engine.client.mask_aware import ExactReason, resolve_full_steps, why_exact
 
 
 @dataclass(frozen=True, slots=True)
-class ResolvedEdit:
+class PreparedEdit:
     """An edit whose images are prepared. sampling: of its first image; nothing in it is None that the model needs."""
 
     edit: EditInput
     model: ModelInfo
     sampling: SamplingParams
-    prepared: PreparedEdit
+    prepared: PreparedImages
     config: EngineConfig
 
     @classmethod
     def of(
-        cls, edit: EditInput, model: ModelInfo, sampling: SamplingParams, prepared: PreparedEdit, config: EngineConfig
-    ) -> ResolvedEdit:
+        cls, edit: EditInput, model: ModelInfo, sampling: SamplingParams, prepared: PreparedImages, config: EngineConfig
+    ) -> PreparedEdit:
         """sampling: as `engine.client.sampling_defaults.resolve` leaves it, which knows nothing of the mask."""
         known = cls(edit, model, sampling, prepared, config)
         full_steps = resolve_full_steps(sampling, model, known.mask_ratio)

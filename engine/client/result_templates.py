@@ -1,4 +1,4 @@
-"""Captures: what the engine has painted becomes a template, so that editing what was just made starts warm.
+"""ResultTemplates: what the engine has painted becomes a template, so that editing what was just made starts warm.
 
 The pages come from priming the finished picture, not from the run that made it: that run's keys and values depend on
 its prompt, its mask and its noise, and an edit's picture would then depend on what happened to be made before. Primed
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("stencil.engine")
 
 MAX_IN_FLIGHT = 4
-"""Captures that may wait for idle time at once, since each holds its picture in shared memory. Others are kept as
+"""ResultTemplates that may wait for idle time at once, since each holds its picture in shared memory. Others are kept as
 templates all the same, and primed by the first edit that uses them."""
 
 
-class Captures:
+class ResultTemplates:
     """Registers finished pictures and primes them in the background, when no edit wants to compute."""
 
     def __init__(self, engine: AsyncEngine) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from core.costs.image_costs import ImageWork
 from core.handles import ArrayRef
-from core.messages.image_processor import ComposedImage, ComposeImage, PreparedEdit, PrepareEdit
+from core.messages.image_processor import ComposedImage, ComposeImage, PreparedImages, PrepareImages
 from core.model_info import ModelInfo
 from engine.client.admission_controller import ImageSeconds
 from engine.client.edit_types import EditInput
@@ -47,14 +47,14 @@ class SessionImages:
         self._upload_size: tuple[int, int] | None = None  # once it is prepared
         self._num_files_left = edit.sampling.n * (1 + edit.partial_images)
 
-    async def prepare(self) -> PreparedEdit:
+    async def prepare(self) -> PreparedImages:
         """Copy the uploads to shared memory and have them checked and turned into template, mask and tokens. Raises
         InvalidRequestError, OverloadedError, EngineError.
         """
         edit, model = self._edit, self._model
         self._image = await self._memory.store(self._upload)
         self._mask = await self._memory.store(edit.mask)
-        message = PrepareEdit(
+        message = PrepareImages(
             job_id=0,
             image=self._image,
             mask=self._mask,
@@ -72,7 +72,7 @@ class SessionImages:
         self._upload_size = prepared.upload_width, prepared.upload_height
         return prepared
 
-    async def compose(self, pixels: ArrayRef, prepared: PreparedEdit) -> ComposedImage:
+    async def compose(self, pixels: ArrayRef, prepared: PreparedImages) -> ComposedImage:
         """The file of one picture, uint8 [height, width, 3]. Raises OverloadedError, EngineError."""
         edit = self._edit
         width, height = edit.output_size or (prepared.upload_width, prepared.upload_height)

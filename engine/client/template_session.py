@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from core.errors import OverloadedError
 from core.messages.engine import Aborted, Failed, PrimeTemplate, TemplatePrimed
-from core.messages.image_processor import PreparedEdit, PrepareEdit
+from core.messages.image_processor import PreparedImages, PrepareImages
 from core.model_info import ModelInfo
 from engine.client.mask_aware import can_prime_ahead
 from engine.client.session_memory import SessionMemory
@@ -60,14 +60,14 @@ class TemplateSession:
         self._cache_salt = engine.cache.salt(owner)
         self._span = NO_SPAN if is_idle_work else current_span()  # whose answer has left when idle work begins
         self._memory = SessionMemory(engine)
-        self._prepared: PreparedEdit | None = None
+        self._prepared: PreparedImages | None = None
         self._answer: RequestOutput | None = None
         self._has_let_go = False
 
-    async def prepare(self) -> PreparedEdit:
+    async def prepare(self) -> PreparedImages:
         """Have the upload checked and turned into a template. Raises InvalidRequestError, OverloadedError."""
         model, start = self._model, time.monotonic()
-        message = PrepareEdit(
+        message = PrepareImages(
             job_id=0,
             image=await self._memory.store(self._upload),
             mask=None,

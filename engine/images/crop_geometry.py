@@ -16,19 +16,19 @@ Size = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class CropGeometry:
     """A picture scaled to `size`, with its upper left corner at `offset` of a frame, which it need not fill and may
     exceed."""
 
     size: Size
     offset: tuple[int, int] = (0, 0)
 
-    def moved(self, x: int, y: int) -> Placement:
+    def moved(self, x: int, y: int) -> CropGeometry:
         """The same, further right and down."""
-        return Placement(self.size, (self.offset[0] + x, self.offset[1] + y))
+        return CropGeometry(self.size, (self.offset[0] + x, self.offset[1] + y))
 
 
-def fitted(picture: Size, frame: Size) -> Placement:
+def fitted(picture: Size, frame: Size) -> CropGeometry:
     """All of the picture as large as the frame holds it, in its middle: `_resize_and_fill`."""
     (width, height), (frame_width, frame_height) = picture, frame
     if frame_width / frame_height < width / height:
@@ -36,7 +36,7 @@ def fitted(picture: Size, frame: Size) -> Placement:
     return _centred((max(1, width * frame_height // height), frame_height), frame)
 
 
-def covering(picture: Size, frame: Size) -> Placement:
+def covering(picture: Size, frame: Size) -> CropGeometry:
     """The picture as small as covers the frame, its middle in the frame's: `_resize_and_crop`."""
     (width, height), (frame_width, frame_height) = picture, frame
     if frame_width / frame_height > width / height:
@@ -44,11 +44,11 @@ def covering(picture: Size, frame: Size) -> Placement:
     return _centred((width * frame_height // height, frame_height), frame)
 
 
-def _centred(size: Size, frame: Size) -> Placement:
-    return Placement(size, (frame[0] // 2 - size[0] // 2, frame[1] // 2 - size[1] // 2))
+def _centred(size: Size, frame: Size) -> CropGeometry:
+    return CropGeometry(size, (frame[0] // 2 - size[0] // 2, frame[1] // 2 - size[1] // 2))
 
 
-def lay(picture: Image.Image, frame: Size, placement: Placement) -> Image.Image:
+def lay(picture: Image.Image, frame: Size, placement: CropGeometry) -> Image.Image:
     """The picture (Lanczos) in a frame of its own; what it leaves free on two sides repeats its edges."""
     (width, height), (x, y) = placement.size, placement.offset
     resized = picture.resize(placement.size, Image.Resampling.LANCZOS)

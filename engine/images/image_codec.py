@@ -59,7 +59,7 @@ _EXIF_ORIENTATION = 0x0112
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class DecodedImage:
     """A decoded upload, upright. image: mode RGB, or RGBA if the file has transparency of any kind; 8 bits a channel.
 
     colour: what its values mean, as the file says. is_turned: its EXIF data had it turned by 90 degrees, so that width
@@ -74,7 +74,7 @@ class Picture:
 # ------------------------------------------------------------------------------------------------------------ reading
 
 
-def decode(data: Bytes, field: Field, max_pixels: int) -> Picture:
+def decode(data: Bytes, field: Field, max_pixels: int) -> DecodedImage:
     """Decode a PNG, WebP or JPEG file (uint8 [bytes]), told by its content alone; the first frame of an animation.
 
     EXIF orientation is applied. Palettes, grey, CMYK and 16-bit files become 8-bit RGB(A), 16 bits by their high byte.
@@ -87,7 +87,7 @@ def decode(data: Bytes, field: Field, max_pixels: int) -> Picture:
                 check_pixels(file.size, field, max_pixels)
                 file.load()
                 upright = _upright(file, _to_rgb(file, data))
-                return Picture(upright, Colour.of(file, data), is_turned=upright.size != file.size)
+                return DecodedImage(upright, Colour.of(file, data), is_turned=upright.size != file.size)
         except Image.DecompressionBombError as error:
             raise _too_large(str(error), field) from error
         except _DECODE_ERRORS as error:

@@ -11,7 +11,7 @@ from core.costs.image_backlog import Share
 from core.costs.image_costs import ImageWork
 from core.handles import ArrayRef
 from core.ipc.logs import current_request
-from core.messages.image_processor import ComposedImage, ComposeImage, PreparedEdit, PrepareEdit, ToImageProcessor
+from core.messages.image_processor import ComposedImage, ComposeImage, PreparedImages, PrepareImages, ToImageProcessor
 from core.scheduling.fair_queue import Claim, FairQueue, counts_as_due
 from core.scheduling.request import PATIENCE_SECONDS
 
@@ -51,7 +51,7 @@ class ImageJob:
     """work: its size. seconds: what it is predicted to take."""
 
     message: ToImageProcessor
-    answer: asyncio.Future[PreparedEdit | ComposedImage]
+    answer: asyncio.Future[PreparedImages | ComposedImage]
     work: ImageWork
     seconds: float = 0.0
     caller: Caller = field(default_factory=Caller)
@@ -119,7 +119,7 @@ class JobQueue:
         return job in self._claims and not self._claims[job].has_begun
 
 
-def upload_work(message: PrepareEdit) -> ImageWork:
+def upload_work(message: PrepareImages) -> ImageWork:
     """The size of the work on an upload."""
     nbytes = sum(ref.size for ref in (message.image, message.mask) if ref is not None)
     width, height = message.canvas_size or (0, 0)

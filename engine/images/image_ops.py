@@ -17,12 +17,12 @@ import numpy.typing as npt
 from PIL import Image
 
 from core.errors import InvalidImageError, InvalidRequestError
-from core.messages.image_processor import Box, ComposeImage, MaskKind, PrepareEdit
-from engine.images.crop_geometry import Placement, Size, covering, crop_region, fitted, lay
+from core.messages.image_processor import Box, ComposeImage, MaskKind, PrepareImages
+from engine.images.crop_geometry import CropGeometry, Size, covering, crop_region, fitted, lay
 from engine.images.image_codec import (
     Bytes,
+    DecodedImage,
     Field,
-    Picture,
     check_output_size,
     check_pixels,
     decode,
@@ -49,7 +49,7 @@ _GREY = (128, 128, 128)  # an empty canvas: what the model sees of a fully maske
 
 @dataclass(frozen=True, slots=True)
 class PreparedArrays:
-    """What the engine needs of an upload; the fields are those of PreparedEdit."""
+    """What the engine needs of an upload; the fields are those of PreparedImages."""
 
     upload_size: tuple[int, int]
     template: Bytes  # [height, width, 3] RGB at generation size
@@ -71,7 +71,7 @@ class Composed:
 
 @dataclass(frozen=True, slots=True)
 class _Upload:
-    picture: Picture
+    picture: DecodedImage
     keep: Bytes
     own_mask: bool  # the mask is the picture's own transparency, or there is none at all
     unmasked: bool
@@ -80,7 +80,7 @@ class _Upload:
 # ---------------------------------------------------------------------------------------------------------- both ways
 
 
-def prepare(job: PrepareEdit, image: Bytes | None, mask: Bytes | None) -> PreparedArrays:
+def prepare(job: PrepareImages, image: Bytes | None, mask: Bytes | None) -> PreparedArrays:
     """Decode and check the files of `job` (encoded bytes, uint8 [bytes]) and make what the engine needs of them.
 
     The template is resized as diffusers' VaeImageProcessor does it (Pillow, Lanczos, in uint8). With padding_mask_crop
@@ -90,7 +90,7 @@ def prepare(job: PrepareEdit, image: Bytes | None, mask: Bytes | None) -> Prepar
     upload = _read(image, mask, job.mask_kind, job.canvas_size, job.max_pixels)
     size, crop = _view_of(upload, job)
     picture, keep = upload.picture.image, upload.keep
-    placement = Placement(size)
+    placement = CropGeometry(size)
     if crop is not None:
         left, top, right, bottom = crop
         picture, keep = picture.crop(crop), keep[top:bottom, left:right]
@@ -109,7 +109,7 @@ def prepare(job: PrepareEdit, image: Bytes | None, mask: Bytes | None) -> Prepar
     )
 
 
-def _view_of(upload: _Upload, job: PrepareEdit) -> tuple[Size, Box | None]:
+def _view_of(upload: _Upload, job: PrepareImages) -> tuple[Size, Box | None]:
     """Generation size, and the part of the upload that is edited at it; None: all of it."""
     size, native_size, token_size = upload.picture.image.size, job.native_size, job.token_size
     if job.padding_mask_crop is None:
@@ -140,7 +140,7 @@ def compose(job: ComposeImage, pixels: Bytes, image: Bytes | None, mask: Bytes |
 
 
 def scratch_bytes(native_size: int, token_size: int) -> int:
-    """Bytes that the arrays of any PreparedEdit take at most, alignment included."""
+    """Bytes that the arrays of any PreparedImages take at most, alignment included."""
     tokens = (native_size // token_size) ** 2
     # Template and mask take 4 bytes a pixel, a token's index 4 bytes.
     return tokens * (4 * token_size**2 + 4) + 3 * ALIGNMENT
@@ -161,19 +161,19 @@ def _read(
     return _Upload(picture, everything, own_mask=True, unmasked=True)
 
 
-def _empty_canvas(size: tuple[int, int] | None, max_pixels: int) -> Picture:
+def _empty_canvas(size: tuple[int, int] | None, max_pixels: int) -> DecodedImage:
     if size is None:
         raise InvalidImageError(
             "Missing required parameter: 'image'.", param="image", code="missing_required_parameter"
         )
     check_pixels(size, "size", max_pixels)
-    return Picture(Image.new("RGB", size, _GREY))
+    return DecodedImage(Image.new("RGB", size, _GREY))
 
 
 # -------------------------------------------------------------------------------------------------------------- masks
 
 
-def _read_mask(data: Bytes, kind: MaskKind, picture: Picture, max_pixels: int) -> Bytes:
+def _read_mask(data: Bytes, kind: MaskKind, picture: DecodedImage, max_pixels: int) -> Bytes:
     field: Field = "mask" if kind == "alpha" else "mask_image"
     mask = decode(data, field, max_pixels).image
     if kind == "alpha" and mask.mode != "RGBA":
@@ -187,7 +187,7 @@ def _read_mask(data: Bytes, kind: MaskKind, picture: Picture, max_pixels: int) -
     return keep
 
 
-def _size_mismatch(mask_size: Size, picture: Picture) -> str:
+def _size_mismatch(mask_size: Size, picture: DecodedImage) -> str:
     width, height = picture.image.size
     reason = f"mask size does not match image size ({mask_size[0]}x{mask_size[1]} and {width}x{height})"
     if picture.is_turned and mask_size == (height, width):
@@ -204,14 +204,14 @@ def _bad_mask(reason: str, field: Field) -> InvalidImageError:
     return InvalidImageError(f"Invalid mask image format - {reason}", param=field, code="invalid_mask_image_format")
 
 
-def model_mask(keep: Bytes, size: Size, placement: Placement | None = None) -> Bytes:
+def model_mask(keep: Bytes, size: Size, placement: CropGeometry | None = None) -> Bytes:
     """The mask as the model sees it: uint8 [height, width] at generation size, 1 = edit.
 
     As FluxFillPipeline's mask processor makes it: 255 - keep resized (Pillow, Lanczos), then 1 from one half on. A mask
     too small or too faint to leave a pixel by that rule selects every pixel it touches instead: an edit of nothing is
     never meant. placement: where the picture lies at generation size, if it is a crop.
     """
-    grey = lay(Image.fromarray(255 - keep), size, placement or Placement(size))
+    grey = lay(Image.fromarray(255 - keep), size, placement or CropGeometry(size))
     mask = (np.asarray(grey) >= 128).astype(np.uint8)
     if not mask.any():
         mask = touched_cells(keep, size, cell=1, margin=0, placement=placement).astype(np.uint8)
@@ -219,7 +219,7 @@ def model_mask(keep: Bytes, size: Size, placement: Placement | None = None) -> B
 
 
 def active_tokens(
-    keep: Bytes, size: Size, token_size: int, margin: int, placement: Placement | None = None
+    keep: Bytes, size: Size, token_size: int, margin: int, placement: CropGeometry | None = None
 ) -> npt.NDArray[np.int32]:
     """Indices of the tokens to compute, int32 [active tokens], row-major, ascending.
 
@@ -237,7 +237,7 @@ def _masked_tokens(mask: Bytes, token_size: int) -> npt.NDArray[np.int32]:
 
 
 def touched_cells(
-    keep: Bytes, size: Size, cell: int, margin: int, placement: Placement | None = None
+    keep: Bytes, size: Size, cell: int, margin: int, placement: CropGeometry | None = None
 ) -> npt.NDArray[np.bool_]:
     """Which cells of `cell` px the mask touches once placed in `size` and grown by `margin`: bool [rows, columns].
     placement: of the mask, which by default fills `size`."""
@@ -331,7 +331,7 @@ def paste_generated(canvas: Image.Image, pixels: Bytes, keep: Bytes, crop: Box |
     costs little.
     """
     box = left, top, right, bottom = mask_box(keep)
-    painted, placement = Image.fromarray(pixels), Placement(canvas.size)
+    painted, placement = Image.fromarray(pixels), CropGeometry(canvas.size)
     if crop is None:
         generated = _scaled_part(painted, placement, box)
     else:
@@ -341,7 +341,7 @@ def paste_generated(canvas: Image.Image, pixels: Bytes, keep: Bytes, crop: Box |
     canvas.paste(generated.convert(canvas.mode), box, Image.fromarray(255 - keep[top:bottom, left:right]))
 
 
-def _scaled_part(picture: Image.Image, placement: Placement, box: Box) -> Image.Image:
+def _scaled_part(picture: Image.Image, placement: CropGeometry, box: Box) -> Image.Image:
     """What is in `box` of a placed picture; nothing else is resized."""
     (width, height), (x, y) = placement.size, placement.offset
     across, down = picture.width / width, picture.height / height
@@ -349,7 +349,7 @@ def _scaled_part(picture: Image.Image, placement: Placement, box: Box) -> Image.
     return picture.resize((box[2] - box[0], box[3] - box[1]), Image.Resampling.LANCZOS, box=source)
 
 
-def _part_of_scaled(picture: Image.Image, placement: Placement, box: Box) -> Image.Image:
+def _part_of_scaled(picture: Image.Image, placement: CropGeometry, box: Box) -> Image.Image:
     """The same, of all of it resized: diffusers' own pixels. In a part alone Pillow may scale rows before columns, and
     rounds and clips between the two; 40 of 255 was measured where neighbours are black and white. A crop hardly exceeds
     its frame, but a line of pixels: to fill that, most of the picture would be scaled in vain.

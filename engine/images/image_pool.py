@@ -32,8 +32,8 @@ from core.messages.image_processor import (
     ComposeImage,
     FromImageProcessor,
     JobFailed,
-    PreparedEdit,
-    PrepareEdit,
+    PreparedImages,
+    PrepareImages,
     ToImageProcessor,
 )
 from core.scheduling.result_budget import ResultBudget
@@ -133,10 +133,10 @@ class ImagePool:
         assert self._main is not None
         await asyncio.shield(self._main)
 
-    async def prepare(self, job: PrepareEdit, caller: Caller = ANYBODY) -> PreparedEdit:
+    async def prepare(self, job: PrepareImages, caller: Caller = ANYBODY) -> PreparedImages:
         """Do `job`, whose job_id is ignored. Raises what the processor says: InvalidRequestError or EngineError."""
         answer = await self._submit(job, upload_work(job), caller)
-        assert isinstance(answer, PreparedEdit)
+        assert isinstance(answer, PreparedImages)
         return answer
 
     async def compose(
@@ -174,11 +174,11 @@ class ImagePool:
 
     async def _submit(
         self, message: ToImageProcessor, work: ImageWork, caller: Caller, room: Room | None = None
-    ) -> PreparedEdit | ComposedImage:
+    ) -> PreparedImages | ComposedImage:
         if self._stopping.is_set():
             raise EngineDeadError("the image processors have stopped")
         message = msgspec.structs.replace(message, job_id=self._next_job_id())
-        answer: asyncio.Future[PreparedEdit | ComposedImage] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[PreparedImages | ComposedImage] = asyncio.get_running_loop().create_future()
         job = ImageJob(message, answer, work, self.costs.predict(work), caller, room)
         self._queue.push(job)
         self._dispatch()
@@ -295,7 +295,7 @@ class ImagePool:
         took = time.monotonic() - processor.began
         self._queue.remove(job, took)
         match answer:
-            case PreparedEdit() | ComposedImage():
+            case PreparedImages() | ComposedImage():
                 self.costs.observe(job.work, took)
                 if isinstance(answer, ComposedImage) and job.held:
                     self.results.take(job.caller.edit_id, answer.encoded.size - job.held)
@@ -388,7 +388,7 @@ def _limits(arena_id: int, max_pixels: int) -> ImageProcessorConfig:
 
 
 def _out_of_time(job: ImageJob) -> InvalidRequestError | EngineError:
-    if isinstance(job.message, PrepareEdit):
+    if isinstance(job.message, PrepareImages):
         message = "Invalid 'image' or mask: it takes too long to decode; save it anew, with fewer pixels."
         return InvalidRequestError(message, param="image", code="image_too_large")
     return EngineError("the result takes too long to encode")

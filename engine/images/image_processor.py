@@ -32,8 +32,8 @@ from core.messages.image_processor import (
     ComposeImage,
     FromImageProcessor,
     JobFailed,
-    PreparedEdit,
-    PrepareEdit,
+    PreparedImages,
+    PrepareImages,
     ToImageProcessor,
 )
 from core.messages.salvage import failure_of, read_member
@@ -128,7 +128,7 @@ def perform(arena: Arena, job: ToImageProcessor) -> FromImageProcessor:
     """Do one job; whatever goes wrong becomes a JobFailed."""
     try:
         match job:
-            case PrepareEdit():
+            case PrepareImages():
                 return _prepare(arena, job)
             case ComposeImage():
                 return _compose(arena, job)
@@ -138,7 +138,7 @@ def perform(arena: Arena, job: ToImageProcessor) -> FromImageProcessor:
         return JobFailed(job_id=job.job_id, failure=Failure.of(error, traceback.format_exc()))
 
 
-def _prepare(arena: Arena, job: PrepareEdit) -> PreparedEdit:
+def _prepare(arena: Arena, job: PrepareImages) -> PreparedImages:
     arrays = image_ops.prepare(job, _bytes(arena, job.image), _bytes(arena, job.mask))
     refs = []
     offset = 0
@@ -148,7 +148,7 @@ def _prepare(arena: Arena, job: PrepareEdit) -> PreparedEdit:
         refs.append(ref)
         offset += -(-array.nbytes // image_ops.ALIGNMENT) * image_ops.ALIGNMENT
     template, mask, active = refs
-    return PreparedEdit(
+    return PreparedImages(
         job_id=job.job_id,
         upload_width=arrays.upload_size[0],
         upload_height=arrays.upload_size[1],

@@ -40,7 +40,7 @@ SUSPECT_DEATHS = 2
 
 
 @dataclass(slots=True)
-class Placement:
+class RoutedRequest:
     """A request, from submission to its terminal output.
 
     engine: where it is; None: it waits for one to be up. sent: when it was sent there; predicted_seconds: how long it
@@ -78,7 +78,7 @@ class Router:
         self._max_retries = config.max_retries
         self._metrics = metrics
         self._is_stopping = False
-        self._placements: dict[str, Placement] = {}  # request id -> where it is, until its terminal output
+        self._placements: dict[str, RoutedRequest] = {}  # request id -> where it is, until its terminal output
 
     # ---------------------------------------------------------------------------------- life
 
@@ -223,7 +223,7 @@ class Router:
         """
         if self.error is not None:
             raise EngineDeadError(str(self.error))
-        placement = self._placements[request.request_id] = Placement(request, waiter)
+        placement = self._placements[request.request_id] = RoutedRequest(request, waiter)
         try:
             self._place(placement)
         except BaseException:
@@ -250,7 +250,7 @@ class Router:
         for engine, ids in by_engine.items():
             self._replicas[engine].abort(tuple(ids))
 
-    def _place(self, placement: Placement) -> None:
+    def _place(self, placement: RoutedRequest) -> None:
         """Send a request to the engine of choice; it waits if there is none."""
         shape = self._shape(placement.message)
         placement.has_begun = placement.is_bystander = False
@@ -269,7 +269,7 @@ class Router:
             return
         placement.engine = None
 
-    def _place_again(self, placement: Placement) -> None:
+    def _place_again(self, placement: RoutedRequest) -> None:
         """Whose caller has left `submit`, and hears of an error as of any other."""
         try:
             self._place(placement)
@@ -298,12 +298,12 @@ class Router:
                     self._metrics.observe_prediction(placement.predicted_seconds, seconds)
                 self._end(placement, output)
 
-    def _end(self, placement: Placement, output: RequestOutput) -> None:
+    def _end(self, placement: RoutedRequest, output: RequestOutput) -> None:
         """Hand out a terminal output."""
         placement.waiter(output)
         del self._placements[output.request_id]
 
-    def _survive(self, placement: Placement, failure: Failure) -> None:
+    def _survive(self, placement: RoutedRequest, failure: Failure) -> None:
         """Begin a request anew whose engine has died, unless that has become pointless."""
         request_id = placement.message.request_id
         placement.num_deaths += failure.code != NEVER_BEGUN and not placement.is_bystander

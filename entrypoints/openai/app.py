@@ -32,7 +32,6 @@ from entrypoints.openai.key_ring import KeyRing
 from entrypoints.openai.middleware import OWNER, RECORD, REQUEST_ID, ApiKeyGuard, RequestContext, answer
 from entrypoints.openai.origin_guard import OriginGuard
 from entrypoints.openai.rate_limit import RateLimit
-from entrypoints.openai.reading_places import ReadingPlaces
 from entrypoints.openai.request_owners import RequestOwners
 from entrypoints.openai.schema import (
     DELETED_ANSWERS,
@@ -43,6 +42,7 @@ from entrypoints.openai.schema import (
     TEMPLATE_BODY,
 )
 from entrypoints.openai.submission import Submission, read_edit, read_generation, read_template
+from entrypoints.openai.upload_slots import UploadSlots
 from entrypoints.playground.pages import playground_router
 from entrypoints.run_until import run_until
 
@@ -79,7 +79,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings, tracer: Tracer | N
     for; None = nothing.
     """
     app = FastAPI(title="Stencil", summary="Masked image editing behind the OpenAI images API.", redirect_slashes=False)
-    places, owners = ReadingPlaces(engine), RequestOwners()
+    places, owners = UploadSlots(engine), RequestOwners()
     _add_image_routes(app, engine, settings, places, owners)
     _add_template_routes(app, engine, settings, places)
     _add_model_routes(app, engine)
@@ -113,7 +113,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings, tracer: Tracer | N
 
 
 def _add_image_routes(
-    app: FastAPI, engine: AsyncEngine, settings: ServerSettings, places: ReadingPlaces, owners: RequestOwners
+    app: FastAPI, engine: AsyncEngine, settings: ServerSettings, places: UploadSlots, owners: RequestOwners
 ) -> None:
     @app.post("/v1/images/edits", response_model=None, openapi_extra=EDIT_BODY, responses=IMAGE_ANSWERS)
     async def edit_image(request: Request) -> Response:
@@ -147,7 +147,7 @@ def _answer(engine: AsyncEngine, request: Request, operation: Operation, submiss
     return EditResponse(engine, call, submission)
 
 
-def _add_template_routes(app: FastAPI, engine: AsyncEngine, settings: ServerSettings, places: ReadingPlaces) -> None:
+def _add_template_routes(app: FastAPI, engine: AsyncEngine, settings: ServerSettings, places: UploadSlots) -> None:
     @app.post("/v1/templates", response_model=None, openapi_extra=TEMPLATE_BODY, responses=TEMPLATE_ANSWERS)
     async def create_template(request: Request) -> Response:
         """Register an image and prepare what edits of it need; the answer comes when that is done."""

@@ -16,7 +16,7 @@ from fault_kit import EDITS, assert_alike, begin, count, ends, make_input, proce
 
 from core.errors import DeadlineExceededError
 from core.ipc.process import ChildProcess
-from core.messages.image_processor import ComposeImage, PrepareEdit, ToImageProcessor
+from core.messages.image_processor import ComposeImage, PrepareImages, ToImageProcessor
 from core.scheduling.request import SamplingParams
 from engine.client.async_engine import AsyncEngine
 from engine.router import engine_replica
@@ -58,7 +58,7 @@ async def test_an_image_processor_that_dies_in_its_work_changes_nothing(engine: 
     done = count(engine, "request_success")
     expected = await run_each(engine, edits)
     tasks = {name: asyncio.create_task(run(engine, name, edit)) for name, edit in edits.items()}
-    for kind in (PrepareEdit, ComposeImage):
+    for kind in (PrepareImages, ComposeImage):
         (await stopped_in_its_work(engine, kind)).kill()
     assert_alike(await ends(tasks), expected)
     assert (engine.images.num_deaths, engine.images.num_retries) == (2, 2)

@@ -617,7 +617,7 @@ def test_pages_come_up_from_disk_while_an_edit_waits_for_a_place() -> None:
 
 
 class MaskAwareMachine(RuleBasedStateMachine):
-    """Edits, registrations, aborts, drops and copies in any order; FakePages checks every read and write."""
+    """Edits, template_requests, aborts, drops and copies in any order; FakePages checks every read and write."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from core.routing.admission import Margin, Outlook, Terms, judge
+from core.routing.admission import Outlook, PredictionMargin, Terms, judge
 
 
-def margin_of(*ratios: float) -> Margin:
+def margin_of(*ratios: float) -> PredictionMargin:
     """What is left after many such outcomes."""
-    margin = Margin()
+    margin = PredictionMargin()
     for _ in range(100):
         for ratio in ratios:
             margin.observe(2.0, 2.0 * ratio)
@@ -23,7 +23,7 @@ def test_the_margin_covers_nine_of_ten_outcomes() -> None:
     assert EXACT.high == pytest.approx(1.0)
     assert margin_of(*[1.0] * 8, 2.0, 3.0).high == pytest.approx(3.0), "one of ten is as bad as that"
     assert margin_of(*[1.0] * 19, 3.0).high == pytest.approx(1.0)
-    assert 1.0 <= Margin().high <= 2.0, "before anything is known"
+    assert 1.0 <= PredictionMargin().high <= 2.0, "before anything is known"
 
 
 def test_without_terms_everybody_is_let_in() -> None:

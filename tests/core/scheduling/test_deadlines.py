@@ -17,7 +17,7 @@ from core.costs.load_report import RequestLoad
 from core.handles import ModelKey
 from core.messages.engine import EditRequest, Failed, Finished
 from core.messages.worker import BatchResult
-from core.scheduling.deadlines import Company, Member, NextPlace, alone, ends
+from core.scheduling.deadlines import BatchForecast, Member, SlotForecast, alone, ends
 from core.scheduling.outputs import Output
 from core.scheduling.scheduler import StepScheduler
 
@@ -49,22 +49,22 @@ def test_ends_are_those_of_a_run_made_step_by_step(requests: list[tuple[int, flo
 def test_the_next_place_is_never_predicted_too_late(num_running: int, steps: int, num_places: int) -> None:
     """It is what is given up by: with a free place it is exact, else it counts the wait for one."""
     running, newcomer = [load(3 + index, 0.5) for index in range(num_running)], load(steps, 0.25, other=0.1)
-    seconds = NextPlace(running, num_places, 0.1).seconds(newcomer)
+    seconds = SlotForecast(running, num_places, 0.1).seconds(newcomer)
     assert seconds >= alone(newcomer, 0.1) - 1e-9
     if num_running < num_places:
         assert seconds == pytest.approx(ends([*running, newcomer], 0.1)[-1])
 
 
 def test_nobody_joins_who_makes_others_late() -> None:
-    company = Company([Member(load(4, 1.0), left=7.0)], 0.0)
+    company = BatchForecast([Member(load(4, 1.0), left=7.0)], 0.0)
     assert not company.admit(Member(load(4, 1.0), left=None)), "8 s for both"
     assert company.admit(Member(load(3, 1.0), left=None)), "7 s"
     assert not company.admit(Member(load(1, 0.1), left=None)), "it is remembered who has joined"
 
 
 def test_who_is_late_anyway_holds_nobody_up() -> None:
-    assert Company([Member(load(4, 1.0), left=3.0)], 0.0).admit(Member(load(4, 1.0), left=None))
-    assert Company([], 0.0).admit(Member(load(4, 1.0), left=1.0))
+    assert BatchForecast([Member(load(4, 1.0), left=3.0)], 0.0).admit(Member(load(4, 1.0), left=None))
+    assert BatchForecast([], 0.0).admit(Member(load(4, 1.0), left=1.0))
 
 
 # ----------------------------------------------------------------------------------------------------- the scheduler

@@ -21,7 +21,7 @@ from core.failure import NEVER_BEGUN, Failure
 from core.handles import ArrayRef
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages.engine import EditRequest, Failed, Finished
-from core.messages.image_processor import ComposedImage, ComposeImage, PreparedEdit, PrepareEdit
+from core.messages.image_processor import ComposedImage, ComposeImage, PreparedImages, PrepareImages
 from core.routing.admission import START_RATIOS
 from core.routing.fleet import EditShape
 from core.scheduling.deadlines import TOO_LATE
@@ -65,9 +65,9 @@ class Images:
     def __init__(self) -> None:
         self.costs = SimpleNamespace(predict=lambda work: 0.0 if work.kind == "prepare" else COMPOSE_SECONDS)
 
-    async def prepare(self, job: PrepareEdit, caller: Caller) -> PreparedEdit:
+    async def prepare(self, job: PrepareImages, caller: Caller) -> PreparedImages:
         pixels, tokens = ArrayRef(0, 0, (256, 256, 3), "uint8"), ArrayRef(0, 0, (256,), "int32")
-        return PreparedEdit(0, 256, 256, 256, 256, pixels, ArrayRef(0, 0, (256, 256), "uint8"), tokens, "c", True)
+        return PreparedImages(0, 256, 256, 256, 256, pixels, ArrayRef(0, 0, (256, 256), "uint8"), tokens, "c", True)
 
     async def compose(self, job: ComposeImage, work: ImageWork, caller: Caller, room: Room) -> ComposedImage:
         out = room.take()

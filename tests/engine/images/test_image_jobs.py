@@ -9,12 +9,12 @@ import pytest
 
 from core.costs.image_costs import ImageWork
 from core.handles import ArrayRef
-from core.messages.image_processor import ComposeImage, PrepareEdit, ToImageProcessor
+from core.messages.image_processor import ComposeImage, PrepareImages, ToImageProcessor
 from engine.images.image_jobs import Caller, ImageJob, JobQueue
 from engine.images.image_pool import ANYBODY
 
 _REF = ArrayRef(0, 0, (1,), "uint8")
-UPLOAD = PrepareEdit(
+UPLOAD = PrepareImages(
     job_id=0,
     image=_REF,
     mask=None,

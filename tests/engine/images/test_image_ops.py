@@ -21,7 +21,7 @@ from PIL import Image, ImageCms
 
 from core.errors import EngineError, InvalidImageError, InvalidRequestError
 from core.handles import ArrayRef
-from core.messages.image_processor import Box, ComposeImage, MaskKind, OutputFormat, PrepareEdit
+from core.messages.image_processor import Box, ComposeImage, MaskKind, OutputFormat, PrepareImages
 from engine.images import image_codec, image_ops
 from engine.images.colour import MAX_ICC_BYTES, Colour, PngChunk
 from engine.images.png_chunks import chunks_before_pixels
@@ -63,7 +63,7 @@ def prepare(
     max_pixels: int = MAX_PIXELS,
     padding: int | None = None,
 ) -> image_ops.PreparedArrays:
-    job = PrepareEdit(
+    job = PrepareImages(
         job_id=0,
         image=None if image is None else NOWHERE,
         mask=None if mask is None else NOWHERE,

@@ -37,7 +37,7 @@ from core.handles import ArrayRef
 from core.ipc.logs import request_context
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages.codec import MessageDecoder
-from core.messages.image_processor import ComposedImage, ComposeImage, FromImageProcessor, PreparedEdit, PrepareEdit
+from core.messages.image_processor import ComposedImage, ComposeImage, FromImageProcessor, PreparedImages, PrepareImages
 from core.scheduling.result_budget import ResultBudget
 from engine.images import image_ops, image_pool, processor_handle
 from engine.images.image_jobs import Caller, Room, upload_work
@@ -61,8 +61,8 @@ class Desk:
         self.arena.view(ref)[:] = data.reshape(-1)
         return ArrayRef(ref.arena, ref.offset, data.shape, "uint8")
 
-    def prepare_job(self, image: Bytes, mask: Bytes | None = None) -> PrepareEdit:
-        return PrepareEdit(
+    def prepare_job(self, image: Bytes, mask: Bytes | None = None) -> PrepareImages:
+        return PrepareImages(
             job_id=0,
             image=self.put(image),
             mask=None if mask is None else self.put(mask),
@@ -222,7 +222,7 @@ async def test_a_bad_upload_is_the_users_error_and_harms_nobody(desk: Desk) -> N
 async def test_jobs_and_answers_that_are_no_messages_fail_alone_and_end_no_process(desk: Desk) -> None:
     pids = {process.pid for process in processors(desk.pool)}
     good = desk.prepare_job(png(noise(16, 16, 3)))
-    with pytest.raises(EngineError, match="a PrepareEdit cannot be encoded"):
+    with pytest.raises(EngineError, match="a PrepareImages cannot be encoded"):
         await desk.pool.prepare(msgspec.structs.replace(good, canvas_size=(np.int64(64), 64)))
     with pytest.raises(EngineError, match="a message cannot be decoded"):
         await desk.pool.prepare(msgspec.structs.replace(good, canvas_size=(64.0, 64)))
@@ -310,7 +310,7 @@ async def test_a_job_that_takes_two_processors_with_it_is_given_up_and_others_go
         await poison
     assert desk.pool.num_deaths == 2
     prepared = await asyncio.gather(*(desk.pool.prepare(desk.prepare_job(png(noise(16, 16, 3)))) for _ in range(4)))
-    assert all(isinstance(answer, PreparedEdit) for answer in prepared)
+    assert all(isinstance(answer, PreparedImages) for answer in prepared)
 
 
 async def test_a_processor_killed_while_idle_costs_no_job(desk: Desk) -> None:

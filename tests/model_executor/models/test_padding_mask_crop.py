@@ -17,7 +17,7 @@ from pipeline_rig import PROMPT, Rig
 
 from core.handles import ArrayRef
 from core.ipc.shared_array import Arena
-from core.messages.image_processor import ComposeImage, PrepareEdit
+from core.messages.image_processor import ComposeImage, PrepareImages
 from engine.images import image_ops
 from tools.random_checkpoints import make_flux, make_sd3
 
@@ -69,7 +69,7 @@ def ours(rig: Rig, photo: Image.Image, mask: Image.Image, padding: int) -> tuple
     common: dict[str, Any] = {"job_id": 0, "image": NOWHERE, "mask": NOWHERE, "mask_kind": "luminance"}
     common |= {"canvas_size": None, "max_pixels": 10**6}
     sides = {"native_size": info.native_size, "token_size": info.token_size, "max_side": info.max_side}
-    job = PrepareEdit(**common, **sides, mask_margin=0, scratch=NOWHERE, padding_mask_crop=padding)
+    job = PrepareImages(**common, **sides, mask_margin=0, scratch=NOWHERE, padding_mask_crop=padding)
     files = file_of(photo), file_of(mask)
     prepared = image_ops.prepare(job, *files)
     height, width, _ = prepared.template.shape

@@ -12,7 +12,7 @@ from engine.client.async_engine import AsyncEngine
 from entrypoints.openai.errors import NoDiskError
 
 
-class ReadingPlaces:
+class UploadSlots:
     """The places of the engine's queue that are free, lent to requests whose bodies are still being read."""
 
     def __init__(self, engine: AsyncEngine) -> None:
