@@ -13,7 +13,7 @@ from benchmarks.image_work_run import Arrival, EngineArgs, Outcome, Ready, RunRe
 from benchmarks.image_work_uploads import Uploads
 from benchmarks.workload import PROMPTS
 from core.config import EngineConfig, ImageConfig, ModelConfig, StencilConfig
-from core.scheduling.request import SamplingParams
+from core.sampling_params import SamplingParams
 from engine.client.async_engine import AsyncEngine
 from engine.client.edit_types import EditInput
 from engine.client.upload import BytesUpload

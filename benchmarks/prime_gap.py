@@ -29,7 +29,7 @@ from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages.engine import EditRequest
 from core.messages.worker import BatchResult, PageCopied, StepPlan, TransferDone
 from core.model_info import ModelInfo
-from core.scheduling.request import SamplingParams
+from core.sampling_params import SamplingParams
 from core.scheduling.scheduler import StepScheduler
 from engine.images.image_ops import content_id
 from model_executor.executor import Executor

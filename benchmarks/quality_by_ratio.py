@@ -28,7 +28,7 @@ from benchmarks.quality_edits import (
 )
 from benchmarks.quality_masks import box_anywhere, box_in_the_middle, part_of_box
 from core.config import EMBEDDED_MODEL
-from core.scheduling.request import SamplingParams
+from core.sampling_params import SamplingParams
 from entrypoints import EditResult, ImageEngine
 from entrypoints.calibration.similarity import ssim_in_box
 from tools.train_embedded import seeds

@@ -10,7 +10,7 @@ from itertools import groupby
 
 from benchmarks.quality_edits import Likeness, Machine, Setting, aware_params, make_edit, pixels, run_aware
 from core.model_info import ModelInfo
-from core.scheduling.request import SamplingParams
+from core.sampling_params import SamplingParams
 from entrypoints import EditResult, ImageEngine
 from tools.train_embedded.cases import Case
 from tools.train_embedded.scenes import Pixels

@@ -234,3 +234,15 @@ class StencilConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         conform(self)
+
+
+PATIENCE_SECONDS = 60.0
+"""How much younger a request that is due may be and still go first."""
+
+
+CLASS_SECONDS = 2 * PATIENCE_SECONDS
+"""Seconds that a class is worth, of waiting and of work: see `core.scheduling.fair_queue`."""
+
+
+PRIME_SHARE = 0.2
+"""Tokens primed along with a step, as a share of the step's own: running requests wait at most so much longer."""

@@ -6,7 +6,7 @@ import msgspec
 
 from core.cache.block_plan import BlockRun
 from core.page_scheme import PageScheme
-from core.scheduling.request import SamplingParams
+from core.sampling_params import SamplingParams
 from core.vision_tokens import VisionTokens
 
 

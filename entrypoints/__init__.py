@@ -1,6 +1,6 @@
 """What the outside sees of Stencil: the server (`python -m entrypoints.serve`) and offline edits (`ImageEngine`)."""
 
-from core.scheduling.request import SamplingParams
+from core.sampling_params import SamplingParams
 from entrypoints.image_engine import Edit, EditResult, ImageEngine
 
 __all__ = ["Edit", "EditResult", "ImageEngine", "SamplingParams"]

@@ -11,7 +11,7 @@ from PIL import Image
 
 from core.config import EMBEDDED_MODEL
 from core.errors import StencilError
-from core.scheduling.request import SamplingParams
+from core.sampling_params import SamplingParams
 from entrypoints.image_engine import Edit, ImageEngine
 
 _WITH_ALPHA, _WITHOUT_ALPHA = (".png", ".webp"), (".jpg", ".jpeg")

@@ -33,13 +33,7 @@ from core.config import (
 )
 from core.errors import EngineError, InvalidRequestError, StencilError
 from core.model_info import ModelInfo
-from core.scheduling.request import (
-    MAX_PADDING_MASK_CROP,
-    MAX_PROMPT_CHARACTERS,
-    MAX_SIDE,
-    MIN_SIDE,
-    SamplingParams,
-)
+from core.sampling_params import MAX_PADDING_MASK_CROP, MAX_PROMPT_CHARACTERS, MAX_SIDE, MIN_SIDE, SamplingParams
 from core.validation import check_filled, check_integer, check_length, conform, conformed
 from engine.client.async_engine import AsyncEngine
 from engine.client.edit_types import EditInput, EditReport

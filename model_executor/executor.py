@@ -35,7 +35,7 @@ from core.messages.worker import (
     WorkerReady,
 )
 from core.model_info import ModelInfo
-from core.scheduling.request import MAX_PROMPT_CHARACTERS
+from core.sampling_params import MAX_PROMPT_CHARACTERS
 
 logger = logging.getLogger("stencil.engine")
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from core.handles import ArrayRef, ModelKey, TensorKey, TensorRef
 from core.ipc.shared_array import Arena, ArenaAllocator, carve
 from core.messages.worker import Batch, Decode, Denoise, ImageEncode, Item, StageWork, StepPlan, TextEncode
-from core.scheduling.request import SamplingParams
+from core.sampling_params import SamplingParams
 
 SIZE = (96, 64)
 """width, height in pixels."""

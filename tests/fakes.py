@@ -24,7 +24,7 @@ from core.messages.worker import (
     TransferDone,
 )
 from core.model_info import ModelInfo
-from core.scheduling.request import SamplingParams
+from core.sampling_params import SamplingParams
 
 MODEL = ModelInfo(
     name="m",

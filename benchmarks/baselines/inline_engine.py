@@ -20,7 +20,7 @@ from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages.engine import EditRequest, Finished
 from core.messages.image_processor import ComposedImage, ComposeImage, MaskKind, PreparedImages, PrepareImages
 from core.messages.worker import BatchResult
-from core.scheduling.request import SamplingParams
+from core.sampling_params import SamplingParams
 from core.scheduling.scheduler import StepScheduler
 from engine.client.edit_types import EditInput
 from engine.client.mask_aware import resolve_margin

@@ -16,7 +16,7 @@ from benchmarks.gpu_check.bench import Bench
 from benchmarks.gpu_check.local_engine import LocalEngine, Pixels
 from benchmarks.gpu_check.report import Figures
 from core.config import EMBEDDED_MODEL, CacheConfig
-from core.scheduling.request import SamplingParams
+from core.sampling_params import SamplingParams
 from tools.random_checkpoints import make_flux, make_flux_fill, make_qwen_edit, make_sd3
 from tools.random_unet_checkpoints import make_sd, make_sdxl
 

@@ -16,7 +16,7 @@ from core.handles import PAGE_ARENA, ArrayRef
 from core.ipc.shared_array import Arena, ArenaAllocator, carve
 from core.messages.engine import EditRequest, Finished
 from core.messages.worker import Batch, BatchResult, PageCopied
-from core.scheduling.request import SamplingParams
+from core.sampling_params import SamplingParams
 from core.scheduling.scheduler import StepScheduler
 from engine.client.sampling_defaults import resolve
 from engine.images.image_ops import content_id

@@ -17,7 +17,7 @@ from benchmarks.gpu_check.local_engine import LocalEngine
 from benchmarks.overheads import BATCH, step_seconds
 from core.config import EMBEDDED_MODEL, CacheConfig
 from core.messages.worker import Batch, BatchResult
-from core.scheduling.request import SamplingParams
+from core.sampling_params import SamplingParams
 from model_executor.models.base import Family, Row
 
 NAME = "overhead"

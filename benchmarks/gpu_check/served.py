@@ -15,7 +15,7 @@ from benchmarks.gpu_check.correctness import MAKERS, difference, soft_picture
 from benchmarks.gpu_check.local_engine import Pixels
 from benchmarks.gpu_check.report import Figures
 from core.config import EMBEDDED_MODEL
-from core.scheduling.request import SamplingParams
+from core.sampling_params import SamplingParams
 
 NAME = "served"
 SIDE = 256

@@ -79,7 +79,7 @@ class VirtualEngine:
         self.scheduler = StepScheduler(config, {MODEL.name: MODEL}, cache=scenario.cache, cost=cost)
         self.scheduler.learn(machine.samples(MODEL.name))
         if isinstance(cost, SettledCosts):
-            cost.settle()
+            cost.freeze()
         self._clock = clock
         self._machine = machine
         self._tell = tell

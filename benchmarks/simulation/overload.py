@@ -14,8 +14,9 @@ import msgspec
 from benchmarks.simulation.cluster import Cluster
 from benchmarks.simulation.scenario import MODEL, Scenario, make_trace
 from core.costs.load_report import LoadReport
+from core.costs.prediction_margin import PredictionMargin
 from core.messages.engine import EditRequest, Finished
-from core.routing.admission import PredictionMargin, Terms, judge
+from core.routing.admission import Terms, judge
 from core.routing.fleet import EditShape
 from core.routing.policies import outlook
 from core.scheduling.outputs import Output

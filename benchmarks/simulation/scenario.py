@@ -12,7 +12,7 @@ from core.config import CacheConfig
 from core.handles import ArrayRef
 from core.messages.engine import EditRequest, PrimeTemplate
 from core.model_info import ModelInfo
-from core.scheduling.request import SamplingParams
+from core.sampling_params import SamplingParams
 
 MODEL = ModelInfo(
     name="m",

@@ -125,7 +125,7 @@ class ActivationCacheManager:
                 raise ValueError(f"entry {key} is not pinned")
             entry.pins -= 1
             if not entry.pins:
-                self._settle(entry)
+                self._release_unused(entry)
 
     def state(self, key: str) -> EntryState:
         entry = self._entries.get(key)
@@ -175,7 +175,7 @@ class ActivationCacheManager:
                 entry.is_file_doomed = True  # the copy may not have begun: what it writes goes when it is over
             entry.is_doomed, entry.was_on_disk, entry.has_sunk = True, False, False
             self._judge(entry)
-            self._settle(entry)
+            self._release_unused(entry)
 
     def take_residency(self) -> tuple[Residency, ...]:
         """What is here now of the templates whose pages have come or gone since the last call."""
@@ -214,7 +214,7 @@ class ActivationCacheManager:
             self._load(entry)
         elif done.ok or _is_load(copy):
             self._sink(entry)
-        self._settle(entry)
+        self._release_unused(entry)
 
     def fail_copies(self) -> None:
         """The workers are gone, and with them all copies in flight."""
@@ -385,7 +385,7 @@ class ActivationCacheManager:
 
     # ------------------------------------------------------------------------------------------------- leaving
 
-    def _settle(self, entry: Entry) -> None:
+    def _release_unused(self, entry: Entry) -> None:
         """Let an entry go from where nobody needs it: to the LRU, or for good."""
         if entry.copy is not None:
             return

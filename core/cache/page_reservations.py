@@ -11,53 +11,18 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Literal, get_args
+from typing import get_args
 
 from core.cache.activation_cache import ActivationCacheManager
-from core.cache.entry import EntryState, Want
+from core.cache.entry import EntryState
 from core.cache.priming import Chunk, PrimingJob, TemplateInfo
+from core.cache.reservation import Reservation
 from core.handles import ArrayRef, EntryRef, Tier
 from core.messages.worker import PageCopied, PageSpan
 from core.page_scheme import page_key
 
 LoadWins = Callable[[TemplateInfo, Tier, int], bool]
 """Whether copying so many bytes of a template up from a tier is predicted to be faster than priming them."""
-
-
-@dataclass(slots=True)
-class Reservation:
-    """What one edit, or one registration of a template, needs and holds of the cache."""
-
-    owner_id: str
-    template: TemplateInfo
-    pixels: ArrayRef  # uint8 [height, width, 3], valid until the owner's terminal message
-    sigmas: tuple[float, ...] = ()  # keyframes it needs, falling
-    is_reserved: bool = False
-    is_complete: bool = False  # every entry it needs has been filled; none can go while it is held
-    is_read: bool = False  # a worker reads `pixels` on behalf of a job
-    is_idle_work: bool = False  # only to be primed when nothing else wants to compute
-    is_prefetch: bool = False  # its owner waits for a place: what other tiers have is loaded, nothing is primed
-    is_given_up: bool = False  # its template could not be primed, and its owner is told so
-    full_blocks: tuple[int, ...] = ()  # that the next step computes in full, instead of waiting for their pages
-    is_primed: bool = False  # something had to be computed for it
-    tier: Tier | None = None  # the slowest tier that something it needs came from
-    came_from: dict[str, Tier | None] = field(default_factory=dict)  # entry -> where it lay when it was reserved
-    prime_seconds: float = 0.0  # worker time spent on its template's pages while it waited
-
-    def entry_keys(self) -> list[str]:
-        """The entries it needs, clean latents first."""
-        return [self.template.latents_key, *(page_key(self.template.key, sigma) for sigma in self.sigmas)]
-
-    def wants(self) -> list[Want]:
-        template, layout = self.template, self.template.scheme.layout
-        latent_bytes = template.scheme.latent_entry_bytes(template.num_tokens)
-        entry_bytes, block_bytes = layout.entry_bytes(template.num_tokens), layout.block_bytes(template.num_tokens)
-        latents, *pages = self.entry_keys()
-        return [Want(latents, latent_bytes, latent_bytes), *(Want(key, entry_bytes, block_bytes) for key in pages)]
-
-    @property
-    def result(self) -> Literal["hit", "miss"]:
-        return "miss" if self.is_primed else "hit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +74,7 @@ class PageReservations:
 
     cache: ActivationCacheManager
     load_wins: LoadWins
-    _holds: dict[str, Reservation] = field(default_factory=dict)  # owner id -> its hold, while reserved
+    _reservations: dict[str, Reservation] = field(default_factory=dict)  # owner id -> its hold, while reserved
     _jobs: dict[str, PrimingJob] = field(default_factory=dict)  # template key -> its job
     _left: dict[str, list[Reservation]] = field(default_factory=dict)  # job id -> holds given up while it was in flight
     _freed: list[str] = field(default_factory=list)  # ids of jobs that ended
@@ -118,73 +83,75 @@ class PageReservations:
 
     # ------------------------------------------------------------------------------------------------- holds
 
-    def reserve(self, hold: Reservation) -> bool:
+    def reserve(self, reservation: Reservation) -> bool:
         """Pin all that `hold` needs, or nothing; what is missing is loaded or primed. False: no room yet."""
-        wants = hold.wants()
+        wants = reservation.wants()
         was = {want.key: self.cache.state(want.key) for want in wants}
-        if not self.cache.reserve(wants, lambda tier, nbytes: self.load_wins(hold.template, tier, nbytes)):
+        if not self.cache.reserve(wants, lambda tier, nbytes: self.load_wins(reservation.template, tier, nbytes)):
             return False
-        hold.is_reserved = True
-        self._holds[hold.owner_id] = hold
-        hold.is_primed = any(was[key] is EntryState.EMPTY for key in was)  # an earlier edit's job is at it
-        hold.came_from = {want.key: self.cache.tier_of(want.key) for want in wants}
-        hold.tier = _slowest(hold.came_from.values())
-        self.refresh(hold)
+        reservation.is_reserved = True
+        self._reservations[reservation.owner_id] = reservation
+        reservation.is_primed = any(was[key] is EntryState.EMPTY for key in was)  # an earlier edit's job is at it
+        reservation.came_from = {want.key: self.cache.tier_of(want.key) for want in wants}
+        reservation.tier = _slowest(reservation.came_from.values())
+        self.refresh(reservation)
         return True
 
-    def refresh(self, hold: Reservation) -> None:
+    def refresh(self, reservation: Reservation) -> None:
         """Look whether all is there by now, and see to what is still to be primed."""
-        if hold.is_complete or hold.is_given_up:
+        if reservation.is_complete or reservation.is_given_up:
             return
-        states = {key: self.cache.state(key) for key in hold.entry_keys()}
-        hold.is_complete = all(state is EntryState.READY for state in states.values())
+        states = {key: self.cache.state(key) for key in reservation.entry_keys()}
+        reservation.is_complete = all(state is EntryState.READY for state in states.values())
         empty = {key for key, state in states.items() if state is EntryState.EMPTY}
-        if empty and not hold.is_prefetch:
-            self._want(hold, empty)
+        if empty and not reservation.is_prefetch:
+            self._want(reservation, empty)
 
-    def narrow(self, hold: Reservation, sigmas: tuple[float, ...]) -> None:
+    def narrow(self, reservation: Reservation, sigmas: tuple[float, ...]) -> None:
         """The owner of a prefetch begins, and needs these keyframes: let the others go, and prime what is missing."""
-        gone = [sigma for sigma in hold.sigmas if sigma not in sigmas]
-        hold.sigmas, hold.is_prefetch, hold.is_complete = sigmas, False, False
-        if hold.is_reserved:
-            self.cache.release([page_key(hold.template.key, sigma) for sigma in gone])
-            hold.tier = _slowest(hold.came_from[key] for key in hold.entry_keys())
-            self.refresh(hold)
+        gone = [sigma for sigma in reservation.sigmas if sigma not in sigmas]
+        reservation.sigmas, reservation.is_prefetch, reservation.is_complete = sigmas, False, False
+        if reservation.is_reserved:
+            self.cache.release([page_key(reservation.template.key, sigma) for sigma in gone])
+            reservation.tier = _slowest(reservation.came_from[key] for key in reservation.entry_keys())
+            self.refresh(reservation)
 
-    def release(self, hold: Reservation) -> None:
+    def release(self, reservation: Reservation) -> None:
         """Give up all that `hold` holds. What a worker writes at this moment stays pinned until it has landed."""
-        if not hold.is_reserved:
+        if not reservation.is_reserved:
             return
-        del self._holds[hold.owner_id]
-        hold.is_reserved = False
-        job = self._jobs.get(hold.template.key)
+        del self._reservations[reservation.owner_id]
+        reservation.is_reserved = False
+        job = self._jobs.get(reservation.template.key)
         if job is not None and job.is_in_flight:
-            self._left.setdefault(job.id, []).append(hold)
+            self._left.setdefault(job.id, []).append(reservation)
             return
-        self.cache.release(hold.entry_keys())
-        self._drop_unwanted(hold.template.key)
+        self.cache.release(reservation.entry_keys())
+        self._drop_unwanted(reservation.template.key)
 
     def tokens_left(self, job: PrimingJob) -> int:
         """Tokens that the job has still to compute, in whole passes."""
         return len(job.wanted) * job.template.pass_tokens
 
-    def trim(self, hold: Reservation, sigmas_left: Sequence[float]) -> None:
+    def trim(self, reservation: Reservation, sigmas_left: Sequence[float]) -> None:
         """Give up the keyframes that the steps still ahead, at falling noise levels, do not need: a one-off template
         holds two at a time.
         """
-        if sigmas_left and hold.sigmas[:1] == (bracket(hold.template.scheme.keyframes, sigmas_left[0]).near,):
+        if sigmas_left and reservation.sigmas[:1] == (
+            bracket(reservation.template.scheme.keyframes, sigmas_left[0]).near,
+        ):
             return  # the next step still reads the first one
-        needed = set(keyframes_needed(hold.template.scheme.keyframes, sigmas_left))
-        passed = [sigma for sigma in hold.sigmas if sigma not in needed]
-        if passed and hold.is_complete:
-            hold.sigmas = tuple(sigma for sigma in hold.sigmas if sigma in needed)
-            self.cache.release([page_key(hold.template.key, sigma) for sigma in passed])
+        needed = set(keyframes_needed(reservation.template.scheme.keyframes, sigmas_left))
+        passed = [sigma for sigma in reservation.sigmas if sigma not in needed]
+        if passed and reservation.is_complete:
+            reservation.sigmas = tuple(sigma for sigma in reservation.sigmas if sigma in needed)
+            self.cache.release([page_key(reservation.template.key, sigma) for sigma in passed])
 
     def finish_copy(self, done: PageCopied) -> None:
         """An entry has come up, or gone down, a tier; or it could not."""
         self.cache.finish_copy(done)
-        for hold in list(self._holds.values()):
-            self.refresh(hold)
+        for reservation in list(self._reservations.values()):
+            self.refresh(reservation)
 
     def abandon(self) -> None:
         """The workers are gone, and with them whatever was in flight."""
@@ -192,25 +159,25 @@ class PageReservations:
         for job in list(self._jobs.values()):
             if job.is_in_flight:
                 self.fail(job)
-        for hold in list(self._holds.values()):
-            self.release(hold)
+        for reservation in list(self._reservations.values()):
+            self.release(reservation)
 
     # ------------------------------------------------------------------------------------------------- reading
 
-    def span(self, hold: Reservation, sigma: float, *, may_load: bool = False) -> PageSpan | None:
+    def span(self, reservation: Reservation, sigma: float, *, may_load: bool = False) -> PageSpan | None:
         """The pages at this noise level; None while they are not there, or with `may_load` not even on their way."""
         usable = (EntryState.READY, EntryState.LOADING) if may_load else (EntryState.READY,)
-        around = bracket(hold.template.scheme.keyframes, sigma)
-        keys = [page_key(hold.template.key, keyframe) for keyframe in around.keyframes]
+        around = bracket(reservation.template.scheme.keyframes, sigma)
+        keys = [page_key(reservation.template.key, keyframe) for keyframe in around.keyframes]
         if any(self.cache.state(key) not in usable for key in keys):
             return None
         near, *far = (self.cache.ref(key) for key in keys)
-        return PageSpan(hold.template.scheme.layout.dtype, near, far[0] if far else None, around.weight)
+        return PageSpan(reservation.template.scheme.layout.dtype, near, far[0] if far else None, around.weight)
 
-    def loading(self, hold: Reservation, sigma: float) -> list[tuple[Tier, int]]:
+    def loading(self, reservation: Reservation, sigma: float) -> list[tuple[Tier, int]]:
         """(tier, bytes) of each entry at this noise level that is on its way."""
-        around = bracket(hold.template.scheme.keyframes, sigma)
-        keys = [page_key(hold.template.key, keyframe) for keyframe in around.keyframes]
+        around = bracket(reservation.template.scheme.keyframes, sigma)
+        keys = [page_key(reservation.template.key, keyframe) for keyframe in around.keyframes]
         refs = [self.cache.ref(key) for key in keys if self.cache.state(key) is EntryState.LOADING]
         return [(self.cache.tier_of(ref.key) or "disk", ref.nbytes) for ref in refs]
 
@@ -237,14 +204,15 @@ class PageReservations:
     def waiters(self, job: PrimingJob) -> list[Reservation]:
         """The holds that a job works for."""
         return [
-            hold
-            for hold in self._holds.values()
-            if hold.template.key == job.template.key and not (hold.is_complete or hold.is_given_up or hold.is_prefetch)
+            reservation
+            for reservation in self._reservations.values()
+            if reservation.template.key == job.template.key
+            and not (reservation.is_complete or reservation.is_given_up or reservation.is_prefetch)
         ]
 
     def is_idle_work(self, job: PrimingJob) -> bool:
         """Whether nobody waits for it who is in a hurry."""
-        return all(hold.is_idle_work for hold in self.waiters(job))
+        return all(reservation.is_idle_work for reservation in self.waiters(job))
 
     def needs_latents(self, job: PrimingJob) -> bool:
         """Whether the template's clean latents come first."""
@@ -274,22 +242,22 @@ class PageReservations:
     def finish_latents(self, job: PrimingJob, seconds: float) -> None:
         self._land(job, seconds)
         self.cache.fill(job.template.latents_key)
-        self._settle(job)
+        self._finish_job(job)
 
     def finish_chunk(self, job: PrimingJob, chunk: Chunk, seconds: float) -> None:
         self._land(job, seconds)
         for key in job.finish_chunk(chunk):
             self.cache.fill(key)
-        self._settle(job)
+        self._finish_job(job)
 
     def fail(self, job: PrimingJob) -> list[Reservation]:
         """A worker could not do it: the job is over, and those returned, who waited for it, are given up."""
         self._land(job, 0.0)
         waiters = self.waiters(job)
-        for hold in waiters:
-            hold.is_given_up = True
+        for reservation in waiters:
+            reservation.is_given_up = True
         self._end(job)
-        self._settle(job)
+        self._finish_job(job)
         return waiters
 
     def take_freed(self) -> list[str]:
@@ -297,15 +265,15 @@ class PageReservations:
         freed, self._freed = self._freed, []
         return freed
 
-    def _want(self, hold: Reservation, empty: set[str]) -> None:
+    def _want(self, reservation: Reservation, empty: set[str]) -> None:
         """Have these entries primed."""
-        job = self._jobs.get(hold.template.key)
+        job = self._jobs.get(reservation.template.key)
         if job is None:
-            job = PrimingJob(f"prime-{next(self._job_ids)}", hold.template)
-            self._jobs[hold.template.key] = job
-        hold.is_primed = True
-        for sigma in hold.sigmas:
-            key = page_key(hold.template.key, sigma)
+            job = PrimingJob(f"prime-{next(self._job_ids)}", reservation.template)
+            self._jobs[reservation.template.key] = job
+        reservation.is_primed = True
+        for sigma in reservation.sigmas:
+            key = page_key(reservation.template.key, sigma)
             if key in empty:
                 job.wanted.setdefault(sigma, key)
 
@@ -313,19 +281,19 @@ class PageReservations:
         job.is_in_flight = False
         job.seconds += seconds
         left = self._left.get(job.id, [])
-        for hold in [*self._holds.values(), *left]:
+        for reservation in [*self._reservations.values(), *left]:
             # Who lent its pixels may wait no longer: pages may have come up from another tier meanwhile.
-            if hold.template.key == job.template.key:
-                hold.is_read = False
-        for hold in [*self.waiters(job), *left]:
-            hold.prime_seconds += seconds
+            if reservation.template.key == job.template.key:
+                reservation.is_read = False
+        for reservation in [*self.waiters(job), *left]:
+            reservation.prime_seconds += seconds
 
-    def _settle(self, job: PrimingJob) -> None:
+    def _finish_job(self, job: PrimingJob) -> None:
         """After a landing: let go what was given up meanwhile, tell those who wait, end the job if it is done."""
-        for hold in self._left.pop(job.id, []):
-            self.cache.release(hold.entry_keys())
-        for hold in self.waiters(job):
-            self.refresh(hold)
+        for reservation in self._left.pop(job.id, []):
+            self.cache.release(reservation.entry_keys())
+        for reservation in self.waiters(job):
+            self.refresh(reservation)
         self._drop_unwanted(job.template.key)
 
     def _drop_unwanted(self, template_key: str) -> None:
@@ -346,6 +314,6 @@ class PageReservations:
         """Raises AssertionError unless holds, jobs and the cache agree."""
         self.cache.check_integrity()
         assert set(self._left) <= {job.id for job in self._jobs.values() if job.is_in_flight}
-        for hold in self._holds.values():
-            assert hold.is_reserved
-            assert all(self.cache.state(key) is not EntryState.ABSENT for key in hold.entry_keys())
+        for reservation in self._reservations.values():
+            assert reservation.is_reserved
+            assert all(self.cache.state(key) is not EntryState.ABSENT for key in reservation.entry_keys())

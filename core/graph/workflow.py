@@ -13,8 +13,8 @@ scheduler.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 StageName = Literal["text_encode", "image_encode", "denoise", "decode"]
@@ -101,134 +101,6 @@ INPAINT = Workflow(
     output="decode",
 )
 """Masked editing with one denoising loop."""
-
-
-def preview_steps(num_steps: int, num_previews: int) -> tuple[int, ...]:
-    """After how many steps (1-based) each partial image is due: evenly spaced, before the last step, without repeats:
-    `num_previews` of them, or num_steps - 1 where that is less.
-    """
-    due = {round(num_steps * (i + 1) / (num_previews + 1)) for i in range(num_previews)}
-    return tuple(sorted(step for step in due if 0 < step < num_steps))
-
-
-@dataclass(slots=True)
-class Progress:
-    """How far one request has come. Only the StepScheduler writes it; `*_scheduled` runs ahead of `*_done` while in
-    flight. Every preview is made: the step that the next one shows, and the output, wait for the one before, so that
-    the number of previews is a function of the request and never of load.
-    """
-
-    num_steps: int
-    previews: tuple[int, ...] = ()  # step counts after which a preview is due
-    steps_scheduled: int = 0
-    steps_done: int = 0
-    done: set[str] = field(default_factory=set)  # `once` nodes that finished, and the loop when all its steps did
-    in_flight: dict[str, int] = field(default_factory=dict)  # node -> batches out with it
-    previews_done: int = 0  # the first so many previews have been made
-    pending_preview: int | None = None  # index of the preview whose `clean` is being made, waits or is decoded
-    is_restarting: bool = False  # nothing more is scheduled: it begins again once nothing is in flight
-
-    @property
-    def num_in_flight(self) -> int:
-        return sum(self.in_flight.values())
-
-    @property
-    def has_started(self) -> bool:
-        """Whether a worker may hold tensors of it."""
-        return bool(self.done or self.in_flight)
-
-    @property
-    def steps_left(self) -> int:
-        """Loop iterations not yet scheduled."""
-        return self.num_steps - self.steps_scheduled
-
-    def times_left(self, node: Node) -> int:
-        """How often `node` has still to be scheduled."""
-        match node.kind:
-            case "loop":
-                return self.steps_left
-            case "once":
-                return 0 if node.name in self.done or node.name in self.in_flight else 1
-            case "side":
-                return len(self.previews) - self.previews_done - self.in_flight.get(node.name, 0)
-
-    def ready(self, workflow: Workflow) -> list[Node]:
-        """Nodes that can be scheduled now, in graph order."""
-        return [] if self.is_restarting else [node for node in workflow.nodes if self._is_ready(node, workflow)]
-
-    def _is_ready(self, node: Node, workflow: Workflow) -> bool:
-        if node.kind == "side":
-            return self._is_clean_kept() and not self.in_flight.get(node.name)
-        if node.name in self.done or not self._inputs_done(node):
-            return False
-        if node.kind == "loop":
-            return self.steps_left > 0 and not (self.is_preview_out and self.is_preview_next)
-        # The loop replaces the tensors it iterates on in place: their readers outside it wait for its end.
-        is_early = node.name == workflow.output and (workflow.loop.name not in self.done or self.is_preview_out)
-        return not (is_early or self.in_flight.get(node.name))
-
-    def _inputs_done(self, node: Node) -> bool:
-        return all(edge.deferred or edge.source in self.done for edge in node.inputs)
-
-    def start(self, node: Node) -> None:
-        """Record that one batch with this node is out."""
-        if node.kind == "loop":
-            if self.is_preview_next:
-                self.pending_preview = self.previews_done
-            self.steps_scheduled += 1
-        self.in_flight[node.name] = self.in_flight.get(node.name, 0) + 1
-
-    def finish(self, node: Node) -> None:
-        """Record that one such batch came back well."""
-        self.land(node)
-        if node.kind == "loop":
-            self.steps_done += 1
-            if self.steps_done == self.num_steps:
-                self.done.add(node.name)
-        elif node.kind == "once":
-            self.done.add(node.name)
-        else:
-            self.previews_done += 1
-            self.pending_preview = None
-
-    def land(self, node: Node) -> None:
-        """Record that one batch with this node is no longer out, whatever came of it."""
-        self.in_flight[node.name] -= 1
-        if not self.in_flight[node.name]:
-            del self.in_flight[node.name]
-
-    def retry(self, node: Node) -> None:
-        """Record that a loop iteration that was out has changed nothing and is to be scheduled again; it must have been
-        the last one.
-        """
-        if self.pending_preview is not None and self.previews[self.pending_preview] == self.steps_scheduled:
-            self.pending_preview = None
-        self.land(node)
-        self.steps_scheduled -= 1
-
-    def restart(self, kept: Iterable[str]) -> None:
-        """Begin again at the first step; of the nodes that are done only `kept` stay so. Nothing may be in flight.
-        Previews that were made are not made again.
-        """
-        self.done.intersection_update(kept)
-        self.steps_scheduled = self.steps_done = 0
-        self.pending_preview = None
-        self.is_restarting = False
-
-    @property
-    def is_preview_out(self) -> bool:
-        """Whether a preview's step has been scheduled, and the preview has not been made."""
-        return self.pending_preview is not None
-
-    @property
-    def is_preview_next(self) -> bool:
-        """Whether a preview is to show the next step."""
-        index = self.previews_done + self.is_preview_out
-        return self.previews[index : index + 1] == (self.steps_scheduled + 1,)
-
-    def _is_clean_kept(self) -> bool:
-        """Whether the step that the pending preview shows has been done."""
-        return self.pending_preview is not None and self.steps_done >= self.previews[self.pending_preview]
 
 
 Placement = Mapping[str, int]

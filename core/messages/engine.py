@@ -9,7 +9,7 @@ from core.failure import Failure
 from core.handles import ArrayRef, Tier
 from core.messages.message import Message
 from core.model_info import ModelInfo
-from core.scheduling.request import SamplingParams
+from core.sampling_params import SamplingParams
 
 
 class EditRequest(Message, frozen=True):

@@ -15,20 +15,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
-from heapq import heappop, heappush
 
 import numpy as np
 import numpy.typing as npt
 
 from core.costs.load_report import LoadReport, RequestLoad
+from core.costs.slot_forecast import Place, until_free
 from core.messages.engine import EditRequest, PrimeTemplate
 from core.model_info import ModelInfo
 from core.routing.fleet_costs import Features, FleetCosts, SizeCosts, Vector, work_features
 from core.routing.template_map import Counts, TemplateMap, TemplateResidency
 from core.routing.turn import staying_ahead
-
-Place = tuple[float, float]
-"""Steps left of a request, and the seconds it adds to each of them."""
 
 TINY = 1e-9
 """Seconds; keeps divisions by the step time of an idle engine finite."""
@@ -172,7 +169,7 @@ class Fleet:
         pending = [sent for sent in self._pending[engine] if sent.number > report.num_received]
         self._pending[engine] = pending
         if not (pending or report.requests or report.priming_seconds):
-            self.templates.settle(engine)
+            self.templates.clear_expected(engine)
         self._set_held(engine, report.num_running + report.num_waiting + len(pending))
         self.base_seconds[engine] = max([report.base_seconds, *(sent.base_seconds for sent in pending)])
         self.priming_seconds[engine] = report.priming_seconds + sum(sent.priming_seconds for sent in pending)
@@ -323,27 +320,6 @@ class Fleet:
         padding = [0.0] * (self.max_num_seqs - len(left))
         steps, seconds = [steps for steps, _ in left], [seconds for _, seconds in left]
         self._rows[4:, engine] = [start + waited, pace, len(left), *steps, *padding, *seconds, *padding]
-
-
-def until_free(loads: Iterable[Place], num_places: int, base_seconds: float) -> tuple[float, list[Place]]:
-    """Seconds until one of the places is free if these requests, in this order, go through them one step at a time, and
-    who is in the other places then.
-
-    A place that ends is taken by the next in line at once. Exact for a FIFO queue and O(log places) per request: steps
-    are counted from now on for all, so that each request has one end, and a heap tells the next.
-    """
-    ends: list[Place] = []
-    step = elapsed = 0.0
-    pace = base_seconds
-    for steps, seconds in loads:
-        heappush(ends, (step + steps, seconds))
-        pace += seconds
-        if len(ends) == num_places:
-            end, gone = heappop(ends)
-            elapsed += (end - step) * pace
-            step = end
-            pace -= gone
-    return elapsed, [(end - step, seconds) for end, seconds in ends if end > step]
 
 
 def _place(load: RequestLoad) -> Place:

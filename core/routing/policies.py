@@ -10,13 +10,12 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from core.config import RouterPolicy
+from core.config import PRIME_SHARE, RouterPolicy
 from core.errors import EngineDeadError
 from core.routing.admission import Outlook
 from core.routing.fleet import TINY, EditShape, Fleet
 from core.routing.fleet_costs import SizeCosts, Vector
 from core.routing.template_map import TemplateResidency
-from core.scheduling.scheduling_pass import PRIME_SHARE
 
 TIE = 1e-9
 """Relative difference of costs that are equal but for rounding."""

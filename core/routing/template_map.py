@@ -112,7 +112,7 @@ class TemplateMap:
         if len(expected) > MAX_EXPECTED:
             self._give_up(engine, next(iter(expected)))
 
-    def settle(self, engine: int) -> None:
+    def clear_expected(self, engine: int) -> None:
         """The engine is idle: what it was to make and has not made it will not make."""
         for template in list(self._expected[engine]):
             self._give_up(engine, template)

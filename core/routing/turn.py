@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from core.config import CLASS_SECONDS
 from core.costs.load_report import RequestLoad
-from core.scheduling.request import CLASS_SECONDS
 
 
 def staying_ahead(loads: Sequence[RequestLoad], owner: str, priority: int, now: float) -> list[int]:

@@ -6,15 +6,16 @@ A request has a deadline of its own (`timeout`), after which nobody wants it, or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from core.costs.batch_forecast import BatchForecast, Member
 from core.costs.load_report import RequestLoad
+from core.costs.prediction_margin import CERTAIN
+from core.costs.slot_forecast import SlotForecast, alone
 from core.errors import DeadlineExceededError
 from core.failure import Failure
 from core.messages.engine import EditRequest
-from core.routing.admission import CERTAIN
-from core.routing.fleet import until_free
 from core.scheduling.fair_queue import Urgency, counts_as_due
 from core.scheduling.request import Request, Status
 
@@ -70,7 +71,7 @@ class Deadlines:
     def _lost_waiting(
         self, waiting: Sequence[Request], running: Sequence[RequestLoad], base: float, now: float
     ) -> Iterator[tuple[Request, Failure]]:
-        next_place = SlotForecast(running, self.max_num_seqs, base)
+        slot_forecast = SlotForecast(running, self.max_num_seqs, base)
         num_looked_at = 0
         for request in waiting:
             edit = request.edit
@@ -80,7 +81,7 @@ class Deadlines:
                 yield request, PASSED
             elif num_looked_at < self.max_num_seqs:
                 num_looked_at += 1
-                seconds = next_place.seconds(self.left(request))
+                seconds = slot_forecast.seconds(self.left(request))
                 failure = _why_drop(edit, now + seconds) if running else _why_stop(edit, now, now + CERTAIN * seconds)
                 if failure is not None:
                     yield request, failure
@@ -92,8 +93,8 @@ class Deadlines:
         if not _any_due(requests):
             return None
         running = (request for request in requests if request.status is Status.RUNNING and request.progress.steps_left)
-        company = BatchForecast((self._member(request, now) for request in running), self.base_seconds(requests))
-        return lambda request: company.admit(self._member(request, now))
+        forecast = BatchForecast((self._member(request, now) for request in running), self.base_seconds(requests))
+        return lambda request: forecast.admit(self._member(request, now))
 
     def _member(self, request: Request, now: float) -> Member:
         time = due(request.edit)
@@ -116,65 +117,3 @@ def _why_drop(edit: EditRequest, end: float) -> Failure | None:
 
 def _any_due(requests: Sequence[Request]) -> bool:
     return any(due(request.edit) is not None for request in requests)
-
-
-class SlotForecast:
-    """How long a request that waits will take at least, given those that run."""
-
-    def __init__(self, running: Iterable[RequestLoad], num_places: int, base_seconds: float) -> None:
-        places = [(float(load.steps_left), load.step_seconds) for load in running if load.steps_left]
-        self._base = base_seconds
-        self._wait, self._others = until_free(places, num_places, base_seconds)
-
-    def seconds(self, load: RequestLoad) -> float:
-        """If it has the next free place, beside those that run now and nobody else."""
-        beside = sum(min(load.steps_left, steps) * seconds for steps, seconds in self._others)
-        return self._wait + alone(load, self._base) + beside
-
-
-def alone(load: RequestLoad, base_seconds: float) -> float:
-    """Seconds that a request takes that nobody shares a step with."""
-    return load.steps_left * (base_seconds + load.step_seconds) + load.other_seconds
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A request among those that make steps together. left: seconds until it is due."""
-
-    load: RequestLoad
-    left: float | None
-
-
-class BatchForecast:
-    """The requests that make steps together. base_seconds: what a step takes whoever is in it."""
-
-    def __init__(self, members: Iterable[Member], base_seconds: float) -> None:
-        self._members = list(members)
-        self._base = base_seconds
-
-    def admit(self, newcomer: Member) -> bool:
-        """Take it in, unless somebody who would be done in time would be late for it."""
-        members = [*self._members, newcomer]
-        before, after = self._ends(self._members), self._ends(members)
-        for member, end, later in zip(self._members, before, after, strict=False):
-            if member.left is not None and end <= member.left < later:
-                return False
-        self._members = members
-        return True
-
-    def _ends(self, members: Sequence[Member]) -> list[float]:
-        return ends([member.load for member in members], self._base)
-
-
-def ends(loads: Sequence[RequestLoad], base_seconds: float) -> list[float]:
-    """Seconds until each of these is done if they make their steps together and nobody joins them."""
-    pace = base_seconds + sum(load.step_seconds for load in loads)
-    seconds = [0.0] * len(loads)
-    elapsed = made = 0.0
-    for index in sorted(range(len(loads)), key=lambda index: loads[index].steps_left):
-        load = loads[index]
-        elapsed += (load.steps_left - made) * pace
-        made = load.steps_left
-        pace -= load.step_seconds
-        seconds[index] = elapsed + load.other_seconds
-    return seconds

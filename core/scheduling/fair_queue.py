@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 from typing import Generic, TypeVar
 
-from core.scheduling.request import CLASS_SECONDS, PATIENCE_SECONDS
+from core.config import CLASS_SECONDS, PATIENCE_SECONDS
 
 MIN_SECONDS = 1e-3
 """What work counts as at least: where its time is not known yet, owners take turns."""

@@ -11,17 +11,17 @@ Output = PartialImage | Finished | TemplatePrimed | Failed | Aborted
 def finished(request: Request) -> Finished:
     """Of one whose last node is done."""
     assert request.started is not None
-    hold = request.hold
+    reservation = request.reservation
     ms = {"queue": (request.started - request.edit.arrival) * 1e3}
     ms |= {stage: seconds * 1e3 for stage, seconds in request.stage_seconds.items()}
-    ms["prime"] = hold.prime_seconds * 1e3 if hold else 0.0
+    ms["prime"] = reservation.prime_seconds * 1e3 if reservation else 0.0
     return Finished(
         request_id=request.id,
         ms=ms,
         text_tokens=request.text_tokens,
         prompt_truncated=request.prompt_truncated,
-        cache=hold.result if hold else "off",
-        tier=hold.tier if hold and not hold.is_primed else None,
-        is_primed=hold is not None and hold.is_primed,
+        cache=reservation.result if reservation else "off",
+        tier=reservation.tier if reservation and not reservation.is_primed else None,
+        is_primed=reservation is not None and reservation.is_primed,
         full_blocks=request.full_blocks,
     )

@@ -39,11 +39,11 @@ class PlansOut:
     def land(self, result: BatchResult) -> Flight:
         """The batch that has come back. An unknown one raises KeyError: results are never guessed at."""
         flight = self._flights.pop(result.batch_id)
-        self._settle(result.batch_id, result.rank)
+        self._forget(result.batch_id, result.rank)
         return flight
 
     def land_transfer(self, done: TransferDone) -> None:
-        self._settle(done.ref.key, done.rank)
+        self._forget(done.ref.key, done.rank)
 
     def clear(self) -> None:
         """Nothing will come back any more."""
@@ -74,7 +74,7 @@ class PlansOut:
         plans[seq] = plans.get(seq, 0) + 1
         self._plan_of[what] = seq
 
-    def _settle(self, what: int | TensorKey, rank: int) -> None:
+    def _forget(self, what: int | TensorKey, rank: int) -> None:
         plans, seq = self._awaited[rank], self._plan_of.pop(what)
         plans[seq] -= 1
         if not plans[seq]:

@@ -91,7 +91,7 @@ class Predictor:
 
     def full_blocks(self, request: Request, loading: Sequence[tuple[Tier, int]]) -> tuple[int, ...]:
         """The blocks that the request's next step computes in full while these entries, of (tier, bytes), come up."""
-        assert request.hold is not None
+        assert request.reservation is not None
         node, model = self._workflow.loop, request.edit.model
         every, active = request.num_all_tokens, request.num_active_tokens
         num_rows = request.edit.sampling.num_rows
@@ -100,7 +100,7 @@ class Predictor:
         load = sum(self.cost.predict_copy(tier, nbytes) for tier, nbytes in loading)
         if not full:
             return ()  # nothing is known yet
-        num_blocks = request.hold.template.scheme.layout.num_blocks
+        num_blocks = request.reservation.template.scheme.layout.num_blocks
         return plan_blocks(self._models[model].block_runs, num_blocks, full, cached, load)
 
     def _coefficients(self, request: Request, node: Node) -> tuple[float, ...]:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from core.cache.page_reservations import PageReservations, Reservation, keyframes_needed
+from core.cache.page_reservations import PageReservations, keyframes_needed
 from core.cache.priming import TemplateInfo
+from core.cache.reservation import Reservation
 from core.cache.template_requests import TemplateRequests
 from core.model_info import ModelInfo
 from core.scheduling.request import Request, Status
@@ -35,38 +36,40 @@ class RequestPrefetcher:
         """Say what a mask-aware edit needs of the cache, now that its noise levels are known."""
         template = self._template_of(request)
         needed = keyframes_needed(template.scheme.keyframes, _masked_sigmas(request, 0))
-        if request.hold is None:
-            request.hold = Reservation(request.id, template, request.edit.template, needed)
+        if request.reservation is None:
+            request.reservation = Reservation(request.id, template, request.edit.template, needed)
         else:
-            self._pages.narrow(request.hold, needed)
+            self._pages.narrow(request.reservation, needed)
 
     def trim(self, request: Request) -> None:
         """Let go what the steps left do not read."""
-        if request.hold is not None:
-            self._pages.trim(request.hold, _masked_sigmas(request, request.progress.steps_done))
+        if request.reservation is not None:
+            self._pages.trim(request.reservation, _masked_sigmas(request, request.progress.steps_done))
 
     def reserve(self, requests: Sequence[Request], *, is_idle: bool) -> None:
         """Pin what edits need, most urgent first and without overtaking, so that none waits for room forever. requests:
         all that live, in this order. is_idle: whether there are none, nor any that still ends.
         """
         for request in requests[: self._num_prefetched]:
-            if request.hold is None and request.status is Status.WAITING and request.edit.is_mask_aware:
+            if request.reservation is None and request.status is Status.WAITING and request.edit.is_mask_aware:
                 self._prefetch(request)
-        holds = [request.hold for request in requests if request.hold is not None]
-        for hold in [*holds, *self._template_requests.wanting_room(is_idle=is_idle)]:
-            if not hold.is_reserved and not self._reserve(hold):
+        reservations = [request.reservation for request in requests if request.reservation is not None]
+        for reservation in [*reservations, *self._template_requests.wanting_room(is_idle=is_idle)]:
+            if not reservation.is_reserved and not self._reserve(reservation):
                 break
 
     def _prefetch(self, request: Request) -> None:
         """Its noise levels are not known yet: all keyframes come."""
         template = self._template_of(request)
         if template.scheme.keyframes:
-            request.hold = Reservation(request.id, template, request.edit.template, template.scheme.keyframes)
-            request.hold.is_prefetch = True
+            request.reservation = Reservation(request.id, template, request.edit.template, template.scheme.keyframes)
+            request.reservation.is_prefetch = True
 
-    def _reserve(self, hold: Reservation) -> bool:
+    def _reserve(self, reservation: Reservation) -> bool:
         """Reserve what idle work has to give way for, if need be."""
-        return self._pages.reserve(hold) or (self._template_requests.yield_room() and self._pages.reserve(hold))
+        return self._pages.reserve(reservation) or (
+            self._template_requests.yield_room() and self._pages.reserve(reservation)
+        )
 
     def _template_of(self, request: Request) -> TemplateInfo:
         return TemplateInfo.of(request.edit, self._models[request.edit.model])

@@ -16,14 +16,16 @@ import msgspec
 
 from core.cache.activation_cache import ActivationCacheManager, TierBudget
 from core.cache.orders import CacheOrders
-from core.cache.page_reservations import PageReservations, Reservation
+from core.cache.page_reservations import PageReservations
 from core.cache.priming import Chunk, PrimingJob, TemplateInfo
+from core.cache.reservation import Reservation
 from core.cache.template_requests import TemplateRequests
 from core.config import CacheConfig, SchedulerConfig
 from core.costs.cost_model import CostKey, CostModel
 from core.costs.load_report import EngineStats, LoadReport
 from core.failure import NEVER_BEGUN, Failure
-from core.graph.workflow import INPAINT, Node, Placement, Progress, Workflow, place, preview_steps
+from core.graph.progress import Progress, preview_steps
+from core.graph.workflow import INPAINT, Node, Placement, Workflow, place
 from core.handles import PAGE_ARENA, ModelKey, TensorKey
 from core.messages.engine import (
     Aborted,
@@ -121,9 +123,9 @@ class StepScheduler:
             raise ValueError(f"request {prime.request_id} is here already")
         self._reporter.note_received()
         template = TemplateInfo.of(prime, self.models[prime.model])
-        hold = Reservation(prime.request_id, template, prime.template, template.scheme.keyframes)
-        hold.is_idle_work = prime.is_idle_work
-        self._template_requests.add(hold)
+        reservation = Reservation(prime.request_id, template, prime.template, template.scheme.keyframes)
+        reservation.is_idle_work = prime.is_idle_work
+        self._template_requests.add(reservation)
 
     def drop_template(self, drop: DropTemplate) -> None:
         """Forget a template's pages, once no edit uses them."""
@@ -143,7 +145,7 @@ class StepScheduler:
                 self._end(request, Status.ABORTED, Aborted(request_id=request_id))
             elif request_id in self._template_requests:
                 self._template_requests.give_up(request_id)
-        self._outputs += self._template_requests.settle()
+        self._outputs += self._template_requests.take_answers()
 
     def fail_all(self, failure: Failure) -> None:
         """The workers are gone: end every request now, whatever was in flight. Those that no worker had begun are told
@@ -156,8 +158,8 @@ class StepScheduler:
             ending = self._endings.pop(request.id, Failed(request_id=request.id, failure=told))
             self._remove(request)
             self._outputs.append(ending)
-        self._fail_waiters(self._template_requests.holds(), failure)
-        self._outputs += self._template_requests.settle()
+        self._fail_waiters(self._template_requests.reservations(), failure)
+        self._outputs += self._template_requests.take_answers()
         self._out.clear()
 
     @property
@@ -177,7 +179,7 @@ class StepScheduler:
         self._give_up_lost(now)
         requests = list(self.in_order())
         self._prefetcher.reserve(requests, is_idle=not self._requests)
-        self._outputs += self._template_requests.settle()
+        self._outputs += self._template_requests.take_answers()
         chosen = SchedulingPass(
             self.config,
             self.workflow,
@@ -231,7 +233,7 @@ class StepScheduler:
         if done.ok:
             self._reporter.note_copy(done)
         self.pages.finish_copy(done)
-        self._outputs += self._template_requests.settle()
+        self._outputs += self._template_requests.take_answers()
         for request in () if done.ok else tuple(self.in_order()):
             request.begin_again_if_spoilt(self.workflow)
 
@@ -368,8 +370,8 @@ class StepScheduler:
     def _remove(self, request: Request) -> None:
         del self._requests[request.id]
         self._queue.remove(request.id)
-        if request.hold is not None:
-            self.pages.release(request.hold)
+        if request.reservation is not None:
+            self.pages.release(request.reservation)
         if request.progress.has_started:
             self._free.append(TensorKey(request.id, "", ""))
 
@@ -385,15 +387,15 @@ class StepScheduler:
             self.pages.finish_latents(job, result.seconds)
         else:
             self.pages.finish_chunk(job, chunk, result.seconds)
-        self._outputs += self._template_requests.settle()
+        self._outputs += self._template_requests.take_answers()
         for request_id in list(self._endings):
             self._finish_ending(self._requests[request_id])
 
-    def _fail_waiters(self, holds: Iterable[Reservation], failure: Failure) -> None:
-        for hold in holds:
-            request = self._requests.get(hold.owner_id)
+    def _fail_waiters(self, reservations: Iterable[Reservation], failure: Failure) -> None:
+        for reservation in reservations:
+            request = self._requests.get(reservation.owner_id)
             if request is None:
-                self._template_requests.fail(hold.owner_id, failure)
+                self._template_requests.fail(reservation.owner_id, failure)
             elif request.is_live:
                 self._end(request, Status.FAILED, Failed(request_id=request.id, failure=failure))
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from core.cache.page_reservations import PageReservations
 from core.cache.priming import Chunk, PrimingJob
-from core.config import SchedulerConfig
+from core.config import PRIME_SHARE, SchedulerConfig
 from core.costs.cost_model import Work
 from core.graph.workflow import Node, Placement, Workflow
 from core.handles import ModelKey, TensorKey, TensorRef, Tier
@@ -25,9 +25,6 @@ PredictWork = Callable[[str, Node, Work], float]
 
 BlockPlan = Callable[[Request, list[tuple[Tier, int]]], tuple[int, ...]]
 """The blocks to compute in full at a request's next step, while entries of (tier, bytes) are on their way."""
-
-PRIME_SHARE = 0.2
-"""Tokens primed along with a step, as a share of the step's own: running requests wait at most so much longer."""
 
 
 @dataclass(slots=True)
@@ -110,15 +107,15 @@ class SchedulingPass:
 
     def _has_pages(self, request: Request, node: Node) -> bool:
         """Whether what the node reads of the activation cache is there."""
-        hold, step = request.hold, request.progress.steps_scheduled
+        reservation, step = request.reservation, request.progress.steps_scheduled
         if node.stage == "decode":
-            return hold is None or (hold.is_reserved and self.pages.has_latents(hold.template))
+            return reservation is None or (reservation.is_reserved and self.pages.has_latents(reservation.template))
         if node.kind != "loop" or not request.is_masked_step(step):
             return True
-        if hold is None or not hold.is_reserved or not self.pages.has_latents(hold.template):
+        if reservation is None or not reservation.is_reserved or not self.pages.has_latents(reservation.template):
             return False
-        may_load = self.block_plan is not None and not hold.is_primed
-        return self.pages.span(hold, request.sigmas[step], may_load=may_load) is not None
+        may_load = self.block_plan is not None and not reservation.is_primed
+        return self.pages.span(reservation, request.sigmas[step], may_load=may_load) is not None
 
     def _choose_nodes(self, request: Request, nodes: Sequence[Node]) -> None:
         """All of these nodes or, where the time budget of a rank is spent, none. One item always goes."""
@@ -165,10 +162,10 @@ class SchedulingPass:
 
     def _plan_blocks(self, request: Request) -> None:
         """Decide which blocks its next step computes in full, where some of its pages are on their way."""
-        hold, step = request.hold, request.progress.steps_scheduled
-        if hold is not None and self.block_plan is not None and request.is_masked_step(step):
-            loading = self.pages.loading(hold, request.sigmas[step])
-            hold.full_blocks = self.block_plan(request, loading) if loading else ()
+        reservation, step = request.reservation, request.progress.steps_scheduled
+        if reservation is not None and self.block_plan is not None and request.is_masked_step(step):
+            loading = self.pages.loading(reservation, request.sigmas[step])
+            reservation.full_blocks = self.block_plan(request, loading) if loading else ()
 
     # ------------------------------------------------------------------------------------------------ priming
 

@@ -129,19 +129,19 @@ def _denoise(request: Request, pages: PageReservations) -> Denoise:
     edit, progress = request.edit, request.progress
     assert edit.sampling.guidance_scale is not None
     step = progress.steps_scheduled
-    hold = request.hold if request.is_masked_step(step) else None
+    reservation = request.reservation if request.is_masked_step(step) else None
     return Denoise(
         step=step,
         num_inference_steps=progress.num_steps,
         width=edit.width,
         height=edit.height,
-        active=edit.active if hold else None,
+        active=edit.active if reservation else None,
         guidance_scale=edit.sampling.guidance_scale,
         true_cfg_scale=edit.sampling.true_cfg_scale or 1.0,
         keep_clean=progress.is_preview_next,
-        pages=pages.span(hold, request.sigmas[step], may_load=True) if hold else None,
-        full_blocks=hold.full_blocks if hold else (),
-        template=pages.latents(hold.template) if hold else None,
+        pages=pages.span(reservation, request.sigmas[step], may_load=True) if reservation else None,
+        full_blocks=reservation.full_blocks if reservation else (),
+        template=pages.latents(reservation.template) if reservation else None,
         content_id=edit.content_id,
         cache_salt=edit.cache_salt,
     )
@@ -156,7 +156,7 @@ def _decode(request: Request, node: Node, pages: PageReservations) -> Decode:
         height=edit.height,
         partial=is_preview,
         pixels=edit.pixels[index] if is_preview and index is not None else edit.pixels[-1],
-        active=edit.active if request.hold else None,
-        template_latents=pages.latents(request.hold.template) if request.hold else None,
-        template=edit.template if request.hold else None,
+        active=edit.active if request.reservation else None,
+        template_latents=pages.latents(request.reservation.template) if request.reservation else None,
+        template=edit.template if request.reservation else None,
     )

@@ -60,7 +60,7 @@ class AsyncEngine:
         self.cache = config.engine.cache  # with what the engines found they have, once ready
         self.templates = TemplateStore(config.template_bytes)
         self.result_templates = ResultTemplates(self)
-        self.door = AdmissionController(self)
+        self.admission = AdmissionController(self)
         self._highest_class = 0  # of all requests so far, that of the default at least
         self._sessions: set[EditSession | TemplateSession] = set()  # begun and not yet cleaned up
         self.is_closing = False  # refuses new edits
@@ -83,7 +83,7 @@ class AsyncEngine:
         self.images = ImagePool(self.config.image, self._arena)
         self.router = Router(self.config, self._arena, self.metrics)
         self.metrics.watch_queue(lambda: self.num_requests_running, lambda: self.num_requests_waiting)
-        self.metrics.watch_image_processors(self.images, lambda: self.door.drain_seconds)
+        self.metrics.watch_image_processors(self.images, lambda: self.admission.drain_seconds)
         try:
             self.router.start()
             await self.images.start()
@@ -127,7 +127,7 @@ class AsyncEngine:
                 self._tasks.create_task(self.router.run())
                 self._tasks.create_task(self.images.closed())
                 await self._stopping.wait()
-                await asyncio.gather(self.router.stop(), self._settle())
+                await asyncio.gather(self.router.stop(), self._wait_for_callers())
                 await self.images.stop()
         except Exception as error:  # the actor's edge: unheard, a bug here would leave every caller waiting
             logger.exception("the engine's client failed")
@@ -135,7 +135,7 @@ class AsyncEngine:
         finally:
             await self._dismantle()
 
-    async def _settle(self) -> None:
+    async def _wait_for_callers(self) -> None:
         """Every request has its terminal output by now: give callers a moment to take it and leave their contexts."""
         with suppress(TimeoutError):
             async with asyncio.timeout(SETTLE_SECONDS):
@@ -160,13 +160,13 @@ class AsyncEngine:
         """
         session = EditSession(self, request_id, edit, self._choose_model(edit.model, edit.lora))
         self._check_room(session)
-        with self.hold(session):
+        with self.track(session):
             await session.prepare()
             session.submit()
             yield session.outputs()
 
     @contextmanager
-    def hold(self, session: EditSession | TemplateSession) -> Iterator[None]:
+    def track(self, session: EditSession | TemplateSession) -> Iterator[None]:
         """Count a session among those that run. When its caller leaves, what still runs of it is ended, and its memory
         freed as soon as nothing can touch it any more.
         """
@@ -245,7 +245,7 @@ class AsyncEngine:
 
     def retry_after(self) -> float:
         """Seconds after which a refused client is likely to find room: the predicted time to drain what is here."""
-        return self.bounded_retry(max(self.router.drain_seconds, self.door.drain_seconds))
+        return self.bounded_retry(max(self.router.drain_seconds, self.admission.drain_seconds))
 
     def bounded_retry(self, seconds: float) -> float:
         """What a client that should wait so long is told."""
@@ -273,7 +273,7 @@ class AsyncEngine:
         upload = await KeptUpload.of(image)
         session = TemplateSession(self, request_id, upload, info, owner=owner)
         self._check_room(session)
-        with self.hold(session):
+        with self.track(session):
             prepared = await session.prepare()
             page_bytes = (await session.prime()).nbytes if session.can_prime else 0
             template = Template(

@@ -23,9 +23,9 @@ from core.messages.image_processor import ComposedImage, PreparedImages
 from core.model_choice import kin
 from core.model_info import ModelInfo
 from core.routing.fleet import EditShape
-from core.scheduling.request import MAX_PADDING_MASK_CROP, MAX_PROMPT_CHARACTERS
+from core.sampling_params import MAX_PADDING_MASK_CROP, MAX_PROMPT_CHARACTERS
 from core.validation import check_integer, check_length
-from engine.client.admission_controller import AdmissionTicket
+from engine.client.admission_ticket import AdmissionTicket
 from engine.client.edit_images import EditImage, EditImages
 from engine.client.edit_types import EditInput, EditReport, ImageOutput
 from engine.client.prepared_edit import PreparedEdit, smallest_shape
@@ -83,9 +83,9 @@ class EditSession:
         self._upload = self._template.upload if self._template else edit.image
         self._timing = Timing()
         self._span = current_span()
-        caller = engine.door.caller(request_id, edit, self._timing.arrival)
-        self._passage = AdmissionTicket(
-            engine.door, self._timing.arrival, edit.sampling.timeout, self.num_images, caller
+        caller = engine.admission.caller(request_id, edit, self._timing.arrival)
+        self._ticket = AdmissionTicket(
+            engine.admission, self._timing.arrival, edit.sampling.timeout, self.num_images, caller
         )
         self._memory = SessionMemory(engine)
         self._images = SessionImages(engine, caller, edit, self._upload, model, self._memory)
@@ -101,7 +101,7 @@ class EditSession:
         """Copy the uploads to shared memory and have them checked and turned into template, mask and tokens."""
         edit, model = self._edit, self._model
         shape = smallest_shape(self._sampling, model, edit.owner)
-        self._passage.look_at_upload(shape, self._images.seconds)
+        self._ticket.look_at_upload(shape, self._images.seconds)
         async with self._deadline():
             prepared = await self._images.prepare()
             config = msgspec.structs.replace(self._engine.config.engine, cache=self._engine.cache)
@@ -141,9 +141,9 @@ class EditSession:
         if self.is_displaced:
             raise self._displaced()
         pictures = [self._make_picture(index) for index in range(self.num_images)]
-        self._passage.look_at_edit(EditShape.of_edit(pictures[0].request, self._model), self._images.seconds)
+        self._ticket.look_at_edit(EditShape.of_edit(pictures[0].request, self._model), self._images.seconds)
         for picture in pictures:
-            picture.request = msgspec.structs.replace(picture.request, objective=self._passage.worker_objective)
+            picture.request = msgspec.structs.replace(picture.request, objective=self._ticket.worker_objective)
             self._engine.router.submit(picture.request, self._hear)
             self._pictures.add(picture)
 
@@ -168,7 +168,7 @@ class EditSession:
             f"{self._id}-{index}",
             self._memory.alloc,
             arrival=self._timing.prepared,
-            deadline=self._passage.deadline,
+            deadline=self._ticket.deadline,
             trace_context=self._span.traceparent,
         )
         assert request.sampling.seed is not None
@@ -195,9 +195,9 @@ class EditSession:
             num_left -= isinstance(output, Finished)
             if not num_left:
                 self._teach()
-            self._passage.note_image_work(0.0)  # none is done while the reader has it, for as long as it likes
+            self._ticket.note_image_work(0.0)  # none is done while the reader has it, for as long as it likes
             yield image
-            self._passage.note_image_work(self._images.seconds.composes)
+            self._ticket.note_image_work(self._images.seconds.composes)
 
     async def _take(self, output: RequestOutput) -> ImageOutput:
         picture = self._pictures[output.request_id]
@@ -242,7 +242,7 @@ class EditSession:
             postprocess_seconds=postprocess,
         )
         assert picture.ended is not None
-        is_met = self._passage.is_met(picture.ended)
+        is_met = self._ticket.is_met(picture.ended)
         if is_met is not None:
             self._engine.metrics.observe_objective(is_met=is_met)
         self._engine.metrics.observe_finished(
@@ -295,7 +295,7 @@ class EditSession:
     async def _deadline(self) -> AsyncIterator[None]:
         """Raises DeadlineExceededError at the deadline, on the event loop's clock, which is CLOCK_MONOTONIC."""
         try:
-            async with asyncio.timeout_at(self._passage.deadline):
+            async with asyncio.timeout_at(self._ticket.deadline):
                 yield
         except TimeoutError as error:
             self._note_dropped("timeout")
@@ -315,13 +315,13 @@ class EditSession:
             return
         ended = self._pictures.last_ended
         if ended is None:
-            self._passage.missed()
+            self._ticket.missed()
         else:
-            self._passage.finished(ended)
+            self._ticket.finished(ended)
 
     def give_up(self) -> None:
         """Nobody listens any more: abort what still runs."""
-        self._passage.leave()
+        self._ticket.leave()
         running = self._pictures.running
         for _ in running:
             self._count_end(self._model.name)

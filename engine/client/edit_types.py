@@ -7,7 +7,7 @@ from typing import Literal
 
 from core.handles import Tier
 from core.messages.image_processor import Box, MaskKind, OutputFormat
-from core.scheduling.request import SamplingParams
+from core.sampling_params import SamplingParams
 from engine.client.mask_aware import ExactReason
 from engine.client.upload import Upload
 

@@ -10,7 +10,7 @@ from typing import Literal
 from core.config import CacheConfig, EngineConfig
 from core.model_info import ModelInfo
 from core.page_scheme import PageScheme
-from core.scheduling.request import SamplingParams
+from core.sampling_params import SamplingParams
 
 ExactReason = Literal["asked", "disabled", "unsafe", "mask_covers_all", "too_large", "full_steps"]
 """Why an edit computes every token. asked: by the request. disabled: by the server. unsafe: the checkpoint's

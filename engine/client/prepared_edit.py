@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import msgspec
 
 from core.config import EngineConfig
-from core.graph.workflow import preview_steps
+from core.graph.progress import preview_steps
 from core.handles import ArrayRef
 from core.ipc.shared_array import carve
 from core.messages.engine import EditRequest, Finished
 from core.messages.image_processor import PreparedImages
 from core.model_info import ModelInfo
 from core.routing.fleet import EditShape
-from core.scheduling.request import SamplingParams
+from core.sampling_params import SamplingParams
 from engine.client.edit_types import EditInput, EditReport
 from engine.client.mask_aware import ExactReason, resolve_full_steps, why_exact
 

@@ -80,7 +80,7 @@ class ResultTemplates:
         name, upload, owner = f"capture-{template.id}", template.upload, template.owner
         session = TemplateSession(self._engine, name, upload, model, owner=owner, is_idle_work=True)
         try:
-            with self._engine.hold(session):
+            with self._engine.track(session):
                 await self._prime_session(session, template)
         except StencilError as error:
             level = logging.DEBUG if self._engine.is_closing else logging.WARNING

@@ -8,7 +8,7 @@ import msgspec
 
 from core.errors import InvalidRequestError
 from core.model_info import ModelInfo
-from core.scheduling.request import MAX_IMAGES, SamplingParams
+from core.sampling_params import MAX_IMAGES, SamplingParams
 from core.validation import check_integer
 
 MAX_RANDOM_SEED = 2**53 - MAX_IMAGES

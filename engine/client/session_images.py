@@ -8,8 +8,8 @@ from core.costs.image_costs import ImageWork
 from core.handles import ArrayRef
 from core.messages.image_processor import ComposedImage, ComposeImage, PreparedImages, PrepareImages
 from core.model_info import ModelInfo
-from engine.client.admission_controller import ImageSeconds
 from engine.client.edit_types import EditInput
+from engine.client.image_seconds import ImageSeconds
 from engine.client.mask_aware import resolve_margin
 from engine.client.session_memory import SessionMemory
 from engine.client.upload import Upload

@@ -48,11 +48,11 @@ def _centred(size: Size, frame: Size) -> CropGeometry:
     return CropGeometry(size, (frame[0] // 2 - size[0] // 2, frame[1] // 2 - size[1] // 2))
 
 
-def lay(picture: Image.Image, frame: Size, placement: CropGeometry) -> Image.Image:
+def lay(picture: Image.Image, frame: Size, geometry: CropGeometry) -> Image.Image:
     """The picture (Lanczos) in a frame of its own; what it leaves free on two sides repeats its edges."""
-    (width, height), (x, y) = placement.size, placement.offset
-    resized = picture.resize(placement.size, Image.Resampling.LANCZOS)
-    if placement.size == frame:
+    (width, height), (x, y) = geometry.size, geometry.offset
+    resized = picture.resize(geometry.size, Image.Resampling.LANCZOS)
+    if geometry.size == frame:
         return resized
     filled = Image.new(picture.mode, frame)
     filled.paste(resized, (x, y))

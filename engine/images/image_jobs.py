@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
+from core.config import PATIENCE_SECONDS
 from core.costs.image_backlog import Share
 from core.costs.image_costs import ImageWork
 from core.handles import ArrayRef
 from core.ipc.logs import current_request
 from core.messages.image_processor import ComposedImage, ComposeImage, PreparedImages, PrepareImages, ToImageProcessor
 from core.scheduling.fair_queue import Claim, FairQueue, counts_as_due
-from core.scheduling.request import PATIENCE_SECONDS
 
 
 @dataclass(frozen=True, slots=True)

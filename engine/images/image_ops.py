@@ -90,14 +90,14 @@ def prepare(job: PrepareImages, image: Bytes | None, mask: Bytes | None) -> Prep
     upload = _read(image, mask, job.mask_kind, job.canvas_size, job.max_pixels)
     size, crop = _view_of(upload, job)
     picture, keep = upload.picture.image, upload.keep
-    placement = CropGeometry(size)
+    geometry = CropGeometry(size)
     if crop is not None:
         left, top, right, bottom = crop
         picture, keep = picture.crop(crop), keep[top:bottom, left:right]
-        placement = fitted(picture.size, size)
-    template = np.asarray(lay(picture.convert("RGB"), size, placement))
-    mask = model_mask(keep, size, placement)
-    active = active_tokens(keep, size, job.token_size, job.mask_margin, placement)
+        geometry = fitted(picture.size, size)
+    template = np.asarray(lay(picture.convert("RGB"), size, geometry))
+    mask = model_mask(keep, size, geometry)
+    active = active_tokens(keep, size, job.token_size, job.mask_margin, geometry)
     return PreparedArrays(
         upload_size=upload.picture.image.size,
         template=template,
@@ -204,29 +204,29 @@ def _bad_mask(reason: str, field: Field) -> InvalidImageError:
     return InvalidImageError(f"Invalid mask image format - {reason}", param=field, code="invalid_mask_image_format")
 
 
-def model_mask(keep: Bytes, size: Size, placement: CropGeometry | None = None) -> Bytes:
+def model_mask(keep: Bytes, size: Size, geometry: CropGeometry | None = None) -> Bytes:
     """The mask as the model sees it: uint8 [height, width] at generation size, 1 = edit.
 
     As FluxFillPipeline's mask processor makes it: 255 - keep resized (Pillow, Lanczos), then 1 from one half on. A mask
     too small or too faint to leave a pixel by that rule selects every pixel it touches instead: an edit of nothing is
     never meant. placement: where the picture lies at generation size, if it is a crop.
     """
-    grey = lay(Image.fromarray(255 - keep), size, placement or CropGeometry(size))
+    grey = lay(Image.fromarray(255 - keep), size, geometry or CropGeometry(size))
     mask = (np.asarray(grey) >= 128).astype(np.uint8)
     if not mask.any():
-        mask = touched_cells(keep, size, cell=1, margin=0, placement=placement).astype(np.uint8)
+        mask = touched_cells(keep, size, cell=1, margin=0, geometry=geometry).astype(np.uint8)
     return mask
 
 
 def active_tokens(
-    keep: Bytes, size: Size, token_size: int, margin: int, placement: CropGeometry | None = None
+    keep: Bytes, size: Size, token_size: int, margin: int, geometry: CropGeometry | None = None
 ) -> npt.NDArray[np.int32]:
     """Indices of the tokens to compute, int32 [active tokens], row-major, ascending.
 
     A token is active if a pixel of the upload with keep < 255, grown by `margin` pixels of generation size on each side
     (a square), covers any part of it. placement: as for `model_mask`.
     """
-    return np.flatnonzero(touched_cells(keep, size, token_size, margin, placement)).astype(np.int32)
+    return np.flatnonzero(touched_cells(keep, size, token_size, margin, geometry)).astype(np.int32)
 
 
 def _masked_tokens(mask: Bytes, token_size: int) -> npt.NDArray[np.int32]:
@@ -237,11 +237,11 @@ def _masked_tokens(mask: Bytes, token_size: int) -> npt.NDArray[np.int32]:
 
 
 def touched_cells(
-    keep: Bytes, size: Size, cell: int, margin: int, placement: CropGeometry | None = None
+    keep: Bytes, size: Size, cell: int, margin: int, geometry: CropGeometry | None = None
 ) -> npt.NDArray[np.bool_]:
     """Which cells of `cell` px the mask touches once placed in `size` and grown by `margin`: bool [rows, columns].
     placement: of the mask, which by default fills `size`."""
-    (width, height), (x, y) = (placement.size, placement.offset) if placement else (size, (0, 0))
+    (width, height), (x, y) = (geometry.size, geometry.offset) if geometry else (size, (0, 0))
     rows = _any_in_windows(keep < 255, *_windows(keep.shape[0], height, y, size[1] // cell, cell, margin))
     across = _windows(keep.shape[1], width, x, size[0] // cell, cell, margin)
     return _any_in_windows(np.ascontiguousarray(rows.T), *across).T
@@ -331,33 +331,33 @@ def paste_generated(canvas: Image.Image, pixels: Bytes, keep: Bytes, crop: Box |
     costs little.
     """
     box = left, top, right, bottom = mask_box(keep)
-    painted, placement = Image.fromarray(pixels), CropGeometry(canvas.size)
+    painted, geometry = Image.fromarray(pixels), CropGeometry(canvas.size)
     if crop is None:
-        generated = _scaled_part(painted, placement, box)
+        generated = _scaled_part(painted, geometry, box)
     else:
-        placement = covering(painted.size, (crop[2] - crop[0], crop[3] - crop[1])).moved(crop[0], crop[1])
-        generated = _part_of_scaled(painted, placement, box)
+        geometry = covering(painted.size, (crop[2] - crop[0], crop[3] - crop[1])).moved(crop[0], crop[1])
+        generated = _part_of_scaled(painted, geometry, box)
     # Pillow's paste rounds (source * a + generated * (255 - a)) / 255 to the nearest, in every band.
     canvas.paste(generated.convert(canvas.mode), box, Image.fromarray(255 - keep[top:bottom, left:right]))
 
 
-def _scaled_part(picture: Image.Image, placement: CropGeometry, box: Box) -> Image.Image:
+def _scaled_part(picture: Image.Image, geometry: CropGeometry, box: Box) -> Image.Image:
     """What is in `box` of a placed picture; nothing else is resized."""
-    (width, height), (x, y) = placement.size, placement.offset
+    (width, height), (x, y) = geometry.size, geometry.offset
     across, down = picture.width / width, picture.height / height
     source = ((box[0] - x) * across, (box[1] - y) * down, (box[2] - x) * across, (box[3] - y) * down)
     return picture.resize((box[2] - box[0], box[3] - box[1]), Image.Resampling.LANCZOS, box=source)
 
 
-def _part_of_scaled(picture: Image.Image, placement: CropGeometry, box: Box) -> Image.Image:
+def _part_of_scaled(picture: Image.Image, geometry: CropGeometry, box: Box) -> Image.Image:
     """The same, of all of it resized: diffusers' own pixels. In a part alone Pillow may scale rows before columns, and
     rounds and clips between the two; 40 of 255 was measured where neighbours are black and white. A crop hardly exceeds
     its frame, but a line of pixels: to fill that, most of the picture would be scaled in vain.
     """
-    (width, height), (x, y) = placement.size, placement.offset
+    (width, height), (x, y) = geometry.size, geometry.offset
     if width * height > MAX_COVER_PIXELS:
-        return _scaled_part(picture, placement, box)
-    resized = picture.resize(placement.size, Image.Resampling.LANCZOS)
+        return _scaled_part(picture, geometry, box)
+    resized = picture.resize(geometry.size, Image.Resampling.LANCZOS)
     return resized.crop((box[0] - x, box[1] - y, box[2] - x, box[3] - y))
 
 

@@ -353,9 +353,9 @@ class ImagePool:
             self.num_deaths += 1
             logger.error("an image processor died: %s", processor.child.describe_exit(), extra=processor.log_extra)
         if (job := processor.drop_job()) is not None:
-            self._settle(job, has_run_out=processor.child.returncode == -signal.SIGPROF)
+            self._retry_or_fail(job, has_run_out=processor.child.returncode == -signal.SIGPROF)
 
-    def _settle(self, job: ImageJob, *, has_run_out: bool) -> None:
+    def _retry_or_fail(self, job: ImageJob, *, has_run_out: bool) -> None:
         """Decide on a job whose processor is dead. has_run_out: the kernel ended it, for using up its time."""
         job.deaths += 1
         if not (has_run_out or self._stopping.is_set() or job.is_abandoned or job.deaths == MAX_DEATHS):

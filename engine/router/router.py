@@ -139,7 +139,7 @@ class Router:
     async def stop(self) -> None:
         """Abort what still runs and leave no process behind."""
         self._is_stopping = True
-        self.abort([request_id for request_id, placement in self._placements.items() if placement.engine is None])
+        self.abort([request_id for request_id, routed in self._placements.items() if routed.engine is None])
         await asyncio.gather(*(replica.stop() for replica in self._replicas))
 
     async def close(self) -> None:
@@ -187,13 +187,13 @@ class Router:
     @property
     def num_waiting(self) -> int:
         """Requests queued in the engines, or waiting for one."""
-        num_homeless = sum(placement.engine is None for placement in self._placements.values())
+        num_homeless = sum(routed.engine is None for routed in self._placements.values())
         return num_homeless + sum(load.num_waiting for load in self.loads if load is not None)
 
     def has_begun(self, request_id: str) -> bool:
         """Whether a worker has been given a request, or it has ended."""
-        placement = self._placements.get(request_id)
-        return placement is None or placement.has_begun
+        routed = self._placements.get(request_id)
+        return routed is None or routed.has_begun
 
     def outlook(self, shape: EditShape) -> Outlook | None:
         """What is predicted of an edit if it is submitted now; None while nobody knows, or no engine is alive."""
@@ -207,13 +207,13 @@ class Router:
 
     def engine_of(self, request_id: str) -> int | None:
         """The engine that has a request, its terminal output included; None while it waits for one."""
-        placement = self._placements.get(request_id)
-        return placement.engine if placement else None
+        routed = self._placements.get(request_id)
+        return routed.engine if routed else None
 
     def was_retried(self, request_id: str) -> bool:
         """Whether a request was given to an engine that has died since; known until its terminal output is heard."""
-        placement = self._placements.get(request_id)
-        return placement is not None and placement.was_retried
+        routed = self._placements.get(request_id)
+        return routed is not None and routed.was_retried
 
     # ---------------------------------------------------------------------------------- messages
 
@@ -223,9 +223,9 @@ class Router:
         """
         if self.error is not None:
             raise EngineDeadError(str(self.error))
-        placement = self._placements[request.request_id] = RoutedRequest(request, waiter)
+        routed = self._placements[request.request_id] = RoutedRequest(request, waiter)
         try:
-            self._place(placement)
+            self._place(routed)
         except BaseException:
             del self._placements[request.request_id]
             raise
@@ -239,42 +239,42 @@ class Router:
         """Ask for an early end; the terminal output still comes, at once where no engine has the request."""
         by_engine: dict[int, list[str]] = {}
         for request_id in request_ids:
-            placement = self._placements.get(request_id)
-            if placement is None:
+            routed = self._placements.get(request_id)
+            if routed is None:
                 continue
-            placement.is_aborted = True
-            if placement.engine is None:
-                self._end(placement, Aborted(request_id=request_id))
+            routed.is_aborted = True
+            if routed.engine is None:
+                self._end(routed, Aborted(request_id=request_id))
             else:
-                by_engine.setdefault(placement.engine, []).append(request_id)
+                by_engine.setdefault(routed.engine, []).append(request_id)
         for engine, ids in by_engine.items():
             self._replicas[engine].abort(tuple(ids))
 
-    def _place(self, placement: RoutedRequest) -> None:
+    def _place(self, routed: RoutedRequest) -> None:
         """Send a request to the engine of choice; it waits if there is none."""
-        shape = self._shape(placement.message)
-        placement.has_begun = placement.is_bystander = False
+        shape = self._shape(routed.message)
+        routed.has_begun = routed.is_bystander = False
         while self._fleet.is_alive.any():
             now = time.monotonic()
             choice = self._policy.choose(shape, self._fleet, now)
             try:
-                self._replicas[choice.engine].submit(placement.message, partial(self._hear, choice.engine))
+                self._replicas[choice.engine].submit(routed.message, partial(self._hear, choice.engine))
             except EngineDeadError as error:  # it died a moment ago
                 self.on_down(choice.engine, error)
                 continue
-            placement.engine, placement.sent = choice.engine, now
-            placement.predicted_seconds = choice.predicted_seconds
+            routed.engine, routed.sent = choice.engine, now
+            routed.predicted_seconds = choice.predicted_seconds
             self._fleet.sent(choice.engine, shape, now)
             self._metrics.observe_routed(choice.engine)
             return
-        placement.engine = None
+        routed.engine = None
 
-    def _place_again(self, placement: RoutedRequest) -> None:
+    def _place_again(self, routed: RoutedRequest) -> None:
         """Whose caller has left `submit`, and hears of an error as of any other."""
         try:
-            self._place(placement)
+            self._place(routed)
         except MessageError as error:
-            self._end(placement, Failed(request_id=placement.message.request_id, failure=Failure.of(error)))
+            self._end(routed, Failed(request_id=routed.message.request_id, failure=Failure.of(error)))
 
     def _shape(self, request: EditRequest | PrimeTemplate) -> EditShape:
         info = self._models[request.model]
@@ -283,55 +283,55 @@ class Router:
         return EditShape.of_edit(request, info)
 
     def _hear(self, engine: int, output: RequestOutput) -> None:
-        placement = self._placements[output.request_id]
+        routed = self._placements[output.request_id]
         match output:
             case PartialImage():
-                if output.index not in placement.partials_told:
-                    placement.partials_told.add(output.index)
-                    placement.waiter(output)
+                if output.index not in routed.partials_told:
+                    routed.partials_told.add(output.index)
+                    routed.waiter(output)
             case Failed(failure=Failure(kind="engine_dead") as failure):
                 self.on_down(engine, EngineDeadError(failure.message))
-                self._survive(placement, failure)
+                self._survive(routed, failure)
             case _:
-                if isinstance(output, Finished) and placement.predicted_seconds is not None:
-                    seconds = time.monotonic() - placement.sent
-                    self._metrics.observe_prediction(placement.predicted_seconds, seconds)
-                self._end(placement, output)
+                if isinstance(output, Finished) and routed.predicted_seconds is not None:
+                    seconds = time.monotonic() - routed.sent
+                    self._metrics.observe_prediction(routed.predicted_seconds, seconds)
+                self._end(routed, output)
 
-    def _end(self, placement: RoutedRequest, output: RequestOutput) -> None:
+    def _end(self, routed: RoutedRequest, output: RequestOutput) -> None:
         """Hand out a terminal output."""
-        placement.waiter(output)
+        routed.waiter(output)
         del self._placements[output.request_id]
 
-    def _survive(self, placement: RoutedRequest, failure: Failure) -> None:
+    def _survive(self, routed: RoutedRequest, failure: Failure) -> None:
         """Begin a request anew whose engine has died, unless that has become pointless."""
-        request_id = placement.message.request_id
-        placement.num_deaths += failure.code != NEVER_BEGUN and not placement.is_bystander
-        if placement.is_aborted:
-            self._end(placement, Aborted(request_id=request_id))
+        request_id = routed.message.request_id
+        routed.num_deaths += failure.code != NEVER_BEGUN and not routed.is_bystander
+        if routed.is_aborted:
+            self._end(routed, Aborted(request_id=request_id))
         elif self._is_stopping or self.error is not None:
-            self._end(placement, Failed(request_id=request_id, failure=failure))
-        elif placement.num_deaths > self._max_retries:
-            times = f"{placement.num_deaths} engines" if placement.num_deaths > 1 else "The engine"
+            self._end(routed, Failed(request_id=request_id, failure=failure))
+        elif routed.num_deaths > self._max_retries:
+            times = f"{routed.num_deaths} engines" if routed.num_deaths > 1 else "The engine"
             message = f"{times} died while running this request (retries allowed: {self._max_retries}): "
             told = Failure("engine_dead", message + failure.message)
             logger.error("%s", told.message, extra=of_request(request_id))
-            self._end(placement, Failed(request_id=request_id, failure=told))
+            self._end(routed, Failed(request_id=request_id, failure=told))
         else:
             self._metrics.observe_retried()
-            placement.was_retried = True
-            if placement.num_deaths >= SUSPECT_DEATHS and isinstance(placement.message, EditRequest):
-                placement.message = msgspec.structs.replace(placement.message, runs_alone=True)
-            self._place_again(placement)
+            routed.was_retried = True
+            if routed.num_deaths >= SUSPECT_DEATHS and isinstance(routed.message, EditRequest):
+                routed.message = msgspec.structs.replace(routed.message, runs_alone=True)
+            self._place_again(routed)
 
     # ---------------------------------------------------------------------------------- what engines say of themselves
 
     def on_up(self, rank: int) -> None:
         """Those who wait for an engine go there."""
         self._fleet.restore(rank)
-        for placement in list(self._placements.values()):
-            if placement.engine is None:
-                self._place_again(placement)
+        for routed in list(self._placements.values()):
+            if routed.engine is None:
+                self._place_again(routed)
 
     def on_report(self, rank: int, load: LoadReport, stats: EngineStats | None) -> None:
         """Take it in."""
@@ -358,10 +358,10 @@ class Router:
     def _note_bystanders(self, rank: int) -> None:
         """An engine that is killed names nobody: of those that were there, who had been begun may have done it. If
         nobody was reported to have been, each may."""
-        here = [placement for placement in self._placements.values() if placement.engine == rank]
-        if any(placement.has_begun for placement in here):
-            for placement in here:
-                placement.is_bystander = not placement.has_begun
+        here = [routed for routed in self._placements.values() if routed.engine == rank]
+        if any(routed.has_begun for routed in here):
+            for routed in here:
+                routed.is_bystander = not routed.has_begun
 
     def on_restart(self, rank: int) -> None:
         """Count it."""
@@ -373,6 +373,6 @@ class Router:
         if error is None:
             return
         failure = Failure.of(EngineDeadError(str(error)))
-        for request_id, placement in list(self._placements.items()):
-            if placement.engine is None:
-                self._end(placement, Failed(request_id=request_id, failure=failure))
+        for request_id, routed in list(self._placements.items()):
+            if routed.engine is None:
+                self._end(routed, Failed(request_id=request_id, failure=failure))

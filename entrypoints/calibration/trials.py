@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from core.errors import ConfigError
-from core.scheduling.request import SamplingParams
+from core.sampling_params import SamplingParams
 from entrypoints.calibration.samples import Sample
 from entrypoints.calibration.search import CHEAPEST, ClassTrial, Search, Setting, Trial, by_size
 from entrypoints.calibration.similarity import ssim_in_box

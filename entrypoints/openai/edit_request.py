@@ -10,7 +10,7 @@ from core.errors import InvalidRequestError, OverloadedError
 from core.messages.image_processor import MaskKind, OutputFormat
 from core.model_choice import choose_model
 from core.model_info import ModelInfo
-from core.scheduling.request import MAX_INFERENCE_STEPS, SamplingParams
+from core.sampling_params import MAX_INFERENCE_STEPS, SamplingParams
 from core.validation import check_filled
 from engine.client.edit_types import EditInput
 from entrypoints.openai.fields import EDIT_FIELDS, GENERATION_FIELDS, QUALITY_FACTORS, Field, Value, parse_size

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from core.errors import InvalidRequestError
-from core.scheduling.request import MAX_PADDING_MASK_CROP, MAX_PROMPT_CHARACTERS, MAX_SIDE, MIN_SIDE
+from core.sampling_params import MAX_PADDING_MASK_CROP, MAX_PROMPT_CHARACTERS, MAX_SIDE, MIN_SIDE
 from core.validation import check_choice, check_decimal, check_integer, check_length, shorten
 
 Kind = Literal["string", "integer", "number", "boolean"]

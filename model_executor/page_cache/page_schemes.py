@@ -17,7 +17,7 @@ from core.config import KernelChoice, ModelConfig
 from core.errors import ConfigError
 from core.model_info import ModelInfo
 from core.page_scheme import PageDtype, PageScheme
-from core.scheduling.request import SamplingParams
+from core.sampling_params import SamplingParams
 from model_executor.checkpoint.fingerprint import fingerprint
 from model_executor.checkpoint.loader import Checkpoint
 from model_executor.kernels.operators import chosen_operators

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from core.errors import InvalidRequestError
-from core.scheduling.request import MAX_SEED, SamplingParams
+from core.sampling_params import MAX_SEED, SamplingParams
 
 
 @pytest.mark.parametrize(

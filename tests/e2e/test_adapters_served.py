@@ -15,7 +15,7 @@ from pictures import decode, encode, photo
 from served_edits import ALPHA, PHOTO, assert_company_changes_nothing, client_of, edit, serving
 from server_process import ServerProcess
 
-from core.scheduling.request import SamplingParams
+from core.sampling_params import SamplingParams
 from entrypoints.image_engine import Edit, ImageEngine
 from tools.random_checkpoints import make_sd3
 

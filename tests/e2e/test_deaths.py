@@ -17,7 +17,7 @@ from fault_kit import EDITS, assert_alike, begin, count, ends, make_input, proce
 from core.errors import DeadlineExceededError
 from core.ipc.process import ChildProcess
 from core.messages.image_processor import ComposeImage, PrepareImages, ToImageProcessor
-from core.scheduling.request import SamplingParams
+from core.sampling_params import SamplingParams
 from engine.client.async_engine import AsyncEngine
 from engine.router import engine_replica
 

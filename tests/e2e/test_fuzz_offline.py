@@ -23,7 +23,7 @@ from hypothesis.extra import numpy as npst
 from PIL import Image
 
 from core.errors import DeadlineExceededError, InvalidRequestError, OverloadedError
-from core.scheduling.request import SamplingParams
+from core.sampling_params import SamplingParams
 from entrypoints import Edit, ImageEngine
 
 NUM_REQUESTS = int(os.environ.get("FUZZ_REQUESTS", "600")) // 6

@@ -16,7 +16,7 @@ from pictures import Pixels, photo
 
 from core.calibration import CALIBRATION, Calibration
 from core.config import CacheConfig
-from core.scheduling.request import SamplingParams
+from core.sampling_params import SamplingParams
 from engine.client.edit_types import EditReport
 from entrypoints import Edit, ImageEngine
 

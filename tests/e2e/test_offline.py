@@ -23,7 +23,7 @@ from PIL import Image
 
 from core.config import EngineConfig, ModelConfig, StencilConfig
 from core.errors import ConfigError, EngineError, InvalidImageError, InvalidRequestError
-from core.scheduling.request import SamplingParams
+from core.sampling_params import SamplingParams
 from engine.client.async_engine import AsyncEngine
 from engine.client.edit_types import EditInput, ImageOutput
 from engine.client.upload import BytesUpload

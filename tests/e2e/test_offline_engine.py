@@ -21,7 +21,7 @@ from server_process import ROOT
 
 from core.errors import EngineError, InvalidRequestError, StencilError
 from core.messages.engine import Failed
-from core.scheduling.request import SamplingParams
+from core.sampling_params import SamplingParams
 from engine.client.edit_types import EditInput
 from engine.router.engine_client import RequestOutput
 from entrypoints import Edit, ImageEngine

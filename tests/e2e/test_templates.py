@@ -21,7 +21,7 @@ from server_process import ServerProcess
 
 from core.config import CacheConfig, EngineConfig, ModelConfig, StencilConfig
 from core.errors import InvalidRequestError, TemplateNotFoundError
-from core.scheduling.request import SamplingParams
+from core.sampling_params import SamplingParams
 from engine.client.async_engine import AsyncEngine
 from engine.client.edit_types import EditInput, ImageOutput
 from engine.client.template_store import Template

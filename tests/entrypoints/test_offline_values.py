@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from core.config import AdapterConfig, CacheConfig, EngineConfig, ImageConfig, ModelConfig, SchedulerConfig
 from core.errors import ConfigError, InvalidRequestError
-from core.scheduling.request import SamplingParams
+from core.sampling_params import SamplingParams
 from entrypoints.image_engine import Edit, ImageEngine
 
 REQUIRED: dict[type, dict[str, object]] = {Edit: {"prompt": "x"}, AdapterConfig: {"name": "a", "path": "b"}}

@@ -123,16 +123,16 @@ class Engine:
         for result in self.workers.run_one(0):
             assert isinstance(result, BatchResult)
             self.scheduler.apply(result)
-        self.settle()
+        self.run_until_idle()
 
-    def settle(self) -> None:
+    def run_until_idle(self) -> None:
         self.outputs += self.scheduler.take_outputs()
         self.scheduler.check_integrity()
 
     def finish_copies(self) -> None:
         while self.workers.pages.copies:
             self.scheduler.apply_copy(self.workers.pages.finish_copy(0))
-        self.settle()
+        self.run_until_idle()
 
     def run(self, until: Callable[[], bool] | None = None) -> None:
         for _ in range(10_000):
@@ -163,7 +163,7 @@ def test_priming_keeps_to_what_fitted_into_a_step() -> None:
         for result in engine.workers.run_one(0):
             assert isinstance(result, BatchResult)
             engine.scheduler.apply(msgspec.structs.replace(result, num_parts=2 if len(result.items) == 4 else 1))
-        engine.settle()
+        engine.run_until_idle()
     engine.scheduler.add_template(make_registration("t"))
     passes = []
     while engine.scheduler.num_requests:
@@ -279,12 +279,12 @@ def test_priming_reads_a_template_that_the_text_encoder_sees(model: ModelInfo) -
         assert plan is not None
         engine.workers.submit(plan)
         works = [item.work for batch in plan.batches for item in batch.items if isinstance(item.work, Prime)]
-    (hold,) = engine.scheduler.pages._holds.values()
-    assert {work.template for work in works} == {hold.pixels if model is SEEING else None}
-    assert hold.is_read == (model is SEEING)
-    hold.is_complete = True
+    (reservation,) = engine.scheduler.pages._reservations.values()
+    assert {work.template for work in works} == {reservation.pixels if model is SEEING else None}
+    assert reservation.is_read == (model is SEEING)
+    reservation.is_complete = True
     engine.finish_plan()
-    assert not hold.is_read
+    assert not reservation.is_read
 
 
 def test_registration_primes_the_whole_grid_and_answers_once() -> None:
@@ -500,7 +500,7 @@ def test_dead_workers_end_edits_and_registrations() -> None:
         if engine.workers.encoded_templates == 0:
             engine.finish_plan()
     engine.scheduler.fail_all(Failure("engine", "dead"))
-    engine.settle()
+    engine.run_until_idle()
     assert isinstance(engine.result("a"), Failed)
     assert isinstance(engine.result("t"), Failed)
 
@@ -593,11 +593,11 @@ def test_a_preview_waits_for_latents_that_are_held() -> None:
     engine.scheduler.add(msgspec.structs.replace(waiting, pixels=waiting.pixels * 4))
     for _ in range(30):
         plan = engine.step()
-        hold = engine.scheduler._requests["v"].hold
+        reservation = engine.scheduler._requests["v"].reservation
         decoded = (
             [item.node for batch in plan.batches for item in batch.items if item.request_id == "v"] if plan else []
         )
-        assert "preview" not in decoded or (hold is not None and hold.is_reserved)
+        assert "preview" not in decoded or (reservation is not None and reservation.is_reserved)
     engine.run()
     engine.outputs = [output for output in engine.outputs if not isinstance(output, PartialImage)]
     assert engine.finished("v")
@@ -670,7 +670,7 @@ class MaskAwareMachine(RuleBasedStateMachine):
 
     @invariant()
     def books_agree(self) -> None:
-        self.engine.settle()
+        self.engine.run_until_idle()
 
     def teardown(self) -> None:
         while self.engine.workers.queues[0]:

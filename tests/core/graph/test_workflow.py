@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.graph.workflow import INPAINT, Edge, Node, Progress, Workflow, place, preview_steps
+from core.graph.progress import Progress, preview_steps
+from core.graph.workflow import INPAINT, Edge, Node, Workflow, place
 
 
 def test_a_graph_that_reads_what_is_not_made_yet_is_refused() -> None:

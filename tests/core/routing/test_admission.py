@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from core.routing.admission import Outlook, PredictionMargin, Terms, judge
+from core.costs.prediction_margin import PredictionMargin
+from core.routing.admission import Outlook, Terms, judge
 
 
 def margin_of(*ratios: float) -> PredictionMargin:

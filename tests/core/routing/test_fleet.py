@@ -11,15 +11,16 @@ from hypothesis import strategies as st
 from load_reports import COSTS, SLOW_COSTS, load, make_report, make_shape
 from msgspec.structs import replace
 
+from core.config import CLASS_SECONDS
 from core.costs.cost_model import FEATURES, CostKey, CostModel, Work
 from core.costs.load_report import EngineCosts, Residency
+from core.costs.slot_forecast import until_free
 from core.handles import ModelKey
 from core.messages.engine import PrimeTemplate
 from core.page_scheme import PageLayout, PageScheme
-from core.routing.fleet import EditShape, Fleet, until_free
+from core.routing.fleet import EditShape, Fleet
 from core.routing.fleet_costs import MAX_SIZES, work_features
 from core.routing.template_map import MAX_EXPECTED
-from core.scheduling.request import CLASS_SECONDS
 
 SCHEME = PageScheme(
     layout=PageLayout(num_blocks=2, num_heads=2, head_dim=8, dtype="int8"),

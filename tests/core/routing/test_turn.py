@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from core.config import CLASS_SECONDS
 from core.costs.load_report import RequestLoad
 from core.routing.turn import staying_ahead
-from core.scheduling.request import CLASS_SECONDS
 
 
 def load(owner: str, seconds: float = 10.0, *, priority: int = 0, is_running: bool = False) -> RequestLoad:

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from benchmarks.simulation.machine import SettledCosts
 from core.config import SchedulerConfig
+from core.costs.batch_forecast import BatchForecast, Member, ends
 from core.costs.cost_model import Work
 from core.costs.load_report import RequestLoad
+from core.costs.slot_forecast import SlotForecast, alone
 from core.handles import ModelKey
 from core.messages.engine import EditRequest, Failed, Finished
 from core.messages.worker import BatchResult
-from core.scheduling.deadlines import BatchForecast, Member, SlotForecast, alone, ends
 from core.scheduling.outputs import Output
 from core.scheduling.scheduler import StepScheduler
 
@@ -56,10 +57,10 @@ def test_the_next_place_is_never_predicted_too_late(num_running: int, steps: int
 
 
 def test_nobody_joins_who_makes_others_late() -> None:
-    company = BatchForecast([Member(load(4, 1.0), left=7.0)], 0.0)
-    assert not company.admit(Member(load(4, 1.0), left=None)), "8 s for both"
-    assert company.admit(Member(load(3, 1.0), left=None)), "7 s"
-    assert not company.admit(Member(load(1, 0.1), left=None)), "it is remembered who has joined"
+    forecast = BatchForecast([Member(load(4, 1.0), left=7.0)], 0.0)
+    assert not forecast.admit(Member(load(4, 1.0), left=None)), "8 s for both"
+    assert forecast.admit(Member(load(3, 1.0), left=None)), "7 s"
+    assert not forecast.admit(Member(load(1, 0.1), left=None)), "it is remembered who has joined"
 
 
 def test_who_is_late_anyway_holds_nobody_up() -> None:
@@ -104,7 +105,7 @@ def engine() -> Engine:
     key = scheduler.cost_key(ModelKey("m", "transformer"), "denoise")
     for number in (1, 2, 3, 4, 1, 2, 3, 4):
         scheduler.cost.observe(key, Work.of([TOKENS] * number), number * STEP)
-    cost.settle()  # these workers take no time of their own
+    cost.freeze()  # these workers take no time of their own
     return Engine(scheduler, FakeWorkers())
 
 

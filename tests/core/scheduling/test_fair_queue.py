@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core.config import CLASS_SECONDS
 from core.scheduling.fair_queue import Claim, FairQueue, counts_as_due
-from core.scheduling.request import CLASS_SECONDS
 
 OWNERS = st.sampled_from(["a", "b", "c", "d"])
 SECONDS = st.floats(0.001, 20.0)

@@ -10,7 +10,7 @@ from core.config import SchedulerConfig
 from core.messages.engine import EditRequest, Finished
 from core.messages.worker import Denoise, TextEncode
 from core.routing.fleet import EditShape
-from core.scheduling.request import SamplingParams
+from core.sampling_params import SamplingParams
 from core.scheduling.scheduler import StepScheduler
 
 GUIDED = {"true_cfg_scale": 4.0, "negative_prompt": "a hat"}

@@ -16,16 +16,16 @@ from load_reports import COSTS, make_report
 
 from core.config import EngineConfig, StencilConfig
 from core.costs.image_costs import ImageWork
+from core.costs.prediction_margin import START_RATIOS
 from core.errors import DeadlineExceededError, InvalidRequestError, OverloadedError, StencilError
 from core.failure import NEVER_BEGUN, Failure
 from core.handles import ArrayRef
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages.engine import EditRequest, Failed, Finished
 from core.messages.image_processor import ComposedImage, ComposeImage, PreparedImages, PrepareImages
-from core.routing.admission import START_RATIOS
 from core.routing.fleet import EditShape
+from core.sampling_params import SamplingParams
 from core.scheduling.deadlines import TOO_LATE
-from core.scheduling.request import SamplingParams
 from engine.client import admission_controller as door
 from engine.client import edit_session
 from engine.client.async_engine import AsyncEngine
@@ -141,7 +141,7 @@ async def take_all(session: EditSession, server: Server, reader_seconds: float) 
 
 async def test_a_slow_reader_is_not_the_servers_slowness(server: Server) -> None:
     session = await server.begin(n=2)
-    outlook = session._passage._foretold
+    outlook = session._ticket._foretold
     assert outlook is not None
     replicas = [replica for replica in server.router._replicas if isinstance(replica, Replica)]
     for replica in replicas:
@@ -208,7 +208,7 @@ async def test_more_images_than_the_queue_ever_has_room_for_are_no_matter_of_try
 
 async def test_an_edit_that_was_given_up_late_counts_as_late(server: Server) -> None:
     session = await server.begin()
-    outlook = session._passage._foretold
+    outlook = session._ticket._foretold
     assert outlook is not None
     server.clock.now += 9.0
     server.busy.fail_first(Failure("overloaded", "The server fell behind."))

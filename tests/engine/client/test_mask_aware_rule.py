@@ -8,7 +8,7 @@ import pytest
 
 from core.config import CacheConfig, EngineConfig, ModelConfig
 from core.page_scheme import PageLayout, PageScheme
-from core.scheduling.request import SamplingParams
+from core.sampling_params import SamplingParams
 from engine.client.mask_aware import can_prime_ahead, fits, resolve_full_steps, resolve_margin, why_exact
 
 SCHEME = PageScheme(

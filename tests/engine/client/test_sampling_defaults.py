@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from core.errors import InvalidRequestError
-from core.scheduling.request import SamplingParams
+from core.sampling_params import SamplingParams
 from engine.client.sampling_defaults import resolve
 
 DISTILLED = msgspec.structs.replace(fakes.MODEL, has_guidance=True)

@@ -48,12 +48,12 @@ def test_a_picture_is_laid_in_a_frame_as_diffusers_fills_it(
     processor: Any, size: tuple[int, int], frame: tuple[int, int]
 ) -> None:
     picture = Image.fromarray(noise(size))
-    placement = fitted(size, frame)
-    ours = np.asarray(lay(picture, frame, placement))
-    if min(placement.size) > 1:  # diffusers' own rounds thinner ones to nothing, and fails
+    geometry = fitted(size, frame)
+    ours = np.asarray(lay(picture, frame, geometry))
+    if min(geometry.size) > 1:  # diffusers' own rounds thinner ones to nothing, and fails
         assert np.array_equal(ours, np.asarray(processor.resize(picture, frame[1], frame[0], "fill")))
     grey = picture.convert("L")
-    assert np.array_equal(np.asarray(lay(grey, frame, placement)).shape, (frame[1], frame[0]))
+    assert np.array_equal(np.asarray(lay(grey, frame, geometry)).shape, (frame[1], frame[0]))
 
 
 @settings(max_examples=100, deadline=None)
@@ -61,10 +61,10 @@ def test_a_picture_is_laid_in_a_frame_as_diffusers_fills_it(
 def test_the_way_back_is_diffusers_crop(processor: Any, size: tuple[int, int], frame: tuple[int, int]) -> None:
     """frame: the size that the model saw."""
     painted = Image.fromarray(noise(frame))
-    placement = covering(frame, size)
+    geometry = covering(frame, size)
     back = Image.new("RGB", size)
-    back.paste(painted.resize(placement.size, Image.Resampling.LANCZOS), placement.offset)
+    back.paste(painted.resize(geometry.size, Image.Resampling.LANCZOS), geometry.offset)
     assert np.array_equal(np.asarray(back), np.asarray(processor.resize(painted, size[1], size[0], "crop")))
-    (x, y), (width, height) = placement.offset, placement.size
+    (x, y), (width, height) = geometry.offset, geometry.size
     assert x <= 0 <= x + width - size[0]
     assert y <= 0 <= y + height - size[1]

@@ -16,7 +16,7 @@ from core.calibration import CALIBRATION, Calibration, calibration_file
 from core.config import EMBEDDED_MODEL, ModelConfig
 from core.errors import ConfigError
 from core.page_scheme import PageScheme
-from core.scheduling.request import SamplingParams
+from core.sampling_params import SamplingParams
 from model_executor.checkpoint import fingerprint as fingerprint_module
 from model_executor.checkpoint.fingerprint import fingerprint
 from model_executor.checkpoint.hub import INDEX

@@ -14,7 +14,7 @@ from diffusers.schedulers.scheduling_flow_match_heun_discrete import FlowMatchHe
 from diffusers.schedulers.scheduling_flow_match_lcm import FlowMatchLCMScheduler
 from fakes import MODEL
 
-from core.scheduling.request import SamplingParams
+from core.sampling_params import SamplingParams
 from model_executor.samplers.sampling import Sampling, dynamic_shift, predict_clean
 
 SCHEDULERS: list[Any] = [

@@ -15,7 +15,7 @@ from diffusers.schedulers.scheduling_pndm import PNDMScheduler
 from fakes import MODEL
 from torch import Tensor
 
-from core.scheduling.request import SamplingParams
+from core.sampling_params import SamplingParams
 from model_executor.samplers.timestep_sampling import TimestepSampling
 from tools.random_unet_checkpoints import NOISE_SCHEDULE
 

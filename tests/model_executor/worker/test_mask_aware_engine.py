@@ -19,7 +19,7 @@ from core.handles import PAGE_ARENA, ArrayRef, ModelKey
 from core.ipc.shared_array import Arena, ArenaAllocator, carve
 from core.messages.engine import EditRequest, Finished
 from core.messages.worker import PageCopied
-from core.scheduling.request import SamplingParams
+from core.sampling_params import SamplingParams
 from core.scheduling.scheduler import StepScheduler
 from engine.images.image_ops import content_id
 from model_executor.page_cache.page_files import PageFiles
@@ -91,7 +91,7 @@ class Rig:
                 self.scheduler.check_integrity()
                 return self._arena.view(request.pixels[-1]).copy(), output
 
-    def settle(self) -> None:
+    def run_until_idle(self) -> None:
         """Wait until all pages that are going down have arrived."""
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
@@ -160,7 +160,7 @@ def warm_directory(models: ResidentModels, template: Pixels, tmp_path: Path) -> 
         painted, first = rig.edit("a", template)
         assert first.cache == "miss"
         rig.edit("b", template)
-        rig.settle()
+        rig.run_until_idle()
         yield tmp_path / "pages", painted
 
 
@@ -226,7 +226,7 @@ def test_pages_of_other_adapters_are_not_mixed(template: Pixels, tmp_path: Path)
                 picture, finished = rig.edit(f"{name}-{expected}", template, model=name)
                 assert np.array_equal(picture, before)
                 assert finished.cache == expected
-            rig.settle()
+            rig.run_until_idle()
         picture, finished = rig.edit("again", template, model="again")
         assert np.array_equal(picture, alone["hat"])
         assert finished.cache == "hit"

@@ -20,7 +20,7 @@ from core.config import CacheConfig, ModelConfig, SchedulerConfig
 from core.errors import ConfigError
 from core.memory_budget import DeviceMemory
 from core.model_info import ModelInfo
-from core.scheduling.request import SamplingParams
+from core.sampling_params import SamplingParams
 from model_executor.models.base import Family
 from model_executor.worker.cost_probe import Batches
 from model_executor.worker.memory_probe import CudaGauge, device_page_bytes, gauge_of, heaviest, measure
