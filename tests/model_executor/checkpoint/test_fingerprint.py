@@ -14,7 +14,7 @@ import torch
 
 from core.calibration import CALIBRATION, Calibration, calibration_file
 from core.config import EMBEDDED_MODEL, ModelConfig
-from core.errors import ConfigError
+from core.errors import InvalidRequestError
 from core.page_scheme import PageScheme
 from core.sampling_params import SamplingParams
 from model_executor.checkpoint import fingerprint as fingerprint_module
@@ -264,8 +264,8 @@ def test_keyframes_that_do_not_fall_from_1_to_0_are_no_calibration(keyframes: tu
 @pytest.mark.parametrize(
     ("flag", "value"), [("cache_keyframes", "1"), ("cache_keyframes", "many"), ("cache_dtype", "int3")]
 )
-def test_flags_that_cannot_be_are_config_errors(path: Path, cache: Path, flag: str, value: str) -> None:
-    with pytest.raises(ConfigError, match=value):
+def test_flags_that_cannot_be_are_refused(path: Path, cache: Path, flag: str, value: str) -> None:
+    with pytest.raises(InvalidRequestError, match=value):
         scheme_of(path, cache, **{flag: value})
 
 

@@ -60,7 +60,8 @@ class Counter(TorchDispatchMode):
 
 
 def _storages(tree: Any) -> list[torch.UntypedStorage]:
-    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return [tensor.untyped_storage() for tensor in tensors if not tensor.is_mkldnn]  # packed weights have no storage
 
 
 class CpuGauge:
