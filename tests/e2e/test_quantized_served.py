@@ -1,4 +1,4 @@
-"""A server whose transformer is quantised, by torchao on a CPU."""
+"""Servers whose denoiser is quantised, a transformer and a UNet, by torchao on a CPU."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from served_edits import assert_company_changes_nothing, client_of, serving
 from server_process import ServerProcess
 
 from tools.random_checkpoints import make_sd3
+from tools.random_unet_checkpoints import make_sdxl
 
 
-@pytest.fixture(scope="module")
-def quantized_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+@pytest.fixture(scope="module", params=[make_sd3, make_sdxl])
+def quantized_server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
     pytest.importorskip("torchao")
     folder = tmp_path_factory.mktemp("server")
-    checkpoint = make_sd3(folder / "sd3")
+    checkpoint = request.param(folder / "model")
     lora = make_lora(folder / "shirt.safetensors", checkpoint)
     with serving(checkpoint, folder, "--quantization", "torchao-int8", "--lora", f"shirt={lora}") as server:
         yield server
