@@ -73,7 +73,7 @@ class ImageJob:
 class JobQueue:
     """Jobs from `push` until `remove`: those that wait, and those that processors have.
 
-    Owners share the processors' time fairly (`core.scheduling.fair_queue`), and among one owner's jobs the order is that of the
+    Owners share the processors' time fairly (`FairQueue`), and among one owner's jobs the order is that of the
     edits, but that results go before uploads of the same class that came less than PATIENCE_SECONDS before. A result is
     the last of its request's work, and frees its memory; behind a burst of uploads, a finished edit would wait for all
     of them.

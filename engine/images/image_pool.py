@@ -59,7 +59,7 @@ STOP_SECONDS = 1.0
 MAX_DEATHS = 2
 """How many processors a job may take with it before it is given up."""
 RESULT_BYTES, RESULT_BYTES_PER_OWNER = 768 * 1024**2, 384 * 1024**2
-"""Results in memory that clients do not have yet, see `core.scheduling.result_budget`. One edit may have 10 of 90 MB at most."""
+"""Results in memory that clients do not have yet, see `ResultBudget`. One edit may have 10 of 90 MB at most."""
 SHORT_SECONDS = 0.25
 """A job that is predicted to take no longer may have a processor beyond `image_workers`, see `ImagePool`."""
 

@@ -1,7 +1,7 @@
 """Traces: what a request passed, when and for how long, as spans. Without an endpoint nothing is recorded.
 
 Spans are told with their times once these are known, never opened around code: they come from the same clock readings
-as the response's `stencil.ms`. Times are seconds of CLOCK_MONOTONIC. Only engine/observability/otlp_tracing.py imports OpenTelemetry.
+as the response's `stencil.ms`. Times are seconds of CLOCK_MONOTONIC. Only `otlp_tracing` imports OpenTelemetry.
 """
 
 from __future__ import annotations
