@@ -103,5 +103,5 @@ class SettledCosts(CostModel):
         if not self._is_settled:
             super().observe(key, work, seconds)
 
-    def freeze(self) -> None:
+    def settle(self) -> None:
         self._is_settled = True

@@ -1,0 +1,28 @@
+"""What benchmarks edit: the example picture with its mask, and prompts in turn."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+IMAGE = EXAMPLES / "person.png"
+MASK = EXAMPLES / "person_mask.png"
+PROMPTS = (
+    "a red striped shirt",
+    "a blue plain sweater",
+    "a green checked coat",
+    "a yellow dotted shirt",
+    "a purple plain shirt",
+    "an orange striped sweater",
+)
+
+
+def prompt(number: int) -> str:
+    """PROMPTS in turn."""
+    return PROMPTS[number % len(PROMPTS)]
+
+
+def available_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0))

@@ -1,0 +1,129 @@
+"""What routing costs: time of a decision, and processor time of router and schedulers against an engine's.
+
+A simulated fleet is run once with nothing measured, and all that its router was told and asked is recorded: load
+reports, edits and their times. Then the recording is played to a new Fleet and policy, nothing else running in between.
+The schedulers' share is bounded from above by all processor time of the simulation, its own bookkeeping included.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import get_args
+
+from benchmarks.command import command
+from benchmarks.report import percentile, print_report
+from benchmarks.simulation.cluster import Cluster, Outcome
+from benchmarks.simulation.scenario import MODEL, SCENARIOS, Scenario
+from core.config import RouterPolicy
+from core.costs.load_report import LoadReport
+from core.messages.engine import EditRequest
+from core.routing.fleet import EditShape, Fleet
+from core.routing.policies import make_policy
+
+REPEATS = 5
+
+Event = tuple[float, int, LoadReport] | tuple[float, int, EditRequest]
+"""When, which engine, and what it reported or was sent."""
+
+
+class Recorder(Cluster):
+    """A cluster that notes what its router hears and is asked, in order."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.events: list[Event] = []
+
+    def note_report(self, engine: int, report: LoadReport) -> None:
+        self.events.append((self.clock.now, engine, report))
+
+    def note_sent(self, engine: int, edit: EditRequest) -> None:
+        self.events.append((self.clock.now, engine, edit))
+
+
+def record(scenario: str) -> tuple[Recorder, Outcome, float]:
+    """The recording, what came of it, and the processor seconds it took."""
+    cluster = Recorder(SCENARIOS[scenario], "mask-aware", seed=0)
+    start = time.process_time()
+    outcome = cluster.run()
+    return cluster, outcome, time.process_time() - start
+
+
+def replay(events: list[Event], fleet: Fleet, choose: Callable[[EditShape, float], object]) -> None:
+    """Edits go where they went in the recording: policies are compared on the same state."""
+    for now, engine, what in events:
+        if isinstance(what, LoadReport):
+            fleet.observe(engine, what, now)
+        else:
+            shape = EditShape.of_edit(what, MODEL)
+            choose(shape, now)
+            fleet.sent(engine, shape, now)
+
+
+def decision_times(events: list[Event], scenario: Scenario, policy: RouterPolicy) -> list[float]:
+    """Seconds of each decision, the best of REPEATS: what another process took is not the router's."""
+    runs = (_decision_times(events, _fleet(scenario), policy) for _ in range(REPEATS))
+    return [min(times) for times in zip(*runs, strict=True)]
+
+
+def _decision_times(events: list[Event], fleet: Fleet, policy: RouterPolicy) -> list[float]:
+    chooser, times = make_policy(policy), list[float]()
+
+    def choose(shape: EditShape, now: float) -> None:
+        start = time.perf_counter()
+        chooser.choose(shape, fleet, now)
+        times.append(time.perf_counter() - start)
+
+    replay(events, fleet, choose)
+    return times
+
+
+def router_seconds(events: list[Event], scenario: Scenario) -> float:
+    """Processor seconds of all that the router does, the best of REPEATS."""
+    return min(_router_seconds(events, _fleet(scenario)) for _ in range(REPEATS))
+
+
+def _router_seconds(events: list[Event], fleet: Fleet) -> float:
+    policy = make_policy("mask-aware")
+    start = time.process_time()
+    replay(events, fleet, lambda shape, now: policy.choose(shape, fleet, now))
+    return time.process_time() - start
+
+
+def _fleet(scenario: Scenario) -> Fleet:
+    return Fleet(scenario.num_engines, scenario.max_num_seqs)
+
+
+def measure(scenario: str, output: Path | None) -> None:
+    setting = SCENARIOS[scenario]
+    cluster, outcome, all_seconds = record(scenario)
+    rows, result = [], dict[str, float | str](benchmark="router_decision", scenario=scenario)
+    for policy in get_args(RouterPolicy):
+        times = decision_times(cluster.events, setting, policy)
+        median, p99 = statistics.median(times) * 1e6, percentile(times, 0.99) * 1e6
+        rows.append((f"decision, {policy}", f"median {median:.0f} us, P99 {p99:.0f} us"))
+        result |= {f"{policy}_median_us": median, f"{policy}_p99_us": p99}
+    busy = statistics.mean(outcome.busy_seconds)
+    router = router_seconds(cluster.events, setting) / busy
+    scheduler = all_seconds / sum(outcome.busy_seconds)
+    rows += [
+        ("reports, edits", f"{len(cluster.events)} events, {outcome.most_in_flight} edits in flight at most"),
+        ("router", f"{router:.2%} of one engine's busy time"),
+        ("scheduler, at most", f"{scheduler:.2%} of its engine's busy time"),
+    ]
+    result |= {"router_share": router, "scheduler_share_bound": scheduler, "most_in_flight": outcome.most_in_flight}
+    print_report(f"{scenario}: {setting.num_engines} engines", rows, result, output)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = command(__doc__)
+    parser.add_argument("--scenarios", nargs="+", default=["decision-8", "decision-256"], choices=SCENARIOS)
+    args = parser.parse_args(argv)
+    for scenario in args.scenarios:
+        measure(scenario, args.output)
+
+
+if __name__ == "__main__":
+    main()

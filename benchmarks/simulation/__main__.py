@@ -1,0 +1,138 @@
+"""Latency by routing policy on simulated fleets: P95 and mean over seeds.
+
+Engines, caches, cost models, reports and the router are the code that serves; only time and the workers are made up.
+Each run prints one line of JSON; a table by scenario follows.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+import numpy as np
+
+from benchmarks.command import command
+from benchmarks.simulation.cluster import Cluster, latencies_moving_freely
+from benchmarks.simulation.scenario import SCENARIOS
+from core.config import RouterPolicy
+
+POLICIES: tuple[RouterPolicy, ...] = get_args(RouterPolicy)
+SHARES = (0.5, 0.95, 0.99)
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """One trace under one policy. Latencies in simulated seconds."""
+
+    scenario: str
+    policy: RouterPolicy
+    seed: int
+    offered: float  # edits per second
+    mean: float
+    p50: float
+    p95: float
+    p99: float
+    utilization: float  # busy share of the workers, the mean over engines
+    primed: float  # keyframes per edit
+    loaded: float  # keyframes per edit
+    error: float | None  # median of |predicted / real - 1|; None where nothing was predicted
+    most_in_flight: int
+    wall_seconds: float  # what the run took
+
+
+def simulate(name: str, policy: RouterPolicy, seed: int) -> Run:
+    start, scenario = time.perf_counter(), SCENARIOS[name]
+    outcome = Cluster(scenario, policy, seed).run()
+    latencies, number = np.array(outcome.latencies), scenario.num_warm_up + scenario.num_edits
+    pairs = zip(outcome.predicted, outcome.latencies, strict=True)
+    errors = [abs(predicted / real - 1) for predicted, real in pairs if predicted is not None]
+    p50, p95, p99 = (float(value) for value in np.quantile(latencies, SHARES))
+    return Run(
+        scenario=name,
+        policy=policy,
+        seed=seed,
+        offered=scenario.load * scenario.capacity,
+        mean=float(latencies.mean()),
+        p50=p50,
+        p95=p95,
+        p99=p99,
+        utilization=statistics.mean(outcome.busy_seconds) / outcome.seconds,
+        primed=outcome.primed / number,
+        loaded=outcome.loaded / number,
+        error=statistics.median(errors) if errors else None,
+        most_in_flight=outcome.most_in_flight,
+        wall_seconds=time.perf_counter() - start,
+    )
+
+
+def print_table(runs: Sequence[Run]) -> None:
+    """Means over seeds; the ratio is mask-aware's P95 to the policy's, its mean and range over the seeds."""
+    for scenario in dict.fromkeys(run.scenario for run in runs):
+        of_scenario = [run for run in runs if run.scenario == scenario]
+        print(f"\n{scenario}: seconds, mean over seeds (standard deviation)")
+        print("policy           mean           P50    P95            P99    mask-aware's P95 against it")
+        for policy in dict.fromkeys(run.policy for run in of_scenario):
+            print(_row(policy, of_scenario))
+        if SCENARIOS[scenario].is_warm:
+            print(_free_row(scenario, sorted({run.seed for run in of_scenario})))
+
+
+def _row(policy: RouterPolicy, runs: Sequence[Run]) -> str:
+    best = {run.seed: run.p95 for run in runs if run.policy == "mask-aware"}
+    mine = [run for run in runs if run.policy == policy]
+    ratios = [best[run.seed] / run.p95 - 1 for run in mine if run.seed in best]
+    against = f"{statistics.mean(ratios):+.1%} ({min(ratios):+.1%} .. {max(ratios):+.1%})" if ratios else ""
+    columns = ([getattr(run, name) for run in mine] for name in ("mean", "p50", "p95", "p99"))
+    return f"{_columns(policy, *columns)}  {against}"
+
+
+def _free_row(scenario: str, seeds: Sequence[int]) -> str:
+    """A bound: edits that could move between engines at any time."""
+    latencies = [np.array(latencies_moving_freely(SCENARIOS[scenario], seed)) for seed in seeds]
+    quantiles = ([float(np.quantile(of_seed, share)) for of_seed in latencies] for share in SHARES)
+    return _columns("(moving freely)", [float(of_seed.mean()) for of_seed in latencies], *quantiles)
+
+
+def _columns(name: str, mean: Sequence[float], p50: Sequence[float], p95: Sequence[float], p99: Sequence[float]) -> str:
+    middle, last = statistics.mean(p50), statistics.mean(p99)
+    return f"{name:<16} {_spread(mean)}  {middle:5.2f}  {_spread(p95)}  {last:5.2f}"
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{statistics.mean(values):5.2f} ({statistics.stdev(values) if len(values) > 1 else 0.0:5.2f})"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = command(__doc__)
+    parser.add_argument("--scenarios", nargs="+", default=["reference", "mix"], choices=SCENARIOS, help="by name")
+    parser.add_argument("--seeds", type=int, default=5, help="traces of each scenario")
+    parser.add_argument("--policies", nargs="+", default=POLICIES, choices=POLICIES, help="of the router")
+    parser.add_argument("--plots", type=Path, help="folder that plots are written to")
+    args = parser.parse_args(argv)
+    runs = list[Run]()
+    for seed in range(args.seeds):
+        for scenario in args.scenarios:
+            for policy in args.policies:
+                runs.append(simulate(scenario, policy, seed))
+                _note(runs[-1], args.output)
+    print_table(runs)
+    if args.plots is not None:
+        from benchmarks.simulation.plots import write_plots
+
+        write_plots(runs, args.plots)
+
+
+def _note(run: Run, output: Path | None) -> None:
+    line = json.dumps(msgspec.to_builtins(run))
+    print(line, flush=True)
+    if output is not None:
+        with output.open("a") as file:
+            file.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()
