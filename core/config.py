@@ -41,7 +41,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Which checkpoint a worker loads and how. `model` is a diffusers directory or a Hugging Face hub id.
 
     variant: of its weight files, such as fp16, where a part has them; "" = those without a name, else the only ones.
-    dtype: auto, float32, bfloat16 or float16. quantization: of the transformer's linear layers; products are taken in
+    dtype: auto, float32, bfloat16 or float16. quantization: of the denoiser's linear layers; products are taken in
     dtype. device: auto, cpu, cuda or cuda:N. kernels: see `KernelChoice`. threads: CPU threads per worker, 0 = its
     share of the cores but one. mask_aware: whether edits may skip untouched tokens. cache_keyframes: auto (the
     checkpoint's calibration, else 5), per-step, or a number from 2 on, spread evenly over noise levels 0..1.

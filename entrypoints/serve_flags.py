@@ -69,7 +69,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--quantization",
         default=default.quantization,
         choices=get_args(Quantization),
-        help="of the transformer's weights, while they are loaded; torchao-int8 runs everywhere and needs the extra "
+        help="of the denoiser's linear layers, while they are loaded; torchao-int8 runs everywhere and needs the extra "
         "quantization, bitsandbytes-8bit and bitsandbytes-4bit need a GPU and that package",
     )
     group.add_argument(

@@ -42,7 +42,7 @@ def check_tokenizer(tokenizer: Any, encoder: Mapping[str, Any]) -> None:
     """encoder: the configuration of the text encoder that reads its tokens. Raises ValueError where prompts come to
     the same tokens, or to some that the encoder does not know, or to more than it can read."""
     try:
-        ids = [tuple(tokenizer(probe).input_ids) for probe in PROBES]
+        ids = [tuple(tokenizer(probe, padding="max_length", max_length=8).input_ids) for probe in PROBES]
     except Exception as error:  # tokenizers raises nothing more particular
         raise ValueError(f"it cannot read a prompt ({error}); fetch its files again") from error
     if len({*ids}) < len(PROBES):
@@ -55,6 +55,8 @@ def check_tokenizer(tokenizer: Any, encoder: Mapping[str, Any]) -> None:
             "are both of one checkpoint?"
         )
     places = encoder.get("max_position_embeddings") if encoder.get("model_type") == "clip_text_model" else None
+    if tokenizer.model_max_length < 1:
+        raise ValueError("its tokenizer_config.json has a model_max_length below 1")
     if places is not None and tokenizer.model_max_length > places:
         raise ValueError(
             f"its tokenizer_config.json names no model_max_length of at most {places} tokens, which is what the text "

@@ -1,4 +1,4 @@
-"""A server whose transformer is quantised, by torchao on a CPU."""
+"""Servers whose denoiser is quantised, a transformer and a UNet, by torchao on a CPU."""
 
 from __future__ import annotations
 
@@ -7,17 +7,23 @@ from typing import Any
 
 import pytest
 from adapters import make_lora
+from pictures import alpha_mask, encode, photo
 from served_edits import assert_company_changes_nothing, client_of, serving
 from server_process import ServerProcess
 
 from tools.random_checkpoints import make_sd3
+from tools.random_unet_checkpoints import make_sdxl
+
+SIDE = 128  # a picture of 16 of a UNet's tokens, of which the mask leaves some alone
 
 
-@pytest.fixture(scope="module")
-def quantized_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+@pytest.fixture(scope="module", params=[make_sd3, make_sdxl])
+def quantized_server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
     pytest.importorskip("torchao")
     folder = tmp_path_factory.mktemp("server")
-    checkpoint = make_sd3(folder / "sd3")
+    checkpoint = request.param(folder / "model")
     lora = make_lora(folder / "shirt.safetensors", checkpoint)
     with serving(checkpoint, folder, "--quantization", "torchao-int8", "--lora", f"shirt={lora}") as server:
         yield server
@@ -32,6 +38,8 @@ def test_edits_in_company_paint_what_each_paints_alone(quantized_server: ServerP
         {"guidance_scale": 3.0},
         {"num_inference_steps": 3},
     ]
+    picture = {"image": encode(photo(SIDE, SIDE)), "mask": alpha_mask(SIDE, SIDE)}
+    wanted = [picture | each for each in wanted]
     with client_of(quantized_server) as client:
         alone, together = assert_company_changes_nothing(client, wanted)
     assert len({picture.tobytes() for picture, _ in alone}) == len(wanted)

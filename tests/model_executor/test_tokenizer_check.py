@@ -124,6 +124,15 @@ def test_a_length_that_the_encoder_cannot_read(copy: Callable[[str], Path], name
     assert_refused(path, "names no model_max_length of at most 12 tokens")
 
 
+@pytest.mark.parametrize(("name", "part"), TOKENIZERS)
+def test_a_configuration_that_no_prompt_can_be_read_with(copy: Callable[[str], Path], name: str, part: str) -> None:
+    path = copy(name)
+    change(path / part / "tokenizer_config.json", pad_token=None)
+    assert_refused(path, f"cannot load {part} of .*: it cannot read a prompt .*; fetch its files again")
+    change(path / part / "tokenizer_config.json", pad_token="a", model_max_length=-1)
+    assert_refused(path, f"cannot load {part} of .*: .* model_max_length below 1")
+
+
 def test_a_vocabulary_in_several_files_is_whole_with_all_of_them(tmp_path: Path) -> None:
     """As Stable Diffusion's own checkpoints have it."""
     (tmp_path / "vocab.json").write_text("{}")
