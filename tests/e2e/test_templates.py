@@ -236,8 +236,8 @@ async def test_owners_displacement_and_pages_that_go_along(little_room: AsyncEng
     await register_file(little_room, "c", c, owner="you")
     assert first.id in little_room.templates
     assert second.id not in little_room.templates
-    assert await cache_result(little_room, "a2", small_edit(a)) == "hit"
-    assert await cache_result(little_room, "b2", small_edit(b)) == "miss"
+    assert await cache_result(little_room, "a2", small_edit(a, owner="me")) == "hit"
+    assert await cache_result(little_room, "b2", small_edit(b, owner="you")) == "miss"
     with pytest.raises(InvalidRequestError, match="--template-bytes"):
         await register_file(little_room, "large", noise(9, 2 * SIDE))
 
@@ -258,12 +258,14 @@ async def test_captures_displace_nothing_that_was_registered(little_room: AsyncE
 @pytest.mark.asyncio(loop_scope="module")
 async def test_deletion_takes_pages_along_unless_another_template_has_them(engine: AsyncEngine) -> None:
     first = await register_file(engine, "a", PHOTO, owner="me")
-    again = await register_file(engine, "b", PHOTO, owner="you")
-    assert again.primed
+    again = await register_file(engine, "b", PHOTO, owner="me")
+    theirs = await register_file(engine, "c", PHOTO, owner="you")
+    assert all(template.primed for template in (again, theirs))
     engine.delete_template(first.id, "me")
-    assert await cache_result(engine, "c", small_edit(PHOTO)) == "hit"
-    engine.delete_template(again.id, "you")
-    assert await cache_result(engine, "d", small_edit(PHOTO)) == "miss"
+    assert await cache_result(engine, "d", small_edit(PHOTO, owner="me")) == "hit"
+    engine.delete_template(again.id, "me")
+    assert await cache_result(engine, "e", small_edit(PHOTO, owner="me")) == "miss"
+    assert await cache_result(engine, "f", small_edit(PHOTO, owner="you")) == "hit"
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -300,11 +302,11 @@ async def test_an_exact_edit_leaves_a_primed_template_of_its_result(engine: Asyn
             await asyncio.sleep(0.01)
     file = base64.b64decode(data) if is_base64 else data
     assert engine.templates.get(template_id, "me").upload.size == len(file)
-    assert await cache_result(engine, f"file-{is_base64}", small_edit(file)) == "hit"
+    assert await cache_result(engine, f"file-{is_base64}", small_edit(file, owner="me")) == "hit"
     by_id = small_edit(template_id=template_id, owner="me")
     assert await cache_result(engine, f"id-{is_base64}", by_id) == "hit"
     engine.delete_template(template_id, "me")
-    assert await cache_result(engine, f"gone-{is_base64}", small_edit(file)) == "miss"
+    assert await cache_result(engine, f"gone-{is_base64}", small_edit(file, owner="me")) == "miss"
 
 
 @pytest.mark.asyncio(loop_scope="module")
