@@ -14,7 +14,7 @@ from benchmarks.evidence.document import write_document
 from benchmarks.evidence.parts import PARTS, Sweep
 from benchmarks.evidence.plan import FULL, SHORT
 from benchmarks.evidence.results import Results
-from benchmarks.server import ROOT
+from benchmarks.load.server import ROOT
 
 
 def main(argv: Sequence[str] | None = None) -> None:

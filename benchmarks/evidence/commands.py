@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 from benchmarks.evidence.results import Result
-from benchmarks.server import ROOT, end_with_parent
+from benchmarks.load.server import ROOT, end_with_parent
 
 
 def run_command(module: str, *flags: str) -> Result:

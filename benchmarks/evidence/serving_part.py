@@ -18,11 +18,11 @@ from benchmarks.baselines.systems import SYSTEMS, Setting, running
 from benchmarks.benchmark_serving import as_json, measure
 from benchmarks.evidence.plan import Plan
 from benchmarks.evidence.results import Result, Results
-from benchmarks.server import Server
-from benchmarks.serving.arrivals import due_times
-from benchmarks.serving.client import Target, send_in_turn, spent_between, warm_up, worker_seconds
-from benchmarks.serving.dataset import EditCall, Mix, synthetic
-from benchmarks.serving.summary import Context, summarise
+from benchmarks.load.arrivals import due_times
+from benchmarks.load.client import Target, send_in_turn, spent_between, warm_up, worker_seconds
+from benchmarks.load.dataset import EditCall, Mix, synthetic
+from benchmarks.load.server import Server
+from benchmarks.load.summary import Context, summarise
 
 Measured = Callable[[Target, list[EditCall]], Awaitable[Result]]
 

@@ -56,14 +56,14 @@ FLEET = """## Against the papers' figures
 FlashPS reports up to 3x the throughput and 14.7x lower mean latency than diffusers on 8 GPUs. Throughput by this
 factor and more is measured above. How much lower latency gets is a matter of the queue, which grows without limit as a
 system nears its capacity: on one engine it is what "Latency at 0.95 of diffusers' capacity" says. For 8 GPUs there is
-a simulation alone (`python -m benchmarks.simulate`): Stencil's own schedulers and router with a made-up worker, whose
+a simulation alone (`python -m benchmarks.simulation`): Stencil's own schedulers and router with a made-up worker, whose
 step of FLUX.1 takes 6 ms and 0.1 s for each 4608 tokens, an assumption and no fit to a GPU, templates warm, 28 steps.
 """
 
 LARGE = """## Where tokens dominate
 
 512 x 512 px edits, 8 steps, of a checkpoint of random weights with FLUX-shaped blocks (hidden size 512, 4 + 8 of them),
-4 templates that are warm (`python -m benchmarks.large_checkpoint DIR` writes it).
+4 templates that are warm (`python -m benchmarks.micro.large_checkpoint DIR` writes it).
 """
 
 TWO_ENGINES = """## Two engines
@@ -79,14 +79,14 @@ As FlashPS's table 2: held-out scenes, each system against what diffusers makes 
 mask's box compare after the upload's pixels were pasted back outside the mask. "As returned" compares whole pictures as
 the paper does: diffusers sends all of a picture through its autoencoder, Stencil leaves what lies outside the mask as
 it came. The feature distance is a Frechet distance on the features of a small network trained on this project's drawn
-scenes (`benchmarks/feature_net.py`); it is no FID, and it depends on the number of pictures. In brackets: edits, where
+scenes (`benchmarks/quality/feature_net.py`); it is no FID, and it depends on the number of pictures. In brackets: edits, where
 they are fewer. Another seed of diffusers is the scale on which to read the rest. Both kinds of masks ran at once, one
 system after the other, so seconds per edit are those of two busy cores.
 """
 
 BATCH_SIZES = """## Throughput by batch size
 
-As FlashPS's figure 14; without a server (`python -m benchmarks.benchmark_throughput`).
+As FlashPS's figure 14; without a server (`python -m benchmarks.serving.throughput`).
 """
 
 MASK_RATIOS = """## Latency against the mask ratio

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from fastapi import FastAPI
 
-from benchmarks import overheads
 from benchmarks.baselines.edit_app import server_config
 from benchmarks.baselines.systems import SYSTEMS, Setting
 from benchmarks.benchmark_serving import as_json
@@ -24,10 +23,11 @@ from benchmarks.evidence.document import write_document
 from benchmarks.evidence.plan import SHORT
 from benchmarks.evidence.results import Result, Results
 from benchmarks.evidence.serving_part import Fleet, ServingPart
-from benchmarks.feature_net import frechet
-from benchmarks.server import ROOT
-from benchmarks.serving.client import Outcome, Run, Target
-from benchmarks.serving.summary import Context, summarise
+from benchmarks.load.client import Outcome, Run, Target
+from benchmarks.load.server import ROOT
+from benchmarks.load.summary import Context, summarise
+from benchmarks.micro import overheads
+from benchmarks.quality.feature_net import frechet
 
 
 @pytest.fixture

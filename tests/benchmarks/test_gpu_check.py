@@ -19,19 +19,19 @@ import torch
 from torch import nn
 from torch._C._autograd import DeviceType
 
-from benchmarks.gpu_check import attention, correctness, flux, sections
-from benchmarks.gpu_check.bars import Bar, bars
-from benchmarks.gpu_check.bench import Bench
-from benchmarks.gpu_check.boxes import box_tokens
-from benchmarks.gpu_check.correctness import difference
-from benchmarks.gpu_check.document import render
-from benchmarks.gpu_check.flux import FluxBench
-from benchmarks.gpu_check.flux_runs import ExactRun, ResidentRun, between
-from benchmarks.gpu_check.overlap import device_spans, hidden_share, merged
-from benchmarks.gpu_check.report import Report, read
-from benchmarks.gpu_check.sdxl import Sdxl
-from benchmarks.gpu_check.sizes import FULL, TINY
-from benchmarks.server import ROOT
+from benchmarks.gpu import attention, correctness, flux, sections
+from benchmarks.gpu.bars import Bar, bars
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.boxes import box_tokens
+from benchmarks.gpu.correctness import difference
+from benchmarks.gpu.document import render
+from benchmarks.gpu.flux import FluxBench
+from benchmarks.gpu.flux_runs import ExactRun, ResidentRun, between
+from benchmarks.gpu.overlap import device_spans, hidden_share, merged
+from benchmarks.gpu.report import Report, read
+from benchmarks.gpu.sdxl import Sdxl
+from benchmarks.gpu.sizes import FULL, TINY
+from benchmarks.load.server import ROOT
 from model_executor.gpu_operators import GpuOperators
 
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedP
 
 
 RENDERING = """
-from benchmarks.gpu_check import document, report
+from benchmarks.gpu import document, report
 put = report.Report.put
 def put_and_render(self, *args, **figures):
     put(self, *args, **figures)
@@ -57,7 +57,7 @@ report.Report.put = put_and_render
 
 def check(before: str, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """A run of the program in a process where this was run before."""
-    program = f"import sys\n{before}\nfrom benchmarks.gpu_check.__main__ import main\nsys.exit(main(sys.argv[1:]))"
+    program = f"import sys\n{before}\nfrom benchmarks.gpu.__main__ import main\nsys.exit(main(sys.argv[1:]))"
     arguments = ["--device", "cpu", "--size", "tiny", "--out", str(folder), *options]
     command = [sys.executable, "-c", program, *arguments]
     return subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=600)
@@ -333,7 +333,7 @@ def test_nothing_is_begun_without_time(tmp_path: Path, monkeypatch: pytest.Monke
 
 HANGING = """
 import time
-from benchmarks.gpu_check import sections
+from benchmarks.gpu import sections
 sections.MAX_SECONDS = 1.0
 sections.flux_cold.run = lambda *_: time.sleep(600)
 """
@@ -362,7 +362,7 @@ def test_its_packages_are_in_its_list() -> None:
     else can be had."""
     names = (re.split("[<>=]", line)[0] for line in REQUIREMENTS.read_text().splitlines() if line[:1] != "#")
     allowed = {*names, *BESIDE, *sys.stdlib_module_names}
-    modules, seen = ["benchmarks.gpu_check.__main__", "entrypoints.image_engine", *SPAWNED], set[str]()
+    modules, seen = ["benchmarks.gpu.__main__", "entrypoints.image_engine", *SPAWNED], set[str]()
     while modules:
         module = modules.pop()
         if module in seen or (path := source(module)) is None:
@@ -372,7 +372,7 @@ def test_its_packages_are_in_its_list() -> None:
             top = name.partition(".")[0]
             assert top in OURS or PACKAGES.get(top, top) in allowed, f"{module} imports {name}"
             modules += [name] if top in OURS else []
-    assert {"benchmarks.unet_step", "engine.image_pool", *SPAWNED} <= seen
+    assert {"benchmarks.micro.unet_step", "engine.image_pool", *SPAWNED} <= seen
 
 
 SPAWNED = ("engine.engine_process", "engine.image_processor", "model_executor.worker")
