@@ -1,4 +1,4 @@
-"""The parts of a sweep, and what each runs."""
+"""The parts of a sweep."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ CLIENTS = 16
 
 @dataclass(frozen=True)
 class Sweep:
-    """docs: where pictures go that a part makes itself."""
+    """docs: folder for the pictures that parts make."""
 
     plan: Plan
     results: Results
     docs: Path
 
     def command(self, name: str, module: str, *flags: str) -> Result:
-        """A command's lines, kept under `name`."""
+        """A command's result, kept under `name`."""
         return self.results.get_or_make(name, lambda: run_command(module, *flags))
 
 
@@ -98,13 +98,13 @@ def quality(sweep: Sweep) -> None:
     def one(masks: str) -> None:
         flags = ["--num-edits", str(sweep.plan.quality_edits // 2), "--steps", str(sweep.plan.steps)]
         flags += ["--masks", masks, "--sheets", str(sweep.docs)]
-        sweep.command(f"quality/{masks}", "benchmarks.quality.systems", *flags)
+        sweep.command(f"quality/{masks}", "benchmarks.quality", "systems", *flags)
 
     _both(*(partial(one, masks) for masks in ("silhouette", "box")))
 
 
 def large(sweep: Sweep) -> None:
-    """512 px edits of a checkpoint whose tokens dominate."""
+    """512 px edits of a checkpoint whose time goes into tokens."""
     mix = Mix(template_reuse="fixed:4", num_inference_steps=str(sweep.plan.steps), sizes=f"{SIDE}x{SIDE}")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "large"
@@ -120,7 +120,7 @@ def large(sweep: Sweep) -> None:
 
 
 def two_engines(sweep: Sweep) -> None:
-    """Two processes behind a balancer where Stencil has two engines."""
+    """Two processes of diffusers behind a balancer, two engines of Stencil."""
     mix, setting = Mix(num_inference_steps=str(sweep.plan.steps)), replace(SETTING, engines=2)
     for name in ("diffusers", "diffusers-batch", "stencil"):
         number = sweep.plan.number_of(name, sweep.plan.throughput_edits)
@@ -129,7 +129,7 @@ def two_engines(sweep: Sweep) -> None:
 
 
 def _both(*tasks: Callable[[], None]) -> None:
-    """At once, for what is not a matter of time. Raises what the first failed one raised."""
+    """At once, which is right only for results that do not depend on time."""
     with ThreadPoolExecutor() as pool:
         for future in [pool.submit(task) for task in tasks]:
             future.result()
@@ -148,7 +148,7 @@ def _closed_loop(name: str, setting: Setting, mix: Mix, number: int, warm_ups: i
 
 @dataclass(frozen=True)
 class Part:
-    """minutes: about how long it takes on 2 cores that do nothing else."""
+    """minutes: about how long it takes on 2 idle cores."""
 
     run: Callable[[Sweep], None]
     minutes: float
