@@ -30,7 +30,6 @@ from benchmarks.load.summary import Context, summarise
 from benchmarks.micro import overheads
 from benchmarks.quality.feature_net import frechet
 
-
 PAGE = """# Title
 
 Prose.
@@ -62,9 +61,7 @@ def test_a_page_is_prose_with_its_figures_and_a_row_per_record() -> None:
         "| --- | --- | --- |",
         "| a at 0.1 | 2.0 |  |",
         "| launched | 3.0 |  |",
-    ], (
-        "a figure that is missing is an empty cell, a row without figures is left out, and so is a section without values"
-    )
+    ], "a cell without its figure is empty; a row without figures and a section without values are left out"
     assert fill(PAGE, {}) == "# Title\n\nProse.\n"
 
 
