@@ -1,6 +1,7 @@
 """Markdown pages: prose and tables' columns are a template in a file of its own, code fills in the figures.
 
-Figures are placeholders of str.format. A line `name: | {cell} | {cell} |` is a table's row for each record of `name`.
+Figures are placeholders of str.format. A line `name: | {cell} | {cell} |` is a table's row for each record of `name`,
+or for the one record that it is.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 Values = Mapping[str, Any]
-"""By placeholder: a figure, a mapping of figures, or a sequence of records for rows."""
+"""By placeholder: a figure, a record of figures, or a sequence of records."""
 
 _HEADING, _ROW = re.compile(r"^(?=#+ )", re.MULTILINE), re.compile(r"(\w+): \|(.*)\|")
 
@@ -32,7 +33,8 @@ def _lines(template: str, values: Values) -> Iterator[str]:
     if row is None:
         yield template.format_map(values)
         return
-    for record in values[row[1]]:
+    records = values[row[1]]
+    for record in [records] if isinstance(records, Mapping) else records:
         cells = [_cell(cell.strip(), record) for cell in row[2].split("|")]
         if any(cells[1:]):  # a row of nothing but its name is left out
             yield table_row(cells)
