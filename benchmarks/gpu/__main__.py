@@ -1,9 +1,9 @@
-"""`make gpu-check`: runs on a bare GPU machine within --minutes, and needs nothing from the internet.
+"""`make gpu-check`: checks a GPU machine within --minutes; needs nothing from the internet.
 
-Sections come in the order of what they are worth; the file of results is written anew after every figure, so a run that
-is cut off leaves what it had, and a run of some sections alone (--only) adds to what the file has. `--device cpu --size
-tiny` runs all of it anywhere, in seconds, for figures that mean nothing. Results and document go to --out: by default
-docs/ from a GPU at full size, else a folder that git ignores.
+The most important sections run first. The file of results is rewritten after every figure, so an interrupted run leaves
+what it had; a run of some sections (--only) adds to it. `--device cpu --size tiny` runs everything on any machine in
+seconds, for figures that mean nothing. Results and document go to --out: by default docs/ from a GPU at full size, else
+a folder that git ignores.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from benchmarks.load.server import ROOT
 PACKAGES = ("torch", "triton", "diffusers", "transformers")
 
 LAST = "none"
-"""In place of sections' names: nothing is left to be run."""
+"""In place of sections' names: none is left."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status: 1 where a section broke off; a bar that is missed is a result."""
+    """The exit status: 1 if a section failed; a missed bar is a result."""
     args = _parse(argv)
     out = args.out or _folder(args)
     out.mkdir(parents=True, exist_ok=True)
@@ -61,20 +61,20 @@ def _run(args: argparse.Namespace, out: Path) -> None:
     bench = Bench(device, dtype, SIZES[args.size], report, args.minutes)
 
     def go_on(rest: Sequence[str]) -> None:
-        """In place of this process, whatever it hangs in or has broken."""
+        """Replaces this process, which may hang or have broken the device."""
         minutes = max(0.0, bench.seconds_left / 60)
         options = ["--device", args.device, "--size", args.size, "--minutes", f"{minutes}", "--out", str(out)]
         command = [sys.executable, "-m", "benchmarks.gpu", *options, "--only", *(rest or [LAST])]
         sys.stdout.flush()
         sys.stderr.flush()
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the device's too, which gives back its memory
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the device's too, which frees its memory
         os.execv(sys.executable, command)
 
     run_sections(bench, args.only, go_on)
 
 
 def _about(device: torch.device, size: str) -> Figures:
-    """What the figures are of."""
+    """The machine and the size that figures are of."""
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         "device_type": device.type,
@@ -112,11 +112,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N or cpu")
-    parser.add_argument("--size", default="full", choices=SIZES, help="tiny: only to see that all of it runs")
-    parser.add_argument("--minutes", type=float, default=10.0, help="whatever runs then is cut off")
-    parser.add_argument("--only", nargs="+", default=[], metavar="SECTION", help="these; others keep what the file has")
+    parser.add_argument("--size", default="full", choices=SIZES, help="tiny: only shows that everything runs")
+    parser.add_argument("--minutes", type=float, default=10.0, help="time limit")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="SECTION", help="run these; others keep what the file has"
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of results and document")
-    parser.add_argument("--write-only", action="store_true", help="write the document from the results there are")
+    parser.add_argument("--write-only", action="store_true", help="only write the document, from the results there are")
     args = parser.parse_args(argv)
     if not args.write_only and torch.device(args.device).type == "cuda" and not torch.cuda.is_available():
         parser.error("PyTorch sees no GPU; --device cpu --size tiny shows that the check itself runs")

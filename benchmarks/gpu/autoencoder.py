@@ -1,4 +1,4 @@
-"""A VAE of random weights: pictures to latents and back."""
+"""A VAE with random weights."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Autoencoder:
         return self._vae.decode(self._latents)
 
     def decode_box(self, active: Tensor, side: int) -> Call:
-        """The pixels around these of the picture's tokens, so many a side."""
+        """Decodes the pixels around the active tokens of a picture of side x side tokens."""
         rows, columns = active // side, active % side
-        box = tuple(int(edge) for edge in (columns.min(), rows.min(), columns.max() + 1, rows.max() + 1))
-        left, top, right, bottom = box
+        edges = columns.min(), rows.min(), columns.max() + 1, rows.max() + 1
+        left, top, right, bottom = (int(edge) for edge in edges)
         return lambda: self._vae.decode_region(self._latents, (left, top, right, bottom), (side, side))

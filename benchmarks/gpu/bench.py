@@ -1,4 +1,4 @@
-"""Bench: what every section needs: the device, sizes, the file of results and the time that is left."""
+"""What every section needs: the device, sizes, the file of results, and clocks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -17,13 +17,12 @@ from benchmarks.gpu.sizes import Size
 Call = Callable[[], object]
 
 COMPILE_SECONDS = 60.0
-"""Nothing is compiled with less left."""
-T = TypeVar("T")
+"""Nothing is compiled with less time left."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """minutes: that the whole run may take."""
+    """minutes: time limit of the whole run."""
 
     device: torch.device
     dtype: torch.dtype
@@ -43,23 +42,18 @@ class Bench:
         self.wait()
         return time.perf_counter() - started
 
-    def median(self, call: Call) -> float:
-        """Seconds of a call, the first one not counted."""
-        call()
-        return statistics.median(self.seconds(call) for _ in range(self.size.rounds))
+    def median(self, call: Call, rounds: int | None = None) -> float:
+        """Seconds of a call."""
+        return self.medians({"": call}, rounds)[""]
 
-    def medians(self, calls: Mapping[T, Call], rounds: int | None = None) -> dict[T, float]:
-        """Likewise of several, which take turns. rounds: at most, where each takes long."""
-        seconds: dict[T, list[float]] = {name: [] for name in calls}
-        for round_ in range(min(self.size.rounds, rounds or self.size.rounds) + 1):
-            for name, call in calls.items():
-                taken = self.seconds(call)
-                if round_:
-                    seconds[name].append(taken)
-        return {name: statistics.median(taken) for name, taken in seconds.items()}
+    def medians(self, calls: Mapping[str, Call], rounds: int | None = None) -> dict[str, float]:
+        """Seconds of calls in turns, of which the first is not counted. rounds: at most, for calls that take long."""
+        number = min(self.size.rounds, rounds or self.size.rounds)
+        turns = [{name: self.seconds(call) for name, call in calls.items()} for _ in range(number + 1)]
+        return {name: statistics.median(turn[name] for turn in turns[1:]) for name in calls}
 
     def launch_ms(self, call: Call) -> float:
-        """Milliseconds until a call returns, when the device has yet to compute what it was given; median."""
+        """Milliseconds until a call returns, with the device's work still queued; median."""
         return 1e3 * statistics.median(self._launch_seconds(call) for _ in range(self.size.rounds))
 
     def _launch_seconds(self, call: Call) -> float:
@@ -69,12 +63,12 @@ class Bench:
         return time.perf_counter() - started
 
     def wait(self) -> None:
-        """Until the device has done all it was given."""
+        """Until the device is idle."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def is_usable(self) -> bool:
-        """Whether the device still computes: a kernel that failed has failed all that come after it."""
+        """Whether the device still computes: after a kernel has failed, all later ones fail."""
         try:
             self.wait()
         except RuntimeError:
@@ -82,8 +76,7 @@ class Bench:
         return True
 
     def make(self, module: Callable[[], Any]) -> Any:
-        """A module of random weights, made on the device and in the dtype that it stays in: 12 billion parameters take
-        no detour by way of the host."""
+        """A module of random weights, made on the device: 12 billion parameters never pass through the host."""
         before = torch.get_default_dtype()
         torch.manual_seed(0)
         torch.set_default_dtype(self.dtype)
@@ -98,7 +91,7 @@ class Bench:
         return torch.randn(shape, device=self.device, dtype=self.dtype)
 
     def clear(self) -> None:
-        """Give back what no variable refers to any more."""
+        """Free unused memory."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""FLUX's transformer with random weights, its edits and their pages, and diffusers' forward of the same module."""
+"""FLUX's transformer with random weights: steps by us and by diffusers, and pages."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ PIXELS = 16
 
 
 class FluxBench:
-    """One module, run by us and by diffusers: on a GPU the layers that we join have views of the joined weights. Calls
-    allocate nothing that outlives them.
-    """
+    """One module, run by us and by diffusers; layers that we join are views of the joined weights on a GPU."""
 
     def __init__(self, bench: Bench) -> None:
         self.size: FluxSize = bench.size.flux
@@ -54,24 +52,22 @@ class FluxBench:
 
     @property
     def operators(self) -> str:
-        """What our steps compute with besides PyTorch's kernels."""
+        """What our steps use besides PyTorch's kernels."""
         return self._operators.digest
 
     @property
     def flop(self) -> float:
-        """Of an exact step: products over all tokens and attention between them. What is computed once per request,
-        modulation, is left out, as a run computes it once for all its steps."""
+        """Of an exact step: products over all tokens and attention between them. Modulation is left out: a run computes
+        it once for all its steps."""
         config, tokens = self.module.config, self.size.image_tokens + self.size.text_tokens
         hidden = config.num_attention_heads * config.attention_head_dim
-        # Parameters of a token's products: qkv, out and mlp of each stream of a double block (of which a token passes
-        # one), and of a single block.
+        # Weights per token: qkv, out and mlp of a single block, or of the one stream of a double block that it passes.
         products = (4 + 8) * hidden**2 * (config.num_layers + config.num_single_layers)
         attention = 2 * tokens * hidden * (config.num_layers + config.num_single_layers)
         return float(2 * tokens * (products + attention))
 
     def bound(self, ratio: float) -> float:
-        """How much faster a step can be that computes this share of the image tokens: products and attention both
-        grow with the tokens that are computed."""
+        """How much faster a step can be that computes this share of the image tokens."""
         tokens = self.size.image_tokens
         return (tokens + self.size.text_tokens) / (self.num_active(ratio) + self.size.text_tokens)
 
@@ -79,7 +75,7 @@ class FluxBench:
         return max(1, round(ratio * self.size.image_tokens))
 
     def attending(self, ways: Mapping[str, Attend]) -> dict[str, Self]:
-        """This one by each of these ways, over the same weights; on a CPU, whose operators have their own, by none."""
+        """Twins over the same weights with these ways of attention; none on a CPU, whose operators have their own."""
         twins = dict[str, Self]()
         if isinstance(operators := self._operators, GpuOperators):
             for name, way in ways.items():
@@ -87,14 +83,12 @@ class FluxBench:
                 twin.denoiser = self.denoiser.computing_with(operators.attending(way))
         return twins
 
-    # ------------------------------------------------------------------------------------------------ ours
-
     def exact(self, batch: int = 1) -> Call:
         rows = [self.with_modulation(self.row)] * batch
         return lambda: self.denoiser.forward(rows)
 
     def edits(self, ratio: float, entries: Sequence[tuple[Tensor, Tensor]]) -> Call:
-        """A step of as many edits as there are entries: those of the two keyframes around it, for each."""
+        """A step of an edit for each of the entries, which are those of the two keyframes around it."""
         rows = [self._edit(ratio, near, far) for near, far in entries]
         return lambda: self.denoiser.forward(rows)
 
@@ -103,12 +97,11 @@ class FluxBench:
         return self.with_modulation(replace(self.row, active=self.box(ratio), pages=pages))
 
     def agreement(self, ratio: float) -> tuple[float, float]:
-        """Relative differences: of our exact step from diffusers', and of a mask-aware one of the template's own
-        content, over its own pages at this very noise level, from our exact one.
-        """
+        """Relative differences: of our exact step from diffusers', and of a mask-aware one from our exact one (an edit
+        that is the template itself, over its pages at this noise level)."""
         row, entry = self.with_modulation(self.row), self.entry()
         (exact,), theirs = self.denoiser.forward([row]), self.diffusers()()[0][0]
-        self.denoiser.prime([self._prime_row(row.sigma, entry)], (0, self.denoiser.num_pages))
+        self.denoiser.prime([template_row(row, row.sigma, entry)], (0, self.denoiser.num_pages))
         pages = Pages(self.layout, self.size.image_tokens, entry, None, 0.0)
         (masked,) = self.denoiser.forward([replace(row, active=self.box(ratio), pages=pages)])
         return _difference(exact, theirs), _difference(masked, exact[self.box(ratio)])
@@ -118,15 +111,13 @@ class FluxBench:
         return self.with_modulation(replace(row, sigma=self._scalar(sigma)))
 
     def with_modulation(self, row: Row) -> Row:
-        """As in a run, which computes it for all of its steps at once."""
+        """With its modulation, which a run computes for all of its steps at once."""
         table = self.denoiser.modulation(row.pooled_prompt_embeds, row.guidance_scale, row.sigma[None], 1)
         return replace(row, modulation=table)
 
     def box(self, ratio: float) -> Tensor:
         """Token indices of an upright box with this share of the picture."""
         return box_tokens(self.num_active(ratio), self.size.side, self._bench.device)
-
-    # ------------------------------------------------------------------------------------------------ pages
 
     def entry(self) -> Tensor:
         """Room for the pages of one keyframe."""
@@ -142,26 +133,10 @@ class FluxBench:
         return [1 - step / self.size.steps for step in range(self.size.steps)]
 
     def prime(self, entries: Sequence[Tensor]) -> Call:
-        """Pages of all keyframes in one pass, as an engine with nothing else to do primes them."""
+        """Pages of all keyframes in one pass, as in an idle engine."""
         levels = zip(self.keyframes(), entries, strict=True)
-        rows = [self._prime_row(self._scalar(sigma), entry) for sigma, entry in levels]
+        rows = [template_row(self.row, self._scalar(sigma), entry) for sigma, entry in levels]
         return lambda: self.denoiser.prime(rows, (0, self.denoiser.num_pages))
-
-    def _prime_row(self, sigma: Tensor, entry: Tensor) -> PrimeRow:
-        row = self.row
-        return PrimeRow(
-            latents=row.latents,
-            condition=row.condition,
-            prompt_embeds=row.prompt_embeds,
-            pooled_prompt_embeds=row.pooled_prompt_embeds,
-            sigma=sigma,
-            guidance_scale=row.guidance_scale,
-            grid=row.grid,
-            hidden=None,
-            entry=entry,
-        )
-
-    # ------------------------------------------------------------------------------------------------ diffusers
 
     def diffusers(self, batch: int = 1) -> Callable[[], tuple[Tensor]]:
         """The module's own forward, dense: velocities [batch, image tokens, width]."""
@@ -180,11 +155,26 @@ class FluxBench:
         return lambda: self.module(**inputs)
 
     def compile(self) -> None:
-        """Compile the module's blocks, as diffusers' guide to torch.compile has it; our forward does not call them."""
+        """Compile the module's blocks as in diffusers' guide to torch.compile; our forward does not call them."""
         self.module.compile_repeated_blocks(fullgraph=True, dynamic=False, backend=self._bench.size.backend)
 
     def _scalar(self, value: float) -> Tensor:
         return torch.tensor(value, device=self._bench.device)
+
+
+def template_row(row: Row, sigma: Tensor, entry: Tensor) -> PrimeRow:
+    """Primes `entry` with the row's own inputs at noise level `sigma`."""
+    return PrimeRow(
+        latents=row.latents,
+        condition=row.condition,
+        prompt_embeds=row.prompt_embeds,
+        pooled_prompt_embeds=row.pooled_prompt_embeds,
+        sigma=sigma,
+        guidance_scale=row.guidance_scale,
+        grid=row.grid,
+        hidden=None,
+        entry=entry,
+    )
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> float:

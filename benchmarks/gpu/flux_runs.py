@@ -1,4 +1,4 @@
-"""Whole runs of FLUX's transformer: the steps of an edit whose pages lie on the device, and from host memory."""
+"""Whole runs of FLUX's transformer: all steps of an edit, with pages on the device or copied from host memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.bench import Bench, Call
 from benchmarks.gpu.flux import FluxBench
 from benchmarks.gpu.overlap import Span
 from core.handles import PAGE_ARENA, ArrayRef, EntryRef
@@ -32,39 +32,34 @@ def between(sigma: float, keyframes: Sequence[float]) -> tuple[int, float]:
     raise ValueError(f"noise level {sigma} lies below all keyframes")
 
 
-class ExactRun:
-    """Steps that compute every token."""
-
-    def __init__(self, flux: FluxBench) -> None:
-        self._flux = flux
-        self._rows = [flux.at(sigma, flux.row) for sigma in flux.sigmas()]
-
-    def run(self) -> None:
-        for row in self._rows:
-            self._flux.denoiser.forward([row])
+def exact_run(flux: FluxBench) -> Call:
+    """All steps of an edit that computes every token."""
+    return _run(flux, [flux.at(sigma, flux.row) for sigma in flux.sigmas()])
 
 
-class ResidentRun:
-    """Steps of one edit whose pages lie on the device. entries: of every keyframe, noise falling."""
+def resident_run(flux: FluxBench, ratio: float, entries: Sequence[Tensor]) -> Call:
+    """All steps of an edit whose pages lie on the device. entries: of every keyframe, noise falling."""
+    rows = list[Row]()
+    for sigma in flux.sigmas():
+        interval, weight = between(sigma, flux.keyframes())
+        pages = Pages(flux.layout, flux.size.image_tokens, entries[interval], entries[interval + 1], weight)
+        rows.append(flux.at(sigma, replace(flux.row, active=flux.box(ratio), pages=pages)))
+    return _run(flux, rows)
 
-    def __init__(self, flux: FluxBench, ratio: float, entries: Sequence[Tensor]) -> None:
-        self._flux, self._rows = flux, list[Row]()
-        for sigma in flux.sigmas():
-            interval, weight = between(sigma, flux.keyframes())
-            pages = Pages(flux.layout, flux.size.image_tokens, entries[interval], entries[interval + 1], weight)
-            self._rows.append(flux.at(sigma, replace(flux.row, active=flux.box(ratio), pages=pages)))
 
-    def run(self) -> None:
-        for row in self._rows:
-            self._flux.denoiser.forward([row])
+def _run(flux: FluxBench, rows: Sequence[Row]) -> Call:
+    def run() -> None:
+        for row in rows:
+            flux.denoiser.forward([row])
+
+    return run
 
 
 class HostedRun:
-    """Likewise, with the pages in host memory: as in an engine, the two keyframes around a step lie on the device and
-    the next one comes up meanwhile.
+    """All steps of an edit whose pages lie in host memory: as in an engine, the two keyframes around a step lie on the
+    device while the next one is copied.
 
-    copies, compute: when something was copied and computed, as the host saw it; what a GPU still had queued is not in
-    it.
+    copies, compute: when the host saw copies and computation; a GPU's queued work is not included.
     """
 
     def __init__(self, flux: FluxBench, ratio: float, entries: Sequence[Tensor], bench: Bench) -> None:
@@ -105,7 +100,7 @@ class HostedRun:
         self._arena.close()
 
     def _start(self, number: int) -> None:
-        """Bring a keyframe's pages up."""
+        """Start copying a keyframe's pages to the device."""
         block = self._flux.layout.block_bytes(self._flux.size.image_tokens)
         copy = PageCopy(_key(number), self._flux.entry_bytes, block, "host", "device", self._refs[number])
         self._store.start(copy)

@@ -1,4 +1,4 @@
-"""An engine and its worker in this process: scheduler, runner and page store as they are, and no image processors."""
+"""An engine and its worker in this process: the real scheduler, runner and page store, without image processors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MASKED_SHARE = 0.4
 
 
 class LocalEngine:
-    """One model; `close` it at the end."""
+    """One model."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class LocalEngine:
         cache: CacheConfig,
         watched: Callable[[Family], Family] = lambda family: family,
     ) -> None:
-        """device, dtype: as of ModelConfig. watched: makes of the model's family the one that is run."""
+        """device, dtype: as in ModelConfig. watched: wraps the model's family."""
         config = ModelConfig(model=str(checkpoint), served_model_name="checked", device=device, dtype=dtype)
         models = ResidentModels.open([config], has_device_tier=bool(cache.device_bytes))
         models.load_all()
@@ -66,9 +66,8 @@ class LocalEngine:
         self._arenas.close()
 
     def edit(self, templates: Sequence[Pixels], sampling: SamplingParams) -> list[Pixels]:
-        """Edit the box in the middle of each, together; uint8 [height, width, 3]. Sides are multiples of the token's.
-        Raises RuntimeError for an edit that fails.
-        """
+        """Edit the box in the middle of each, together; uint8 [height, width, 3], sides multiples of a token's. Raises
+        RuntimeError if an edit fails."""
         requests = [self.begin(template, sampling) for template in templates]
         left = {request.request_id for request in requests}
         while left:
@@ -80,13 +79,13 @@ class LocalEngine:
         return [self._arenas.own.view(request.pixels[-1]).copy() for request in requests]
 
     def begin(self, template: Pixels, sampling: SamplingParams) -> EditRequest:
-        """Hand an edit to the scheduler."""
+        """Add an edit to the scheduler."""
         request = self._request(template, resolve(sampling, self.info))
         self.scheduler.add(request)
         return request
 
     def step(self) -> list[Batch]:
-        """One iteration of the engine; the batches that were run."""
+        """One iteration of the engine; returns the batches that ran."""
         plan = self.scheduler.schedule(time.monotonic())
         if plan is not None:
             self._pages.forget(plan.forget)
@@ -101,7 +100,7 @@ class LocalEngine:
         return list(plan.batches) if plan is not None else []
 
     def run(self, batch: Batch) -> BatchResult:
-        """What the worker does with a batch."""
+        """Run a batch as the worker does."""
         return self.runner.run(batch)
 
     def _request(self, template: Pixels, sampling: SamplingParams) -> EditRequest:

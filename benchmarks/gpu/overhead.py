@@ -1,4 +1,4 @@
-"""What a step of eight edits costs before its first kernel: scheduler, the plan's way to the worker, and runner."""
+"""Overhead of a step of eight edits before its first kernel: scheduler, the plan's way to the worker, and runner."""
 
 from __future__ import annotations
 
@@ -20,28 +20,27 @@ from core.messages.worker import Batch, BatchResult
 from core.request import SamplingParams
 from model_executor.models.base import Family, Row
 
-NAME = "overhead"
 SIDE = 256
 STEPS = 24
-"""Of each edit: most of them have all edits in them."""
+"""Of each edit: in most of them the batch is full."""
 WARM_UP = 5
 PAGE_BYTES = 2**30
 
 
 def run(bench: Bench) -> None:
-    """Scheduler, ring and back from one process to another; then the runner, up to where it launches kernels."""
+    """Scheduler and ring, to another process and back; then the runner, up to the first kernel."""
     scheduling = statistics.median(step_seconds(bench.size.overhead_steps))
-    bench.report.put(NAME, batch=BATCH, schedule_ring_apply_ms=1e3 * scheduling)
+    bench.report.put("overhead", batch=BATCH, schedule_ring_apply_ms=1e3 * scheduling)
     cache = CacheConfig(device_bytes=PAGE_BYTES if bench.device.type == "cuda" else 0, host_bytes=PAGE_BYTES)
     with closing(Watched(Path(EMBEDDED_MODEL), str(bench.device), "auto", cache)) as engine:
         pictures = [np.full((SIDE, SIDE, 3), 127, np.uint8)] * BATCH  # one template, so that all begin together
         engine.edit(pictures, SamplingParams(num_inference_steps=STEPS, seed=1))
     runner = statistics.median(engine.to_kernels[WARM_UP:] or engine.to_kernels)
-    bench.report.put(NAME, runner_ms=1e3 * runner, total_ms=1e3 * (scheduling + runner))
+    bench.report.put("overhead", runner_ms=1e3 * runner, total_ms=1e3 * (scheduling + runner))
 
 
 class Watched(LocalEngine):
-    """Notes how long a full step's batch was with the runner before the forward pass began. to_kernels: seconds."""
+    """Records how long a full step's batch was in the runner before the forward pass began. to_kernels: seconds."""
 
     def __init__(self, checkpoint: Path, device: str, dtype: str, cache: CacheConfig) -> None:
         self.to_kernels: list[float] = []
@@ -53,15 +52,15 @@ class Watched(LocalEngine):
         return super().run(batch)
 
     def _watched(self, family: Family) -> Family:
-        return cast(Family, _Telling(family, self._note))
+        return cast(Family, _Noting(family, self._note))
 
     def _note(self, rows: Sequence[Row]) -> None:
         if len(rows) == BATCH:
             self.to_kernels.append(time.perf_counter() - self._began)
 
 
-class _Telling:
-    """A family that tells of its predictions before it makes them; all else is the family's own."""
+class _Noting:
+    """A family that calls `note` before each prediction."""
 
     def __init__(self, family: Family, note: Callable[[Sequence[Row]], None]) -> None:
         self._family, self._note = family, note
@@ -70,6 +69,5 @@ class _Telling:
         return getattr(self._family, name)
 
     def predict(self, rows: Sequence[Row]) -> list[Tensor]:
-        """As Family.predict."""
         self._note(rows)
         return self._family.predict(rows)

@@ -1,4 +1,4 @@
-"""How much of the copies' time lies under computation: arithmetic on spans, and where these come from."""
+"""How much of the copies' time lies under computation."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch._C._autograd import DeviceType
 from torch.profiler import profile
 
 Span = tuple[float, float]
-"""From, to; seconds of one clock."""
+"""Begin and end, in seconds of one clock."""
 
 COPY = "memcpy htod"
-"""How the profiler calls a copy from the host; of kernels' names it is in none."""
+"""The profiler's name for a copy from the host; no kernel's name contains it."""
 
 
 def hidden_share(copies: Iterable[Span], compute: Iterable[Span]) -> float:
@@ -22,7 +22,7 @@ def hidden_share(copies: Iterable[Span], compute: Iterable[Span]) -> float:
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
-    """The same time in spans that do not touch, in their order."""
+    """The same time in disjoint spans, ascending."""
     result: list[Span] = []
     for start, end in sorted(spans):
         if result and start <= result[-1][1]:

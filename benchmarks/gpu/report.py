@@ -1,4 +1,4 @@
-"""The file of results: written anew after every figure, so that a run that was cut off leaves what it had."""
+"""The file of results, rewritten after every figure, so that an interrupted run leaves what it had."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 Figures = dict[str, Any]
-"""What JSON can hold: plain numbers under names with units."""
+"""JSON: plain numbers under names with units."""
 
 SKIPPED, BROKEN = "skipped", "broken"
-"""Sections of words: of other sections' names, why there was no time for them, and where they broke off."""
+"""Sections of text about other sections, by their names: why they were not finished, and how they failed."""
 
 
 class Report:
-    """Sections by name, in one JSON file. clock: seconds that never go back."""
+    """Sections by name, in one JSON file."""
 
     def __init__(self, path: Path, about: Figures, *, goes_on: bool = False) -> None:
-        """goes_on: with what the file has, if it is about the same."""
+        """goes_on: adds to what the file has, if that has the same `about`."""
         self._path = path
         before = read(path) if goes_on else None
         is_same = before is not None and _without_seconds(before["about"]) == about
@@ -29,7 +29,7 @@ class Report:
 
     @property
     def seconds(self) -> float:
-        """Since the run began."""
+        """Since this process began to run sections."""
         return time.monotonic() - self._started
 
     @property
@@ -37,7 +37,7 @@ class Report:
         return self._sections
 
     def begin(self, section: str) -> None:
-        """Forget what an earlier run had of it."""
+        """Delete an earlier run's figures of it."""
         self._sections.pop(section, None)
         for words in (SKIPPED, BROKEN):
             self._sections.get(words, {}).pop(section, None)
@@ -45,8 +45,7 @@ class Report:
                 del self._sections[words]
 
     def put(self, section: str, **figures: Any) -> None:
-        """Add figures to a section, and write all there is. They are rounded at once, so that whatever is said of them
-        is said of the same figures as are in the file."""
+        """Add figures to a section and write the file. They are rounded at once: what is printed is in the file."""
         self._sections.setdefault(section, {}).update(_rounded(figures))
         about = self._about | {"seconds": round(self._seconds_before + self.seconds, 1)}
         unfinished = self._path.with_suffix(".part")
@@ -55,7 +54,7 @@ class Report:
 
 
 def read(path: Path) -> Figures | None:
-    """What a run has written, None where there was none."""
+    """What a run has written; None before the first run."""
     return json.loads(path.read_text()) if path.exists() else None
 
 

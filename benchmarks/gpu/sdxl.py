@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,54 +13,52 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.gpu.autoencoder import Autoencoder
 from benchmarks.gpu.bench import COMPILE_SECONDS, Bench, Call
 from benchmarks.gpu.boxes import middle_box, tokens_in
+from benchmarks.gpu.flux import template_row
 from benchmarks.gpu.sizes import SdxlSize
-from model_executor.models.base import PrimeRow, Row
+from model_executor.models.base import Row
 from model_executor.models.unet import Unet
 from model_executor.operators import best_operators
 from model_executor.pages import Pages
 
-NAME = "sdxl"
 TOKEN = 32
 """Pixels of a token's side."""
 ROUNDS = 3
 """Of whole edits."""
 OURS_SECONDS = 120.0
-"""Our own blocks are not compiled with less left: there are more kinds of them."""
+"""Our own blocks are not compiled with less time left: there are more kinds of them."""
 
 
 @torch.inference_mode()
 def run(bench: Bench) -> None:
-    """Ours and eager diffusers in turns, then diffusers compiled; whole edits at last."""
-    sdxl = Sdxl(bench)
-    size, active = sdxl.size, sdxl.active
+    """Steps and whole edits, ours and eager diffusers in turns; then diffusers and our blocks compiled."""
+    sdxl, put = Sdxl(bench), partial(bench.report.put, "sdxl")
+    size = sdxl.size
     steps = {"diffusers": sdxl.diffusers(), "exact": sdxl.exact(), "masked": sdxl.masked()}
     seconds = bench.medians(steps)
     bound = Sdxl(replace(bench, device=torch.device("meta"))).bound()
-    bench.report.put(NAME, ratio=size.ratio, steps=size.steps, bound=bound)
-    bench.report.put(NAME, **{f"{name}_ms": 1e3 * taken for name, taken in seconds.items()})
-    bench.report.put(NAME, launch_ms=bench.launch_ms(steps["masked"]))
+    put(ratio=size.ratio, steps=size.steps, bound=bound)
+    put(**{f"{name}_ms": 1e3 * taken for name, taken in seconds.items()})
+    put(launch_ms=bench.launch_ms(steps["masked"]))
     vae = Autoencoder(bench, size.autoencoder, size.side * TOKEN)
-    decode_box = vae.decode_box(active, size.side)
+    decode_box = vae.decode_box(sdxl.active, size.side)
 
     def edit(step: Call, decode: Call) -> Call:
         return lambda: [vae.encode(), *(step() for _ in range(size.steps)), decode()]
 
     whole = {name: edit(step, decode_box if name == "masked" else vae.decode) for name, step in steps.items()}
     edits = bench.medians(whole, ROUNDS)
-    bench.report.put(NAME, **{f"{name}_edit_s": taken for name, taken in edits.items()})
+    put(**{f"{name}_edit_s": taken for name, taken in edits.items()})
     if bench.seconds_left < COMPILE_SECONDS:
         return
     sdxl.module.compile_repeated_blocks(fullgraph=True, dynamic=False, backend=bench.size.backend)
-    bench.report.put(NAME, diffusers_compiled_ms=1e3 * bench.median(steps["diffusers"]))
-    taken = bench.medians({"edit": whole["diffusers"]}, ROUNDS)["edit"]
-    bench.report.put(NAME, diffusers_compiled_edit_s=taken)
+    put(diffusers_compiled_ms=1e3 * bench.median(steps["diffusers"]))
+    put(diffusers_compiled_edit_s=bench.median(whole["diffusers"], ROUNDS))
     if bench.seconds_left < OURS_SECONDS:
         return
     with torch.compiler.set_stance("default" if bench.size.backend == "inductor" else "force_eager"):
         step = sdxl.masked_compiled()
-        bench.report.put(NAME, masked_compiled_ms=1e3 * bench.median(step), launch_compiled_ms=bench.launch_ms(step))
-        taken = bench.medians({"edit": edit(step, decode_box)}, ROUNDS)["edit"]
-        bench.report.put(NAME, masked_compiled_edit_s=taken)
+        put(masked_compiled_ms=1e3 * bench.median(step), launch_compiled_ms=bench.launch_ms(step))
+        put(masked_compiled_edit_s=bench.median(edit(step, decode_box), ROUNDS))
 
 
 class Sdxl:
@@ -67,7 +66,7 @@ class Sdxl:
 
     def __init__(self, bench: Bench) -> None:
         self.size: SdxlSize = bench.size.sdxl
-        self.module = bench.make(lambda: UNet2DConditionModel(**self.size.unet))
+        self.module = bench.make(lambda: UNet2DConditionModel(**self.size.unet_config))
         self._unet, self._bench = Unet(self.module, 1000, TOKEN), bench
         self._box = middle_box(self.size.ratio, self.size.side)
         self.active = tokens_in(self._box, self.size.side, bench.device)
@@ -82,7 +81,7 @@ class Sdxl:
         return self._masked(self._unet)
 
     def masked_compiled(self) -> Call:
-        """As `--kernels compile` runs it. From here on the module's own blocks are compiled too."""
+        """As with `--kernels compile`; the module's own blocks are compiled from here on, too."""
         operators = best_operators(self._bench.device).compiling()
         return self._masked(Unet(self.module, 1000, TOKEN, operators))
 
@@ -108,8 +107,8 @@ class Sdxl:
         return lambda: self.module(**inputs)
 
     def bound(self) -> float:
-        """Floating-point operations of an exact step over those of a mask-aware one. For a module on the meta device:
-        what a CPU's own layers do is not counted."""
+        """Floating-point operations of an exact step over those of a mask-aware one; needs a module on the meta device,
+        since those of a CPU's own layers are not counted."""
         counts = []
         for call in (self.exact(), self.masked()):
             with FlopCounterMode(display=False) as counter:
@@ -134,16 +133,6 @@ class Sdxl:
         """The int8 entry of the first row's own inputs at a keyframe."""
         row, layout = self._rows[0], self._unet.page_layout("int8")
         entry = torch.empty(layout.entry_bytes(self.size.image_tokens), dtype=torch.uint8, device=self._bench.device)
-        template = PrimeRow(
-            latents=row.latents,
-            condition=row.condition,
-            prompt_embeds=row.prompt_embeds,
-            pooled_prompt_embeds=row.pooled_prompt_embeds,
-            sigma=torch.tensor(sigma, device=self._bench.device),
-            guidance_scale=row.guidance_scale,
-            grid=row.grid,
-            hidden=None,
-            entry=entry,
-        )
+        template = template_row(row, torch.tensor(sigma, device=self._bench.device), entry)
         self._unet.prime([template], (0, layout.num_blocks))
         return entry

@@ -1,6 +1,4 @@
-"""Sections one after the other, in the order of what they are worth: what breaks, hangs or breaks the device costs
-itself, and none of the others.
-"""
+"""Runs the sections, most important first; one that fails, hangs or breaks the device does not affect the others."""
 
 from __future__ import annotations
 
@@ -12,34 +10,22 @@ from functools import cache, partial
 
 import torch
 
-from benchmarks.gpu import (
-    attention,
-    correctness,
-    flux_cold,
-    flux_pages,
-    flux_steps,
-    kernel_tests,
-    overhead,
-    sdxl,
-    served,
-)
+from benchmarks.gpu import correctness, flux_sections, overhead, sdxl
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.flux import FluxBench
 from benchmarks.gpu.report import BROKEN, SKIPPED
 
 MIN_SECONDS = 20.0
-"""A section is not begun with less left."""
+"""A section is not begun with less time left."""
 
 MAX_SECONDS = 300.0
-"""That a section may take; one that hangs is cut off."""
+"""Time limit of a section."""
 
 GoOn = Callable[[Sequence[str]], None]
-"""Does these sections in a process of its own, in place of this one; does not return."""
+"""Runs these sections in a new process in place of this one; does not return."""
 
 
 def sections(bench: Bench) -> dict[str, Callable[[], None]]:
-    """Those of FLUX share its weights, and its pages after them."""
-
     @cache
     def flux() -> FluxBench:
         return FluxBench(bench)
@@ -58,20 +44,20 @@ def sections(bench: Bench) -> dict[str, Callable[[], None]]:
         sdxl.run(bench)
 
     return {
-        correctness.NAME: lambda: correctness.run(bench),
-        kernel_tests.NAME: lambda: kernel_tests.run(bench),
-        flux_steps.NAME: lambda: flux_steps.run(bench, flux()),
-        attention.NAME: lambda: attention.run(bench, flux(), entries()),
-        flux_cold.NAME: lambda: flux_cold.run(bench, flux(), entries()),
-        flux_pages.NAME: lambda: flux_pages.run(bench, flux(), entries()),
-        overhead.NAME: lambda: overhead.run(bench),
-        served.NAME: lambda: served.run(bench),
-        sdxl.NAME: unet,
+        "correctness": lambda: correctness.edits(bench),
+        "kernel_tests": lambda: correctness.kernel_tests(bench),
+        "flux_steps": lambda: flux_sections.steps(bench, flux()),
+        "attention": lambda: flux_sections.attention(bench, flux(), entries()),
+        "flux_cold": lambda: flux_sections.cold(bench, flux(), entries()),
+        "flux_host_pages": lambda: flux_sections.host_pages(bench, flux(), entries()),
+        "overhead": lambda: overhead.run(bench),
+        "served": lambda: correctness.served(bench),
+        "sdxl": unet,
     }
 
 
 def run_sections(bench: Bench, only: Sequence[str], go_on: GoOn) -> None:
-    """All of them, or these. go_on: called where the rest cannot be done here any more."""
+    """All of them, or these. go_on: called where this process cannot do the rest."""
     table = sections(bench)
     names = [name for name in table if not only or name in only]
     for number, name in enumerate(names):
@@ -81,7 +67,7 @@ def run_sections(bench: Bench, only: Sequence[str], go_on: GoOn) -> None:
             bench.report.put(SKIPPED, **{name: "no time was left"})
             continue
         print(f"--- {name}, {bench.seconds_left / 60:.1f} minutes left", flush=True)
-        with _cut_off(bench, name, partial(go_on, rest)):
+        with _time_limit(bench, name, partial(go_on, rest)):
             _run_section(bench, name, table[name])
         if not bench.is_usable():
             go_on(rest)
@@ -92,7 +78,7 @@ def _run_section(bench: Bench, name: str, run: Callable[[], None]) -> None:
     started = bench.report.seconds
     try:
         run()
-    except Exception:  # the run's edge: one section that breaks must not cost the others their figures
+    except Exception:  # one section that fails must not cost the others their figures
         traceback.print_exc()
         bench.report.put(BROKEN, **{name: traceback.format_exc(limit=-3)})
     finally:
@@ -100,8 +86,8 @@ def _run_section(bench: Bench, name: str, run: Callable[[], None]) -> None:
 
 
 @contextmanager
-def _cut_off(bench: Bench, name: str, go_on: Callable[[], None]) -> Iterator[None]:
-    """Have the rest done elsewhere when this section is not over in its time. Its own thread may hang in the driver."""
+def _time_limit(bench: Bench, name: str, go_on: Callable[[], None]) -> Iterator[None]:
+    """Calls `go_on` from another thread when time is over, since this one may hang in the driver."""
     seconds = min(MAX_SECONDS, bench.seconds_left)
 
     def cut_off() -> None:

@@ -1,8 +1,7 @@
-"""The edits that a calibration of the embedded model is made on: `python -m benchmarks.quality.calibration_images DIR`
+"""Writes the edits that the embedded model is calibrated on: `python -m benchmarks.quality images DIR`
 
-Silhouettes, boxes and parts of boxes in equal shares, of scenes that neither training nor the quality benchmark sees.
-Writes images and masks to DIR/images and their prompts, in the same order, to DIR/prompts.txt, as `python -m
-entrypoints.calibrate` takes them.
+Silhouettes, boxes and parts of boxes in equal shares, of scenes that neither training nor other benchmarks see. Images
+and masks go to DIR/images, prompts to DIR/prompts.txt, as `python -m entrypoints.calibrate` takes them.
 """
 
 from __future__ import annotations
@@ -39,7 +38,3 @@ def write(asked: Sequence[Case], folder: Path) -> None:
         Image.fromarray(case.template).save(images / f"{i:03}.png")
         Image.fromarray(case.mask.astype(np.uint8) * 255).save(images / f"{i:03}_mask.png")
     (folder / "prompts.txt").write_text("".join(f"{case.prompt}\n" for case in asked))
-
-
-if __name__ == "__main__":
-    main()

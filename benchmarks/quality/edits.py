@@ -1,13 +1,16 @@
-"""Held-out edits, exact and mask-aware, of a model that was trained on drawn scenes, and how alike they are."""
+"""Held-out edits, exact and mask-aware, by a model that was trained on drawn scenes, and how alike they are."""
 
 from __future__ import annotations
 
+import argparse
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.serving.pipeline_loop import DTYPES
 from core.config import EMBEDDED_MODEL, CacheConfig
 from engine.similarity import ssim, ssim_in_box
 from entrypoints import Edit, EditResult, ImageEngine, SamplingParams
@@ -16,19 +19,19 @@ from tools.train_embedded.metrics import score
 from tools.train_embedded.scenes import Pixels
 
 OTHER_SEEDS = 1_000_000
-"""Added to a case's seed, to see how much a picture may differ that is asked for in the same words."""
+"""Added to a case's seed: how much pictures of the same prompt differ."""
 
 _CACHE = CacheConfig(host_bytes=1024**3)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How mask-aware edits run; the defaults are those that are shipped. margin: px."""
+    """How mask-aware edits run; the defaults are the model's."""
 
     keyframes: str = "auto"
     dtype: str = "auto"
-    margin: int | None = None
-    full_steps: int | None = None
+    margin: int | None = None  # px
+    full_steps: int | None = None  # None: by the mask ratio
 
     @property
     def server(self) -> tuple[str, str]:
@@ -38,12 +41,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Machine:
-    """What exact and mask-aware edits share: compute dtype and threads of the worker (0 = its own choice), the prompt
-    that templates are primed with, and the checkpoint.
-    """
+    """What exact and mask-aware edits share."""
 
     dtype: str
-    threads: int
+    threads: int  # of the worker; 0 = its own choice
     priming_prompt: str = ""
     model: str = EMBEDDED_MODEL
 
@@ -59,50 +60,64 @@ class Machine:
         )
 
 
+def add_options(parser: argparse.ArgumentParser, threads: int = 0) -> None:
+    """Options of `Machine`."""
+    parser.add_argument("--model", default=EMBEDDED_MODEL, help="a checkpoint of `tools.train_embedded`'s scenes")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="compute type")
+    parser.add_argument("--threads", type=int, default=threads, help="torch threads of the worker; 0 = its own choice")
+
+
 def run_exact(engine: ImageEngine, asked: Sequence[Case], steps: int, first_seed: int = 0) -> list[Pixels]:
     """Pictures of the exact mode; case i has seed first_seed + i."""
-    params = [
-        SamplingParams(seed=first_seed + i, num_inference_steps=steps, mask_aware=False) for i in range(len(asked))
-    ]
-    return [pixels(result) for result in _generate(engine, asked, params)]
+    params = [exact_params(steps, first_seed + i) for i in range(len(asked))]
+    return [pixels(result) for result in generate(engine, asked, params)]
 
 
 def run_aware(engine: ImageEngine, asked: Sequence[Case], steps: int, setting: Setting) -> list[EditResult]:
     """Mask-aware results, with the seeds of `run_exact`."""
-    return _generate(engine, asked, [aware_params(setting, i, steps) for i in range(len(asked))])
+    return generate(engine, asked, [aware_params(setting, steps, i) for i in range(len(asked))])
 
 
-def aware_params(setting: Setting, seed: int, steps: int) -> SamplingParams:
+def exact_params(steps: int, seed: int = 0) -> SamplingParams:
+    return SamplingParams(seed=seed, num_inference_steps=steps, mask_aware=False)
+
+
+def aware_params(setting: Setting, steps: int, seed: int = 0) -> SamplingParams:
     return SamplingParams(
         seed=seed, num_inference_steps=steps, mask_margin=setting.margin, full_steps=setting.full_steps
     )
 
 
-def make_edit(case: Case) -> Edit:
-    return Edit(prompt=case.prompt, image=case.template, mask_image=case.mask.astype(np.uint8) * 255)
+def lone_edit(engine: ImageEngine, case: Case, params: SamplingParams) -> tuple[float, EditResult]:
+    """With its seconds as the caller sees them."""
+    start = time.perf_counter()
+    (result,) = generate(engine, [case], [params])
+    return time.perf_counter() - start, result
 
 
-def pixels(result: EditResult) -> Pixels:
-    return np.asarray(result.images[0])
-
-
-def _generate(engine: ImageEngine, asked: Sequence[Case], params: Sequence[SamplingParams]) -> list[EditResult]:
-    results = engine.generate([make_edit(case) for case in asked], params, use_tqdm=False)
+def generate(engine: ImageEngine, asked: Sequence[Case], params: Sequence[SamplingParams]) -> list[EditResult]:
+    """Raises the error of the first edit that failed."""
+    edits = [
+        Edit(prompt=case.prompt, image=case.template, mask_image=case.mask.astype(np.uint8) * 255) for case in asked
+    ]
+    results = engine.generate(edits, params, use_tqdm=False)
     for result in results:
         if result.error is not None:
             raise result.error
     return results
 
 
+def pixels(result: EditResult) -> Pixels:
+    return np.asarray(result.images[0])
+
+
 @dataclass(frozen=True)
 class Likeness:
-    """How alike two lists of pictures of the same cases are. in_box, whole: SSIM per case. colour, pattern: accuracy of
-    the second list less that of the first, in points (hundredths).
-    """
+    """How alike two lists of pictures of the same cases are."""
 
-    in_box: npt.NDArray[np.float64]
+    in_box: npt.NDArray[np.float64]  # SSIM per case
     whole: npt.NDArray[np.float64]
-    colour: float
+    colour: float  # accuracy of the second list less that of the first, in points (hundredths)
     pattern: float
 
     @classmethod
@@ -117,18 +132,16 @@ class Likeness:
         )
 
     @property
-    def mean(self) -> float:
-        return float(self.in_box.mean())
-
-    @property
-    def p10(self) -> float:
-        """The SSIM that nine of ten pictures exceed."""
-        return float(np.percentile(self.in_box, 10))
-
-    @property
-    def deciles(self) -> list[float]:
-        """Least, 10 %, ... 90 %, greatest."""
-        return [float(value) for value in np.percentile(self.in_box, range(0, 101, 10))]
+    def figures(self) -> dict[str, float]:
+        """p10: the SSIM that nine of ten pictures exceed."""
+        return {
+            "mean": float(self.in_box.mean()),
+            "p10": float(np.percentile(self.in_box, 10)),
+            "least": float(self.in_box.min()),
+            "whole": float(self.whole.mean()),
+            "colour": self.colour,
+            "pattern": self.pattern,
+        }
 
 
 def num_changed_outside(asked: Sequence[Case], edits: Sequence[Pixels]) -> int:

@@ -1,9 +1,8 @@
-"""A small network that tells garments' colours and patterns apart, and a Frechet distance on its features.
+"""A Frechet distance on the features of a small network that classifies garments' colours and patterns.
 
-FID's Inception network was trained on photographs and is not part of this project. This one is trained here, in under a
-minute, on rendered scenes alone (never on a model's pictures); it is kept in the user's cache folder. The distance is
-FID's formula (Heusel et al., 2017) on its last hidden layer, so it is small where two sets of pictures show garments
-alike in what the network had to know: colours, patterns, their place. Its values cannot be compared with any FID.
+The network is trained here in under a minute, on rendered scenes (never on a model's pictures), and kept in the
+user's cache folder. The distance is FID's formula (Heusel et al., 2017) on its last hidden layer; its values cannot be
+compared with any FID, whose Inception network was trained on photographs.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ TRAINING_CASES = 300
 EPOCHS = 16
 BATCH = 30
 FIRST_SEED = CLASSIFIER + 100_000
-"""Scenes that neither training, nor evaluation, nor the pattern classifier has."""
+"""Scenes that training, evaluation and the pattern classifier do not use."""
 
 
 class FeatureNet(nn.Module):
@@ -80,14 +79,14 @@ def _features(pictures: Sequence[Pixels]) -> npt.NDArray[np.float64]:
 
 
 def _tensor(pictures: Sequence[Pixels]) -> Tensor:
-    """At half size: garments keep their patterns, and training takes a quarter of the time."""
+    """At half size, which garments' patterns survive and which trains in a quarter of the time."""
     stacked = torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).float() / 127.5 - 1
     return nn.functional.avg_pool2d(stacked, 2)
 
 
 @cache
 def trained() -> FeatureNet:
-    """From the cache folder, or trained now."""
+    """The network, from the cache folder if it is there."""
     net, path = FeatureNet(), _path()
     if path.exists():
         net.load_state_dict(torch.load(path, weights_only=True))
@@ -101,7 +100,7 @@ def trained() -> FeatureNet:
 
 
 def train(net: FeatureNet, asked: Sequence[Case], epochs: int) -> float:
-    """On the cases' right answers; the share of colours and patterns that it then tells, of those it was trained on."""
+    """On the cases' true pictures; returns the accuracy on them, 0..1."""
     torch.manual_seed(0)
     pictures = _tensor([case.truth for case in asked])
     colours = torch.tensor([COLOURS.index(case.garment.colour) for case in asked])

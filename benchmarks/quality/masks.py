@@ -1,4 +1,4 @@
-"""Boxes of other sizes than garments have; functions of their arguments alone."""
+"""Boxes of other sizes than garments have."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ TOKEN = 16  # pixels of its side
 def part_of_box(case: Case, seed: int) -> Case:
     """The case with a box inside its mask's own, of 0.15 to 0.8 of its area."""
     dice = random.Random(seed)
-    rows, columns = (np.flatnonzero(case.mask.any(axis)) for axis in (1, 0))
-    top, bottom, left, right = int(rows[0]), int(rows[-1]) + 1, int(columns[0]), int(columns[-1]) + 1
+    (top, bottom), (left, right) = _edges(case)
     side = dice.uniform(0.15, 0.8) ** 0.5
     height, width = max(TOKEN, int((bottom - top) * side)), max(TOKEN, int((right - left) * side))
     y, x = dice.randint(top, max(top, bottom - height)), dice.randint(left, max(left, right - width))
@@ -37,9 +36,13 @@ def box_in_the_middle(case: Case, seed: int) -> Case:
     """The case with a box about the middle of its mask's own, of 5 to 9 tokens high and wide."""
     dice = random.Random(seed + 13)
     height, width = (dice.randint(5, 9) * TOKEN - TOKEN for _ in range(2))  # the margin adds a token
-    rows, columns = (np.flatnonzero(case.mask.any(axis)) for axis in (1, 0))
-    y, x = (int(each[0] + each[-1] - side) // 2 for each, side in ((rows, height), (columns, width)))
+    y, x = ((first + end - 1 - side) // 2 for (first, end), side in zip(_edges(case), (height, width), strict=True))
     return _with_box(case, min(max(0, x), SIZE - width), min(max(0, y), SIZE - height), width, height)
+
+
+def _edges(case: Case) -> list[tuple[int, int]]:
+    """First and end of the mask's rows and of its columns."""
+    return [(int(lines[0]), int(lines[-1]) + 1) for lines in (np.flatnonzero(case.mask.any(axis)) for axis in (1, 0))]
 
 
 def _with_box(case: Case, x: int, y: int, width: int, height: int) -> Case:

@@ -1,33 +1,27 @@
 """Quality beside speed (FlashPS, table 2): held-out edits by every accelerated system against diffusers' own pictures.
 
-The same checkpoint, seeds and steps for all. SSIM and PSNR inside the mask's box and SSIM of the whole picture compare
-with what diffusers makes, its pixels outside the mask replaced by the upload's for those that concern the edit. "Whole"
-compares pictures as each system returns them, as the paper does: diffusers sends all of a picture through its
-autoencoder, Stencil leaves what lies outside the mask as it came. Colour and pattern are read from the garment. The
-feature distance is a Frechet distance as FID's, but on features of the network of `benchmarks.quality.feature_net`, which knows
-this project's drawn scenes alone: its figures compare systems here and nothing else.
+The same checkpoint, seeds and steps for all; docs/benchmarks.md explains the figures. Colour and pattern are read from
+the garment.
 """
 
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
-import tempfile
+import multiprocessing
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
-from PIL import Image, ImageDraw
+from PIL import Image
 
 from benchmarks.baselines.fill_pipeline import FillEdit, FillPipeline
 from benchmarks.baselines.systems import FIRST_BLOCK_CACHE
-from benchmarks.load.server import ROOT
 from benchmarks.quality.edits import OTHER_SEEDS, Machine, Setting, pixels, run_aware, run_exact
+from benchmarks.quality.sheet import write_sheet
 from benchmarks.report import print_report
 from benchmarks.serving.pipeline_loop import DTYPES
 from core.config import EMBEDDED_MODEL
@@ -36,7 +30,7 @@ from tools.train_embedded import seeds
 from tools.train_embedded.cases import Case, MaskKind, cases
 from tools.train_embedded.masks import Mask
 from tools.train_embedded.metrics import score
-from tools.train_embedded.scenes import SIZE, Pixels
+from tools.train_embedded.scenes import Pixels
 from tools.train_embedded.sheet import masked_view
 
 SCENES: dict[MaskKind, int] = {"silhouette": seeds.TEST, "box": seeds.TEST_BOXES}
@@ -45,12 +39,12 @@ OTHER_SEED = "diffusers, another seed"
 SKIPPING = "diffusers, first-block cache"
 SHEET_ROWS = 10
 SCALE_SHARE = 8
-"""One of so many edits, from the first on, is enough for what is beside the point: another seed, and the exact mode."""
+"""Another seed and the exact mode, which only give the scale, get one edit of so many."""
 
 
 @dataclass(frozen=True)
 class Made:
-    """The pictures of one system, as it returns them, and the seconds it took for all."""
+    """The pictures of one system as it returns them, and seconds of all."""
 
     pictures: list[Pixels]
     seconds: float
@@ -58,11 +52,8 @@ class Made:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = _parse(argv)
-    if args.child is not None:
-        return _make_with_pipeline(args)
     for masks in args.masks:
         _compare(args, masks)
-    return None
 
 
 def _compare(args: argparse.Namespace, masks: MaskKind) -> None:
@@ -129,9 +120,9 @@ def _outside_error(case: Case, picture: Pixels) -> float:
 def _make_all(args: argparse.Namespace, asked: Sequence[Case]) -> dict[str, Made]:
     machine, few = Machine(args.dtype, args.threads), max(2, len(asked) // SCALE_SHARE)
     made = {
-        REFERENCE: _ask_pipeline(args, asked, Ask(args.steps, 0, None)),
-        OTHER_SEED: _ask_pipeline(args, asked[:few], Ask(args.steps, OTHER_SEEDS, None)),
-        SKIPPING: _ask_pipeline(args, asked, Ask(args.steps, 0, args.first_block_cache)),
+        REFERENCE: _from_pipeline(args, asked),
+        OTHER_SEED: _from_pipeline(args, asked[:few], first_seed=OTHER_SEEDS),
+        SKIPPING: _from_pipeline(args, asked, first_block_cache=args.first_block_cache),
     }
     with machine.engine(Setting()) as engine:
         made["Stencil, mask-aware off"] = _timed(lambda: run_exact(engine, asked[:few], args.steps))
@@ -144,44 +135,20 @@ def _timed(make: Callable[[], list[Pixels]]) -> Made:
     return Made(make(), time.perf_counter() - start)
 
 
-class Ask(msgspec.Struct, frozen=True):
-    """What a pipeline's process is asked for. Case i has seed first_seed + i."""
-
-    steps: int
-    first_seed: int
-    first_block_cache: float | None
-
-
-def _ask_pipeline(args: argparse.Namespace, asked: Sequence[Case], ask: Ask) -> Made:
-    """From a process of its own: threads and memory are the pipeline's alone. Files hold what goes there and back."""
-    with tempfile.TemporaryDirectory() as folder:
-        edits, made = Path(folder) / "edits.npz", Path(folder) / "made.npz"
-        np.savez(
-            edits,
-            prompts=[case.prompt for case in asked],
-            templates=np.array([case.template for case in asked]),
-            masks=np.array([case.mask for case in asked]),
-        )
-        command = [sys.executable, "-m", "benchmarks.quality.systems", "--dtype", args.dtype]
-        command += ["--threads", str(args.threads), "--child", str(edits), str(made), msgspec.json.encode(ask).decode()]
-        subprocess.run(command, cwd=ROOT, check=True)
-        with np.load(made) as file:
-            return Made(list(file["pictures"]), float(file["seconds"]))
+def _from_pipeline(
+    args: argparse.Namespace, asked: Sequence[Case], first_seed: int = 0, first_block_cache: float | None = None
+) -> Made:
+    """By diffusers in a process of its own, for threads and memory of its own. Case i has seed first_seed + i."""
+    fills = [
+        fill_edit(case.prompt, case.template, case.mask, args.steps, first_seed + i) for i, case in enumerate(asked)
+    ]
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(_run_pipeline, args.dtype, args.threads, first_block_cache, fills).result()
 
 
-def _make_with_pipeline(args: argparse.Namespace) -> None:
-    edits, made, text = args.child
-    ask = msgspec.json.decode(text.encode(), type=Ask)
-    with np.load(edits) as file:
-        fills = [
-            fill_edit(str(prompt), template, mask, ask.steps, ask.first_seed + i)
-            for i, (prompt, template, mask) in enumerate(
-                zip(file["prompts"], file["templates"], file["masks"], strict=True)
-            )
-        ]
-    pipeline = FillPipeline(EMBEDDED_MODEL, args.dtype, args.threads, ask.first_block_cache)
-    result = _timed(lambda: [np.asarray(pipeline([fill])[0]) for fill in fills])
-    np.savez(made, pictures=np.array(result.pictures), seconds=result.seconds)
+def _run_pipeline(dtype: str, threads: int, first_block_cache: float | None, fills: Sequence[FillEdit]) -> Made:
+    pipeline = FillPipeline(EMBEDDED_MODEL, dtype, threads, first_block_cache)
+    return _timed(lambda: [np.asarray(pipeline([fill])[0]) for fill in fills])
 
 
 def fill_edit(prompt: str, template: Pixels, mask: Mask, steps: int, seed: int) -> FillEdit:
@@ -193,21 +160,13 @@ def fill_edit(prompt: str, template: Pixels, mask: Mask, steps: int, seed: int) 
 
 
 def _write_sheet(asked: Sequence[Case], made: Mapping[str, Made], path: Path) -> None:
-    """A row an edit: template, mask, diffusers, step skipping, Stencil."""
+    """The first edits: template, mask, diffusers, step skipping, Stencil."""
     names = [REFERENCE, SKIPPING, "Stencil"]
-    caption, gap = 20, 6
-    columns, number = 2 + len(names), min(SHEET_ROWS, len(asked))
-    sheet = Image.new("RGB", (columns * (SIZE + gap) + gap, caption + number * (SIZE + caption + gap) + gap), "white")
-    draw = ImageDraw.Draw(sheet)
-    for column, name in enumerate(["template", "mask", *names]):
-        draw.text((gap + column * (SIZE + gap) + 2, 3), name, fill="black", font_size=14)
-    for row in range(number):
-        case, top = asked[row], caption + gap + row * (SIZE + caption + gap)
-        shown = [case.template, masked_view(case), *(made[name].pictures[row] for name in names)]
-        for column, picture in enumerate(shown):
-            sheet.paste(Image.fromarray(picture), (gap + column * (SIZE + gap), top))
-        draw.text((gap + 2, top + SIZE + 3), f"“{case.prompt}”", fill="black", font_size=14)
-    sheet.save(path, optimize=True)
+    rows = [
+        ([case.template, masked_view(case), *(made[name].pictures[row] for name in names)], f"“{case.prompt}”")
+        for row, case in enumerate(asked[:SHEET_ROWS])
+    ]
+    write_sheet(path, rows, ["template", "mask", *names])
 
 
 def _line(figures: Mapping[str, float]) -> str:
@@ -229,9 +188,4 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="compute type of all")
     parser.add_argument("--threads", type=int, default=1, help="torch threads of all")
     parser.add_argument("--sheets", type=Path, default=Path(), help="folder for the contact sheets")
-    parser.add_argument("--child", nargs=3, metavar="FILE", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    main()

@@ -19,14 +19,15 @@ import torch
 from torch import nn
 from torch._C._autograd import DeviceType
 
-from benchmarks.gpu import attention, correctness, flux, sections
+from benchmarks.gpu import correctness, flux, sections
 from benchmarks.gpu.bars import Bar, bars
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.boxes import box_tokens
 from benchmarks.gpu.correctness import difference
 from benchmarks.gpu.document import render
 from benchmarks.gpu.flux import FluxBench
-from benchmarks.gpu.flux_runs import ExactRun, ResidentRun, between
+from benchmarks.gpu.flux_runs import between, exact_run, resident_run
+from benchmarks.gpu.flux_sections import ways_of
 from benchmarks.gpu.overlap import device_spans, hidden_share, merged
 from benchmarks.gpu.report import Report, read
 from benchmarks.gpu.sdxl import Sdxl
@@ -224,8 +225,9 @@ def test_a_gpus_results_are_written_up() -> None:
     }
     document = render({"about": about, "sections": full_sections() | {"broken": {"sdxl": "Traceback: here"}}})
     assert "has not been run" not in document
+    assert "Only a trial" not in document
     assert "NVIDIA H200, 150 GB, CUDA 13.0, torch 2.13, triton 3.6, diffusers 0.42; 540 s in all." in document
-    assert "| 1 | 210.0 | 195.0 | 190.0 (650 TFLOP/s) | 14.0 | 50.0: 3.90x (0.78) | 68.0: 2.87x (0.83) |" in document
+    assert "| 1 | 210.0 | 195.0 | 190.0 (650 TFLOP/s) | 14.0 | 50.0: 3.90x (0.78) | 68.0: 2.87x (0.83) |  |" in document
     assert "| priming at 5 keyframes, in exact steps | 4.74 | at most 6 | pass |" in document
     assert "| 0.2 | 68.00 | 70.00: 1.029x | 0.95 of 150 ms |" in document
     assert "2.30 s: 0.43 of it, by operations of the denoiser 0.38" in document
@@ -291,8 +293,8 @@ def test_a_family_that_breaks_costs_no_other(tmp_path: Path, monkeypatch: pytest
 
     bench = bench_of(tmp_path)
     monkeypatch.setattr(correctness, "_compare", compare)
-    with pytest.raises(ExceptionGroup, match="checkpoints that broke"):
-        correctness.run(bench)
+    with pytest.raises(ExceptionGroup, match="checkpoints that failed"):
+        correctness.edits(bench)
     assert bench.report.sections["correctness"]["checkpoints"] == {"sdxl": figures}
 
 
@@ -335,7 +337,7 @@ HANGING = """
 import time
 from benchmarks.gpu import sections
 sections.MAX_SECONDS = 1.0
-sections.flux_cold.run = lambda *_: time.sleep(600)
+sections.flux_sections.cold = lambda *_: time.sleep(600)
 """
 
 
@@ -376,7 +378,7 @@ def test_its_packages_are_in_its_list() -> None:
 
 
 SPAWNED = ("engine.engine_process", "engine.image_processor", "model_executor.worker")
-REQUIREMENTS = ROOT / "benchmarks" / "gpu_check" / "requirements.txt"
+REQUIREMENTS = ROOT / "benchmarks" / "gpu" / "requirements.txt"
 
 
 def source(module: str) -> Path | None:
@@ -498,9 +500,9 @@ def test_flux_mixes_no_devices(on_meta: Bench) -> None:
         bench.diffusers(2),
         bench.prime(entries),
         bench.edits(0.2, edits),
-        ExactRun(bench).run,
-        ResidentRun(bench, 0.2, entries).run,
-        *(twin.edits(0.2, edits) for twin in bench.attending(attention.ways_of(on_meta.device)).values()),
+        exact_run(bench),
+        resident_run(bench, 0.2, entries),
+        *(twin.edits(0.2, edits) for twin in bench.attending(ways_of(on_meta.device)).values()),
     ]
     assert len(calls) == 9
     for call in calls:
