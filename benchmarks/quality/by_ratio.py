@@ -1,7 +1,7 @@
 """How close mask-aware edits come to exact ones as masks grow, and what a full step gains and costs there.
 
 Masks are silhouettes of garments, and boxes: of garments, of parts and middles of them, and anywhere. The scenes are
-held out from training and the other benchmarks: the embedded model's `full_steps_from` was chosen on them. Prints Markdown
+held out from training and other benchmarks: the embedded model's `full_steps_from` was chosen on them. Prints Markdown
 (docs/quality.md holds a run).
 """
 

@@ -211,7 +211,7 @@ def _time(engine: ImageEngine, asked: Sequence[Case], setting: Setting, steps: i
 
 def _part(title: str, **values: Any) -> str:
     """A section of the page, without its title."""
-    return "\n" + fill(PAGE.read_text(), values).removeprefix(f"# {title}\n\n")
+    return fill(PAGE.read_text(), values).removeprefix(f"# {title}\n\n")
 
 
 def _heading(args: argparse.Namespace, asked: Sequence[Case], model: ModelInfo) -> str:
@@ -231,7 +231,7 @@ def _heading(args: argparse.Namespace, asked: Sequence[Case], model: ModelInfo) 
         "rules": "; ".join(rules),
         "prompt": f", primed with {args.priming_prompt!r}" if args.priming_prompt else "",
     }
-    return _part("Default", default=default).strip()
+    return _part("Default", default=default)
 
 
 def _outcome_markdown(outcome: Outcome) -> str:
