@@ -91,7 +91,7 @@ bench-vae: $(DEV)  ## Decoding the region of an edit against the whole picture: 
 bench-cache: $(DEV)  ## Cost of the cache manager's bookkeeping, and its hit ratio against LRU and the optimum
 	$(BIN)/python -m benchmarks.micro.cache_policy $(ARGS)
 
-bench-quality: $(DEV)  ## SSIM and accuracy of mask-aware edits against exact ones, and what every knob does; ARGS="by-ratio" by mask size
+bench-quality: $(DEV)  ## SSIM and accuracy of mask-aware edits against exact ones, and what every knob does
 	$(BIN)/python -m benchmarks.quality $(ARGS)
 
 bench-block-plan: $(DEV)  ## A step whose pages come from a slow tier: naive, pipelined, Algorithm 1, ours, ideal
