@@ -16,17 +16,7 @@ from itertools import pairwise
 import numpy as np
 
 from benchmarks.evidence.markdown import table_row
-from benchmarks.quality.edits import (
-    Machine,
-    Setting,
-    add_options,
-    aware_params,
-    exact_params,
-    lone_edit,
-    pixels,
-    run_aware,
-    run_exact,
-)
+from benchmarks.quality.edits import Machine, Setting, add_options, lone_edit, pictures, run_edits
 from benchmarks.quality.masks import box_anywhere, box_in_the_middle, part_of_box
 from engine.similarity import ssim_in_box
 from entrypoints import ImageEngine
@@ -70,13 +60,13 @@ def edits(number: int) -> dict[str, list[Case]]:
 
 
 def _judge(engine: ImageEngine, asked: Sequence[Case], steps: int, full_steps: Sequence[int]) -> list[Judged]:
-    exact = run_exact(engine, asked, steps)
-    runs = [run_aware(engine, asked, steps, Setting(full_steps=full)) for full in full_steps]
+    exact = pictures(run_edits(engine, asked, steps))
+    runs = [run_edits(engine, asked, steps, Setting(full_steps=full)) for full in full_steps]
     return [
         Judged(
             case=case,
             mask_ratio=results[0].reports[0].mask_ratio,
-            ssim=tuple(ssim_in_box(picture, pixels(result), case.mask) for result in results),
+            ssim=tuple(ssim_in_box(picture, aware, case.mask) for aware in pictures(results)),
         )
         for case, picture, *results in zip(asked, exact, *runs, strict=True)
         if results[0].reports[0].exact_reason is None
@@ -102,8 +92,8 @@ def _time(engine: ImageEngine, judged: Sequence[Judged], steps: int, full_steps:
     """Lone warm edits in turn, exact and with each number of full steps, of the box whose mask ratio is nearest
     TIMED_RATIO."""
     box = min(judged, key=lambda edit: abs(edit.mask_ratio - TIMED_RATIO))
-    kinds = [exact_params(steps), *(aware_params(Setting(full_steps=full), steps) for full in full_steps)]
-    seconds = [[lone_edit(engine, box.case, params)[0] for params in kinds] for _ in range(rounds + 1)][1:]
+    kinds = [None, *(Setting(full_steps=full) for full in full_steps)]
+    seconds = [[lone_edit(engine, box.case, steps, kind)[0] for kind in kinds] for _ in range(rounds + 1)][1:]
     # Each against the exact one of its own round: the machine may be busy.
     medians = [statistics.median(row[kind] / row[0] for row in seconds) for kind in range(1, len(kinds))]
     return (

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -67,39 +68,14 @@ def add_options(parser: argparse.ArgumentParser, threads: int = 0) -> None:
     parser.add_argument("--threads", type=int, default=threads, help="torch threads of the worker; 0 = its own choice")
 
 
-def run_exact(engine: ImageEngine, asked: Sequence[Case], steps: int, first_seed: int = 0) -> list[Pixels]:
-    """Pictures of the exact mode; case i has seed first_seed + i."""
-    params = [exact_params(steps, first_seed + i) for i in range(len(asked))]
-    return [pixels(result) for result in generate(engine, asked, params)]
-
-
-def run_aware(engine: ImageEngine, asked: Sequence[Case], steps: int, setting: Setting) -> list[EditResult]:
-    """Mask-aware results, with the seeds of `run_exact`."""
-    return generate(engine, asked, [aware_params(setting, steps, i) for i in range(len(asked))])
-
-
-def exact_params(steps: int, seed: int = 0) -> SamplingParams:
-    return SamplingParams(seed=seed, num_inference_steps=steps, mask_aware=False)
-
-
-def aware_params(setting: Setting, steps: int, seed: int = 0) -> SamplingParams:
-    return SamplingParams(
-        seed=seed, num_inference_steps=steps, mask_margin=setting.margin, full_steps=setting.full_steps
-    )
-
-
-def lone_edit(engine: ImageEngine, case: Case, params: SamplingParams) -> tuple[float, EditResult]:
-    """With its seconds as the caller sees them."""
-    start = time.perf_counter()
-    (result,) = generate(engine, [case], [params])
-    return time.perf_counter() - start, result
-
-
-def generate(engine: ImageEngine, asked: Sequence[Case], params: Sequence[SamplingParams]) -> list[EditResult]:
-    """Raises the error of the first edit that failed."""
+def run_edits(
+    engine: ImageEngine, asked: Sequence[Case], steps: int, setting: Setting | None = None, first_seed: int = 0
+) -> list[EditResult]:
+    """Case i has seed first_seed + i. setting: of mask-aware edits; None: exact ones. Raises the first edit's error."""
     edits = [
         Edit(prompt=case.prompt, image=case.template, mask_image=case.mask.astype(np.uint8) * 255) for case in asked
     ]
+    params = [_params(steps, setting, first_seed + i) for i in range(len(asked))]
     results = engine.generate(edits, params, use_tqdm=False)
     for result in results:
         if result.error is not None:
@@ -107,8 +83,22 @@ def generate(engine: ImageEngine, asked: Sequence[Case], params: Sequence[Sampli
     return results
 
 
-def pixels(result: EditResult) -> Pixels:
-    return np.asarray(result.images[0])
+def _params(steps: int, setting: Setting | None, seed: int) -> SamplingParams:
+    params = SamplingParams(seed=seed, num_inference_steps=steps, mask_aware=setting is not None)
+    if setting is None:
+        return params
+    return msgspec.structs.replace(params, mask_margin=setting.margin, full_steps=setting.full_steps)
+
+
+def lone_edit(engine: ImageEngine, case: Case, steps: int, setting: Setting | None) -> tuple[float, EditResult]:
+    """With its seconds as the caller sees them."""
+    start = time.perf_counter()
+    (result,) = run_edits(engine, [case], steps, setting)
+    return time.perf_counter() - start, result
+
+
+def pictures(results: Sequence[EditResult]) -> list[Pixels]:
+    return [np.asarray(result.images[0]) for result in results]
 
 
 @dataclass(frozen=True)

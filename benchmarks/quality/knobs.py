@@ -25,13 +25,10 @@ from benchmarks.quality.edits import (
     Machine,
     Setting,
     add_options,
-    aware_params,
-    exact_params,
     lone_edit,
     num_changed_outside,
-    pixels,
-    run_aware,
-    run_exact,
+    pictures,
+    run_edits,
 )
 from benchmarks.quality.masks import part_of_box
 from benchmarks.quality.sheet import write_sheet
@@ -130,11 +127,12 @@ def _edits(scenes: str, masks: str, number: int) -> list[Case]:
 def _measure(
     engine: ImageEngine, asked: Sequence[Case], steps: int, full_steps: Sequence[int | None]
 ) -> Iterator[Outcome]:
-    exact, scaled = run_exact(engine, asked, steps), asked[:SCALE_EDITS]
-    other = Likeness.of(scaled, exact[: len(scaled)], run_exact(engine, scaled, steps, OTHER_SEEDS))
+    exact, scaled = pictures(run_edits(engine, asked, steps)), asked[:SCALE_EDITS]
+    other_seed = pictures(run_edits(engine, scaled, steps, first_seed=OTHER_SEEDS))
+    other = Likeness.of(scaled, exact[: len(scaled)], other_seed)
     accuracy = score(exact, asked)
     for full in full_steps:
-        aware = [pixels(result) for result in run_aware(engine, asked, steps, Setting(full_steps=full))]
+        aware = pictures(run_edits(engine, asked, steps, Setting(full_steps=full)))
         yield Outcome(
             steps=steps,
             full_steps=full,
@@ -181,13 +179,13 @@ def _row(
 ) -> dict[str, Any]:
     """denoise_ratio, edit_ratio: of a lone warm edit's time, denoising alone and as its caller sees it, to the exact
     mode's. page_bytes: of one template."""
-    results, scheme = run_aware(engine, asked, steps, setting), engine.model.page_scheme
+    results, scheme = run_edits(engine, asked, steps, setting), engine.model.page_scheme
     assert scheme is not None
     denoise_ratio, edit_ratio = _time(engine, asked[-TIMED_EDITS:], setting, steps)
     return {
         **asdict(setting),
         "steps": steps,
-        **Likeness.of(asked, exact, [pixels(result) for result in results]).figures,
+        **Likeness.of(asked, exact, pictures(results)).figures,
         "active_ratio": statistics.mean(result.reports[0].mask_ratio for result in results),
         "denoise_ratio": denoise_ratio,
         "edit_ratio": edit_ratio,
@@ -197,11 +195,10 @@ def _row(
 
 def _time(engine: ImageEngine, asked: Sequence[Case], setting: Setting, steps: int) -> tuple[float, float]:
     """Medians of mask-aware over exact, of lone edits in turn: (denoising, whole edit)."""
-    edit = partial(lone_edit, engine)
-    exact, aware = exact_params(steps), aware_params(setting, steps)
+    edit = partial(lone_edit, engine, steps=steps)
     for case in asked:
-        edit(case, aware)  # so that its pages are there
-    turns = [(edit(case, exact), edit(case, aware)) for case in asked]
+        edit(case, setting=setting)  # so that its pages are there
+    turns = [(edit(case, setting=None), edit(case, setting=setting)) for case in asked]
     denoise = [a.reports[0].ms["denoise"] / e.reports[0].ms["denoise"] for (_, e), (_, a) in turns]
     return statistics.median(denoise), statistics.median(aware_s / exact_s for (exact_s, _), (aware_s, _) in turns)
 

@@ -20,7 +20,7 @@ from PIL import Image
 
 from benchmarks.baselines.fill_pipeline import FillEdit, FillPipeline
 from benchmarks.baselines.systems import FIRST_BLOCK_CACHE
-from benchmarks.quality.edits import OTHER_SEEDS, Machine, Setting, pixels, run_aware, run_exact
+from benchmarks.quality.edits import OTHER_SEEDS, Machine, Setting, pictures, run_edits
 from benchmarks.quality.sheet import write_sheet
 from benchmarks.report import print_report
 from benchmarks.serving.pipeline_loop import DTYPES
@@ -125,8 +125,8 @@ def _make_all(args: argparse.Namespace, asked: Sequence[Case]) -> dict[str, Made
         SKIPPING: _from_pipeline(args, asked, first_block_cache=args.first_block_cache),
     }
     with machine.engine(Setting()) as engine:
-        made["Stencil, mask-aware off"] = _timed(lambda: run_exact(engine, asked[:few], args.steps))
-        made["Stencil"] = _timed(lambda: [pixels(result) for result in run_aware(engine, asked, args.steps, Setting())])
+        made["Stencil, mask-aware off"] = _timed(lambda: pictures(run_edits(engine, asked[:few], args.steps)))
+        made["Stencil"] = _timed(lambda: pictures(run_edits(engine, asked, args.steps, Setting())))
     return made
 
 
