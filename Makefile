@@ -67,67 +67,67 @@ bench-serving: $(DEV)  ## Latency and throughput of a server that runs; ARGS="--
 	$(BIN)/python -m benchmarks.benchmark_serving $(ARGS)
 
 bench-throughput: $(DEV)  ## Edits per second against a loop over diffusers' FluxFillPipeline
-	$(BIN)/python -m benchmarks.throughput_vs_diffusers $(ARGS)
+	$(BIN)/python -m benchmarks.serving.throughput_vs_diffusers $(ARGS)
 
 bench-startup: $(DEV)  ## Time to alive and ready, memory, latency of a lone edit, idle CPU
-	$(BIN)/python -m benchmarks.startup $(ARGS)
+	$(BIN)/python -m benchmarks.serving.startup $(ARGS)
 
 bench-responsiveness: $(DEV)  ## Latency of /health while 12-megapixel edits pass through
-	$(BIN)/python -m benchmarks.responsiveness $(ARGS)
+	$(BIN)/python -m benchmarks.serving.responsiveness $(ARGS)
 
 bench-images: $(DEV)  ## Photos of 1 to 12 megapixels: static batches, image work in line, image processors
-	$(BIN)/python -m benchmarks.image_work $(ARGS)
+	$(BIN)/python -m benchmarks.serving.image_work $(ARGS)
 
 bench-edit: $(DEV)  ## Latency of exact, warm and cold edits through HTTP
-	$(BIN)/python -m benchmarks.benchmark_latency $(ARGS)
+	$(BIN)/python -m benchmarks.serving.latency $(ARGS)
 
 bench-prime: $(DEV)  ## Gaps between running edits' steps while a template is primed
-	$(BIN)/python -m benchmarks.prime_gap $(ARGS)
+	$(BIN)/python -m benchmarks.serving.prime_gap $(ARGS)
 
 bench-load-or-prime: $(DEV)  ## Edits whose pages lie on disk: the cost model's choice against the better of both
-	$(BIN)/python -m benchmarks.load_or_prime $(ARGS)
+	$(BIN)/python -m benchmarks.serving.load_or_prime $(ARGS)
 
 bench-step: $(DEV)  ## One denoising step, mask-aware against exact and against diffusers
-	$(BIN)/python -m benchmarks.denoiser_step $(ARGS)
+	$(BIN)/python -m benchmarks.micro.denoiser_step $(ARGS)
 
 bench-unet: $(DEV)  ## One denoising step of a UNet: what the mask leaves of its FLOPs; timed by ARGS="--time 512"
-	$(BIN)/python -m benchmarks.unet_step $(ARGS)
+	$(BIN)/python -m benchmarks.micro.unet_step $(ARGS)
 
 bench-vae: $(DEV)  ## Decoding the region of an edit against the whole picture: time and error by mask ratio
-	$(BIN)/python -m benchmarks.vae_region $(ARGS)
+	$(BIN)/python -m benchmarks.micro.vae_region $(ARGS)
 
 bench-cache: $(DEV)  ## Cost of the cache manager's bookkeeping, and its hit ratio against LRU and the optimum
-	$(BIN)/python -m benchmarks.cache_policy $(ARGS)
+	$(BIN)/python -m benchmarks.micro.cache_policy $(ARGS)
 
 bench-quality: $(DEV)  ## SSIM and accuracy of mask-aware edits against exact ones, and what every knob does
 	$(BIN)/python -m benchmarks.quality $(ARGS)
 
 bench-block-plan: $(DEV)  ## A step whose pages come from a slow tier: naive, pipelined, Algorithm 1, ours, ideal
-	$(BIN)/python -m benchmarks.block_plan $(ARGS)
+	$(BIN)/python -m benchmarks.micro.block_plan $(ARGS)
 
 bench-router: $(DEV)  ## Router policies on real engines: mean and P95 latency of one and the same load
-	$(BIN)/python -m benchmarks.router_policies $(ARGS)
+	$(BIN)/python -m benchmarks.serving.router_policies $(ARGS)
 
 bench-overload: $(DEV)  ## Goodput under a latency objective: at the knee, and at twice its rate
-	$(BIN)/python -m benchmarks.overload $(ARGS)
+	$(BIN)/python -m benchmarks.serving.overload $(ARGS)
 
 bench-cost-model: $(DEV)  ## How well the cost model predicts held-out batches
-	$(BIN)/python -m benchmarks.cost_model $(ARGS)
+	$(BIN)/python -m benchmarks.micro.cost_model $(ARGS)
 
 simulate: $(DEV)  ## Latency by routing policy on simulated fleets of 8 to 256 engines
-	$(BIN)/python -m benchmarks.simulate $(ARGS)
+	$(BIN)/python -m benchmarks.simulation $(ARGS)
 
 simulate-overload: $(DEV)  ## Goodput of a simulated server by load and latency objective
-	$(BIN)/python -m benchmarks.simulate_overload $(ARGS)
+	$(BIN)/python -m benchmarks.simulation.overload_command $(ARGS)
 
 bench-router-decision: $(DEV)  ## Time of a routing decision, and what router and schedulers cost
-	$(BIN)/python -m benchmarks.router_decision $(ARGS)
+	$(BIN)/python -m benchmarks.micro.router_decision $(ARGS)
 
 bench-playground: $(RUNTIME) $(BROWSER)  ## A person's first edit in the playground, and drawing on a 12-megapixel photo
 	npm --prefix tests/browser run measure
 
 gpu-check: $(DEV)  ## On a GPU machine, 10 minutes: correctness, speed and bars, written up as docs/gpu.md
-	$(BIN)/python -m benchmarks.gpu_check $(ARGS)
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 soak: $(DEV)  ## 20 minutes of mixed traffic with a fault every 30 s: requests, lost, wrong, restarts, memory slope
 	$(BIN)/python -m benchmarks.soak $(ARGS)

@@ -23,11 +23,11 @@ import msgspec
 import numpy as np
 from tqdm import tqdm
 
+from benchmarks.load.arrivals import due_times
+from benchmarks.load.client import Target, WarmUpError, send_on_time, spent_between, warm_up, worker_seconds
+from benchmarks.load.dataset import EditCall, Mix, from_folder, from_trace, read_trace, synthetic
+from benchmarks.load.summary import Context, Spread, Summary, summarise
 from benchmarks.report import print_report
-from benchmarks.serving.arrivals import due_times
-from benchmarks.serving.client import Target, WarmUpError, send_on_time, spent_between, warm_up, worker_seconds
-from benchmarks.serving.dataset import EditCall, Mix, from_folder, from_trace, read_trace, synthetic
-from benchmarks.serving.summary import Context, Spread, Summary, summarise
 
 DATASETS = ("synthetic", "folder", "trace")
 LONE_EDITS = 5

@@ -17,9 +17,9 @@ import numpy as np
 
 from benchmarks.baselines.systems import Setting, running
 from benchmarks.evidence.commands import run_command
+from benchmarks.load.client import Target, send_in_turn, warm_up
+from benchmarks.load.dataset import EditCall, Mix, synthetic
 from benchmarks.report import Value, print_report
-from benchmarks.serving.client import Target, send_in_turn, warm_up
-from benchmarks.serving.dataset import EditCall, Mix, synthetic
 from core.config import EMBEDDED_MODEL
 
 CLIENTS = 8
@@ -29,8 +29,8 @@ SETTING = Setting(EMBEDDED_MODEL)
 def main(argv: Sequence[str] | None = None) -> None:
     args = _parse(argv)
     ratios = asyncio.run(_servers(args))
-    (line,) = run_command("benchmarks.overheads", "--steps", "200", "--repeats", "100")["lines"]
-    steps = run_command("benchmarks.denoiser_step", "--rounds", "3", "--skip-batch")["lines"]
+    (line,) = run_command("benchmarks.micro.overheads", "--steps", "200", "--repeats", "100")["lines"]
+    steps = run_command("benchmarks.micro.denoiser_step", "--rounds", "3", "--skip-batch")["lines"]
     result: dict[str, Value] = {"benchmark": "quick"} | ratios
     for name, step in zip(("flux_shaped", "embedded"), steps, strict=True):
         result |= {f"{name}_step_x_exact": step["x_exact_0.1"], f"{name}_step_x_diffusers": step["x_diffusers_0.1"]}

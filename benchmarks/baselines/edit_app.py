@@ -18,7 +18,7 @@ from fastapi import FastAPI, HTTPException, Request, Response
 from PIL import Image, ImageOps
 from starlette.datastructures import FormData, UploadFile
 
-from benchmarks.pipeline_loop import DTYPES
+from benchmarks.serving.pipeline_loop import DTYPES
 from core.config import EMBEDDED_MODEL
 
 DEFAULT_STEPS = 28

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from benchmarks.server import STENCIL, Server, ready_server
+from benchmarks.load.server import STENCIL, Server, ready_server
 
 DIFFUSERS = "benchmarks.baselines.diffusers_server"
 INLINE = "benchmarks.baselines.inline_server"

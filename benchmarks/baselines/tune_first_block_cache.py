@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.baselines.fill_pipeline import FillPipeline
-from benchmarks.quality_systems import fill_edit
+from benchmarks.quality.systems import fill_edit
 from benchmarks.report import Value, print_report
 from core.config import EMBEDDED_MODEL
 from engine.similarity import ssim_in_box

@@ -20,9 +20,9 @@ from benchmarks.compare import pictures
 from benchmarks.compare.checkpoints import make_all
 from benchmarks.compare.speed import Speed, compare_speeds, measures
 from benchmarks.compare.trees import Tree, this_tree, tree_of
+from benchmarks.load.server import end_with_parent
+from benchmarks.load.workload import IMAGE
 from benchmarks.report import print_report
-from benchmarks.server import end_with_parent
-from benchmarks.workload import IMAGE
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from benchmarks.compare.trees import Tree
-from benchmarks.server import Server, start_server
-from benchmarks.serving.client import Target, send_in_turn, warm_up
-from benchmarks.serving.dataset import EditCall, Mix, synthetic
+from benchmarks.load.client import Target, send_in_turn, warm_up
+from benchmarks.load.dataset import EditCall, Mix, synthetic
+from benchmarks.load.server import Server, start_server
 
 CLIENTS = 8
 TEMPLATES = "fixed:4"

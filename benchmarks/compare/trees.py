@@ -7,7 +7,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.server import ROOT
+from benchmarks.load.server import ROOT
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""`make bench`: runs what the folder of results lacks, part by part, and writes docs/benchmarks.md with its plots.
+"""`make bench`: measures, part by part, what the folder of results lacks, and writes docs/benchmarks.md with its plots.
 
-Broken off, it goes on where it was. `--only PART ..` runs these alone, `--again` measures them anew.
+If it is interrupted, the next run continues.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from benchmarks.evidence.document import write_document
 from benchmarks.evidence.parts import PARTS, Sweep
 from benchmarks.evidence.plan import FULL, SHORT
 from benchmarks.evidence.results import Results
-from benchmarks.server import ROOT
+from benchmarks.load.server import ROOT
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -40,10 +40,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--results", type=Path, default=ROOT / "bench-results", help="folder of results")
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder of benchmarks.md and its plots")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help="these parts")
-    parser.add_argument("--again", action="store_true", help="measure them even where there are results")
-    parser.add_argument("--short", action="store_true", help="few edits each: to see that it works, not to measure")
-    parser.add_argument("--write-only", action="store_true", help="write the document from what there is")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help="parts to run")
+    parser.add_argument("--again", action="store_true", help="measure them even if there are results")
+    parser.add_argument("--short", action="store_true", help="few edits each: shows that it works, measures nothing")
+    parser.add_argument("--write-only", action="store_true", help="only write the document, from the results there are")
     return parser.parse_args(argv)
 
 

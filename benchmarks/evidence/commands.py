@@ -1,4 +1,4 @@
-"""Parts that are commands of their own: what they print as lines of JSON is their result."""
+"""Benchmarks that are commands of their own: the lines of JSON that they print are their result."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import subprocess
 import sys
 
 from benchmarks.evidence.results import Result
-from benchmarks.server import ROOT, end_with_parent
+from benchmarks.load.server import ROOT, end_with_parent
 
 
 def run_command(module: str, *flags: str) -> Result:
-    """Raises CalledProcessError."""
+    """Raises subprocess.CalledProcessError if it fails."""
     command = [sys.executable, "-m", module, *flags]
     print("+", "python", *command[1:], flush=True)
     output = subprocess.run(

@@ -1,4 +1,4 @@
-"""The parts of a sweep, and what each runs."""
+"""The parts of a sweep."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from benchmarks.evidence.commands import run_command
 from benchmarks.evidence.plan import Plan
 from benchmarks.evidence.results import Result, Results
 from benchmarks.evidence.serving_part import Fleet, ServingPart
-from benchmarks.large_checkpoint import SIDE, write_checkpoint
-from benchmarks.serving.client import Target, send_in_turn, warm_up
-from benchmarks.serving.dataset import Mix, synthetic
-from benchmarks.serving.summary import Context, summarise
-from benchmarks.simulate import POLICIES
+from benchmarks.load.client import Target, send_in_turn, warm_up
+from benchmarks.load.dataset import Mix, synthetic
+from benchmarks.load.summary import Context, summarise
+from benchmarks.micro.large_checkpoint import SIDE, write_checkpoint
+from benchmarks.simulation.__main__ import POLICIES
 from core.config import EMBEDDED_MODEL
 
 SETTING = Setting(EMBEDDED_MODEL)
@@ -32,14 +32,14 @@ CLIENTS = 16
 
 @dataclass(frozen=True)
 class Sweep:
-    """docs: where pictures go that a part makes itself."""
+    """docs: folder for the pictures that parts make."""
 
     plan: Plan
     results: Results
     docs: Path
 
     def command(self, name: str, module: str, *flags: str) -> Result:
-        """A command's lines, kept under `name`."""
+        """A command's result, kept under `name`."""
         return self.results.get_or_make(name, lambda: run_command(module, *flags))
 
 
@@ -53,26 +53,26 @@ def batch_size(sweep: Sweep) -> None:
         for size in (1, 2, 4, 8):
             number = str(sweep.plan.batch_edits * (2 if backend == "stencil" else 1))
             flags = ["--backend", backend, "--batch-size", str(size), "--num-prompts", number]
-            sweep.command(f"batch-size/{backend}-{size}", "benchmarks.benchmark_throughput", *flags)
+            sweep.command(f"batch-size/{backend}-{size}", "benchmarks.serving.throughput", *flags)
 
 
 def mask_ratio(sweep: Sweep) -> None:
-    sweep.command("mask-ratio/step", "benchmarks.denoiser_step", "--rounds", "3", "--skip-batch")
+    sweep.command("mask-ratio/step", "benchmarks.micro.denoiser_step", "--rounds", "3", "--skip-batch")
     ratios = ["0.05", "0.1", "0.2", "0.35", "0.5", "0.75"]
     flags = ["--mask-ratio", *ratios, "--steps", str(sweep.plan.many_steps), "--rounds", "2"]
-    sweep.command("mask-ratio/edit", "benchmarks.benchmark_latency", *flags)
+    sweep.command("mask-ratio/edit", "benchmarks.serving.latency", *flags)
 
 
 def batching(sweep: Sweep) -> None:
     seconds = str(max(6.0, 1.25 * sweep.plan.window))
     flags = ["--rounds", "1", "--seconds", seconds, "--steps", str(sweep.plan.many_steps), "--capacity-edits", "8"]
-    sweep.command("batching", "benchmarks.image_work", *flags)
+    sweep.command("batching", "benchmarks.serving.image_work", *flags)
 
 
 def policies(sweep: Sweep) -> None:
     def one(name: str, scenario: str, policies: Sequence[str]) -> None:
         flags = ["--scenarios", scenario, "--seeds", "1", "--policies", *policies]
-        sweep.command(f"{name}/{scenario}", "benchmarks.simulate", *flags)
+        sweep.command(f"{name}/{scenario}", "benchmarks.simulation", *flags)
 
     _both(*(partial(one, "policies", scenario, POLICIES) for scenario in ("production", "mix")))
     fleets = {"one-at-a-time": ["least-requests"], "same-rate": ["mask-aware"]}
@@ -83,28 +83,28 @@ def cost_model(sweep: Sweep) -> None:
     def make() -> Result:
         with tempfile.TemporaryDirectory() as folder:
             pairs = Path(folder) / "pairs.json"
-            result = run_command("benchmarks.cost_model", "--num-batches", "150", "--pairs", str(pairs))
+            result = run_command("benchmarks.micro.cost_model", "--num-batches", "150", "--pairs", str(pairs))
             return result | {"pairs": json.loads(pairs.read_text())}
 
     sweep.results.get_or_make("cost-model", make)
 
 
 def overheads(sweep: Sweep) -> None:
-    sweep.command("overheads/step-and-handover", "benchmarks.overheads")
-    sweep.command("overheads/routing", "benchmarks.router_decision", "--scenarios", "decision-8")
+    sweep.command("overheads/step-and-handover", "benchmarks.micro.overheads")
+    sweep.command("overheads/routing", "benchmarks.micro.router_decision", "--scenarios", "decision-8")
 
 
 def quality(sweep: Sweep) -> None:
     def one(masks: str) -> None:
         flags = ["--num-edits", str(sweep.plan.quality_edits // 2), "--steps", str(sweep.plan.steps)]
         flags += ["--masks", masks, "--sheets", str(sweep.docs)]
-        sweep.command(f"quality/{masks}", "benchmarks.quality_systems", *flags)
+        sweep.command(f"quality/{masks}", "benchmarks.quality", "systems", *flags)
 
     _both(*(partial(one, masks) for masks in ("silhouette", "box")))
 
 
 def large(sweep: Sweep) -> None:
-    """512 px edits of a checkpoint whose tokens dominate."""
+    """512 px edits of a checkpoint whose time goes into tokens."""
     mix = Mix(template_reuse="fixed:4", num_inference_steps=str(sweep.plan.steps), sizes=f"{SIDE}x{SIDE}")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "large"
@@ -120,7 +120,7 @@ def large(sweep: Sweep) -> None:
 
 
 def two_engines(sweep: Sweep) -> None:
-    """Two processes behind a balancer where Stencil has two engines."""
+    """Two processes of diffusers behind a balancer, two engines of Stencil."""
     mix, setting = Mix(num_inference_steps=str(sweep.plan.steps)), replace(SETTING, engines=2)
     for name in ("diffusers", "diffusers-batch", "stencil"):
         number = sweep.plan.number_of(name, sweep.plan.throughput_edits)
@@ -129,7 +129,7 @@ def two_engines(sweep: Sweep) -> None:
 
 
 def _both(*tasks: Callable[[], None]) -> None:
-    """At once, for what is not a matter of time. Raises what the first failed one raised."""
+    """At once, which is right only for results that do not depend on time."""
     with ThreadPoolExecutor() as pool:
         for future in [pool.submit(task) for task in tasks]:
             future.result()
@@ -148,7 +148,7 @@ def _closed_loop(name: str, setting: Setting, mix: Mix, number: int, warm_ups: i
 
 @dataclass(frozen=True)
 class Part:
-    """minutes: about how long it takes on 2 cores that do nothing else."""
+    """minutes: about how long it takes on 2 idle cores."""
 
     run: Callable[[Sweep], None]
     minutes: float

@@ -1,4 +1,4 @@
-"""The folder of results: a JSON file for each measurement, so that a sweep that was broken off goes on where it was."""
+"""The folder of results: a JSON file for each measurement, so that an interrupted sweep resumes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ class Results:
 
     def get_or_make(self, name: str, make: Callable[[], Result]) -> Result:
         """What is there, or what `make` returns, with the seconds it took."""
-        found = self.find(name)
-        if found is not None:
+        if (found := self.find(name)) is not None:
             return found
         start = time.monotonic()
         result = make()
@@ -44,7 +43,7 @@ class Results:
             yield json.loads(path.read_text())
 
     def drop(self, part: str) -> None:
-        """Forget a part, so that it is measured again."""
+        """Delete a part's results, so that it is measured again."""
         for path in [*self.folder.glob(f"{part}/*.json"), *self.folder.glob(f"{part}.json")]:
             path.unlink()
 

@@ -1,7 +1,7 @@
 """All systems through HTTP: throughput, latency against the request rate, and whether they keep up.
 
-All servers run at once and take turns, so that a machine that slows down slows all; one that nobody sends to uses no
-processor. Every run has templates of its own: what an earlier one left in a cache is of no use.
+All servers run at once and take turns, so that a machine that slows down slows all of them; idle
+ones use no CPU time. Every run has templates of its own, so that earlier runs leave nothing useful in a cache.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from benchmarks.baselines.systems import SYSTEMS, Setting, running
 from benchmarks.benchmark_serving import as_json, measure
 from benchmarks.evidence.plan import Plan
 from benchmarks.evidence.results import Result, Results
-from benchmarks.server import Server
-from benchmarks.serving.arrivals import due_times
-from benchmarks.serving.client import Target, send_in_turn, spent_between, warm_up, worker_seconds
-from benchmarks.serving.dataset import EditCall, Mix, synthetic
-from benchmarks.serving.summary import Context, summarise
+from benchmarks.load.arrivals import due_times
+from benchmarks.load.client import Target, send_in_turn, spent_between, warm_up, worker_seconds
+from benchmarks.load.dataset import EditCall, Mix, synthetic
+from benchmarks.load.server import Server
+from benchmarks.load.summary import Context, summarise
 
 Measured = Callable[[Target, list[EditCall]], Awaitable[Result]]
 
 HEADLINE = ("diffusers", "stencil")
 COMPARED = ("diffusers", "diffusers-batch", "diffusers-skip", "stencil")
-"""Of the other areas and step counts."""
+"""At other mask areas and step counts."""
 HOPELESS = 0.75
-"""Share of the offered rate that a system achieved, below which its next rate is not tried: its queue only grows."""
+"""Share of the offered rate: a system that achieves less is not tried at the next rate, since its queue only grows."""
 
 
 @dataclass
 class Fleet:
-    """The systems' servers, started when first asked for, ended together."""
+    """The systems' servers, started at first use, ended together."""
 
     setting: Setting
     _stack: ExitStack = field(default_factory=ExitStack)
@@ -74,7 +74,7 @@ class ServingPart:
     # ------------------------------------------------------------------------------------------------ one run
 
     def _throughput(self, name: str, areas: str, steps: int) -> Result:
-        """A closed loop: always enough to do."""
+        """A closed loop."""
         plan = self._plan
         number = plan.number_of(name, plan.throughput_edits if steps == plan.steps else plan.many_steps_edits)
 
@@ -89,7 +89,7 @@ class ServingPart:
         return self._run(key, name, mix, plan.warm_ups, number, measured)
 
     def _at_rate(self, key: str, name: str, load: float, warm_ups: int, number: int, seed: int = 0) -> Result:
-        """An open loop, at this share of what diffusers serves one at a time."""
+        """An open loop, at this share of `capacity`."""
         rate = load * self.capacity
 
         async def measured(target: Target, calls: list[EditCall]) -> Result:

@@ -1,1 +1,1 @@
-"""The parts of `benchmark_serving`: what is sent, when, by whom, and what came of it."""
+"""Measurements on whole servers and engines."""

@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt  # the backend is chosen first
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from benchmarks.simulate import Run
+    from benchmarks.simulation.__main__ import Run
 
 _COLOURS = {
     "round-robin": "#9aa0a6",

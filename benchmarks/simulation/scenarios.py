@@ -1,4 +1,4 @@
-"""The scenarios that `benchmarks.simulate` knows by name."""
+"""The scenarios that `benchmarks.simulation` knows by name."""
 
 from __future__ import annotations
 

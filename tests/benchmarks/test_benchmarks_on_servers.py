@@ -12,9 +12,9 @@ import pytest
 
 from benchmarks.baselines.systems import BALANCER, Setting, running
 from benchmarks.benchmark_serving import main
-from benchmarks.server import Server, ready_server
-from benchmarks.serving.client import MULTIPART, Target, prepare, send_in_turn, send_on_time, worker_seconds
-from benchmarks.serving.dataset import EditCall, Mix, synthetic
+from benchmarks.load.client import MULTIPART, Target, prepare, send_in_turn, send_on_time, worker_seconds
+from benchmarks.load.dataset import EditCall, Mix, synthetic
+from benchmarks.load.server import Server, ready_server
 from tools.random_checkpoints import make_flux_fill
 
 MIX = Mix("fixed:0.2", "fixed:2", num_inference_steps="2", sizes="64x64")

@@ -16,18 +16,53 @@ import numpy as np
 import pytest
 from fastapi import FastAPI
 
-from benchmarks import overheads
 from benchmarks.baselines.edit_app import server_config
 from benchmarks.baselines.systems import SYSTEMS, Setting
 from benchmarks.benchmark_serving import as_json
 from benchmarks.evidence.document import write_document
+from benchmarks.evidence.markdown import fill
 from benchmarks.evidence.plan import SHORT
 from benchmarks.evidence.results import Result, Results
 from benchmarks.evidence.serving_part import Fleet, ServingPart
-from benchmarks.feature_net import frechet
-from benchmarks.server import ROOT
-from benchmarks.serving.client import Outcome, Run, Target
-from benchmarks.serving.summary import Context, summarise
+from benchmarks.load.client import Outcome, Run, Target
+from benchmarks.load.server import ROOT
+from benchmarks.load.summary import Context, summarise
+from benchmarks.micro import overheads
+from benchmarks.quality.feature_net import frechet
+
+PAGE = """# Title
+
+Prose.
+
+## Speed
+
+Of {device[name]}:
+
+| what | ms | share |
+| --- | --- | --- |
+speeds: | {name} at {ratio:g} | {ms:.1f} | {share:.2f} |
+speeds: | launched | {launch_ms:.1f} | |
+
+## Left out
+
+{missing}
+"""
+
+
+def test_a_page_is_prose_with_its_figures_and_a_row_per_record() -> None:
+    records = [{"name": "a", "ratio": 0.1, "ms": 2.0, "share": None}, {"name": "b", "ratio": 0.2, "launch_ms": 3.0}]
+    page = fill(PAGE, {"device": {"name": "a {brace}"}, "speeds": records})
+    assert page.splitlines()[4:] == [
+        "## Speed",
+        "",
+        "Of a {brace}:",
+        "",
+        "| what | ms | share |",
+        "| --- | --- | --- |",
+        "| a at 0.1 | 2.0 |  |",
+        "| launched | 3.0 |  |",
+    ], "a cell without its figure is empty; a row without figures and a section without values are left out"
+    assert fill(PAGE, {}) == "# Title\n\nProse.\n"
 
 
 @pytest.fixture
@@ -198,7 +233,7 @@ def test_overheads_are_those_of_full_batches(capsys: pytest.CaptureFixture[str])
 def test_a_server_ends_with_whoever_started_it() -> None:
     script = (
         "import subprocess, sys, os, signal\n"
-        "from benchmarks.server import end_with_parent\n"
+        "from benchmarks.load.server import end_with_parent\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], preexec_fn=end_with_parent)\n"
         "print(child.pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

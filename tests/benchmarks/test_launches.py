@@ -10,8 +10,8 @@ import sys
 import pytest
 import torch
 
-from benchmarks.launches import Counter
-from benchmarks.server import ROOT
+from benchmarks.load.server import ROOT
+from benchmarks.micro.launches import Counter
 
 
 def test_views_and_empty_tensors_launch_nothing() -> None:
@@ -31,7 +31,7 @@ def test_views_and_empty_tensors_launch_nothing() -> None:
 @pytest.mark.slow
 def test_the_program_counts_every_model() -> None:
     """A FLUX step: 11 of Triton's kernels in each of 19 double blocks, 4 in each of 38 single ones, and a last norm."""
-    command, settings = [sys.executable, "-m", "benchmarks.launches"], os.environ | {"TRITON_INTERPRET": "0"}
+    command, settings = [sys.executable, "-m", "benchmarks.micro.launches"], os.environ | {"TRITON_INTERPRET": "0"}
     done = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True, check=True, timeout=300)
     assert re.search(r"FLUX.1-dev, 1 edits +362 \+ \d+ launches", done.stdout)
     assert done.stdout.count("launches,") == 6

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks.pictures import alpha_mask, box, encode, template
-from benchmarks.serving import draws
-from benchmarks.serving.arrivals import due_times
-from benchmarks.serving.dataset import Mix, TraceLine, from_folder, from_trace, read_trace, synthetic
+from benchmarks.load import draws
+from benchmarks.load.arrivals import due_times
+from benchmarks.load.dataset import Mix, TraceLine, from_folder, from_trace, read_trace, synthetic
+from benchmarks.load.pictures import alpha_mask, box, encode, template
 
 MANY = 20_000
 

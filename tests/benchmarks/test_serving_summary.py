@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from benchmarks.benchmark_serving import LONE_EDITS, _scaled_slo, as_json, main, rows
+from benchmarks.load.client import Outcome, Run, Target, WarmUpError
+from benchmarks.load.dataset import Mix, synthetic
+from benchmarks.load.summary import Context, summarise
 from benchmarks.report import print_report
-from benchmarks.serving.client import Outcome, Run, Target, WarmUpError
-from benchmarks.serving.dataset import Mix, synthetic
-from benchmarks.serving.summary import Context, summarise
 
 FACTS = {"mask_ratio": 0.25, "cache": "hit", "ms": {"queue": 100.0}}
 

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks.soak import Record, _report
-from benchmarks.soaking.checking import References
-from benchmarks.soaking.edits import PLAIN, Delivery, Edit, catalogue, fresh
-from benchmarks.soaking.ledger import Ledger
-from benchmarks.soaking.memory import MB, Sample, Samples
-from benchmarks.soaking.pictures import Pixels, template
-from benchmarks.soaking.sending import Answer
-from benchmarks.soaking.tree import Holdings, WorkerMemory
+from benchmarks.soak.__main__ import Record, _report
+from benchmarks.soak.checking import References
+from benchmarks.soak.edits import PLAIN, Delivery, Edit, catalogue, fresh
+from benchmarks.soak.ledger import Ledger
+from benchmarks.soak.memory import MB, Sample, Samples
+from benchmarks.soak.pictures import Pixels, template
+from benchmarks.soak.sending import Answer
+from benchmarks.soak.tree import Holdings, WorkerMemory
 
 EDIT = Edit("some", template=1, shape="small", prompt="a hat", seed=5, steps=4, n=2)
 

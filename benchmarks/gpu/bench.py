@@ -1,0 +1,97 @@
+"""What every section needs: the device, sizes, the file of results, and clocks."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.report import Report
+from benchmarks.gpu.sizes import Size
+
+Call = Callable[[], object]
+
+COMPILE_SECONDS = 60.0
+"""Nothing is compiled with less time left."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """minutes: time limit of the whole run."""
+
+    device: torch.device
+    dtype: torch.dtype
+    size: Size
+    report: Report
+    minutes: float
+
+    @property
+    def seconds_left(self) -> float:
+        return 60 * self.minutes - self.report.seconds
+
+    def seconds(self, call: Call) -> float:
+        """One call, from an idle device until it is idle again."""
+        self.wait()
+        started = time.perf_counter()
+        call()
+        self.wait()
+        return time.perf_counter() - started
+
+    def median(self, call: Call, rounds: int | None = None) -> float:
+        """Seconds of a call."""
+        return self.medians({"": call}, rounds)[""]
+
+    def medians(self, calls: Mapping[str, Call], rounds: int | None = None) -> dict[str, float]:
+        """Seconds of calls in turns, of which the first is not counted. rounds: at most, for calls that take long."""
+        number = min(self.size.rounds, rounds or self.size.rounds)
+        turns = [{name: self.seconds(call) for name, call in calls.items()} for _ in range(number + 1)]
+        return {name: statistics.median(turn[name] for turn in turns[1:]) for name in calls}
+
+    def launch_ms(self, call: Call) -> float:
+        """Milliseconds until a call returns, with the device's work still queued; median."""
+        return 1e3 * statistics.median(self._launch_seconds(call) for _ in range(self.size.rounds))
+
+    def _launch_seconds(self, call: Call) -> float:
+        self.wait()
+        started = time.perf_counter()
+        call()
+        return time.perf_counter() - started
+
+    def wait(self) -> None:
+        """Until the device is idle."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def is_usable(self) -> bool:
+        """Whether the device still computes: after a kernel has failed, all later ones fail."""
+        try:
+            self.wait()
+        except RuntimeError:
+            return False
+        return True
+
+    def make(self, module: Callable[[], Any]) -> Any:
+        """A module of random weights, made on the device: 12 billion parameters never pass through the host."""
+        before = torch.get_default_dtype()
+        torch.manual_seed(0)
+        torch.set_default_dtype(self.dtype)
+        try:
+            with torch.inference_mode(False), self.device:
+                return module().eval().requires_grad_(False)
+        finally:
+            torch.set_default_dtype(before)
+
+    def draw(self, *shape: int) -> torch.Tensor:
+        """Normal numbers on the device."""
+        return torch.randn(shape, device=self.device, dtype=self.dtype)
+
+    def clear(self) -> None:
+        """Free unused memory."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()

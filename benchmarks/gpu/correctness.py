@@ -1,0 +1,168 @@
+"""The sections about correct results: edits against a CPU's in float32, an edit by a server's processes, and tests."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.local_engine import LocalEngine, Pixels
+from benchmarks.gpu.report import Figures
+from benchmarks.load.server import ROOT
+from core.config import EMBEDDED_MODEL, CacheConfig
+from core.request import SamplingParams
+from tools.random_checkpoints import make_flux, make_flux_fill, make_qwen_edit, make_sd3
+from tools.random_unet_checkpoints import make_sd, make_sdxl
+
+STEPS = 4
+SIDES = (96, 128)
+"""Pixels of the pictures, which share their steps; the embedded model gets twice as many."""
+GUIDANCE = 4.0
+CACHE_BYTES = 2**30
+
+MAKERS: dict[str, Callable[[Path], Path]] = {
+    "embedded": lambda path: Path(EMBEDDED_MODEL),
+    "flux-fill": lambda path: make_flux_fill(path, guidance_embeds=True),
+    "flux": lambda path: make_flux(path, guidance_embeds=True),
+    "sd3": make_sd3,
+    "qwen-image-edit": make_qwen_edit,
+    "sd": make_sd,
+    "sdxl": make_sdxl,
+}
+"""Checkpoints by name: the embedded model, and random weights of every family."""
+
+SERVED_SIDE = 256
+
+TEST_FILES = ("tests/model_executor/test_triton_kernels.py", "tests/model_executor/test_on_gpu.py")
+TEST_SECONDS = 180.0
+TEST_LINES = 15
+"""Kept of the end of the tests' output."""
+
+
+def edits(bench: Bench) -> None:
+    """Checkpoint by checkpoint; each figure is of all its pictures. Raises ExceptionGroup of those that failed."""
+    figures: dict[str, Figures] = {}
+    broken: list[Exception] = []
+    with tempfile.TemporaryDirectory() as folder, _no_tf32():
+        for name in bench.size.checkpoints:
+            try:
+                figures[name] = _compare(MAKERS[name](Path(folder) / name), bench, 2 if name == "embedded" else 1)
+            except Exception as error:  # one family that fails must not cost the others their figures
+                broken.append(error)
+            bench.report.put("correctness", checkpoints=figures)
+            bench.clear()
+    if broken:
+        raise ExceptionGroup("checkpoints that failed", broken)
+
+
+def _compare(checkpoint: Path, bench: Bench, scale: int) -> Figures:
+    expected = _edit(checkpoint, "cpu", "float32", scale)
+    painted = {dtype: _edit(checkpoint, str(bench.device), dtype, scale) for dtype in ("float32", "bfloat16")}
+    return {
+        dtype: {way: difference(pictures, expected[way]) for way, pictures in ways.items()}
+        for dtype, ways in painted.items()
+    }
+
+
+def _edit(checkpoint: Path, device: str, dtype: str, scale: int) -> dict[str, list[Pixels]]:
+    """Exact and mask-aware edits of pictures of two sizes, which share steps; on a device pages lie in its memory."""
+    templates = [soft_picture(scale * side, seed) for seed, side in enumerate(SIDES)]
+    cache = CacheConfig(device_bytes=CACHE_BYTES if device != "cpu" else 0, host_bytes=CACHE_BYTES)
+    with closing(LocalEngine(checkpoint, device, dtype, cache)) as engine:
+        return {
+            way: engine.edit(
+                templates,
+                SamplingParams(num_inference_steps=STEPS, guidance_scale=GUIDANCE, seed=7, mask_aware=is_mask_aware),
+            )
+            for way, is_mask_aware in (("exact", False), ("mask-aware", True))
+        }
+
+
+def difference(painted: list[Pixels], expected: list[Pixels]) -> Figures:
+    """Of pixel values, in levels of 255."""
+    pairs = zip(painted, expected, strict=True)
+    errors = np.concatenate([np.abs(ours.astype(int) - theirs).ravel() for ours, theirs in pairs])
+    return {
+        "max_levels": int(errors.max()),
+        "mean_levels": float(errors.mean()),
+        "share_within_1": float((errors <= 1).mean()),
+    }
+
+
+def soft_picture(side: int, seed: int) -> Pixels:
+    """Squares of 16 px in random colours: noise by the pixel would hide differences."""
+    coarse = np.random.default_rng(seed).integers(0, 256, (side // 16, side // 16, 3)).astype(np.uint8)
+    return np.ascontiguousarray(coarse.repeat(16, axis=0).repeat(16, axis=1))
+
+
+@contextmanager
+def _no_tf32() -> Iterator[None]:
+    """Convolutions in full float32, which cuDNN rounds to 10 bits by default."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
+
+
+# -------------------------------------------------------------------------------------------------------------- served
+
+
+def served(bench: Bench) -> None:
+    """An edit by a server's own processes, against the same by processes on the CPU: the worker starts on the device,
+    finds its memory for pages and pins the host's."""
+    with tempfile.TemporaryDirectory() as folder:
+        name = bench.size.checkpoints[0]
+        checkpoint = MAKERS[name](Path(folder) / name)
+        painted, figures = _serve(checkpoint, str(bench.device))
+        bench.report.put("served", **figures)
+        expected = painted if bench.device.type == "cpu" else _serve(checkpoint, "cpu")[0]
+    bench.report.put("served", **difference(painted, expected))
+
+
+def _serve(checkpoint: Path, device: str) -> tuple[list[Pixels], Figures]:
+    """The picture is edited twice, so that the second edit finds its pages."""
+    # Needs packages that no other section does.
+    from entrypoints.image_engine import Edit, ImageEngine
+
+    mask = np.zeros((SERVED_SIDE, SERVED_SIDE), np.uint8)
+    mask[80:160, 80:160] = 255
+    started = time.monotonic()
+    with ImageEngine(str(checkpoint), device=device, dtype="float32") as engine:
+        ready_s = time.monotonic() - started
+        edit = Edit(prompt="a red striped shirt", image=soft_picture(SERVED_SIDE, 0), mask_image=mask)
+        sampling = SamplingParams(num_inference_steps=STEPS, seed=7)
+        results = [engine.generate([edit], sampling, use_tqdm=False)[0] for _ in range(2)]
+        page_bytes = engine.device_page_bytes
+    for error in (result.error for result in results if result.error is not None):
+        raise error
+    second = results[1].reports[0]
+    figures = {"ready_s": ready_s, "device_page_gb": page_bytes / 1e9, "second_edit": f"{second.cache}, {second.tier}"}
+    return [np.asarray(result.images[0].convert("RGB")) for result in results], figures
+
+
+# --------------------------------------------------------------------------------------------------------------- tests
+
+
+def kernel_tests(bench: Bench) -> None:
+    """The project's tests of kernels, attention and copies; without a GPU they are only collected. Warnings are not
+    errors here: another PyTorch may have others. Raises subprocess.TimeoutExpired where they hang."""
+    has_gpu = bench.device.type == "cuda"
+    options = ["-q", "-m", "not slow", "-W", "default", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *options, *TEST_FILES, *([] if has_gpu else ["--collect-only"])]
+    environment = os.environ | ({"TRITON_INTERPRET": "0"} if has_gpu else {})
+    done = subprocess.run(
+        command, check=False, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TEST_SECONDS
+    )
+    said = (done.stdout + done.stderr).rstrip().splitlines()[-TEST_LINES:]
+    bench.report.put("kernel_tests", passed=done.returncode == 0, has_run=has_gpu, said="\n".join(said))

@@ -1,0 +1,182 @@
+"""FLUX's transformer with random weights: steps by us and by diffusers, and pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+from typing import Self
+
+import torch
+from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
+from torch import Tensor
+
+from benchmarks.gpu.bench import Bench, Call
+from benchmarks.gpu.boxes import box_tokens
+from benchmarks.gpu.sizes import FluxSize
+from core.page_scheme import PageDtype
+from model_executor.gpu_attention import Attend
+from model_executor.gpu_operators import GpuOperators
+from model_executor.models.base import PrimeRow, Row
+from model_executor.models.flux_transformer import FluxTransformer
+from model_executor.operators import best_operators
+from model_executor.pages import Pages
+
+GUIDANCE = 3.5
+DTYPE: PageDtype = "int8"
+PIXELS = 16
+"""Of a token's side."""
+
+
+class FluxBench:
+    """One module, run by us and by diffusers; layers that we join are views of the joined weights on a GPU."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.size: FluxSize = bench.size.flux
+        self._bench = bench
+        self.module = bench.make(lambda: FluxTransformer2DModel(**self.size.transformer))
+        self._operators = best_operators(bench.device)
+        self.denoiser = FluxTransformer(self.module, 1000, self._operators)
+        self.layout = self.denoiser.page_layout(DTYPE)
+        self.entry_bytes = self.layout.entry_bytes(self.size.image_tokens)
+        config = self.module.config
+        self.row = Row(
+            latents=bench.draw(self.size.image_tokens, config.in_channels),
+            condition=bench.draw(self.size.image_tokens, 0),
+            prompt_embeds=bench.draw(self.size.text_tokens, config.joint_attention_dim),
+            pooled_prompt_embeds=bench.draw(config.pooled_projection_dim),
+            sigma=self._scalar(0.6),
+            guidance_scale=GUIDANCE,
+            grid=(self.size.side, self.size.side),
+        )
+
+    @property
+    def operators(self) -> str:
+        """What our steps use besides PyTorch's kernels."""
+        return self._operators.digest
+
+    @property
+    def flop(self) -> float:
+        """Of an exact step: products over all tokens and attention between them. Modulation is left out: a run computes
+        it once for all its steps."""
+        config, tokens = self.module.config, self.size.image_tokens + self.size.text_tokens
+        hidden = config.num_attention_heads * config.attention_head_dim
+        # Weights per token: qkv, out and mlp of a single block, or of the one stream of a double block that it passes.
+        products = (4 + 8) * hidden**2 * (config.num_layers + config.num_single_layers)
+        attention = 2 * tokens * hidden * (config.num_layers + config.num_single_layers)
+        return float(2 * tokens * (products + attention))
+
+    def bound(self, ratio: float) -> float:
+        """How much faster a step can be that computes this share of the image tokens."""
+        tokens = self.size.image_tokens
+        return (tokens + self.size.text_tokens) / (self.num_active(ratio) + self.size.text_tokens)
+
+    def num_active(self, ratio: float) -> int:
+        return max(1, round(ratio * self.size.image_tokens))
+
+    def attending(self, ways: Mapping[str, Attend]) -> dict[str, Self]:
+        """Twins over the same weights with these ways of attention; none on a CPU, whose operators have their own."""
+        twins = dict[str, Self]()
+        if isinstance(operators := self._operators, GpuOperators):
+            for name, way in ways.items():
+                twins[name] = twin = copy(self)
+                twin.denoiser = self.denoiser.computing_with(operators.attending(way))
+        return twins
+
+    def exact(self, batch: int = 1) -> Call:
+        rows = [self.with_modulation(self.row)] * batch
+        return lambda: self.denoiser.forward(rows)
+
+    def edits(self, ratio: float, entries: Sequence[tuple[Tensor, Tensor]]) -> Call:
+        """A step of an edit for each of the entries, which are those of the two keyframes around it."""
+        rows = [self._edit(ratio, near, far) for near, far in entries]
+        return lambda: self.denoiser.forward(rows)
+
+    def _edit(self, ratio: float, near: Tensor, far: Tensor) -> Row:
+        pages = Pages(self.layout, self.size.image_tokens, near, far, 0.37)
+        return self.with_modulation(replace(self.row, active=self.box(ratio), pages=pages))
+
+    def agreement(self, ratio: float) -> tuple[float, float]:
+        """Relative differences: of our exact step from diffusers', and of a mask-aware one from our exact one (an edit
+        that is the template itself, over its pages at this noise level)."""
+        row, entry = self.with_modulation(self.row), self.entry()
+        (exact,), theirs = self.denoiser.forward([row]), self.diffusers()()[0][0]
+        self.denoiser.prime([template_row(row, row.sigma, entry)], (0, self.denoiser.num_pages))
+        pages = Pages(self.layout, self.size.image_tokens, entry, None, 0.0)
+        (masked,) = self.denoiser.forward([replace(row, active=self.box(ratio), pages=pages)])
+        return _difference(exact, theirs), _difference(masked, exact[self.box(ratio)])
+
+    def at(self, sigma: float, row: Row) -> Row:
+        """A row at another noise level."""
+        return self.with_modulation(replace(row, sigma=self._scalar(sigma)))
+
+    def with_modulation(self, row: Row) -> Row:
+        """With its modulation, which a run computes for all of its steps at once."""
+        table = self.denoiser.modulation(row.pooled_prompt_embeds, row.guidance_scale, row.sigma[None], 1)
+        return replace(row, modulation=table)
+
+    def box(self, ratio: float) -> Tensor:
+        """Token indices of an upright box with this share of the picture."""
+        return box_tokens(self.num_active(ratio), self.size.side, self._bench.device)
+
+    def entry(self) -> Tensor:
+        """Room for the pages of one keyframe."""
+        return torch.empty(self.entry_bytes, dtype=torch.uint8, device=self._bench.device)
+
+    def keyframes(self) -> list[float]:
+        """Noise levels, falling from 1 to 0."""
+        last = self.size.keyframes - 1
+        return [1 - number / last for number in range(last + 1)]
+
+    def sigmas(self) -> list[float]:
+        """Noise levels of a run's steps."""
+        return [1 - step / self.size.steps for step in range(self.size.steps)]
+
+    def prime(self, entries: Sequence[Tensor]) -> Call:
+        """Pages of all keyframes in one pass, as in an idle engine."""
+        levels = zip(self.keyframes(), entries, strict=True)
+        rows = [template_row(self.row, self._scalar(sigma), entry) for sigma, entry in levels]
+        return lambda: self.denoiser.prime(rows, (0, self.denoiser.num_pages))
+
+    def diffusers(self, batch: int = 1) -> Callable[[], tuple[Tensor]]:
+        """The module's own forward, dense: velocities [batch, image tokens, width]."""
+        row, side = self.row, self.size.side
+        positions = torch.cartesian_prod(torch.zeros(1), torch.arange(float(side)), torch.arange(float(side)))
+        inputs = {
+            "hidden_states": row.latents.expand(batch, -1, -1),
+            "timestep": row.sigma.to(row.latents.dtype).expand(batch),
+            "guidance": torch.full([batch], GUIDANCE, device=row.latents.device),
+            "pooled_projections": row.pooled_prompt_embeds.expand(batch, -1),
+            "encoder_hidden_states": row.prompt_embeds.expand(batch, -1, -1),
+            "txt_ids": torch.zeros(self.size.text_tokens, 3, device=row.latents.device),
+            "img_ids": positions.to(row.latents.device),
+            "return_dict": False,
+        }
+        return lambda: self.module(**inputs)
+
+    def compile(self) -> None:
+        """Compile the module's blocks as in diffusers' guide to torch.compile; our forward does not call them."""
+        self.module.compile_repeated_blocks(fullgraph=True, dynamic=False, backend=self._bench.size.backend)
+
+    def _scalar(self, value: float) -> Tensor:
+        return torch.tensor(value, device=self._bench.device)
+
+
+def template_row(row: Row, sigma: Tensor, entry: Tensor) -> PrimeRow:
+    """Primes `entry` with the row's own inputs at noise level `sigma`."""
+    return PrimeRow(
+        latents=row.latents,
+        condition=row.condition,
+        prompt_embeds=row.prompt_embeds,
+        pooled_prompt_embeds=row.pooled_prompt_embeds,
+        sigma=sigma,
+        guidance_scale=row.guidance_scale,
+        grid=row.grid,
+        hidden=None,
+        entry=entry,
+    )
+
+
+def _difference(ours: Tensor, theirs: Tensor) -> float:
+    """Norm of the difference over the norm."""
+    return float((ours.float() - theirs.float()).norm() / theirs.float().norm())

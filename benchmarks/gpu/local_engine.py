@@ -1,0 +1,153 @@
+"""An engine and its worker in this process: the real scheduler, runner and page store, without image processors."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from core.config import CacheConfig, ModelConfig, SchedulerConfig
+from core.handles import PAGE_ARENA, ArrayRef
+from core.ipc.shared_array import Arena, ArenaAllocator, carve
+from core.messages.engine import EditRequest, Finished
+from core.messages.worker import Batch, BatchResult, PageCopied
+from core.request import SamplingParams
+from core.scheduler import StepScheduler
+from engine.image_ops import content_id
+from engine.resolve import resolve
+from model_executor.models.base import Family
+from model_executor.page_store import PageStore
+from model_executor.resident import ResidentModels
+from model_executor.runner import Runner
+from model_executor.tensor_store import TensorStore
+
+Pixels = npt.NDArray[np.uint8]
+
+ARENA_BYTES = 2**30
+MASKED_SHARE = 0.4
+"""Of a side: the box in the middle that is edited."""
+
+
+class LocalEngine:
+    """One model."""
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        device: str,
+        dtype: str,
+        cache: CacheConfig,
+        watched: Callable[[Family], Family] = lambda family: family,
+    ) -> None:
+        """device, dtype: as in ModelConfig. watched: wraps the model's family."""
+        config = ModelConfig(model=str(checkpoint), served_model_name="checked", device=device, dtype=dtype)
+        models = ResidentModels.open([config], has_device_tier=bool(cache.device_bytes))
+        models.load_all()
+        (self.info,) = models.ready(0).models
+        self.family = watched(models.families["checked"])
+        self.scheduler = StepScheduler(SchedulerConfig(), {self.info.name: self.info}, cache=cache)
+        self._arenas = Arenas(Arena.create(0, ARENA_BYTES), Arena.create(PAGE_ARENA, cache.host_bytes))
+        self._space = ArenaAllocator(self._arenas.own)
+        self._copied: queue.SimpleQueue[PageCopied] = queue.SimpleQueue()
+        self._pages = PageStore(models.device, self._arenas.pages, None, self._copied.put)
+        self._tensors = TensorStore(0, models.device, self._arenas)
+        families = {"checked": self.family}
+        self.runner = Runner(0, families, self._tensors, self._arenas, self._pages)
+        self._num_edits = 0
+
+    def close(self) -> None:
+        """End the page store's thread and free the arenas."""
+        self._pages.close()
+        self._arenas.close()
+
+    def edit(self, templates: Sequence[Pixels], sampling: SamplingParams) -> list[Pixels]:
+        """Edit the box in the middle of each, together; uint8 [height, width, 3], sides multiples of a token's. Raises
+        RuntimeError if an edit fails."""
+        requests = [self.begin(template, sampling) for template in templates]
+        left = {request.request_id for request in requests}
+        while left:
+            self.step()
+            for output in self.scheduler.take_outputs():
+                if not isinstance(output, Finished):
+                    raise RuntimeError(f"an edit failed: {output}")
+                left.discard(output.request_id)
+        return [self._arenas.own.view(request.pixels[-1]).copy() for request in requests]
+
+    def begin(self, template: Pixels, sampling: SamplingParams) -> EditRequest:
+        """Add an edit to the scheduler."""
+        request = self._request(template, resolve(sampling, self.info))
+        self.scheduler.add(request)
+        return request
+
+    def step(self) -> list[Batch]:
+        """One iteration of the engine; returns the batches that ran."""
+        plan = self.scheduler.schedule(time.monotonic())
+        if plan is not None:
+            self._pages.forget(plan.forget)
+            for copy in plan.copies:
+                self._pages.start(copy)
+            for batch in plan.batches:
+                self.scheduler.apply(self.run(batch))
+            for key in plan.free:
+                self._tensors.free(key)
+        while not self._copied.empty():
+            self.scheduler.apply_copy(self._copied.get())
+        return list(plan.batches) if plan is not None else []
+
+    def run(self, batch: Batch) -> BatchResult:
+        """Run a batch as the worker does."""
+        return self.runner.run(batch)
+
+    def _request(self, template: Pixels, sampling: SamplingParams) -> EditRequest:
+        info, (height, width) = self.info, template.shape[:2]
+        self._num_edits += 1
+        mask = np.zeros((height, width), np.uint8)
+        top, left = (int(side * (1 - MASKED_SHARE) / 2) for side in (height, width))
+        mask[top:-top, left:-left] = 1
+        tokens = mask.reshape(height // info.token_size, info.token_size, width // info.token_size, -1).any(axis=(1, 3))
+        return EditRequest(
+            request_id=f"edit-{self._num_edits}",
+            model=info.name,
+            prompt="a red striped shirt",
+            sampling=msgspec.structs.replace(sampling, full_steps=0),
+            width=width,
+            height=height,
+            template=self._share(template),
+            mask=self._share(mask),
+            active=self._share(np.flatnonzero(tokens).astype(np.int32)),
+            content_id=content_id(template),
+            num_tokens=tokens.size,
+            max_text_tokens=info.max_text_tokens,
+            extra_text_tokens=info.text_tokens_beside(width, height),
+            num_condition_tokens=info.conditions_per_token * tokens.size,
+            pixels=(self._share(np.zeros_like(template)),),
+            latents=self._share(np.zeros((tokens.size, info.latent_width), np.float32)),
+            arrival=time.monotonic(),
+            is_mask_aware=sampling.mask_aware and info.page_scheme is not None,
+        )
+
+    def _share(self, array: npt.NDArray[np.generic]) -> ArrayRef:
+        ref = carve(self._space.alloc(array.nbytes), 0, array.shape, array.dtype.name)
+        self._arenas.own.view(ref)[...] = array
+        return ref
+
+
+class Arenas:
+    """The edits' arena and the pages', as a worker sees them."""
+
+    def __init__(self, own: Arena, pages: Arena) -> None:
+        self.own, self.pages = own, pages
+        self._by_id = {arena.id: arena for arena in (own, pages)}
+
+    def view(self, ref: ArrayRef) -> npt.NDArray[np.generic]:
+        view: npt.NDArray[np.generic] = self._by_id[ref.arena].view(ref)
+        return view
+
+    def close(self) -> None:
+        for arena in self._by_id.values():
+            arena.close()

@@ -1,0 +1,73 @@
+"""Overhead of a step of eight edits before its first kernel: scheduler, the plan's way to the worker, and runner."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from torch import Tensor
+
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.local_engine import LocalEngine
+from benchmarks.micro.overheads import BATCH, step_seconds
+from core.config import EMBEDDED_MODEL, CacheConfig
+from core.messages.worker import Batch, BatchResult
+from core.request import SamplingParams
+from model_executor.models.base import Family, Row
+
+SIDE = 256
+STEPS = 24
+"""Of each edit: in most of them the batch is full."""
+WARM_UP = 5
+PAGE_BYTES = 2**30
+
+
+def run(bench: Bench) -> None:
+    """Scheduler and ring, to another process and back; then the runner, up to the first kernel."""
+    scheduling = statistics.median(step_seconds(bench.size.overhead_steps))
+    bench.report.put("overhead", batch=BATCH, schedule_ring_apply_ms=1e3 * scheduling)
+    cache = CacheConfig(device_bytes=PAGE_BYTES if bench.device.type == "cuda" else 0, host_bytes=PAGE_BYTES)
+    with closing(Watched(Path(EMBEDDED_MODEL), str(bench.device), "auto", cache)) as engine:
+        pictures = [np.full((SIDE, SIDE, 3), 127, np.uint8)] * BATCH  # one template, so that all begin together
+        engine.edit(pictures, SamplingParams(num_inference_steps=STEPS, seed=1))
+    runner = statistics.median(engine.to_kernels[WARM_UP:] or engine.to_kernels)
+    bench.report.put("overhead", runner_ms=1e3 * runner, total_ms=1e3 * (scheduling + runner))
+
+
+class Watched(LocalEngine):
+    """Records how long a full step's batch was in the runner before the forward pass began. to_kernels: seconds."""
+
+    def __init__(self, checkpoint: Path, device: str, dtype: str, cache: CacheConfig) -> None:
+        self.to_kernels: list[float] = []
+        self._began = 0.0
+        super().__init__(checkpoint, device, dtype, cache, self._watched)
+
+    def run(self, batch: Batch) -> BatchResult:
+        self._began = time.perf_counter()
+        return super().run(batch)
+
+    def _watched(self, family: Family) -> Family:
+        return cast(Family, _Noting(family, self._note))
+
+    def _note(self, rows: Sequence[Row]) -> None:
+        if len(rows) == BATCH:
+            self.to_kernels.append(time.perf_counter() - self._began)
+
+
+class _Noting:
+    """A family that calls `note` before each prediction."""
+
+    def __init__(self, family: Family, note: Callable[[Sequence[Row]], None]) -> None:
+        self._family, self._note = family, note
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._family, name)
+
+    def predict(self, rows: Sequence[Row]) -> list[Tensor]:
+        self._note(rows)
+        return self._family.predict(rows)

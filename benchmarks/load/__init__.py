@@ -1,0 +1,1 @@
+"""Sending edits to a server: what is sent, when, by whom, and what came back."""

@@ -1,0 +1,1 @@
+"""One piece at a time: a step, a kernel, a decision."""

@@ -1,0 +1,265 @@
+"""One step whose pages come from a slow tier: `python -m benchmarks.micro.block_plan [--rounds 7]`.
+
+FLUX-shaped blocks with random weights; one of the two keyframes around the step lies in memory, the other comes through
+the real page store from files that are slowed down to a tier's speed. As figure 4 (left) of FlashPS: load everything
+first, load block by block beside the computing, the paper's Algorithm 1, our plan, and the ideal of nothing to load.
+Beside what was measured stands what `core.block_plan` predicts from the times of the blocks. Pages of keys and values
+allow only leading full blocks, so Algorithm 1's choice is predicted as it is, and run with as many full blocks put
+first.
+
+Then the time that planning takes for 57 blocks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from benchmarks.micro.denoiser_step import flux_shape, primed_entry
+from benchmarks.report import Value, print_report
+from core.block_plan import Run, algorithm_1, finish_time, plan_prefix, plan_subset, prefix_of
+from core.handles import EntryRef
+from core.ipc.shared_array import Arena, ArenaAllocator
+from core.messages.worker import PageCopied, PageCopy
+from model_executor.models.base import Row
+from model_executor.models.flux_transformer import FluxTransformer
+from model_executor.page_files import Bytes, PageFiles
+from model_executor.page_store import OnBlock, PageStore
+from model_executor.pages import Pages
+
+MASK_RATIO = 0.1
+WEIGHT = 0.37
+"""Where between its two keyframes the step lies."""
+
+SLOWNESS = (0.5, 2.0, 5.0)
+"""Loading of a block over computing it with pages: three tiers."""
+
+FLUX_DOUBLE, FLUX_SINGLE = 19, 38
+"""Blocks of FLUX.1."""
+
+
+class SlowFiles(PageFiles):
+    """Files of a tier that brings so many seconds' worth of block after block."""
+
+    seconds_per_block = 0.0
+
+    def read(self, key: str, out: Bytes, block_bytes: int, on_block: OnBlock, order: Iterable[int] = ()) -> bool:
+        due = time.perf_counter()
+
+        def announce(block: int) -> None:
+            nonlocal due
+            due += self.seconds_per_block
+            time.sleep(max(0.0, due - time.perf_counter()))
+            on_block(block)
+
+        return super().read(key, out, block_bytes, announce, order)
+
+
+@dataclass(frozen=True)
+class BlockTimes:
+    """Seconds by block, and of what a step does besides its blocks."""
+
+    full: list[float]
+    cached: list[float]
+    rest: float
+
+    def end(self, cached: Sequence[bool], load: Sequence[float]) -> float:
+        return finish_time(cached, self.full, self.cached, load) + self.rest
+
+
+class Step:
+    """One edit's step: `near` in memory, the other keyframe's pages on the slow tier and on their way when asked."""
+
+    def __init__(self, directory: Path) -> None:
+        shape = flux_shape()
+        module = shape.module.eval().requires_grad_(False)
+        self._num_double = module.config.num_layers
+        self._transformer = FluxTransformer(module, 1000)
+        self.layout = self._transformer.page_layout("int8")
+        self._num_tokens, self._row = shape.image_tokens, _row(shape.grid, shape.text_tokens, module.config)
+        near, far = primed_entry(self._transformer, self._row, 0.75), primed_entry(self._transformer, self._row, 0.5)
+        arena = Arena.create(1, -(-2 * len(far) // 4096) * 4096)
+        self._far = EntryRef("far", len(far), ArenaAllocator(arena).alloc(len(far)))
+        self._files = SlowFiles(directory, 2 * len(far))
+        self._copied: SimpleQueue[PageCopied] = SimpleQueue()
+        self.store = PageStore(torch.device("cpu"), arena, self._files, self._copied.put)
+        self._files.write("far", far.numpy(), self.block_bytes)
+        self.store.create(self._far).copy_(far)
+        self._pages = Pages(self.layout, self._num_tokens, near, self.store.entry(self._far), WEIGHT)
+
+    @property
+    def block_bytes(self) -> int:
+        return self.layout.block_bytes(self._num_tokens)
+
+    def in_memory(self, num_full: int = 0) -> float:
+        """Seconds of the step with nothing to load."""
+        return self._timed(lambda: self._forward(num_full, None))
+
+    def loading(self, num_full: int, seconds_per_block: float, *, wait_for_all: bool = False) -> float:
+        """Seconds of the step from the start of its loads."""
+        self._files.seconds_per_block = seconds_per_block
+        if num_full == self.layout.num_blocks:
+            return self.in_memory(num_full)
+
+        far = self._far
+        copy = PageCopy(far.key, far.nbytes, self.block_bytes, "disk", "host", far.host)
+
+        def step() -> None:
+            self.store.start(copy)
+            self.store.put_last(copy.key, range(num_full))
+            if wait_for_all:
+                for block in range(self.layout.num_blocks):
+                    self._wait(block)
+            self._forward(num_full, self._wait)
+
+        seconds = self._timed(step)
+        assert self._copied.get().ok
+        return seconds
+
+    def block_times(self, rounds: int) -> BlockTimes:
+        """Medians. A cached block takes from its look at the pages to the next block's; what a full one takes longer is
+        seen from steps with all double, and with all blocks in full."""
+        num_double, num_blocks = self._num_double, self.layout.num_blocks
+        intervals = [self._intervals() for _ in range(rounds)]
+        double = statistics.median(t for one in intervals for t in one[: num_double - 1])
+        single = statistics.median(t for one in intervals for t in one[num_double:])
+        ends = [[self.in_memory(full) for full in (0, num_double, num_blocks)] for _ in range(rounds)]
+        none, doubles, every = (statistics.median(column) for column in zip(*ends, strict=True))
+        more_double, more_single = (doubles - none) / num_double, (every - doubles) / (num_blocks - num_double)
+        cached = [double] * num_double + [single] * (num_blocks - num_double)
+        more = [more_double] * num_double + [more_single] * (num_blocks - num_double)
+        return BlockTimes([c + m for c, m in zip(cached, more, strict=True)], cached, none - sum(cached))
+
+    def _intervals(self) -> list[float]:
+        """Seconds from each block's look at its pages to the next one's."""
+        looks: list[float] = []
+        self._forward(0, lambda block: looks.append(time.perf_counter()))
+        return [end - start for start, end in pairwise(looks)]
+
+    def _wait(self, block: int) -> None:
+        self.store.wait_block(self._far.key, block)
+
+    def _forward(self, num_full: int, wait: Callable[[int], None] | None) -> None:
+        pages = replace(self._pages, wait=wait)
+        self._transformer.forward([replace(self._row, pages=pages, full_blocks=range(num_full))])
+
+    @staticmethod
+    def _timed(step: Callable[[], None]) -> float:
+        start = time.perf_counter()
+        step()
+        return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7, help="each figure is the median of so many")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as directory, torch.inference_mode():
+        step = Step(Path(directory))
+        with closing(step.store):
+            step.in_memory()
+            times = step.block_times(args.rounds)
+            for slowness in SLOWNESS:
+                measure(step, times, slowness, args.rounds)
+    measure_planning()
+
+
+def measure(step: Step, times: BlockTimes, slowness: float, rounds: int) -> None:
+    """All ways of a step over one tier, taking turns."""
+    seconds_per_block = slowness * statistics.mean(times.cached)
+    num_blocks = step.layout.num_blocks
+    load = [seconds_per_block] * num_blocks
+    papers = algorithm_1(times.full, times.cached, load)
+    ours = plan_prefix(times.full, times.cached, load)
+    cached = (True,) * num_blocks
+    ways: dict[str, tuple[Callable[[], float], float]] = {
+        "load, then compute": (
+            lambda: step.loading(0, seconds_per_block, wait_for_all=True),
+            sum(load) + times.end(cached, [0.0] * num_blocks),
+        ),
+        "block by block": (lambda: step.loading(0, seconds_per_block), times.end(cached, load)),
+        f"Algorithm 1, {papers.count(False)} full": (
+            lambda: step.loading(papers.count(False), seconds_per_block),
+            times.end(papers, load),
+        ),
+        f"ours, {ours} full": (
+            lambda: step.loading(ours, seconds_per_block),
+            times.end(prefix_of(ours, num_blocks), load),
+        ),
+        "nothing to load": (step.in_memory, times.end(cached, [0.0] * num_blocks)),
+    }
+    turns = [[run() for run, _ in ways.values()] for _ in range(rounds)]
+    measured = [statistics.median(column) for column in zip(*turns, strict=True)]
+    ideal = measured[-1]
+    speed = step.block_bytes / seconds_per_block / 1e6
+    rows = [
+        (name, f"{seconds * 1e3:7.1f} ms   predicted {predicted * 1e3:7.1f}   {seconds / ideal:5.2f}x the ideal")
+        for (name, (_, predicted)), seconds in zip(ways.items(), measured, strict=True)
+    ]
+    names = ("naive", "pipeline", "algorithm_1", "ours", "ideal")
+    result: dict[str, Value] = {"MB_per_s": speed, "load_over_cached": slowness, "full_blocks": ours}
+    result |= {f"{name}_ms": seconds * 1e3 for name, seconds in zip(names, measured, strict=True)}
+    result |= {f"{name}_predicted_ms": way[1] * 1e3 for name, way in zip(names, ways.values(), strict=True)}
+    title = f"Tier of {speed:.0f} MB/s: a block loads in {slowness} times its computing; {MASK_RATIO:.0%} active tokens"
+    print_report(title, rows, result)
+
+
+def measure_planning() -> None:
+    """Microseconds to plan as many blocks as FLUX.1 has: of equal cost, of its two kinds, and in more runs."""
+    number = FLUX_DOUBLE + FLUX_SINGLE
+    double, single = Run(6.0, 1.5, 2.0, 1), Run(4.0, 1.0, 2.0, 1)
+    kinds = {
+        "equal": [single._replace(number=number)],
+        "two runs": [double._replace(number=FLUX_DOUBLE), single._replace(number=FLUX_SINGLE)],
+        "three runs": [double._replace(number=4), single._replace(number=number - 8), double._replace(number=4)],
+        "alternating": [double, single] * (number // 2) + [double],
+    }
+    rows: list[tuple[str, str]] = []
+    result: dict[str, Value] = {}
+    for name, runs in kinds.items():
+        blocks = [[run[i] for run in runs for _ in range(run.number)] for i in range(3)]
+        prefix, subset = _microseconds(plan_prefix, *blocks), _microseconds(plan_subset, runs)
+        rows.append((name, f"prefix {prefix:5.0f} us   subset {subset:5.0f} us"))
+        result |= {f"prefix_{name.replace(' ', '_')}_us": prefix, f"subset_{name.replace(' ', '_')}_us": subset}
+    print_report(f"Planning {number} blocks", rows, result)
+
+
+def _microseconds(plan: Callable[..., object], *times: object) -> float:
+    seconds = []
+    for _ in range(200):
+        start = time.perf_counter()
+        plan(*times)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds) * 1e6
+
+
+def _row(grid: tuple[int, int], text_tokens: int, config: Any) -> Row:
+    """A request with random inputs, and active tokens in one run."""
+    generator = torch.Generator().manual_seed(0)
+    image_tokens = grid[0] * grid[1]
+    return Row(
+        latents=torch.randn(image_tokens, config.out_channels, generator=generator),
+        condition=torch.randn(image_tokens, config.in_channels - config.out_channels, generator=generator),
+        prompt_embeds=torch.randn(text_tokens, config.joint_attention_dim, generator=generator),
+        pooled_prompt_embeds=torch.randn(config.pooled_projection_dim, generator=generator),
+        sigma=torch.tensor(0.6),
+        guidance_scale=1.0,
+        grid=grid,
+        active=torch.arange(round(MASK_RATIO * image_tokens)),
+    )
+
+
+if __name__ == "__main__":
+    main()

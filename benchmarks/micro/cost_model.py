@@ -1,0 +1,186 @@
+"""How well the cost model predicts: random batches of exact, mask-aware and priming work, timed in this process.
+
+The model is fitted twice: by the probe that a worker runs at its first start, and by training batches as well, as it is
+while serving. Held-out batches judge both. Training and held-out batches take turns, so that a machine which slows down
+slows both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.report import Value, print_report
+from benchmarks.serving.pipeline_loop import DTYPES
+from core.config import EMBEDDED_MODEL, ModelConfig
+from core.cost_model import CostKey, CostModel, Work
+from core.handles import ModelKey
+from core.messages.worker import CostSample
+from model_executor.cost_probe import BUDGET_SECONDS, Batches, Timed, probe
+from model_executor.resident import ResidentModels, quiet_libraries, set_threads
+
+MAX_REQUESTS = 8
+EXACT_SHARE, PRIME_SHARE = 0.25, 0.2
+"""Of requests, and of batches."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A batch that was run."""
+
+    stage: str
+    work: Work
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """r_squared: of seconds, over all batches. median_error, p90_error: relative to the batch's own seconds."""
+
+    r_squared: float
+    median_error: float
+    p90_error: float
+
+    @classmethod
+    def of(cls, model: CostModel, timings: Sequence[Timing]) -> Accuracy:
+        seconds = np.array([timing.seconds for timing in timings])
+        predicted = np.array([model.predict(_key(timing.stage), timing.work) for timing in timings])
+        errors = np.abs(predicted - seconds)
+        r_squared = 1.0 - (errors**2).sum() / ((seconds - seconds.mean()) ** 2).sum()
+        relative = errors / seconds
+        return cls(float(r_squared), float(np.median(relative)), float(np.percentile(relative, 90)))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = _parse(argv)
+    set_threads(args.threads)
+    batches, samples, probe_seconds = _open(args.model, args.dtype)
+    timings = _run(batches, args.num_batches * 2, random.Random(args.seed))
+    training, held_out = timings[::2], timings[1::2]
+    probed, trained = _fitted(samples, []), _fitted(samples, training)
+    accuracies = {
+        "probe alone, all": Accuracy.of(probed, held_out),
+        "after training batches, all": Accuracy.of(trained, held_out),
+    }
+    for stage in ("denoise", "prime"):
+        of_stage = [timing for timing in held_out if timing.stage == stage]
+        accuracies[f"after training batches, {stage}"] = Accuracy.of(trained, of_stage)
+    _report(args, accuracies, len(samples), probe_seconds, _microseconds(trained, held_out))
+    if args.pairs is not None:
+        pairs = [(t.stage, t.seconds, trained.predict(_key(t.stage), t.work)) for t in held_out]
+        args.pairs.write_text(json.dumps(pairs) + "\n")
+
+
+def _open(model: str, dtype: str) -> tuple[Batches, list[CostSample], float]:
+    """Batches of a loaded model, what the probe says of it, and how long it took."""
+    quiet_libraries()
+    models = ResidentModels.open((ModelConfig(model=model, dtype=dtype),))
+    models.load_all()
+    models.warm_up()
+    (info,) = models.ready(0).models
+    start = time.perf_counter()
+    samples = probe(models.families[info.name], info, BUDGET_SECONDS)
+    return Batches(models.families[info.name], info), samples, time.perf_counter() - start
+
+
+@torch.inference_mode()
+def _run(batches: Batches, number: int, dice: random.Random) -> list[Timing]:
+    return [_time(_draw(batches, dice)) for _ in range(number)]
+
+
+def _draw(batches: Batches, dice: random.Random) -> Timed:
+    if dice.random() < PRIME_SHARE:
+        return batches.prime(dice.randint(1, 3), dice.choice((0.3, 0.6, 1.0)))
+    return batches.denoise([_draw_share(dice) for _ in range(dice.randint(1, MAX_REQUESTS))])
+
+
+def _draw_share(dice: random.Random) -> float:
+    return 1.0 if dice.random() < EXACT_SHARE else dice.uniform(0.01, 0.95)
+
+
+def _time(timed: Timed) -> Timing:
+    """The second of two calls: a request's later steps, which are most of them."""
+    stage, work, batch = timed
+    batch()
+    start = time.perf_counter()
+    batch()
+    return Timing(stage, work, time.perf_counter() - start)
+
+
+def _fitted(samples: Sequence[CostSample], training: Sequence[Timing]) -> CostModel:
+    model = CostModel()
+    for sample in samples:
+        model.observe(_key(sample.stage), sample.work, sample.seconds)
+    for timing in training:
+        model.observe(_key(timing.stage), timing.work, timing.seconds)
+    return model
+
+
+def _key(stage: str) -> CostKey:
+    return CostKey(ModelKey("model", "transformer"), stage, "cpu", 1)
+
+
+def _microseconds(model: CostModel, timings: Sequence[Timing]) -> tuple[float, float]:
+    """(predicting, observing and predicting) one batch, in microseconds."""
+
+    def learn(timing: Timing) -> None:
+        model.observe(_key(timing.stage), timing.work, timing.seconds)
+        model.predict(_key(timing.stage), timing.work)
+
+    def mean(call: Callable[[Timing], object]) -> float:
+        start = time.perf_counter()
+        for timing in timings:
+            call(timing)
+        return (time.perf_counter() - start) / len(timings) * 1e6
+
+    return mean(lambda timing: model.predict(_key(timing.stage), timing.work)), mean(learn)
+
+
+def _report(
+    args: argparse.Namespace,
+    accuracies: dict[str, Accuracy],
+    num_samples: int,
+    probe_seconds: float,
+    microseconds: tuple[float, float],
+) -> None:
+    result: dict[str, Value] = {"benchmark": "cost_model", "dtype": args.dtype, "threads": args.threads}
+    rows = []
+    for name, accuracy in accuracies.items():
+        rows.append(
+            (
+                name,
+                f"R^2 {accuracy.r_squared:.4f}, error median {accuracy.median_error:.1%}, p90 {accuracy.p90_error:.1%}",
+            )
+        )
+        slug = name.replace(", ", "_").replace(" ", "_")
+        result |= {f"{slug}_r_squared": accuracy.r_squared, f"{slug}_median_error": accuracy.median_error}
+    rows += [
+        ("probe", f"{num_samples} samples in {probe_seconds:.2f} s"),
+        ("predicting one batch", f"{microseconds[0]:.1f} us"),
+        ("observing and predicting one", f"{microseconds[1]:.1f} us"),
+    ]
+    result |= {"probe_s": probe_seconds, "predict_us": microseconds[0], "observe_predict_us": microseconds[1]}
+    print_report(f"{args.num_batches} held-out batches, {args.dtype}, {args.threads} threads", rows, result)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--model", default=EMBEDDED_MODEL, help="diffusers checkpoint")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="compute type")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads")
+    parser.add_argument("--num-batches", type=int, default=200, help="held-out batches, and as many training batches")
+    parser.add_argument("--seed", type=int, default=0, help="of the random batches")
+    parser.add_argument("--pairs", type=Path, help="file for (stage, seconds, predicted seconds) of held-out batches")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""How close mask-aware edits stay to exact ones."""

@@ -1,0 +1,19 @@
+"""Quality of mask-aware edits: `python -m benchmarks.quality [by-ratio | systems | images] ...`, each with --help.
+
+Without a name: mask-aware against exact edits, and what every knob does.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from benchmarks.quality import by_ratio, calibration_images, knobs, systems
+
+COMMANDS = {"by-ratio": by_ratio.main, "systems": systems.main, "images": calibration_images.main}
+
+if __name__ == "__main__":
+    name, *rest = sys.argv[1:] or [""]
+    if name in COMMANDS:
+        COMMANDS[name](rest)
+    else:
+        knobs.main()

@@ -1,0 +1,286 @@
+"""Soak: minutes of mixed traffic on a server with two engines, with a fault every half minute.
+
+Every picture that comes back is compared with that of an undisturbed run of the same edit. At the end: requests, lost,
+wrong, restarts, memory slope, and one line of JSON. Exit status 1 if a bar is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+import httpx
+import psutil
+
+from benchmarks.load.server import STOP_SECONDS, Server, start_server
+from benchmarks.report import Value, percentile, print_report
+from benchmarks.soak.checking import References
+from benchmarks.soak.faults import FAULTS, NUM_ENGINES, Fault, Site, inject
+from benchmarks.soak.ledger import Ledger
+from benchmarks.soak.memory import MB, ROLES, WORKER_WARM_UP_SECONDS, Sample, Samples
+from benchmarks.soak.sending import Sender
+from benchmarks.soak.tree import Tree, holdings, processes_of, shared_memory_files
+from benchmarks.soak.users import Crowd
+
+FLAGS = (
+    *("--data-parallel-size", str(NUM_ENGINES), "--threads", "1", "--max-queue", "32"),
+    *("--cache-host-bytes", "12M", "--cache-disk-bytes", "24M", "--template-bytes", "2M"),
+)
+"""Room for a few templates on each tier, so that pages are primed, evicted, written and loaded all the time."""
+FAULT_SECONDS = 30.0
+CALM_SECONDS = 15.0
+SAMPLE_SECONDS = 5.0
+WARM_UP_SHARE, WARM_UP_SECONDS = 0.3, 300.0
+"""Memory counts after this share of the time, but not later than this."""
+QUIET_SECONDS = 15.0
+"""Within which nothing may be in the queue any more, once the traffic has ended."""
+MAX_SLOPE = 1.0
+"""MB per minute, of all processes together."""
+SLOPE_MINUTES = 10.0
+"""A soak of so many minutes must tell a slope; shorter ones may end before there is one."""
+
+
+@dataclass
+class Record:
+    """What is measured beside the ledger. recoveries: seconds from each fault until all was well."""
+
+    samples: Samples
+    recoveries: list[float] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)  # of the server as a whole, for people
+    restarts: int = 0
+    num_faults: int = 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parse(argv)
+    folder = Path(tempfile.mkdtemp(prefix="stencil-soak-"))
+    ledger = Ledger(folder)
+    record = Record(Samples(min(WARM_UP_SECONDS, args.minutes * 60 * WARM_UP_SHARE)))
+    _soak(args, folder, ledger, record)
+    is_good = _report(args, ledger, record)
+    if is_good:
+        shutil.rmtree(folder)
+    else:
+        print(f"log, incidents and pictures: {folder}", file=sys.stderr)
+    return 0 if is_good else 1
+
+
+def _soak(args: argparse.Namespace, folder: Path, ledger: Ledger, record: Record) -> None:
+    scratch, pages = folder / "scratch", folder / "pages"
+    scratch.mkdir()
+    pages.mkdir(mode=0o700)
+    shared = shared_memory_files()
+    with (folder / "server.log").open("wb") as log:
+        environment = {"TMPDIR": str(scratch), "XDG_CACHE_HOME": str(folder / "cache")}
+        with start_server([*FLAGS, "--cache-dir", str(pages)], environment=environment, log=log) as server:
+            server.wait_for("/ready")
+            asyncio.run(_disturb(args, server, pages, ledger, record))
+            _end(server, record)
+    _look_for_leftovers(scratch, shared, record)
+
+
+async def _disturb(args: argparse.Namespace, server: Server, pages: Path, ledger: Ledger, record: Record) -> None:
+    """Learn the references, then traffic and faults for `minutes`, then quiet."""
+    sender = Sender(server.url, ledger)
+    crowd = Crowd(server.url, sender, References(ledger), ledger, args.seed)
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as probe:
+        site = Site(Tree(server.process.pid), pages, crowd, probe, random.Random(args.seed))
+        await _until_all_serve(site)
+        await crowd.learn()
+        print(f"{ledger.seconds:6.0f} s  references taken, {_told(ledger)}", flush=True)
+        async with asyncio.TaskGroup() as group:
+            _begin_traffic(group, crowd)
+            sampling = group.create_task(_sample(site, record))
+            await _inject_faults(args, site, record)
+            crowd.stopping.set()
+            sampling.cancel()
+        await _check_quiet(site, record)
+        record.restarts = await _restarts(probe)
+    await sender.aclose()
+
+
+def _begin_traffic(group: asyncio.TaskGroup, crowd: Crowd) -> None:
+    for _ in range(3):
+        group.create_task(crowd.run(crowd.ask_again))
+    group.create_task(crowd.run(crowd.ask_fresh, pause=3.0))
+    group.create_task(crowd.run(crowd.ask_hastily, pause=10.0))
+    group.create_task(crowd.run(crowd.look_around, pause=2.0))
+    group.create_task(crowd.run(crowd.misbehave, pause=2.0))
+    group.create_task(crowd.run(crowd.walk_away, pause=4.0))
+    group.create_task(crowd.run(crowd.keep_templates, pause=4.0))
+
+
+async def _inject_faults(args: argparse.Namespace, site: Site, record: Record) -> None:
+    """One every FAULT_SECONDS, later where the one before takes long; the last one has that time to be over, too.
+
+    A request that is in three deaths is given up, as it should be: so requests get a calm while to leave in.
+    """
+    faults = [fault for fault in FAULTS if not args.faults or fault.name in args.faults]
+    due = time.monotonic()
+    end = due + args.minutes * 60
+    for number in count():
+        due = max(due + FAULT_SECONDS, time.monotonic() + CALM_SECONDS)
+        if due > end - FAULT_SECONDS:
+            break
+        await asyncio.sleep(due - time.monotonic())
+        fault = faults[number % len(faults)]
+        await _inject(fault, site, number // len(faults), record)
+    await asyncio.sleep(end - time.monotonic())
+
+
+async def _inject(fault: Fault, site: Site, turn: int, record: Record) -> None:
+    ledger = site.crowd.ledger
+    ledger.note("fault", fault.name)
+    record.num_faults += 1
+    try:
+        seconds = await inject(fault, site, turn)
+        record.recoveries.append(seconds)
+        outcome = f"well again after {seconds:.1f} s"
+    except (TimeoutError, httpx.HTTPError) as error:
+        ledger.note("recovery", repr(error))
+        outcome = "NOT WELL AGAIN"
+        record.failures.append(f"{fault.name}: not well again")
+    ledger.note("recovery", f"{fault.name}: {outcome}")
+    print(f"{ledger.seconds:6.0f} s  {fault.name}: {outcome}; {_told(ledger)}", flush=True)
+
+
+async def _sample(site: Site, record: Record) -> None:
+    start = time.monotonic()
+    while True:
+        await asyncio.sleep(SAMPLE_SECONDS)
+        is_whole = await _seems_well(site)
+        held = await asyncio.to_thread(holdings, site.tree)
+        record.samples.add(Sample(time.monotonic() - start, held, is_whole))
+        megabytes = {role: round(nbytes / MB, 1) for role, nbytes in held.memory.items()}
+        workers = [(worker.pid, round(worker.age), round(worker.memory / MB, 1)) for worker in held.workers]
+        site.crowd.ledger.note("held", "whole" if is_whole else "in part", mb=megabytes, workers=workers)
+
+
+async def _seems_well(site: Site) -> bool:
+    """Whether all engines serve; False when it cannot be learnt, which is the faults' matter."""
+    try:
+        return await site.all_serve()
+    except httpx.HTTPError:
+        return False
+
+
+async def _until_all_serve(site: Site) -> None:
+    while not await site.all_serve():
+        await asyncio.sleep(0.1)
+
+
+async def _check_quiet(site: Site, record: Record) -> None:
+    """With nobody asking, nothing may hold a place."""
+    deadline = time.monotonic() + QUIET_SECONDS
+    while time.monotonic() < deadline:
+        queue = (await site.ask("/v1/engine/stats"))["queue"]
+        if not queue["admitted"] and not queue["running"] and not queue["waiting"]:
+            return
+        await asyncio.sleep(0.1)
+    record.failures.append(f"still in the queue: {queue}")
+
+
+async def _restarts(probe: httpx.AsyncClient) -> int:
+    lines = (await probe.get("/metrics")).text.splitlines()
+    return int(sum(float(line.split()[-1]) for line in lines if line.startswith("stencil:engine_restarts_total")))
+
+
+def _end(server: Server, record: Record) -> None:
+    server.process.terminate()
+    started = time.monotonic()
+    status = server.process.wait(STOP_SECONDS)
+    if status != 0:
+        record.failures.append(f"exit status {status} after SIGTERM")
+    if time.monotonic() - started > 30:
+        record.failures.append(f"left only {time.monotonic() - started:.0f} s after SIGTERM")
+
+
+def _look_for_leftovers(scratch: Path, shared: set[str], record: Record) -> None:
+    """After the server's end; processes may take a moment to see it."""
+    _, alive = psutil.wait_procs(processes_of(scratch), timeout=5)
+    left = {"processes": alive, "shared memory": shared_memory_files() - shared, "files": list(scratch.iterdir())}
+    record.failures += [f"{kind} left behind: {found}" for kind, found in left.items() if found]
+
+
+def _told(ledger: Ledger) -> str:
+    counts = ledger.counts
+    names = ("requests", "pictures", "lost", "wrong", "rounded", "refused")
+    return ", ".join(f"{counts[name]} {name}" for name in names)
+
+
+def _report(args: argparse.Namespace, ledger: Ledger, record: Record) -> bool:
+    """Print everything; whether all bars are held."""
+    counts, samples = ledger.counts, record.samples
+    slope, slopes = samples.memory_slope(), {role: samples.memory_slope(role) for role in ROLES}
+    growth, with_jumps = samples.worker_growth(), samples.worker_growth_with_jumps()
+    if not counts["compared"]:
+        record.failures.append("no picture was compared")
+    if math.isnan(slope) and args.minutes >= SLOPE_MINUTES:
+        record.failures.append("too few samples for a memory slope")
+    recoveries = record.recoveries or [float("nan")]
+    cache = " ".join(f"{counts[f'cache_{kind}']} {kind}" for kind in ("hit", "miss", "off"))
+    rows = [
+        ("requests", f"{counts['requests']} in {counts['attempts']} attempts, {counts['refused']} of them refused"),
+        ("pictures", f"{counts['pictures']}; cache: {cache}"),
+        ("compared", f"{counts['compared']}, of them {counts['rounded']} not bit-identical, within rounding"),
+        ("besides", f"{counts['bad_requests']} bad requests, {counts['hang_ups']} hang-ups, {counts['timeouts']} late"),
+        ("lost", f"{counts['lost']}"),
+        ("wrong", f"{counts['wrong']}"),
+        ("faults", f"{record.num_faults}; well again after {percentile(recoveries, 0.5):.1f} s, P95 "
+                   f"{percentile(recoveries, 0.95):.1f} s, at most {max(recoveries):.1f} s"),
+        ("restarts", f"{record.restarts} of engines"),
+        ("memory slope", f"{slope:+.2f} MB/min: " + ", ".join(f"{role} {slopes[role]:+.2f}" for role in slopes)),
+        ("of a worker", f"{growth:+.2f} MB/min after its first {WORKER_WARM_UP_SECONDS:g} s, in "
+                        f"{samples.num_worker_lives()} lives ({with_jumps:+.2f} with jumps to new maxima)"),
+        ("memory", f"{_from_to(samples.memory())} MB, {_from_to(samples.memory('server'))} MB of the API server, "
+                   f"{samples.warm_worker():.0f} MB of a warm worker"),
+        ("descriptors", f"{_from_to(samples.fds())}, {_from_to(samples.fds('server'))} of the API server"),
+        ("processes", f"{_from_to(samples.processes())}; threads {_from_to(samples.threads())}"),
+        ("end", "; ".join(record.failures) or "status 0, nothing left behind"),
+    ]  # fmt: skip
+    measured = {"memory_slope": slope, "worker_growth": growth, "worker_growth_with_jumps": with_jumps}
+    measured |= {f"{role}_slope": value for role, value in slopes.items()}
+    result: dict[str, Value] = {
+        "minutes": args.minutes,
+        "requests": counts["requests"],
+        "refused": counts["refused"],
+        "compared": counts["compared"],
+        "rounded": counts["rounded"],
+        "lost": counts["lost"],
+        "wrong": counts["wrong"],
+        "faults": record.num_faults,
+        "failures": len(record.failures),
+        "restarts": record.restarts,
+        **{f"{name}_mb_per_min": value for name, value in measured.items() if not math.isnan(value)},
+    }
+    print_report(
+        f"Soak: {args.minutes:g} minutes, {NUM_ENGINES} engines, a fault every {FAULT_SECONDS:g} s", rows, result
+    )
+    return not (counts["lost"] or counts["wrong"] or record.failures or slope > MAX_SLOPE)
+
+
+def _from_to(ends: tuple[float, float]) -> str:
+    return f"{ends[0]:.0f} -> {ends[1]:.0f}"
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=20.0, help="of traffic")
+    parser.add_argument("--seed", type=int, default=0, help="of the traffic's choices")
+    names = [fault.name for fault in FAULTS]
+    parser.add_argument("--faults", nargs="+", choices=names, metavar="NAME", help=f"only these: {', '.join(names)}")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,272 @@
+"""The faults, one after the other: each done to the processes or the files of the server under test, and to no others.
+
+Engines are given up after some deaths in a row without a minute of service between them (engine/engine_replica.py).
+The order spreads deaths over the engines, so that none comes near that but the one that is killed twice on purpose.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import shutil
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from benchmarks.soak.edits import PLAIN, catalogue
+from benchmarks.soak.hang_ups import hang_up
+from benchmarks.soak.tree import Member, Role, Tree
+from benchmarks.soak.users import Crowd
+
+NUM_ENGINES = 2
+BURST = 60
+RECOVERY_SECONDS = 240.0
+"""Within which all engines must serve again, after any fault; the machine may be shared."""
+UNWRITABLE_SECONDS = 15.0
+MAX_FILE_BYTES = 64 * 1024
+"""What a full disk still takes: less than an entry."""
+
+
+@dataclass
+class Site:
+    """What faults are done to. pages: the folder of the disk tier."""
+
+    tree: Tree
+    pages: Path
+    crowd: Crowd
+    probe: httpx.AsyncClient
+    pick: random.Random
+
+    async def ask(self, path: str) -> dict[str, Any]:
+        """The JSON answer of a path that works whatever is broken."""
+        return (await self.probe.get(path)).json()  # type: ignore[no-any-return]
+
+    async def all_serve(self) -> bool:
+        """Whether every engine has its worker and serves. A death is seen in the processes first, in /health next."""
+        has_all = len(self.tree.of("worker")) == NUM_ENGINES
+        return has_all and (await self.ask("/health"))["status"] == "ok"
+
+    async def busy(self, rank: int) -> bool:
+        """Whether an engine is in the middle of a step, as far as it has told."""
+        load = (await self.ask("/v1/engine/stats"))["engines"][rank]["load"]
+        return bool(load and load["num_running"])
+
+    async def wait_busy(self, rank: int) -> None:
+        """Until it is, but not for ever: the router may send everything elsewhere."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(8):
+                while not await self.busy(rank):
+                    await asyncio.sleep(0.02)
+
+
+Act = Callable[[Site, int], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """act(site, turn): turn counts the rounds through all faults, and so changes the engine that is meant."""
+
+    name: str
+    act: Act
+
+
+async def kill_worker(site: Site, turn: int) -> None:
+    rank = turn % NUM_ENGINES
+    await site.wait_busy(rank)
+    await _end(site, "worker", rank, signal.SIGKILL)
+
+
+async def stop_worker(site: Site, turn: int) -> None:
+    rank = turn % NUM_ENGINES
+    await site.wait_busy(rank)
+    await _end(site, "worker", rank, signal.SIGSTOP)
+
+
+async def kill_engine(site: Site, turn: int) -> None:
+    rank = (turn + 1) % NUM_ENGINES
+    await site.wait_busy(rank)
+    await _end(site, "engine", rank, signal.SIGKILL)
+
+
+async def stop_engine(site: Site, turn: int) -> None:
+    rank = (turn + 1) % NUM_ENGINES
+    await site.wait_busy(rank)
+    await _end(site, "engine", rank, signal.SIGSTOP)
+
+
+async def kill_engine_twice(site: Site, turn: int) -> None:
+    """Again as soon as it serves."""
+    rank = turn % NUM_ENGINES
+    for _ in range(2):
+        await _end(site, "engine", rank, signal.SIGKILL)
+        await _recovered(site)
+
+
+async def kill_all_engines(site: Site, turn: int) -> None:
+    async with asyncio.TaskGroup() as group:
+        for rank in range(NUM_ENGINES):
+            group.create_task(_end(site, "engine", rank, signal.SIGKILL))
+
+
+async def kill_image_processor(site: Site, turn: int) -> None:
+    members = site.tree.of("images")
+    _signal(site.pick.sample(members, min(1, len(members))), signal.SIGKILL)
+
+
+async def damage_pages(site: Site, turn: int) -> None:
+    """Truncate, flip a bit of, overwrite or delete most of the files."""
+    for file in sorted(site.pages.glob("*.page")):
+        with contextlib.suppress(FileNotFoundError, ValueError):  # gone, or empty already
+            site.pick.choice((_truncate, _flip_a_bit, _overwrite, _delete, _leave))(file, site.pick)
+
+
+async def take_folder_away(site: Site, turn: int) -> None:
+    """A file in the place of the disk tier's folder: nothing can be read there or written."""
+    aside = site.pages.with_suffix(".aside")
+    decoy = site.pages.with_suffix(".decoy")
+    decoy.write_bytes(b"not a folder")
+    _move_into_place(site.pages, away=aside, new=decoy)
+    try:
+        await asyncio.sleep(UNWRITABLE_SECONDS)
+    finally:
+        _move_into_place(site.pages, away=decoy, new=aside)
+        decoy.unlink()
+
+
+async def fill_disk(site: Site, turn: int) -> None:
+    """No file of the workers may grow: what they see of a full disk, without filling anybody else's."""
+    workers = site.tree.of("worker")
+    async with contextlib.AsyncExitStack() as limits:
+        for worker in workers:
+            await limits.enter_async_context(_small_files(worker.process))
+        await asyncio.sleep(UNWRITABLE_SECONDS)
+
+
+async def burst(site: Site, turn: int) -> None:
+    """Sixty edits at once: some are refused, and come back when they were told to."""
+    edits = [edit for edit in catalogue() if edit.steps <= 8 and edit.n == 1]
+    async with asyncio.TaskGroup() as group:
+        for number in range(BURST):
+            group.create_task(site.crowd.ask(edits[number % len(edits)], PLAIN))
+
+
+async def hang_up_at_once(site: Site, turn: int) -> None:
+    """Thirty clients that go away."""
+    async with asyncio.TaskGroup() as group:
+        for _ in range(30):
+            group.create_task(hang_up(site.crowd.url, site.pick))
+
+
+FAULTS = (
+    Fault("worker killed", kill_worker),
+    Fault("pages damaged", damage_pages),
+    Fault("engine killed", kill_engine),
+    Fault("image processor killed", kill_image_processor),
+    Fault("worker stopped", stop_worker),
+    Fault("page folder away", take_folder_away),
+    Fault("engine stopped", stop_engine),
+    Fault("burst", burst),
+    Fault("clients gone", hang_up_at_once),
+    Fault("engine killed twice", kill_engine_twice),
+    Fault("disk full", fill_disk),
+    Fault("all engines killed", kill_all_engines),
+)
+
+
+async def inject(fault: Fault, site: Site, turn: int) -> float:
+    """Do it; seconds from then until all is well again. Raises TimeoutError when that takes more than RECOVERY_SECONDS;
+    what was stopped is let go then.
+    """
+    start = time.monotonic()
+    try:
+        await fault.act(site, turn)
+        await _recovered(site)
+    finally:
+        _let_go(site)
+    return time.monotonic() - start
+
+
+async def _recovered(site: Site) -> None:
+    async with asyncio.timeout(RECOVERY_SECONDS):
+        while not await site.all_serve():
+            await asyncio.sleep(0.1)
+
+
+def _signal(members: list[Member], number: signal.Signals) -> None:
+    for member in members:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.process.send_signal(number)
+
+
+async def _end(site: Site, role: Role, rank: int, number: signal.Signals) -> None:
+    """Kill or stop a process of an engine, and wait until the engine is gone, its worker too: they end together."""
+    together = [*site.tree.of("engine", rank), *site.tree.of("worker", rank)]
+    _signal([member for member in together if member.role == role], number)
+    async with asyncio.timeout(RECOVERY_SECONDS):
+        while any(_is_there(member.process) for member in together):
+            await asyncio.sleep(0.1)
+
+
+def _is_there(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def _let_go(site: Site) -> None:
+    """Nothing may stay stopped, whatever has gone wrong."""
+    for member in site.tree.members():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if member.process.status() == psutil.STATUS_STOPPED:
+                member.process.resume()
+
+
+def _move_into_place(path: Path, away: Path, new: Path) -> None:
+    """Move what is at `path` away and `new` there; between the two a worker may have made a folder again."""
+    path.rename(away)
+    while new.exists():
+        try:
+            new.rename(path)
+        except OSError:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.asynccontextmanager
+async def _small_files(process: psutil.Process) -> AsyncIterator[None]:
+    before = process.rlimit(psutil.RLIMIT_FSIZE)
+    process.rlimit(psutil.RLIMIT_FSIZE, (MAX_FILE_BYTES, before[1]))
+    yield
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.rlimit(psutil.RLIMIT_FSIZE, before)
+
+
+def _truncate(file: Path, pick: random.Random) -> None:
+    with file.open("r+b") as opened:
+        opened.truncate(pick.randrange(file.stat().st_size))
+
+
+def _flip_a_bit(file: Path, pick: random.Random) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(pick.randrange(file.stat().st_size))
+        byte = opened.read(1)
+        opened.seek(-1, 1)
+        opened.write(bytes([byte[0] ^ 1 << pick.randrange(8)]))
+
+
+def _overwrite(file: Path, pick: random.Random) -> None:
+    file.write_bytes(b"not a page")
+
+
+def _delete(file: Path, pick: random.Random) -> None:
+    file.unlink()
+
+
+def _leave(file: Path, pick: random.Random) -> None:
+    pass

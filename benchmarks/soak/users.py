@@ -1,0 +1,200 @@
+"""The users: coroutines that each do one kind of thing, again and again with pauses, until they are told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+from benchmarks.soak.bad_requests import BAD_REQUESTS, BadRequest
+from benchmarks.soak.checking import References
+from benchmarks.soak.edits import (
+    HASTY_SECONDS,
+    NUM_TEMPLATES,
+    PLAIN,
+    Delivery,
+    Edit,
+    OutputFormat,
+    Way,
+    catalogue,
+    fresh,
+)
+from benchmarks.soak.hang_ups import hang_up
+from benchmarks.soak.ledger import Ledger
+from benchmarks.soak.pictures import template_file
+from benchmarks.soak.sending import Answer, RefusedError, Sender, refusal
+
+PAUSE_SECONDS = 0.6
+"""Mean of a user's pauses."""
+JPEG_EVERY = 4
+"""Every so many edits of the catalogue are also asked for as JPEG."""
+LATE_CODES = ("deadline_exceeded", "server_is_overloaded")
+"""What an edit may be told whose timeout passes, or is predicted to."""
+WORKS = ("/health", "/metrics", "/v1/engine/stats", "/v1/models")
+
+
+class Crowd:
+    """What all users share. stopping: set when they shall come to an end."""
+
+    def __init__(self, url: str, sender: Sender, references: References, ledger: Ledger, seed: int) -> None:
+        self.url = url
+        self.sender = sender
+        self.references = references
+        self.ledger = ledger
+        self.stopping = asyncio.Event()
+        self.random = random.Random(seed)
+        self._template_ids: dict[int, str] = {}  # template number -> id
+        self._num_fresh = 0
+
+    # ------------------------------------------------------------------------------------------------- references
+
+    async def learn(self) -> None:
+        """Take the reference of every edit, one after the other."""
+        for number, edit in enumerate(catalogue()):
+            way: Way = "stream" if edit.partial_images else "openai"
+            for delivery in (replace(PLAIN, way=way), *([replace(PLAIN, output_format="jpeg")] * has_jpeg(number))):
+                answer = await self.sender.send(edit, delivery)
+                self.references.learn(edit, delivery, answer)
+                self.references.judge(edit, delivery, answer)
+
+    # ------------------------------------------------------------------------------------------------- kinds of users
+
+    async def run(self, act: Callable[[], Awaitable[None]], pause: float = PAUSE_SECONDS) -> None:
+        """Act again and again."""
+        while not self.stopping.is_set():
+            await act()
+            await self._pause(self.random.expovariate(1 / pause))
+
+    async def ask_again(self) -> None:
+        """For an edit of the catalogue, sent in any way."""
+        number = self.random.randrange(len(catalogue()))
+        await self.ask(catalogue()[number], self._any_delivery(number))
+
+    async def ask_fresh(self) -> None:
+        """For an edit of a new template, then for the same again."""
+        edit = fresh(self._num_fresh)
+        self._num_fresh += 1
+        for _ in range(2):
+            answer = await self.ask(edit, PLAIN)
+            if answer is not None:
+                self.references.learn(edit, PLAIN, answer)
+        self.references.forget(edit)
+
+    async def ask_hastily(self) -> None:
+        """With a timeout that leaves hardly any time: a picture, 503 or 504."""
+        number = self.random.randrange(len(catalogue()))
+        await self.ask(catalogue()[number], replace(PLAIN, timeout=HASTY_SECONDS))
+
+    async def look_around(self) -> None:
+        """As an operator's monitoring does."""
+        path = self.random.choice(WORKS)
+        self.ledger.count("requests")
+        status = await self._plainly("GET", path)
+        if status not in (200, None):
+            self.ledger.blame("lost", f"status {status} for {path}")
+
+    async def misbehave(self) -> None:
+        """Send what must be refused."""
+        bad: BadRequest = self.random.choice(BAD_REQUESTS)
+        self.ledger.count("requests")
+        status = await self._plainly(bad.method, bad.path, **bad.call)
+        if status is not None:
+            self.ledger.count("bad_requests")
+            if not 400 <= status < 500:
+                self.ledger.blame("wrong", f"status {status} for a bad request", request=bad.name)
+
+    async def walk_away(self) -> None:
+        """Hang up in the middle of something."""
+        self.ledger.count("hang_ups")
+        await hang_up(self.url, self.random)
+
+    async def keep_templates(self) -> None:
+        """Register a template, look at it, or delete it."""
+        number = self.random.randrange(NUM_TEMPLATES)
+        template_id = self._template_ids.get(number)
+        if template_id is None:
+            await self._register(number)
+        elif self.random.random() < 0.3:
+            del self._template_ids[number]
+            await self._expect_template("DELETE", template_id)
+        else:
+            await self._expect_template("GET", template_id)
+
+    async def ask(self, edit: Edit, delivery: Delivery) -> Answer | None:
+        """Send an edit and have its answer judged; None where there is none."""
+        template_id = self._template_ids.get(edit.template) if delivery.by_id and edit.template is not None else None
+        try:
+            answer = await self.sender.send(edit, delivery, template_id)
+        except RefusedError as error:
+            self._take_refusal(edit, delivery, error)
+            return None
+        self.ledger.count("pictures", len(answer.pictures))
+        self.ledger.count(f"cache_{answer.facts.get('cache')}")
+        self.references.judge(edit, delivery, answer)
+        return answer
+
+    # ------------------------------------------------------------------------------------------------- details
+
+    def _take_refusal(self, edit: Edit, delivery: Delivery, error: RefusedError) -> None:
+        if delivery.timeout is not None and error.code in LATE_CODES:
+            self.ledger.count("timeouts")
+        elif error.code == "template_not_found":
+            self.ledger.count("templates_gone")
+        elif error.status == 200 and error.code == "server_is_overloaded":
+            self.ledger.count("refused")  # a stream that had begun when a higher class took its place in the queue
+        elif error.status not in (0, 500, 502):  # the wire has blamed those
+            self.ledger.blame("lost", str(error), edit=edit, delivery=delivery)
+
+    def _any_delivery(self, number: int) -> Delivery:
+        pick = self.random
+        is_jpeg = has_jpeg(number) and pick.random() < 0.3
+        output_format: OutputFormat = "jpeg" if is_jpeg else pick.choice(("png", "png", "webp"))
+        return Delivery(
+            way=pick.choice(("openai", "stream", "json")),
+            by_id=pick.random() < 0.4,
+            white_mask=pick.random() < 0.5,
+            output_format=output_format,
+            priority=pick.choice((0, 0, 0, -3, 7)),
+            timeout=pick.choice((None, None, 200.0)),
+        )
+
+    async def _plainly(self, method: str, path: str, **call: object) -> int | None:
+        """The status of a call; None for no answer, which the wire has blamed."""
+        try:
+            return (await self.sender.patiently(method, path, **call)).status_code
+        except RefusedError:
+            return None
+
+    async def _register(self, number: int) -> None:
+        files = {"image": ("image.png", template_file(number), "image/png")}
+        self.ledger.count("requests")
+        try:
+            response = await self.sender.patiently("POST", "/v1/templates", files=files)
+        except RefusedError:
+            return
+        if response.status_code != 200:
+            self.ledger.blame("lost", f"registration: {refusal(response)}")
+            return
+        self._template_ids[number] = response.json()["id"]
+
+    async def _expect_template(self, method: str, template_id: str) -> None:
+        self.ledger.count("requests")
+        status = await self._plainly(method, f"/v1/templates/{template_id}")
+        if status == 404:  # it has made room
+            self.ledger.count("templates_gone")
+            self._template_ids = {n: known for n, known in self._template_ids.items() if known != template_id}
+        elif status not in (200, None):
+            self.ledger.blame("lost", f"status {status} for {method} of a template")
+
+    async def _pause(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self.stopping.wait()
+        except TimeoutError:
+            pass
+
+
+def has_jpeg(number: int) -> bool:
+    """Whether the catalogue's edit of this number is also asked for as JPEG."""
+    return number % JPEG_EVERY == 0

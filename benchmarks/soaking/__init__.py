@@ -1,1 +1,0 @@
-"""The parts of benchmarks/soak.py: what is sent, how answers are judged, what is broken meanwhile, what is measured."""

@@ -1,0 +1,517 @@
+"""The check of a GPU machine, run on a CPU at a tiny size: a machine with a GPU must lose no time on slips."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from math import nan
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._C._autograd import DeviceType
+
+from benchmarks.gpu import correctness, flux, sections
+from benchmarks.gpu.bars import Bar, bars
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.boxes import box_tokens
+from benchmarks.gpu.correctness import difference
+from benchmarks.gpu.document import render
+from benchmarks.gpu.flux import FluxBench
+from benchmarks.gpu.flux_runs import between, exact_run, resident_run
+from benchmarks.gpu.flux_sections import ways_of
+from benchmarks.gpu.overlap import device_spans, hidden_share, merged
+from benchmarks.gpu.report import Report, read
+from benchmarks.gpu.sdxl import Sdxl
+from benchmarks.gpu.sizes import FULL, TINY
+from benchmarks.load.server import ROOT
+from model_executor.gpu_operators import GpuOperators
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """The whole of it, at the tiny size."""
+    folder = tmp_path_factory.mktemp("gpu-check")
+    return check(RENDERING, folder), folder
+
+
+RENDERING = """
+from benchmarks.gpu import document, report
+put = report.Report.put
+def put_and_render(self, *args, **figures):
+    put(self, *args, **figures)
+    document.render(report.read(self._path))
+report.Report.put = put_and_render
+"""
+"""Whatever a run has when it is cut off can be written up."""
+
+
+def check(before: str, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """A run of the program in a process where this was run before."""
+    program = f"import sys\n{before}\nfrom benchmarks.gpu.__main__ import main\nsys.exit(main(sys.argv[1:]))"
+    arguments = ["--device", "cpu", "--size", "tiny", "--out", str(folder), *options]
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=600)
+
+
+def test_every_section_runs_without_a_gpu(ran: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    process, folder = ran
+    assert process.returncode == 0, process.stderr[-3000:]
+    results = read(folder / "gpu_results.json")
+    assert results is not None
+    sections = results["sections"]
+    assert "broken" not in sections
+    assert set(sections) == {
+        "correctness",
+        "kernel_tests",
+        "flux_steps",
+        "flux_cold",
+        "flux_host_pages",
+        "overhead",
+        "served",
+        "sdxl",
+        "attention",
+        "seconds",
+    }
+    assert sections["served"]["second_edit"] == "hit, host"
+    assert sections["kernel_tests"]["passed"], sections["kernel_tests"]["said"]
+    assert sections["sdxl"]["masked_compiled_ms"] > 0
+    assert sections["flux_steps"]["exact_from_diffusers"] < 1e-5
+    assert sections["flux_steps"]["masked_from_exact"] < 0.02
+    assert all(batch["diffusers_compiled_ms"] > 0 for batch in sections["flux_steps"]["batches"].values())
+    alike = sections["correctness"]["checkpoints"]["flux-fill"]["float32"]
+    same = {"max_levels": 0, "mean_levels": 0.0, "share_within_1": 1.0}
+    assert alike == {"exact": same, "mask-aware": same}, "it is the same CPU"
+
+
+def test_a_line_for_every_bar_and_the_document(ran: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    process, folder = ran
+    results = read(folder / "gpu_results.json")
+    assert results is not None
+    for bar in bars(results["sections"]):
+        assert bar.line in process.stdout.splitlines()
+    document = (folder / "gpu.md").read_text()
+    assert document == render(results)
+    assert "Nothing on this page has run on a GPU" in document
+    assert "these figures show that the check runs, and nothing else" in document
+    assert "### A step of FLUX's transformer" in document
+
+
+def test_the_document_in_the_repository_is_of_the_results_there() -> None:
+    assert (ROOT / "docs" / "gpu.md").read_text() == render(read(ROOT / "docs" / "gpu_results.json"))
+
+
+def full_sections() -> dict[str, Any]:
+    """A run in which every bar is passed by little."""
+    ratios = {"0.1": {"ms": 50.0, "bound": 5.0}, "0.2": {"ms": 68.0, "bound": 3.46}}
+    large = {"0.1": {"ms": 180.0, "bound": 5.0}, "0.2": {"ms": 260.0, "bound": 3.46}}
+    way = {"max_levels": 2, "mean_levels": 0.9, "share_within_1": 0.9995}
+    checkpoint = {dtype: {"exact": way, "mask-aware": way} for dtype in ("float32", "bfloat16")}
+    batch = {"diffusers_ms": 210.0, "exact_ms": 190.0, "exact_tflops": 650.0, "launch_ms": 14.0}
+    return {
+        "correctness": {"checkpoints": {"embedded": checkpoint, "flux": checkpoint}},
+        "flux_steps": {
+            "billion_parameters": 11.9,
+            "image_tokens": 4096,
+            "text_tokens": 512,
+            "exact_tflop": 125.0,
+            "exact_from_diffusers": 0.01,
+            "masked_from_exact": 0.02,
+            "entry_gb": 1.48,
+            "operators": "triton 3.6.0",
+            "batches": {
+                "1": batch | {"diffusers_compiled_ms": 195.0, "ratios": ratios},
+                "4": batch | {"diffusers_compiled_ms": 780.0, "ratios": large},
+            },
+        },
+        "flux_cold": {
+            "keyframes": 5,
+            "prime_ms": 900.0,
+            "exact_step_ms": 190.0,
+            "ratio": 0.1,
+            "steps": 28,
+            "cold_edit_s": 2.3,
+            "exact_edit_s": 5.4,
+            "cold_bound": 0.38,
+        },
+        "flux_host_pages": {
+            "steps": 28,
+            "copied_gb": 7.4,
+            "seen_by": "profiler",
+            "ratios": {
+                "0.2": {"device_step_ms": 68.0, "host_step_ms": 70.0, "hidden_share": 0.95, "copy_ms": 150.0},
+            },
+        },
+        "kernel_tests": {"has_run": True, "passed": True, "said": "12 passed in 3.4s"},
+        "served": {
+            "ready_s": 9.0,
+            "device_page_gb": 120.0,
+            "second_edit": "hit, device",
+            "max_levels": 1,
+            "mean_levels": 0.01,
+            "share_within_1": 1.0,
+        },
+        "overhead": {"schedule_ring_apply_ms": 0.4, "runner_ms": 0.5, "total_ms": 0.9},
+        "attention": {
+            "heads": 24,
+            "head_dim": 128,
+            "keys": 4608,
+            "chosen": "alike",
+            "ratio": 0.1,
+            "steps": {"1": {"alike": 27.0, "together": 30.0}},
+            "shapes": {"0.2": {"tflop": 0.0754, "ms": {"together": 0.2}, "new_shape_ms": {"together": 0.3}}},
+        },
+        "sdxl": {
+            "ratio": 0.2,
+            "steps": 30,
+            "bound": 2.16,
+            "diffusers_ms": 60.0,
+            "diffusers_compiled_ms": 50.0,
+            "exact_ms": 60.0,
+            "masked_ms": 25.0,
+            "diffusers_edit_s": 2.0,
+            "masked_edit_s": 0.9,
+        },
+    }
+
+
+def test_bars_pass_miss_or_were_not_run() -> None:
+    assert [bar.verdict for bar in bars(full_sections())] == ["pass"] * len(bars({}))
+    assert [bar.verdict for bar in bars({})] == ["not run"] * len(bars({}))
+    some_broke = full_sections() | {"broken": {"correctness": "Traceback"}}
+    assert [bar.verdict for bar in bars(some_broke)].count("not run") == 1
+    for section, figure, worse in (
+        ("flux_host_pages", "host_step_ms", 72.0),
+        ("flux_host_pages", "hidden_share", 0.5),
+        ("flux_cold", "prime_ms", 1200.0),
+        ("flux_cold", "cold_edit_s", 2.5),
+        ("overhead", "total_ms", 1.1),
+        ("sdxl", "masked_edit_s", 1.0),
+    ):
+        sections = full_sections()
+        place = sections[section].get("ratios", {}).get("0.2", sections[section])
+        place[figure] = worse
+        assert [bar.verdict for bar in bars(sections)].count("miss") == 1, (section, figure)
+
+
+def test_the_worst_large_batch_counts() -> None:
+    sections = full_sections()
+    sections["flux_steps"]["batches"]["4"]["ratios"]["0.2"]["ms"] = 300.0  # 2.6x of 3.46x
+    missed = [bar for bar in bars(sections) if bar.verdict == "miss"]
+    assert [bar.measured for bar in missed] == [pytest.approx(780 / 300 / 3.46)]
+    assert Bar("x", 1.0, at_least=1.0).verdict == Bar("x", 1.0, at_most=1.0).verdict == "pass"
+    assert Bar("x", nan, at_least=1.0).verdict == Bar("x", nan, at_most=1.0).verdict == "miss"
+
+
+def test_a_gpus_results_are_written_up() -> None:
+    about = {
+        "device": "NVIDIA H200",
+        "device_type": "cuda",
+        "memory_gb": 150.0,
+        "cuda": "13.0",
+        "size": "full",
+        "versions": {"torch": "2.13", "triton": "3.6", "diffusers": "0.42", "transformers": ""},
+        "seconds": 540.0,
+    }
+    document = render({"about": about, "sections": full_sections() | {"broken": {"sdxl": "Traceback: here"}}})
+    assert "has not been run" not in document
+    assert "Only a trial" not in document
+    assert "NVIDIA H200, 150 GB, CUDA 13.0, torch 2.13, triton 3.6, diffusers 0.42; 540 s in all." in document
+    assert "| 1 | 210.0 | 195.0 | 190.0 (650 TFLOP/s) | 14.0 | 50.0: 3.90x (0.78) | 68.0: 2.87x (0.83) |  |" in document
+    assert "| priming at 5 keyframes, in exact steps | 4.74 | at most 6 | pass |" in document
+    assert "| 0.2 | 68.00 | 70.00: 1.029x | 0.95 of 150 ms |" in document
+    assert "2.30 s: 0.43 of it, by operations of the denoiser 0.38" in document
+    assert "| pages of the second edit of a picture | hit, device |" in document
+    assert "| 0.2 | together | 0.200 | 377 | 0.3 |" in document
+    assert "| whole step of 1, 0.1 | alike | 27.0 |  |  |" in document
+    assert "12 passed in 3.4s" in document
+    assert "Traceback: here" in document
+
+
+def test_a_run_that_was_cut_off_leaves_what_it_had(tmp_path: Path) -> None:
+    report = Report(tmp_path / "results.json", {"device": "d"})
+    report.put("a", first_ms=1 / 3)
+    report.put("a", second_ms=2)
+    report.put("b", batches={"1": {"ms": 1e-9}})
+    kept = {"a": {"first_ms": 0.333333, "second_ms": 2}, "b": {"batches": {"1": {"ms": 1e-9}}}}
+    assert json.loads((tmp_path / "results.json").read_text())["sections"] == kept
+    assert report.sections == kept, "what is printed during the run is of the figures in the file"
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+    assert read(tmp_path / "none.json") is None
+
+
+def test_a_run_of_some_sections_adds_to_what_there_is(tmp_path: Path) -> None:
+    """Of the same device; what is run anew is forgotten before, and what is said of it."""
+    path = tmp_path / "results.json"
+    first = Report(path, {"device": "d"})
+    first.put("a", old_ms=1)
+    first.put("b", ms=2)
+    first.put("broken", a="Traceback")
+    second = Report(path, {"device": "d"}, goes_on=True)
+    second.begin("a")
+    second.put("a", ms=3)
+    assert second.sections == {"a": {"ms": 3}, "b": {"ms": 2}}
+    assert Report(path, {"device": "another"}, goes_on=True).sections == {}
+    assert Report(path, {"device": "d"}).sections == {}
+
+
+def bench_of(tmp_path: Path, minutes: float = 10.0) -> Bench:
+    return Bench(CPU, torch.float32, TINY, Report(tmp_path / "results.json", {"device_type": "cpu"}), minutes)
+
+
+def test_a_section_that_breaks_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        bench.report.put("a", first_ms=1.0)
+        raise RuntimeError("no such kernel")
+
+    bench = bench_of(tmp_path)
+    table = {"a": broken, "b": lambda: bench.report.put("b", ms=2.0)}
+    monkeypatch.setattr(sections, "sections", lambda bench: table)
+    sections.run_sections(bench, [], unwanted)
+    assert bench.report.sections["a"] == {"first_ms": 1.0}
+    assert bench.report.sections["b"] == {"ms": 2.0}
+    assert "no such kernel" in bench.report.sections["broken"]["a"]
+
+
+def test_a_family_that_breaks_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = {"float32": {"exact": {"mean_levels": 0.0}}}
+
+    def compare(path: Path, bench: Bench, scale: int) -> Any:
+        if path.name == "flux-fill":
+            raise RuntimeError("no such kernel")
+        return figures
+
+    bench = bench_of(tmp_path)
+    monkeypatch.setattr(correctness, "_compare", compare)
+    with pytest.raises(ExceptionGroup, match="checkpoints that failed"):
+        correctness.edits(bench)
+    assert bench.report.sections["correctness"]["checkpoints"] == {"sdxl": figures}
+
+
+def unwanted(rest: Any) -> None:
+    raise AssertionError(f"{rest} were to be done elsewhere")
+
+
+def test_after_a_kernel_that_broke_the_device_the_rest_is_done_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, elsewhere = bench_of(tmp_path), list[Any]()
+    monkeypatch.setattr(sections, "sections", lambda bench: dict.fromkeys("abc", lambda: None))
+    monkeypatch.setattr(Bench, "is_usable", lambda self: bool(elsewhere))
+    sections.run_sections(bench, [], elsewhere.append)
+    assert elsewhere == [["b", "c"]]
+
+
+def test_a_section_that_hangs_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, elsewhere, is_over = bench_of(tmp_path), list[Any](), threading.Event()
+
+    def go_on(rest: Any) -> None:
+        elsewhere.append(rest)
+        is_over.set()
+
+    monkeypatch.setattr(sections, "sections", lambda bench: {"a": is_over.wait, "b": lambda: None})
+    monkeypatch.setattr(sections, "MAX_SECONDS", 0.1)
+    sections.run_sections(bench, [], go_on)
+    assert elsewhere == [["b"]]
+    assert "cut off" in bench.report.sections["skipped"]["a"]
+
+
+def test_nothing_is_begun_without_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = bench_of(tmp_path, minutes=0.1)
+    monkeypatch.setattr(sections, "sections", lambda bench: {"a": lambda: unwanted("a")})
+    sections.run_sections(bench, [], unwanted)
+    assert bench.report.sections == {"skipped": {"a": "no time was left"}}
+
+
+HANGING = """
+import time
+from benchmarks.gpu import sections
+sections.MAX_SECONDS = 1.0
+sections.flux_sections.cold = lambda *_: time.sleep(600)
+"""
+
+
+def test_what_is_left_is_done_in_a_new_process(tmp_path: Path) -> None:
+    process = check(HANGING, tmp_path, "--only", "flux_cold", "flux_host_pages")
+    assert process.returncode == 0, process.stderr[-3000:]
+    results = read(tmp_path / "gpu_results.json")
+    assert results is not None
+    assert set(results["sections"]["skipped"]) == {"flux_cold"}
+    assert results["sections"]["flux_host_pages"]["ratios"]["0.1"]["host_step_ms"] > 0
+    document = (tmp_path / "gpu.md").read_text()
+    assert "- `flux_cold`: what is missing was cut off after 1 s" in document
+
+
+PACKAGES = {"PIL": "pillow", "zmq": "pyzmq", "prometheus_client": "prometheus-client"}
+"""Modules by other names than their packages."""
+BESIDE = {"torch", "triton", "accelerate", "tokenizers", "safetensors", "huggingface_hub"}
+"""PyTorch, what it brings, and what comes with diffusers and transformers."""
+OURS = {"benchmarks", "core", "engine", "entrypoints", "model_executor", "tools"}
+
+
+def test_its_packages_are_in_its_list() -> None:
+    """Of all modules that it and the processes of `served` import when they start; on a machine without network nothing
+    else can be had."""
+    names = (re.split("[<>=]", line)[0] for line in REQUIREMENTS.read_text().splitlines() if line[:1] != "#")
+    allowed = {*names, *BESIDE, *sys.stdlib_module_names}
+    modules, seen = ["benchmarks.gpu.__main__", "entrypoints.image_engine", *SPAWNED], set[str]()
+    while modules:
+        module = modules.pop()
+        if module in seen or (path := source(module)) is None:
+            continue
+        seen.add(module)
+        for name in imports(ast.parse(path.read_text()).body):
+            top = name.partition(".")[0]
+            assert top in OURS or PACKAGES.get(top, top) in allowed, f"{module} imports {name}"
+            modules += [name] if top in OURS else []
+    assert {"benchmarks.micro.unet_step", "engine.image_pool", *SPAWNED} <= seen
+
+
+SPAWNED = ("engine.engine_process", "engine.image_processor", "model_executor.worker")
+REQUIREMENTS = ROOT / "benchmarks" / "gpu" / "requirements.txt"
+
+
+def source(module: str) -> Path | None:
+    """The file of a module of ours, None for a name within one."""
+    path = ROOT.joinpath(*module.split("."))
+    return next((each for each in (path.with_suffix(".py"), path / "__init__.py") if each.exists()), None)
+
+
+def imports(body: list[ast.stmt]) -> Iterator[str]:
+    """What these statements import, and what could be modules within it."""
+    for statement in body:
+        if isinstance(statement, ast.Import):
+            yield from (alias.name for alias in statement.names)
+        elif isinstance(statement, ast.ImportFrom) and statement.module is not None:
+            yield statement.module
+            yield from (f"{statement.module}.{alias.name}" for alias in statement.names)
+
+
+def test_its_versions_are_the_projects() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    for line in REQUIREMENTS.read_text().splitlines():
+        if line[:1] != "#":
+            assert f'"{line.partition(" #")[0]}"' in project
+
+
+def test_copies_hide_under_computation_where_both_run() -> None:
+    assert hidden_share([(0, 1)], [(0.25, 0.75)]) == 0.5
+    assert hidden_share([(0, 1), (0.5, 2)], [(0, 1), (1, 2)]) == 1.0, "time that is copied twice counts once"
+    assert hidden_share([(0, 1)], [(1, 2)]) == 0.0
+    assert hidden_share([], [(0, 1)]) == 1.0
+    assert merged([(3, 4), (0, 1), (0.5, 2)]) == [(0, 2), (3, 4)]
+
+
+def test_a_profilers_events_become_spans() -> None:
+    """By the names that PyTorch's profiler gives to what a GPU does."""
+
+    def event(name: str, start: int, end: int, device: DeviceType = DeviceType.CUDA) -> SimpleNamespace:
+        return SimpleNamespace(name=name, device_type=device, time_range=SimpleNamespace(start=start, end=end))
+
+    events = [
+        event("Memcpy HtoD (Pinned -> Device)", 0, 1_000_000),
+        event("Memcpy DtoD (Device -> Device)", 0, 9_000_000),
+        event("Memset (Device)", 0, 9_000_000),
+        event("void flash_fwd_kernel", 250_000, 750_000),
+        event("aten::copy_", 0, 9_000_000, DeviceType.CPU),
+    ]
+    copies, kernels = device_spans(SimpleNamespace(events=lambda: events))  # type: ignore[arg-type]
+    assert (copies, kernels) == ([(0.0, 1.0)], [(0.25, 0.75)])
+    assert hidden_share(copies, kernels) == 0.5
+
+
+def test_noise_levels_lie_between_keyframes() -> None:
+    keyframes = (1.0, 0.75, 0.5, 0.25, 0.0)
+    assert [between(sigma, keyframes) for sigma in (1.0, 0.9, 0.75, 0.0)] == [
+        (0, 0.0),
+        (0, pytest.approx(0.4)),
+        (0, 1.0),
+        (3, 1.0),
+    ]
+
+
+@pytest.mark.parametrize(("number", "side"), [(1, 4), (3, 4), (410, 64), (16, 4)])
+def test_a_box_of_tokens(number: int, side: int) -> None:
+    tokens = box_tokens(number, side, CPU)
+    assert len(tokens) == number
+    assert tokens.tolist() == sorted(set(tokens.tolist()))
+    assert max(tokens % side) <= max(tokens // side) + 1
+    assert tokens.max() < side * side
+
+
+def test_differences_are_counted_over_all_pictures() -> None:
+    first, second = torch.zeros(2, 2, 3).byte().numpy(), torch.full((2, 2, 3), 9).byte().numpy()
+    assert difference([first, second], [first, first]) == {
+        "max_levels": 9,
+        "mean_levels": 4.5,
+        "share_within_1": 0.5,
+    }
+
+
+def products(block: nn.Module) -> list[nn.Linear]:
+    """Linear layers that run once per token; those of modulation run once per request."""
+    layers = block.named_modules()
+    return [layer for name, layer in layers if isinstance(layer, nn.Linear) and "norm" not in name]
+
+
+def test_flop_and_bounds_are_the_shapes(tmp_path: Path) -> None:
+    """Counted from the configuration, as the products of the module's own weights would be."""
+    bench = FluxBench(bench_of(tmp_path))
+    blocks = [*bench.module.transformer_blocks, *bench.module.single_transformer_blocks]
+    weights = [sum(layer.weight.numel() for layer in products(block)) for block in blocks]
+    num_double = len(bench.module.transformer_blocks)
+    per_token = sum(weights[:num_double]) / 2 + sum(weights[num_double:])  # a token passes one stream of a double block
+    tokens, hidden = TINY.flux.image_tokens + TINY.flux.text_tokens, bench.module.inner_dim
+    attention = len(blocks) * 2 * 2 * tokens**2 * hidden
+    assert bench.flop == pytest.approx(2 * tokens * per_token + attention)
+
+
+def test_the_full_size_has_the_bounds_of_the_bars() -> None:
+    document = render(None)
+    assert "| 0.1 | 410 | 5.00x |" in document
+    assert "| 0.2 | 819 | 3.46x |" in document
+    assert (FULL.flux.image_tokens, FULL.flux.steps, FULL.flux.keyframes) == (4096, 28, 5)
+
+
+@pytest.fixture
+def on_meta(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """A device that computes nothing, and refuses what lies on another one, as a GPU does."""
+    monkeypatch.setattr(flux, "best_operators", lambda device: GpuOperators())
+    return Bench(torch.device("meta"), torch.bfloat16, TINY, Report(tmp_path / "results.json", {}), 1.0)
+
+
+@torch.inference_mode()
+def test_flux_mixes_no_devices(on_meta: Bench) -> None:
+    bench = FluxBench(on_meta)
+    entries = [bench.entry() for _ in bench.keyframes()]
+    edits = [(entries[0], entries[1])] * 2
+    calls = [
+        bench.exact(2),
+        bench.diffusers(2),
+        bench.prime(entries),
+        bench.edits(0.2, edits),
+        exact_run(bench),
+        resident_run(bench, 0.2, entries),
+        *(twin.edits(0.2, edits) for twin in bench.attending(ways_of(on_meta.device)).values()),
+    ]
+    assert len(calls) == 9
+    for call in calls:
+        call()
+
+
+@torch.inference_mode()
+def test_sdxl_mixes_no_devices(on_meta: Bench) -> None:
+    sdxl = Sdxl(on_meta)
+    for call in (sdxl.exact(), sdxl.masked(), sdxl.diffusers()):
+        call()
+    assert sdxl.bound() > 1
