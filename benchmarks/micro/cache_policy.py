@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from random import Random
 
+from benchmarks.command import command
 from benchmarks.report import print_report
 from core.activation_cache import ActivationCacheManager, TierBudget
 from core.cache_entry import EntryState, Want
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows += more_rows
         result |= more
     title = f"cache manager, {NUM_REQUESTS} requests in flight, templates 10x more than fit, {args.edits} edits"
-    print_report(title, rows, result)
+    print_report(title, rows, {"benchmark": "cache_policy"} | result, args.output)
 
 
 # ------------------------------------------------------------------------------------------------------- bookkeeping
@@ -216,11 +217,10 @@ def _never(tier: str, nbytes: int) -> bool:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command(__doc__, seed=0)
     parser.add_argument("--templates", type=int, default=500, help="how many there are; a tenth fits, at least 20")
     parser.add_argument("--edits", type=int, default=10_000, help="draws per Zipf exponent")
     parser.add_argument("--repeats", type=int, default=2_000, help="steps of bookkeeping that are timed")
-    parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(argv)
 
 

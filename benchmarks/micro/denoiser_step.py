@@ -1,4 +1,4 @@
-"""One denoising step, mask-aware against exact: `python -m benchmarks.micro.denoiser_step [--threads 1] [--dtype float32]`.
+"""One denoising step, mask-aware against exact.
 
 Shapes: small blocks like FLUX's with random weights, and the embedded model; with `--shape`, a pair of blocks of the
 width that a family's checkpoints have, at 512 x 512 pixels or `--side`. Pages are as they are shipped: int8
@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,7 +27,9 @@ from diffusers.utils.logging import set_verbosity_error
 from torch import Tensor
 
 import model_executor
+from benchmarks.command import command
 from benchmarks.report import Value, print_report
+from benchmarks.turns import medians, timed
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.denoiser import Denoiser
 from model_executor.models.flux_transformer import FluxTransformer
@@ -168,15 +168,12 @@ def primed_entry(transformer: Denoiser, row: Row, sigma: float) -> Tensor:
     return entry
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--rounds", type=int, default=7, help="each figure is the median of so many")
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = command(__doc__, dtype="float32", threads=1, rounds=7)
     parser.add_argument("--shape", choices=WIDE, help="measure this one only, at mask ratio 0.2")
     parser.add_argument("--side", type=int, default=512, help="with --shape: the square picture's, in pixels")
     parser.add_argument("--skip-batch", action="store_true", help=f"leave out the batches of {BATCH}")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     set_verbosity_error()
     dtype = getattr(torch, args.dtype)
@@ -262,7 +259,7 @@ def measure_steps(bench: Bench, args: argparse.Namespace, ratios: Sequence[float
     """One request at each mask ratio."""
     actives = [round(ratio * bench.shape.image_tokens) for ratio in ratios]
     calls = [bench.diffusers, bench.exact, *(bench.edits([number]) for number in actives)]
-    diffusers, exact, *steps = medians(calls, args.rounds)
+    diffusers, exact, *steps = _medians(calls, args.rounds)
     rows = [("diffusers, exact", _ms(diffusers)), ("Stencil, exact", f"{_ms(exact)}   {diffusers / exact:5.2f}x")]
     result: dict[str, Value] = {"diffusers_ms": diffusers * 1e3, "exact_ms": exact * 1e3}
     for ratio, number, step in zip(ratios, actives, steps, strict=True):
@@ -279,7 +276,7 @@ def measure_batch(bench: Bench, args: argparse.Namespace) -> None:
     ratios *= 0.13 / ratios.mean()
     actives = [round(ratio * bench.shape.image_tokens) for ratio in ratios]
     edits = bench.edits(actives)
-    diffusers, exact, step = medians([lambda: bench.diffusers(BATCH), bench.exact, edits], args.rounds)
+    diffusers, exact, step = _medians([lambda: bench.diffusers(BATCH), bench.exact, edits], args.rounds)
     bound = bench.shape.bound(actives)
     rows = [
         (f"diffusers, dense batch of {BATCH}", _ms(diffusers)),
@@ -303,17 +300,14 @@ def compared(step: float, diffusers: float, exact: float, bound: float) -> str:
     return f"{_ms(step)}   {speed}  bound {bound:5.2f}x  share {exact / step / bound:4.2f}"
 
 
-def medians(calls: Sequence[Timed], rounds: int) -> list[float]:
-    """Seconds of each call, which take turns; two calls first that do not count."""
-    seconds: list[list[float]] = [[] for _ in calls]
-    for number in range(-1, rounds):
-        for call, measured in zip(calls, seconds, strict=True):
-            call()  # brings its own weights and pages into the caches
-            start = time.perf_counter()
-            call()
-            if number >= 0:
-                measured.append(time.perf_counter() - start)
-    return [statistics.median(measured) for measured in seconds]
+def _medians(calls: Sequence[Timed], rounds: int) -> list[float]:
+    """Seconds of each call, in turns."""
+
+    def second(call: Timed) -> float:
+        call()  # brings its own weights and pages into the caches
+        return timed(call)()
+
+    return list(medians({number: partial(second, call) for number, call in enumerate(calls)}, rounds).values())
 
 
 def _ms(seconds: float) -> str:
@@ -322,7 +316,8 @@ def _ms(seconds: float) -> str:
 
 def _print(name: str, rows: Sequence[tuple[str, str]], result: dict[str, Value], args: argparse.Namespace) -> None:
     title = f"Denoiser step, {name}; {args.dtype}, {args.threads} thread(s), int8 pages between two keyframes"
-    print_report(title, rows, {"shape": name, "dtype": args.dtype, "threads": args.threads} | result)
+    settings = {"benchmark": "denoiser_step", "shape": name, "dtype": args.dtype, "threads": args.threads}
+    print_report(title, rows, settings | result, args.output)
 
 
 if __name__ == "__main__":

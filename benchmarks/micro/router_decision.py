@@ -7,12 +7,13 @@ The schedulers' share is bounded from above by all processor time of the simulat
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import get_args
 
+from benchmarks.command import command
 from benchmarks.report import percentile, print_report
 from benchmarks.simulation.cluster import Cluster, Outcome
 from benchmarks.simulation.scenario import MODEL, Scenario
@@ -96,7 +97,7 @@ def _fleet(scenario: Scenario) -> Fleet:
     return Fleet(scenario.num_engines, scenario.max_num_seqs)
 
 
-def measure(scenario: str) -> None:
+def measure(scenario: str, output: Path | None) -> None:
     setting = SCENARIOS[scenario]
     cluster, outcome, all_seconds = record(scenario)
     rows, result = [], dict[str, float | str]()
@@ -114,14 +115,15 @@ def measure(scenario: str) -> None:
         ("scheduler, at most", f"{scheduler:.2%} of its engine's busy time"),
     ]
     result |= {"router_share": router, "scheduler_share_bound": scheduler, "most_in_flight": outcome.most_in_flight}
-    print_report(f"{scenario}: {setting.num_engines} engines", rows, result)
+    print_report(f"{scenario}: {setting.num_engines} engines", rows, result, output)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = command(__doc__)
     parser.add_argument("--scenarios", nargs="+", default=["decision-8", "decision-256"], choices=SCENARIOS)
-    for scenario in parser.parse_args().scenarios:
-        measure(scenario)
+    args = parser.parse_args(argv)
+    for scenario in args.scenarios:
+        measure(scenario, args.output)
 
 
 if __name__ == "__main__":

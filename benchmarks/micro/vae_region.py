@@ -1,4 +1,4 @@
-"""Decoding an edit's region against the whole picture, by mask ratio: `python -m benchmarks.micro.vae_region [--edits 14]`.
+"""Decoding an edit's region against the whole picture, by mask ratio.
 
 Edits of held-out scenes by the embedded model, each under a square mask around the garment; outside of it the latents
 are the template's, as after mask-aware steps. Errors are those of the region's pixels to the same pixels of the whole
@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +18,9 @@ import torch
 from diffusers import AutoencoderKL
 from torch import Tensor
 
+from benchmarks.command import command
 from benchmarks.report import Value, print_report
+from benchmarks.turns import medians, timed
 from core.config import EMBEDDED_MODEL, ModelConfig
 from engine.similarity import ssim
 from model_executor.models.base import Family, Row, Sample
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     vae = vae.to(memory_format=torch.channels_last)
     asked = cases(FIRST_SEED, args.edits)
     with torch.inference_mode():
-        measured = [_measure(family, vae, ratio, asked, args.repeats) for ratio in RATIOS]
+        measured = [_measure(family, vae, ratio, asked, args.rounds) for ratio in RATIOS]
     _report(args, measured)
 
 
@@ -137,21 +138,12 @@ def _times(family: Family, vae: AutoencoderKL, edit: Edited, repeats: int) -> di
     config, side = vae.config, SIZE // 8
     shape = (1, config.latent_channels, side, side)
     unpacked = torch.randn(shape).contiguous(memory_format=torch.channels_last)
-    ways: dict[str, Callable[[], object]] = {
-        "diffusers": lambda: vae.decode(unpacked).sample,
-        "whole": lambda: family.decode(edit.latents, SIZE, SIZE),
-        "region": lambda: _decode_region(family, edit),
+    ways = {
+        "diffusers": timed(lambda: vae.decode(unpacked).sample),
+        "whole": timed(lambda: family.decode(edit.latents, SIZE, SIZE)),
+        "region": timed(lambda: _decode_region(family, edit)),
     }
-    for way in ways.values():
-        way()
-    taken = [{name: _seconds(way) for name, way in ways.items()} for _ in range(repeats)]
-    return {name: statistics.median(turn[name] for turn in taken) for name in ways}
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
+    return medians(ways, repeats)
 
 
 def _report(args: argparse.Namespace, measured: Sequence[Measured]) -> None:
@@ -163,7 +155,7 @@ def _report(args: argparse.Namespace, measured: Sequence[Measured]) -> None:
         result |= {f"{name}_ssim_mean": statistics.mean(m.ssim), f"{name}_ssim_min": min(m.ssim)}
         result |= {f"{name}_error_mean": m.mean, f"{name}_error_max": m.largest}
     title = f"Decoding {SIZE}x{SIZE}, {args.edits} edits a ratio, {args.threads} thread(s), float32"
-    print_report(title, rows, result)
+    print_report(title, rows, result, args.output)
 
 
 def _line(m: Measured) -> str:
@@ -175,10 +167,8 @@ def _line(m: Measured) -> str:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command(__doc__, threads=1, rounds=15)
     parser.add_argument("--edits", type=int, default=14, help="edits per mask ratio")
-    parser.add_argument("--repeats", type=int, default=15, help="timings per way, at least 5")
-    parser.add_argument("--threads", type=int, default=1)
     return parser.parse_args(argv)
 
 

@@ -22,14 +22,24 @@ from pathlib import Path
 import httpx
 import psutil
 
+from benchmarks.command import command
 from benchmarks.load.server import STOP_SECONDS, Server, start_server
 from benchmarks.report import Value, percentile, print_report
 from benchmarks.soak.checking import References
 from benchmarks.soak.faults import FAULTS, NUM_ENGINES, Fault, Site, inject
 from benchmarks.soak.ledger import Ledger
-from benchmarks.soak.memory import MB, ROLES, WORKER_WARM_UP_SECONDS, Sample, Samples
+from benchmarks.soak.memory import (
+    MB,
+    ROLES,
+    WORKER_WARM_UP_SECONDS,
+    Sample,
+    Samples,
+    Tree,
+    holdings,
+    processes_of,
+    shared_memory_files,
+)
 from benchmarks.soak.sending import Sender
-from benchmarks.soak.tree import Tree, holdings, processes_of, shared_memory_files
 from benchmarks.soak.users import Crowd
 
 FLAGS = (
@@ -222,7 +232,7 @@ def _report(args: argparse.Namespace, ledger: Ledger, record: Record) -> bool:
     """Print everything; whether all bars are held."""
     counts, samples = ledger.counts, record.samples
     slope, slopes = samples.memory_slope(), {role: samples.memory_slope(role) for role in ROLES}
-    growth, with_jumps = samples.worker_growth(), samples.worker_growth_with_jumps()
+    growth = samples.worker_growth()
     if not counts["compared"]:
         record.failures.append("no picture was compared")
     if math.isnan(slope) and args.minutes >= SLOPE_MINUTES:
@@ -241,31 +251,22 @@ def _report(args: argparse.Namespace, ledger: Ledger, record: Record) -> bool:
         ("restarts", f"{record.restarts} of engines"),
         ("memory slope", f"{slope:+.2f} MB/min: " + ", ".join(f"{role} {slopes[role]:+.2f}" for role in slopes)),
         ("of a worker", f"{growth:+.2f} MB/min after its first {WORKER_WARM_UP_SECONDS:g} s, in "
-                        f"{samples.num_worker_lives()} lives ({with_jumps:+.2f} with jumps to new maxima)"),
+                        f"{samples.num_worker_lives()} lives"),
         ("memory", f"{_from_to(samples.memory())} MB, {_from_to(samples.memory('server'))} MB of the API server, "
                    f"{samples.warm_worker():.0f} MB of a warm worker"),
         ("descriptors", f"{_from_to(samples.fds())}, {_from_to(samples.fds('server'))} of the API server"),
-        ("processes", f"{_from_to(samples.processes())}; threads {_from_to(samples.threads())}"),
+        ("processes", f"{_from_to(samples.ends(lambda held: held.processes.total()))}; threads "
+                      f"{_from_to(samples.ends(lambda held: held.threads.total()))}"),
         ("end", "; ".join(record.failures) or "status 0, nothing left behind"),
     ]  # fmt: skip
-    measured = {"memory_slope": slope, "worker_growth": growth, "worker_growth_with_jumps": with_jumps}
+    measured = {"memory_slope": slope, "worker_growth": growth}
     measured |= {f"{role}_slope": value for role, value in slopes.items()}
-    result: dict[str, Value] = {
-        "minutes": args.minutes,
-        "requests": counts["requests"],
-        "refused": counts["refused"],
-        "compared": counts["compared"],
-        "rounded": counts["rounded"],
-        "lost": counts["lost"],
-        "wrong": counts["wrong"],
-        "faults": record.num_faults,
-        "failures": len(record.failures),
-        "restarts": record.restarts,
-        **{f"{name}_mb_per_min": value for name, value in measured.items() if not math.isnan(value)},
-    }
-    print_report(
-        f"Soak: {args.minutes:g} minutes, {NUM_ENGINES} engines, a fault every {FAULT_SECONDS:g} s", rows, result
-    )
+    result: dict[str, Value] = {"benchmark": "soak", "minutes": args.minutes, "faults": record.num_faults}
+    result |= {name: counts[name] for name in ("requests", "refused", "compared", "rounded", "lost", "wrong")}
+    result |= {"failures": len(record.failures), "restarts": record.restarts}
+    result |= {f"{name}_mb_per_min": value for name, value in measured.items() if not math.isnan(value)}
+    title = f"Soak: {args.minutes:g} minutes, {NUM_ENGINES} engines, a fault every {FAULT_SECONDS:g} s"
+    print_report(title, rows, result, args.output)
     return not (counts["lost"] or counts["wrong"] or record.failures or slope > MAX_SLOPE)
 
 
@@ -274,9 +275,8 @@ def _from_to(ends: tuple[float, float]) -> str:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = command(__doc__, seed=0)
     parser.add_argument("--minutes", type=float, default=20.0, help="of traffic")
-    parser.add_argument("--seed", type=int, default=0, help="of the traffic's choices")
     names = [fault.name for fault in FAULTS]
     parser.add_argument("--faults", nargs="+", choices=names, metavar="NAME", help=f"only these: {', '.join(names)}")
     return parser.parse_args(argv)

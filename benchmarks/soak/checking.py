@@ -6,14 +6,15 @@ round differently, so that a value lies one level beside now and then. Outside t
 
 from __future__ import annotations
 
+import base64
 from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.soak.edits import LOSSY, Delivery, Edit
+from benchmarks.load.client import Answer
+from benchmarks.load.pictures import Pixels
+from benchmarks.soak.edits import LOSSY, Delivery, Edit, decode, template
 from benchmarks.soak.ledger import Ledger
-from benchmarks.soak.pictures import Pixels, decode, template
-from benchmarks.soak.sending import Answer
 
 ROUNDED_LEVELS, ROUNDED_SHARE = 2, 0.01
 """Most that rounding may change: levels of 255, and share of the picture's values."""
@@ -55,10 +56,10 @@ class References:
     def learn(self, edit: Edit, delivery: Delivery, answer: Answer) -> None:
         """Take these pictures as what this edit looks like."""
         for key, picture in _finals_of(edit, delivery, answer):
-            self._pictures.setdefault(key, decode(picture))
+            self._pictures.setdefault(key, _pixels(picture))
         if _has_telling_partials(edit, delivery):
             for index, picture in answer.partials:
-                self._pictures.setdefault((edit.name, "partial", index), decode(picture))
+                self._pictures.setdefault((edit.name, "partial", index), _pixels(picture))
 
     def forget(self, edit: Edit) -> None:
         """It is not asked for again."""
@@ -74,7 +75,7 @@ class References:
         if answer.seeds != list(range(edit.seed, edit.seed + edit.n)):
             self._ledger.blame("wrong", f"the answer of seeds {answer.seeds}", edit=edit, delivery=delivery)
         for key, picture in _finals_of(edit, delivery, answer):
-            self._judge_final(edit, delivery, key, decode(picture), answer)
+            self._judge_final(edit, delivery, key, _pixels(picture), answer)
         if _has_telling_partials(edit, delivery):
             self._judge_partials(edit, delivery, answer)
 
@@ -93,7 +94,7 @@ class References:
         if len(keys) < edit.partial_images:
             return  # one was late then
         for _, picture in answer.partials:
-            came = decode(picture)
+            came = _pixels(picture)
             if not keys:
                 self._ledger.blame("wrong", "a partial image that comes too late", edit=edit, delivery=delivery)
                 return
@@ -116,6 +117,11 @@ class References:
             self._ledger.blame("wrong", "another picture", files=files, **details)
 
 
+def _pixels(picture: str) -> Pixels:
+    """Of a file in base64."""
+    return decode(base64.b64decode(picture, validate=True))
+
+
 def _incomplete(edit: Edit, delivery: Delivery, answer: Answer) -> str:
     """What is missing of an answer; "" for a whole one."""
     if len(answer.pictures) != edit.n:
@@ -126,7 +132,7 @@ def _incomplete(edit: Edit, delivery: Delivery, answer: Answer) -> str:
     return ""
 
 
-def _finals_of(edit: Edit, delivery: Delivery, answer: Answer) -> list[tuple[Key, bytes]]:
+def _finals_of(edit: Edit, delivery: Delivery, answer: Answer) -> list[tuple[Key, str]]:
     kind = delivery.output_format if delivery.output_format in LOSSY else "png"
     return [((edit.name, kind, index), picture) for index, picture in enumerate(answer.pictures)]
 

@@ -21,8 +21,8 @@ import httpx
 import psutil
 
 from benchmarks.soak.edits import PLAIN, catalogue
-from benchmarks.soak.hang_ups import hang_up
-from benchmarks.soak.tree import Member, Role, Tree
+from benchmarks.soak.memory import Member, Role, Tree
+from benchmarks.soak.misbehaviour import hang_up
 from benchmarks.soak.users import Crowd
 
 NUM_ENGINES = 2

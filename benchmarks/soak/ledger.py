@@ -10,7 +10,7 @@ from typing import Literal
 
 from PIL import Image
 
-from benchmarks.soak.pictures import Pixels
+from benchmarks.load.pictures import Pixels
 
 Fault = Literal["lost", "wrong"]
 
