@@ -19,19 +19,17 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
 
 import torch
 
 from benchmarks.command import command
-from benchmarks.micro.denoiser_step import flux_shape, primed_entry
+from benchmarks.micro.denoiser_step import flux_shape, primed_entry, random_row
 from benchmarks.report import Value, print_report
 from benchmarks.turns import medians, timed
 from core.block_plan import Times, plan_prefix
 from core.handles import EntryRef
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages.worker import PageCopied, PageCopy
-from model_executor.models.base import Row
 from model_executor.models.flux_transformer import FluxTransformer
 from model_executor.page_files import Bytes, PageFiles
 from model_executor.page_store import OnBlock, PageStore
@@ -110,8 +108,9 @@ class Step:
         self._num_double = module.config.num_layers
         self._transformer = FluxTransformer(module, 1000)
         self.layout = self._transformer.page_layout("int8")
-        self._num_tokens, self._row = shape.image_tokens, _row(shape.grid, shape.text_tokens, module.config)
-        near, far = primed_entry(self._transformer, self._row, 0.75), primed_entry(self._transformer, self._row, 0.5)
+        self._num_tokens, row = shape.image_tokens, random_row(self._transformer, shape.grid, shape.text_tokens)
+        self._row = replace(row, active=torch.arange(round(MASK_RATIO * shape.image_tokens)))
+        near, far = (primed_entry(self._transformer, row, sigma) for sigma in (0.75, 0.5))
         arena = Arena.create(1, -(-2 * len(far) // 4096) * 4096)
         self._far = EntryRef("far", len(far), ArenaAllocator(arena).alloc(len(far)))
         self._files = SlowFiles(directory, 2 * len(far))
@@ -231,22 +230,6 @@ def _measure(step: Step, times: BlockTimes, slowness: float, rounds: int, output
         result |= {f"{way.name}_ms": taken, f"{way.name}_predicted_ms": predicted}
     title = f"Tier of {speed:.0f} MB/s: a block loads in {slowness} times its computing; {MASK_RATIO:.0%} active tokens"
     print_report(title, rows, result, output)
-
-
-def _row(grid: tuple[int, int], text_tokens: int, config: Any) -> Row:
-    """A request with random inputs, and active tokens in one run."""
-    generator = torch.Generator().manual_seed(0)
-    image_tokens = grid[0] * grid[1]
-    return Row(
-        latents=torch.randn(image_tokens, config.out_channels, generator=generator),
-        condition=torch.randn(image_tokens, config.in_channels - config.out_channels, generator=generator),
-        prompt_embeds=torch.randn(text_tokens, config.joint_attention_dim, generator=generator),
-        pooled_prompt_embeds=torch.randn(config.pooled_projection_dim, generator=generator),
-        sigma=torch.tensor(0.6),
-        guidance_scale=1.0,
-        grid=grid,
-        active=torch.arange(round(MASK_RATIO * image_tokens)),
-    )
 
 
 if __name__ == "__main__":

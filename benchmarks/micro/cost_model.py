@@ -64,7 +64,10 @@ class Accuracy:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = _parse(argv)
+    parser = command(__doc__, model=EMBEDDED_MODEL, dtype="float32", threads=1, seed=0)
+    parser.add_argument("--num-batches", type=int, default=200, help="held-out batches, and as many training batches")
+    parser.add_argument("--pairs", type=Path, help="file for (stage, seconds, predicted seconds) of held-out batches")
+    args = parser.parse_args(argv)
     set_threads(args.threads)
     batches, samples, probe_seconds = _open(args.model, args.dtype)
     timings = _run(batches, args.num_batches * 2, random.Random(args.seed))
@@ -164,13 +167,6 @@ def _report(
     result |= {"probe_s": probe_seconds, "predict_us": microseconds[0], "observe_predict_us": microseconds[1]}
     title = f"{args.num_batches} held-out batches, {args.dtype}, {args.threads} threads"
     print_report(title, rows, result, args.output)
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command(__doc__, model=EMBEDDED_MODEL, dtype="float32", threads=1, seed=0)
-    parser.add_argument("--num-batches", type=int, default=200, help="held-out batches, and as many training batches")
-    parser.add_argument("--pairs", type=Path, help="file for (stage, seconds, predicted seconds) of held-out batches")
-    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
 """One denoising step, mask-aware against exact.
 
 Shapes: small blocks like FLUX's with random weights, and the embedded model; with `--shape`, a pair of blocks of the
-width that a family's checkpoints have, at 512 x 512 pixels or `--side`. Pages are as they are shipped: int8
-keyframes, dequantised and interpolated within the step. Every time is compared with diffusers' own forward of the same
-module and with our exact step; the first also shows what our products and batching gain, the second what the mask alone
-does. Ours have their modulation at hand, which a run computes once for all of its steps. The bound is the ratio of
-floating-point operations. All sides take turns in one process; figures are medians.
+width that a family's checkpoints have. Pages are int8 keyframes, dequantised and interpolated within the step. Every
+time is compared with diffusers' own forward of the same module, which also shows what our products and batching gain,
+and with our exact step. Modulation is at hand, which a run computes once for all of its steps. The bound is the ratio
+of floating-point operations. All take turns in one process; figures are medians.
 """
 
 from __future__ import annotations
@@ -76,8 +75,10 @@ class Bench:
         self._diffusers = copy.deepcopy(shape.module).to(dtype).eval().requires_grad_(False)
         self._ours = shape.denoiser(shape.module.to(dtype).eval().requires_grad_(False), 1000)
         self._dtype = dtype
-        self._row = self._make_row()
-        self._entries = [self._primed(0.75), self._primed(0.5)]
+        row = random_row(self._ours, shape.grid, shape.text_tokens, dtype)
+        table = self._ours.modulation(row.pooled_prompt_embeds, row.guidance_scale, row.sigma[None], 1)
+        self._row = replace(row, modulation=table)
+        self._entries = [primed_entry(self._ours, self._row, sigma) for sigma in (0.75, 0.5)]
 
     def exact(self) -> object:
         return self._ours.forward([self._row])
@@ -124,30 +125,25 @@ class Bench:
         pages = Pages(self._ours.page_layout("int8"), self.shape.image_tokens, near, far, WEIGHT)
         return replace(self._row, active=tokens, pages=pages)
 
-    def _make_row(self) -> Row:
-        config = self.shape.module.config
-        generator = torch.Generator().manual_seed(0)
 
-        def draw(*size: int) -> Tensor:
-            return torch.randn(size, generator=generator).to(self._dtype)
+def random_row(denoiser: Denoiser, grid: tuple[int, int], text_tokens: int, dtype: torch.dtype = torch.float32) -> Row:
+    """An exact row with random inputs."""
+    config, generator = denoiser.module.config, torch.Generator().manual_seed(0)
 
-        width = config.out_channels * config.patch_size**2
-        beside = config.in_channels * config.patch_size**2 - width
-        condition = width if self.shape.denoiser.rows_per_token == 2 else beside
-        row = Row(
-            latents=draw(self.shape.image_tokens, width),
-            condition=draw(self.shape.image_tokens, condition),
-            prompt_embeds=draw(self.shape.text_tokens, config.joint_attention_dim),
-            pooled_prompt_embeds=draw(config.get("pooled_projection_dim", 0)),
-            sigma=torch.tensor(0.6),
-            guidance_scale=1.0,
-            grid=self.shape.grid,
-        )
-        table = self._ours.modulation(row.pooled_prompt_embeds, row.guidance_scale, row.sigma[None], 1)
-        return replace(row, modulation=table)
+    def draw(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator).to(dtype)
 
-    def _primed(self, sigma: float) -> Tensor:
-        return primed_entry(self._ours, self._row, sigma)
+    width, image_tokens = config.out_channels * config.patch_size**2, grid[0] * grid[1]
+    beside = config.in_channels * config.patch_size**2 - width
+    return Row(
+        latents=draw(image_tokens, width),
+        condition=draw(image_tokens, width if denoiser.rows_per_token == 2 else beside),
+        prompt_embeds=draw(text_tokens, config.joint_attention_dim),
+        pooled_prompt_embeds=draw(config.get("pooled_projection_dim", 0)),
+        sigma=torch.tensor(0.6),
+        guidance_scale=1.0,
+        grid=grid,
+    )
 
 
 def primed_entry(transformer: Denoiser, row: Row, sigma: float) -> Tensor:

@@ -1,10 +1,9 @@
-"""What a step of mask-aware edits has a GPU do, and how long the host takes to say so.
+"""How many launches a step of mask-aware edits makes on a GPU, and how long the host takes for them.
 
-A GPU waits for its host where that launches slower than it computes. Counted are kernels of Triton and of PyTorch,
-views and empty tensors left out. Neither the mask's size nor the tokens' width matters, so the models have all layers
-of the published ones and next to no width. Timed, by the processor, is one core that runs PyTorch's operators on
-tensors of a few tokens and goes through Triton's launcher up to the driver, which is a stand-in: CUDA's own part, a few
-microseconds a launch, comes on top, and the CPU's tiny products count in its place. Needs Triton and no GPU.
+Counted are kernels of Triton and of PyTorch, views and empty tensors left out. Neither the mask's size nor the tokens'
+width matters, so the models have all layers of the published ones and next to no width. Timed, by the processor, is one
+core that runs PyTorch's operators on tensors of a few tokens and Triton's launcher up to the driver, which is a
+stand-in: CUDA's own part comes on top. Needs Triton and no GPU.
 """
 
 from __future__ import annotations

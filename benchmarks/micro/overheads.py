@@ -8,7 +8,6 @@ Routing is measured by `benchmarks.micro.router_decision`.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import statistics
 import tempfile
@@ -24,8 +23,7 @@ from benchmarks.command import command
 from benchmarks.report import Value, percentile, print_report
 from benchmarks.simulation.cluster import item_results
 from benchmarks.simulation.machine import Machine
-from benchmarks.simulation.scenario import MODEL, make_trace
-from benchmarks.simulation.scenarios import REFERENCE
+from benchmarks.simulation.scenario import MODEL, REFERENCE, make_trace
 from benchmarks.turns import in_turns, timed
 from core.config import CacheConfig, SchedulerConfig
 from core.handles import ArrayRef
@@ -44,7 +42,10 @@ _PLAN = msgspec.msgpack.Decoder(StepPlan)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = _parse(argv)
+    parser = command(__doc__)
+    parser.add_argument("--steps", type=int, default=1000, help="steps that are timed")
+    parser.add_argument("--repeats", type=int, default=500, help="hand-overs that are timed")
+    args = parser.parse_args(argv)
     steps = step_seconds(args.steps)
     copies, hops, messages = _copies(args.repeats), _ring_hops(args.repeats), asyncio.run(_zmq_hops(args.repeats))
     handover = [copy + 2 * hop + message for copy, hop, message in zip(copies, hops, messages, strict=True)]
@@ -159,13 +160,6 @@ def echo(_config: bytes, fds: list[int]) -> None:
             channel.send(channel.recv())
     except PeerClosedError:
         channel.close()
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command(__doc__)
-    parser.add_argument("--steps", type=int, default=1000, help="steps that are timed")
-    parser.add_argument("--repeats", type=int, default=500, help="hand-overs that are timed")
-    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

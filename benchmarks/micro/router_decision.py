@@ -16,8 +16,7 @@ from typing import get_args
 from benchmarks.command import command
 from benchmarks.report import percentile, print_report
 from benchmarks.simulation.cluster import Cluster, Outcome
-from benchmarks.simulation.scenario import MODEL, Scenario
-from benchmarks.simulation.scenarios import SCENARIOS
+from benchmarks.simulation.scenario import MODEL, SCENARIOS, Scenario
 from core.config import RouterPolicy
 from core.fleet import EditShape, Fleet
 from core.load_report import LoadReport

@@ -67,7 +67,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = _parse(argv)
+    parser = command(__doc__, dtype="float32", rounds=3)
+    parser.add_argument("--unet", choices=CONFIGS, default="sdxl", help="whose shape")
+    parser.add_argument("--time", type=int, default=0, metavar="SIDE", help="time steps of pictures of so many pixels")
+    parser.add_argument("--depth", type=int, default=2, help="most blocks of a transformer, where steps are timed")
+    parser.add_argument(
+        "--load", type=float, default=0.0, metavar="N", help="time steps whose pages take N times as long"
+    )
+    args = parser.parse_args(argv)
     config = LAYERS | CONFIGS[args.unet]
     side = 8 * config["sample_size"]
     flops = _count(config, side)
@@ -164,17 +171,6 @@ def _rows(unet: Unet, side: int, device: torch.device, dtype: torch.dtype = torc
         box = middle_box(ratio, side)
         rows[ratio] = replace(whole, active=tokens_in(box, side, device), box=box, pages=pages)
     return rows
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command(__doc__, dtype="float32", rounds=3)
-    parser.add_argument("--unet", choices=CONFIGS, default="sdxl", help="whose shape")
-    parser.add_argument("--time", type=int, default=0, metavar="SIDE", help="time steps of pictures of so many pixels")
-    parser.add_argument("--depth", type=int, default=2, help="most blocks of a transformer, where steps are timed")
-    parser.add_argument(
-        "--load", type=float, default=0.0, metavar="N", help="time steps whose pages take N times as long"
-    )
-    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -59,7 +59,9 @@ class Measured:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = _parse(argv)
+    parser = command(__doc__, threads=1, rounds=15)
+    parser.add_argument("--edits", type=int, default=14, help="edits per mask ratio")
+    args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     quiet_libraries()
     models = ResidentModels.open([ModelConfig(served_model_name="embedded", dtype="float32")])
@@ -164,12 +166,6 @@ def _line(m: Measured) -> str:
         f"diffusers {diffusers:.1f} ms, whole {whole:.1f} ms, region {region:.1f} ms ({region / whole:.2f} of whole); "
         f"error mean {m.mean:.2f}, max {m.largest}; SSIM mean {statistics.mean(m.ssim):.4f}, min {min(m.ssim):.4f}"
     )
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command(__doc__, threads=1, rounds=15)
-    parser.add_argument("--edits", type=int, default=14, help="edits per mask ratio")
-    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

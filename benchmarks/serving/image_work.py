@@ -89,7 +89,19 @@ class Inline:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = _parse(argv)
+    parser = command(__doc__, model=EMBEDDED_MODEL, dtype="float32", steps=28, rounds=2, threads=default_threads(1))
+    parser.add_argument(
+        "--inline-threads",
+        type=int,
+        nargs="+",
+        default=sorted({1, available_cores()}),
+        help="torch threads of the one-process engine; what serves most edits is taken",
+    )
+    parser.add_argument("--image-workers", type=int, default=ImageConfig().image_workers, help="image processors")
+    parser.add_argument("--load", type=float, default=0.7, help="share of the continuous engine's capacity")
+    parser.add_argument("--capacity-edits", type=int, default=16, help="edits that capacity is measured with")
+    parser.add_argument("--seconds", type=float, default=33.0, help="how long edits arrive in a round")
+    args = parser.parse_args(argv)
     uploads = make_uploads(args.steps)
     with ExitStack() as stack:
 
@@ -226,22 +238,6 @@ def _figures(one: Measured) -> dict[str, float]:
         "cores": one.cpu_seconds / one.seconds,
         "foreign_cores": one.foreign_cpu_seconds / one.seconds,
     }
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command(__doc__, model=EMBEDDED_MODEL, dtype="float32", steps=28, rounds=2, threads=default_threads(1))
-    parser.add_argument(
-        "--inline-threads",
-        type=int,
-        nargs="+",
-        default=sorted({1, available_cores()}),
-        help="torch threads of the one-process engine; what serves most edits is taken",
-    )
-    parser.add_argument("--image-workers", type=int, default=ImageConfig().image_workers, help="image processors")
-    parser.add_argument("--load", type=float, default=0.7, help="share of the continuous engine's capacity")
-    parser.add_argument("--capacity-edits", type=int, default=16, help="edits that capacity is measured with")
-    parser.add_argument("--seconds", type=float, default=33.0, help="how long edits arrive in a round")
-    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

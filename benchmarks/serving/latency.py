@@ -119,7 +119,13 @@ class Client:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = _parse(argv)
+    parser = command(__doc__, model=EMBEDDED_MODEL, dtype="float32", threads=1, rounds=9)
+    parser.add_argument("--base-url", help="of a running server; none is started then")
+    parser.add_argument("--size", type=int, default=256, help="pixels of the pictures' sides")
+    parser.add_argument("--mask-ratio", type=float, nargs="+", default=[0.1], help="active tokens over image tokens")
+    parser.add_argument("--steps", type=int, nargs="+", default=[8, 28], help="denoising steps")
+    parser.add_argument("--once", type=int, default=0, metavar="SIDE", help="one edit of each kind, masks this wide")
+    args = parser.parse_args(argv)
     with _server(args) as url:
         for measured in asyncio.run(_measure(args, url)):
             _report(args, measured)
@@ -168,16 +174,6 @@ def _report(args: argparse.Namespace, measured: Measured) -> None:
     rounds = len(edits["exact"].seconds)
     title = f"mask ratio {measured.mask_ratio:.3f}, {measured.steps} steps, {args.dtype}, {rounds} rounds"
     print_report(title, rows, result, args.output)
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command(__doc__, model=EMBEDDED_MODEL, dtype="float32", threads=1, rounds=9)
-    parser.add_argument("--base-url", help="of a running server; none is started then")
-    parser.add_argument("--size", type=int, default=256, help="pixels of the pictures' sides")
-    parser.add_argument("--mask-ratio", type=float, nargs="+", default=[0.1], help="active tokens over image tokens")
-    parser.add_argument("--steps", type=int, nargs="+", default=[8, 28], help="denoising steps")
-    parser.add_argument("--once", type=int, default=0, metavar="SIDE", help="one edit of each kind, masks this wide")
-    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

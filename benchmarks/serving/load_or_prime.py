@@ -24,7 +24,9 @@ DISK_BYTES = 1024**3
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = _parse(argv)
+    parser = command(__doc__, model=EMBEDDED_MODEL, dtype="float32", threads=1, steps=8, rounds=12)
+    parser.add_argument("--mask-tokens", type=int, default=5, help="side of the masked square in tokens")
+    args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as directory:
         seconds = asyncio.run(_measure(args, directory))
     medians = {name: statistics.median(times) for name, times in seconds.items()}
@@ -66,12 +68,6 @@ async def _edit(args: argparse.Namespace, loop: EngineLoop, template: Pixels) ->
     start = time.perf_counter()
     await loop.watch(loop.add(template, args.steps))
     return time.perf_counter() - start
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command(__doc__, model=EMBEDDED_MODEL, dtype="float32", threads=1, steps=8, rounds=12)
-    parser.add_argument("--mask-tokens", type=int, default=5, help="side of the masked square in tokens")
-    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

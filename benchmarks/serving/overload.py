@@ -73,7 +73,18 @@ def end_of(outcome: Outcome) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = _parse(argv)
+    parser = command(__doc__, engines=1, threads=1, seed=0)
+    parser.add_argument("--num-inference-steps", type=int, default=8, help="of each edit")
+    parser.add_argument("--slo-scale", type=float, default=10.0, help="the objective, in times of a lone edit")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals at each rate")
+    parser.add_argument(
+        "--shares",
+        type=float,
+        nargs="+",
+        default=[0.6, 0.8, 0.9, 1.0, 1.1, 1.3],
+        help="rates of the sweep, as shares of what clients that never wait get",
+    )
+    args = parser.parse_args(argv)
     mix = Mix("gamma", "fixed:1", num_inference_steps=str(args.num_inference_steps))
     calls = synthetic(mix, NUM_CALLS, np.random.default_rng(args.seed))
     flags = ["--threads", str(args.threads), "--data-parallel-size", str(args.engines)]
@@ -129,21 +140,6 @@ def _report(
     result |= {"knee_rate_per_s": knee.rate, "knee_goodput_per_s": knee.goodput}
     result |= {"overload_goodput_per_s": overload.goodput, "overload_ratio": ratio}
     print_report(title, rows, result, args.output)
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command(__doc__, engines=1, threads=1, seed=0)
-    parser.add_argument("--num-inference-steps", type=int, default=8, help="of each edit")
-    parser.add_argument("--slo-scale", type=float, default=10.0, help="the objective, in times of a lone edit")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals at each rate")
-    parser.add_argument(
-        "--shares",
-        type=float,
-        nargs="+",
-        default=[0.6, 0.8, 0.9, 1.0, 1.1, 1.3],
-        help="rates of the sweep, as shares of what clients that never wait get",
-    )
-    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,10 @@ ENDLESS_STEPS = 200
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = _parse(argv)
+    parser = command(__doc__, model=EMBEDDED_MODEL, dtype="float32", threads=1, steps=8, rounds=6)
+    parser.add_argument("--running", type=int, default=8, help="edits that run all the time")
+    parser.add_argument("--mask-tokens", type=int, default=5, help="side of the masked square in tokens")
+    args = parser.parse_args(argv)
     for running_masked in (False, True):
         warm, cold = asyncio.run(_measure(args, running_masked))
         _report(args, "mask-aware" if running_masked else "exact", warm, cold)
@@ -53,13 +56,6 @@ def _report(args: argparse.Namespace, kind: str, warm: Gaps, cold: Gaps) -> None
     result |= {"p99_ratio": cold_p99 / warm_p99, "chunks": chunks}
     title = f"{args.running} running {kind} edits, newcomers of {args.steps} steps, {args.dtype}, {args.rounds} rounds"
     print_report(title, rows, result, args.output)
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command(__doc__, model=EMBEDDED_MODEL, dtype="float32", threads=1, steps=8, rounds=6)
-    parser.add_argument("--running", type=int, default=8, help="edits that run all the time")
-    parser.add_argument("--mask-tokens", type=int, default=5, help="side of the masked square in tokens")
-    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,11 @@ class Probes:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = _parse(argv)
+    parser = command(__doc__, model=EMBEDDED_MODEL, steps=8)
+    parser.add_argument("--concurrency", type=int, default=8, help="clients, one of them with large pictures")
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long /health is asked")
+    parser.add_argument("--interval", type=float, default=0.05, help="seconds between two probes")
+    args = parser.parse_args(argv)
     with ready_server(["--model", args.model]) as server, ProcessPoolExecutor(1, get_context("spawn")) as clients:
         clients.submit(send, server.url, args.steps, args.concurrency, None).result()
         edits = clients.submit(send, server.url, args.steps, args.concurrency, args.seconds)
@@ -116,14 +120,6 @@ def _report(args: argparse.Namespace, probes: Probes, edits: Future[tuple[int, i
     result |= {"large_edits": large, "small_edits": small}
     title = f"/health every {args.interval * 1000:g} ms for {args.seconds:g} s, {args.concurrency} clients editing"
     print_report(title, rows, result, args.output)
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command(__doc__, model=EMBEDDED_MODEL, steps=8)
-    parser.add_argument("--concurrency", type=int, default=8, help="clients, one of them with large pictures")
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long /health is asked")
-    parser.add_argument("--interval", type=float, default=0.05, help="seconds between two probes")
-    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,11 @@ CAPACITY_CLIENTS = 16
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = _parse(argv)
+    parser = command(__doc__, engines=2, threads=1, edits=300)
+    parser.add_argument("--seeds", type=int, default=3, help="rounds, in which each policy runs once")
+    parser.add_argument("--load", type=float, default=0.6, help="share of the measured capacity")
+    parser.add_argument("--request-rate", type=float, help="edits per second, instead of --load")
+    args = parser.parse_args(argv)
     rate = args.request_rate or args.load * _capacity(args)
     runs: dict[RouterPolicy, list[Run]] = {policy: [] for policy in POLICIES}
     for seed in range(args.seeds):
@@ -92,14 +96,6 @@ def _report(args: argparse.Namespace, rate: float, runs: dict[RouterPolicy, list
 
 def _spread(values: Sequence[float]) -> str:
     return f"{statistics.mean(values):6.3f} ({min(values):.3f} to {max(values):.3f})"
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command(__doc__, engines=2, threads=1, edits=300)
-    parser.add_argument("--seeds", type=int, default=3, help="rounds, in which each policy runs once")
-    parser.add_argument("--load", type=float, default=0.6, help="share of the measured capacity")
-    parser.add_argument("--request-rate", type=float, help="edits per second, instead of --load")
-    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import statistics
 from collections.abc import Sequence
@@ -20,7 +19,10 @@ SETTLE_SECONDS = 2.0
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = _parse(argv)
+    parser = command(__doc__, model=EMBEDDED_MODEL, dtype="float32", threads=1, steps=8)
+    parser.add_argument("--num-edits", type=int, default=100, help="edits sent one after the other")
+    parser.add_argument("--idle-seconds", type=float, default=30.0, help="how long the idle server is watched")
+    args = parser.parse_args(argv)
     with start_server(model_flags(args)) as server:
         alive, ready = server.wait_for("/health"), server.wait_for("/ready")
         run = asyncio.run(_edit(server, args.steps, args.num_edits))
@@ -51,13 +53,6 @@ async def _edit(server: Server, steps: int, number: int) -> Run:
     alone = await warm_up(target, example(100, number, steps), 1)
     await warm_up(target, example(200, 16, steps), 8)
     return alone
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command(__doc__, model=EMBEDDED_MODEL, dtype="float32", threads=1, steps=8)
-    parser.add_argument("--num-edits", type=int, default=100, help="edits sent one after the other")
-    parser.add_argument("--idle-seconds", type=float, default=30.0, help="how long the idle server is watched")
-    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

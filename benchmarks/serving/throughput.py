@@ -24,7 +24,15 @@ BACKENDS = {"stencil": None, "diffusers": None, "first-block-cache": FIRST_BLOCK
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = _parse(argv)
+    parser = command(__doc__, model=EMBEDDED_MODEL, dtype="float32", threads=1, edits=32, seed=0)
+    parser.add_argument("--backend", nargs="+", choices=BACKENDS, default=["stencil"], help="what edits")
+    parser.add_argument("--batch-size", type=int, nargs="+", default=[8], help="most edits that share a step")
+    parser.add_argument("--num-warmups", type=int, default=8, help="edits before, not counted")
+    parser.add_argument("--num-inference-steps", dest="steps", default="8", help="N, uniform:LOW-HIGH or choice:A,B,..")
+    parser.add_argument("--mask-ratio-dist", default="public", help="area: flashps-prod, public, viton or fixed:R")
+    parser.add_argument("--template-reuse", default="zipf:1.05", help="zipf:A, unique or fixed:N")
+    parser.add_argument("--sizes", default="256x256", help="WxH,WxH,.. of the pictures; the pipeline takes one alone")
+    args = parser.parse_args(argv)
     mix = Mix(args.mask_ratio_dist, args.template_reuse, num_inference_steps=args.steps, sizes=args.sizes)
     calls = synthetic(mix, args.num_warmups + args.edits, np.random.default_rng(args.seed))
     warm_up, calls = calls[: args.num_warmups], calls[args.num_warmups :]
@@ -70,18 +78,6 @@ def _report(args: argparse.Namespace, backend: str, batch_size: int, seconds: fl
     title = f"{backend}, batches of {batch_size}: {args.edits} edits, steps {args.steps}"
     rows = [("throughput", f"{rate:.3f} edits/s"), ("duration", f"{seconds:.2f} s")]
     print_report(title, rows, result, args.output)
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command(__doc__, model=EMBEDDED_MODEL, dtype="float32", threads=1, edits=32, seed=0)
-    parser.add_argument("--backend", nargs="+", choices=BACKENDS, default=["stencil"], help="what edits")
-    parser.add_argument("--batch-size", type=int, nargs="+", default=[8], help="most edits that share a step")
-    parser.add_argument("--num-warmups", type=int, default=8, help="edits before, not counted")
-    parser.add_argument("--num-inference-steps", dest="steps", default="8", help="N, uniform:LOW-HIGH or choice:A,B,..")
-    parser.add_argument("--mask-ratio-dist", default="public", help="area: flashps-prod, public, viton or fixed:R")
-    parser.add_argument("--template-reuse", default="zipf:1.05", help="zipf:A, unique or fixed:N")
-    parser.add_argument("--sizes", default="256x256", help="WxH,WxH,.. of the pictures; the pipeline takes one alone")
-    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,11 @@ class Measured:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = _parse(argv)
+    parser = command(__doc__, model=EMBEDDED_MODEL, dtype="float32", threads=available_cores(), steps=8, rounds=4)
+    parser.add_argument("--num-edits", type=int, default=16, help="edits per round")
+    parser.add_argument("--mask-aware", action="store_true", help="let the server skip tokens outside the mask")
+    parser.add_argument("--concurrency", type=int, default=8, help="clients that send at once")
+    args = parser.parse_args(argv)
     with (
         ready_server([*model_flags(args), "--max-num-seqs", str(args.concurrency)]) as server,
         pipeline_process(args.model, args.dtype, args.threads) as pipeline,
@@ -72,14 +76,6 @@ def _report(args: argparse.Namespace, measured: Measured) -> None:
     kind = "mask-aware" if args.mask_aware else "exact"
     title = f"{edits} {kind} edits, {args.steps} steps, {args.dtype}, {args.threads} threads, {args.rounds} rounds"
     print_report(title, rows, result | {"latency_p50_s": p50, "latency_p99_s": p99}, args.output)
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command(__doc__, model=EMBEDDED_MODEL, dtype="float32", threads=available_cores(), steps=8, rounds=4)
-    parser.add_argument("--num-edits", type=int, default=16, help="edits per round")
-    parser.add_argument("--mask-aware", action="store_true", help="let the server skip tokens outside the mask")
-    parser.add_argument("--concurrency", type=int, default=8, help="clients that send at once")
-    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

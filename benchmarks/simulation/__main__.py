@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks.command import command
 from benchmarks.simulation.cluster import Cluster
 from benchmarks.simulation.free_moves import latencies_moving_freely
-from benchmarks.simulation.scenarios import SCENARIOS
+from benchmarks.simulation.scenario import SCENARIOS
 from core.config import RouterPolicy
 
 POLICIES: tuple[RouterPolicy, ...] = get_args(RouterPolicy)

@@ -19,8 +19,7 @@ from benchmarks.report import Row, print_report
 from benchmarks.simulation.cluster import Cluster
 from benchmarks.simulation.machine import IMAGE_TOKENS, TEXT_TOKENS, Machine
 from benchmarks.simulation.masks import MASKS
-from benchmarks.simulation.scenario import MODEL, Scenario, make_trace
-from benchmarks.simulation.scenarios import REFERENCE
+from benchmarks.simulation.scenario import MODEL, REFERENCE, Scenario, make_trace
 from core.admission import Margin, Terms, judge
 from core.fleet import EditShape
 from core.load_report import LoadReport

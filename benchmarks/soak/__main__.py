@@ -25,9 +25,8 @@ import psutil
 from benchmarks.command import command
 from benchmarks.load.server import STOP_SECONDS, Server, start_server
 from benchmarks.report import Value, percentile, print_report
-from benchmarks.soak.checking import References
-from benchmarks.soak.faults import FAULTS, NUM_ENGINES, Fault, Site, inject
-from benchmarks.soak.ledger import Ledger
+from benchmarks.soak.checking import Ledger, References
+from benchmarks.soak.faults import FAULTS, NUM_ENGINES, Site, inject
 from benchmarks.soak.memory import (
     MB,
     ROLES,
@@ -135,7 +134,7 @@ async def _inject_faults(args: argparse.Namespace, site: Site, record: Record) -
 
     A request that is in three deaths is given up, as it should be: so requests get a calm while to leave in.
     """
-    faults = [fault for fault in FAULTS if not args.faults or fault.name in args.faults]
+    faults = args.faults or list(FAULTS)
     due = time.monotonic()
     end = due + args.minutes * 60
     for number in count():
@@ -148,20 +147,20 @@ async def _inject_faults(args: argparse.Namespace, site: Site, record: Record) -
     await asyncio.sleep(end - time.monotonic())
 
 
-async def _inject(fault: Fault, site: Site, turn: int, record: Record) -> None:
+async def _inject(fault: str, site: Site, turn: int, record: Record) -> None:
     ledger = site.crowd.ledger
-    ledger.note("fault", fault.name)
+    ledger.note("fault", fault)
     record.num_faults += 1
     try:
-        seconds = await inject(fault, site, turn)
+        seconds = await inject(FAULTS[fault], site, turn)
         record.recoveries.append(seconds)
         outcome = f"well again after {seconds:.1f} s"
     except (TimeoutError, httpx.HTTPError) as error:
         ledger.note("recovery", repr(error))
         outcome = "NOT WELL AGAIN"
-        record.failures.append(f"{fault.name}: not well again")
-    ledger.note("recovery", f"{fault.name}: {outcome}")
-    print(f"{ledger.seconds:6.0f} s  {fault.name}: {outcome}; {_told(ledger)}", flush=True)
+        record.failures.append(f"{fault}: not well again")
+    ledger.note("recovery", f"{fault}: {outcome}")
+    print(f"{ledger.seconds:6.0f} s  {fault}: {outcome}; {_told(ledger)}", flush=True)
 
 
 async def _sample(site: Site, record: Record) -> None:
@@ -277,8 +276,7 @@ def _from_to(ends: tuple[float, float]) -> str:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command(__doc__, seed=0)
     parser.add_argument("--minutes", type=float, default=20.0, help="of traffic")
-    names = [fault.name for fault in FAULTS]
-    parser.add_argument("--faults", nargs="+", choices=names, metavar="NAME", help=f"only these: {', '.join(names)}")
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, metavar="NAME", help=f"only: {', '.join(FAULTS)}")
     return parser.parse_args(argv)
 
 

@@ -1,4 +1,4 @@
-"""References: the pictures of undisturbed edits, and the judgement of those that come later.
+"""Ledger: what happened to all requests. References: pictures of undisturbed edits, and the judgement of later ones.
 
 A picture must be the reference's bit by bit, up to what adding floats in another order may do: batches of other sizes
 round differently, so that a value lies one level beside now and then. Outside the mask nothing may differ at all.
@@ -7,14 +7,19 @@ round differently, so that a value lies one level beside now and then. Outside t
 from __future__ import annotations
 
 import base64
+import json
+import time
+from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
+from PIL import Image
 
 from benchmarks.load.client import Answer
 from benchmarks.load.pictures import Pixels
 from benchmarks.soak.edits import LOSSY, Delivery, Edit, decode, template
-from benchmarks.soak.ledger import Ledger
 
 ROUNDED_LEVELS, ROUNDED_SHARE = 2, 0.01
 """Most that rounding may change: levels of 255, and share of the picture's values."""
@@ -22,6 +27,57 @@ ROUNDED_LEVELS_LOSSY, ROUNDED_SHARE_LOSSY = 12, 0.05
 """The same after JPEG, which turns one level before into several after."""
 
 Key = tuple[str, str, int]  # the edit's name; png, jpeg or partial; index of the image or of the partial image
+
+
+Fault = Literal["lost", "wrong"]
+
+
+class Ledger:
+    """Counters by name, and incidents. folder: where incidents and the pictures of wrong answers are written."""
+
+    def __init__(self, folder: Path) -> None:
+        self.counts: Counter[str] = Counter()
+        self.folder = folder
+        self._started = time.monotonic()
+        self._request_ids: set[str] = set()
+
+    @property
+    def seconds(self) -> float:
+        """Since the beginning."""
+        return time.monotonic() - self._started
+
+    @property
+    def incidents_file(self) -> Path:
+        return self.folder / "incidents.jsonl"
+
+    def count(self, name: str, number: int = 1) -> None:
+        self.counts[name] += number
+
+    def blame(self, fault: Fault, what: str, **details: object) -> None:
+        """Count a lost or wrong request, and write it down."""
+        self.counts[fault] += 1
+        self.note(fault, what, **details)
+
+    def note(self, kind: str, what: str, **details: object) -> None:
+        """Write something down."""
+        line = {"seconds": round(self.seconds, 1), "kind": kind, "what": what, **details}
+        with self.incidents_file.open("a") as file:
+            file.write(json.dumps(line, default=str) + "\n")
+
+    def keep_pictures(self, name: str, expected: Pixels, came: Pixels) -> list[str]:
+        """Save both for a look at them; the files' names."""
+        stem = f"{self.counts['wrong']:03d}-{name}"
+        files = []
+        for suffix, pixels in (("expected", expected), ("came", came)):
+            files.append(f"{stem}-{suffix}.png")
+            Image.fromarray(pixels).save(self.folder / files[-1])
+        return files
+
+    def saw_request_id(self, request_id: str) -> None:
+        """Each answer has an id of its own; one that was there before belongs to another request."""
+        if not request_id or request_id in self._request_ids:
+            self.blame("wrong", "an answer without an id of its own", request_id=request_id)
+        self._request_ids.add(request_id)
 
 
 @dataclass(frozen=True)

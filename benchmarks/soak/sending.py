@@ -11,8 +11,8 @@ import httpx
 import msgspec
 
 from benchmarks.load.client import MULTIPART, Answer, Message, Refusal, exchange, multipart
+from benchmarks.soak.checking import Ledger
 from benchmarks.soak.edits import Delivery, Edit, template_file, transparent_mask, white_mask
-from benchmarks.soak.ledger import Ledger
 
 Came = TypeVar("Came")
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from benchmarks.load.client import Answer, Refusal
-from benchmarks.soak.checking import References
+from benchmarks.soak.checking import Ledger, References
 from benchmarks.soak.edits import (
     HASTY_SECONDS,
     NUM_TEMPLATES,
@@ -22,7 +22,6 @@ from benchmarks.soak.edits import (
     fresh,
     template_file,
 )
-from benchmarks.soak.ledger import Ledger
 from benchmarks.soak.misbehaviour import BAD_REQUESTS, hang_up
 from benchmarks.soak.sending import Sender
 

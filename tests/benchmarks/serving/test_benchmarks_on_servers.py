@@ -16,9 +16,8 @@ from benchmarks.benchmark_serving import main
 from benchmarks.load.client import Target, connect, prepare, send_alone, send_in_turn, send_on_time, worker_seconds
 from benchmarks.load.dataset import EditCall, Mix, synthetic
 from benchmarks.load.server import Server, ready_server
-from benchmarks.soak.checking import References
+from benchmarks.soak.checking import Ledger, References
 from benchmarks.soak.edits import PLAIN, Delivery, Edit, Way, template_file
-from benchmarks.soak.ledger import Ledger
 from benchmarks.soak.sending import Sender
 from tools.random_checkpoints import make_flux_fill
 

@@ -17,9 +17,8 @@ from PIL import Image
 from benchmarks.load.client import Answer
 from benchmarks.load.pictures import Pixels
 from benchmarks.soak.__main__ import Record, _report
-from benchmarks.soak.checking import References
+from benchmarks.soak.checking import Ledger, References
 from benchmarks.soak.edits import PLAIN, Delivery, Edit, catalogue, fresh, template
-from benchmarks.soak.ledger import Ledger
 from benchmarks.soak.memory import MB, Holdings, Sample, Samples, WorkerMemory
 
 EDIT = Edit("some", template=1, shape="small", prompt="a hat", seed=5, steps=4, n=2)
