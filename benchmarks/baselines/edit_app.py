@@ -21,6 +21,7 @@ from starlette.datastructures import FormData, UploadFile
 
 from benchmarks.command import DTYPES
 from core.config import EMBEDDED_MODEL
+from core.messages.image_processor import MaskKind
 
 DEFAULT_STEPS = 28
 KEEP_ALIVE_SECONDS = 75
@@ -39,6 +40,10 @@ class Upload:
     steps: int
     seed: int
     came: float = field(default_factory=time.monotonic)
+
+    @property
+    def mask_kind(self) -> MaskKind:
+        return "alpha" if self.is_alpha else "luminance"
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from benchmarks.baselines.edit_app import Upload
 from core.cache_folder import user_cache_folder
 from core.config import CacheConfig, EngineConfig, ImageConfig, ModelConfig, SchedulerConfig
 from core.handles import PAGE_ARENA, ArrayRef
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages.engine import EditRequest, Finished
-from core.messages.image_processor import ComposedImage, ComposeImage, MaskKind, PreparedEdit, PrepareEdit
+from core.messages.image_processor import ComposedImage, ComposeImage, PreparedEdit, PrepareEdit
 from core.messages.worker import BatchResult
 from core.request import SamplingParams
 from core.scheduler import StepScheduler
@@ -74,18 +75,6 @@ class Model:
         return results
 
 
-@dataclass(frozen=True)
-class Upload:
-    """One edit as it came: files, and what is asked for."""
-
-    image: bytes
-    mask: bytes
-    mask_kind: MaskKind
-    prompt: str
-    steps: int
-    seed: int
-
-
 @dataclass(eq=False)
 class InlineEdit:
     """One edit on its way. begun: its inference; decoded: the model's pixels are there; both in seconds of
@@ -122,10 +111,6 @@ class InlineEngine:
         self._model = Model(self._config, self._arena, pages)
         self._edits: dict[str, InlineEdit] = {}  # request id -> edit that the scheduler has
         self._num_requests = 0
-
-    @property
-    def device(self) -> str:
-        return self._model.info.device
 
     def begin(self, upload: Upload) -> InlineEdit:
         """Decode an upload, make what the model needs of it, and hand that to the scheduler. Raises

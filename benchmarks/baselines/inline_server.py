@@ -14,8 +14,6 @@ import time
 
 from benchmarks.baselines.edit_app import Edited, Upload, add_flags, make_app, serve
 from benchmarks.baselines.inline_engine import MAX_NUM_SEQS, InlineEdit, InlineEngine, RefusedUploadError
-from benchmarks.baselines.inline_engine import Upload as EngineUpload
-from core.messages.image_processor import MaskKind
 
 Waiting = tuple[Upload, asyncio.AbstractEventLoop, "asyncio.Future[Edited]"]
 
@@ -66,10 +64,8 @@ class InlineServer:
 
     def _begin(self, waiting: Waiting) -> None:
         upload, loop, edited = waiting
-        kind: MaskKind = "alpha" if upload.is_alpha else "luminance"
-        asked = EngineUpload(upload.image, upload.mask, kind, upload.prompt, upload.steps, upload.seed)
         try:
-            edit = self._engine.begin(asked)
+            edit = self._engine.begin(upload)
         except RefusedUploadError as error:
             loop.call_soon_threadsafe(edited.set_exception, error)
             return

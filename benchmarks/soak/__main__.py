@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -71,7 +72,10 @@ class Record:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = _parse(argv)
+    parser = command(__doc__, seed=0)
+    parser.add_argument("--minutes", type=float, default=20.0, help="of traffic")
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, metavar="NAME", help=f"only: {', '.join(FAULTS)}")
+    args = parser.parse_args(argv)
     folder = Path(tempfile.mkdtemp(prefix="stencil-soak-"))
     ledger = Ledger(folder)
     record = Record(Samples(min(WARM_UP_SECONDS, args.minutes * 60 * WARM_UP_SHARE)))
@@ -104,7 +108,7 @@ async def _disturb(args: argparse.Namespace, server: Server, pages: Path, ledger
     crowd = Crowd(server.url, sender, References(ledger), ledger, args.seed)
     async with httpx.AsyncClient(base_url=server.url, timeout=60) as probe:
         site = Site(Tree(server.process.pid), pages, crowd, probe, random.Random(args.seed))
-        await _until_all_serve(site)
+        await site.recovered()
         await crowd.learn()
         print(f"{ledger.seconds:6.0f} s  references taken, {_told(ledger)}", flush=True)
         async with asyncio.TaskGroup() as group:
@@ -177,15 +181,9 @@ async def _sample(site: Site, record: Record) -> None:
 
 async def _seems_well(site: Site) -> bool:
     """Whether all engines serve; False when it cannot be learnt, which is the faults' matter."""
-    try:
+    with suppress(httpx.HTTPError):
         return await site.all_serve()
-    except httpx.HTTPError:
-        return False
-
-
-async def _until_all_serve(site: Site) -> None:
-    while not await site.all_serve():
-        await asyncio.sleep(0.1)
+    return False
 
 
 async def _check_quiet(site: Site, record: Record) -> None:
@@ -271,13 +269,6 @@ def _report(args: argparse.Namespace, ledger: Ledger, record: Record) -> bool:
 
 def _from_to(ends: tuple[float, float]) -> str:
     return f"{ends[0]:.0f} -> {ends[1]:.0f}"
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command(__doc__, seed=0)
-    parser.add_argument("--minutes", type=float, default=20.0, help="of traffic")
-    parser.add_argument("--faults", nargs="+", choices=FAULTS, metavar="NAME", help=f"only: {', '.join(FAULTS)}")
-    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

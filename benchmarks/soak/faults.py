@@ -54,6 +54,12 @@ class Site:
         has_all = len(self.tree.of("worker")) == NUM_ENGINES
         return has_all and (await self.ask("/health"))["status"] == "ok"
 
+    async def recovered(self) -> None:
+        """Until every engine serves. Raises TimeoutError after RECOVERY_SECONDS."""
+        async with asyncio.timeout(RECOVERY_SECONDS):
+            while not await self.all_serve():
+                await asyncio.sleep(0.1)
+
     async def busy(self, rank: int) -> bool:
         """Whether an engine is in the middle of a step, as far as it has told."""
         load = (await self.ask("/v1/engine/stats"))["engines"][rank]["load"]
@@ -87,7 +93,7 @@ async def kill_engine_twice(site: Site, turn: int) -> None:
     rank = turn % NUM_ENGINES
     for _ in range(2):
         await _end(site, "engine", rank, signal.SIGKILL)
-        await _recovered(site)
+        await site.recovered()
 
 
 async def kill_all_engines(site: Site, turn: int) -> None:
@@ -183,16 +189,10 @@ async def inject(act: Act, site: Site, turn: int) -> float:
     start = time.monotonic()
     try:
         await act(site, turn)
-        await _recovered(site)
+        await site.recovered()
     finally:
         _let_go(site)
     return time.monotonic() - start
-
-
-async def _recovered(site: Site) -> None:
-    async with asyncio.timeout(RECOVERY_SECONDS):
-        while not await site.all_serve():
-            await asyncio.sleep(0.1)
 
 
 def _signal(members: list[Member], number: signal.Signals) -> None:
