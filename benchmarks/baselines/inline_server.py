@@ -19,7 +19,7 @@ Waiting = tuple[Upload, asyncio.AbstractEventLoop, "asyncio.Future[Edited]"]
 
 
 class InlineServer:
-    """The engine's thread, and those who wait for it."""
+    """The engine's thread, and the requests that wait for it."""
 
     def __init__(self, engine: InlineEngine, *, is_static: bool) -> None:
         self.busy_seconds = 0.0

@@ -60,7 +60,7 @@ class OverloadedCluster(Cluster):
         self._margin = Margin()
         self._ends: dict[int, str] = {}
         self._arrivals: dict[int, float] = {}
-        self._foretold: dict[int, float] = {}
+        self._predictions: dict[int, float] = {}
 
     def measure(self, slo_seconds: float) -> Goodput:
         """Run it, and count what was done within so many seconds."""
@@ -84,7 +84,7 @@ class OverloadedCluster(Cluster):
             if verdict.refused:
                 self._ends[index] = "refused"
                 return
-            self._foretold[index] = ahead.seconds
+            self._predictions[index] = ahead.seconds
             if verdict.has_objective:
                 edit = msgspec.structs.replace(edit, objective=now + self._slo)
         super()._route(edit)
@@ -97,10 +97,10 @@ class OverloadedCluster(Cluster):
             index = int(output.request_id)
             self._latencies[index] = seconds = self.clock.now - self._arrivals[index]
             self._ends[index] = "finished" if isinstance(output, Finished) else "dropped"
-            if index in self._foretold:
+            if index in self._predictions:
                 assert self._slo is not None
                 taken = seconds if isinstance(output, Finished) else max(seconds, self._slo)
-                self._margin.observe(self._foretold[index], taken)
+                self._margin.observe(self._predictions[index], taken)
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def _sweep(scenario: Scenario, machine: UnknownMachine, times: float) -> tuple[f
 
 
 def _lone_seconds(scenario: Scenario) -> float:
-    """Of a mean edit, on a machine that keeps to its word."""
+    """Of a mean edit, on a machine as fast as predicted."""
     ratio = float(MASKS[scenario.masks](np.random.default_rng(0), 200_000).mean())
     return scenario.steps[0] * Machine().step_seconds(round(TEXT_TOKENS + ratio * IMAGE_TOKENS))
 

@@ -187,7 +187,7 @@ async def _seems_well(site: Site) -> bool:
 
 
 async def _check_quiet(site: Site, record: Record) -> None:
-    """With nobody asking, nothing may hold a place."""
+    """Without traffic, nothing may hold a place."""
     deadline = time.monotonic() + QUIET_SECONDS
     while time.monotonic() < deadline:
         queue = (await site.ask("/v1/engine/stats"))["queue"]

@@ -176,7 +176,7 @@ def test_a_new_maximum_of_a_workers_heap_comes_once() -> None:
     assert samples.worker_growth() == pytest.approx(0)
 
 
-def test_growth_of_workers_that_nobody_has_seen_warm() -> None:
+def test_growth_of_workers_that_were_never_seen_warm() -> None:
     samples = Samples(0.0)
     for age in range(0, 120, 5):
         samples.add(Sample(age, held(400, age), is_whole=True))
