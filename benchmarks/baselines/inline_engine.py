@@ -10,7 +10,7 @@ import os
 import queue
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,7 @@ from core.messages.engine import EditRequest, Finished
 from core.messages.image_processor import ComposedImage, ComposeImage, PreparedEdit, PrepareEdit
 from core.messages.worker import BatchResult, PageCopied
 from core.model_info import ModelInfo
+from core.outputs import Output
 from core.request import SamplingParams
 from core.scheduler import StepScheduler
 from engine.edit import EditInput
@@ -192,7 +193,8 @@ class InlineEngine:
             for item in result.items:
                 if (edit := self._edits.get(item.request_id)) is not None and edit.begun is None:  # not a priming job
                     edit.begun = result.started
-        return [self._finish(output) for output in self._model.scheduler.take_outputs()]
+        outputs = self._model.scheduler.take_outputs()
+        return [self._finish(output) for output in outputs if output.request_id in self._edits]  # others were aborted
 
     def end(self, edit: InlineEdit) -> bytes:
         """Paste the pixels into the upload and encode the file: base64 of a PNG."""
@@ -202,14 +204,20 @@ class InlineEngine:
         self.num_running -= 1
         return file
 
-    def _finish(self, output: object) -> InlineEdit:
+    def abort(self, edits: Iterable[InlineEdit]) -> None:
+        """Give up edits that are not done."""
+        ids = [edit.request.request_id for edit in edits if edit.request is not None]
+        self.scheduler.abort(ids)
+        for edit in map(self._edits.pop, ids):
+            self._free(edit)
+            self.num_running -= 1
+
+    def _finish(self, output: Output) -> InlineEdit:
         if not isinstance(output, Finished):
             raise RuntimeError(f"an edit failed: {output}")
         edit = self._edits.pop(output.request_id)
         edit.decoded = time.monotonic()
         return edit
-
-    # ------------------------------------------------------------------------------------------------ image work
 
     @contextmanager
     def _image_work(self) -> Iterator[None]:

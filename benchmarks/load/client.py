@@ -134,9 +134,6 @@ class WarmUpError(Exception):
     """An edit that a measurement is prepared with failed: what came after it would mean nothing."""
 
 
-# ---------------------------------------------------------------------------------------------------------- one call
-
-
 class _Picture(msgspec.Struct):
     b64_json: str | None = None
     url: str | None = None
@@ -226,9 +223,6 @@ def _file(name: str, content: bytes) -> bytes:
     kind = "jpeg" if content.startswith(b"\xff\xd8") else "webp" if content.startswith(b"RIFF") else "png"
     head = f'content-disposition: form-data; name="{name}"; filename="{name}.{kind}"\r\ncontent-type: image/{kind}'
     return f"--{BOUNDARY}\r\n{head}\r\n\r\n".encode() + content + b"\r\n"
-
-
-# ------------------------------------------------------------------------------------------------------------- edits
 
 
 def prepare(target: Target, calls: Sequence[EditCall]) -> list[Message]:
@@ -330,9 +324,6 @@ async def _send(http: httpx.AsyncClient, message: Message, call: EditCall, start
     done = time.perf_counter() - start
     first = None if answer.first_image is None else answer.first_image - start
     return Outcome(due, sent, done, first, error, answer.facts, call.slo_ms, refusal)
-
-
-# --------------------------------------------------------------------------------------------------- worker seconds
 
 
 async def worker_seconds(target: Target) -> dict[str, float] | None:

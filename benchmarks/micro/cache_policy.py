@@ -59,9 +59,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     print_report(title, rows, {"benchmark": "cache_policy"} | result, args.output)
 
 
-# ------------------------------------------------------------------------------------------------------- bookkeeping
-
-
 def _bookkeeping(args: argparse.Namespace) -> tuple[list[Row], dict[str, float]]:
     apart = [template_wants(f"{number:064x}", 4096) for number in range(NUM_REQUESTS)]
     step = _microseconds(args.repeats, apart)
@@ -94,9 +91,6 @@ def _microseconds(repeats: int, requests: Sequence[Sequence[Want]]) -> float:
     seconds = medians({"step": timed(step)}, repeats)["step"]
     manager.check_integrity()
     return seconds * 1e6
-
-
-# ------------------------------------------------------------------------------------------------------- choice
 
 
 def _choice(args: argparse.Namespace, alpha: float) -> tuple[list[Row], dict[str, float]]:
@@ -202,9 +196,6 @@ def following_uses(draws: Sequence[int]) -> list[int]:
         following[index] = seen.get(draws[index], len(draws) + draws[index])
         seen[draws[index]] = index
     return following
-
-
-# ------------------------------------------------------------------------------------------------------- both
 
 
 def new_manager(budget: int) -> ActivationCacheManager:

@@ -99,7 +99,7 @@ def _fleet(scenario: Scenario) -> Fleet:
 def measure(scenario: str, output: Path | None) -> None:
     setting = SCENARIOS[scenario]
     cluster, outcome, all_seconds = record(scenario)
-    rows, result = [], dict[str, float | str]()
+    rows, result = [], dict[str, float | str](benchmark="router_decision", scenario=scenario)
     for policy in get_args(RouterPolicy):
         times = decision_times(cluster.events, setting, policy)
         median, p99 = statistics.median(times) * 1e6, percentile(times, 0.99) * 1e6

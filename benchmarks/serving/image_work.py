@@ -180,9 +180,6 @@ def _machine_cpu_seconds() -> float:
     return float(times.user + times.nice + times.system)
 
 
-# --------------------------------------------------------------------------------------------------------- the report
-
-
 def _report(args: argparse.Namespace, inline: Inline, measured: Mapping[str, Measured]) -> None:
     rate, count = args.load * inline.capacity, len(measured["static"].outcomes)
     ours = measured["disaggregated"].p95("latency")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 from benchmarks.baselines.edit_app import Upload
 from benchmarks.baselines.inline_engine import InlineEdit, InlineEngine
@@ -55,15 +56,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = command(__doc__, model=EMBEDDED_MODEL, dtype="float32", threads=1, steps=8, rounds=6)
     parser.add_argument("--running", type=int, default=8, help="edits that run all the time")
     args = parser.parse_args(argv)
+    engine, unseen = InlineEngine(args.model, args.dtype, args.threads, max_num_seqs=args.running + 1), count(1)
     for running_masked in (False, True):
-        engine = InlineEngine(args.model, args.dtype, args.threads, max_num_seqs=args.running + 1)
-        for _ in range(args.running):
-            begin(engine, 0, ENDLESS_STEPS, mask_aware=running_masked)
+        running = [begin(engine, 0, ENDLESS_STEPS, mask_aware=running_masked) for _ in range(args.running)]
         warm, cold = Gaps(), Gaps()
         finish(engine, begin(engine, 0, args.steps), Gaps())
-        for number in range(args.rounds):
+        for _ in range(args.rounds):
             finish(engine, begin(engine, 0, args.steps), warm)
-            finish(engine, begin(engine, number + 1, args.steps), cold)
+            finish(engine, begin(engine, next(unseen), args.steps), cold)
+        engine.abort(running)
         kind = "mask-aware" if running_masked else "exact"
         title = (
             f"{args.running} running {kind} edits, newcomers of {args.steps} steps, {args.dtype}, {args.rounds} rounds"

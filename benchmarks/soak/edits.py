@@ -132,9 +132,6 @@ def _generation(number: int) -> Edit:
     return Edit(f"generation-{number}", None, "all", prompt(number), 100 + number, 6, n, size, 1 if number == 2 else 0)
 
 
-# ---------------------------------------------------------------------------------------------------------- pictures
-
-
 @lru_cache(64)
 def template(number: int) -> Pixels:
     """Template `number`, 0 and up: of one of SIZES, each its own content. uint8 [height, width, 3]."""

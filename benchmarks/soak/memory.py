@@ -31,9 +31,6 @@ PAIR_SECONDS = 20.0, 60.0
 _NAME = re.compile(r"stencil-(engine|worker|images)(?:-(\d+))?")
 
 
-# --------------------------------------------------------------------------------------------------------- processes
-
-
 @dataclass(frozen=True)
 class Member:
     """One process. rank: of its engine; 0 for others."""
@@ -100,9 +97,6 @@ def shared_memory_files() -> set[str]:
     return set()
 
 
-# ---------------------------------------------------------------------------------------------------------- holdings
-
-
 @dataclass(frozen=True)
 class WorkerMemory:
     """What one worker holds. age: seconds since its process began. memory: bytes."""
@@ -139,9 +133,6 @@ def holdings(tree: Tree) -> Holdings:
                 age = time.time() - member.process.create_time()
                 held.workers.append(WorkerMemory(member.process.pid, age, memory))
     return held
-
-
-# ------------------------------------------------------------------------------------------------------------ growth
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,6 @@ class Crowd:
         self._template_ids: dict[int, str] = {}  # template number -> id
         self._num_fresh = 0
 
-    # ------------------------------------------------------------------------------------------------- references
-
     async def learn(self) -> None:
         """Take the reference of every edit, one after the other."""
         for number, edit in enumerate(catalogue()):
@@ -57,8 +55,6 @@ class Crowd:
                 answer = await self.sender.send(edit, delivery)
                 self.references.learn(edit, delivery, answer)
                 self.references.judge(edit, delivery, answer)
-
-    # ------------------------------------------------------------------------------------------------- kinds of users
 
     async def run(self, act: Callable[[], Awaitable[None]], pause: float = PAUSE_SECONDS) -> None:
         """Act again and again."""
@@ -131,8 +127,6 @@ class Crowd:
         self.ledger.count(f"cache_{answer.facts.get('cache')}")
         self.references.judge(edit, delivery, answer)
         return answer
-
-    # ------------------------------------------------------------------------------------------------- details
 
     def _take_refusal(self, edit: Edit, delivery: Delivery, error: Refusal) -> None:
         if delivery.timeout is not None and error.code in LATE_CODES:
