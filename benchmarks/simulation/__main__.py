@@ -17,8 +17,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.command import command
-from benchmarks.simulation.cluster import Cluster
-from benchmarks.simulation.free_moves import latencies_moving_freely
+from benchmarks.simulation.cluster import Cluster, latencies_moving_freely
 from benchmarks.simulation.scenario import SCENARIOS
 from core.config import RouterPolicy
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.simulation.cluster import MESSAGE_SECONDS, Cluster
-from benchmarks.simulation.free_moves import latencies_moving_freely
+from benchmarks.simulation.cluster import MESSAGE_SECONDS, Cluster, latencies_moving_freely
 from benchmarks.simulation.machine import IMAGE_TOKENS, TEXT_TOKENS
 from benchmarks.simulation.masks import MASKS
 from benchmarks.simulation.scenario import MIX, REFERENCE, make_trace
