@@ -268,8 +268,8 @@ def _sigmas(num_steps: int) -> tuple[float, ...]:
 
 
 def latencies_moving_freely(scenario: Scenario, seed: int) -> list[float]:
-    """A bound of what balancing could gain: edits that move between engines at no cost, at every moment. Seconds by edit,
-    in the order they end, where all engines always have the same to compute in a step, unless one edit alone is more
+    """A bound of what balancing could gain: edits move between engines at no cost, at every moment. Seconds by edit, in
+    the order they end, where all engines always have the same to compute in a step, unless one edit alone is more
     than that. All pages are there, and nothing but steps takes time.
     """
     machine, edits, now, latencies = scenario.machine, make_trace(scenario, seed), 0.0, list[float]()
