@@ -183,62 +183,68 @@ def main(argv: Sequence[str] | None = None) -> None:
             measure_batch(Bench(flux_shape(), dtype), args)
 
 
-def flux_shape() -> Shape:
-    """Blocks as FLUX has them, hidden size 512, random weights."""
+def _shape(
+    name: str,
+    make: Callable[[], Any],
+    grid: tuple[int, int],
+    text_tokens: int,
+    denoiser: type[Denoiser] = FluxTransformer,
+) -> Shape:
+    """Of a module with random weights, or its own."""
     torch.manual_seed(0)
     with torch.inference_mode(False):
-        module = FluxTransformer2DModel(
-            in_channels=384,
-            out_channels=64,
-            num_layers=4,
-            num_single_layers=8,
-            attention_head_dim=64,
-            num_attention_heads=8,
-            joint_attention_dim=256,
-            pooled_projection_dim=256,
-            guidance_embeds=False,
-            axes_dims_rope=(16, 24, 24),
-        )
-    return Shape("FLUX-shaped, hidden 512, 4 + 8 blocks", module, (32, 32), 64)
+        return Shape(name, make(), grid, text_tokens, denoiser)
+
+
+def flux_shape() -> Shape:
+    """Blocks as FLUX has them, hidden size 512, random weights."""
+    make = partial(
+        FluxTransformer2DModel,
+        in_channels=384,
+        out_channels=64,
+        num_layers=4,
+        num_single_layers=8,
+        attention_head_dim=64,
+        num_attention_heads=8,
+        joint_attention_dim=256,
+        pooled_projection_dim=256,
+        guidance_embeds=False,
+        axes_dims_rope=(16, 24, 24),
+    )
+    return _shape("FLUX-shaped, hidden 512, 4 + 8 blocks", make, (32, 32), 64)
 
 
 def embedded_shape() -> Shape:
     """The embedded model at 256 x 256 pixels."""
     path = Path(model_executor.__path__[0]) / "embedded" / "transformer"
-    with torch.inference_mode(False):
-        module = FluxTransformer2DModel.from_pretrained(path)
-    return Shape("embedded model, hidden 256, 2 + 5 blocks", module, (16, 16), 24)
+    make = partial(FluxTransformer2DModel.from_pretrained, path)
+    return _shape("embedded model, hidden 256, 2 + 5 blocks", make, (16, 16), 24)
 
 
 def flux_1_shape(side: int) -> Shape:
     """One block of each kind as FLUX.1 has them, without Fill's condition."""
-    torch.manual_seed(0)
-    with torch.inference_mode(False):
-        module = FluxTransformer2DModel(out_channels=64, num_layers=1, num_single_layers=1)
-    return Shape("FLUX.1, hidden 3072, 1 + 1 blocks", module, (side, side), 512)
+    make = partial(FluxTransformer2DModel, out_channels=64, num_layers=1, num_single_layers=1)
+    return _shape("FLUX.1, hidden 3072, 1 + 1 blocks", make, (side, side), 512)
 
 
 def sd3_shape(name: str, heads: int, dual: tuple[int, ...], qk_norm: str | None, side: int) -> Shape:
     """The first and the last kind of block of Stable Diffusion 3; dual: which of the two has a second attention."""
-    torch.manual_seed(0)
-    with torch.inference_mode(False):
-        module = SD3Transformer2DModel(
-            num_layers=2,
-            num_attention_heads=heads,
-            caption_projection_dim=64 * heads,
-            pos_embed_max_size=384,
-            dual_attention_layers=dual,
-            qk_norm=qk_norm,
-        )
-    return Shape(f"SD {name}, hidden {64 * heads}, 2 blocks", module, (side, side), 333, SD3Transformer)
+    make = partial(
+        SD3Transformer2DModel,
+        num_layers=2,
+        num_attention_heads=heads,
+        caption_projection_dim=64 * heads,
+        pos_embed_max_size=384,
+        dual_attention_layers=dual,
+        qk_norm=qk_norm,
+    )
+    return _shape(f"SD {name}, hidden {64 * heads}, 2 blocks", make, (side, side), 333, SD3Transformer)
 
 
 def qwen_edit_shape(side: int) -> Shape:
     """Two blocks of Qwen-Image-Edit; text with the picture's 324 tokens."""
-    torch.manual_seed(0)
-    with torch.inference_mode(False):
-        module = QwenImageTransformer2DModel(num_layers=2)
-    return Shape("Qwen-Image-Edit, hidden 3072, 2 blocks", module, (side, side), 351, QwenEditTransformer)
+    make, grid = partial(QwenImageTransformer2DModel, num_layers=2), (side, side)
+    return _shape("Qwen-Image-Edit, hidden 3072, 2 blocks", make, grid, 351, QwenEditTransformer)
 
 
 WIDE: dict[str, Callable[[int], Shape]] = {

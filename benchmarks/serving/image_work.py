@@ -53,6 +53,16 @@ class Measured:
     cpu_seconds: float = 0.0
     foreign_cpu_seconds: float = 0.0
 
+    @property
+    def cores(self) -> float:
+        """Cores in use, on average."""
+        return self.cpu_seconds / self.seconds
+
+    @property
+    def foreign_cores(self) -> float:
+        """Cores that others used of the machine: a measurement is worth something near 0 only."""
+        return self.foreign_cpu_seconds / self.seconds
+
     def values(self, name: str) -> list[float]:
         """A figure of `parts_of`, of every edit."""
         return [parts_of(outcome)[name] for outcome in self.outcomes]
@@ -213,8 +223,8 @@ def _rows(measured: Mapping[str, Measured]) -> list[Row]:
         row("after inference, P95 / mean (s)", both("wait_for_file")),
         row("interruptions, P95 / mean", both("interruptions")),
         row("interrupted, P95 / mean (s)", both("interrupted")),
-        row("cores in use", lambda one: f"{one.cpu_seconds / one.seconds:.2f}"),
-        row("cores in use by others", lambda one: f"{one.foreign_cpu_seconds / one.seconds:.2f}"),
+        row("cores in use", lambda one: f"{one.cores:.2f}"),
+        row("cores in use by others", lambda one: f"{one.foreign_cores:.2f}"),
     ]
 
 
@@ -223,18 +233,11 @@ def _columns(cells: Sequence[str]) -> str:
 
 
 def _figures(one: Measured) -> dict[str, float]:
-    return {
-        "p95_s": one.p95("latency"),
-        "mean_s": one.mean("latency"),
-        "wait_mean_s": one.mean("wait"),
-        "inference_p95_s": one.p95("inference"),
-        "inference_mean_s": one.mean("inference"),
-        "interruptions_p95": one.p95("interruptions"),
-        "interruptions_mean": one.mean("interruptions"),
-        "interrupted_mean_s": one.mean("interrupted"),
-        "cores": one.cpu_seconds / one.seconds,
-        "foreign_cores": one.foreign_cpu_seconds / one.seconds,
-    }
+    figures = {"p95_s": one.p95("latency"), "mean_s": one.mean("latency"), "wait_mean_s": one.mean("wait")}
+    figures |= {"inference_p95_s": one.p95("inference"), "inference_mean_s": one.mean("inference")}
+    figures |= {"interruptions_p95": one.p95("interruptions"), "interruptions_mean": one.mean("interruptions")}
+    figures |= {"interrupted_mean_s": one.mean("interrupted"), "cores": one.cores}
+    return figures | {"foreign_cores": one.foreign_cores}
 
 
 if __name__ == "__main__":
