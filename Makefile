@@ -9,9 +9,10 @@ DEV := $(VENV)/.installed-dev
 BROWSER := tests/browser/node_modules/.installed
 TYPED := core engine model_executor entrypoints benchmarks tools
 ARGS ?=
+BENCHMARKS := bench compare bench-quick bench-serving bench-throughput bench-startup bench-responsiveness bench-images bench-edit bench-prime bench-load-or-prime bench-router bench-overload bench-step bench-unet bench-vae bench-cache bench-block-plan bench-cost-model bench-router-decision bench-quality simulate simulate-overload gpu-check soak
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-latest test-browser fuzz lint types format wheel train-embedded train-unet bench bench-quick bench-serving bench-throughput bench-startup bench-responsiveness bench-images bench-edit bench-prime bench-load-or-prime bench-step bench-unet bench-vae bench-cache bench-quality bench-cost-model bench-block-plan simulate simulate-overload bench-router-decision bench-router bench-overload bench-playground gpu-check soak calibrate clean
+.PHONY: $(BENCHMARKS) help serve test test-latest test-browser fuzz lint types format wheel train-embedded train-unet bench-playground calibrate clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 24
@@ -51,86 +52,44 @@ wheel: $(RUNTIME)  ## Build the wheel, embedded model included, into dist/
 	rm -rf build
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
-train-embedded: $(DEV)  ## Train the embedded model anew
+train-embedded: $(DEV)  ## Train the embedded model again
 	$(BIN)/python -m tools.train_embedded $(ARGS)
 
 train-unet: $(DEV)  ## Train a small Stable Diffusion checkpoint to measure UNets with (62 minutes of one core, into .train_unet)
 	$(BIN)/python -m tools.train_unet $(ARGS)
 
-bench: $(DEV)  ## All claims in one sweep (about 40 minutes), written up as docs/benchmarks.md; ARGS="--only quality"
-	$(BIN)/python -m benchmarks.evidence $(ARGS)
+# Benchmarks: each runs one module; flags by ARGS.
+bench: MODULE := benchmarks.evidence  ## All claims in one sweep (about 40 minutes), written up as docs/benchmarks.md; ARGS="--only quality"
+compare: MODULE := benchmarks.compare $(REF)  ## Pictures by hash and speeds in turns against another commit: REF=<commit>
+bench-quick: MODULE := benchmarks.quick  ## The few ratios that must not fall, in under 3 minutes
+bench-serving: MODULE := benchmarks.benchmark_serving  ## Latency and throughput of a server that runs; ARGS="--base-url URL --request-rate 2"
+bench-throughput: MODULE := benchmarks.serving.throughput_vs_diffusers  ## Edits per second against a loop over diffusers' FluxFillPipeline
+bench-startup: MODULE := benchmarks.serving.startup  ## Time to alive and ready, memory, latency of a lone edit, idle CPU
+bench-responsiveness: MODULE := benchmarks.serving.responsiveness  ## Latency of /health while 12-megapixel edits pass through
+bench-images: MODULE := benchmarks.serving.image_work  ## Photos of 1 to 12 megapixels: static batches, image work in line, image processors
+bench-edit: MODULE := benchmarks.serving.latency  ## Latency of exact, warm and cold edits through HTTP
+bench-prime: MODULE := benchmarks.serving.prime_gap  ## Gaps between running edits' steps while a template is primed
+bench-load-or-prime: MODULE := benchmarks.serving.load_or_prime  ## Edits whose pages lie on disk: the cost model's choice against the better of both
+bench-router: MODULE := benchmarks.serving.router_policies  ## Router policies on real engines: mean and P95 latency of one and the same load
+bench-overload: MODULE := benchmarks.serving.overload  ## Goodput under a latency objective: at the knee, and at twice its rate
+bench-step: MODULE := benchmarks.micro.denoiser_step  ## One denoising step, mask-aware against exact and against diffusers
+bench-unet: MODULE := benchmarks.micro.unet_step  ## One denoising step of a UNet: what the mask leaves of its FLOPs; timed by ARGS="--time 512"
+bench-vae: MODULE := benchmarks.micro.vae_region  ## Decoding the region of an edit against the whole picture: time and error by mask ratio
+bench-cache: MODULE := benchmarks.micro.cache_policy  ## Cost of the cache manager's bookkeeping, and its hit ratio against LRU and the optimum
+bench-block-plan: MODULE := benchmarks.micro.block_plan  ## A step whose pages come from a slow tier: naive, pipelined, Algorithm 1, ours, ideal
+bench-cost-model: MODULE := benchmarks.micro.cost_model  ## How well the cost model predicts held-out batches
+bench-router-decision: MODULE := benchmarks.micro.router_decision  ## Time of a routing decision, and what router and schedulers cost
+bench-quality: MODULE := benchmarks.quality  ## SSIM and accuracy of mask-aware edits against exact ones, and what every knob does
+simulate: MODULE := benchmarks.simulation  ## Latency by routing policy on simulated fleets of 8 to 256 engines
+simulate-overload: MODULE := benchmarks.simulation.overload  ## Goodput of a simulated server by load and latency objective
+gpu-check: MODULE := benchmarks.gpu  ## On a GPU machine, 10 minutes: correctness, speed and bars, written up as docs/gpu.md
+soak: MODULE := benchmarks.soak  ## 20 minutes of mixed traffic with a fault every 30 s: requests, lost, wrong, restarts, memory slope
 
-bench-quick: $(DEV)  ## The few ratios that must not fall, in under 3 minutes
-	$(BIN)/python -m benchmarks.quick $(ARGS)
-
-bench-serving: $(DEV)  ## Latency and throughput of a server that runs; ARGS="--base-url URL --request-rate 2"
-	$(BIN)/python -m benchmarks.benchmark_serving $(ARGS)
-
-bench-throughput: $(DEV)  ## Edits per second against a loop over diffusers' FluxFillPipeline
-	$(BIN)/python -m benchmarks.serving.throughput_vs_diffusers $(ARGS)
-
-bench-startup: $(DEV)  ## Time to alive and ready, memory, latency of a lone edit, idle CPU
-	$(BIN)/python -m benchmarks.serving.startup $(ARGS)
-
-bench-responsiveness: $(DEV)  ## Latency of /health while 12-megapixel edits pass through
-	$(BIN)/python -m benchmarks.serving.responsiveness $(ARGS)
-
-bench-images: $(DEV)  ## Photos of 1 to 12 megapixels: static batches, image work in line, image processors
-	$(BIN)/python -m benchmarks.serving.image_work $(ARGS)
-
-bench-edit: $(DEV)  ## Latency of exact, warm and cold edits through HTTP
-	$(BIN)/python -m benchmarks.serving.latency $(ARGS)
-
-bench-prime: $(DEV)  ## Gaps between running edits' steps while a template is primed
-	$(BIN)/python -m benchmarks.serving.prime_gap $(ARGS)
-
-bench-load-or-prime: $(DEV)  ## Edits whose pages lie on disk: the cost model's choice against the better of both
-	$(BIN)/python -m benchmarks.serving.load_or_prime $(ARGS)
-
-bench-step: $(DEV)  ## One denoising step, mask-aware against exact and against diffusers
-	$(BIN)/python -m benchmarks.micro.denoiser_step $(ARGS)
-
-bench-unet: $(DEV)  ## One denoising step of a UNet: what the mask leaves of its FLOPs; timed by ARGS="--time 512"
-	$(BIN)/python -m benchmarks.micro.unet_step $(ARGS)
-
-bench-vae: $(DEV)  ## Decoding the region of an edit against the whole picture: time and error by mask ratio
-	$(BIN)/python -m benchmarks.micro.vae_region $(ARGS)
-
-bench-cache: $(DEV)  ## Cost of the cache manager's bookkeeping, and its hit ratio against LRU and the optimum
-	$(BIN)/python -m benchmarks.micro.cache_policy $(ARGS)
-
-bench-quality: $(DEV)  ## SSIM and accuracy of mask-aware edits against exact ones, and what every knob does
-	$(BIN)/python -m benchmarks.quality $(ARGS)
-
-bench-block-plan: $(DEV)  ## A step whose pages come from a slow tier: naive, pipelined, Algorithm 1, ours, ideal
-	$(BIN)/python -m benchmarks.micro.block_plan $(ARGS)
-
-bench-router: $(DEV)  ## Router policies on real engines: mean and P95 latency of one and the same load
-	$(BIN)/python -m benchmarks.serving.router_policies $(ARGS)
-
-bench-overload: $(DEV)  ## Goodput under a latency objective: at the knee, and at twice its rate
-	$(BIN)/python -m benchmarks.serving.overload $(ARGS)
-
-bench-cost-model: $(DEV)  ## How well the cost model predicts held-out batches
-	$(BIN)/python -m benchmarks.micro.cost_model $(ARGS)
-
-simulate: $(DEV)  ## Latency by routing policy on simulated fleets of 8 to 256 engines
-	$(BIN)/python -m benchmarks.simulation $(ARGS)
-
-simulate-overload: $(DEV)  ## Goodput of a simulated server by load and latency objective
-	$(BIN)/python -m benchmarks.simulation.overload_command $(ARGS)
-
-bench-router-decision: $(DEV)  ## Time of a routing decision, and what router and schedulers cost
-	$(BIN)/python -m benchmarks.micro.router_decision $(ARGS)
+$(BENCHMARKS): $(DEV)
+	$(BIN)/python -m $(MODULE) $(ARGS)
 
 bench-playground: $(RUNTIME) $(BROWSER)  ## A person's first edit in the playground, and drawing on a 12-megapixel photo
 	npm --prefix tests/browser run measure
-
-gpu-check: $(DEV)  ## On a GPU machine, 10 minutes: correctness, speed and bars, written up as docs/gpu.md
-	$(BIN)/python -m benchmarks.gpu $(ARGS)
-
-soak: $(DEV)  ## 20 minutes of mixed traffic with a fault every 30 s: requests, lost, wrong, restarts, memory slope
-	$(BIN)/python -m benchmarks.soak $(ARGS)
 
 calibrate: $(RUNTIME)  ## Choose keyframes, page dtype, margin and full_steps on your images; flags by ARGS
 	$(BIN)/python -m entrypoints.calibrate $(ARGS)

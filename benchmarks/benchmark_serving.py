@@ -129,9 +129,6 @@ def _offered(args: argparse.Namespace, due: Sequence[float]) -> float:
     return len(due) / due[-1] if due and due[-1] else math.inf
 
 
-# --------------------------------------------------------------------------------------------------------- the report
-
-
 def _by_stage(seconds: Mapping[str, float] | None) -> str:
     if seconds is None:
         return "n/a"

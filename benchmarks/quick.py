@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 
 from benchmarks.baselines.systems import Setting, running
+from benchmarks.command import command
 from benchmarks.evidence.commands import run_command
-from benchmarks.load.client import Target, send_in_turn, warm_up
+from benchmarks.load.client import Target, warm_up
 from benchmarks.load.dataset import EditCall, Mix, synthetic
 from benchmarks.report import Value, print_report
+from benchmarks.turns import in_turns, median_ratio
 from core.config import EMBEDDED_MODEL
 
 CLIENTS = 8
@@ -27,52 +28,41 @@ SETTING = Setting(EMBEDDED_MODEL)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = _parse(argv)
-    ratios = asyncio.run(_servers(args))
+    parser = command(__doc__, rounds=3)
+    parser.add_argument("--num-prompts", type=int, default=12, help="edits of a round, on each side")
+    args = parser.parse_args(argv)
+    result: dict[str, Value] = {"benchmark": "quick", **_servers(args)}
     (line,) = run_command("benchmarks.micro.overheads", "--steps", "200", "--repeats", "100")["lines"]
     steps = run_command("benchmarks.micro.denoiser_step", "--rounds", "3", "--skip-batch")["lines"]
-    result: dict[str, Value] = {"benchmark": "quick"} | ratios
     for name, step in zip(("flux_shaped", "embedded"), steps, strict=True):
         result |= {f"{name}_step_x_exact": step["x_exact_0.1"], f"{name}_step_x_diffusers": step["x_diffusers_0.1"]}
     result |= {"schedule_step_ms": line["step_batch_8_ms"], "handover_ms": line["handover_ms"]}
     rows = [(name, f"{value:.3f}") for name, value in result.items() if isinstance(value, float)]
-    print_report("ratios that must not fall, overheads that must not rise", rows, result)
-    if args.output is not None:
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+    print_report("ratios that must not fall, overheads that must not rise", rows, result, args.output)
 
 
-async def _servers(args: argparse.Namespace) -> dict[str, float]:
+def _servers(args: argparse.Namespace) -> dict[str, Value]:
     """Throughput and latency of Stencil against diffusers, both servers up, in turns."""
-    calls = synthetic(Mix(template_reuse="fixed:4"), 8 + args.rounds * args.num_prompts, np.random.default_rng(0))
+    calls = synthetic(Mix(template_reuse="fixed:4"), 4 + args.num_prompts, np.random.default_rng(0))
+    first, calls = calls[:4], calls[4:]
     with running("diffusers", SETTING) as theirs, running("stencil", SETTING) as ours:
-        targets = {"diffusers": Target(theirs.url), "stencil": Target(ours.url)}
-        exact = Target(ours.url, extra={"mask_aware": False})
-        for target in (*targets.values(), exact):
-            await warm_up(target, calls[:4], 4)
-        throughput, latency = list[float](), list[float]()
-        for number in range(args.rounds):
-            start = 8 + number * args.num_prompts
-            part = calls[start : start + args.num_prompts]
-            seconds = {name: (await send_in_turn(target, part, CLIENTS)).seconds for name, target in targets.items()}
-            throughput.append(seconds["diffusers"] / seconds["stencil"])
-            latency.append(await _lone(exact, part[:2]) / await _lone(targets["stencil"], part[:2]))
+        targets = {"diffusers": Target(theirs.url), "warm": Target(ours.url)}
+        targets["exact"] = Target(ours.url, extra={"mask_aware": False})
+        for target in targets.values():
+            asyncio.run(warm_up(target, first, 4))
+        many = {name: partial(_seconds, targets[name], calls, CLIENTS) for name in ("diffusers", "warm")}
+        lone = {f"lone {name}": partial(_seconds, targets[name], calls[:2], 1) for name in ("exact", "warm")}
+        seconds = in_turns(many | lone, args.rounds, warm_ups=0)
     return {
-        "throughput_x_diffusers": statistics.median(throughput),
-        "lone_warm_edit_x_exact": statistics.median(latency),
+        "throughput_x_diffusers": median_ratio(seconds["diffusers"], seconds["warm"]),
+        "lone_warm_edit_x_exact": median_ratio(seconds["lone exact"], seconds["lone warm"]),
     }
 
 
-async def _lone(target: Target, calls: Sequence[EditCall]) -> float:
-    run = await send_in_turn(target, calls, 1)
-    return statistics.median(outcome.latency for outcome in run.outcomes)
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--num-prompts", type=int, default=12, help="edits of a round, on each side")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds, in turns")
-    parser.add_argument("--output", type=Path, help="file for the JSON")
-    return parser.parse_args(argv)
+def _seconds(target: Target, calls: Sequence[EditCall], clients: int) -> float:
+    """Of all edits; the median of each where they are sent one by one."""
+    run = asyncio.run(warm_up(target, calls, clients))
+    return run.seconds if clients > 1 else statistics.median(run.latencies)
 
 
 if __name__ == "__main__":

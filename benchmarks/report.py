@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 Value = float | int | str
+Row = tuple[str, str]
+"""What, and what was measured, as people read it."""
 
 
-def print_report(title: str, rows: Sequence[tuple[str, str]], result: Mapping[str, Any]) -> None:
-    """rows: (what, measured) as people read it. result: what JSON can hold, plain numbers under names with units."""
+def print_report(title: str, rows: Sequence[Row], result: Mapping[str, Any], output: Path | None = None) -> None:
+    """result: what JSON can hold, plain numbers under names with units. output: the line of JSON is added to it."""
     width = max(len(name) for name, _ in rows)
     print(title)
     for name, value in rows:
         print(f"  {name:<{width}}  {value}")
-    print(json.dumps({name: _rounded(value) for name, value in result.items()}, allow_nan=False), flush=True)
+    line = json.dumps({name: _rounded(value) for name, value in result.items()}, allow_nan=False)
+    print(line, flush=True)
+    if output is not None:
+        with output.open("a") as file:
+            file.write(line + "\n")
 
 
 def percentile(values: Sequence[float], share: float) -> float:

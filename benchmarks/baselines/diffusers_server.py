@@ -1,6 +1,6 @@
 """diffusers behind FastAPI, as its guide "Create a server" has it: one pipeline, one call at a time.
 
-`--batch-size 8` batches statically: whoever waits when a call ends, of the first one's size and step count, forms the
+`--batch-size 8` batches statically: edits that wait when a call ends, of the first one's size and step count, form the
 next batch, which runs until all of it is done. `--first-block-cache 0.1` skips steps whose first block changed little.
 Files are decoded and encoded in the pipeline's thread, between its calls.
 """
@@ -26,7 +26,7 @@ WARM_UP = FillEdit("a red shirt", Image.new("RGB", (256, 256)), Image.new("L", (
 
 @dataclass(eq=False)
 class Waiting:
-    """One edit, and who waits for it."""
+    """One edit, and the future of its result."""
 
     upload: Upload
     edited: asyncio.Future[Edited]
@@ -45,7 +45,7 @@ class StaticBatches:
         self._lock = asyncio.Lock()
 
     async def edit(self, upload: Upload) -> Edited:
-        """Whoever holds the lock runs the next batch, which is its own or begins with an earlier edit."""
+        """The request that holds the lock runs the next batch, which is its own or begins with an earlier edit."""
         with Image.open(io.BytesIO(upload.image)) as header:
             key = (header.size, upload.steps)
         waiting = Waiting(upload, asyncio.get_running_loop().create_future(), key)

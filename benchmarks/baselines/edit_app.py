@@ -10,6 +10,7 @@ import argparse
 import base64
 import io
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -18,8 +19,9 @@ from fastapi import FastAPI, HTTPException, Request, Response
 from PIL import Image, ImageOps
 from starlette.datastructures import FormData, UploadFile
 
-from benchmarks.serving.pipeline_loop import DTYPES
+from benchmarks.command import DTYPES
 from core.config import EMBEDDED_MODEL
+from core.messages.image_processor import MaskKind
 
 DEFAULT_STEPS = 28
 KEEP_ALIVE_SECONDS = 75
@@ -39,16 +41,21 @@ class Upload:
     seed: int
     came: float = field(default_factory=time.monotonic)
 
+    @property
+    def mask_kind(self) -> MaskKind:
+        return "alpha" if self.is_alpha else "luminance"
+
 
 @dataclass(frozen=True)
 class Edited:
-    """png: base64 of the file. begun: when its computation began, seconds of CLOCK_MONOTONIC. mask_ratio: tokens
-    computed / image tokens, of an engine that knows.
+    """png: base64 of the file. begun: when its computation began, seconds of CLOCK_MONOTONIC. ms: milliseconds of its
+    parts, facts: more of the answer's `stencil` object, of an engine that knows them.
     """
 
     png: str
     begun: float
-    mask_ratio: float | None = None
+    ms: Mapping[str, float] = field(default_factory=dict)
+    facts: Mapping[str, float] = field(default_factory=dict)
 
 
 class Backend(Protocol):
@@ -76,8 +83,7 @@ def make_app(backend: Backend) -> FastAPI:
     async def edits(request: Request) -> dict[str, object]:
         upload = await _read(request)
         edited = await backend.edit(upload)
-        ms = {"queue": 1e3 * (edited.begun - upload.came)}
-        facts = {"ms": ms} if edited.mask_ratio is None else {"ms": ms, "mask_ratio": edited.mask_ratio}
+        facts = {"ms": {"queue": 1e3 * (edited.begun - upload.came), **edited.ms}, **edited.facts}
         return {"created": int(time.time()), "data": [{"b64_json": edited.png}], "stencil": facts}
 
     return app

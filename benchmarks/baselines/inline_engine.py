@@ -7,19 +7,26 @@ encodes, called between steps: denoising stands still meanwhile. Nothing travels
 from __future__ import annotations
 
 import os
+import queue
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
+import msgspec
+
+from benchmarks.baselines.edit_app import Upload
 from core.cache_folder import user_cache_folder
 from core.config import CacheConfig, EngineConfig, ImageConfig, ModelConfig, SchedulerConfig
 from core.handles import PAGE_ARENA, ArrayRef
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages.engine import EditRequest, Finished
-from core.messages.image_processor import ComposedImage, ComposeImage, MaskKind, PreparedEdit, PrepareEdit
-from core.messages.worker import BatchResult
+from core.messages.image_processor import ComposedImage, ComposeImage, PreparedEdit, PrepareEdit
+from core.messages.worker import BatchResult, PageCopied
+from core.model_info import ModelInfo
+from core.outputs import Output
 from core.request import SamplingParams
 from core.scheduler import StepScheduler
 from engine.edit import EditInput
@@ -30,18 +37,28 @@ from engine.resolve import resolve
 from engine.resolved_edit import ResolvedEdit
 
 ARENA_BYTES = 4 * 1024**3
+COPY_SECONDS = 60.0
+"""Within which a copy of pages has to end."""
 MAX_PIXELS = ImageConfig().max_pixels
 MAX_NUM_SEQS = SchedulerConfig().max_num_seqs
+CACHE = CacheConfig()
 
 
 class Model:
-    """A loaded model and the scheduler over it, as in an engine and its worker. Runs in the calling thread."""
+    """A loaded model and the scheduler over it, as in an engine and its worker. Runs in the calling thread.
 
-    def __init__(self, config: ModelConfig, arena: Arena, page_arena: Arena) -> None:
+    num_templates: how many templates of the model's native size memory holds; None: as `cache` says. denoised: when the
+    last denoising batch ended, seconds of time.perf_counter; None where the last step had none.
+    """
+
+    def __init__(
+        self, config: ModelConfig, arena: Arena, cache: CacheConfig, max_num_seqs: int, num_templates: int | None
+    ) -> None:
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(config.threads)
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
         # Torch reads the number of threads when it is imported.
         from model_executor.cost_probe import known_or_probed
+        from model_executor.page_files import PageFiles
         from model_executor.page_store import PageStore
         from model_executor.resident import ResidentModels, quiet_libraries, set_threads
         from model_executor.runner import Runner
@@ -54,36 +71,46 @@ class Model:
         models.warm_up()
         infos = models.ready(0).models
         self.info = infos[0]
-        self.scheduler = StepScheduler(SchedulerConfig(), {self.info.name: self.info}, cache=CacheConfig())
+        self.denoised: float | None = None
+        page_arena = Arena.create(PAGE_ARENA, cache.host_bytes)
+        if num_templates is not None:
+            cache = msgspec.structs.replace(cache, host_bytes=num_templates * _template_bytes(self.info))
+        limits = SchedulerConfig(max_num_seqs=max_num_seqs)
+        self.scheduler = StepScheduler(limits, {self.info.name: self.info}, cache=cache)
         kernels = {config.name: config.kernels}
         self.scheduler.learn(known_or_probed(models.families, infos, user_cache_folder(os.environ), kernels))
         self._store = TensorStore(0, models.device, arena)
-        pages = PageStore(models.device, page_arena, None, lambda copied: None)  # one tier: nothing is copied
-        self._runner = Runner(0, models.families, self._store, arena, pages)
+        self._copied: queue.SimpleQueue[PageCopied] = queue.SimpleQueue()
+        files = PageFiles(Path(cache.directory), cache.disk_bytes) if cache.disk_bytes else None
+        self._pages = PageStore(models.device, page_arena, files, self._copied.put)
+        self._runner = Runner(0, models.families, self._store, arena, self._pages)
 
     def step(self) -> list[BatchResult]:
-        """One iteration of the engine: what its batches came to."""
-        plan = self.scheduler.schedule(time.monotonic())
-        assert plan is not None
-        results = []
-        for batch in plan.batches:
-            results.append(self._runner.run(batch))
-            self.scheduler.apply(results[-1])
-        for key in plan.free:
-            self._store.free(key)
+        """One iteration of the engine: what its batches came to. Waits for a copy where nothing can be computed."""
+        plan, results = self.scheduler.schedule(time.monotonic()), list[BatchResult]()
+        self.denoised = None
+        if plan is not None:
+            self._pages.forget(plan.forget)
+            self._pages.delete(plan.delete)
+            for copy in plan.copies:
+                self._pages.start(copy)
+            for batch in plan.batches:
+                results.append(self._runner.run(batch))
+                self.denoised = time.perf_counter() if batch.stage == "denoise" else self.denoised
+                self.scheduler.apply(results[-1])
+            for key in plan.free:
+                self._store.free(key)
+        is_waiting = plan is None
+        while is_waiting or not self._copied.empty():
+            self.scheduler.apply_copy(self._copied.get(timeout=COPY_SECONDS))
+            is_waiting = False
         return results
 
 
-@dataclass(frozen=True)
-class Upload:
-    """One edit as it came: files, and what is asked for."""
-
-    image: bytes
-    mask: bytes
-    mask_kind: MaskKind
-    prompt: str
-    steps: int
-    seed: int
+def _template_bytes(info: ModelInfo) -> int:
+    assert info.page_scheme is not None
+    tokens = info.num_image_tokens(info.native_size, info.native_size)
+    return info.page_scheme.template_bytes(tokens, len(info.page_scheme.keyframes))
 
 
 @dataclass(eq=False)
@@ -113,23 +140,36 @@ class RefusedUploadError(Exception):
 class InlineEngine:
     """begin, step, end: the caller says in which order. One thing at a time."""
 
-    def __init__(self, model: str, dtype: str, threads: int) -> None:
+    def __init__(
+        self,
+        model: str,
+        dtype: str,
+        threads: int,
+        cache: CacheConfig = CACHE,
+        max_num_seqs: int = MAX_NUM_SEQS,
+        num_templates: int | None = None,
+    ) -> None:
+        """cache, max_num_seqs, num_templates: see Model."""
         self.num_running = 0  # edits begun and not yet ended
         self._config = ModelConfig(model=model, dtype=dtype, threads=threads)
         self._arena = Arena.create(0, ARENA_BYTES)
         self._allocator = ArenaAllocator(self._arena)
-        pages = Arena.create(PAGE_ARENA, CacheConfig().host_bytes)
-        self._model = Model(self._config, self._arena, pages)
+        self._model = Model(self._config, self._arena, cache, max_num_seqs, num_templates)
         self._edits: dict[str, InlineEdit] = {}  # request id -> edit that the scheduler has
         self._num_requests = 0
 
     @property
-    def device(self) -> str:
-        return self._model.info.device
+    def scheduler(self) -> StepScheduler:
+        return self._model.scheduler
 
-    def begin(self, upload: Upload) -> InlineEdit:
-        """Decode an upload, make what the model needs of it, and hand that to the scheduler. Raises
-        RefusedUploadError.
+    @property
+    def denoised(self) -> float | None:
+        """See Model."""
+        return self._model.denoised
+
+    def begin(self, upload: Upload, sampling: SamplingParams | None = None) -> InlineEdit:
+        """Decode an upload, make what the model needs of it, and hand that to the scheduler. sampling: instead of the
+        upload's own. Raises RefusedUploadError.
         """
         with self._image_work():
             regions: list[ArrayRef] = []
@@ -141,7 +181,7 @@ class InlineEngine:
                 self._free(edit)
                 raise
             edit.upload_size = prepared.upload_width, prepared.upload_height
-            edit.request = self._request(edit, prepared)
+            edit.request = self._request(edit, prepared, sampling)
         self._edits[edit.request.request_id] = edit
         self._model.scheduler.add(edit.request)
         self.num_running += 1
@@ -153,7 +193,8 @@ class InlineEngine:
             for item in result.items:
                 if (edit := self._edits.get(item.request_id)) is not None and edit.begun is None:  # not a priming job
                     edit.begun = result.started
-        return [self._finish(output) for output in self._model.scheduler.take_outputs()]
+        outputs = self._model.scheduler.take_outputs()
+        return [self._finish(output) for output in outputs if output.request_id in self._edits]  # others were aborted
 
     def end(self, edit: InlineEdit) -> bytes:
         """Paste the pixels into the upload and encode the file: base64 of a PNG."""
@@ -163,14 +204,20 @@ class InlineEngine:
         self.num_running -= 1
         return file
 
-    def _finish(self, output: object) -> InlineEdit:
+    def abort(self, edits: Iterable[InlineEdit]) -> None:
+        """Give up edits that are not done."""
+        ids = [edit.request.request_id for edit in edits if edit.request is not None]
+        self.scheduler.abort(ids)
+        for edit in map(self._edits.pop, ids):
+            self._free(edit)
+            self.num_running -= 1
+
+    def _finish(self, output: Output) -> InlineEdit:
         if not isinstance(output, Finished):
             raise RuntimeError(f"an edit failed: {output}")
         edit = self._edits.pop(output.request_id)
         edit.decoded = time.monotonic()
         return edit
-
-    # ------------------------------------------------------------------------------------------------ image work
 
     @contextmanager
     def _image_work(self) -> Iterator[None]:
@@ -223,9 +270,10 @@ class InlineEngine:
             raise RuntimeError(f"a result was not encoded: {answer}")
         return bytes(self._arena.view(answer.encoded).data)
 
-    def _request(self, edit: InlineEdit, prepared: PreparedEdit) -> EditRequest:
+    def _request(self, edit: InlineEdit, prepared: PreparedEdit, asked_for: SamplingParams | None) -> EditRequest:
         info, upload = self._model.info, edit.upload
-        sampling = resolve(SamplingParams(num_inference_steps=upload.steps, seed=upload.seed), info)
+        own = SamplingParams(num_inference_steps=upload.steps, seed=upload.seed)
+        sampling = resolve(asked_for or own, info)
         asked, config = EditInput(prompt=upload.prompt, sampling=sampling), EngineConfig(models=(self._config,))
         resolved = ResolvedEdit.of(asked, info, sampling, prepared, config)
         edit.mask_ratio = resolved.mask_ratio

@@ -27,7 +27,12 @@ FIRST_SCENE = seeds.TUNING + 60_000
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = _parse(argv)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--num-edits", type=int, default=24, help="half under silhouettes, half under boxes")
+    parser.add_argument("--steps", type=int, default=8, help="denoising steps")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads")
+    parser.add_argument("--thresholds", type=float, nargs="+", default=THRESHOLDS, help="tried, ascending")
+    args = parser.parse_args(argv)
     asked = [*cases(FIRST_SCENE, args.num_edits // 2), *cases(FIRST_SCENE, args.num_edits // 2, "box")]
     exact, full_seconds = _run(None, asked, args)
     rows, best = [("no skipping", f"{full_seconds / len(asked):.3f} s per edit")], 0.0
@@ -54,15 +59,6 @@ def _run(
     start = time.perf_counter()
     made = [np.asarray(pipeline([fill])[0]) for fill in fills]
     return made, time.perf_counter() - start
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--num-edits", type=int, default=24, help="half under silhouettes, half under boxes")
-    parser.add_argument("--steps", type=int, default=8, help="denoising steps")
-    parser.add_argument("--threads", type=int, default=1, help="torch threads")
-    parser.add_argument("--thresholds", type=float, nargs="+", default=THRESHOLDS, help="tried, ascending")
-    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Sends edits when they are due, whatever has come back, to any server of OpenAI's images API.
+"""The load generator: sends edits to any server of OpenAI's images API, and reads what comes back.
 
-Latency counts from when an edit was due: waiting for a place within --max-concurrency, or for a client that is late, is
-the user's wait too. Bodies are made before the first edit is due, so that little is left to do by then.
+In an open loop edits are sent when they are due, whatever has come back, and latency counts from then: waiting for a
+place within --max-concurrency, or for a client that is late, is the user's wait too. Bodies are made before the first
+edit is due, so that little is left to do by then.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any
 
 import httpx
@@ -46,10 +49,53 @@ class Target:
 
 
 @dataclass(frozen=True)
+class Message:
+    """A POST, ready to be sent. is_stream: its answer is a stream of events."""
+
+    url: str
+    body: bytes
+    content_type: str = MULTIPART
+    is_stream: bool = False
+
+
+@dataclass
+class Answer:
+    """What came back. pictures: base64 of files, by ascending seed. partials: (index, picture) as they came. facts:
+    what a server tells beyond OpenAI's answer, in the shape of Stencil's `stencil` object. first_image: when the first
+    picture of either kind was there, seconds of time.perf_counter.
+    """
+
+    pictures: list[str] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
+    partials: list[tuple[int, str]] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    first_image: float | None = None
+
+
+class Refusal(Exception):
+    """An answer without a picture. status: of HTTP, 0 where there was no answer. code: of OpenAI's error envelope.
+    retry_after: seconds, where the server says so."""
+
+    def __init__(self, status: int, text: str, code: str = "", retry_after: float | None = None) -> None:
+        super().__init__(f"status {status}: {text}")
+        self.status = status
+        self.code = code
+        self.retry_after = retry_after
+
+    @classmethod
+    def of(cls, response: httpx.Response) -> Refusal:
+        """response: read, of another status than 200."""
+        retry_after = response.headers.get("retry-after")
+        code = ""
+        with suppress(msgspec.DecodeError):  # another server's error, or a proxy's
+            code = str(msgspec.json.decode(response.content, type=_Envelope).error.get("code"))
+        return cls(response.status_code, response.text[:200], code, None if retry_after is None else float(retry_after))
+
+
+@dataclass(frozen=True)
 class Outcome:
-    """What became of one edit; times in seconds after the start. first_image: when a partial or the final picture was
-    there. error: why there is none, empty where there is. facts: what a server tells beyond OpenAI's answer, in the
-    shape of Stencil's `stencil` object.
+    """What became of one edit; times in seconds after the start. first_image: see Answer. error: why there is no
+    picture, empty where there is. refusal: likewise, where the server answered.
     """
 
     due: float
@@ -59,6 +105,7 @@ class Outcome:
     error: str
     facts: Mapping[str, Any]
     slo_ms: float | None = None
+    refusal: Refusal | None = None
 
     @property
     def is_failed(self) -> bool:
@@ -78,6 +125,10 @@ class Run:
     seconds: float
     cpu_seconds: float
 
+    @property
+    def latencies(self) -> list[float]:
+        return [outcome.latency for outcome in self.outcomes]
+
 
 class WarmUpError(Exception):
     """An edit that a measurement is prepared with failed: what came after it would mean nothing."""
@@ -86,26 +137,105 @@ class WarmUpError(Exception):
 class _Picture(msgspec.Struct):
     b64_json: str | None = None
     url: str | None = None
+    seed: int = 0
 
 
-class _Answer(msgspec.Struct):
-    """Of an edit, and of a stream's last event."""
-
+class _Reply(msgspec.Struct):
     data: list[_Picture] = []
-    b64_json: str | None = None
     stencil: dict[str, Any] = {}
 
 
 class _Event(msgspec.Struct):
     type: str = ""
     b64_json: str | None = None
+    partial_image_index: int = 0
     stencil: dict[str, Any] = {}
     error: dict[str, Any] = {}
 
 
-def prepare(target: Target, calls: Sequence[EditCall]) -> list[bytes]:
-    """The bodies of these edits."""
-    return [_body(target, call) for call in calls]
+class _Envelope(msgspec.Struct):
+    error: dict[str, Any] = {}
+
+
+def connect(target: Target) -> httpx.AsyncClient:
+    """As many connections as there are edits under way."""
+    headers = {"authorization": f"Bearer {target.api_key}"}
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    return httpx.AsyncClient(headers=headers, limits=limits, timeout=target.timeout, trust_env=False)
+
+
+async def exchange(http: httpx.AsyncClient, message: Message) -> Answer:
+    """Send and wait for all pictures. Raises Refusal, httpx.HTTPError, and msgspec.DecodeError for what is no answer of
+    the API."""
+    headers = {"content-type": message.content_type}
+    if message.is_stream:
+        async with http.stream("POST", message.url, content=message.body, headers=headers) as response:
+            if response.status_code != 200:
+                await response.aread()
+                raise Refusal.of(response)
+            return await _read_events(response)
+    response = await http.post(message.url, content=message.body, headers=headers)
+    if response.status_code != 200:
+        raise Refusal.of(response)
+    reply = msgspec.json.decode(response.content, type=_Reply)
+    pictures = [picture.b64_json or picture.url or "" for picture in reply.data]
+    if not all(pictures) or not pictures:
+        raise Refusal(200, "the answer holds no picture")
+    return Answer(pictures, [picture.seed for picture in reply.data], [], reply.stencil, time.perf_counter())
+
+
+async def _read_events(response: httpx.Response) -> Answer:
+    answer, finals = Answer(), list[tuple[int, str]]()
+    async for line in response.aiter_lines():
+        if not line.startswith("data: {"):
+            continue
+        event = msgspec.json.decode(line.removeprefix("data: "), type=_Event)
+        if event.error:
+            raise Refusal(200, str(event.error), str(event.error.get("code")))
+        if not event.b64_json:
+            continue
+        answer.first_image = answer.first_image or time.perf_counter()
+        if event.type.endswith(".completed"):
+            answer.facts = event.stencil
+            finals.append((event.stencil.get("seed", 0), event.b64_json))
+        else:
+            answer.partials.append((event.partial_image_index, event.b64_json))
+    if not finals:
+        raise Refusal(200, "the stream ended without a completed event")
+    finals.sort()
+    answer.seeds, answer.pictures = [seed for seed, _ in finals], [picture for _, picture in finals]
+    return answer
+
+
+def multipart(fields: Mapping[str, Any], files: Mapping[str, bytes]) -> bytes:
+    """A body of type MULTIPART."""
+    parts = [*(_field(*each) for each in fields.items()), *(_file(*each) for each in files.items())]
+    return b"".join(parts) + f"--{BOUNDARY}--\r\n".encode()
+
+
+def _field(name: str, value: object) -> bytes:
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    head = f'--{BOUNDARY}\r\ncontent-disposition: form-data; name="{name}"\r\n\r\n'
+    return f"{head}{text}\r\n".encode()
+
+
+def _file(name: str, content: bytes) -> bytes:
+    kind = "jpeg" if content.startswith(b"\xff\xd8") else "webp" if content.startswith(b"RIFF") else "png"
+    head = f'content-disposition: form-data; name="{name}"; filename="{name}.{kind}"\r\ncontent-type: image/{kind}'
+    return f"--{BOUNDARY}\r\n{head}\r\n\r\n".encode() + content + b"\r\n"
+
+
+def prepare(target: Target, calls: Sequence[EditCall]) -> list[Message]:
+    """These edits, ready to be sent."""
+    return [_message(target, call) for call in calls]
+
+
+def _message(target: Target, call: EditCall) -> Message:
+    fields: dict[str, Any] = {"prompt": call.prompt, "seed": call.seed, "num_inference_steps": call.steps}
+    fields |= {} if target.model is None else {"model": target.model}
+    fields |= {"stream": True, "partial_images": target.partial_images} if target.partial_images else {}
+    files = {"image": call.image} | ({} if call.mask is None else {"mask": call.mask})
+    return Message(target.edits, multipart(fields | dict(target.extra), files), is_stream=target.partial_images > 0)
 
 
 async def send_on_time(
@@ -119,37 +249,50 @@ async def send_on_time(
     """An open loop: edit i is sent `due[i]` seconds after the start, or as soon then as fewer than max_concurrency are
     under way.
     """
-    bodies = prepare(target, calls)
+    messages = prepare(target, calls)
     places = asyncio.Semaphore(max_concurrency or len(calls) or 1)
 
     async with connect(target) as http, asyncio.TaskGroup() as group:
         start, cpu = time.perf_counter(), time.process_time()
 
-        async def one(call: EditCall, body: bytes, due: float) -> Outcome:
+        async def one(call: EditCall, message: Message, due: float) -> Outcome:
             async with places:
-                outcome = await _send(http, target, call, body, start, due)
+                outcome = await _send(http, message, call, start, due)
             on_done()
             return outcome
 
         tasks = []
-        for call, body, when in zip(calls, bodies, due, strict=True):
+        for call, message, when in zip(calls, messages, due, strict=True):
             await asyncio.sleep(max(0.0, start + when - time.perf_counter()))
-            tasks.append(group.create_task(one(call, body, when)))
+            tasks.append(group.create_task(one(call, message, when)))
     seconds = time.perf_counter() - start
     return Run([task.result() for task in tasks], seconds, time.process_time() - cpu)
 
 
-async def send_in_turn(target: Target, calls: Sequence[EditCall], concurrency: int) -> Run:
-    """A closed loop: so many clients, each sending its next edit when its last one is back."""
-    bodies = prepare(target, calls)
-    queue, outcomes = iter(zip(calls, bodies, strict=True)), list[Outcome]()
+async def send_in_turn(
+    target: Target,
+    calls: Sequence[EditCall],
+    concurrency: int,
+    *,
+    seconds: float | None = None,
+    on_done: Callable[[], object] = lambda: None,
+) -> Run:
+    """A closed loop: so many clients, each sending its next edit when its last one is back. seconds: edits go round,
+    and none is sent after this time; None: each is sent once.
+    """
+    outcomes = list[Outcome]()
     start, cpu = time.perf_counter(), time.process_time()
+    each = zip(calls, prepare(target, calls), strict=True)
+    queue: Iterator[tuple[EditCall, Message]] = each if seconds is None else cycle(each)
     async with connect(target) as http, asyncio.TaskGroup() as group:
 
         async def one_client() -> None:
-            for call, body in queue:
+            for call, message in queue:
                 due = time.perf_counter() - start
-                outcomes.append(await _send(http, target, call, body, start, due))
+                if seconds is not None and due > seconds:
+                    break
+                outcomes.append(await _send(http, message, call, start, due))
+                on_done()
 
         for _ in range(concurrency):
             group.create_task(one_client())
@@ -158,8 +301,7 @@ async def send_in_turn(target: Target, calls: Sequence[EditCall], concurrency: i
 
 async def send_alone(http: httpx.AsyncClient, target: Target, call: EditCall) -> Outcome:
     """One edit, over a connection that is kept. http: of `connect`."""
-    (body,) = prepare(target, [call])
-    return await _send(http, target, call, body, time.perf_counter(), 0.0)
+    return await _send(http, _message(target, call), call, time.perf_counter(), 0.0)
 
 
 async def warm_up(target: Target, calls: Sequence[EditCall], concurrency: int) -> Run:
@@ -169,6 +311,19 @@ async def warm_up(target: Target, calls: Sequence[EditCall], concurrency: int) -
     if failed:
         raise WarmUpError(f"{len(failed)} of {len(run.outcomes)} warm-ups failed: {failed[0].error}")
     return run
+
+
+async def _send(http: httpx.AsyncClient, message: Message, call: EditCall, start: float, due: float) -> Outcome:
+    sent = time.perf_counter() - start
+    answer, error, refusal = Answer(), "", None
+    try:
+        answer = await exchange(http, message)
+    except (httpx.HTTPError, msgspec.DecodeError, Refusal) as failure:
+        error = f"{type(failure).__name__}: {failure}"
+        refusal = failure if isinstance(failure, Refusal) else None
+    done = time.perf_counter() - start
+    first = None if answer.first_image is None else answer.first_image - start
+    return Outcome(due, sent, done, first, error, answer.facts, call.slo_ms, refusal)
 
 
 async def worker_seconds(target: Target) -> dict[str, float] | None:
@@ -195,81 +350,3 @@ def spent_between(before: Mapping[str, float] | None, after: Mapping[str, float]
     if before is None or after is None:
         return None
     return {stage: seconds - before.get(stage, 0.0) for stage, seconds in after.items()}
-
-
-def connect(target: Target) -> httpx.AsyncClient:
-    """As many connections as there are edits under way."""
-    headers = {"authorization": f"Bearer {target.api_key}"}
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    return httpx.AsyncClient(headers=headers, limits=limits, timeout=target.timeout, trust_env=False)
-
-
-async def _send(
-    http: httpx.AsyncClient, target: Target, call: EditCall, body: bytes, start: float, due: float
-) -> Outcome:
-    sent = time.perf_counter() - start
-    read = _read_stream if target.partial_images else _read_answer
-    error, first, facts = "", None, dict[str, Any]()
-    try:
-        facts, first = await read(http, target, body)
-    except (httpx.HTTPError, msgspec.DecodeError, _NoPicture) as failure:
-        error = f"{type(failure).__name__}: {failure}"
-    done = time.perf_counter() - start
-    return Outcome(due, sent, done, None if first is None else first - start, error, facts, call.slo_ms)
-
-
-class _NoPicture(Exception):
-    """The answer says so."""
-
-
-async def _read_answer(http: httpx.AsyncClient, target: Target, body: bytes) -> tuple[dict[str, Any], float]:
-    """(facts, when the picture was there)."""
-    answer = await http.post(target.edits, content=body, headers={"content-type": MULTIPART})
-    if answer.status_code != 200:
-        raise _NoPicture(f"status {answer.status_code}: {answer.text[:200]}")
-    decoded = msgspec.json.decode(answer.content, type=_Answer)
-    if not decoded.data or not (decoded.data[0].b64_json or decoded.data[0].url):
-        raise _NoPicture("the answer holds no picture")
-    return decoded.stencil, time.perf_counter()
-
-
-async def _read_stream(http: httpx.AsyncClient, target: Target, body: bytes) -> tuple[dict[str, Any], float]:
-    first: float | None = None
-    headers = {"content-type": MULTIPART}
-    async with http.stream("POST", target.edits, content=body, headers=headers) as answer:
-        if answer.status_code != 200:
-            raise _NoPicture(f"status {answer.status_code}: {(await answer.aread())[:200]!r}")
-        async for line in answer.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            event = msgspec.json.decode(line.removeprefix("data: "), type=_Event)
-            if event.b64_json and first is None:
-                first = time.perf_counter()
-            if event.type.endswith(".completed") and event.b64_json and first is not None:
-                return event.stencil, first
-            if event.error:
-                raise _NoPicture(str(event.error))
-    raise _NoPicture("the stream ended without a completed event")
-
-
-def _body(target: Target, call: EditCall) -> bytes:
-    fields: dict[str, Any] = {"prompt": call.prompt, "seed": call.seed, "num_inference_steps": call.steps}
-    fields |= {} if target.model is None else {"model": target.model}
-    fields |= {"stream": True, "partial_images": target.partial_images} if target.partial_images else {}
-    parts = [_field(name, value) for name, value in (fields | dict(target.extra)).items()]
-    parts.append(_file("image", call.image))
-    if call.mask is not None:
-        parts.append(_file("mask", call.mask))
-    return b"".join(parts) + f"--{BOUNDARY}--\r\n".encode()
-
-
-def _field(name: str, value: object) -> bytes:
-    text = str(value).lower() if isinstance(value, bool) else str(value)
-    head = f'--{BOUNDARY}\r\ncontent-disposition: form-data; name="{name}"\r\n\r\n'
-    return f"{head}{text}\r\n".encode()
-
-
-def _file(name: str, content: bytes) -> bytes:
-    kind = "jpeg" if content.startswith(b"\xff\xd8") else "webp" if content.startswith(b"RIFF") else "png"
-    head = f'content-disposition: form-data; name="{name}"; filename="{name}.{kind}"\r\ncontent-type: image/{kind}'
-    return f"--{BOUNDARY}\r\n{head}\r\n\r\n".encode() + content + b"\r\n"

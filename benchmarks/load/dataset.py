@@ -14,7 +14,7 @@ from PIL import Image
 
 from benchmarks.load import draws
 from benchmarks.load.pictures import Size, alpha_mask, box, encode, template
-from benchmarks.load.workload import PROMPTS
+from benchmarks.load.workload import IMAGE, MASK, prompt
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
@@ -59,6 +59,12 @@ class TraceLine(msgspec.Struct, frozen=True):
     slo_ms: float | None = None
 
 
+def example(first: int, number: int, steps: int) -> list[EditCall]:
+    """Edits of the example picture under its own mask, of mask ratio 0.25. first: their first seed."""
+    image, mask = IMAGE.read_bytes(), MASK.read_bytes()
+    return [EditCall(prompt(seed), steps, seed, image, mask, None) for seed in range(first, first + number)]
+
+
 def synthetic(mix: Mix, number: int, random: np.random.Generator) -> list[EditCall]:
     """Edits of the example picture in many contents, under boxes. Raises ValueError."""
     return from_trace(mix, [TraceLine()] * number, random)
@@ -78,7 +84,7 @@ def from_trace(mix: Mix, lines: Sequence[TraceLine], random: np.random.Generator
         which = mix.first_template + (templates[seed] if line.template is None else line.template)
         calls.append(
             EditCall(
-                prompt=line.prompt or PROMPTS[seed % len(PROMPTS)],
+                prompt=line.prompt or prompt(seed),
                 steps=line.num_inference_steps or steps[seed],
                 seed=seed,
                 image=_template_file(which, size),
@@ -126,7 +132,7 @@ def _is_picture(path: Path) -> bool:
 
 def _prompt(path: Path, seed: int) -> str:
     words = path.with_suffix(".txt")
-    return words.read_text().strip() if words.exists() else PROMPTS[seed % len(PROMPTS)]
+    return words.read_text().strip() if words.exists() else prompt(seed)
 
 
 def _mask(path: Path, area: float, random: np.random.Generator) -> dict[str, Any]:

@@ -13,14 +13,19 @@ from benchmarks.simulation.masks import MASKS
 Areas = Callable[[np.random.Generator, int], npt.NDArray[np.float64]]
 Integers = Callable[[np.random.Generator, int], npt.NDArray[np.int64]]
 
-MASK_AREAS = {"flashps-prod": MASKS["production"], "public": MASKS["public"], "viton": MASKS["tryon"]}
-"""FlashPS, figure 3 and section 2.2; means 0.11, 0.19 and 0.35."""
+MASK_AREAS = {
+    "flashps-prod": MASKS["production"],
+    "public": MASKS["public"],
+    "viton": MASKS["tryon"],
+    "gamma": MASKS["reference"],
+}
+"""FlashPS, figure 3 and section 2.2, means 0.11, 0.19 and 0.35; and a Gamma law of mean 0.15."""
 
 LEAST_AREA = 1e-4
 
 
 def mask_areas(text: str) -> Areas:
-    """`flashps-prod`, `public`, `viton` or `fixed:R`: shares of the picture under the mask. Raises ValueError."""
+    """A name of MASK_AREAS or `fixed:R`: shares of the picture under the mask. Raises ValueError."""
     if text in MASK_AREAS:
         draw = MASK_AREAS[text]
         return lambda random, number: draw(random, number).clip(LEAST_AREA, 1.0)

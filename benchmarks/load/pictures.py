@@ -37,6 +37,22 @@ def _example(size: Size) -> Pixels:
     return pixels
 
 
+def photo(size: Size, seed: int) -> Pixels:
+    """Smooth colours with the noise of a sensor. uint8 [height, width, 3]."""
+    random = np.random.default_rng(seed)
+    smooth = Image.fromarray(random.integers(0, 256, (6, 8, 3), np.uint8)).resize(size, Image.Resampling.BICUBIC)
+    noisy = np.asarray(smooth, np.int16) + random.integers(-6, 7, (size[1], size[0], 3), np.int16)
+    pixels: Pixels = noisy.clip(0, 255).astype(np.uint8)
+    return pixels
+
+
+def middle_box(share: float, size: Size) -> tuple[int, int, int, int]:
+    """(left, top, right, bottom) of a box in the middle, of the picture's shape, that takes this share of it."""
+    columns, rows = (round(side * share**0.5) for side in size)
+    left, top = (size[0] - columns) // 2, (size[1] - rows) // 2
+    return left, top, left + columns, top + rows
+
+
 def box(area: float, size: Size, random: np.random.Generator) -> tuple[int, int, int, int]:
     """(left, top, right, bottom) of a box that takes this share of the picture, of random shape and place."""
     width, height = size

@@ -104,7 +104,7 @@ def end_with_parent() -> None:
 
 
 def free_port() -> int:
-    """A TCP port nobody listens on now."""
+    """A TCP port that is free now."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]

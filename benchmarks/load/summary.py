@@ -34,7 +34,6 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     ends with the last arrival, and no server answers that at once. goodput: edits within their SLO. latency: from due
     to picture, all edits, a failed one infinite. latency_completed_ms: mean of those that came back. queue: the
     server's own figure. keeps_up: achieved at least 0.98 of the offered rate, no failure; None without a rate.
-    stage_ms: means of what the server says of its parts, `queue` among them.
     client_late_ms: P99 of how long after their due times edits were sent.
     """
 
@@ -56,7 +55,6 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     mask_ratio: float | None
     hit_ratio: float | None
     worker_seconds: dict[str, float] | None
-    stage_ms: dict[str, float]
     client_late_ms: float
     client_cpu_ms: float
     errors: tuple[str, ...]
@@ -104,7 +102,6 @@ def summarise(run: Run, context: Context) -> Summary:
         mask_ratio=_mean(_facts(completed, "mask_ratio")),
         hit_ratio=_mean([fact == "hit" for fact in _facts(completed, "cache") if fact != "off"]),
         worker_seconds=None if context.worker_seconds is None else dict(context.worker_seconds),
-        stage_ms=_stage_means(_facts(completed, "ms")),
         client_late_ms=1e3 * percentile([outcome.sent - outcome.due for outcome in outcomes] or [0.0], 0.99),
         client_cpu_ms=1e3 * run.cpu_seconds / max(1, len(outcomes)),
         errors=tuple(sorted({outcome.error for outcome in outcomes if outcome.error})[:5]),
@@ -132,11 +129,6 @@ def _keeps_up(achieved: float, rate: float | None, num_failed: int) -> bool | No
 
 def _queue_seconds(completed: Iterable[Outcome]) -> list[float]:
     return [ms["queue"] / 1e3 for ms in _facts(completed, "ms") if "queue" in ms]
-
-
-def _stage_means(parts: Sequence[dict[str, float]]) -> dict[str, float]:
-    names = dict.fromkeys(name for ms in parts for name in ms)
-    return {name: round(statistics.fmean(ms.get(name, 0.0) for ms in parts), 3) for name in names}
 
 
 def _first_image(completed: Sequence[Outcome], context: Context) -> Spread | None:

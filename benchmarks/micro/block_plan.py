@@ -1,38 +1,35 @@
-"""One step whose pages come from a slow tier: `python -m benchmarks.micro.block_plan [--rounds 7]`.
+"""One step whose pages come from a slow tier, under several plans of which blocks to compute in full.
 
 FLUX-shaped blocks with random weights; one of the two keyframes around the step lies in memory, the other comes through
 the real page store from files that are slowed down to a tier's speed. As figure 4 (left) of FlashPS: load everything
 first, load block by block beside the computing, the paper's Algorithm 1, our plan, and the ideal of nothing to load.
-Beside what was measured stands what `core.block_plan` predicts from the times of the blocks. Pages of keys and values
-allow only leading full blocks, so Algorithm 1's choice is predicted as it is, and run with as many full blocks put
-first.
-
-Then the time that planning takes for 57 blocks.
+Beside what was measured stands what `finish_time` predicts from the times of the blocks. Pages of keys and values allow
+only leading full blocks, so Algorithm 1's choice is predicted as it is, and run with as many full blocks put first.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
 
 import torch
 
-from benchmarks.micro.denoiser_step import flux_shape, primed_entry
+from benchmarks.command import command
+from benchmarks.micro.denoiser_step import flux_shape, primed_entry, random_row
 from benchmarks.report import Value, print_report
-from core.block_plan import Run, algorithm_1, finish_time, plan_prefix, plan_subset, prefix_of
+from benchmarks.turns import medians, timed
+from core.block_plan import Times, plan_prefix
 from core.handles import EntryRef
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages.worker import PageCopied, PageCopy
-from model_executor.models.base import Row
 from model_executor.models.flux_transformer import FluxTransformer
 from model_executor.page_files import Bytes, PageFiles
 from model_executor.page_store import OnBlock, PageStore
@@ -45,8 +42,32 @@ WEIGHT = 0.37
 SLOWNESS = (0.5, 2.0, 5.0)
 """Loading of a block over computing it with pages: three tiers."""
 
-FLUX_DOUBLE, FLUX_SINGLE = 19, 38
-"""Blocks of FLUX.1."""
+
+def finish_time(cached: Sequence[bool], compute_full: Times, compute_cached: Times, load: Times) -> float:
+    """When the last block is done. cached: whether each block uses its pages. Times: by block."""
+    loaded = done = 0.0
+    for is_cached, full, active, loading in zip(cached, compute_full, compute_cached, load, strict=True):
+        if is_cached:
+            loaded += loading
+            done = max(loaded, done) + active
+        else:
+            done += full
+    return done
+
+
+def algorithm_1(compute_full: Times, compute_cached: Times, load: Times) -> tuple[bool, ...]:
+    """The rule of FlashPS (section 4.2, Algorithm 1): block after block, use the pages if that block then ends no later
+    than computed in full. There the blocks are equal, here they need not be."""
+    loaded = done = 0.0
+    cached = []
+    for full, active, loading in zip(compute_full, compute_cached, load, strict=True):
+        end = max(loaded + loading, done) + active
+        cached.append(end <= done + full)
+        if cached[-1]:
+            loaded, done = loaded + loading, end
+        else:
+            done += full
+    return tuple(cached)
 
 
 class SlowFiles(PageFiles):
@@ -87,8 +108,9 @@ class Step:
         self._num_double = module.config.num_layers
         self._transformer = FluxTransformer(module, 1000)
         self.layout = self._transformer.page_layout("int8")
-        self._num_tokens, self._row = shape.image_tokens, _row(shape.grid, shape.text_tokens, module.config)
-        near, far = primed_entry(self._transformer, self._row, 0.75), primed_entry(self._transformer, self._row, 0.5)
+        self._num_tokens, row = shape.image_tokens, random_row(self._transformer, shape.grid, shape.text_tokens)
+        self._row = replace(row, active=torch.arange(round(MASK_RATIO * shape.image_tokens)))
+        near, far = (primed_entry(self._transformer, row, sigma) for sigma in (0.75, 0.5))
         arena = Arena.create(1, -(-2 * len(far) // 4096) * 4096)
         self._far = EntryRef("far", len(far), ArenaAllocator(arena).alloc(len(far)))
         self._files = SlowFiles(directory, 2 * len(far))
@@ -104,7 +126,7 @@ class Step:
 
     def in_memory(self, num_full: int = 0) -> float:
         """Seconds of the step with nothing to load."""
-        return self._timed(lambda: self._forward(num_full, None))
+        return timed(lambda: self._forward(num_full, None))()
 
     def loading(self, num_full: int, seconds_per_block: float, *, wait_for_all: bool = False) -> float:
         """Seconds of the step from the start of its loads."""
@@ -123,7 +145,7 @@ class Step:
                     self._wait(block)
             self._forward(num_full, self._wait)
 
-        seconds = self._timed(step)
+        seconds = timed(step)()
         assert self._copied.get().ok
         return seconds
 
@@ -134,8 +156,8 @@ class Step:
         intervals = [self._intervals() for _ in range(rounds)]
         double = statistics.median(t for one in intervals for t in one[: num_double - 1])
         single = statistics.median(t for one in intervals for t in one[num_double:])
-        ends = [[self.in_memory(full) for full in (0, num_double, num_blocks)] for _ in range(rounds)]
-        none, doubles, every = (statistics.median(column) for column in zip(*ends, strict=True))
+        ends = {full: partial(self.in_memory, full) for full in (0, num_double, num_blocks)}
+        none, doubles, every = medians(ends, rounds).values()
         more_double, more_single = (doubles - none) / num_double, (every - doubles) / (num_blocks - num_double)
         cached = [double] * num_double + [single] * (num_blocks - num_double)
         more = [more_double] * num_double + [more_single] * (num_blocks - num_double)
@@ -154,17 +176,9 @@ class Step:
         pages = replace(self._pages, wait=wait)
         self._transformer.forward([replace(self._row, pages=pages, full_blocks=range(num_full))])
 
-    @staticmethod
-    def _timed(step: Callable[[], None]) -> float:
-        start = time.perf_counter()
-        step()
-        return time.perf_counter() - start
 
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7, help="each figure is the median of so many")
-    args = parser.parse_args()
+def main(argv: Sequence[str] | None = None) -> None:
+    args = command(__doc__, rounds=7).parse_args(argv)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory, torch.inference_mode():
         step = Step(Path(directory))
@@ -172,93 +186,50 @@ def main() -> None:
             step.in_memory()
             times = step.block_times(args.rounds)
             for slowness in SLOWNESS:
-                measure(step, times, slowness, args.rounds)
-    measure_planning()
+                _measure(step, times, slowness, args.rounds, args.output)
 
 
-def measure(step: Step, times: BlockTimes, slowness: float, rounds: int) -> None:
-    """All ways of a step over one tier, taking turns."""
-    seconds_per_block = slowness * statistics.mean(times.cached)
-    num_blocks = step.layout.num_blocks
-    load = [seconds_per_block] * num_blocks
-    papers = algorithm_1(times.full, times.cached, load)
-    ours = plan_prefix(times.full, times.cached, load)
-    cached = (True,) * num_blocks
-    ways: dict[str, tuple[Callable[[], float], float]] = {
-        "load, then compute": (
-            lambda: step.loading(0, seconds_per_block, wait_for_all=True),
-            sum(load) + times.end(cached, [0.0] * num_blocks),
-        ),
-        "block by block": (lambda: step.loading(0, seconds_per_block), times.end(cached, load)),
-        f"Algorithm 1, {papers.count(False)} full": (
-            lambda: step.loading(papers.count(False), seconds_per_block),
-            times.end(papers, load),
-        ),
-        f"ours, {ours} full": (
-            lambda: step.loading(ours, seconds_per_block),
-            times.end(prefix_of(ours, num_blocks), load),
-        ),
-        "nothing to load": (step.in_memory, times.end(cached, [0.0] * num_blocks)),
-    }
-    turns = [[run() for run, _ in ways.values()] for _ in range(rounds)]
-    measured = [statistics.median(column) for column in zip(*turns, strict=True)]
-    ideal = measured[-1]
-    speed = step.block_bytes / seconds_per_block / 1e6
-    rows = [
-        (name, f"{seconds * 1e3:7.1f} ms   predicted {predicted * 1e3:7.1f}   {seconds / ideal:5.2f}x the ideal")
-        for (name, (_, predicted)), seconds in zip(ways.items(), measured, strict=True)
+@dataclass(frozen=True)
+class Way:
+    """name: in JSON. label: in tables. run: a step, in seconds. predicted: its seconds."""
+
+    name: str
+    label: str
+    run: Callable[[], float]
+    predicted: float
+
+
+def _ways(step: Step, times: BlockTimes, seconds_per_block: float) -> list[Way]:
+    number = step.layout.num_blocks
+    load, nothing, cached = [seconds_per_block] * number, [0.0] * number, (True,) * number
+    papers, ours = algorithm_1(times.full, times.cached, load), plan_prefix(times.full, times.cached, load)
+    in_full, prefix = papers.count(False), (False,) * ours + cached[ours:]
+    run = partial(step.loading, seconds_per_block=seconds_per_block)
+    naive = sum(load) + times.end(cached, nothing)
+    return [
+        Way("naive", "load, then compute", partial(run, 0, wait_for_all=True), naive),
+        Way("pipeline", "block by block", partial(run, 0), times.end(cached, load)),
+        Way("algorithm_1", f"Algorithm 1, {in_full} full", partial(run, in_full), times.end(papers, load)),
+        Way("ours", f"ours, {ours} full", partial(run, ours), times.end(prefix, load)),
+        Way("ideal", "nothing to load", step.in_memory, times.end(cached, nothing)),
     ]
-    names = ("naive", "pipeline", "algorithm_1", "ours", "ideal")
-    result: dict[str, Value] = {"MB_per_s": speed, "load_over_cached": slowness, "full_blocks": ours}
-    result |= {f"{name}_ms": seconds * 1e3 for name, seconds in zip(names, measured, strict=True)}
-    result |= {f"{name}_predicted_ms": way[1] * 1e3 for name, way in zip(names, ways.values(), strict=True)}
+
+
+def _measure(step: Step, times: BlockTimes, slowness: float, rounds: int, output: Path | None) -> None:
+    """All ways of a step over one tier, in turns."""
+    seconds_per_block = slowness * statistics.mean(times.cached)
+    speed = step.block_bytes / seconds_per_block / 1e6
+    ways = _ways(step, times, seconds_per_block)
+    seconds = medians({way.name: way.run for way in ways}, rounds)
+    ideal, rows = seconds["ideal"], list[tuple[str, str]]()
+    result: dict[str, Value] = {"benchmark": "block_plan", "MB_per_s": speed, "load_over_cached": slowness}
+    for way in ways:
+        taken, predicted = seconds[way.name] * 1e3, way.predicted * 1e3
+        compared = f"{taken:7.1f} ms   predicted {predicted:7.1f}   {taken / ideal / 1e3:5.2f}x the ideal"
+        rows.append((way.label, compared))
+        result |= {f"{way.name}_ms": taken, f"{way.name}_predicted_ms": predicted}
     title = f"Tier of {speed:.0f} MB/s: a block loads in {slowness} times its computing; {MASK_RATIO:.0%} active tokens"
-    print_report(title, rows, result)
-
-
-def measure_planning() -> None:
-    """Microseconds to plan as many blocks as FLUX.1 has: of equal cost, of its two kinds, and in more runs."""
-    number = FLUX_DOUBLE + FLUX_SINGLE
-    double, single = Run(6.0, 1.5, 2.0, 1), Run(4.0, 1.0, 2.0, 1)
-    kinds = {
-        "equal": [single._replace(number=number)],
-        "two runs": [double._replace(number=FLUX_DOUBLE), single._replace(number=FLUX_SINGLE)],
-        "three runs": [double._replace(number=4), single._replace(number=number - 8), double._replace(number=4)],
-        "alternating": [double, single] * (number // 2) + [double],
-    }
-    rows: list[tuple[str, str]] = []
-    result: dict[str, Value] = {}
-    for name, runs in kinds.items():
-        blocks = [[run[i] for run in runs for _ in range(run.number)] for i in range(3)]
-        prefix, subset = _microseconds(plan_prefix, *blocks), _microseconds(plan_subset, runs)
-        rows.append((name, f"prefix {prefix:5.0f} us   subset {subset:5.0f} us"))
-        result |= {f"prefix_{name.replace(' ', '_')}_us": prefix, f"subset_{name.replace(' ', '_')}_us": subset}
-    print_report(f"Planning {number} blocks", rows, result)
-
-
-def _microseconds(plan: Callable[..., object], *times: object) -> float:
-    seconds = []
-    for _ in range(200):
-        start = time.perf_counter()
-        plan(*times)
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds) * 1e6
-
-
-def _row(grid: tuple[int, int], text_tokens: int, config: Any) -> Row:
-    """A request with random inputs, and active tokens in one run."""
-    generator = torch.Generator().manual_seed(0)
-    image_tokens = grid[0] * grid[1]
-    return Row(
-        latents=torch.randn(image_tokens, config.out_channels, generator=generator),
-        condition=torch.randn(image_tokens, config.in_channels - config.out_channels, generator=generator),
-        prompt_embeds=torch.randn(text_tokens, config.joint_attention_dim, generator=generator),
-        pooled_prompt_embeds=torch.randn(config.pooled_projection_dim, generator=generator),
-        sigma=torch.tensor(0.6),
-        guidance_scale=1.0,
-        grid=grid,
-        active=torch.arange(round(MASK_RATIO * image_tokens)),
-    )
+    print_report(title, rows, result, output)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import heapq
-import statistics
 import time
 from bisect import bisect_left
 from collections import OrderedDict, deque
@@ -20,7 +19,9 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from random import Random
 
-from benchmarks.report import print_report
+from benchmarks.command import command
+from benchmarks.report import Row, print_report
+from benchmarks.turns import medians, timed
 from core.activation_cache import ActivationCacheManager, TierBudget
 from core.cache_entry import EntryState, Want
 from core.page_scheme import PageLayout, PageScheme, latents_key, page_key
@@ -44,20 +45,21 @@ ALPHAS = (0.6, 0.8, 1.0, 1.2)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = _parse(argv)
+    parser = command(__doc__, seed=0)
+    parser.add_argument("--templates", type=int, default=500, help="how many there are; a tenth fits, at least 20")
+    parser.add_argument("--edits", type=int, default=10_000, help="draws per Zipf exponent")
+    parser.add_argument("--repeats", type=int, default=2_000, help="steps of bookkeeping that are timed")
+    args = parser.parse_args(argv)
     rows, result = _bookkeeping(args)
     for alpha in ALPHAS:
         more_rows, more = _choice(args, alpha)
         rows += more_rows
         result |= more
     title = f"cache manager, {NUM_REQUESTS} requests in flight, templates 10x more than fit, {args.edits} edits"
-    print_report(title, rows, result)
+    print_report(title, rows, {"benchmark": "cache_policy"} | result, args.output)
 
 
-# ------------------------------------------------------------------------------------------------------- bookkeeping
-
-
-def _bookkeeping(args: argparse.Namespace) -> tuple[list[tuple[str, str]], dict[str, float]]:
+def _bookkeeping(args: argparse.Namespace) -> tuple[list[Row], dict[str, float]]:
     apart = [template_wants(f"{number:064x}", 4096) for number in range(NUM_REQUESTS)]
     step = _microseconds(args.repeats, apart)
     shared = _microseconds(args.repeats, [apart[0]] * NUM_REQUESTS)
@@ -75,9 +77,8 @@ def _microseconds(repeats: int, requests: Sequence[Sequence[Want]]) -> float:
         edit(manager, wants)
         manager.release(want.key for want in wants)
     keys = [[want.key for want in wants] for wants in requests]
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
+
+    def step() -> None:
         for wants in requests:
             manager.reserve(wants, _never)
         for names in keys:
@@ -86,28 +87,25 @@ def _microseconds(repeats: int, requests: Sequence[Sequence[Want]]) -> float:
                     manager.ref(key)
         for names in keys:
             manager.release(names)
-        times.append(time.perf_counter() - start)
+
+    seconds = medians({"step": timed(step)}, repeats)["step"]
     manager.check_integrity()
-    return statistics.median(times) * 1e6
+    return seconds * 1e6
 
 
-# ------------------------------------------------------------------------------------------------------- choice
-
-
-def _choice(args: argparse.Namespace, alpha: float) -> tuple[list[tuple[str, str]], dict[str, float]]:
+def _choice(args: argparse.Namespace, alpha: float) -> tuple[list[Row], dict[str, float]]:
     templates = list(draw_templates(args.templates, Random(args.seed)))
-    budget = sum(nbytes_of(wants) for wants in templates) // 10
+    sizes = [nbytes_of(wants) for wants in templates]
+    budget = sum(sizes) // 10
     draws = draw_edits(len(templates), alpha, args.edits, Random(args.seed + 1))
     start = time.perf_counter()
     ours = manager_hit_ratio(templates, draws, budget)
     cost = (time.perf_counter() - start) / len(draws) * 1e6
-    sizes = [nbytes_of(wants) for wants in templates]
     lru, best = lru_hit_ratio(templates, draws, budget), belady_hit_ratio(sizes, draws, budget)
     values = f"{ours:.3f} / {lru:.3f} / {best:.3f}; {ours / lru:.3f} of LRU; {cost:.0f} us an edit"
-    names = {"hit_ratio": ours, "lru_hit_ratio": lru, "belady_hit_ratio": best}
-    return [(f"bytes found, Zipf {alpha}: ours / LRU / optimum", values)], {
-        f"{name}_zipf_{alpha}": value for name, value in names.items()
-    }
+    result = {"hit_ratio": ours, "lru_hit_ratio": lru, "belady_hit_ratio": best}
+    row = f"bytes found, Zipf {alpha}: ours / LRU / optimum", values
+    return [row], {f"{name}_zipf_{alpha}": value for name, value in result.items()}
 
 
 def draw_templates(number: int, random: Random) -> Iterator[list[Want]]:
@@ -200,9 +198,6 @@ def following_uses(draws: Sequence[int]) -> list[int]:
     return following
 
 
-# ------------------------------------------------------------------------------------------------------- both
-
-
 def new_manager(budget: int) -> ActivationCacheManager:
     return ActivationCacheManager([TierBudget("host", budget)], has_disk=False, page_arena_id=0, keep_all=True)
 
@@ -213,15 +208,6 @@ def nbytes_of(wants: Sequence[Want]) -> int:
 
 def _never(tier: str, nbytes: int) -> bool:
     return False
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--templates", type=int, default=500, help="how many there are; a tenth fits, at least 20")
-    parser.add_argument("--edits", type=int, default=10_000, help="draws per Zipf exponent")
-    parser.add_argument("--repeats", type=int, default=2_000, help="steps of bookkeeping that are timed")
-    parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

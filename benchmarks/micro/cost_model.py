@@ -18,8 +18,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.command import command
 from benchmarks.report import Value, print_report
-from benchmarks.serving.pipeline_loop import DTYPES
+from benchmarks.turns import timed
 from core.config import EMBEDDED_MODEL, ModelConfig
 from core.cost_model import CostKey, CostModel, Work
 from core.handles import ModelKey
@@ -49,6 +50,9 @@ class Accuracy:
     median_error: float
     p90_error: float
 
+    def __str__(self) -> str:
+        return f"R^2 {self.r_squared:.4f}, error median {self.median_error:.1%}, p90 {self.p90_error:.1%}"
+
     @classmethod
     def of(cls, model: CostModel, timings: Sequence[Timing]) -> Accuracy:
         seconds = np.array([timing.seconds for timing in timings])
@@ -60,7 +64,10 @@ class Accuracy:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = _parse(argv)
+    parser = command(__doc__, model=EMBEDDED_MODEL, dtype="float32", threads=1, seed=0)
+    parser.add_argument("--num-batches", type=int, default=200, help="held-out batches, and as many training batches")
+    parser.add_argument("--pairs", type=Path, help="file for (stage, seconds, predicted seconds) of held-out batches")
+    args = parser.parse_args(argv)
     set_threads(args.threads)
     batches, samples, probe_seconds = _open(args.model, args.dtype)
     timings = _run(batches, args.num_batches * 2, random.Random(args.seed))
@@ -86,9 +93,9 @@ def _open(model: str, dtype: str) -> tuple[Batches, list[CostSample], float]:
     models.load_all()
     models.warm_up()
     (info,) = models.ready(0).models
-    start = time.perf_counter()
-    samples = probe(models.families[info.name], info, BUDGET_SECONDS)
-    return Batches(models.families[info.name], info), samples, time.perf_counter() - start
+    family, start = models.families[info.name], time.perf_counter()
+    samples = probe(family, info, BUDGET_SECONDS)
+    return Batches(family, info), samples, time.perf_counter() - start
 
 
 @torch.inference_mode()
@@ -106,13 +113,11 @@ def _draw_share(dice: random.Random) -> float:
     return 1.0 if dice.random() < EXACT_SHARE else dice.uniform(0.01, 0.95)
 
 
-def _time(timed: Timed) -> Timing:
+def _time(batch_of: Timed) -> Timing:
     """The second of two calls: a request's later steps, which are most of them."""
-    stage, work, batch = timed
+    stage, work, batch = batch_of
     batch()
-    start = time.perf_counter()
-    batch()
-    return Timing(stage, work, time.perf_counter() - start)
+    return Timing(stage, work, timed(batch)())
 
 
 def _fitted(samples: Sequence[CostSample], training: Sequence[Timing]) -> CostModel:
@@ -136,10 +141,7 @@ def _microseconds(model: CostModel, timings: Sequence[Timing]) -> tuple[float, f
         model.predict(_key(timing.stage), timing.work)
 
     def mean(call: Callable[[Timing], object]) -> float:
-        start = time.perf_counter()
-        for timing in timings:
-            call(timing)
-        return (time.perf_counter() - start) / len(timings) * 1e6
+        return timed(lambda: [call(timing) for timing in timings])() / len(timings) * 1e6
 
     return mean(lambda timing: model.predict(_key(timing.stage), timing.work)), mean(learn)
 
@@ -154,12 +156,7 @@ def _report(
     result: dict[str, Value] = {"benchmark": "cost_model", "dtype": args.dtype, "threads": args.threads}
     rows = []
     for name, accuracy in accuracies.items():
-        rows.append(
-            (
-                name,
-                f"R^2 {accuracy.r_squared:.4f}, error median {accuracy.median_error:.1%}, p90 {accuracy.p90_error:.1%}",
-            )
-        )
+        rows.append((name, str(accuracy)))
         slug = name.replace(", ", "_").replace(" ", "_")
         result |= {f"{slug}_r_squared": accuracy.r_squared, f"{slug}_median_error": accuracy.median_error}
     rows += [
@@ -168,18 +165,8 @@ def _report(
         ("observing and predicting one", f"{microseconds[1]:.1f} us"),
     ]
     result |= {"probe_s": probe_seconds, "predict_us": microseconds[0], "observe_predict_us": microseconds[1]}
-    print_report(f"{args.num_batches} held-out batches, {args.dtype}, {args.threads} threads", rows, result)
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--model", default=EMBEDDED_MODEL, help="diffusers checkpoint")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="compute type")
-    parser.add_argument("--threads", type=int, default=1, help="torch threads")
-    parser.add_argument("--num-batches", type=int, default=200, help="held-out batches, and as many training batches")
-    parser.add_argument("--seed", type=int, default=0, help="of the random batches")
-    parser.add_argument("--pairs", type=Path, help="file for (stage, seconds, predicted seconds) of held-out batches")
-    return parser.parse_args(argv)
+    title = f"{args.num_batches} held-out batches, {args.dtype}, {args.threads} threads"
+    print_report(title, rows, result, args.output)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,16 @@
-"""One denoising step, mask-aware against exact: `python -m benchmarks.micro.denoiser_step [--threads 1] [--dtype float32]`.
+"""One denoising step, mask-aware against exact.
 
 Shapes: small blocks like FLUX's with random weights, and the embedded model; with `--shape`, a pair of blocks of the
-width that a family's checkpoints have, at 512 x 512 pixels or `--side`. Pages are as they are shipped: int8
-keyframes, dequantised and interpolated within the step. Every time is compared with diffusers' own forward of the same
-module and with our exact step; the first also shows what our products and batching gain, the second what the mask alone
-does. Ours have their modulation at hand, which a run computes once for all of its steps. The bound is the ratio of
-floating-point operations. All sides take turns in one process; figures are medians.
+width that a family's checkpoints have. Pages are int8 keyframes, dequantised and interpolated within the step. Every
+time is compared with diffusers' own forward of the same module, which also shows what our products and batching gain,
+and with our exact step. Modulation is at hand, which a run computes once for all of its steps. The bound is the ratio
+of floating-point operations. All take turns in one process; figures are medians.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,7 +26,9 @@ from diffusers.utils.logging import set_verbosity_error
 from torch import Tensor
 
 import model_executor
+from benchmarks.command import command
 from benchmarks.report import Value, print_report
+from benchmarks.turns import medians, timed
 from model_executor.models.base import PrimeRow, Row
 from model_executor.models.denoiser import Denoiser
 from model_executor.models.flux_transformer import FluxTransformer
@@ -76,8 +75,10 @@ class Bench:
         self._diffusers = copy.deepcopy(shape.module).to(dtype).eval().requires_grad_(False)
         self._ours = shape.denoiser(shape.module.to(dtype).eval().requires_grad_(False), 1000)
         self._dtype = dtype
-        self._row = self._make_row()
-        self._entries = [self._primed(0.75), self._primed(0.5)]
+        row = random_row(self._ours, shape.grid, shape.text_tokens, dtype)
+        table = self._ours.modulation(row.pooled_prompt_embeds, row.guidance_scale, row.sigma[None], 1)
+        self._row = replace(row, modulation=table)
+        self._entries = [primed_entry(self._ours, self._row, sigma) for sigma in (0.75, 0.5)]
 
     def exact(self) -> object:
         return self._ours.forward([self._row])
@@ -124,30 +125,25 @@ class Bench:
         pages = Pages(self._ours.page_layout("int8"), self.shape.image_tokens, near, far, WEIGHT)
         return replace(self._row, active=tokens, pages=pages)
 
-    def _make_row(self) -> Row:
-        config = self.shape.module.config
-        generator = torch.Generator().manual_seed(0)
 
-        def draw(*size: int) -> Tensor:
-            return torch.randn(size, generator=generator).to(self._dtype)
+def random_row(denoiser: Denoiser, grid: tuple[int, int], text_tokens: int, dtype: torch.dtype = torch.float32) -> Row:
+    """An exact row with random inputs."""
+    config, generator = denoiser.module.config, torch.Generator().manual_seed(0)
 
-        width = config.out_channels * config.patch_size**2
-        beside = config.in_channels * config.patch_size**2 - width
-        condition = width if self.shape.denoiser.rows_per_token == 2 else beside
-        row = Row(
-            latents=draw(self.shape.image_tokens, width),
-            condition=draw(self.shape.image_tokens, condition),
-            prompt_embeds=draw(self.shape.text_tokens, config.joint_attention_dim),
-            pooled_prompt_embeds=draw(config.get("pooled_projection_dim", 0)),
-            sigma=torch.tensor(0.6),
-            guidance_scale=1.0,
-            grid=self.shape.grid,
-        )
-        table = self._ours.modulation(row.pooled_prompt_embeds, row.guidance_scale, row.sigma[None], 1)
-        return replace(row, modulation=table)
+    def draw(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator).to(dtype)
 
-    def _primed(self, sigma: float) -> Tensor:
-        return primed_entry(self._ours, self._row, sigma)
+    width, image_tokens = config.out_channels * config.patch_size**2, grid[0] * grid[1]
+    beside = config.in_channels * config.patch_size**2 - width
+    return Row(
+        latents=draw(image_tokens, width),
+        condition=draw(image_tokens, width if denoiser.rows_per_token == 2 else beside),
+        prompt_embeds=draw(text_tokens, config.joint_attention_dim),
+        pooled_prompt_embeds=draw(config.get("pooled_projection_dim", 0)),
+        sigma=torch.tensor(0.6),
+        guidance_scale=1.0,
+        grid=grid,
+    )
 
 
 def primed_entry(transformer: Denoiser, row: Row, sigma: float) -> Tensor:
@@ -168,15 +164,12 @@ def primed_entry(transformer: Denoiser, row: Row, sigma: float) -> Tensor:
     return entry
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--rounds", type=int, default=7, help="each figure is the median of so many")
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = command(__doc__, dtype="float32", threads=1, rounds=7)
     parser.add_argument("--shape", choices=WIDE, help="measure this one only, at mask ratio 0.2")
     parser.add_argument("--side", type=int, default=512, help="with --shape: the square picture's, in pixels")
     parser.add_argument("--skip-batch", action="store_true", help=f"leave out the batches of {BATCH}")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     set_verbosity_error()
     dtype = getattr(torch, args.dtype)
@@ -190,62 +183,68 @@ def main() -> None:
             measure_batch(Bench(flux_shape(), dtype), args)
 
 
-def flux_shape() -> Shape:
-    """Blocks as FLUX has them, hidden size 512, random weights."""
+def _shape(
+    name: str,
+    make: Callable[[], Any],
+    grid: tuple[int, int],
+    text_tokens: int,
+    denoiser: type[Denoiser] = FluxTransformer,
+) -> Shape:
+    """Of a module with random weights, or its own."""
     torch.manual_seed(0)
     with torch.inference_mode(False):
-        module = FluxTransformer2DModel(
-            in_channels=384,
-            out_channels=64,
-            num_layers=4,
-            num_single_layers=8,
-            attention_head_dim=64,
-            num_attention_heads=8,
-            joint_attention_dim=256,
-            pooled_projection_dim=256,
-            guidance_embeds=False,
-            axes_dims_rope=(16, 24, 24),
-        )
-    return Shape("FLUX-shaped, hidden 512, 4 + 8 blocks", module, (32, 32), 64)
+        return Shape(name, make(), grid, text_tokens, denoiser)
+
+
+def flux_shape() -> Shape:
+    """Blocks as FLUX has them, hidden size 512, random weights."""
+    make = partial(
+        FluxTransformer2DModel,
+        in_channels=384,
+        out_channels=64,
+        num_layers=4,
+        num_single_layers=8,
+        attention_head_dim=64,
+        num_attention_heads=8,
+        joint_attention_dim=256,
+        pooled_projection_dim=256,
+        guidance_embeds=False,
+        axes_dims_rope=(16, 24, 24),
+    )
+    return _shape("FLUX-shaped, hidden 512, 4 + 8 blocks", make, (32, 32), 64)
 
 
 def embedded_shape() -> Shape:
     """The embedded model at 256 x 256 pixels."""
     path = Path(model_executor.__path__[0]) / "embedded" / "transformer"
-    with torch.inference_mode(False):
-        module = FluxTransformer2DModel.from_pretrained(path)
-    return Shape("embedded model, hidden 256, 2 + 5 blocks", module, (16, 16), 24)
+    make = partial(FluxTransformer2DModel.from_pretrained, path)
+    return _shape("embedded model, hidden 256, 2 + 5 blocks", make, (16, 16), 24)
 
 
 def flux_1_shape(side: int) -> Shape:
     """One block of each kind as FLUX.1 has them, without Fill's condition."""
-    torch.manual_seed(0)
-    with torch.inference_mode(False):
-        module = FluxTransformer2DModel(out_channels=64, num_layers=1, num_single_layers=1)
-    return Shape("FLUX.1, hidden 3072, 1 + 1 blocks", module, (side, side), 512)
+    make = partial(FluxTransformer2DModel, out_channels=64, num_layers=1, num_single_layers=1)
+    return _shape("FLUX.1, hidden 3072, 1 + 1 blocks", make, (side, side), 512)
 
 
 def sd3_shape(name: str, heads: int, dual: tuple[int, ...], qk_norm: str | None, side: int) -> Shape:
     """The first and the last kind of block of Stable Diffusion 3; dual: which of the two has a second attention."""
-    torch.manual_seed(0)
-    with torch.inference_mode(False):
-        module = SD3Transformer2DModel(
-            num_layers=2,
-            num_attention_heads=heads,
-            caption_projection_dim=64 * heads,
-            pos_embed_max_size=384,
-            dual_attention_layers=dual,
-            qk_norm=qk_norm,
-        )
-    return Shape(f"SD {name}, hidden {64 * heads}, 2 blocks", module, (side, side), 333, SD3Transformer)
+    make = partial(
+        SD3Transformer2DModel,
+        num_layers=2,
+        num_attention_heads=heads,
+        caption_projection_dim=64 * heads,
+        pos_embed_max_size=384,
+        dual_attention_layers=dual,
+        qk_norm=qk_norm,
+    )
+    return _shape(f"SD {name}, hidden {64 * heads}, 2 blocks", make, (side, side), 333, SD3Transformer)
 
 
 def qwen_edit_shape(side: int) -> Shape:
     """Two blocks of Qwen-Image-Edit; text with the picture's 324 tokens."""
-    torch.manual_seed(0)
-    with torch.inference_mode(False):
-        module = QwenImageTransformer2DModel(num_layers=2)
-    return Shape("Qwen-Image-Edit, hidden 3072, 2 blocks", module, (side, side), 351, QwenEditTransformer)
+    make, grid = partial(QwenImageTransformer2DModel, num_layers=2), (side, side)
+    return _shape("Qwen-Image-Edit, hidden 3072, 2 blocks", make, grid, 351, QwenEditTransformer)
 
 
 WIDE: dict[str, Callable[[int], Shape]] = {
@@ -262,7 +261,7 @@ def measure_steps(bench: Bench, args: argparse.Namespace, ratios: Sequence[float
     """One request at each mask ratio."""
     actives = [round(ratio * bench.shape.image_tokens) for ratio in ratios]
     calls = [bench.diffusers, bench.exact, *(bench.edits([number]) for number in actives)]
-    diffusers, exact, *steps = medians(calls, args.rounds)
+    diffusers, exact, *steps = _medians(calls, args.rounds)
     rows = [("diffusers, exact", _ms(diffusers)), ("Stencil, exact", f"{_ms(exact)}   {diffusers / exact:5.2f}x")]
     result: dict[str, Value] = {"diffusers_ms": diffusers * 1e3, "exact_ms": exact * 1e3}
     for ratio, number, step in zip(ratios, actives, steps, strict=True):
@@ -279,7 +278,7 @@ def measure_batch(bench: Bench, args: argparse.Namespace) -> None:
     ratios *= 0.13 / ratios.mean()
     actives = [round(ratio * bench.shape.image_tokens) for ratio in ratios]
     edits = bench.edits(actives)
-    diffusers, exact, step = medians([lambda: bench.diffusers(BATCH), bench.exact, edits], args.rounds)
+    diffusers, exact, step = _medians([lambda: bench.diffusers(BATCH), bench.exact, edits], args.rounds)
     bound = bench.shape.bound(actives)
     rows = [
         (f"diffusers, dense batch of {BATCH}", _ms(diffusers)),
@@ -303,17 +302,14 @@ def compared(step: float, diffusers: float, exact: float, bound: float) -> str:
     return f"{_ms(step)}   {speed}  bound {bound:5.2f}x  share {exact / step / bound:4.2f}"
 
 
-def medians(calls: Sequence[Timed], rounds: int) -> list[float]:
-    """Seconds of each call, which take turns; two calls first that do not count."""
-    seconds: list[list[float]] = [[] for _ in calls]
-    for number in range(-1, rounds):
-        for call, measured in zip(calls, seconds, strict=True):
-            call()  # brings its own weights and pages into the caches
-            start = time.perf_counter()
-            call()
-            if number >= 0:
-                measured.append(time.perf_counter() - start)
-    return [statistics.median(measured) for measured in seconds]
+def _medians(calls: Sequence[Timed], rounds: int) -> list[float]:
+    """Seconds of each call, in turns."""
+
+    def second(call: Timed) -> float:
+        call()  # brings its own weights and pages into the caches
+        return timed(call)()
+
+    return list(medians({number: partial(second, call) for number, call in enumerate(calls)}, rounds).values())
 
 
 def _ms(seconds: float) -> str:
@@ -322,7 +318,8 @@ def _ms(seconds: float) -> str:
 
 def _print(name: str, rows: Sequence[tuple[str, str]], result: dict[str, Value], args: argparse.Namespace) -> None:
     title = f"Denoiser step, {name}; {args.dtype}, {args.threads} thread(s), int8 pages between two keyframes"
-    print_report(title, rows, {"shape": name, "dtype": args.dtype, "threads": args.threads} | result)
+    settings = {"benchmark": "denoiser_step", "shape": name, "dtype": args.dtype, "threads": args.threads}
+    print_report(title, rows, settings | result, args.output)
 
 
 if __name__ == "__main__":

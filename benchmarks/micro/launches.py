@@ -1,17 +1,15 @@
-"""What a step of mask-aware edits has a GPU do, and how long the host takes to say so: `python -m benchmarks.micro.launches`.
+"""How many launches a step of mask-aware edits makes on a GPU, and how long the host takes for them.
 
-A GPU waits for its host where that launches slower than it computes. Counted are kernels of Triton and of PyTorch,
-views and empty tensors left out. Neither the mask's size nor the tokens' width matters, so the models have all layers
-of the published ones and next to no width. Timed, by the processor, is one core that runs PyTorch's operators on
-tensors of a few tokens and goes through Triton's launcher up to the driver, which is a stand-in: CUDA's own part, a few
-microseconds a launch, comes on top, and the CPU's tiny products count in its place. Needs Triton and no GPU.
+Counted are kernels of Triton and of PyTorch, views and empty tensors left out. Neither the mask's size nor the tokens'
+width matters, so the models have all layers of the published ones and next to no width. Timed, by the processor, is one
+core that runs PyTorch's operators on tensors of a few tokens and Triton's launcher up to the driver, which is a
+stand-in: CUDA's own part comes on top. Needs Triton and no GPU.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +18,9 @@ from diffusers.models.transformers.transformer_qwenimage import QwenImageTransfo
 from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.command import command
 from benchmarks.report import Value, print_report
+from benchmarks.turns import medians, timed
 from model_executor.gpu_attention import attend_alike
 from model_executor.gpu_operators import TritonOperators
 from model_executor.models.base import Row
@@ -31,7 +31,6 @@ from model_executor.models.sd3_transformer import SD3Transformer
 from model_executor.pages import Pages
 
 BATCHES = (1, 8)
-ROUNDS = 15
 SIDE, ACTIVE, TEXT = 8, 6, 4
 """Tokens of the picture's side, those of the mask, and of the prompt."""
 WIDTH, HEAD = 16, 16
@@ -61,17 +60,18 @@ MODELS: dict[str, Callable[[], tuple[Any, type[Denoiser]]]] = {
 """Of the published number of layers."""
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
+    args = command(__doc__, rounds=15).parse_args(argv)
     torch.set_num_threads(1)
     driver = stand_in()
     rows, result = list[tuple[str, str]](), dict[str, Value]({"benchmark": "launches"})
     for name, make in MODELS.items():
         for batch in BATCHES:
-            triton, pytorch, seconds = measure(make_step(make, batch), driver)
+            triton, pytorch, seconds = measure(make_step(make, batch), driver, args.rounds)
             rows.append((f"{name}, {batch} edits", f"{triton} + {pytorch} launches, {1e3 * seconds:.1f} ms"))
             key = f"{name.lower().replace(' ', '_')}_{batch}"
             result |= {f"{key}_triton": triton, f"{key}_pytorch": pytorch, f"{key}_ms": 1e3 * seconds}
-    print_report("launches of a step, Triton's and PyTorch's, and the host's time", rows, result)
+    print_report("launches of a step, Triton's and PyTorch's, and the host's time", rows, result, args.output)
 
 
 class StandIn:
@@ -173,19 +173,14 @@ def _is_view(returns: Iterable[Any]) -> bool:
 
 
 @torch.inference_mode()
-def measure(step: Callable[[], object], driver: StandIn) -> tuple[int, int, float]:
+def measure(step: Callable[[], object], driver: StandIn, rounds: int) -> tuple[int, int, float]:
     """Launches of Triton's and of PyTorch's kernels, and median seconds of processor time."""
     step()
     driver.launches = 0
     with Counter() as counter:
         step()
-    return driver.launches, counter.launches, statistics.median(_seconds(step) for _ in range(ROUNDS))
-
-
-def _seconds(step: Callable[[], object]) -> float:
-    started = time.process_time()
-    step()
-    return time.process_time() - started
+    seconds = medians({"step": timed(step, time.process_time)}, rounds, warm_ups=0)["step"]
+    return driver.launches, counter.launches, seconds
 
 
 if __name__ == "__main__":

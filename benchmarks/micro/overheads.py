@@ -8,7 +8,6 @@ Routing is measured by `benchmarks.micro.router_decision`.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import statistics
 import tempfile
@@ -20,11 +19,12 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
+from benchmarks.command import command
 from benchmarks.report import Value, percentile, print_report
 from benchmarks.simulation.cluster import item_results
 from benchmarks.simulation.machine import Machine
-from benchmarks.simulation.scenario import MODEL, make_trace
-from benchmarks.simulation.scenarios import REFERENCE
+from benchmarks.simulation.scenario import MODEL, REFERENCE, make_trace
+from benchmarks.turns import in_turns, timed
 from core.config import CacheConfig, SchedulerConfig
 from core.handles import ArrayRef
 from core.ipc.process import spawn
@@ -42,7 +42,10 @@ _PLAN = msgspec.msgpack.Decoder(StepPlan)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = _parse(argv)
+    parser = command(__doc__)
+    parser.add_argument("--steps", type=int, default=1000, help="steps that are timed")
+    parser.add_argument("--repeats", type=int, default=500, help="hand-overs that are timed")
+    args = parser.parse_args(argv)
     steps = step_seconds(args.steps)
     copies, hops, messages = _copies(args.repeats), _ring_hops(args.repeats), asyncio.run(_zmq_hops(args.repeats))
     handover = [copy + 2 * hop + message for copy, hop, message in zip(copies, hops, messages, strict=True)]
@@ -52,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         median, p99 = 1e3 * statistics.median(seconds), 1e3 * percentile(seconds, 0.99)
         rows.append((name.replace("_", " "), f"median {median:.3f} ms, P99 {p99:.3f} ms"))
         result |= {f"{name}_ms": median, f"{name}_p99_ms": p99}
-    print_report(f"overheads: steps of {BATCH} edits, a picture of {SIDE} x {SIDE}", rows, result)
+    print_report(f"overheads: steps of {BATCH} edits, a picture of {SIDE} x {SIDE}", rows, result, args.output)
 
 
 def step_seconds(number: int) -> list[float]:
@@ -134,12 +137,7 @@ async def _zmq_hops(number: int) -> list[float]:
 
 def _times(call: Callable[[], object], number: int) -> list[float]:
     """Seconds of each call, after a few that do not count."""
-    seconds = list[float]()
-    for _ in range(number + 5):
-        start = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - start)
-    return seconds[5:]
+    return in_turns({"call": timed(call)}, number, warm_ups=5)["call"]
 
 
 @contextmanager
@@ -162,13 +160,6 @@ def echo(_config: bytes, fds: list[int]) -> None:
             channel.send(channel.recv())
     except PeerClosedError:
         channel.close()
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--steps", type=int, default=1000, help="steps that are timed")
-    parser.add_argument("--repeats", type=int, default=500, help="hand-overs that are timed")
-    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

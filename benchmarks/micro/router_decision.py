@@ -7,16 +7,16 @@ The schedulers' share is bounded from above by all processor time of the simulat
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import get_args
 
+from benchmarks.command import command
 from benchmarks.report import percentile, print_report
 from benchmarks.simulation.cluster import Cluster, Outcome
-from benchmarks.simulation.scenario import MODEL, Scenario
-from benchmarks.simulation.scenarios import SCENARIOS
+from benchmarks.simulation.scenario import MODEL, SCENARIOS, Scenario
 from core.config import RouterPolicy
 from core.fleet import EditShape, Fleet
 from core.load_report import LoadReport
@@ -96,10 +96,10 @@ def _fleet(scenario: Scenario) -> Fleet:
     return Fleet(scenario.num_engines, scenario.max_num_seqs)
 
 
-def measure(scenario: str) -> None:
+def measure(scenario: str, output: Path | None) -> None:
     setting = SCENARIOS[scenario]
     cluster, outcome, all_seconds = record(scenario)
-    rows, result = [], dict[str, float | str]()
+    rows, result = [], dict[str, float | str](benchmark="router_decision", scenario=scenario)
     for policy in get_args(RouterPolicy):
         times = decision_times(cluster.events, setting, policy)
         median, p99 = statistics.median(times) * 1e6, percentile(times, 0.99) * 1e6
@@ -114,14 +114,15 @@ def measure(scenario: str) -> None:
         ("scheduler, at most", f"{scheduler:.2%} of its engine's busy time"),
     ]
     result |= {"router_share": router, "scheduler_share_bound": scheduler, "most_in_flight": outcome.most_in_flight}
-    print_report(f"{scenario}: {setting.num_engines} engines", rows, result)
+    print_report(f"{scenario}: {setting.num_engines} engines", rows, result, output)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = command(__doc__)
     parser.add_argument("--scenarios", nargs="+", default=["decision-8", "decision-256"], choices=SCENARIOS)
-    for scenario in parser.parse_args().scenarios:
-        measure(scenario)
+    args = parser.parse_args(argv)
+    for scenario in args.scenarios:
+        measure(scenario, args.output)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Writes a checkpoint shaped like SDXL's, of random weights: its UNet, the transformers' depth cut, for 512 x 512 px.
 
-`python -m benchmarks.micro.unet_checkpoint FOLDER`. Text encoders are as wide as SDXL's and of two layers, the VAE is half as
+Text encoders are as wide as SDXL's and of two layers, the VAE is half as
 wide as its own. Its pictures mean nothing; the time they take does.
 """
 
@@ -70,9 +70,7 @@ def _text_config(tokenizer: Any, width: int) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.micro.unet_checkpoint", description=__doc__.split("\n", 1)[0]
-    )
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("path", type=Path, help="folder to write")
     parser.add_argument("--depth", type=int, default=2, help="most blocks of a transformer")
     args = parser.parse_args(argv)

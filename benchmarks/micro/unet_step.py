@@ -1,36 +1,34 @@
-"""One denoising step of a UNet, mask-aware against exact: `python -m benchmarks.micro.unet_step [--unet sdxl] [--time SIDE]`.
+"""One denoising step of a UNet, mask-aware against exact.
 
 FLOPs are counted, of convolutions, products and attentions, with the published configurations and no weights: what
 share of them the mask leaves, and so the most that a step can be faster. Masks are nearly square, in the picture's
 middle. With --time, steps are timed, with random weights and the transformers' depth cut to --depth, on one thread and
 pictures of so many pixels a side: processor time, the ways in turns, medians. With --load, also steps whose pages are
 brought meanwhile, by a clock, in so many times the time of a mask-aware step: with all blocks from pages, with the
-leading ones or with any computed in full, and with nothing to bring.
+leading ones computed in full, and with nothing to bring.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.command import command
 from benchmarks.gpu.boxes import middle_box, tokens_in
 from benchmarks.report import Value, print_report
-from benchmarks.serving.pipeline_loop import DTYPES
+from benchmarks.turns import medians, timed
 from core.block_plan import plan_blocks
 from model_executor.models.base import Row
 from model_executor.models.unet import Unet
 from model_executor.pages import Pages
-
-Way = TypeVar("Way", float, str)
 
 RATIOS = (0.05, 0.1, 0.2, 0.5)
 TIMED = (0.1, 0.2)
@@ -69,7 +67,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = _parse(argv)
+    parser = command(__doc__, dtype="float32", rounds=3)
+    parser.add_argument("--unet", choices=CONFIGS, default="sdxl", help="whose shape")
+    parser.add_argument("--time", type=int, default=0, metavar="SIDE", help="time steps of pictures of so many pixels")
+    parser.add_argument("--depth", type=int, default=2, help="most blocks of a transformer, where steps are timed")
+    parser.add_argument(
+        "--load", type=float, default=0.0, metavar="N", help="time steps whose pages take N times as long"
+    )
+    args = parser.parse_args(argv)
     config = LAYERS | CONFIGS[args.unet]
     side = 8 * config["sample_size"]
     flops = _count(config, side)
@@ -78,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         share = flops[ratio] / flops[1.0]
         lines.append((f"mask ratio {ratio}", f"{share:.3f} of it: at most {1 / share:.2f}x faster"))
         result[f"share_{ratio}"] = share
-    print_report(f"A step of {args.unet} at {side} px, one row", lines, result)
+    print_report(f"A step of {args.unet} at {side} px, one row", lines, result, args.output)
     if args.time:
         _report_times(args, config)
 
@@ -91,33 +96,35 @@ def _report_times(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
     dtype = getattr(torch, args.dtype)
     unet = Unet(UNet2DConditionModel(**cut).to(dtype).eval().requires_grad_(False), 1000, TOKEN)
     rows = _rows(unet, args.time // TOKEN, torch.device("cpu"), dtype)
-    ways = {ratio: partial(unet.forward, [rows[ratio]]) for ratio in (1.0, *TIMED)}
-    seconds = _time(ways, args.rounds, time.process_time)
+    ways = {ratio: timed(partial(_step, unet, rows[ratio]), time.process_time) for ratio in (1.0, *TIMED)}
+    seconds = medians(ways, args.rounds)
     lines, result = [("exact", f"{seconds[1.0] * 1e3:.0f} ms")], dict[str, Value](exact_ms=seconds[1.0] * 1e3)
     for ratio in TIMED:
         faster, bound = seconds[1.0] / seconds[ratio], flops[1.0] / flops[ratio]
         lines.append((f"mask ratio {ratio}", f"{faster:.2f}x faster, of {bound:.2f}x by FLOPs: {faster / bound:.2f}"))
         result |= {f"faster_{ratio}": faster, f"bound_{ratio}": bound}
-    print_report(f"Timed at {args.time} px, transformers of depth {depths}, 1 thread, {args.dtype}", lines, result)
+    title = f"Timed at {args.time} px, transformers of depth {depths}, 1 thread, {args.dtype}"
+    print_report(title, lines, result, args.output)
     if args.load:
-        _report_loading(unet, rows[LOADED], (seconds[1.0], seconds[LOADED]), args.load, args.rounds)
+        _report_loading(args, unet, rows[LOADED], (seconds[1.0], seconds[LOADED]))
 
 
-def _report_loading(unet: Unet, row: Row, alone: tuple[float, float], slowness: float, rounds: int) -> None:
+def _report_loading(args: argparse.Namespace, unet: Unet, row: Row, alone: tuple[float, float]) -> None:
     """alone: seconds of an exact and of a mask-aware step with nothing to bring."""
     (full, cached), num_pages = alone, unet.page_layout("int8").num_blocks
-    load, runs = slowness * cached, unet.block_runs(len(row.latents))
-    plans: dict[str, Collection[int]] = {
-        "all from pages": (),
-        "leading blocks in full": plan_blocks((), num_pages, full, cached, load),
-        "any blocks in full": plan_blocks(runs, num_pages, full, cached, load),
-    }
-    ways = {name: partial(_step_loading, unet, row, plan, load / num_pages) for name, plan in plans.items()}
-    seconds = _time(ways | {"nothing to bring": partial(unet.forward, [row])}, rounds, time.perf_counter)
+    load, runs = args.load * cached, unet.block_runs(len(row.latents))
+    plans = {"all from pages": (), "leading blocks in full": plan_blocks(runs, num_pages, full, cached, load)}
+    ways = {name: timed(partial(_step_loading, unet, row, plan, load / num_pages)) for name, plan in plans.items()}
+    seconds = medians(ways | {"nothing to bring": timed(partial(_step, unet, row))}, args.rounds)
     in_full = {name: f", {len(plan)} of {num_pages} pages not needed" for name, plan in plans.items()}
     lines = [(name, f"{taken * 1e3:.0f} ms{in_full.get(name, '')}") for name, taken in seconds.items()]
     result: dict[str, Value] = {f"{name.replace(' ', '_')}_ms": taken * 1e3 for name, taken in seconds.items()}
-    print_report(f"Mask ratio {LOADED}, pages brought in {slowness} times the step", lines, result)
+    print_report(f"Mask ratio {LOADED}, pages brought in {args.load} times the step", lines, result, args.output)
+
+
+@torch.inference_mode()
+def _step(unet: Unet, row: Row) -> None:
+    unet.forward([row])
 
 
 def _step_loading(unet: Unet, row: Row, full_blocks: Collection[int], seconds_per_page: float) -> None:
@@ -127,7 +134,7 @@ def _step_loading(unet: Unet, row: Row, full_blocks: Collection[int], seconds_pe
     wanted = [page for page in range(row.pages.layout.num_blocks) if page not in full_blocks]
     due = {page: started + (number + 1) * seconds_per_page for number, page in enumerate(wanted)}
     pages = replace(row.pages, wait=lambda page: time.sleep(max(0.0, due[page] - time.perf_counter())))
-    unet.forward([replace(row, pages=pages, full_blocks=full_blocks)])
+    _step(unet, replace(row, pages=pages, full_blocks=full_blocks))
 
 
 @torch.inference_mode()
@@ -141,18 +148,6 @@ def _count(config: Mapping[str, Any], side: int) -> dict[float, int]:
             unet.forward([row])
         flops[ratio] = int(counter.get_total_flops())
     return flops
-
-
-@torch.inference_mode()
-def _time(ways: Mapping[Way, Callable[[], object]], rounds: int, clock: Callable[[], float]) -> dict[Way, float]:
-    """Median seconds of each, the first round not counted."""
-    seconds: dict[Way, list[float]] = {way: [] for way in ways}
-    for _ in range(rounds + 1):
-        for way, run in ways.items():
-            started = clock()
-            run()
-            seconds[way].append(clock() - started)
-    return {way: statistics.median(values[1:]) for way, values in seconds.items()}
 
 
 def _rows(unet: Unet, side: int, device: torch.device, dtype: torch.dtype = torch.float32) -> dict[float, Row]:
@@ -176,19 +171,6 @@ def _rows(unet: Unet, side: int, device: torch.device, dtype: torch.dtype = torc
         box = middle_box(ratio, side)
         rows[ratio] = replace(whole, active=tokens_in(box, side, device), box=box, pages=pages)
     return rows
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.micro.unet_step", description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--unet", choices=CONFIGS, default="sdxl")
-    parser.add_argument("--time", type=int, default=0, metavar="SIDE", help="time steps of pictures of so many pixels")
-    parser.add_argument("--depth", type=int, default=2, help="most blocks of a transformer, where steps are timed")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the timed steps")
-    parser.add_argument(
-        "--load", type=float, default=0.0, metavar="N", help="time steps whose pages take N times as long"
-    )
-    parser.add_argument("--rounds", type=int, default=3)
-    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

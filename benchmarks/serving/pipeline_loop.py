@@ -1,124 +1,70 @@
-"""The reference: a loop over diffusers' own FluxFillPipeline, in a process of its own, told by its parent when to run.
+"""The reference: diffusers' own FluxFillPipeline in a process of its own, which runs edits when its parent says so.
 
-Protocol, one JSON object a line. First the child says how many floating-point operations an edit takes; then each `Job`
-on standard input is answered by a `Turn`. The pipeline gets decoded pictures and its results are not encoded, so file
-formats cost it nothing.
+It gets decoded pictures and its results are not encoded, so file formats cost it nothing.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import io
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import Any
+from multiprocessing import get_context
 
 from PIL import Image, ImageOps
 
 from benchmarks.baselines.fill_pipeline import FillEdit, FillPipeline
-from benchmarks.load.server import ROOT
-from benchmarks.load.workload import IMAGE, MASK, EditSpec, edit_specs
+from benchmarks.command import DTYPES
+from benchmarks.load.dataset import EditCall
 
-DTYPES = ("float32", "bfloat16", "float16")
+__all__ = ["DTYPES", "count_flop", "peak_flops", "pipeline_process", "run_edits"]
 
-Edit = Callable[[EditSpec], object]
-
-
-@dataclass(frozen=True)
-class Job:
-    """So many edits, one after the other."""
-
-    first: int
-    number: int
-    steps: int
-
-
-@dataclass(frozen=True)
-class Turn:
-    """seconds: the job took. peak_flops: per second, of a large matrix product of the same dtype right after it."""
-
-    seconds: float
-    peak_flops: float
-
-
-class PipelineLoop:
-    """The parent's side. flop_per_edit: of an edit that computes every token; a multiply-add counts two."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
-        self.flop_per_edit: float = self._read()["flop_per_edit"]
-
-    def run(self, job: Job) -> Turn:
-        """Do the job and wait for it. Raises RuntimeError if the child is gone."""
-        assert self._process.stdin is not None
-        print(json.dumps(asdict(job)), file=self._process.stdin, flush=True)
-        return Turn(**self._read())
-
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the diffusers loop left with status {self._process.wait()}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+_pipelines: list[FillPipeline] = []  # of the child: the one that it loaded
 
 
 @contextmanager
-def start_pipeline_loop(model: str, dtype: str, threads: int, steps: int) -> Iterator[PipelineLoop]:
-    """A loaded and warmed pipeline; its process ends on leaving."""
-    command = [sys.executable, "-m", "benchmarks.serving.pipeline_loop", model, dtype, str(threads), str(steps)]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            yield PipelineLoop(process)
-        finally:
-            process.terminate()
+def pipeline_process(
+    model: str, dtype: str, threads: int, first_block_cache: float | None = None
+) -> Iterator[Executor]:
+    """Runs the functions below, in a process that loads the pipeline before the first one."""
+    settings = (model, dtype, threads, first_block_cache)
+    with ProcessPoolExecutor(1, get_context("spawn"), initializer=_load, initargs=settings) as process:
+        yield process
 
 
-def main(model: str, dtype: str, threads: int, steps: int) -> None:
-    import torch  # only the child needs it
-
-    pipeline = FillPipeline(model, dtype, threads)
-    warm_up = edit_specs(0, 1, steps)[0]
-    edit = _example_edits(pipeline)
-    edit(warm_up)
-    _say({"flop_per_edit": _count_flop(edit, warm_up)})
-    for line in sys.stdin:
-        job = Job(**json.loads(line))
-        start = time.perf_counter()
-        for spec in edit_specs(job.first, job.number, job.steps):
-            edit(spec)
-        seconds = time.perf_counter() - start
-        _say(asdict(Turn(seconds, _peak_flops(getattr(torch, dtype)))))
+def _load(model: str, dtype: str, threads: int, first_block_cache: float | None) -> None:
+    _pipelines.append(FillPipeline(model, dtype, threads, first_block_cache))
 
 
-def _example_edits(pipeline: FillPipeline) -> Edit:
-    """One edit of the example at a time, its files decoded beforehand."""
-    image = Image.open(IMAGE).convert("RGB")
-    mask = ImageOps.invert(Image.open(MASK).getchannel("A"))  # diffusers: white = edit
+def run_edits(calls: Sequence[EditCall], batch_size: int = 1) -> float:
+    """Seconds of these edits, those of one step count in batches."""
+    edits = [_fill_edit(call) for call in calls]
+    start = time.perf_counter()
+    for steps in dict.fromkeys(edit.steps for edit in edits):
+        alike = [edit for edit in edits if edit.steps == steps]
+        for first in range(0, len(alike), batch_size):
+            _pipelines[0](alike[first : first + batch_size])
+    return time.perf_counter() - start
 
-    def edit(spec: EditSpec) -> None:
-        pipeline([FillEdit(spec.prompt, image, mask, spec.num_inference_steps, spec.seed)])
 
-    return edit
-
-
-def _count_flop(edit: Edit, spec: EditSpec) -> float:
-    from torch.utils.flop_counter import FlopCounterMode
+def count_flop(call: EditCall) -> float:
+    """Floating-point operations of an edit that computes every token; a multiply-add counts two."""
+    from torch.utils.flop_counter import FlopCounterMode  # the parent needs no torch
 
     with FlopCounterMode(display=False) as counter:
-        edit(spec)
+        run_edits([call])
     return float(counter.get_total_flops())
 
 
-def _peak_flops(dtype: Any, side: int = 2048, seconds: float = 1.0) -> float:
-    """Of the faster of PyTorch's two matrix products: on some processors MKL reaches half of what oneDNN does."""
+def peak_flops(dtype_name: str, side: int = 2048, seconds: float = 1.0) -> float:
+    """Operations per second of a large product, by the faster of PyTorch's two: on some processors MKL reaches half of
+    what oneDNN does."""
     import torch
 
+    dtype = getattr(torch, dtype_name)
     a, b = (torch.randn(side, side).to(dtype) for _ in range(2))
-    products = [lambda: torch.mm(a, b)]
+    products: list[Callable[[], object]] = [lambda: torch.mm(a, b)]
     if torch.backends.mkldnn.is_available() and dtype is not torch.float16:
         products.append(lambda: torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], ""))
     return 2.0 * side**3 * max(_rate(product, seconds) for product in products)
@@ -134,9 +80,6 @@ def _rate(call: Callable[[], object], seconds: float) -> float:
     return calls / (time.perf_counter() - start)
 
 
-def _say(answer: dict[str, Any]) -> None:
-    print(json.dumps(answer), flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+def _fill_edit(call: EditCall) -> FillEdit:
+    with Image.open(io.BytesIO(call.image)) as image, Image.open(io.BytesIO(call.mask or b"")) as mask:
+        return FillEdit(call.prompt, image.convert("RGB"), ImageOps.invert(mask.getchannel("A")), call.steps, call.seed)

@@ -10,28 +10,25 @@ from __future__ import annotations
 import argparse
 import asyncio
 import http.client
-import io
-import json
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
-from itertools import count
+from multiprocessing import get_context
 
-import numpy as np
-from openai import AsyncOpenAI
-from PIL import Image
-
-from benchmarks.load.server import ROOT, Server, ready_server
-from benchmarks.load.workload import IMAGE, MASK, edit_specs, openai_client, send_edit
+from benchmarks.command import command
+from benchmarks.load.client import Run, Target, send_in_turn, warm_up
+from benchmarks.load.dataset import EditCall, example
+from benchmarks.load.pictures import alpha_mask, encode, middle_box, photo
+from benchmarks.load.server import Server, ready_server
+from benchmarks.load.workload import prompt
 from benchmarks.report import percentile, print_report
 from core.config import EMBEDDED_MODEL
 
 LARGE = (4000, 3000)
-"""width, height of the large upload in pixels: 12 megapixels."""
+"""Width and height of the large upload in pixels: 12 megapixels."""
+MASK_SHARE = 1 / 9
 
 
 @dataclass
@@ -43,77 +40,45 @@ class Probes:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = _parse(argv)
-    if args.load:
-        asyncio.run(_load(args))
-        return
-    with ready_server(["--model", args.model]) as server, _clients(args, server) as clients:
+    parser = command(__doc__, model=EMBEDDED_MODEL, steps=8)
+    parser.add_argument("--concurrency", type=int, default=8, help="clients, one of them with large pictures")
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long /health is asked")
+    parser.add_argument("--interval", type=float, default=0.05, help="seconds between two probes")
+    args = parser.parse_args(argv)
+    with ready_server(["--model", args.model]) as server, ProcessPoolExecutor(1, get_context("spawn")) as clients:
+        clients.submit(send, server.url, args.steps, args.concurrency, None).result()
+        edits = clients.submit(send, server.url, args.steps, args.concurrency, args.seconds)
         probes = _probe(server, args.seconds, args.interval)
-        clients.terminate()
-        _report(args, probes, _count_edits(clients))
+        _report(args, probes, edits)
 
 
-# ------------------------------------------------------------------------------------------------------- the clients
+def send(url: str, steps: int, concurrency: int, seconds: float | None) -> tuple[int, int]:
+    """In the clients' process: (large, other) edits made in this time; None: one of each. Raises RuntimeError if one
+    failed."""
+    return asyncio.run(_send(Target(url), steps, concurrency, seconds))
 
 
-@contextmanager
-def _clients(args: argparse.Namespace, server: Server) -> Iterator[subprocess.Popen[str]]:
-    """The clients' process, once as many edits as clients are done."""
-    options = ["--load", server.url, "--steps", str(args.steps), "--concurrency", str(args.concurrency)]
-    command = [sys.executable, "-m", "benchmarks.serving.responsiveness", *options]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            for _ in range(args.concurrency):
-                if not process.stdout.readline():
-                    raise RuntimeError(f"the clients left with status {process.wait()}")
-            yield process
-        finally:
-            process.terminate()
+async def _send(target: Target, steps: int, concurrency: int, seconds: float | None) -> tuple[int, int]:
+    large, others = [_large_edit(steps)], example(0, 64, steps)
+    if seconds is None:
+        await warm_up(target, [*large, *others[: concurrency - 1]], concurrency)
+        return 1, concurrency - 1
+    both = await asyncio.gather(
+        send_in_turn(target, large, 1, seconds=seconds), send_in_turn(target, others, concurrency - 1, seconds=seconds)
+    )
+    return _count(both[0]), _count(both[1])
 
 
-def _count_edits(clients: subprocess.Popen[str]) -> dict[str, int]:
-    """Finished edits by size. Raises RuntimeError if an edit failed."""
-    output, _ = clients.communicate()
-    if clients.returncode != -15:
-        raise RuntimeError(f"the clients left with status {clients.returncode}")
-    sizes = [json.loads(line)["size"] for line in output.splitlines()]
-    return {size: sizes.count(size) for size in ("large", "small")}
+def _count(run: Run) -> int:
+    failed = [outcome.error for outcome in run.outcomes if outcome.is_failed]
+    if failed:
+        raise RuntimeError(f"{len(failed)} edits failed: {failed[0]}")
+    return len(run.outcomes)
 
 
-async def _load(args: argparse.Namespace) -> None:
-    """One client with large pictures, the others with the example, until terminated; a line for each edit."""
-    small, large = (IMAGE.read_bytes(), MASK.read_bytes()), large_edit()
-    async with openai_client(args.load) as client, asyncio.TaskGroup() as clients:
-        clients.create_task(_one_client(client, "large", *large, args.steps))
-        for _ in range(args.concurrency - 1):
-            clients.create_task(_one_client(client, "small", *small, args.steps))
-
-
-async def _one_client(client: AsyncOpenAI, size: str, image: bytes, mask: bytes, steps: int) -> None:
-    for seed in count():
-        await send_edit(client, edit_specs(seed, 1, steps)[0], image, mask)
-        print(json.dumps({"size": size}), flush=True)
-
-
-def large_edit() -> tuple[bytes, bytes]:
-    """PNG files of a 12-megapixel picture, noisy as a photograph is, and of a mask over its middle."""
-    rng = np.random.default_rng(0)
-    smooth = Image.fromarray(rng.integers(0, 256, (6, 8, 3), np.uint8)).resize(LARGE, Image.Resampling.BICUBIC)
-    noisy = np.asarray(smooth, np.int16) + rng.integers(-6, 7, (LARGE[1], LARGE[0], 3), np.int16)
-    alpha = np.full((LARGE[1], LARGE[0]), 255, np.uint8)
-    alpha[LARGE[1] // 3 : LARGE[1] * 2 // 3, LARGE[0] // 3 : LARGE[0] * 2 // 3] = 0
-    mask = np.dstack([np.zeros((LARGE[1], LARGE[0], 3), np.uint8), alpha])
-    return _png(np.clip(noisy, 0, 255).astype(np.uint8)), _png(mask)
-
-
-def _png(pixels: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG", compress_level=1)
-    return file.getvalue()
-
-
-# --------------------------------------------------------------------------------------------------------- the probe
+def _large_edit(steps: int) -> EditCall:
+    mask = alpha_mask(middle_box(MASK_SHARE, LARGE), LARGE)
+    return EditCall(prompt(0), steps, 0, encode(photo(LARGE, 0)), encode(mask), MASK_SHARE)
 
 
 def _probe(server: Server, seconds: float, interval: float) -> Probes:
@@ -140,40 +105,21 @@ def _woken(due: float, probes: Probes) -> float:
     return now
 
 
-def _report(args: argparse.Namespace, probes: Probes, edits: dict[str, int]) -> None:
-    p50, p99 = statistics.median(probes.latency), percentile(probes.latency, 0.99)
-    worst, floor = max(probes.latency), percentile(probes.timer, 0.99)
-    print_report(
-        f"/health every {args.interval * 1000:g} ms for {args.seconds:g} s, {args.concurrency} clients editing",
-        [
-            ("p50 / p99 / max", f"{p50 * 1000:.1f} / {p99 * 1000:.1f} / {worst * 1000:.1f} ms"),
-            ("floor: the prober's own timer p99", f"{floor * 1000:.1f} ms"),
-            ("12-megapixel edits meanwhile", str(edits["large"])),
-            ("other edits meanwhile", str(edits["small"])),
-        ],
-        {
-            "benchmark": "responsiveness",
-            "concurrency": args.concurrency,
-            "probes": len(probes.latency),
-            "health_p50_ms": p50 * 1000,
-            "health_p99_ms": p99 * 1000,
-            "health_max_ms": worst * 1000,
-            "timer_p99_ms": floor * 1000,
-            "large_edits": edits["large"],
-            "small_edits": edits["small"],
-        },
-    )
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--model", default=EMBEDDED_MODEL, help="diffusers checkpoint")
-    parser.add_argument("--steps", type=int, default=8, help="denoising steps of an edit")
-    parser.add_argument("--concurrency", type=int, default=8, help="clients, one of them with large pictures")
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long /health is asked")
-    parser.add_argument("--interval", type=float, default=0.05, help="seconds between two probes")
-    parser.add_argument("--load", metavar="URL", default="", help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
+def _report(args: argparse.Namespace, probes: Probes, edits: Future[tuple[int, int]]) -> None:
+    p50, p99 = 1e3 * statistics.median(probes.latency), 1e3 * percentile(probes.latency, 0.99)
+    worst, floor = 1e3 * max(probes.latency), 1e3 * percentile(probes.timer, 0.99)
+    large, small = edits.result()
+    rows = [
+        ("p50 / p99 / max", f"{p50:.1f} / {p99:.1f} / {worst:.1f} ms"),
+        ("floor: the prober's own timer p99", f"{floor:.1f} ms"),
+        ("12-megapixel edits meanwhile", str(large)),
+        ("other edits meanwhile", str(small)),
+    ]
+    result = {"benchmark": "responsiveness", "concurrency": args.concurrency, "probes": len(probes.latency)}
+    result |= {"health_p50_ms": p50, "health_p99_ms": p99, "health_max_ms": worst, "timer_p99_ms": floor}
+    result |= {"large_edits": large, "small_edits": small}
+    title = f"/health every {args.interval * 1000:g} ms for {args.seconds:g} s, {args.concurrency} clients editing"
+    print_report(title, rows, result, args.output)
 
 
 if __name__ == "__main__":

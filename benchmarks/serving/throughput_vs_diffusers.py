@@ -1,8 +1,7 @@
 """Edits per second of the server under concurrent clients, against a loop over diffusers' FluxFillPipeline.
 
 Same checkpoint, steps, dtype and threads. The server computes every token too, unless told otherwise. Both are loaded
-and warm before anything is measured, and take turns in rounds, so that a machine that slows down slows both; while one
-works the other waits.
+and warm before anything is measured, and take turns in rounds; while one works the other waits.
 """
 
 from __future__ import annotations
@@ -10,22 +9,24 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
+from benchmarks.command import command, model_flags
+from benchmarks.load.client import Target, warm_up
+from benchmarks.load.dataset import example
 from benchmarks.load.server import ready_server
-from benchmarks.load.workload import available_cores, edit_specs, openai_client, run_clients
+from benchmarks.load.workload import available_cores
 from benchmarks.report import percentile, print_report
-from benchmarks.serving.pipeline_loop import DTYPES, Job, PipelineLoop, start_pipeline_loop
+from benchmarks.serving.pipeline_loop import count_flop, peak_flops, pipeline_process, run_edits
 from core.config import EMBEDDED_MODEL
 
 
 @dataclass
 class Measured:
-    """Seconds of every round on both sides, and of every edit at the server, waiting included."""
+    """Seconds of every round on both sides, and of every edit at the server, waiting included. flop: of an edit."""
 
+    flop: float
     server: list[float] = field(default_factory=list)
     diffusers: list[float] = field(default_factory=list)
     peak_flops: list[float] = field(default_factory=list)
@@ -33,80 +34,48 @@ class Measured:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = _parse(argv)
-    flags = ["--model", args.model, "--dtype", args.dtype, "--threads", str(args.threads)]
+    parser = command(__doc__, model=EMBEDDED_MODEL, dtype="float32", threads=available_cores(), steps=8, rounds=4)
+    parser.add_argument("--num-edits", type=int, default=16, help="edits per round")
+    parser.add_argument("--mask-aware", action="store_true", help="let the server skip tokens outside the mask")
+    parser.add_argument("--concurrency", type=int, default=8, help="clients that send at once")
+    args = parser.parse_args(argv)
     with (
-        ready_server([*flags, "--max-num-seqs", str(args.concurrency)]) as server,
-        start_pipeline_loop(args.model, args.dtype, args.threads, args.steps) as loop,
+        ready_server([*model_flags(args), "--max-num-seqs", str(args.concurrency)]) as server,
+        pipeline_process(args.model, args.dtype, args.threads) as pipeline,
     ):
-        measured = asyncio.run(_measure(args, server.url, loop))
-        _report(args, measured, loop.flop_per_edit)
+        target = Target(server.url, extra={"mask_aware": args.mask_aware})
+        asyncio.run(warm_up(target, example(0, 2 * args.concurrency, args.steps), args.concurrency))
+        measured = Measured(pipeline.submit(count_flop, example(0, 1, args.steps)[0]).result())
+        for number in range(args.rounds):
+            calls = example((number + 1) * 1000, args.num_edits, args.steps)
+            run = asyncio.run(warm_up(target, calls, args.concurrency))
+            measured.latency += run.latencies
+            measured.server.append(run.seconds)
+            measured.diffusers.append(pipeline.submit(run_edits, calls).result())
+            measured.peak_flops.append(pipeline.submit(peak_flops, args.dtype).result())
+    _report(args, measured)
 
 
-async def _measure(args: argparse.Namespace, url: str, loop: PipelineLoop) -> Measured:
-    measured = Measured()
-    specs = partial(edit_specs, steps=args.steps, mask_aware=args.mask_aware)
-    async with openai_client(url) as client:
-        await run_clients(client, specs(0, 2 * args.concurrency), args.concurrency)  # warm-up
-        for round_ in range(args.rounds):
-            first = (round_ + 1) * 1000
-            start = time.perf_counter()
-            done = await run_clients(client, specs(first, args.num_edits), args.concurrency)
-            measured.latency += [edit.seconds for edit in done]
-            measured.server.append(time.perf_counter() - start)
-            turn = loop.run(Job(first, args.num_edits, args.steps))
-            measured.diffusers.append(turn.seconds)
-            measured.peak_flops.append(turn.peak_flops)
-    return measured
-
-
-def _report(args: argparse.Namespace, measured: Measured, flop: float) -> None:
-    edits, limit = args.num_edits * args.rounds, max(measured.peak_flops) / flop
+def _report(args: argparse.Namespace, measured: Measured) -> None:
+    edits, limit = args.num_edits * args.rounds, max(measured.peak_flops) / measured.flop
     ours, theirs = edits / sum(measured.server), edits / sum(measured.diffusers)
     ratios = [b / a for a, b in zip(measured.server, measured.diffusers, strict=True)]
     p50, p99 = statistics.median(measured.latency), percentile(measured.latency, 0.99)
-    print_report(
-        f"{edits} {'mask-aware' if args.mask_aware else 'exact'} edits, {args.steps} steps, {args.dtype}, "
-        f"{args.threads} threads, {args.rounds} rounds",
-        [
-            (f"server, {args.concurrency} clients", f"{ours:.3f} edits/s"),
-            ("diffusers FluxFillPipeline, a loop", f"{theirs:.3f} edits/s"),
-            ("ratio", f"{ours / theirs:.3f} (rounds {min(ratios):.3f} to {max(ratios):.3f})"),
-            ("latency under load p50 / p99", f"{p50:.3f} / {p99:.3f} s"),
-            ("limit: all tokens, matrix products only", f"{limit:.3f} edits/s ({flop / 1e9:.1f} GFLOP an edit)"),
-            ("server's share of that limit", f"{ours / limit:.1%}"),
-        ],
-        {
-            "benchmark": "throughput_vs_diffusers",
-            "mask_aware": int(args.mask_aware),
-            "steps": args.steps,
-            "dtype": args.dtype,
-            "threads": args.threads,
-            "concurrency": args.concurrency,
-            "edits": edits,
-            "server_edits_per_s": ours,
-            "diffusers_edits_per_s": theirs,
-            "ratio": ours / theirs,
-            "ratio_min": min(ratios),
-            "ratio_max": max(ratios),
-            "latency_p50_s": p50,
-            "latency_p99_s": p99,
-            "limit_edits_per_s": limit,
-        },
-    )
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--model", default=EMBEDDED_MODEL, help="diffusers checkpoint")
-    parser.add_argument("--steps", type=int, default=8, help="denoising steps of an edit")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="compute type of both")
-    parser.add_argument("--threads", type=int, default=available_cores(), help="torch threads of both")
-    parser.add_argument("--num-edits", type=int, default=16, help="edits per round")
-    parser.add_argument("--rounds", type=int, default=4, help="rounds, server and loop in turn")
-    parser.add_argument("--mask-aware", action="store_true", help="let the server skip tokens outside the mask")
-    parser.add_argument("--concurrency", type=int, default=8, help="clients that send at once")
-    return parser.parse_args(argv)
+    rows = [
+        (f"server, {args.concurrency} clients", f"{ours:.3f} edits/s"),
+        ("diffusers FluxFillPipeline, a loop", f"{theirs:.3f} edits/s"),
+        ("ratio", f"{ours / theirs:.3f} (rounds {min(ratios):.3f} to {max(ratios):.3f})"),
+        ("latency under load p50 / p99", f"{p50:.3f} / {p99:.3f} s"),
+        ("limit: all tokens, matrix products only", f"{limit:.3f} edits/s ({measured.flop / 1e9:.1f} GFLOP an edit)"),
+        ("server's share of that limit", f"{ours / limit:.1%}"),
+    ]
+    settings = {name: getattr(args, name) for name in ("steps", "dtype", "threads", "concurrency")}
+    result = {"benchmark": "throughput_vs_diffusers", "mask_aware": int(args.mask_aware), "edits": edits} | settings
+    result |= {"server_edits_per_s": ours, "diffusers_edits_per_s": theirs, "limit_edits_per_s": limit}
+    result |= {"ratio": ours / theirs, "ratio_min": min(ratios), "ratio_max": max(ratios)}
+    kind = "mask-aware" if args.mask_aware else "exact"
+    title = f"{edits} {kind} edits, {args.steps} steps, {args.dtype}, {args.threads} threads, {args.rounds} rounds"
+    print_report(title, rows, result | {"latency_p50_s": p50, "latency_p99_s": p99}, args.output)
 
 
 if __name__ == "__main__":

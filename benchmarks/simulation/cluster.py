@@ -7,14 +7,15 @@ at once when an edit begins or ends, all else within a second.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from heapq import heappop, heappush
 from itertools import count
 
-from benchmarks.simulation.machine import Machine, SettledCosts
+import msgspec
+
+from benchmarks.simulation.machine import TEXT_TOKENS, Machine, SettledCosts
 from benchmarks.simulation.scenario import MODEL, Scenario, make_trace, prime_template
 from core.config import RouterPolicy, SchedulerConfig
 from core.cost_model import CostModel
@@ -52,20 +53,6 @@ class Clock:
             event()
 
 
-@dataclass
-class Stopwatch:
-    """Time spent inside `with`, which does nothing but compute; processor time costs too much to ask for."""
-
-    seconds: float = 0.0
-    _start: float = 0.0
-
-    def __enter__(self) -> None:
-        self._start = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds += time.perf_counter() - self._start
-
-
 class VirtualEngine:
     """A scheduler and a worker that only lets time pass. tell: how a report and outputs leave."""
 
@@ -73,7 +60,6 @@ class VirtualEngine:
         self, clock: Clock, scenario: Scenario, machine: Machine, tell: Callable[[LoadReport, tuple[Output, ...]], None]
     ) -> None:
         self.busy_seconds = 0.0
-        self.cpu = Stopwatch()
         config = SchedulerConfig(max_num_seqs=scenario.max_num_seqs)
         cost = CostModel() if scenario.learns else SettledCosts()
         self.scheduler = StepScheduler(config, {MODEL.name: MODEL}, cache=scenario.cache, cost=cost)
@@ -95,23 +81,18 @@ class VirtualEngine:
 
     def receive(self, edit: EditRequest) -> None:
         self._edits[edit.request_id] = edit
-        with self.cpu:
-            self.scheduler.add(edit)
+        self.scheduler.add(edit)
         self._step()
 
     def report(self, outputs: tuple[Output, ...] = ()) -> None:
-        with self.cpu:
-            report = self.scheduler.load_report()
         self._reports += 1
         self._has_timer = False
-        self._tell(report, outputs)
+        self._tell(self.scheduler.load_report(), outputs)
 
     def _step(self) -> None:
         """What EngineCore does after each message."""
-        with self.cpu:
-            plan = self.scheduler.schedule(self._clock.now)
-            outputs = self.scheduler.take_outputs()
-            counts = self.scheduler.counts
+        plan = self.scheduler.schedule(self._clock.now)
+        outputs, counts = self.scheduler.take_outputs(), self.scheduler.counts
         if plan is not None:
             self._run(plan)
         for output in outputs:
@@ -139,8 +120,7 @@ class VirtualEngine:
             self._clock.at(end, lambda result=result: self._finish(result))  # type: ignore[misc]
 
     def _finish(self, result: BatchResult) -> None:
-        with self.cpu:
-            self.scheduler.apply(result)
+        self.scheduler.apply(result)
         self._step()
 
     def _copy(self, copy: PageCopy) -> None:
@@ -152,24 +132,20 @@ class VirtualEngine:
         self._clock.at(end, lambda: self._finish_copy(done))
 
     def _finish_copy(self, done: PageCopied) -> None:
-        with self.cpu:
-            self.scheduler.apply_copy(done)
+        self.scheduler.apply_copy(done)
         self._step()
 
 
 @dataclass
 class Outcome:
     """What came of a trace's counted edits, in the order they came. latencies: seconds from arrival to the answer.
-    predicted: likewise, as the router foretold, None where it did not. primed: keyframes computed, loaded: copied up.
-    cpu seconds are those of this process.
+    predicted: likewise, as the router predicted, None where it did not. primed: keyframes computed, loaded: copied up.
     """
 
     latencies: list[float]
     predicted: list[float | None]
     engines: list[int]
     busy_seconds: list[float]
-    scheduler_cpu_seconds: list[float]
-    router_cpu_seconds: float
     primed: int
     loaded: int
     seconds: float
@@ -190,7 +166,6 @@ class Cluster:
         self.fleet = Fleet(scenario.num_engines, scenario.max_num_seqs)
         self.engines = [self._engine(index) for index in range(scenario.num_engines)]
         self._policy = make_policy(self.policy)
-        self._router_cpu = Stopwatch()
         self._latencies: dict[int, float] = {}
         self._predicted: dict[int, float | None] = {}
         self._chosen: dict[int, int] = {}
@@ -231,15 +206,13 @@ class Cluster:
         """Priming beforehand does not count."""
         self._started = self.clock.now
         for engine in self.engines:
-            engine.busy_seconds = engine.cpu.seconds = 0.0
-        self._router_cpu.seconds = 0.0
+            engine.busy_seconds = 0.0
 
     def _route(self, edit: EditRequest) -> None:
         index, now = int(edit.request_id), self.clock.now
-        with self._router_cpu:
-            shape = EditShape.of_edit(edit, MODEL)
-            choice = self._policy.choose(shape, self.fleet, now)
-            self.fleet.sent(choice.engine, shape, now)
+        shape = EditShape.of_edit(edit, MODEL)
+        choice = self._policy.choose(shape, self.fleet, now)
+        self.fleet.sent(choice.engine, shape, now)
         self.note_sent(choice.engine, edit)
         self._chosen[index], self._predicted[index] = choice
         self._most_in_flight = max(self._most_in_flight, len(self._chosen) - len(self._latencies))
@@ -250,8 +223,7 @@ class Cluster:
 
     def _hear(self, engine: int, report: LoadReport, outputs: tuple[Output, ...]) -> None:
         self.note_report(engine, report)
-        with self._router_cpu:
-            self.fleet.observe(engine, report, self.clock.now)
+        self.fleet.observe(engine, report, self.clock.now)
         for output in outputs:
             assert isinstance(output, Finished | TemplatePrimed), f"a simulated request ended badly: {output}"
             if isinstance(output, Finished):
@@ -267,8 +239,6 @@ class Cluster:
             predicted=[self._predicted[index] for index in counted],
             engines=[self._chosen[index] for index in counted],
             busy_seconds=[engine.busy_seconds for engine in self.engines],
-            scheduler_cpu_seconds=[engine.cpu.seconds for engine in self.engines],
-            router_cpu_seconds=self._router_cpu.seconds,
             primed=sum(stat.primed for stat in stats),
             loaded=sum(sum(stat.loads.values()) for stat in stats),
             seconds=self.clock.now - started,
@@ -278,8 +248,7 @@ class Cluster:
 
 def _moved(edit: EditRequest, seconds: float) -> EditRequest:
     """The same edit, so much later."""
-    fields = {name: getattr(edit, name) for name in edit.__struct_fields__}
-    return EditRequest(**fields | {"arrival": edit.arrival + seconds})
+    return msgspec.structs.replace(edit, arrival=edit.arrival + seconds)
 
 
 def item_results(batch: Batch) -> tuple[ItemResult, ...]:
@@ -296,3 +265,29 @@ def item_results(batch: Batch) -> tuple[ItemResult, ...]:
 def _sigmas(num_steps: int) -> tuple[float, ...]:
     """Noise levels of a run: evenly from 1 to 0."""
     return tuple(1.0 - step / num_steps for step in range(num_steps + 1)) if num_steps else ()
+
+
+def latencies_moving_freely(scenario: Scenario, seed: int) -> list[float]:
+    """A bound of what balancing could gain: edits move between engines at no cost, at every moment. Seconds by edit, in
+    the order they end, where all engines always have the same to compute in a step, unless one edit alone is more
+    than that. All pages are there, and nothing but steps takes time.
+    """
+    machine, edits, now, latencies = scenario.machine, make_trace(scenario, seed), 0.0, list[float]()
+    running: list[list[float]] = []  # [steps left, seconds in a step, arrival]
+    position = 0
+    while position < len(edits) or running:
+        share = sum(seconds for _, seconds, _ in running) / scenario.num_engines
+        paces = [machine.step_seconds(0) + max(share, seconds) for _, seconds, _ in running]
+        end = now + min((one[0] * pace for one, pace in zip(running, paces, strict=True)), default=float("inf"))
+        arrival = edits[position].arrival if position < len(edits) else float("inf")
+        for one, pace in zip(running, paces, strict=True):
+            one[0] -= (min(end, arrival) - now) / pace
+        now = min(end, arrival)
+        if arrival <= end:
+            edit, position = edits[position], position + 1
+            tokens = edit.active.size + TEXT_TOKENS
+            steps = float(edit.sampling.num_denoising_steps)
+            running.append([steps, machine.step_seconds(tokens) - machine.step_seconds(0), arrival])
+        latencies += [now - one[2] for one in running if one[0] <= 1e-9]
+        running = [one for one in running if one[0] > 1e-9]
+    return latencies

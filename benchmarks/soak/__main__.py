@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -22,14 +23,23 @@ from pathlib import Path
 import httpx
 import psutil
 
+from benchmarks.command import command
 from benchmarks.load.server import STOP_SECONDS, Server, start_server
 from benchmarks.report import Value, percentile, print_report
-from benchmarks.soak.checking import References
-from benchmarks.soak.faults import FAULTS, NUM_ENGINES, Fault, Site, inject
-from benchmarks.soak.ledger import Ledger
-from benchmarks.soak.memory import MB, ROLES, WORKER_WARM_UP_SECONDS, Sample, Samples
+from benchmarks.soak.checking import Ledger, References
+from benchmarks.soak.faults import FAULTS, NUM_ENGINES, Site, inject
+from benchmarks.soak.memory import (
+    MB,
+    ROLES,
+    WORKER_WARM_UP_SECONDS,
+    Sample,
+    Samples,
+    Tree,
+    holdings,
+    processes_of,
+    shared_memory_files,
+)
 from benchmarks.soak.sending import Sender
-from benchmarks.soak.tree import Tree, holdings, processes_of, shared_memory_files
 from benchmarks.soak.users import Crowd
 
 FLAGS = (
@@ -62,7 +72,10 @@ class Record:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = _parse(argv)
+    parser = command(__doc__, seed=0)
+    parser.add_argument("--minutes", type=float, default=20.0, help="of traffic")
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, metavar="NAME", help=f"only: {', '.join(FAULTS)}")
+    args = parser.parse_args(argv)
     folder = Path(tempfile.mkdtemp(prefix="stencil-soak-"))
     ledger = Ledger(folder)
     record = Record(Samples(min(WARM_UP_SECONDS, args.minutes * 60 * WARM_UP_SHARE)))
@@ -95,7 +108,7 @@ async def _disturb(args: argparse.Namespace, server: Server, pages: Path, ledger
     crowd = Crowd(server.url, sender, References(ledger), ledger, args.seed)
     async with httpx.AsyncClient(base_url=server.url, timeout=60) as probe:
         site = Site(Tree(server.process.pid), pages, crowd, probe, random.Random(args.seed))
-        await _until_all_serve(site)
+        await site.recovered()
         await crowd.learn()
         print(f"{ledger.seconds:6.0f} s  references taken, {_told(ledger)}", flush=True)
         async with asyncio.TaskGroup() as group:
@@ -125,7 +138,7 @@ async def _inject_faults(args: argparse.Namespace, site: Site, record: Record) -
 
     A request that is in three deaths is given up, as it should be: so requests get a calm while to leave in.
     """
-    faults = [fault for fault in FAULTS if not args.faults or fault.name in args.faults]
+    faults = args.faults or list(FAULTS)
     due = time.monotonic()
     end = due + args.minutes * 60
     for number in count():
@@ -138,20 +151,20 @@ async def _inject_faults(args: argparse.Namespace, site: Site, record: Record) -
     await asyncio.sleep(end - time.monotonic())
 
 
-async def _inject(fault: Fault, site: Site, turn: int, record: Record) -> None:
+async def _inject(fault: str, site: Site, turn: int, record: Record) -> None:
     ledger = site.crowd.ledger
-    ledger.note("fault", fault.name)
+    ledger.note("fault", fault)
     record.num_faults += 1
     try:
-        seconds = await inject(fault, site, turn)
+        seconds = await inject(FAULTS[fault], site, turn)
         record.recoveries.append(seconds)
         outcome = f"well again after {seconds:.1f} s"
     except (TimeoutError, httpx.HTTPError) as error:
         ledger.note("recovery", repr(error))
         outcome = "NOT WELL AGAIN"
-        record.failures.append(f"{fault.name}: not well again")
-    ledger.note("recovery", f"{fault.name}: {outcome}")
-    print(f"{ledger.seconds:6.0f} s  {fault.name}: {outcome}; {_told(ledger)}", flush=True)
+        record.failures.append(f"{fault}: not well again")
+    ledger.note("recovery", f"{fault}: {outcome}")
+    print(f"{ledger.seconds:6.0f} s  {fault}: {outcome}; {_told(ledger)}", flush=True)
 
 
 async def _sample(site: Site, record: Record) -> None:
@@ -168,19 +181,13 @@ async def _sample(site: Site, record: Record) -> None:
 
 async def _seems_well(site: Site) -> bool:
     """Whether all engines serve; False when it cannot be learnt, which is the faults' matter."""
-    try:
+    with suppress(httpx.HTTPError):
         return await site.all_serve()
-    except httpx.HTTPError:
-        return False
-
-
-async def _until_all_serve(site: Site) -> None:
-    while not await site.all_serve():
-        await asyncio.sleep(0.1)
+    return False
 
 
 async def _check_quiet(site: Site, record: Record) -> None:
-    """With nobody asking, nothing may hold a place."""
+    """Without traffic, nothing may hold a place."""
     deadline = time.monotonic() + QUIET_SECONDS
     while time.monotonic() < deadline:
         queue = (await site.ask("/v1/engine/stats"))["queue"]
@@ -222,7 +229,7 @@ def _report(args: argparse.Namespace, ledger: Ledger, record: Record) -> bool:
     """Print everything; whether all bars are held."""
     counts, samples = ledger.counts, record.samples
     slope, slopes = samples.memory_slope(), {role: samples.memory_slope(role) for role in ROLES}
-    growth, with_jumps = samples.worker_growth(), samples.worker_growth_with_jumps()
+    growth = samples.worker_growth()
     if not counts["compared"]:
         record.failures.append("no picture was compared")
     if math.isnan(slope) and args.minutes >= SLOPE_MINUTES:
@@ -241,45 +248,27 @@ def _report(args: argparse.Namespace, ledger: Ledger, record: Record) -> bool:
         ("restarts", f"{record.restarts} of engines"),
         ("memory slope", f"{slope:+.2f} MB/min: " + ", ".join(f"{role} {slopes[role]:+.2f}" for role in slopes)),
         ("of a worker", f"{growth:+.2f} MB/min after its first {WORKER_WARM_UP_SECONDS:g} s, in "
-                        f"{samples.num_worker_lives()} lives ({with_jumps:+.2f} with jumps to new maxima)"),
+                        f"{samples.num_worker_lives()} lives"),
         ("memory", f"{_from_to(samples.memory())} MB, {_from_to(samples.memory('server'))} MB of the API server, "
                    f"{samples.warm_worker():.0f} MB of a warm worker"),
         ("descriptors", f"{_from_to(samples.fds())}, {_from_to(samples.fds('server'))} of the API server"),
-        ("processes", f"{_from_to(samples.processes())}; threads {_from_to(samples.threads())}"),
+        ("processes", f"{_from_to(samples.ends(lambda held: held.processes.total()))}; threads "
+                      f"{_from_to(samples.ends(lambda held: held.threads.total()))}"),
         ("end", "; ".join(record.failures) or "status 0, nothing left behind"),
     ]  # fmt: skip
-    measured = {"memory_slope": slope, "worker_growth": growth, "worker_growth_with_jumps": with_jumps}
+    measured = {"memory_slope": slope, "worker_growth": growth}
     measured |= {f"{role}_slope": value for role, value in slopes.items()}
-    result: dict[str, Value] = {
-        "minutes": args.minutes,
-        "requests": counts["requests"],
-        "refused": counts["refused"],
-        "compared": counts["compared"],
-        "rounded": counts["rounded"],
-        "lost": counts["lost"],
-        "wrong": counts["wrong"],
-        "faults": record.num_faults,
-        "failures": len(record.failures),
-        "restarts": record.restarts,
-        **{f"{name}_mb_per_min": value for name, value in measured.items() if not math.isnan(value)},
-    }
-    print_report(
-        f"Soak: {args.minutes:g} minutes, {NUM_ENGINES} engines, a fault every {FAULT_SECONDS:g} s", rows, result
-    )
+    result: dict[str, Value] = {"benchmark": "soak", "minutes": args.minutes, "faults": record.num_faults}
+    result |= {name: counts[name] for name in ("requests", "refused", "compared", "rounded", "lost", "wrong")}
+    result |= {"failures": len(record.failures), "restarts": record.restarts}
+    result |= {f"{name}_mb_per_min": value for name, value in measured.items() if not math.isnan(value)}
+    title = f"Soak: {args.minutes:g} minutes, {NUM_ENGINES} engines, a fault every {FAULT_SECONDS:g} s"
+    print_report(title, rows, result, args.output)
     return not (counts["lost"] or counts["wrong"] or record.failures or slope > MAX_SLOPE)
 
 
 def _from_to(ends: tuple[float, float]) -> str:
     return f"{ends[0]:.0f} -> {ends[1]:.0f}"
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=20.0, help="of traffic")
-    parser.add_argument("--seed", type=int, default=0, help="of the traffic's choices")
-    names = [fault.name for fault in FAULTS]
-    parser.add_argument("--faults", nargs="+", choices=names, metavar="NAME", help=f"only these: {', '.join(names)}")
-    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""References: the pictures of undisturbed edits, and the judgement of those that come later.
+"""Ledger: what happened to all requests. References: pictures of undisturbed edits, and the judgement of later ones.
 
 A picture must be the reference's bit by bit, up to what adding floats in another order may do: batches of other sizes
 round differently, so that a value lies one level beside now and then. Outside the mask nothing may differ at all.
@@ -6,14 +6,20 @@ round differently, so that a value lies one level beside now and then. Outside t
 
 from __future__ import annotations
 
+import base64
+import json
+import time
+from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
+from PIL import Image
 
-from benchmarks.soak.edits import LOSSY, Delivery, Edit
-from benchmarks.soak.ledger import Ledger
-from benchmarks.soak.pictures import Pixels, decode, template
-from benchmarks.soak.sending import Answer
+from benchmarks.load.client import Answer
+from benchmarks.load.pictures import Pixels
+from benchmarks.soak.edits import LOSSY, Delivery, Edit, decode, template
 
 ROUNDED_LEVELS, ROUNDED_SHARE = 2, 0.01
 """Most that rounding may change: levels of 255, and share of the picture's values."""
@@ -21,6 +27,57 @@ ROUNDED_LEVELS_LOSSY, ROUNDED_SHARE_LOSSY = 12, 0.05
 """The same after JPEG, which turns one level before into several after."""
 
 Key = tuple[str, str, int]  # the edit's name; png, jpeg or partial; index of the image or of the partial image
+
+
+Fault = Literal["lost", "wrong"]
+
+
+class Ledger:
+    """Counters by name, and incidents. folder: where incidents and the pictures of wrong answers are written."""
+
+    def __init__(self, folder: Path) -> None:
+        self.counts: Counter[str] = Counter()
+        self.folder = folder
+        self._started = time.monotonic()
+        self._request_ids: set[str] = set()
+
+    @property
+    def seconds(self) -> float:
+        """Since the beginning."""
+        return time.monotonic() - self._started
+
+    @property
+    def incidents_file(self) -> Path:
+        return self.folder / "incidents.jsonl"
+
+    def count(self, name: str, number: int = 1) -> None:
+        self.counts[name] += number
+
+    def blame(self, fault: Fault, what: str, **details: object) -> None:
+        """Count a lost or wrong request, and write it down."""
+        self.counts[fault] += 1
+        self.note(fault, what, **details)
+
+    def note(self, kind: str, what: str, **details: object) -> None:
+        """Write something down."""
+        line = {"seconds": round(self.seconds, 1), "kind": kind, "what": what, **details}
+        with self.incidents_file.open("a") as file:
+            file.write(json.dumps(line, default=str) + "\n")
+
+    def keep_pictures(self, name: str, expected: Pixels, came: Pixels) -> list[str]:
+        """Save both for a look at them; the files' names."""
+        stem = f"{self.counts['wrong']:03d}-{name}"
+        files = []
+        for suffix, pixels in (("expected", expected), ("came", came)):
+            files.append(f"{stem}-{suffix}.png")
+            Image.fromarray(pixels).save(self.folder / files[-1])
+        return files
+
+    def saw_request_id(self, request_id: str) -> None:
+        """Each answer has an id of its own; one that was there before belongs to another request."""
+        if not request_id or request_id in self._request_ids:
+            self.blame("wrong", "an answer without an id of its own", request_id=request_id)
+        self._request_ids.add(request_id)
 
 
 @dataclass(frozen=True)
@@ -55,10 +112,10 @@ class References:
     def learn(self, edit: Edit, delivery: Delivery, answer: Answer) -> None:
         """Take these pictures as what this edit looks like."""
         for key, picture in _finals_of(edit, delivery, answer):
-            self._pictures.setdefault(key, decode(picture))
+            self._pictures.setdefault(key, _pixels(picture))
         if _has_telling_partials(edit, delivery):
             for index, picture in answer.partials:
-                self._pictures.setdefault((edit.name, "partial", index), decode(picture))
+                self._pictures.setdefault((edit.name, "partial", index), _pixels(picture))
 
     def forget(self, edit: Edit) -> None:
         """It is not asked for again."""
@@ -74,7 +131,7 @@ class References:
         if answer.seeds != list(range(edit.seed, edit.seed + edit.n)):
             self._ledger.blame("wrong", f"the answer of seeds {answer.seeds}", edit=edit, delivery=delivery)
         for key, picture in _finals_of(edit, delivery, answer):
-            self._judge_final(edit, delivery, key, decode(picture), answer)
+            self._judge_final(edit, delivery, key, _pixels(picture), answer)
         if _has_telling_partials(edit, delivery):
             self._judge_partials(edit, delivery, answer)
 
@@ -88,7 +145,7 @@ class References:
         for index, picture in answer.partials:
             key = (edit.name, "partial", index)
             if key in self._pictures:
-                self._compare(edit, delivery, key, decode(picture), answer)
+                self._compare(edit, delivery, key, _pixels(picture), answer)
 
     def _compare(self, edit: Edit, delivery: Delivery, key: Key, came: Pixels, answer: Answer) -> None:
         self._ledger.count("compared")
@@ -105,6 +162,11 @@ class References:
             self._ledger.blame("wrong", "another picture", files=files, **details)
 
 
+def _pixels(picture: str) -> Pixels:
+    """Of a file in base64."""
+    return decode(base64.b64decode(picture, validate=True))
+
+
 def _incomplete(edit: Edit, delivery: Delivery, answer: Answer) -> str:
     """What is missing of an answer; "" for a whole one."""
     if len(answer.pictures) != edit.n:
@@ -117,7 +179,7 @@ def _incomplete(edit: Edit, delivery: Delivery, answer: Answer) -> str:
     return ""
 
 
-def _finals_of(edit: Edit, delivery: Delivery, answer: Answer) -> list[tuple[Key, bytes]]:
+def _finals_of(edit: Edit, delivery: Delivery, answer: Answer) -> list[tuple[Key, str]]:
     kind = delivery.output_format if delivery.output_format in LOSSY else "png"
     return [((edit.name, kind, index), picture) for index, picture in enumerate(answer.pictures)]
 

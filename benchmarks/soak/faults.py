@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 import shutil
 import signal
@@ -21,8 +22,8 @@ import httpx
 import psutil
 
 from benchmarks.soak.edits import PLAIN, catalogue
-from benchmarks.soak.hang_ups import hang_up
-from benchmarks.soak.tree import Member, Role, Tree
+from benchmarks.soak.memory import Member, Role, Tree
+from benchmarks.soak.misbehaviour import hang_up
 from benchmarks.soak.users import Crowd
 
 NUM_ENGINES = 2
@@ -53,6 +54,12 @@ class Site:
         has_all = len(self.tree.of("worker")) == NUM_ENGINES
         return has_all and (await self.ask("/health"))["status"] == "ok"
 
+    async def recovered(self) -> None:
+        """Until every engine serves. Raises TimeoutError after RECOVERY_SECONDS."""
+        async with asyncio.timeout(RECOVERY_SECONDS):
+            while not await self.all_serve():
+                await asyncio.sleep(0.1)
+
     async def busy(self, rank: int) -> bool:
         """Whether an engine is in the middle of a step, as far as it has told."""
         load = (await self.ask("/v1/engine/stats"))["engines"][rank]["load"]
@@ -67,38 +74,18 @@ class Site:
 
 
 Act = Callable[[Site, int], Awaitable[None]]
+"""act(site, turn): turn counts the rounds through all faults, and so changes the engine that is meant."""
 
 
-@dataclass(frozen=True)
-class Fault:
-    """act(site, turn): turn counts the rounds through all faults, and so changes the engine that is meant."""
+def strike(role: Role, number: signal.Signals, shift: int = 0) -> Act:
+    """Kill or stop this process of one engine, when it is busy. shift: of the engine, against the turn."""
 
-    name: str
-    act: Act
+    async def act(site: Site, turn: int) -> None:
+        rank = (turn + shift) % NUM_ENGINES
+        await site.wait_busy(rank)
+        await _end(site, role, rank, number)
 
-
-async def kill_worker(site: Site, turn: int) -> None:
-    rank = turn % NUM_ENGINES
-    await site.wait_busy(rank)
-    await _end(site, "worker", rank, signal.SIGKILL)
-
-
-async def stop_worker(site: Site, turn: int) -> None:
-    rank = turn % NUM_ENGINES
-    await site.wait_busy(rank)
-    await _end(site, "worker", rank, signal.SIGSTOP)
-
-
-async def kill_engine(site: Site, turn: int) -> None:
-    rank = (turn + 1) % NUM_ENGINES
-    await site.wait_busy(rank)
-    await _end(site, "engine", rank, signal.SIGKILL)
-
-
-async def stop_engine(site: Site, turn: int) -> None:
-    rank = (turn + 1) % NUM_ENGINES
-    await site.wait_busy(rank)
-    await _end(site, "engine", rank, signal.SIGSTOP)
+    return act
 
 
 async def kill_engine_twice(site: Site, turn: int) -> None:
@@ -106,7 +93,7 @@ async def kill_engine_twice(site: Site, turn: int) -> None:
     rank = turn % NUM_ENGINES
     for _ in range(2):
         await _end(site, "engine", rank, signal.SIGKILL)
-        await _recovered(site)
+        await site.recovered()
 
 
 async def kill_all_engines(site: Site, turn: int) -> None:
@@ -120,11 +107,26 @@ async def kill_image_processor(site: Site, turn: int) -> None:
     _signal(site.pick.sample(members, min(1, len(members))), signal.SIGKILL)
 
 
+def _flip_a_bit(file: Path, pick: random.Random) -> None:
+    content = bytearray(file.read_bytes())
+    content[pick.randrange(len(content))] ^= 1 << pick.randrange(8)
+    file.write_bytes(content)
+
+
+DAMAGES: tuple[Callable[[Path, random.Random], object], ...] = (
+    lambda file, pick: os.truncate(file, pick.randrange(file.stat().st_size)),
+    _flip_a_bit,
+    lambda file, pick: file.write_bytes(b"not a page"),
+    lambda file, pick: file.unlink(),
+    lambda file, pick: None,
+)
+
+
 async def damage_pages(site: Site, turn: int) -> None:
     """Truncate, flip a bit of, overwrite or delete most of the files."""
     for file in sorted(site.pages.glob("*.page")):
         with contextlib.suppress(FileNotFoundError, ValueError):  # gone, or empty already
-            site.pick.choice((_truncate, _flip_a_bit, _overwrite, _delete, _leave))(file, site.pick)
+            site.pick.choice(DAMAGES)(file, site.pick)
 
 
 async def take_folder_away(site: Site, turn: int) -> None:
@@ -164,39 +166,33 @@ async def hang_up_at_once(site: Site, turn: int) -> None:
             group.create_task(hang_up(site.crowd.url, site.pick))
 
 
-FAULTS = (
-    Fault("worker killed", kill_worker),
-    Fault("pages damaged", damage_pages),
-    Fault("engine killed", kill_engine),
-    Fault("image processor killed", kill_image_processor),
-    Fault("worker stopped", stop_worker),
-    Fault("page folder away", take_folder_away),
-    Fault("engine stopped", stop_engine),
-    Fault("burst", burst),
-    Fault("clients gone", hang_up_at_once),
-    Fault("engine killed twice", kill_engine_twice),
-    Fault("disk full", fill_disk),
-    Fault("all engines killed", kill_all_engines),
-)
+FAULTS: dict[str, Act] = {
+    "worker killed": strike("worker", signal.SIGKILL),
+    "pages damaged": damage_pages,
+    "engine killed": strike("engine", signal.SIGKILL, shift=1),
+    "image processor killed": kill_image_processor,
+    "worker stopped": strike("worker", signal.SIGSTOP),
+    "page folder away": take_folder_away,
+    "engine stopped": strike("engine", signal.SIGSTOP, shift=1),
+    "burst": burst,
+    "clients gone": hang_up_at_once,
+    "engine killed twice": kill_engine_twice,
+    "disk full": fill_disk,
+    "all engines killed": kill_all_engines,
+}
 
 
-async def inject(fault: Fault, site: Site, turn: int) -> float:
+async def inject(act: Act, site: Site, turn: int) -> float:
     """Do it; seconds from then until all is well again. Raises TimeoutError when that takes more than RECOVERY_SECONDS;
     what was stopped is let go then.
     """
     start = time.monotonic()
     try:
-        await fault.act(site, turn)
-        await _recovered(site)
+        await act(site, turn)
+        await site.recovered()
     finally:
         _let_go(site)
     return time.monotonic() - start
-
-
-async def _recovered(site: Site) -> None:
-    async with asyncio.timeout(RECOVERY_SECONDS):
-        while not await site.all_serve():
-            await asyncio.sleep(0.1)
 
 
 def _signal(members: list[Member], number: signal.Signals) -> None:
@@ -245,28 +241,3 @@ async def _small_files(process: psutil.Process) -> AsyncIterator[None]:
     yield
     with contextlib.suppress(psutil.NoSuchProcess):
         process.rlimit(psutil.RLIMIT_FSIZE, before)
-
-
-def _truncate(file: Path, pick: random.Random) -> None:
-    with file.open("r+b") as opened:
-        opened.truncate(pick.randrange(file.stat().st_size))
-
-
-def _flip_a_bit(file: Path, pick: random.Random) -> None:
-    with file.open("r+b") as opened:
-        opened.seek(pick.randrange(file.stat().st_size))
-        byte = opened.read(1)
-        opened.seek(-1, 1)
-        opened.write(bytes([byte[0] ^ 1 << pick.randrange(8)]))
-
-
-def _overwrite(file: Path, pick: random.Random) -> None:
-    file.write_bytes(b"not a page")
-
-
-def _delete(file: Path, pick: random.Random) -> None:
-    file.unlink()
-
-
-def _leave(file: Path, pick: random.Random) -> None:
-    pass

@@ -1,27 +1,138 @@
-"""What the server holds of the machine over time, and by how much that grows."""
+"""The processes of a server, what they hold of the machine over time, and by how much that grows."""
 
 from __future__ import annotations
 
+import os
+import re
 import statistics
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import get_args
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, cast, get_args
 
 import numpy as np
+import psutil
 
-from benchmarks.soak.tree import Holdings, Role
+from benchmarks.load.process_tree import own_bytes_of
 
+Role = Literal["server", "engine", "worker", "images"]
+ROLES: tuple[Role, ...] = get_args(Role)
 MB = 1e6
 
 WORKER_WARM_UP_SECONDS = 120.0
 """From a worker's start: it loads for some part of that, and then keeps compiled operators of the shapes that it meets,
 until there is no more room for them (model_executor/worker.py)."""
-
 PAIR_SECONDS = 20.0, 60.0
 """How far two samples of a worker are apart, at least and at most, that make a slope."""
 
-ROLES: tuple[Role, ...] = get_args(Role)
+_NAME = re.compile(r"stencil-(engine|worker|images)(?:-(\d+))?")
+
+
+@dataclass(frozen=True)
+class Member:
+    """One process. rank: of its engine; 0 for others."""
+
+    role: Role
+    rank: int
+    process: psutil.Process
+
+
+class Tree:
+    """All processes below the server `pid`, itself included."""
+
+    def __init__(self, pid: int) -> None:
+        self._server = psutil.Process(pid)
+
+    def members(self) -> list[Member]:
+        """Those that live now."""
+        return [Member("server", 0, self._server), *self._below(self._server, 0)]
+
+    def of(self, role: Role, rank: int | None = None) -> list[Member]:
+        """Those of a role, of one engine or of all."""
+        return [m for m in self.members() if m.role == role and rank in (None, m.rank)]
+
+    def _below(self, parent: psutil.Process, rank: int) -> Iterator[Member]:
+        for child in _children(parent):
+            match = _name(child)
+            if match is None:
+                continue
+            role, number = cast(Role, match[1]), match[2]
+            below = int(number) if role == "engine" else rank
+            yield Member(role, below, child)
+            if role == "engine":
+                yield from self._below(child, below)
+
+
+def _children(parent: psutil.Process) -> list[psutil.Process]:
+    with suppress(psutil.Error):
+        return list(parent.children())
+    return []
+
+
+def _name(process: psutil.Process) -> re.Match[str] | None:
+    """Its name as the server gave it, which is a word of its command line."""
+    with suppress(psutil.Error):
+        return next(filter(None, map(_NAME.fullmatch, process.cmdline())), None)
+    return None
+
+
+def processes_of(scratch: Path) -> list[psutil.Process]:
+    """Every process of this machine whose temporary folder is `scratch`, orphans included."""
+    mark = f"TMPDIR={scratch}".encode()
+    found = []
+    for process in psutil.process_iter():
+        with suppress(OSError):
+            if mark in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
+                found.append(process)
+    return found
+
+
+def shared_memory_files() -> set[str]:
+    """Names in /dev/shm that could be ours."""
+    with suppress(FileNotFoundError):
+        return {name for name in os.listdir("/dev/shm") if "stencil" in name}
+    return set()
+
+
+@dataclass(frozen=True)
+class WorkerMemory:
+    """What one worker holds. age: seconds since its process began. memory: bytes."""
+
+    pid: int
+    age: float
+    memory: int
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What a tree holds, by role. memory: bytes, without what is mapped of files; what n processes share counts 1/n in
+    each.
+    """
+
+    memory: Counter[str] = field(default_factory=Counter)
+    fds: Counter[str] = field(default_factory=Counter)
+    threads: Counter[str] = field(default_factory=Counter)
+    processes: Counter[str] = field(default_factory=Counter)
+    workers: list[WorkerMemory] = field(default_factory=list)
+
+
+def holdings(tree: Tree) -> Holdings:
+    """Now; a process that ends meanwhile is left out."""
+    held = Holdings()
+    for member in tree.members():
+        with suppress(psutil.Error, OSError, ValueError):
+            memory = own_bytes_of(member.process.pid)
+            held.fds[member.role] += member.process.num_fds()
+            held.threads[member.role] += member.process.num_threads()
+            held.processes[member.role] += 1
+            held.memory[member.role] += memory
+            if member.role == "worker":
+                age = time.time() - member.process.create_time()
+                held.workers.append(WorkerMemory(member.process.pid, age, memory))
+    return held
 
 
 @dataclass(frozen=True)
@@ -37,7 +148,7 @@ class Samples:
     """What counts comes after the warm-up and, but for the API server's own, was taken while all engines served: one
     that is being started holds less.
 
-    Deaths make the workers' memory a saw, which begins anew with every restart and hides what a worker leaks: a soak
+    Deaths make the workers' memory a saw, which begins again with every restart and hides what a worker leaks: a soak
     without deaths shows that, and `worker_growth`.
     """
 
@@ -66,14 +177,6 @@ class Samples:
         every = np.concatenate(slopes) if slopes else np.empty(0)
         return float(np.median(every)) if len(every) else float("nan")
 
-    def worker_growth_with_jumps(self) -> float:
-        """Likewise, by least squares over all lives, each with a level of its own."""
-        lives = [(ages - ages.mean(), sizes - sizes.mean()) for ages, sizes in self._warm_lives()]
-        if not any(len(ages) for ages, _ in lives):
-            return float("nan")
-        ages, sizes = (np.concatenate(parts) for parts in zip(*lives, strict=True))
-        return float(ages @ sizes / (ages @ ages))
-
     def warm_worker(self) -> float:
         """MB of a warm worker, the median; NaN where none was seen."""
         sizes = [size for _, sizes in self._warm_lives() for size in sizes]
@@ -83,23 +186,18 @@ class Samples:
         """Those that `worker_growth` was taken from."""
         return len(self._warm_lives())
 
+    def ends(self, value: Callable[[Holdings], float], *roles: Role) -> tuple[float, float]:
+        """Of the first and of the last minute; NaN without samples."""
+        minutes: Sequence[tuple[float, float]] = self._minutes(value, roles) or [(0.0, float("nan"))]
+        return minutes[0][1], minutes[-1][1]
+
     def memory(self, *roles: Role) -> tuple[float, float]:
-        """MB in the first and in the last minute; NaN without samples."""
-        return self._ends(lambda held: _sum(held.memory, roles) / MB, roles)
+        """MB, likewise."""
+        return self.ends(lambda held: _sum(held.memory, roles) / MB, *roles)
 
     def fds(self, *roles: Role) -> tuple[float, float]:
         """File descriptors, likewise."""
-        return self._ends(lambda held: _sum(held.fds, roles), roles)
-
-    def threads(self) -> tuple[float, float]:
-        return self._ends(lambda held: _sum(held.threads))
-
-    def processes(self) -> tuple[float, float]:
-        return self._ends(lambda held: _sum(held.processes))
-
-    def _ends(self, value: Callable[[Holdings], float], roles: Sequence[Role] = ()) -> tuple[float, float]:
-        minutes: Sequence[tuple[float, float]] = self._minutes(value, roles) or [(0.0, float("nan"))]
-        return minutes[0][1], minutes[-1][1]
+        return self.ends(lambda held: _sum(held.fds, roles), *roles)
 
     def _minutes(self, value: Callable[[Holdings], float], roles: Sequence[Role]) -> list[tuple[float, float]]:
         """(minute, median) of those that count."""

@@ -1,186 +1,116 @@
-"""Sender: sends an edit in one of several ways, as real clients do, and returns what came as one kind of Answer."""
+"""Sender: sends edits in several ways, as real clients do, and sees every attempt and every refusal."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 import httpx
-from openai import APIConnectionError, APIError, APIStatusError, AsyncOpenAI
+import msgspec
 
-from benchmarks.soak.edits import Delivery, Edit
-from benchmarks.soak.ledger import Ledger
-from benchmarks.soak.pictures import template_file, transparent_mask, white_mask
-from benchmarks.soak.transport import REQUEST_SECONDS, RETRIES, watched_client
+from benchmarks.load.client import MULTIPART, Answer, Message, Refusal, exchange, multipart
+from benchmarks.soak.checking import Ledger
+from benchmarks.soak.edits import Delivery, Edit, template_file, transparent_mask, white_mask
 
+Came = TypeVar("Came")
+
+REQUEST_SECONDS = 240.0
+"""After which a request that had no answer counts as lost; the machine may be shared."""
+RETRIES = 200
+"""How often a client comes back that was told 503 and when."""
 MAX_WAIT_SECONDS = 60.0
 
 
-class RefusedError(Exception):
-    """An answer that is no picture. status: of HTTP; 200 for an error within a stream, 0 for no answer at all, which
-    the wire has blamed already. code: of OpenAI's error envelope."""
-
-    def __init__(self, status: int, code: str, message: str) -> None:
-        super().__init__(f"{status} {code}: {message}")
-        self.status = status
-        self.code = code
-
-
-@dataclass
-class Answer:
-    """What came back. pictures: files, in the order of their seeds; partials: (index, file) as they came."""
-
-    pictures: list[bytes] = field(default_factory=list)
-    seeds: list[int] = field(default_factory=list)
-    partials: list[tuple[int, bytes]] = field(default_factory=list)
-    facts: dict[str, Any] = field(default_factory=dict)
-
-
 class Sender:
-    """One OpenAI client and one plain one, both on the watched wire; for any number of tasks."""
+    """A client for any number of tasks. Blames answers that are none: 5xx but 504 and a 503 with a Retry-After, ids
+    that were there before, connections that break."""
 
     def __init__(self, url: str, ledger: Ledger) -> None:
-        self.plain = watched_client(url, ledger)
-        self._wire = watched_client(url, ledger)
         self._ledger = ledger
-        self._openai = AsyncOpenAI(
-            base_url=f"{url}/v1",
-            api_key="none",
-            max_retries=RETRIES,
-            http_client=self._wire,  # type: ignore[arg-type]  # takes httpx's as well as httpx2's
+        self._http = httpx.AsyncClient(
+            base_url=url,
             timeout=REQUEST_SECONDS,
+            limits=httpx.Limits(max_connections=None, keepalive_expiry=5.0),
+            event_hooks={"request": [self._count], "response": [self._judge]},
+            trust_env=False,
         )
 
     async def aclose(self) -> None:
-        await self.plain.aclose()
-        await self._openai.close()
+        await self._http.aclose()
 
     async def send(self, edit: Edit, delivery: Delivery, template_id: str | None = None) -> Answer:
-        """Send it and wait for its pictures; refusals for now are obeyed. Raises RefusedError."""
+        """Send it and wait for its pictures; refusals for now are obeyed, but by hasty clients. Raises Refusal, of
+        status 0 where there was no answer, which is blamed already."""
         self._ledger.count("requests")
-        try:
-            match delivery.way:
-                case "openai":
-                    return _answer(await self._by_openai(edit, delivery, template_id))
-                case "stream":
-                    return await self._by_stream(edit, delivery, template_id)
-                case "json":
-                    return _answer(await self._by_json(edit, delivery, template_id))
-        except APIStatusError as error:
-            raise RefusedError(error.status_code, str(error.code), error.message) from error
-        except APIConnectionError as error:
-            raise RefusedError(0, "", repr(error.__cause__)) from error
-        except APIError as error:
-            raise RefusedError(200, str(error.code), error.message) from error
+        message = message_of(edit, delivery, template_id)
+        return await self._patiently(lambda: exchange(self._http, message), 1 if delivery.is_hasty else RETRIES)
 
-    async def _by_openai(self, edit: Edit, delivery: Delivery, template_id: str | None) -> dict[str, Any]:
-        client = self._openai.with_options(max_retries=0) if delivery.is_hasty else self._openai
-        images: Any = client.images
-        if edit.template is None:
-            return await images.generate(**_words(edit, delivery))  # type: ignore[no-any-return]
-        call = images.edit(**_files(edit, delivery, template_id), **_words(edit, delivery, template_id))
-        return await call  # type: ignore[no-any-return]
+    async def call(self, method: str, path: str, **call: Any) -> httpx.Response:
+        """Any other request, likewise. call: of httpx."""
+        self._ledger.count("requests")
 
-    async def _by_stream(self, edit: Edit, delivery: Delivery, template_id: str | None) -> Answer:
-        images: Any = self._openai.images
-        words = _words(edit, delivery, template_id) | {"stream": True, "partial_images": edit.partial_images}
-        if edit.template is None:
-            events = await images.generate(**words)
-        else:
-            events = await images.edit(**_files(edit, delivery, template_id), **words)
-        answer, finals = Answer(), list[tuple[int, bytes]]()
-        async for event in events:
-            _take_event(event.to_dict(), answer, finals)
-        for seed, picture in sorted(finals, key=lambda final: final[0]):
-            answer.seeds.append(seed)
-            answer.pictures.append(picture)
-        return answer
+        async def attempt() -> httpx.Response:
+            response = await self._http.request(method, path, **call)
+            if response.status_code == 503:
+                raise Refusal.of(response)
+            return response
 
-    async def _by_json(self, edit: Edit, delivery: Delivery, template_id: str | None) -> dict[str, Any]:
-        words = _words(edit, delivery, template_id)
-        body = words | words.pop("extra_body")
-        if edit.template is not None:
-            body |= _json_files(edit, delivery, template_id)
-        path = "/v1/images/generations" if edit.template is None else "/v1/images/edits"
-        response = await self.patiently("POST", path, json=body)
-        if response.status_code != 200:
-            raise refusal(response)
-        return response.json()  # type: ignore[no-any-return]
+        return await self._patiently(attempt, RETRIES)
 
-    async def patiently(self, method: str, path: str, **call: Any) -> httpx.Response:
-        """A call that comes back as often as it is told to. Raises RefusedError when there is no answer."""
-        for _ in range(RETRIES):
+    async def _patiently(self, attempt: Callable[[], Awaitable[Came]], tries: int) -> Came:
+        while True:
+            tries -= 1
             try:
-                response = await self.plain.request(method, path, **call)
-            except httpx.HTTPError as error:
-                raise RefusedError(0, "", repr(error)) from error
-            if response.status_code != 503 or "retry-after" not in response.headers:
-                return response
-            await asyncio.sleep(min(MAX_WAIT_SECONDS, float(response.headers["retry-after"])))
-        return response
+                return await attempt()
+            except (httpx.TransportError, msgspec.DecodeError) as error:
+                self._ledger.blame("lost", f"no answer: {error!r}")
+                raise Refusal(0, repr(error)) from error
+            except Refusal as refusal:
+                if refusal.status != 503 or refusal.retry_after is None or not tries:
+                    raise
+                await asyncio.sleep(min(MAX_WAIT_SECONDS, refusal.retry_after))
+
+    async def _count(self, request: httpx.Request) -> None:
+        self._ledger.count("attempts")
+
+    async def _judge(self, response: httpx.Response) -> None:
+        self._ledger.saw_request_id(response.headers.get("x-request-id", ""))
+        status = response.status_code
+        if status == 503 and "retry-after" in response.headers:
+            self._ledger.count("refused")
+        elif status >= 500 and status != 504:
+            body = (await response.aread())[:500]
+            self._ledger.blame("lost", f"status {status}", url=str(response.url), body=body)
 
 
-def refusal(response: httpx.Response) -> RefusedError:
-    """What an answer in OpenAI's error envelope says."""
-    try:
-        error = response.json()["error"]
-        return RefusedError(response.status_code, str(error["code"]), error["message"])
-    except (ValueError, KeyError, TypeError):
-        return RefusedError(response.status_code, "", f"no error envelope: {response.text[:200]!r}")
+def message_of(edit: Edit, delivery: Delivery, template_id: str | None = None) -> Message:
+    """The request. Generations are always JSON."""
+    is_stream, is_edit = delivery.way == "stream", edit.template is not None
+    fields: dict[str, Any] = edit.fields | delivery.fields
+    fields |= {"stream": True, "partial_images": edit.partial_images} if is_stream else {}
+    files = _files(edit, delivery, with_image=template_id is None) if is_edit else {}
+    fields |= {"template_id": template_id} if template_id is not None else {}
+    path = "/v1/images/edits" if is_edit else "/v1/images/generations"
+    if is_edit and delivery.way != "json":
+        return Message(path, multipart(fields, files), MULTIPART, is_stream)
+    return Message(path, msgspec.json.encode(fields | _as_json(files)), "application/json", is_stream)
 
 
-def _words(edit: Edit, delivery: Delivery, template_id: str | None = None) -> dict[str, Any]:
-    """Arguments of the OpenAI client, but for pictures."""
-    extra: dict[str, Any] = edit.fields | delivery.fields
-    words: dict[str, Any] = {"prompt": edit.prompt, "n": edit.n, "output_format": delivery.output_format}
-    if "size" in extra:
-        words["size"] = extra.pop("size")
-    if template_id is not None:
-        extra["template_id"] = template_id
-    return words | {"extra_body": extra}
-
-
-def _files(edit: Edit, delivery: Delivery, template_id: str | None) -> dict[str, Any]:
+def _files(edit: Edit, delivery: Delivery, *, with_image: bool) -> dict[str, bytes]:
     inside = edit.inside
     assert edit.template is not None
     assert inside is not None
-    image = [] if template_id else ("image.png", template_file(edit.template), "image/png")
-    mask = ("mask.png", transparent_mask(inside), "image/png")
-    return {"image": image, "mask": mask}
+    files = {"image": template_file(edit.template)} if with_image else {}
+    return files | ({"mask_image": white_mask(inside)} if delivery.white_mask else {"mask": transparent_mask(inside)})
 
 
-def _json_files(edit: Edit, delivery: Delivery, template_id: str | None) -> dict[str, Any]:
-    inside = edit.inside
-    assert edit.template is not None
-    assert inside is not None
-    files: dict[str, Any] = {}
-    if template_id is None:
-        files["images"] = [{"image_url": _data_url(template_file(edit.template))}]
-    if delivery.white_mask:
-        return files | {"mask_image": base64.b64encode(white_mask(inside)).decode()}
-    return files | {"mask": {"image_url": _data_url(transparent_mask(inside))}}
-
-
-def _data_url(png: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(png).decode()
-
-
-def _answer(result: Any) -> Answer:
-    """A whole answer, of either client."""
-    body = result if isinstance(result, dict) else result.to_dict()
-    return Answer(
-        pictures=[base64.b64decode(item["b64_json"], validate=True) for item in body["data"]],
-        seeds=[item["seed"] for item in body["data"]],
-        facts=body["stencil"],
-    )
-
-
-def _take_event(event: dict[str, Any], answer: Answer, finals: list[tuple[int, bytes]]) -> None:
-    picture = base64.b64decode(event["b64_json"], validate=True)
-    if event["type"].endswith(".partial_image"):
-        answer.partials.append((event["partial_image_index"], picture))
-    else:
-        answer.facts = event["stencil"]
-        finals.append((event["stencil"]["seed"], picture))
+def _as_json(files: dict[str, bytes]) -> dict[str, Any]:
+    """Files as fields of a JSON body."""
+    fields: dict[str, Any] = {}
+    for name, content in files.items():
+        text = base64.b64encode(content).decode()
+        url = {"image_url": f"data:image/png;base64,{text}"}
+        fields |= {"images": [url]} if name == "image" else {name: text if name == "mask_image" else url}
+    return fields

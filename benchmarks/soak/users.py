@@ -1,14 +1,15 @@
-"""The users: coroutines that each do one kind of thing, again and again with pauses, until they are told to stop."""
+"""The users: coroutines that each do one kind of thing, again and again with pauses, until `stopping` is set."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 
-from benchmarks.soak.bad_requests import BAD_REQUESTS, BadRequest
-from benchmarks.soak.checking import References
+from benchmarks.load.client import Answer, Refusal
+from benchmarks.soak.checking import Ledger, References
 from benchmarks.soak.edits import (
     HASTY_SECONDS,
     NUM_TEMPLATES,
@@ -19,11 +20,10 @@ from benchmarks.soak.edits import (
     Way,
     catalogue,
     fresh,
+    template_file,
 )
-from benchmarks.soak.hang_ups import hang_up
-from benchmarks.soak.ledger import Ledger
-from benchmarks.soak.pictures import template_file
-from benchmarks.soak.sending import Answer, RefusedError, Sender, refusal
+from benchmarks.soak.misbehaviour import BAD_REQUESTS, hang_up
+from benchmarks.soak.sending import Sender
 
 PAUSE_SECONDS = 0.6
 """Mean of a user's pauses."""
@@ -47,18 +47,14 @@ class Crowd:
         self._template_ids: dict[int, str] = {}  # template number -> id
         self._num_fresh = 0
 
-    # ------------------------------------------------------------------------------------------------- references
-
     async def learn(self) -> None:
         """Take the reference of every edit, one after the other."""
         for number, edit in enumerate(catalogue()):
-            way: Way = "stream" if edit.partial_images else "openai"
+            way: Way = "stream" if edit.partial_images else "form"
             for delivery in (replace(PLAIN, way=way), *([replace(PLAIN, output_format="jpeg")] * has_jpeg(number))):
                 answer = await self.sender.send(edit, delivery)
                 self.references.learn(edit, delivery, answer)
                 self.references.judge(edit, delivery, answer)
-
-    # ------------------------------------------------------------------------------------------------- kinds of users
 
     async def run(self, act: Callable[[], Awaitable[None]], pause: float = PAUSE_SECONDS) -> None:
         """Act again and again."""
@@ -89,15 +85,13 @@ class Crowd:
     async def look_around(self) -> None:
         """As an operator's monitoring does."""
         path = self.random.choice(WORKS)
-        self.ledger.count("requests")
         status = await self._plainly("GET", path)
         if status not in (200, None):
             self.ledger.blame("lost", f"status {status} for {path}")
 
     async def misbehave(self) -> None:
         """Send what must be refused."""
-        bad: BadRequest = self.random.choice(BAD_REQUESTS)
-        self.ledger.count("requests")
+        bad = self.random.choice(BAD_REQUESTS)
         status = await self._plainly(bad.method, bad.path, **bad.call)
         if status is not None:
             self.ledger.count("bad_requests")
@@ -126,7 +120,7 @@ class Crowd:
         template_id = self._template_ids.get(edit.template) if delivery.by_id and edit.template is not None else None
         try:
             answer = await self.sender.send(edit, delivery, template_id)
-        except RefusedError as error:
+        except Refusal as error:
             self._take_refusal(edit, delivery, error)
             return None
         self.ledger.count("pictures", len(answer.pictures))
@@ -134,9 +128,7 @@ class Crowd:
         self.references.judge(edit, delivery, answer)
         return answer
 
-    # ------------------------------------------------------------------------------------------------- details
-
-    def _take_refusal(self, edit: Edit, delivery: Delivery, error: RefusedError) -> None:
+    def _take_refusal(self, edit: Edit, delivery: Delivery, error: Refusal) -> None:
         if delivery.timeout is not None and error.code in LATE_CODES:
             self.ledger.count("timeouts")
         elif error.code == "template_not_found":
@@ -151,7 +143,7 @@ class Crowd:
         is_jpeg = has_jpeg(number) and pick.random() < 0.3
         output_format: OutputFormat = "jpeg" if is_jpeg else pick.choice(("png", "png", "webp"))
         return Delivery(
-            way=pick.choice(("openai", "stream", "json")),
+            way=pick.choice(("form", "stream", "json")),
             by_id=pick.random() < 0.4,
             white_mask=pick.random() < 0.5,
             output_format=output_format,
@@ -162,24 +154,22 @@ class Crowd:
     async def _plainly(self, method: str, path: str, **call: object) -> int | None:
         """The status of a call; None for no answer, which the wire has blamed."""
         try:
-            return (await self.sender.patiently(method, path, **call)).status_code
-        except RefusedError:
+            return (await self.sender.call(method, path, **call)).status_code
+        except Refusal:
             return None
 
     async def _register(self, number: int) -> None:
         files = {"image": ("image.png", template_file(number), "image/png")}
-        self.ledger.count("requests")
         try:
-            response = await self.sender.patiently("POST", "/v1/templates", files=files)
-        except RefusedError:
+            response = await self.sender.call("POST", "/v1/templates", files=files)
+        except Refusal:
             return
         if response.status_code != 200:
-            self.ledger.blame("lost", f"registration: {refusal(response)}")
+            self.ledger.blame("lost", f"registration: {response.status_code} {response.text[:200]}")
             return
         self._template_ids[number] = response.json()["id"]
 
     async def _expect_template(self, method: str, template_id: str) -> None:
-        self.ledger.count("requests")
         status = await self._plainly(method, f"/v1/templates/{template_id}")
         if status == 404:  # it has made room
             self.ledger.count("templates_gone")
@@ -188,11 +178,9 @@ class Crowd:
             self.ledger.blame("lost", f"status {status} for {method} of a template")
 
     async def _pause(self, seconds: float) -> None:
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.stopping.wait()
-        except TimeoutError:
-            pass
 
 
 def has_jpeg(number: int) -> bool:

@@ -18,7 +18,7 @@ from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor
 
-from core.block_plan import BlockRun
+from core.model_info import BlockRun
 from core.page_scheme import PageDtype, PageLayout
 from model_executor.adapters import Adapter
 from model_executor.cpu_layers import use_onednn

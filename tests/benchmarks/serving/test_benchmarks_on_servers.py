@@ -5,18 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import httpx
 import numpy as np
 import pytest
 
-from benchmarks.baselines.systems import BALANCER, Setting, running
+from benchmarks.baselines.systems import BALANCER, INLINE, Setting, running
 from benchmarks.benchmark_serving import main
-from benchmarks.load.client import MULTIPART, Target, prepare, send_in_turn, send_on_time, worker_seconds
+from benchmarks.load.client import Target, connect, prepare, send_alone, send_in_turn, send_on_time, worker_seconds
 from benchmarks.load.dataset import EditCall, Mix, synthetic
 from benchmarks.load.server import Server, ready_server
+from benchmarks.soak.checking import Ledger, References
+from benchmarks.soak.edits import PLAIN, Delivery, Edit, Way, template_file
+from benchmarks.soak.sending import Sender
 from tools.random_checkpoints import make_flux_fill
 
+WAYS: tuple[Way, ...] = get_args(Way)
 MIX = Mix("fixed:0.2", "fixed:2", num_inference_steps="2", sizes="64x64")
 
 
@@ -60,16 +65,17 @@ def test_image_work_in_line_makes_the_same_pictures(stencil: Server, checkpoint:
         )[0]
         for area in (0.05, 0.5)
     )
-    with running("stencil-inline", Setting(checkpoint)) as inline:
+    setting = Setting(checkpoint)
+    with running("stencil-inline", setting) as inline, ready_server([*setting.flags, "--static"], INLINE) as static:
         for call in (small, large):
-            assert picture(inline, call) == picture(stencil, call)
+            assert picture(inline, call) == picture(stencil, call) == picture(static, call)
 
 
 def picture(server: Server, call: EditCall) -> str:
     """base64 of the file that comes back."""
     target = Target(server.url)
-    (body,) = prepare(target, [call])
-    answer = httpx.post(target.edits, content=body, headers={"content-type": MULTIPART}, timeout=60)
+    (message,) = prepare(target, [call])
+    answer = httpx.post(message.url, content=message.body, headers={"content-type": message.content_type}, timeout=60)
     text: str = answer.json()["data"][0]["b64_json"]
     return text
 
@@ -81,6 +87,41 @@ async def test_failures_are_counted_and_not_raised(stencil: Server) -> None:
     assert all("status 400" in outcome.error for outcome in run.outcomes)
     run = await send_on_time(Target("http://127.0.0.1:9"), calls, [0.0, 0.0])
     assert all("ConnectError" in outcome.error for outcome in run.outcomes)
+
+
+async def test_a_refusal_says_its_status_and_code(stencil: Server) -> None:
+    (call,) = synthetic(MIX, 1, np.random.default_rng(0))
+    target = Target(stencil.url, model="no-such-model")
+    async with connect(target) as http:
+        outcome = await send_alone(http, target, call)
+    assert outcome.refusal is not None
+    assert (outcome.refusal.status, outcome.refusal.code, outcome.refusal.retry_after) == (404, "model_not_found", None)
+
+
+async def test_clients_go_round_until_the_time_is_over(stencil: Server) -> None:
+    calls = synthetic(MIX, 2, np.random.default_rng(0))
+    run = await send_in_turn(Target(stencil.url), calls, 2, seconds=2.0)
+    assert len(run.outcomes) > 2
+    assert not any(outcome.is_failed for outcome in run.outcomes)
+    assert max(outcome.sent for outcome in run.outcomes) < 2.1
+
+
+async def test_an_edit_of_the_soak_is_the_same_however_it_travels(stencil: Server, tmp_path: Path) -> None:
+    ledger, edit = Ledger(tmp_path), Edit("some", 1, "disc", "a hat", 5, 2, n=2)
+    sender, references = Sender(stencil.url, ledger), References(ledger)
+    upload = {"image": ("image.png", template_file(1), "image/png")}
+    template_id = (await sender.call("POST", "/v1/templates", files=upload)).json()["id"]
+    references.learn(edit, PLAIN, await sender.send(edit, PLAIN))
+    ways = [
+        Delivery(way, is_by_id, is_white) for way in WAYS for is_by_id in (False, True) for is_white in (False, True)
+    ]
+    for delivery in ways:
+        references.judge(edit, delivery, await sender.send(edit, delivery, template_id if delivery.by_id else None))
+    generation = Edit("made", None, "all", "a hat", 5, 2, extras=(("size", "64x64"),))
+    assert len((await sender.send(generation, Delivery("stream"))).pictures) == 1
+    await sender.aclose()
+    assert ledger.counts["compared"] == 2 * len(ways)
+    assert (ledger.counts["lost"], ledger.counts["wrong"], ledger.counts["rounded"]) == (0, 0, 0)
 
 
 async def test_latency_counts_from_the_due_time(stencil: Server) -> None:
