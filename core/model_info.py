@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import msgspec
 
-from core.cache.block_plan import BlockRun
 from core.page_scheme import PageScheme
 from core.sampling_params import SamplingParams
 from core.vision_tokens import VisionTokens
+
+
+class BlockRun(msgspec.Struct, frozen=True):
+    """Equal consecutive blocks of a model that keeps its blocks' outputs."""
+
+    number: int  # of blocks
+    pages: int  # of each block
+    work: float  # of each block, as a share of the work of all blocks, 0..1
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):

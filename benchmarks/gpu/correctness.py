@@ -42,7 +42,7 @@ MAKERS: dict[str, Callable[[Path], Path]] = {
 
 SERVED_SIDE = 256
 
-TEST_FILES = ("tests/model_executor/test_triton_kernels.py", "tests/model_executor/test_on_gpu.py")
+TEST_FILES = ("tests/model_executor/kernels/test_triton_kernels.py", "tests/model_executor/kernels/test_on_gpu.py")
 TEST_SECONDS = 180.0
 TEST_LINES = 15
 """Kept of the end of the tests' output."""

@@ -1,6 +1,6 @@
 """The faults, one after the other: each done to the processes or the files of the server under test, and to no others.
 
-Engines are given up after some deaths in a row without a minute of service between them (engine/router/engine_replica.py).
+Engines are given up after some deaths in a row without a minute of service between them (`EngineReplica`).
 The order spreads deaths over the engines, so that none comes near that but the one that is killed twice on purpose.
 """
 

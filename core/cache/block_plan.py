@@ -7,38 +7,20 @@ start with the step (FlashPS, section 4.2 and figure 9):
     loading      | pages 2  | pages 3  | pages 4  |
     computing    | block 0 in full | block 1 in full | 2 | 3 | 4 |
 
-Times are in one unit, by block. Pages of keys and values allow only a prefix of full blocks: what the inactive tokens'
-hidden states are is lost at the first cached block. A family that caches the outputs of blocks may use any subset.
-There a block's output may fill several pages: what the rest of Stencil calls blocks are these.
+Only leading blocks are computed in full. Pages of keys and values allow nothing else: the hidden states of inactive
+tokens are lost at the first cached block. Pages of block outputs would, but other choices were measured and gain
+nothing (docs/mask_aware.md).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
 
-import msgspec
-import numpy as np
-import numpy.typing as npt
+from core.model_info import BlockRun
 
 Times = Sequence[float]
-
-_Vector = npt.NDArray[np.float64]
-_Integers = npt.NDArray[np.intp]
-
-
-def finish_time(cached: Sequence[bool], compute_full: Times, compute_cached: Times, load: Times) -> float:
-    """When the last block is done. cached: whether each block uses its pages."""
-    loaded = done = 0.0
-    for is_cached, full, active, loading in zip(cached, compute_full, compute_cached, load, strict=True):
-        if is_cached:
-            loaded += loading
-            done = max(loaded, done) + active
-        else:
-            done += full
-    return done
+"""By block, all in one unit."""
 
 
 def plan_prefix(compute_full: Times, compute_cached: Times, load: Times) -> int:
@@ -61,159 +43,17 @@ def plan_prefix(compute_full: Times, compute_cached: Times, load: Times) -> int:
     return best
 
 
-def prefix_of(num_full: int, num_blocks: int) -> tuple[bool, ...]:
-    """A prefix of full blocks as a choice for every block."""
-    return (False,) * num_full + (True,) * (num_blocks - num_full)
-
-
-def algorithm_1(compute_full: Times, compute_cached: Times, load: Times) -> tuple[bool, ...]:
-    """The rule of FlashPS (section 4.2, Algorithm 1): block after block, use the pages if that block then ends no later
-    than computed in full. To compare with; there the blocks are equal, here they need not be."""
-    loaded = done = 0.0
-    cached = []
-    for full, active, loading in zip(compute_full, compute_cached, load, strict=True):
-        end = max(loaded + loading, done) + active
-        cached.append(end <= done + full)
-        if cached[-1]:
-            loaded, done = loaded + loading, end
-        else:
-            done += full
-    return tuple(cached)
-
-
-class BlockRun(msgspec.Struct, frozen=True):
-    """So many equal blocks in a row of a model that keeps their outputs. pages: of each. work: of each, as a share of
-    all blocks' (0..1)."""
-
-    number: int
-    pages: int
-    work: float
-
-
 def plan_blocks(
     block_runs: Sequence[BlockRun], num_pages: int, full: float, cached: float, load: float
 ) -> tuple[int, ...]:
-    """The pages whose blocks are computed in full so that a step ends soonest, ascending. block_runs: () for a model of
-    equal blocks with a page each, of which only the leading ones can be. full, cached, load: seconds of all blocks."""
+    """The pages of the leading blocks that are computed in full so that a step ends soonest. block_runs: () for a model
+    of equal blocks with a page each. full, cached, load: seconds of all blocks."""
     if not block_runs:
-        blocks = ([seconds / num_pages] * num_pages for seconds in (full, cached, load))
-        return tuple(range(plan_prefix(*blocks)))
-    runs = [Run(full * run.work, cached * run.work, load * run.pages / num_pages, run.number) for run in block_runs]
-    chosen: list[int] = []
-    first = 0  # page of the run
-    for run, in_full in zip(block_runs, plan_subset(runs), strict=True):
-        chosen += range(first, first + in_full * run.pages)
-        first += run.number * run.pages
-    return tuple(chosen)
-
-
-class Run(NamedTuple):
-    """So many equal blocks in a row, and the times of each."""
-
-    full: float
-    cached: float
-    load: float
-    number: int
-
-
-def plan_subset(runs: Sequence[Run]) -> tuple[int, ...]:
-    """How many blocks of each run to compute in full, the leading ones, so that the step ends as soon as with the best
-    of all subsets of its blocks.
-
-    Exact: in a run of equal blocks those in full come first (see `_after`), so that their number is all there is to
-    choose. A dynamic program over pairs (loads end, computing ends), of which only those are kept that may still beat
-    the best plan known and that no other pair beats in both. Where all blocks differ it is a knapsack problem, and the
-    number of pairs may grow.
-    """
-    plan, best = _prefix_of_runs(runs)
-    loaded = done = np.zeros(1)
-    choices: list[tuple[_Integers, _Integers]] = []  # per run and pair kept: the pair before it, blocks in full
-    for run, rest in zip(runs, _rests(runs), strict=True):
-        all_loaded, all_done = _after(run, loaded, done)
-        kept = _unbeaten(all_loaded, all_done, rest.may_beat(best, all_loaded, all_done))
-        if not len(kept):
-            return plan
-        loaded, done = all_loaded[kept], all_done[kept]
-        choices.append(np.divmod(kept, run.number + 1))
-    return _follow(choices, int(done.argmin()))
-
-
-def _prefix_of_runs(runs: Sequence[Run]) -> tuple[tuple[int, ...], float]:
-    """A plan of leading runs in full, and when it ends at the latest: as if each run were one block."""
-    full, cached, load = ([run.number * run[i] for run in runs] for i in range(3))
-    num_full = plan_prefix(full, cached, load)
-    plan = tuple(run.number if i < num_full else 0 for i, run in enumerate(runs))
-    return plan, finish_time(prefix_of(num_full, len(runs)), full, cached, load)
-
-
-def _after(run: Run, loaded: _Vector, done: _Vector) -> tuple[_Vector, _Vector]:
-    """The pairs after the run, from each pair before it with 0..number blocks in full, as flat arrays.
-
-    With k in full and m = number - k cached, no order ends before the longest of: all computing; the first load and all
-    cached computing; all loads and the last computing. Full blocks first reach that.
-    """
-    in_full = np.arange(run.number + 1.0)
-    cached = run.number - in_full
-    loading = cached * run.load
-    computing = in_full * run.full + cached * run.cached
-    waiting = np.maximum(run.load + cached * run.cached, loading + run.cached)
-    waiting[-1] = -np.inf  # none is cached
-    all_done = np.maximum(np.add.outer(done, computing), np.add.outer(loaded, waiting))
-    return np.add.outer(loaded, loading).ravel(), all_done.ravel()
-
-
-def _unbeaten(loaded: _Vector, done: _Vector, is_candidate: npt.NDArray[np.bool_]) -> _Integers:
-    """Indices of the candidates that no other one ends before in both times."""
-    indices = is_candidate.nonzero()[0]
-    order = indices[loaded[indices].argsort()]
-    ordered = done[order]
-    is_first = np.ones(len(order), bool)
-    np.less(ordered[1:], np.minimum.accumulate(ordered)[:-1], out=is_first[1:])
-    return order[is_first]
-
-
-def _follow(choices: Sequence[tuple[_Integers, _Integers]], last: int) -> tuple[int, ...]:
-    """The plan that led to pair number `last` of the last run."""
-    plan: list[int] = []
-    for before, in_full in reversed(choices):
-        plan.append(int(in_full[last]))
-        last = int(before[last])
-    return tuple(reversed(plan))
-
-
-class _Rest(NamedTuple):
-    """What the runs that are left need at least: all of their blocks in full, or each as it is sooner done; and of
-    single blocks the largest saving and the shortest load and computing with pages."""
-
-    full: float = 0.0
-    shortest: float = 0.0
-    saving: float = 0.0
-    load: float = math.inf
-    cached: float = math.inf
-
-    def and_before(self, run: Run) -> _Rest:
-        """With one more run."""
-        return _Rest(
-            self.full + run.number * run.full,
-            self.shortest + run.number * min(run.full, run.cached),
-            max(self.saving, run.full - run.cached),
-            min(self.load, run.load),
-            min(self.cached, run.cached),
-        )
-
-    def may_beat(self, best: float, loaded: _Vector, done: _Vector) -> npt.NDArray[np.bool_]:
-        """From which pairs the step may end before `best`.
-
-        To make good what full blocks would take beyond `best`, some blocks must be cached: at least that time divided
-        by the largest saving. Their loads take at least the shortest one each, and the last of them is then computed.
-        """
-        if self.saving <= 0:
-            return done < best - self.full
-        excess = done + (self.full - best)
-        may_load = loaded + np.maximum(self.load, excess * (self.load / self.saving)) < best - self.cached
-        return (done < best - self.shortest) & ((excess < 0) | may_load)
-
-
-def _rests(runs: Sequence[Run]) -> list[_Rest]:
-    """What is left after each run."""
-    return list(accumulate(reversed(runs), _Rest.and_before, initial=_Rest()))[-2::-1]
+        return tuple(range(plan_prefix(*([seconds / num_pages] * num_pages for seconds in (full, cached, load)))))
+    blocks = [run for run in block_runs for _ in range(run.number)]
+    num_full = plan_prefix(
+        [full * block.work for block in blocks],
+        [cached * block.work for block in blocks],
+        [load * block.pages / num_pages for block in blocks],
+    )
+    return tuple(range(sum(block.pages for block in blocks[:num_full])))

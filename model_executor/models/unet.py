@@ -18,7 +18,7 @@ from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor
 
-from core.cache.block_plan import BlockRun
+from core.model_info import BlockRun
 from core.page_scheme import PageDtype, PageLayout
 from model_executor.kernels.cpu_layers import use_onednn
 from model_executor.kernels.operators import Operators, best_operators

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 
-from core.cache.block_plan import BlockRun
+from core.model_info import BlockRun
 from core.page_scheme import PageDtype, PageLayout
 from model_executor.models.unet_blocks import Block, Compiled, Layer, ResidualBlock, TransformerBlock, UpSampler, Walk
 

@@ -13,8 +13,8 @@ for (calibration weights, Deville and Sarndal 1992). No value comes from anywher
 tokens give the same pixels, always.
 
 SSIM inside the box to the whole decode, on 50 edits by the embedded model: 0.9984 in the mean and 0.9956 at the least;
-pixel values are off by 0.6 of 255 in the mean and by 9 at most. `python -m benchmarks.vae_region` prints such figures
-by mask ratio, beside the times. On 72 edits, the crop with no statistics but its own came to 0.983, with those of the
+pixel values are off by 0.6 of 255 in the mean and by 9 at most. `make bench-vae` prints such figures by mask ratio,
+beside the times. On 72 edits, the crop with no statistics but its own came to 0.983, with those of the
 template's own decode to 0.988, with the true ones to 1.0000.
 """
 

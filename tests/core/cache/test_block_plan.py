@@ -1,24 +1,16 @@
-"""Block plans against exhaustive search and the paper's rule."""
+"""Block plans against exhaustive search."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import chain, groupby, product
+from itertools import accumulate, product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.cache.block_plan import (
-    BlockRun,
-    Run,
-    algorithm_1,
-    finish_time,
-    plan_blocks,
-    plan_prefix,
-    plan_subset,
-    prefix_of,
-)
+from core.cache.block_plan import plan_blocks, plan_prefix
+from core.model_info import BlockRun
 
 Blocks = tuple[list[float], list[float], list[float]]
 
@@ -41,55 +33,44 @@ def mixed_blocks(draw: st.DrawFn, largest: int = 8) -> Blocks:
     return full, cached, load
 
 
+def end_of(plan: tuple[bool, ...], blocks: Blocks) -> float:
+    """When a step with this plan ends. plan: whether each block uses its pages."""
+    loaded = done = 0.0
+    for uses_pages, full, cached, load in zip(plan, *blocks, strict=True):
+        loaded += load if uses_pages else 0.0
+        done = max(loaded, done) + cached if uses_pages else done + full
+    return done
+
+
 def soonest(plans: Iterable[tuple[bool, ...]], blocks: Blocks) -> float:
-    return min(finish_time(plan, *blocks) for plan in plans)
+    return min(end_of(plan, blocks) for plan in plans)
 
 
 def all_subsets(blocks: Blocks) -> Iterable[tuple[bool, ...]]:
     return product((False, True), repeat=len(blocks[0]))
 
 
+def leading_in_full(number: int, blocks: Blocks) -> tuple[bool, ...]:
+    return (False,) * number + (True,) * (len(blocks[0]) - number)
+
+
 def all_prefixes(blocks: Blocks) -> list[tuple[bool, ...]]:
-    number = len(blocks[0])
-    return [prefix_of(full, number) for full in range(number + 1)]
+    return [leading_in_full(number, blocks) for number in range(len(blocks[0]) + 1)]
 
 
 def prefix_end(blocks: Blocks) -> float:
-    return finish_time(prefix_of(plan_prefix(*blocks), len(blocks[0])), *blocks)
-
-
-def subset_of(blocks: Blocks) -> tuple[bool, ...]:
-    """The subset plan, by block."""
-    runs = [Run(*times, len(list(equal))) for times, equal in groupby(zip(*blocks, strict=True))]
-    numbers = plan_subset(runs)
-    assert len(numbers) == len(runs)
-    return tuple(chain.from_iterable(prefix_of(full, run.number) for full, run in zip(numbers, runs, strict=True)))
-
-
-def test_pages_of_blocks_that_take_several() -> None:
-    """Where loading decides, the blocks go in full that save least for what they load."""
-    runs = (BlockRun(2, 4, 0.1), BlockRun(4, 1, 0.15), BlockRun(1, 4, 0.2))
-    assert plan_blocks(runs, 16, 1.0, 0.2, 0.0) == ()
-    assert plan_blocks(runs, 16, 1.0, 0.2, 1e9) == tuple(range(16))
-    chosen = plan_blocks(runs, 16, 1.0, 0.2, 2.0)
-    assert set(range(8)) < set(chosen) < set(range(16))
-    assert set(range(12, 16)) <= set(chosen), "the last block, behind some that are loaded"
-
-
-def test_leading_blocks_alone_where_pages_hold_keys_and_values() -> None:
-    assert plan_blocks((), 4, 4.0, 1.0, 12.0) == tuple(range(plan_prefix([1.0] * 4, [0.25] * 4, [3.0] * 4)))
+    return end_of(leading_in_full(plan_prefix(*blocks), blocks), blocks)
 
 
 def same(time: float) -> object:
     return pytest.approx(time, rel=1e-9, abs=1e-9)
 
 
-def test_finish_time_follows_loads_and_computing() -> None:
-    """Blocks 1 and 3 are loaded, at 5 and 10; block 1 waits for its load, block 3 does not."""
-    full, cached, load = [3.0, 3.0, 3.0, 3.0], [1.0, 1.0, 1.0, 1.0], [9.0, 5.0, 9.0, 1.0]
-    assert finish_time((False, False, False, False), full, cached, load) == 12
-    assert finish_time((False, True, False, True), full, cached, load) == 10
-    assert finish_time((), [], [], []) == 0
+def test_a_step_ends_after_its_loads_and_its_computing() -> None:
+    """Blocks 1 and 3 are loaded, at 5 and 6; block 1 waits for its load, block 3 does not."""
+    blocks = [3.0, 3.0, 3.0, 3.0], [1.0, 1.0, 1.0, 1.0], [9.0, 5.0, 9.0, 1.0]
+    assert end_of((False, False, False, False), blocks) == 12
+    assert end_of((False, True, False, True), blocks) == 10
 
 
 @settings(max_examples=150, deadline=None)
@@ -104,53 +85,10 @@ def test_on_fourteen_equal_blocks_no_subset_beats_the_prefix(load: float) -> Non
     assert prefix_end(blocks) == same(soonest(all_subsets(blocks), blocks))
 
 
-@given(equal_blocks(largest=60))
-def test_on_equal_blocks_the_papers_rule_is_never_faster(blocks: Blocks) -> None:
-    assert prefix_end(blocks) <= finish_time(algorithm_1(*blocks), *blocks) * (1 + 1e-9)
-
-
-def test_the_papers_rule_is_slower_somewhere() -> None:
-    """It takes the first load that does not hurt at once, though waiting for it costs later blocks."""
-    blocks = [4.0] * 4, [1.0] * 4, [3.0] * 4
-    assert prefix_end(blocks) < finish_time(algorithm_1(*blocks), *blocks)
-
-
 @settings(max_examples=200, deadline=None)
 @given(mixed_blocks(largest=20))
 def test_the_prefix_is_the_best_of_all_prefixes(blocks: Blocks) -> None:
     assert prefix_end(blocks) == same(soonest(all_prefixes(blocks), blocks))
-
-
-@settings(max_examples=300, deadline=None)
-@given(mixed_blocks())
-def test_the_subset_is_the_best_of_all_subsets(blocks: Blocks) -> None:
-    assert finish_time(subset_of(blocks), *blocks) == same(soonest(all_subsets(blocks), blocks))
-
-
-@st.composite
-def runs_of_blocks(draw: st.DrawFn) -> Blocks:
-    """Up to 12 blocks in up to four runs of equal ones."""
-    blocks: Blocks = [], [], []
-    kind = draw(st.sampled_from([times, whole_times]))
-    for _ in range(draw(st.integers(0, 4))):
-        number = draw(st.integers(1, 3))
-        for of_blocks in blocks:
-            of_blocks += [draw(kind)] * number
-    return blocks
-
-
-@settings(max_examples=150, deadline=None)
-@given(runs_of_blocks())
-def test_the_subset_of_runs_is_the_best_of_all_subsets(blocks: Blocks) -> None:
-    assert finish_time(subset_of(blocks), *blocks) == same(soonest(all_subsets(blocks), blocks))
-
-
-def test_a_subset_can_beat_every_prefix_and_the_papers_rule() -> None:
-    """One block in the middle takes long to load, and little to compute."""
-    blocks = [2.0, 2.0, 0.5, 2.0], [0.5, 0.5, 0.4, 0.5], [0.5, 0.5, 9.0, 0.5]
-    end = finish_time(subset_of(blocks), *blocks)
-    assert subset_of(blocks) == (True, True, False, True)
-    assert end < soonest(all_prefixes(blocks), blocks)
 
 
 def test_among_equals_the_fewest_blocks_are_computed_in_full() -> None:
@@ -158,7 +96,21 @@ def test_among_equals_the_fewest_blocks_are_computed_in_full() -> None:
     assert plan_prefix([1.0] * 5, [1.0] * 5, [0.0] * 5) == 0
 
 
-def test_the_papers_rule_step_by_step() -> None:
-    """Line 3 of Algorithm 1: max(load + L, comp) + Cw <= comp + Cwo, with Cwo 4, Cw 1, L 3."""
-    assert algorithm_1([4.0] * 4, [1.0] * 4, [3.0] * 4) == (True, True, True, True)
-    assert algorithm_1([4.0] * 4, [1.0] * 4, [5.0] * 4) == (False, True, False, True)
+def test_equal_blocks_have_a_page_each() -> None:
+    assert plan_blocks((), 4, 4.0, 1.0, 12.0) == tuple(range(plan_prefix([1.0] * 4, [0.25] * 4, [3.0] * 4)))
+
+
+@pytest.mark.parametrize("load", [0.0, 0.5, 2.0, 3.0, 1e9])
+def test_all_pages_of_a_leading_block_are_left_out_together(load: float) -> None:
+    """Blocks that differ in work and pages, as those of a UNet."""
+    runs = (BlockRun(2, 4, 0.1), BlockRun(4, 1, 0.15), BlockRun(1, 4, 0.2))
+    works, pages = [0.1] * 2 + [0.15] * 4 + [0.2], [4] * 2 + [1] * 4 + [4]
+    blocks = [*works], [0.2 * work for work in works], [load * number / 16 for number in pages]
+    chosen = plan_blocks(runs, 16, 1.0, 0.2, load)
+    stops = [0, *accumulate(pages)]
+    assert chosen == tuple(range(len(chosen)))
+    assert end_of(leading_in_full(stops.index(len(chosen)), blocks), blocks) == same(
+        soonest(all_prefixes(blocks), blocks)
+    )
+    assert (len(chosen) == 0) == (load == 0.0)
+    assert (len(chosen) == 16) == (load == 1e9)

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.simulation.machine import Machine
 from benchmarks.simulation.overload import Goodput, OverloadedCluster
-from benchmarks.simulation.scenarios import REFERENCE
+from benchmarks.simulation.scenario import REFERENCE
 from core.messages.engine import EditRequest
 from core.messages.worker import Batch
 

@@ -7,12 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.simulation.cluster import MESSAGE_SECONDS, Cluster
-from benchmarks.simulation.free_moves import latencies_moving_freely
+from benchmarks.simulation.cluster import MESSAGE_SECONDS, Cluster, latencies_moving_freely
 from benchmarks.simulation.machine import IMAGE_TOKENS, TEXT_TOKENS
 from benchmarks.simulation.masks import MASKS
-from benchmarks.simulation.scenario import make_trace
-from benchmarks.simulation.scenarios import MIX, REFERENCE
+from benchmarks.simulation.scenario import MIX, REFERENCE, make_trace
 from core.config import CacheConfig
 
 SMALL = replace(REFERENCE, num_engines=2, num_edits=40)

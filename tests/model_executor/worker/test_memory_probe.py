@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.gpu_check.local_engine import LocalEngine
+from benchmarks.gpu.local_engine import LocalEngine
 from core.config import CacheConfig, ModelConfig, SchedulerConfig
 from core.errors import ConfigError
 from core.memory_budget import DeviceMemory
