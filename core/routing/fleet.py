@@ -1,11 +1,11 @@
 """Fleet: all that a router knows of its engines, as arrays over engines, so that a decision is one expression.
 
-An engine is seen as a FIFO queue in front of `max_num_seqs` places, all of which advance by one step at a time. Its
-load report says what is left of each request it holds; from that follows when a place is free for a newcomer and how
-much is left in the other places by then, which is what is kept here:
+An engine is seen as a FIFO queue in front of `max_num_seqs` slots, all of which advance by one step at a time. Its
+load report says what is left of each request it holds; from that follows when a slot is free for a newcomer and how
+much is left in the other slots by then, which is what is kept here:
 
-    free_at [engines]                 when a place is free, in seconds of the caller's clock; in the past: since then
-    steps, seconds [places, engines]  steps left in each place at `free_at`, most first, and what it adds to each step
+    free_at [engines]                 when a slot is free, in seconds of the caller's clock; in the past: since then
+    steps, seconds [slots, engines]   steps left in each slot at `free_at`, most first, and what it adds to each step
 
 Reports come when something changed, not at every step: in between, steps go by at the pace that was predicted.
 """
@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from core.costs.load_report import LoadReport, RequestLoad
-from core.costs.slot_forecast import Place, until_free
+from core.costs.slot_forecast import Slot, until_free
 from core.messages.engine import EditRequest, PrimeTemplate
 from core.model_info import ModelInfo
 from core.routing.fleet_costs import Features, FleetCosts, SizeCosts, Vector, work_features
@@ -151,10 +151,10 @@ class Fleet:
 
     def _bind(self, rows: Vector) -> None:
         """One row each, shape [engines], of one array: what is known of an engine is one column."""
-        self._rows, places = rows, self.max_num_seqs
+        self._rows, slots = rows, self.max_num_seqs
         self.num_requests, self.held_seconds, self.base_seconds, self.priming_seconds = rows[:4]
         self.free_at, self.pace, self.num_placed = rows[4:7]
-        self.steps, self.seconds = rows[7 : 7 + places], rows[7 + places :]
+        self.steps, self.seconds = rows[7 : 7 + slots], rows[7 + slots :]
 
     # ------------------------------------------------------------------------------------------------- what happens
 
@@ -261,10 +261,10 @@ class Fleet:
     # ------------------------------------------------------------------------------------------------- inside
 
     def _line_up(self, engine: int, load: RequestLoad, now: float) -> None:
-        """Another request goes through the engine's places, after all that are there."""
+        """Another request goes through the engine's slots, after all that are there."""
         self.held_seconds[engine] += load.step_seconds
         start = max(now, float(self.free_at[engine]))
-        self._set_places(engine, start, [*self._places(engine, now), _place(load)])
+        self._set_slots(engine, start, [*self._slots(engine, now), _slot(load)])
 
     def _make_sent(self, engine: int, shape: EditShape, now: float) -> Sent:
         number, priming = self._num_sent[engine], self._expect_pages(engine, shape)
@@ -300,19 +300,19 @@ class Fleet:
         """
         self.held_seconds[engine] = sum(load.step_seconds for load in loads)
         alone = sum(load.other_seconds for load in loads if not load.steps_left)
-        places = [_place(load) for load in loads if load.steps_left]
-        begun = sum(seconds for _, seconds in places[: self.max_num_seqs])
-        under_way = begun + float(self.base_seconds[engine]) if places else 0.0
-        self._set_places(engine, now + alone + under_way, places)
+        slots = [_slot(load) for load in loads if load.steps_left]
+        begun = sum(seconds for _, seconds in slots[: self.max_num_seqs])
+        under_way = begun + float(self.base_seconds[engine]) if slots else 0.0
+        self._set_slots(engine, now + alone + under_way, slots)
 
-    def _places(self, engine: int, now: float) -> list[Place]:
-        """Who is in the engine's places when the next one is free."""
+    def _slots(self, engine: int, now: float) -> list[Slot]:
+        """Who is in the engine's slots when the next one is free."""
         passed = max(now - self.free_at[engine], 0.0) / self.pace[engine]
         rows = zip(self.steps[:, engine].tolist(), self.seconds[:, engine].tolist(), strict=True)
         return [(steps - passed, seconds) for steps, seconds in rows if steps > passed]
 
-    def _set_places(self, engine: int, start: float, loads: Iterable[Place]) -> None:
-        """These requests, in this order, go through the engine's places from `start` on."""
+    def _set_slots(self, engine: int, start: float, loads: Iterable[Slot]) -> None:
+        """These requests, in this order, go through the engine's slots from `start` on."""
         base = float(self.base_seconds[engine])
         waited, left = until_free(loads, self.max_num_seqs, base)
         left.sort(reverse=True)
@@ -322,6 +322,6 @@ class Fleet:
         self._rows[4:, engine] = [start + waited, pace, len(left), *steps, *padding, *seconds, *padding]
 
 
-def _place(load: RequestLoad) -> Place:
+def _slot(load: RequestLoad) -> Slot:
     """What a request costs per step left, its encoding and decoding spread over them."""
     return float(load.steps_left), load.step_seconds + load.other_seconds / load.steps_left

@@ -69,7 +69,7 @@ class SchedulingPass:
         if any(r.edit.runs_alone and r.status is Status.RUNNING for r in requests):
             return [r for r in requests if r.status is Status.RUNNING]
         stepping = sum(r.status is Status.RUNNING and r.progress.steps_left > 0 for r in requests)
-        places = self.config.max_num_seqs - stepping
+        slots = self.config.max_num_seqs - stepping
         is_idle = not any(r.status is Status.RUNNING for r in requests)
         admitted: list[Request] = []
         for request in requests:
@@ -78,12 +78,12 @@ class SchedulingPass:
             elif request.edit.runs_alone:
                 if is_idle and not admitted:
                     return [request]
-                places = 0
-            elif places > 0 and (self.may_join is None or self.may_join(request)):
-                places -= 1
+                slots = 0
+            elif slots > 0 and (self.may_join is None or self.may_join(request)):
+                slots -= 1
                 admitted.append(request)
             else:
-                places = 0
+                slots = 0
         return admitted
 
     # ------------------------------------------------------------------------------------------------ stage work
