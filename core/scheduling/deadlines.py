@@ -31,7 +31,7 @@ def due(edit: EditRequest) -> float | None:
 
 
 def urgency(request: Request) -> Urgency:
-    """Sort key among one owner's requests: priority and due time, then arrival, then id, which makes the order total."""
+    """Sort key among one owner's requests: priority and due time, then arrival, then id, which makes it total."""
     edit = request.edit
     return counts_as_due(edit.arrival, due(edit), edit.sampling.priority), edit.arrival, edit.request_id
 

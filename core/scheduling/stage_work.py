@@ -49,8 +49,8 @@ def exports_needed(request: Request, node: Node, placement: Placement) -> list[T
 
 
 def node_work(request: Request, node: Node) -> Work:
-    """Tokens that running `node` once computes, and those they attend to: the next step's for the denoiser, image tokens
-    for the VAE, text tokens for the text encoder.
+    """Tokens that running `node` once computes, and those they attend to: the next step's for the denoiser, image
+    tokens for the VAE, text tokens for the text encoder.
     """
     num_rows = request.edit.sampling.num_rows
     match node.stage:

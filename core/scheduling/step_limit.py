@@ -27,8 +27,8 @@ class StepLimit:
             self.note_done(tokens)
 
     def note_done(self, tokens: int) -> None:
-        """Note a step that was done unsplit. When the limit keeps a request out of a step, the others fill at least half
-        of the limit, unless the excluded request alone needs more than half.
+        """Note a step that was done unsplit. When the limit keeps a request out of a step, the others fill at least
+        half of the limit, unless the excluded request alone needs more than half.
         """
         if 2 * tokens >= self.tokens:
             self.tokens = min(self._max_tokens, self.tokens + max(1, self.tokens // RAISE_BY))
