@@ -1,15 +1,15 @@
-"""Which blocks to compute in full while the pages of the others are still being loaded.
+"""Block plans: which blocks to compute in full while the pages of the others are still being loaded.
 
 One step runs a model's blocks in order. For each block the choice is: compute all tokens and load nothing, or load the
-block's pages and compute the active tokens. Loads run beside the computing, one after the other in block order, and all
-start with the step (FlashPS, section 4.2 and figure 9):
+block's pages and compute the active tokens. Loads run in parallel with computing, one after the other in block order,
+from the start of the step (FlashPS, section 4.2 and figure 9):
 
     loading      | pages 2  | pages 3  | pages 4  |
     computing    | block 0 in full | block 1 in full | 2 | 3 | 4 |
 
-Times are in one unit, by block. Pages of keys and values allow only a prefix of full blocks: what the inactive tokens'
-hidden states are is lost at the first cached block. A family that caches the outputs of blocks may use any subset.
-There a block's output may fill several pages: what the rest of Stencil calls blocks are these.
+All times are in the same unit, by block. Pages of keys and values allow only a prefix of full blocks, since the first
+cached block does not compute the inactive tokens' hidden states. A family that caches the outputs of blocks may use any
+subset. There a block's output may fill several pages, and the rest of Stencil calls each of these pages a block.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _Integers = npt.NDArray[np.intp]
 
 
 def finish_time(cached: Sequence[bool], compute_full: Times, compute_cached: Times, load: Times) -> float:
-    """When the last block is done. cached: whether each block uses its pages."""
+    """Time at which the last block is done. cached: whether each block uses its pages."""
     loaded = done = 0.0
     for is_cached, full, active, loading in zip(cached, compute_full, compute_cached, load, strict=True):
         if is_cached:
@@ -42,9 +42,9 @@ def finish_time(cached: Sequence[bool], compute_full: Times, compute_cached: Tim
 
 
 def plan_prefix(compute_full: Times, compute_cached: Times, load: Times) -> int:
-    """How many leading blocks to compute in full so that the step ends soonest, the fewest among equals. O(blocks).
+    """Number of leading blocks to compute in full so that the step ends soonest, the least among equals. O(blocks).
 
-    With the first p blocks in full, the end is the longest of these: all computing without a wait, and, for every
+    With the first p blocks in full, the step's time is the maximum of: all computing without waits and, for every
     cached block j, the loads up to j followed by the computing from j on. For equal blocks no other subset is faster.
     """
     full_before = [0.0, *accumulate(compute_full)]
@@ -62,13 +62,13 @@ def plan_prefix(compute_full: Times, compute_cached: Times, load: Times) -> int:
 
 
 def prefix_of(num_full: int, num_blocks: int) -> tuple[bool, ...]:
-    """A prefix of full blocks as a choice for every block."""
+    """Whether each block is cached, if the first `num_full` are computed in full."""
     return (False,) * num_full + (True,) * (num_blocks - num_full)
 
 
 def algorithm_1(compute_full: Times, compute_cached: Times, load: Times) -> tuple[bool, ...]:
-    """The rule of FlashPS (section 4.2, Algorithm 1): block after block, use the pages if that block then ends no later
-    than computed in full. To compare with; there the blocks are equal, here they need not be."""
+    """The rule of FlashPS (section 4.2, Algorithm 1), for comparison: block after block, use the pages if the block
+    then ends no later than computed in full. The paper's blocks are equal; here they need not be."""
     loaded = done = 0.0
     cached = []
     for full, active, loading in zip(compute_full, compute_cached, load, strict=True):
@@ -82,19 +82,19 @@ def algorithm_1(compute_full: Times, compute_cached: Times, load: Times) -> tupl
 
 
 class BlockRun(msgspec.Struct, frozen=True):
-    """So many equal blocks in a row of a model that keeps their outputs. pages: of each. work: of each, as a share of
-    all blocks' (0..1)."""
+    """Equal consecutive blocks of a model that caches their outputs."""
 
-    number: int
-    pages: int
-    work: float
+    number: int  # of blocks
+    pages: int  # of each block
+    work: float  # of each block, as a share of all blocks' work (0..1)
 
 
 def plan_blocks(
     block_runs: Sequence[BlockRun], num_pages: int, full: float, cached: float, load: float
 ) -> tuple[int, ...]:
-    """The pages whose blocks are computed in full so that a step ends soonest, ascending. block_runs: () for a model of
-    equal blocks with a page each, of which only the leading ones can be. full, cached, load: seconds of all blocks."""
+    """The pages, ascending, of the blocks to compute in full so that a step ends soonest. block_runs: () for a model of
+    equal blocks with one page each, of which only leading ones may be in full. full, cached, load: seconds of all
+    blocks together."""
     if not block_runs:
         blocks = ([seconds / num_pages] * num_pages for seconds in (full, cached, load))
         return tuple(range(plan_prefix(*blocks)))
@@ -108,22 +108,21 @@ def plan_blocks(
 
 
 class Run(NamedTuple):
-    """So many equal blocks in a row, and the times of each."""
+    """Equal consecutive blocks, with the times of one block."""
 
-    full: float
-    cached: float
-    load: float
-    number: int
+    full: float  # computing all tokens
+    cached: float  # computing the active tokens
+    load: float  # loading its pages
+    number: int  # of blocks
 
 
 def plan_subset(runs: Sequence[Run]) -> tuple[int, ...]:
-    """How many blocks of each run to compute in full, the leading ones, so that the step ends as soon as with the best
-    of all subsets of its blocks.
+    """Number of leading blocks of each run to compute in full, so that the step ends as soon as with the best subset of
+    all blocks.
 
-    Exact: in a run of equal blocks those in full come first (see `_after`), so that their number is all there is to
-    choose. A dynamic program over pairs (loads end, computing ends), of which only those are kept that may still beat
-    the best plan known and that no other pair beats in both. Where all blocks differ it is a knapsack problem, and the
-    number of pairs may grow.
+    Exact: within a run of equal blocks the full ones come first (see `_after`), so only their number has to be chosen.
+    A dynamic program over pairs (loads end, computing ends) that keeps the pairs which may still beat the best known
+    plan and are not dominated. If all blocks differ it is a knapsack problem, and the number of pairs may grow.
     """
     plan, best = _prefix_of_runs(runs)
     loaded = done = np.zeros(1)
@@ -139,7 +138,7 @@ def plan_subset(runs: Sequence[Run]) -> tuple[int, ...]:
 
 
 def _prefix_of_runs(runs: Sequence[Run]) -> tuple[tuple[int, ...], float]:
-    """A plan of leading runs in full, and when it ends at the latest: as if each run were one block."""
+    """A plan with leading runs in full, and an upper bound of its end: each run is treated as one block."""
     full, cached, load = ([run.number * run[i] for run in runs] for i in range(3))
     num_full = plan_prefix(full, cached, load)
     plan = tuple(run.number if i < num_full else 0 for i, run in enumerate(runs))
@@ -147,23 +146,23 @@ def _prefix_of_runs(runs: Sequence[Run]) -> tuple[tuple[int, ...], float]:
 
 
 def _after(run: Run, loaded: _Vector, done: _Vector) -> tuple[_Vector, _Vector]:
-    """The pairs after the run, from each pair before it with 0..number blocks in full, as flat arrays.
+    """The pairs after the run, for each pair before it and 0..number blocks in full, as flat arrays.
 
-    With k in full and m = number - k cached, no order ends before the longest of: all computing; the first load and all
-    cached computing; all loads and the last computing. Full blocks first reach that.
+    With k blocks in full and m = number - k cached, no order ends before the maximum of: all computing; the first load
+    and all cached computing; all loads and the last computing. Full blocks first attain this bound.
     """
     in_full = np.arange(run.number + 1.0)
     cached = run.number - in_full
     loading = cached * run.load
     computing = in_full * run.full + cached * run.cached
     waiting = np.maximum(run.load + cached * run.cached, loading + run.cached)
-    waiting[-1] = -np.inf  # none is cached
+    waiting[-1] = -np.inf  # no block is cached
     all_done = np.maximum(np.add.outer(done, computing), np.add.outer(loaded, waiting))
     return np.add.outer(loaded, loading).ravel(), all_done.ravel()
 
 
 def _unbeaten(loaded: _Vector, done: _Vector, is_candidate: npt.NDArray[np.bool_]) -> _Integers:
-    """Indices of the candidates that no other one ends before in both times."""
+    """Indices of the candidates that no other candidate beats in both times."""
     indices = is_candidate.nonzero()[0]
     order = indices[loaded[indices].argsort()]
     ordered = done[order]
@@ -182,17 +181,16 @@ def _follow(choices: Sequence[tuple[_Integers, _Integers]], last: int) -> tuple[
 
 
 class _Rest(NamedTuple):
-    """What the runs that are left need at least: all of their blocks in full, or each as it is sooner done; and of
-    single blocks the largest saving and the shortest load and computing with pages."""
+    """Lower bounds for the remaining runs."""
 
-    full: float = 0.0
-    shortest: float = 0.0
-    saving: float = 0.0
-    load: float = math.inf
-    cached: float = math.inf
+    full: float = 0.0  # computing all blocks in full
+    shortest: float = 0.0  # computing each block the faster way
+    saving: float = 0.0  # largest saving of one block by its pages
+    load: float = math.inf  # shortest load of one block
+    cached: float = math.inf  # shortest computing of one block with its pages
 
     def and_before(self, run: Run) -> _Rest:
-        """With one more run."""
+        """The bounds with one more run."""
         return _Rest(
             self.full + run.number * run.full,
             self.shortest + run.number * min(run.full, run.cached),
@@ -202,10 +200,10 @@ class _Rest(NamedTuple):
         )
 
     def may_beat(self, best: float, loaded: _Vector, done: _Vector) -> npt.NDArray[np.bool_]:
-        """From which pairs the step may end before `best`.
+        """Which of the pairs may lead to an end before `best`.
 
-        To make good what full blocks would take beyond `best`, some blocks must be cached: at least that time divided
-        by the largest saving. Their loads take at least the shortest one each, and the last of them is then computed.
+        The time that full blocks would take beyond `best` must be saved by caching blocks: at least that time divided
+        by the largest saving. Each takes at least the shortest load, and the last of them is then computed.
         """
         if self.saving <= 0:
             return done < best - self.full
@@ -215,5 +213,5 @@ class _Rest(NamedTuple):
 
 
 def _rests(runs: Sequence[Run]) -> list[_Rest]:
-    """What is left after each run."""
+    """The bounds for what is left after each run."""
     return list(accumulate(reversed(runs), _Rest.and_before, initial=_Rest()))[-2::-1]

@@ -1,4 +1,4 @@
-"""BatchForecast: predicts when the requests of a batch finish, and whether one more may join without making any late."""
+"""BatchForecast: predicts when the requests of a batch finish, and whether one may join without making others late."""
 
 from __future__ import annotations
 

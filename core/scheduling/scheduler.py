@@ -27,14 +27,7 @@ from core.failure import NEVER_BEGUN, Failure
 from core.graph.progress import Progress, preview_steps
 from core.graph.workflow import INPAINT, Node, Placement, Workflow, place
 from core.handles import PAGE_ARENA, ModelKey, TensorKey
-from core.messages.engine import (
-    Aborted,
-    DropTemplate,
-    EditRequest,
-    Failed,
-    PartialImage,
-    PrimeTemplate,
-)
+from core.messages.engine import Aborted, DropTemplate, EditRequest, Failed, PartialImage, PrimeTemplate
 from core.messages.worker import BatchResult, CostSample, ItemResult, PageCopied, StepPlan, TransferDone
 from core.model_info import ModelInfo
 from core.page_scheme import latents_key, page_key
