@@ -13,20 +13,18 @@ from core.sampling_params import SamplingParams
 
 
 class EditRequest(Message, frozen=True):
-    """One image to make. Every array lies in the sender's arena and stays valid until the terminal message.
+    """One image to make. Every array is in the sender's arena and stays valid until the terminal message.
 
-    template, mask, active: as in PreparedImages. pixels: uint8 [height, width, 3], one per partial image asked for and
-    the final one last; the worker writes them. latents: float32 [image tokens, latent_width], scratch for moving the
-    sampler's state between ranks. num_tokens: the picture's image tokens; num_condition_tokens: its condition tokens,
-    which no mask-aware step computes. max_text_tokens: what the prompt is padded or cut to. extra_text_tokens: as of
-    `ModelInfo.text_tokens_beside`. sampling: resolved, nothing in it is None that the model needs. is_mask_aware: steps
-    after the first `sampling.full_steps` compute only the active tokens, over the template's pages; decided from the
-    request and the server's flags alone. deadline: absolute, or None.
-    objective: when the worker is to be done with it for the server's latency objective to be met, absolute; None: it
-    has none, or was let in though it will miss it.
-    cache_salt: see `CacheConfig.salt`.
-    trace_context: W3C traceparent of the span that the engine's own go under; "" = not traced. runs_alone: no other
-    request is begun or goes on while it runs, since it was there when engines died. owner: whose it is, "" = anybody's;
+    template, mask, active: as in PreparedImages. pixels: uint8 [height, width, 3], one per requested partial image and
+    the final one last; written by the worker. latents: float32 [image tokens, latent_width], scratch for moving the
+    sampler's state between ranks. num_tokens: image tokens; num_condition_tokens: condition tokens, which no mask-aware
+    step computes. max_text_tokens: length to which the prompt is padded or cut. extra_text_tokens: see
+    `ModelInfo.text_tokens_beside`. sampling: resolved, without a None that the model needs. is_mask_aware: steps after
+    the first `sampling.full_steps` compute only the active tokens, over the template's pages; decided from the request
+    and the server's flags alone. deadline: absolute, or None. objective: when the worker must be done to meet the
+    server's latency objective, absolute; None: it has none, or was admitted although it will miss it. cache_salt: see
+    `CacheConfig.salt`. trace_context: W3C traceparent of the parent of the engine's spans; "" = not traced. runs_alone:
+    no other request runs beside it, because it was running when engines died. owner: digest of its API key, "" = none;
     owners get equal shares of the engine.
     """
 
@@ -57,7 +55,7 @@ class EditRequest(Message, frozen=True):
 
     @property
     def num_text_tokens(self) -> int:
-        """Of each row in the denoiser."""
+        """Text tokens of each row in the denoiser."""
         return self.max_text_tokens + self.extra_text_tokens
 
     @property
