@@ -1,6 +1,6 @@
-"""Who lies where in a range of bytes: offsets handed out first fit, and taken back with neighbours merged.
+"""FreeList: a first-fit allocator of offsets in a range of bytes, which merges neighbouring free ranges.
 
-Pure bookkeeping of numbers; what the bytes are is known to the owner (`core.ipc.shared_array` for an arena of pictures,
+Bookkeeping of numbers only; the bytes belong to its users (`core.ipc.shared_array` for arenas of pictures,
 `core.cache.memory_tier` for cached activations).
 """
 
@@ -10,7 +10,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable
 
 _ALIGNMENT = 64  # bytes: a cache line, and the widest vector load
-_LARGE_PAGES = 16  # chunks from so many memory pages on start on one and fill whole ones (waste below 1/16)
+_LARGE_PAGES = 16  # chunks of at least this many memory pages take whole pages (waste below 1/16)
 
 
 class FreeList:
@@ -30,22 +30,22 @@ class FreeList:
         self._ends: dict[int, int] = {0: size} if size else {}  # start of a free range -> its end
 
     def copy(self) -> FreeList:
-        """The same ranges, to try something out on."""
+        """An independent copy, for trying out allocations."""
         other = FreeList(0, self._memory_page)
         other.size, other.used_bytes = self.size, self.used_bytes
         other._starts, other._ends = self._starts.copy(), self._ends.copy()
         return other
 
     def alignment(self, nbytes: int) -> int:
-        """What the start and the length of a chunk of `nbytes` are multiples of."""
+        """Alignment in bytes of the start and the length of a chunk of `nbytes`."""
         return self._memory_page if nbytes >= _LARGE_PAGES * self._memory_page else _ALIGNMENT
 
     def extent(self, nbytes: int) -> int:
-        """Bytes that a chunk of `nbytes` takes."""
+        """Bytes that a chunk of `nbytes` takes, with rounding."""
         return round_up(nbytes, self.alignment(nbytes))
 
     def alloc(self, nbytes: int) -> int | None:
-        """Offset of a chunk of `extent(nbytes)` bytes, nbytes > 0; None when no free range is long enough."""
+        """Offset of a new chunk of `extent(nbytes)` bytes, nbytes > 0; None if no free range is long enough."""
         alignment = self.alignment(nbytes)
         extent, ends = round_up(nbytes, alignment), self._ends
         for index, free_start in enumerate(self._starts):
@@ -56,7 +56,7 @@ class FreeList:
         return None
 
     def retake(self, start: int, end: int) -> bool:
-        """Give [start, end) out again, if all of it is still free."""
+        """Allocate exactly [start, end); False if it is not entirely free."""
         index = bisect_right(self._starts, start) - 1
         if index < 0 or end > self._ends[self._starts[index]]:
             return False
@@ -64,7 +64,7 @@ class FreeList:
         return True
 
     def free(self, start: int, end: int) -> tuple[int, int]:
-        """Take [start, end) back, which must lie within chunks given out; returns the free range it is now part of."""
+        """Free [start, end), which must be allocated; returns the free range that it is now part of."""
         self.used_bytes -= end - start
         index = bisect_left(self._starts, start)
         if index < len(self._starts) and self._starts[index] == end:
@@ -76,8 +76,8 @@ class FreeList:
         return start, end
 
     def check_integrity(self, chunks: Iterable[tuple[int, int]]) -> None:
-        """Raise AssertionError unless these chunks, (start, end), and the free ranges tile the whole, with no two free
-        neighbours.
+        """Raise AssertionError unless the free ranges and these chunks, (start, end), tile the whole range, without
+        adjacent free ranges.
         """
         used = [(start, end, "used") for start, end in chunks]
         free = [(start, self._ends[start], "free") for start in self._starts]
@@ -91,7 +91,7 @@ class FreeList:
         assert self.used_bytes == sum(end - start for start, end, _ in used), "used_bytes is wrong"
 
     def _cut(self, index: int, start: int, end: int) -> None:
-        """Take [start, end) out of a free range; the rests in front and behind stay free."""
+        """Cut [start, end) out of a free range; the remainders before and after it stay free."""
         free_start = self._starts[index]
         free_end = self._ends.pop(free_start)
         rests = [(s, e) for s, e in ((free_start, start), (end, free_end)) if s < e]
@@ -101,5 +101,5 @@ class FreeList:
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple that is not below `value`."""
+    """The smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple

@@ -1,4 +1,4 @@
-"""Names that messages carry instead of data: arrays in shared memory, model components, tensors in a worker's store."""
+"""Handles that messages carry instead of data: arrays in shared memory, model components, tensors of a worker."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Literal
 import msgspec
 
 Tier = Literal["device", "host", "disk"]
-"""Where cached activations lie, fastest first. On a CPU the host's memory is what computes, and there is no device
-tier unless it is asked for.
+"""Tiers of cached activations, fastest first. On a CPU the host tier is the compute tier, and there is no device tier
+unless it is configured.
 """
 
 
 PAGE_ARENA = 1
-"""Id of the arena that holds an engine's cached pages; 0 is its client's."""
+"""Id of the arena with an engine's cached pages; 0 is the arena of its client."""
 
 
 class ArrayRef(msgspec.Struct, frozen=True):
-    """A handle on an array in a shared arena: `dtype` is numpy's name, `offset` is in bytes from the arena's start."""
+    """A handle on an array in a shared arena."""
 
-    arena: int
-    offset: int
+    arena: int  # id
+    offset: int  # bytes from the arena's start
     shape: tuple[int, ...]
-    dtype: str
+    dtype: str  # numpy's name
 
     @property
     def size(self) -> int:
@@ -41,32 +41,28 @@ class ModelKey(msgspec.Struct, frozen=True):
 
 
 class TensorKey(msgspec.Struct, frozen=True):
-    """A tensor's name in a worker's tensor store: whose, made by which node of the stage graph, called what."""
+    """A tensor's name in a worker's tensor store."""
 
     request_id: str
-    node: str
+    node: str  # the node of the stage graph that made it
     name: str
 
 
 class TensorRef(msgspec.Struct, frozen=True):
-    """A tensor by name: on which rank it lies and, once exported, where in shared memory. Shapes are filled by the
-    worker that made it.
-    """
+    """The place of a tensor."""
 
     key: TensorKey
-    rank: int
-    shape: tuple[int, ...] = ()
-    dtype: str = ""
-    handle: ArrayRef | None = None
+    rank: int  # the worker that has it
+    shape: tuple[int, ...] = ()  # set by the worker that made it
+    dtype: str = ""  # set by the worker that made it
+    handle: ArrayRef | None = None  # its place in shared memory, once exported
 
 
 class EntryRef(msgspec.Struct, frozen=True):
     """An entry of the activation cache that a worker reads or fills: a template's pages at one keyframe, or its clean
     latents.
-
-    host: uint8 [nbytes] in the page arena; None where it lies in device memory, under `key`.
     """
 
     key: str
     nbytes: int
-    host: ArrayRef | None
+    host: ArrayRef | None  # uint8 [nbytes] in the page arena; None: it is in device memory, under `key`

@@ -1,4 +1,4 @@
-"""How much of a device's memory is left for pages, once the models are there and their largest batches have run."""
+"""Computes how much device memory is left for cached pages beside the models and their largest batches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from core.errors import ConfigError
 
 _GIB = 1024**3
 _WHOLE = 1024**2
-"""A budget is a multiple of so many bytes."""
+"""Budgets are rounded down to a multiple of this many bytes."""
 
 _LESS = "have less run together (--max-num-seqs, --max-num-batched-tokens), quantise the weights (--quantization)"
 REMEDIES = f"{_LESS}, allow more of the device (--gpu-memory-utilization), or cache nothing (--no-mask-aware)"
@@ -16,28 +16,25 @@ CPU_REMEDIES = f"{_LESS}, or cache nothing (--no-mask-aware)"
 
 
 class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """A device as a worker finds it, in bytes. taken: by this worker, weights and what libraries took. peak: what its
-    largest batch needs besides. kept: by requests between their steps, as many as may run. free: that nobody has taken,
-    others' share left out.
-    """
+    """A device's memory as measured by a worker, in bytes."""
 
     total: int
-    taken: int
-    peak: int
-    kept: int
-    free: int
+    taken: int  # by this worker: weights and libraries
+    peak: int  # additionally needed by its largest batch
+    kept: int  # needed by requests between their steps, for the most that may run
+    free: int  # not taken by any program
 
     @property
     def needed(self) -> int:
-        """Beside the model and pages."""
+        """Bytes needed beside the model and pages."""
         return self.peak + self.kept
 
 
 def page_bytes(memory: DeviceMemory, utilization: float, least: int) -> int:
-    """Bytes that pages may take: what `utilization` (0..1) of the device leaves over, as far as it is free.
+    """Bytes that pages may take: what is left of `utilization` (0..1) of the device, at most what is free.
 
-    As vLLM counts, the share is this worker's own: two of them may take 0.45 each of one device. Raises ConfigError
-    where it is less than `least`, the pages of one picture, without which nothing is mask-aware.
+    As in vLLM the share is this worker's own: two workers may take 0.45 each of one device. Raises ConfigError if the
+    result is less than `least`, the pages of one picture, without which no edit can be mask-aware.
     """
     allowed = int(memory.total * utilization) - memory.taken - memory.needed
     room = min(allowed, memory.free - memory.needed) // _WHOLE * _WHOLE

@@ -1,4 +1,7 @@
-"""What can be said of families and checkpoints without loading a weight; as JSON from a process that has torch."""
+"""Cards: descriptions of families, checkpoints and adapters that need no loaded weights.
+
+They are sent as JSON from a process that may import torch to one that does not.
+"""
 
 from __future__ import annotations
 
@@ -9,40 +12,40 @@ from core.page_scheme import PageLayout
 
 
 class FamilyCard(msgspec.Struct, frozen=True, kw_only=True):
-    """A family: the pipelines of model_index.json that it serves, and in a few words how."""
+    """A family of models."""
 
     name: str
-    pipelines: tuple[str, ...]
-    summary: str
+    pipelines: tuple[str, ...]  # names in model_index.json that it serves
+    summary: str  # how it serves them, in a few words
 
 
 class AdapterCard(msgspec.Struct, frozen=True, kw_only=True):
-    """A LoRA adapter. num_layers: of the transformer, that it adds to. ranks: least and most of these layers."""
+    """A LoRA adapter."""
 
     name: str
-    num_layers: int
-    ranks: tuple[int, int]
+    num_layers: int  # layers of the transformer that it changes
+    ranks: tuple[int, int]  # least and greatest rank of these layers
     parameters: int
 
 
 class CheckpointCard(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint, and adapters that fit it. parameters: of each part with weights. layout, num_keyframes,
-    latent_bytes: how its templates are cached where no flag or calibration says otherwise; see PageScheme."""
+    """A checkpoint with the adapters that fit it."""
 
     pipeline: str
     scheduler: str
     info: ModelInfo
-    parameters: dict[str, int]
+    parameters: dict[str, int]  # part with weights -> number of parameters
+    # How its templates are cached unless a flag or calibration sets something else, see PageScheme.
     layout: PageLayout
     num_keyframes: int
     latent_bytes: int
     adapters: tuple[AdapterCard, ...] = ()
 
     def tokens(self, width: int, height: int) -> int:
-        """Image tokens of a picture of so many pixels."""
+        """Image tokens of a picture of this size in pixels."""
         return self.info.num_image_tokens(width, height)
 
     def template_bytes(self, width: int, height: int) -> int:
-        """Bytes of all that is cached of a picture."""
+        """Bytes cached for a picture of this size in pixels."""
         num_tokens = self.tokens(width, height)
         return self.num_keyframes * self.layout.entry_bytes(num_tokens) + num_tokens * self.latent_bytes

@@ -1,4 +1,4 @@
-"""Which of the served models a request means. A model with an adapter is one of them, under the adapter's name."""
+"""Finds the served model that a request names. A model with an adapter counts as one, under the adapter's name."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from core.validation import check_choice
 
 
 def choose_model(models: Mapping[str, ModelInfo], name: str, lora: str = "") -> ModelInfo:
-    """The model of this name, "" for the first, with its adapter `lora`, "" for none. An adapter may also be named as
-    the model. models: by name, at least one. Raises ModelNotFoundError; InvalidRequestError for an unknown adapter.
+    """The model `name` ("" = the first) with the adapter `lora` ("" = none); `name` may also be an adapter's. models:
+    by name, at least one. Raises ModelNotFoundError; InvalidRequestError for an unknown adapter.
     """
     if name and name not in models:
         raise ModelNotFoundError(name)
@@ -27,6 +27,6 @@ def choose_model(models: Mapping[str, ModelInfo], name: str, lora: str = "") -> 
 
 
 def kin(models: Mapping[str, ModelInfo], name: str) -> list[str]:
-    """A model's own name and those of its adapters, or of an adapter's model and all of that one's."""
+    """The names of a model and all its adapters. name: of the model or of any of the adapters."""
     base = models[name].parent or name
     return [info.name for info in models.values() if base in (info.name, info.parent)]

@@ -1,4 +1,4 @@
-"""ModelInfo: what a loaded model can do, as the engine, the router and the API server know it."""
+"""ModelInfo: sizes, defaults and abilities of a loaded model, as known to the engine, the router and the API server."""
 
 from __future__ import annotations
 
@@ -18,63 +18,56 @@ class BlockRun(msgspec.Struct, frozen=True):
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a loaded model can do; learnt by the worker at load time and sent up in the Ready messages.
-
-    native_size: side in pixels of the square whose area caps the generation size. token_size: pixels per token side.
-    latent_width: floats per token of the packed latents. max_text_tokens: the text encoder's length.
-    extra_text_tokens: further ones that a prompt has in the denoiser, whatever its length. has_guidance: whether
-    guidance_scale has a meaning, which with is_guidance_cfg is that of classifier-free guidance, else of an embedding.
-    has_true_cfg: whether true_cfg_scale has one; default_true_cfg_scale: where a request gives a negative prompt alone.
-    solver_order: the sampler's. extra_steps: calls of the model that it takes beyond those of its order.
-    rounds_strength_down: whether a step that strength covers in part is left out; else it is done. min_inference_steps:
-    fewest that the sampler can do. max_side: tokens of a picture's longest side, None for any. vision: what the
-    template is to a text encoder that sees it, None where it does not. conditions_per_token: condition tokens per image
-    token, 1 where the denoiser sees the clean template as tokens of its own. page_scheme: how templates are cached,
-    None where the model is served without mask-aware execution. device: its type; which of several alike it is makes no
-    difference to anybody. block_runs: what the denoiser's blocks take, of a family that keeps their outputs. parent:
-    the model that this is an adapter of, "" for a model itself.
+    """Facts about a loaded model, sent up in the Ready messages. Set by its family when the worker loads it, unless a
+    comment says else.
     """
 
-    name: str
+    # Identity.
+    name: str  # model id that clients see
     family: str
-    native_size: int
-    token_size: int
-    latent_width: int
-    max_text_tokens: int
-    default_num_inference_steps: int
+    parent: str = ""  # set by the worker for an adapter: the model that it adapts; "" for a model itself
+    device: str  # type of device; identical devices are not distinguished
+    dtype: str  # of computing
+    # Image size.
+    native_size: int  # px; the area of a square with this side caps the generation size
+    token_size: int  # px of a token's side
+    max_side: int | None = None  # most tokens of a picture's longer side; None: no limit
+    latent_width: int  # floats per token of the packed latents
+    conditions_per_token: int = 0  # condition tokens per image token; 1: the clean template has tokens of its own
+    # Text.
+    max_text_tokens: int  # sequence length of the text encoder
+    extra_text_tokens: int = 0  # further text tokens in the denoiser, for a prompt of any length
+    vision: VisionTokens | None = None  # for a text encoder that sees the template: its size in tokens
+    # Guidance.
+    has_guidance: bool  # whether guidance_scale has an effect
+    is_guidance_cfg: bool = False  # guidance_scale is of classifier-free guidance, otherwise of an embedding
     default_guidance_scale: float
-    has_guidance: bool
-    has_true_cfg: bool
-    device: str
-    dtype: str
-    is_guidance_cfg: bool = False
-    extra_text_tokens: int = 0
-    default_true_cfg_scale: float = 1.0
+    has_true_cfg: bool  # whether true_cfg_scale has an effect
+    default_true_cfg_scale: float = 1.0  # for a request with only a negative prompt
+    # Sampler.
+    default_num_inference_steps: int
+    min_inference_steps: int = 1  # fewest steps that the sampler supports
     solver_order: int = 1
-    extra_steps: int = 0
-    rounds_strength_down: bool = False
-    min_inference_steps: int = 1
-    max_side: int | None = None
-    vision: VisionTokens | None = None
-    conditions_per_token: int = 0
-    page_scheme: PageScheme | None = None
-    block_runs: tuple[BlockRun, ...] = ()
-    parent: str = ""
+    extra_steps: int = 0  # model calls beyond those of solver_order, see num_steps
+    rounds_strength_down: bool = False  # whether a step that strength covers in part is left out
+    # Caching.
+    page_scheme: PageScheme | None = None  # set by the worker: how templates are cached; None: never mask-aware
+    block_runs: tuple[BlockRun, ...] = ()  # of families that cache the outputs of blocks: the cost of each block
 
     def num_steps(self, sampling: SamplingParams) -> int:
-        """Steps of a run, each one call of the model: a solver of order o takes o for each of its noise levels, but one
-        for the last, and PNDM one more. sampling: with its num_inference_steps."""
+        """Steps of a run, each one call of the model: a solver of order o makes o for each of its noise levels except
+        one for the last, and PNDM one more. sampling: with num_inference_steps set."""
         return self.solver_order * (sampling.num_denoising_steps - 1) + 1 + self.extra_steps
 
     def num_image_tokens(self, width: int, height: int) -> int:
-        """Of a picture of so many pixels."""
+        """Image tokens of a picture of this size in pixels."""
         return (width // self.token_size) * (height // self.token_size)
 
     def num_text_tokens(self, max_sequence_length: int | None = None) -> int:
-        """Text tokens of a row in the denoiser, with a prompt of so many at most (None: the encoder's length), but for
-        those of a picture that the encoder sees."""
+        """Text tokens of a row in the denoiser, without those of a picture that the encoder sees. max_sequence_length:
+        limit on the prompt's, None = the encoder's length."""
         return (max_sequence_length or self.max_text_tokens) + self.extra_text_tokens
 
     def text_tokens_beside(self, width: int, height: int) -> int:
-        """Text tokens of a row that are not the prompt's, for a template of so many pixels."""
+        """Text tokens of a row beside the prompt's, for a template of this size in pixels."""
         return self.extra_text_tokens + (0 if self.vision is None else self.vision.count(width, height))

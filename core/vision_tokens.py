@@ -1,4 +1,4 @@
-"""How many tokens a picture is to a text encoder that sees it: the arithmetic of Qwen2-VL's image processor."""
+"""VisionTokens: how many tokens a picture has for a text encoder that sees it, as Qwen2-VL's image processor counts."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import msgspec
 
 
 class VisionTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """side: pixels of a token's side. min_pixels, max_pixels: what a picture is resized to lie between."""
+    """The settings of the image processor. Pictures are resized to min_pixels..max_pixels pixels."""
 
-    side: int
+    side: int  # px of a token's side
     min_pixels: int
     max_pixels: int
 
     def count(self, width: int, height: int) -> int:
-        """Tokens of a picture of so many pixels, none of its sides over 200 times the other."""
+        """Tokens of a picture of this size in pixels. Its sides must not differ by more than a factor of 200."""
         wide, high = self.size(width, height)
         return (wide // self.side) * (high // self.side)
 
     def size(self, width: int, height: int) -> tuple[int, int]:
-        """(width, height) that it is resized to; transformers' smart_resize."""
+        """(width, height) to which a picture is resized; transformers' smart_resize."""
         wide, high = (round(length / self.side) * self.side for length in (width, height))
         if wide * high > self.max_pixels:
             shrink = math.sqrt(width * height / self.max_pixels)

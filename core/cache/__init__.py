@@ -1,1 +1,1 @@
-"""The activation cache: which templates' activations are kept, on which tier, and how they are computed."""
+"""The activation cache: which templates' activations are kept, on which tier, and how they are primed (computed)."""

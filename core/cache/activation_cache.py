@@ -1,16 +1,16 @@
-"""ActivationCacheManager: which cached activations lie on which tier, who uses them, and who goes when room is needed.
+"""ActivationCacheManager: decides which cached activations are kept on which tier, and which are evicted.
 
-Decides and never touches a page: it knows keys and bytes, and what it wants done leaves as orders (`take_orders`) that
-workers carry out. An entry is a template's pages at one keyframe, or its clean latents.
+It never touches a page: it knows keys and byte counts, and issues orders (`take_orders`) that workers carry out. An
+entry is a template's pages at one keyframe, or its clean latents.
 
               reserve: on no tier          fill
-    ABSENT ---------------------> EMPTY ---------> READY         on the compute tier, the fastest one, where an entry
-       |                            ^                ^           must lie to be used
+    ABSENT ---------------------> EMPTY ---------> READY         states on the compute tier, the fastest one, where an
+       |                            ^                ^           entry must be to be used
        | reserve: on a slower tier  | not ok         | ok
-       `-----------------------> LOADING ------------`           a copy is under way
+       `-----------------------> LOADING ------------`           a copy is in flight
 
-Entries used twice, or registered, are copied down one tier after another in the background, so eviction never waits: it
-merely drops. An entry has at most one copy in flight, and keeps its places until that is over.
+Entries that were used twice, or registered, are copied to the slower tiers in the background, one tier after another,
+so eviction never waits for a copy. An entry has at most one copy in flight, and keeps its places until it is over.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ from core.messages.worker import PageCopied, PageCopy
 from core.page_scheme import latents_key
 
 LoadWins = Callable[[Tier, int], bool]
-"""Whether loading so many bytes from a tier is predicted to be faster than priming them."""
+"""(tier, bytes) -> whether loading from that tier is predicted to be faster than priming."""
 
 USES_TO_PROVE = 2
-"""An entry used less often is not worth a copy to a slower tier, and is evicted first."""
+"""Uses that make an entry proven. Others are not copied to slower tiers, and are evicted first."""
 
 
-_READY = EntryState.READY  # a global is found 10 times faster than an enum's member (Python 3.11)
+_READY = EntryState.READY  # reading a global is 10 times faster than reading an enum's member (Python 3.11)
 
 
 @dataclass(frozen=True, slots=True)
 class TierBudget:
-    """A tier in memory ("device" or "host") and its limit in bytes."""
+    """The size limit of a tier in memory."""
 
-    tier: Tier
+    tier: Tier  # "device" or "host"
     nbytes: int
 
 
 class ActivationCacheManager:
-    """Reference counts, tiers, LRU and statistics of all entries; owned by one scheduler."""
+    """Reference counts, tiers, LRU order and statistics of all entries; owned by one scheduler."""
 
     def __init__(self, budgets: Sequence[TierBudget], *, has_disk: bool, page_arena_id: int, keep_all: bool) -> None:
         """budgets: the host tier, or the device and the host tier. has_disk: there are files below the host tier.
-        keep_all: keep entries after use while there is room; else only those that are registered.
+        page_arena_id: the arena that is the host tier. keep_all: keep unregistered entries after use, too.
         """
         names = [budget.tier for budget in budgets]
         if names not in (["host"], ["device", "host"]):
             raise ValueError(f"tiers must be host, or device and host, not {names}")
         tiers = [MemoryTier(budget.tier, budget.nbytes) for budget in budgets]
         self._compute = tiers[0]
-        self._below = tiers[1] if len(tiers) > 1 else None  # the host tier, where it does not compute
+        self._below = tiers[1] if len(tiers) > 1 else None  # the host tier, if it is not the compute tier
         self._has_disk = has_disk
         self._keep_all = keep_all
         self._page_arena_id = page_arena_id
@@ -71,12 +71,12 @@ class ActivationCacheManager:
     # ------------------------------------------------------------------------------------------------- use
 
     def reserve(self, wants: Sequence[Want], load_wins: LoadWins) -> bool:
-        """Pin all these entries, giving those that are absent a place on the compute tier, or none of them: False when
-        what is pinned leaves no room.
+        """Pin all these entries and place absent ones on the compute tier; False, with nothing changed, if the pinned
+        entries leave no room.
 
-        What is absent becomes LOADING if it lies on a slower tier that `load_wins` speaks for, else EMPTY: somebody
-        must then fill it. What the disk holds only the disk knows (others write there as well), so it is asked. Counts
-        as one use of each entry; must be followed by one `release` of each.
+        An absent entry becomes LOADING if a slower tier may have it and `load_wins` prefers loading, else EMPTY: the
+        caller must have it filled. A disk may always have it, since other engines write there, too. Counts as one use
+        of each entry; must be followed by one `release` of each.
         """
         entries, hold, hits = self._entries, self._compute.hold, 0
         absent = [want for want in wants if (e := entries.get(want.key)) is None or e.ref is None]
@@ -102,11 +102,11 @@ class ActivationCacheManager:
         return True
 
     def fits(self, wants: Iterable[Want]) -> bool:
-        """Whether these entries can be reserved together once nothing else is pinned."""
+        """Whether these entries can be reserved together when nothing else is pinned."""
         return self._compute.fits_empty(_sizes(wants))
 
     def fill(self, key: str) -> None:
-        """An EMPTY entry has been primed; ValueError if it was not EMPTY."""
+        """Note that an EMPTY entry has been primed; ValueError if it is not EMPTY."""
         entry = self._entries.get(key)
         if entry is None or entry.state is not EntryState.EMPTY:
             raise ValueError(f"entry {key} is {self.state(key).value}, not empty")
@@ -116,8 +116,8 @@ class ActivationCacheManager:
         self._sink(entry)
 
     def release(self, keys: Iterable[str]) -> None:
-        """Unpin entries that were reserved; nobody may read or write them on the reserver's behalf any more. ValueError
-        for one that is not pinned.
+        """Unpin reserved entries; no worker may read or write them for this reservation any more. ValueError for one
+        that is not pinned.
         """
         for key in keys:
             entry = self._entries.get(key)
@@ -132,15 +132,15 @@ class ActivationCacheManager:
         return EntryState.ABSENT if entry is None else entry.state
 
     def ref(self, key: str) -> EntryRef:
-        """Where an entry lies on the compute tier; valid while it is pinned. KeyError if it has no place there."""
+        """An entry's place on the compute tier; valid while it is pinned. KeyError if it has none."""
         ref = self._entries[key].ref
         if ref is None:
             raise KeyError(key)
         return ref
 
     def tier_of(self, key: str) -> Tier | None:
-        """Where an entry's pages are, or come from while LOADING (from "disk" if they are there); None: nowhere in
-        memory.
+        """The tier of an entry's pages, while LOADING the one that they come from ("disk" if they exist); None: no tier
+        in memory.
         """
         entry = self._entries.get(key)
         if entry is None or entry.state is EntryState.EMPTY:
@@ -152,8 +152,8 @@ class ActivationCacheManager:
     # ------------------------------------------------------------------------------------------------- templates
 
     def register(self, keys: Iterable[str]) -> None:
-        """Keep these entries, now or when they come, as if used twice: they are copied down at once, and with admission
-        manual they stay after use.
+        """Keep these entries, existing or future, as if used twice: they are copied down at once, and stay after use
+        also without keep_all.
         """
         for key in keys:
             self._registered.add(key)
@@ -164,8 +164,7 @@ class ActivationCacheManager:
                 self._sink(entry)
 
     def drop(self, template_key: str, keys: Iterable[str]) -> None:
-        """Forget a template: all its entries in memory, now or once unpinned, and all its files. `keys`, registered or
-        not, are registered no more."""
+        """Drop a template: its entries in memory, now or once unpinned, and its files. `keys` are unregistered."""
         self._orders.delete(template_key)
         self._registered.difference_update(keys)
         for key in self._templates.keys_of(template_key):
@@ -178,7 +177,7 @@ class ActivationCacheManager:
             self._release_unused(entry)
 
     def take_residency(self) -> tuple[Residency, ...]:
-        """What is here now of the templates whose pages have come or gone since the last call."""
+        """The residency of the templates with pages that have come or gone since the last call."""
         return tuple(map(self._residency, self._templates.take_moved()))
 
     def _residency(self, template_key: str) -> Residency:
@@ -191,12 +190,13 @@ class ActivationCacheManager:
     # ------------------------------------------------------------------------------------------------- orders
 
     def take_orders(self) -> CacheOrders:
-        """What is to be done since the last call; each order is handed out once."""
+        """Orders issued since the last call."""
         return self._orders.take()
 
     def finish_copy(self, done: PageCopied) -> None:
-        """A copy is over. A load that is not ok leaves its entry EMPTY; a copy down that is not ok is given up, one to
-        disk until the entry's next use: there may be room again by then. ValueError for a copy that was not ordered.
+        """Process the end of a copy. A failed load leaves its entry EMPTY. A failed copy down is not repeated, except
+        that one to disk is tried again at the entry's next use: there may be room by then. ValueError for a copy that
+        was not ordered.
         """
         entry = self._entries.get(done.key)
         copy = None if entry is None else entry.copy
@@ -217,20 +217,20 @@ class ActivationCacheManager:
         self._release_unused(entry)
 
     def fail_copies(self) -> None:
-        """The workers are gone, and with them all copies in flight."""
+        """Fail all copies in flight, because the workers are gone."""
         self._orders.copies.clear()
         for entry in [entry for entry in self._entries.values() if entry.copy is not None]:
             copy = entry.copy
             assert copy is not None
             self.finish_copy(PageCopied(0, copy.key, copy.nbytes, copy.source, copy.target, False, 0.0))
 
-    # ------------------------------------------------------------------------------------------------- what it holds
+    # ------------------------------------------------------------------------------------------------- content
 
     def stats(self) -> CacheStats:
         return self._tally.stats(self._memory_tiers())
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless budgets are kept and pins, places, states and copies agree."""
+        """Raise AssertionError unless budgets are kept and pins, places, states and copies agree."""
         for tier in self._memory_tiers():
             tier.check_integrity()
             assert set(tier) <= set(self._entries), "a place without an entry"
@@ -261,11 +261,11 @@ class ActivationCacheManager:
     # ------------------------------------------------------------------------------------------------- making places
 
     def _place(self, wants: Sequence[Want], absent: Sequence[Want], load_wins: LoadWins) -> bool:
-        """Give the absent entries a place on the compute tier; False, and nothing changed, if there is no room."""
+        """Place the absent entries on the compute tier; False, with nothing changed, if there is no room."""
         wanted = {want.key for want in wants}
         evicted = self._compute.put(_sizes(absent), wanted)
         if evicted is None:
-            # Scattered entries that are wanted themselves may be all that is in the way; waiting would not help.
+            # Only wanted entries that are scattered may be in the way; waiting would not help.
             if self._compute.is_held or not self.fits(wants):
                 return False
             self._evict(self._compute, self._compute.clear())
@@ -278,7 +278,7 @@ class ActivationCacheManager:
         return True
 
     def _begin(self, want: Want, wanted: set[str], load_wins: LoadWins) -> None:
-        """Decide where the pages of an entry that has just got a place come from."""
+        """Decide where the pages of a newly placed entry come from."""
         entry = self._entries.get(want.key) or self._new_entry(want)
         entry.ref = EntryRef(want.key, want.nbytes, self._host_ref(entry) if self._below is None else None)
         entry.source = self._choose_source(want, wanted, load_wins)
@@ -288,7 +288,7 @@ class ActivationCacheManager:
             self._load(entry)
 
     def _choose_source(self, want: Want, wanted: set[str], load_wins: LoadWins) -> Tier | None:
-        """The tier to load an absent entry from; None: it is to be primed."""
+        """The tier to load an absent entry from; None: it has to be primed."""
         if self._is_below(want.key):
             return "host" if load_wins("host", want.nbytes) else None
         if not self._has_disk or not load_wins("disk", want.nbytes):
@@ -296,7 +296,7 @@ class ActivationCacheManager:
         return "disk" if self._below is None or self._put_below(want, wanted) else None
 
     def _put_below(self, want: Want, spared: Iterable[str]) -> bool:
-        """Give an entry a place on the host tier under the compute tier, if there is room."""
+        """Place an entry on the host tier below the compute tier; False if there is no room."""
         assert self._below is not None
         evicted = self._below.put({want.key: want.nbytes}, set(spared))
         if evicted is None:
@@ -311,7 +311,7 @@ class ActivationCacheManager:
         return entry
 
     def _evict(self, tier: MemoryTier, keys: Iterable[str]) -> None:
-        """These have lost their place on a tier to others."""
+        """Note that these entries have lost their place on a tier to others."""
         for key in keys:
             self._tally.evictions[tier.name] += 1
             self._left(tier, self._entries[key])
@@ -319,7 +319,7 @@ class ActivationCacheManager:
     # ------------------------------------------------------------------------------------------------- copies
 
     def _load(self, entry: Entry) -> None:
-        """Start the next copy that brings an entry up. The host tier, if it does not compute, is passed through."""
+        """Start the next copy that brings an entry up; from disk to device it takes two, by way of the host tier."""
         if self._below is not None and entry.source == "host":
             self._start(entry, "host", "device")
         else:
@@ -353,7 +353,7 @@ class ActivationCacheManager:
             self._below.remove(entry.want.key)
 
     def _sink(self, entry: Entry) -> None:
-        """Copy an entry that deserves it one tier down, unless it is being copied already."""
+        """Copy a proven entry one tier down, unless it is being copied already."""
         if entry.has_sunk or entry.copy is not None or not (entry.is_proven and entry.is_kept):
             return
         is_below = self._is_below(entry.want.key)
@@ -383,10 +383,10 @@ class ActivationCacheManager:
         for tier in self._memory_tiers():
             tier.hold(want.key)
 
-    # ------------------------------------------------------------------------------------------------- leaving
+    # ------------------------------------------------------------------------------------------------- release
 
     def _release_unused(self, entry: Entry) -> None:
-        """Let an entry go from where nobody needs it: to the LRU, or for good."""
+        """Make an entry evictable on the tiers where it is unused, or remove it from them if it is not kept."""
         if entry.copy is not None:
             return
         key = entry.want.key
@@ -405,7 +405,7 @@ class ActivationCacheManager:
             self._left(self._compute, entry)
 
     def _left(self, tier: MemoryTier, entry: Entry) -> None:
-        """An entry has no place on `tier` any more."""
+        """Note that an entry has no place on `tier` any more."""
         key = entry.want.key
         self._templates.note_moved(key)
         if tier is self._compute:
@@ -418,10 +418,10 @@ class ActivationCacheManager:
             del self._entries[key]
             self._templates.remove(key)
 
-    # ------------------------------------------------------------------------------------------------- facts
+    # ------------------------------------------------------------------------------------------------- helpers
 
     def _judge(self, entry: Entry) -> None:
-        """Decide anew how much an entry is worth."""
+        """Update whether an entry is kept after use, and whether it is proven."""
         is_registered = entry.want.key in self._registered
         entry.is_kept = not entry.is_doomed and (self._keep_all or is_registered)
         entry.is_proven = is_registered or entry.uses >= USES_TO_PROVE
@@ -432,7 +432,7 @@ class ActivationCacheManager:
         return ArrayRef(self._page_arena_id, offset, (entry.want.nbytes,), "uint8")
 
     def _is_below(self, key: str) -> bool:
-        """Whether an entry lies on the host tier under a compute tier that is the device."""
+        """Whether an entry is on the host tier while the device is the compute tier."""
         return self._below is not None and key in self._below
 
     @property
@@ -444,7 +444,7 @@ class ActivationCacheManager:
 
 
 def _sizes(wants: Iterable[Want]) -> dict[str, int]:
-    """key -> bytes."""
+    """Key -> bytes."""
     return {want.key: want.nbytes for want in wants}
 
 

@@ -1,8 +1,8 @@
-"""Which blocks to compute in full while the pages of the others are still being loaded.
+"""Block plans: which blocks to compute in full while the pages of the others are still being loaded.
 
 One step runs a model's blocks in order. For each block the choice is: compute all tokens and load nothing, or load the
-block's pages and compute the active tokens. Loads run beside the computing, one after the other in block order, and all
-start with the step (FlashPS, section 4.2 and figure 9):
+block's pages and compute the active tokens. Loads run in parallel with computing, one after the other in block order,
+from the start of the step (FlashPS, section 4.2 and figure 9):
 
     loading      | pages 2  | pages 3  | pages 4  |
     computing    | block 0 in full | block 1 in full | 2 | 3 | 4 |
@@ -24,9 +24,9 @@ Times = Sequence[float]
 
 
 def plan_prefix(compute_full: Times, compute_cached: Times, load: Times) -> int:
-    """How many leading blocks to compute in full so that the step ends soonest, the fewest among equals. O(blocks).
+    """Number of leading blocks to compute in full so that the step ends soonest, the least among equals. O(blocks).
 
-    With the first p blocks in full, the end is the longest of these: all computing without a wait, and, for every
+    With the first p blocks in full, the step's time is the maximum of: all computing without waits and, for every
     cached block j, the loads up to j followed by the computing from j on. For equal blocks no other subset is faster.
     """
     full_before = [0.0, *accumulate(compute_full)]

@@ -1,4 +1,4 @@
-"""An entry of the activation cache: a template's pages at one keyframe, or its clean latents."""
+"""Entry: the state of one entry of the activation cache: a template's pages at one keyframe, or its clean latents."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from core.messages.worker import PageCopy
 
 
 class EntryState(enum.Enum):
-    """What an entry is on the compute tier. EMPTY: it has a place that somebody must fill."""
+    """State of an entry on the compute tier. EMPTY: it has a place, and its content has yet to be primed."""
 
     ABSENT = "absent"
     EMPTY = "empty"
@@ -20,28 +20,32 @@ class EntryState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """An entry that somebody needs. block_bytes: bytes of one block's page."""
+    """An entry that a reservation needs."""
 
     key: str
     nbytes: int
-    block_bytes: int
+    block_bytes: int  # bytes of one block's page
 
 
 @dataclass(slots=True)
 class Entry:
-    """One entry on any tier in memory. `pins`, `uses`, `num_waiting` are written by reserve and release."""
+    """One entry on any tier in memory. Written by the ActivationCacheManager."""
 
     want: Want
+    # Its place; written when it is placed, filled, loaded or evicted.
     state: EntryState = EntryState.ABSENT
     ref: EntryRef | None = None  # its place on the compute tier
-    pins: int = 0
-    uses: int = 0  # reservations since it came
+    # Users; written by reserve and release.
+    pins: int = 0  # reservations that hold it
+    uses: int = 0  # reservations since it was created
+    # Copies; written when one starts or ends.
     copy: PageCopy | None = None  # in flight
     source: Tier | None = None  # LOADING: the tier that it comes from
     num_waiting: int = 0  # LOADING: reservations that wait for it
     has_sunk: bool = False  # there is nothing left to copy down
-    was_on_disk: bool = False  # its file was read or written: not written again
-    is_doomed: bool = False  # dropped: goes once unpinned
-    is_kept: bool = True  # it stays when nobody uses it
-    is_proven: bool = False  # it was used twice or registered: worth more than what may never be used again
-    is_file_doomed: bool = False  # dropped while a copy used its file, which goes once that is over
+    was_on_disk: bool = False  # its file was read or written, and is not written again
+    # Its worth; written by register, drop and uses.
+    is_doomed: bool = False  # dropped: removed once unpinned
+    is_kept: bool = True  # it stays while unused
+    is_proven: bool = False  # used twice or registered: evicted after others
+    is_file_doomed: bool = False  # dropped while a copy used its file, which is deleted after the copy

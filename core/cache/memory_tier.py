@@ -1,7 +1,7 @@
-"""MemoryTier: who lies where in one tier of the activation cache that is memory, and who is evicted first.
+"""MemoryTier: the places of entries in one in-memory tier of the activation cache, and the order of eviction.
 
-Knows keys and bytes, not what state an entry is in or why it is held. In the host tier an entry is a region of the page
-arena; of device memory only the bytes are counted, since a worker's own allocator places them.
+It knows keys and byte counts, not an entry's state or why it is held. In the host tier an entry is a region of the page
+arena; in device memory only bytes are counted, since a worker's own allocator places them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Space(Protocol):
 
 
 class ByteCount:
-    """Space without places: everything fits as long as the sum does, and lies at 0."""
+    """Space that only counts bytes: a chunk fits if the sum does, and its offset is always 0."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -59,7 +59,7 @@ class ByteCount:
         return self.alloc(end - start) is not None
 
     def free(self, start: int, end: int) -> tuple[int, int]:
-        """Give end - start bytes back; returns all that is free now, as a range."""
+        """Give end - start bytes back; returns a range as long as all free bytes."""
         self.used_bytes -= end - start
         return 0, self.size - self.used_bytes
 
@@ -68,15 +68,15 @@ class ByteCount:
 
 
 PROVEN_SHARE = 0.8
-"""Of the budget: proven entries beyond it, when idle, are treated as any others, so that old favourites leave."""
+"""Share of the budget for idle proven entries; beyond it the oldest become ordinary, so that old favourites leave."""
 
 
 class MemoryTier:
-    """An entry here is held, or idle: then it goes, least recently used first, when room is needed.
+    """Entries are held or idle; idle ones are evicted, least recently used first, when room is needed.
 
-    Proven entries, used more than once, go after all others: a segmented LRU (Karedla, Love and Wherry, "Caching
-    strategies to improve disk system performance", 1994). So templates that are edited once do not drive out those that
-    come again.
+    Proven entries (used more than once) are evicted after all others: a segmented LRU (Karedla, Love and Wherry,
+    "Caching strategies to improve disk system performance", 1994). So templates that are edited once do not displace
+    those that are edited repeatedly.
     """
 
     def __init__(self, name: Tier, nbytes: int) -> None:
@@ -105,14 +105,14 @@ class MemoryTier:
         return self._space.used_bytes
 
     def offset(self, key: str) -> int:
-        """Where an entry starts, in bytes from the arena's start; 0 in device memory."""
+        """Where an entry starts, in bytes from the arena's start; always 0 in device memory."""
         return self._places[key][0]
 
     def is_idle(self, key: str) -> bool:
         return key in self._ordinary or key in self._proven
 
     def hold(self, key: str) -> None:
-        """Keep an entry from being evicted."""
+        """Protect an entry from eviction."""
         nbytes = self._ordinary.pop(key, 0)
         if not nbytes:
             nbytes = self._proven.pop(key, 0)
@@ -120,7 +120,7 @@ class MemoryTier:
         self._idle_bytes -= nbytes
 
     def let_go(self, key: str, is_proven: bool) -> None:
-        """Make an entry evictable, as the one used last."""
+        """Make an entry evictable, as the most recently used one."""
         if key in self._ordinary or key in self._proven:
             self.hold(key)
         start, end = self._places[key]
@@ -141,15 +141,15 @@ class MemoryTier:
         self._space.free(*self._places.pop(key))
 
     def fits_empty(self, sizes: Mapping[str, int]) -> bool:
-        """Whether these entries (key -> bytes) would fit if nothing else lay here."""
+        """Whether these entries (key -> bytes) would fit into the empty tier."""
         space = self._empty_space()
         return all(space.alloc(nbytes) is not None for _, nbytes in _largest_first(sizes))
 
     def put(self, sizes: Mapping[str, int], spared: Collection[str]) -> list[str] | None:
-        """Place all these new entries (key -> bytes > 0), held, or none. Returns the keys evicted for them; None when
-        they do not fit with every idle entry gone but `spared`, and then nothing has changed.
+        """Place all these new entries (key -> bytes > 0), held, or none. Returns the keys evicted for them; None, with
+        nothing changed, if they would not fit even with all idle entries except `spared` evicted.
 
-        Where room is too scattered, more are evicted than their bytes would need.
+        When the free space is fragmented, more is evicted than the bytes alone require.
         """
         need = sum(self._space.extent(nbytes) for nbytes in sizes.values())
         spared_bytes = sum(self._taken(key) for key in spared if self.is_idle(key))
@@ -164,7 +164,7 @@ class MemoryTier:
             if start is None:
                 return None
             places[key] = start, start + space.extent(nbytes)
-        # Where room was scattered, some made way for nothing: they stay.
+        # With fragmented space some were evicted without need: they stay.
         evicted = [key for key in reversed(evicted) if not space.retake(*self._places[key])]
         self._space = space
         for key in evicted:
@@ -174,7 +174,7 @@ class MemoryTier:
         return evicted
 
     def clear(self) -> list[str]:
-        """Evict everything; nothing may be held. Returns the keys."""
+        """Evict all entries, none of which may be held. Returns their keys."""
         assert not self.is_held, "entries are held"
         evicted = list(self._places)
         for key in evicted:
@@ -198,7 +198,7 @@ class MemoryTier:
         assert self._proven_bytes <= self._proven_limit, "too much is proven"
 
     def _make_room(self, space: Space, nbytes: int, victims: Iterator[str], evicted: list[str]) -> int | None:
-        """Offset of a chunk in `space`, after freeing as many of the victims' as it takes; None when all are gone."""
+        """Offset of a chunk in `space`, after freeing as many victims as needed; None if all of them do not suffice."""
         start, extent = space.alloc(nbytes), space.extent(nbytes)
         while start is None:
             victim = next(victims, None)
@@ -219,5 +219,5 @@ class MemoryTier:
 
 
 def _largest_first(sizes: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Large chunks find room in fewer places."""
+    """Items by falling size, since large chunks fit in fewer places."""
     return sorted(sizes.items(), key=lambda item: -item[1])

@@ -1,4 +1,4 @@
-"""What the activation cache wants done: orders that wait for the next plan, which takes them to the workers."""
+"""Orders of the activation cache to workers (copy, forget, delete), collected until the next plan takes them along."""
 
 from __future__ import annotations
 
@@ -9,26 +9,25 @@ from core.messages.worker import PageCopy
 
 @dataclass(frozen=True, slots=True)
 class CacheOrders:
-    """What workers shall do, in this order: forget (device memory of dropped entries), delete (files, of entries or of
-    whole templates), copies."""
+    """The orders for one plan. Workers carry out forget, then delete, then copies."""
 
     copies: tuple[PageCopy, ...]
-    forget: tuple[str, ...]
-    delete: tuple[str, ...]
+    forget: tuple[str, ...]  # keys of entries dropped from device memory
+    delete: tuple[str, ...]  # keys of entries or templates, for their files
 
 
 class PendingOrders:
-    """Orders given since the last `take`, each of which is handed out once. has_disk: else there are no files, and
-    nothing to delete."""
+    """The orders issued since the last `take`."""
 
     def __init__(self, *, has_disk: bool) -> None:
+        """has_disk: without it there are no files, and delete orders are ignored."""
         self.copies: list[PageCopy] = []
         self._forget: list[str] = []
         self._delete: list[str] = []
         self._has_disk = has_disk
 
     def copy(self, order: PageCopy) -> None:
-        """Move an entry up or down a tier."""
+        """Copy an entry one tier up or down."""
         self.copies.append(order)
 
     def forget(self, key: str) -> None:
@@ -41,7 +40,7 @@ class PendingOrders:
             self._delete.append(key)
 
     def take(self) -> CacheOrders:
-        """All of them."""
+        """Return and clear all orders."""
         orders = CacheOrders(tuple(self.copies), tuple(self._forget), tuple(self._delete))
         self.copies.clear()
         self._forget.clear()

@@ -1,8 +1,8 @@
-"""PageReservations: what edits hold of the activation cache, and the jobs that prime what is missing.
+"""PageReservations: reserves cached pages for edits, and runs the jobs that prime missing ones.
 
-Stands between the scheduler, which knows requests and steps, and the ActivationCacheManager, which knows entries and
-bytes. An edit reserves all entries that its steps need at once, or none: so edits that wait for room hold nothing that
-others wait for. First edits of one template share one job.
+It translates noise levels of steps into entries of the ActivationCacheManager. A reservation pins all entries that an
+edit needs, or none, so that edits waiting for room hold nothing that others wait for. Edits that need the same
+template's pages share one priming job.
 """
 
 from __future__ import annotations
@@ -22,27 +22,26 @@ from core.messages.worker import PageCopied, PageSpan
 from core.page_scheme import page_key
 
 LoadWins = Callable[[TemplateInfo, Tier, int], bool]
-"""Whether copying so many bytes of a template up from a tier is predicted to be faster than priming them."""
+"""(template, tier, bytes) -> whether copying an entry up from that tier is predicted to be faster than priming it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bracket:
-    """The keyframes around a noise level: (1 - weight) * near + weight * far."""
+    """The keyframes around a noise level: its pages are (1 - weight) * near + weight * far."""
 
-    near: float
-    far: float | None
+    near: float  # noise level of the keyframe at or above
+    far: float | None  # of the keyframe below; None: `near` alone
     weight: float
 
     @property
     def keyframes(self) -> tuple[float, ...]:
-        """One or two, falling."""
+        """One or two noise levels, falling."""
         return (self.near,) if self.far is None else (self.near, self.far)
 
 
 def bracket(keyframes: Sequence[float], sigma: float) -> Bracket:
-    """The keyframes (falling; () = every noise level is one) that the pages at `sigma` are made from.
-
-    Beyond the first or last keyframe the nearest one is taken.
+    """The keyframes from which the pages at noise level `sigma` are interpolated; beyond the first or last keyframe,
+    the nearest one. keyframes: falling; () = every noise level is a keyframe.
     """
     if not keyframes:
         return Bracket(sigma, None, 0.0)
@@ -70,35 +69,36 @@ def _slowest(tiers: Iterable[Tier | None]) -> Tier | None:
 
 @dataclass(slots=True)
 class PageReservations:
-    """One per scheduler; owns the cache manager, the holds and the jobs."""
+    """One per scheduler; owns the cache manager, the reservations and the priming jobs."""
 
     cache: ActivationCacheManager
     load_wins: LoadWins
-    _reservations: dict[str, Reservation] = field(default_factory=dict)  # owner id -> its hold, while reserved
+    _reservations: dict[str, Reservation] = field(default_factory=dict)  # owner id -> its reservation, while reserved
     _jobs: dict[str, PrimingJob] = field(default_factory=dict)  # template key -> its job
-    _left: dict[str, list[Reservation]] = field(default_factory=dict)  # job id -> holds given up while it was in flight
-    _freed: list[str] = field(default_factory=list)  # ids of jobs that ended
+    # job id -> reservations released while it was in flight, whose entries are still pinned
+    _left: dict[str, list[Reservation]] = field(default_factory=dict)
+    _freed: list[str] = field(default_factory=list)  # ids of jobs that have ended
     _job_ids: Iterator[int] = field(default_factory=count)
     num_chunks: int = 0  # since start
 
     # ------------------------------------------------------------------------------------------------- holds
 
     def reserve(self, reservation: Reservation) -> bool:
-        """Pin all that `hold` needs, or nothing; what is missing is loaded or primed. False: no room yet."""
+        """Pin all entries of the reservation, or none; missing ones are loaded or primed. False: no room yet."""
         wants = reservation.wants()
         was = {want.key: self.cache.state(want.key) for want in wants}
         if not self.cache.reserve(wants, lambda tier, nbytes: self.load_wins(reservation.template, tier, nbytes)):
             return False
         reservation.is_reserved = True
         self._reservations[reservation.owner_id] = reservation
-        reservation.is_primed = any(was[key] is EntryState.EMPTY for key in was)  # an earlier edit's job is at it
+        reservation.is_primed = any(was[key] is EntryState.EMPTY for key in was)  # by an earlier edit's job
         reservation.came_from = {want.key: self.cache.tier_of(want.key) for want in wants}
         reservation.tier = _slowest(reservation.came_from.values())
         self.refresh(reservation)
         return True
 
     def refresh(self, reservation: Reservation) -> None:
-        """Look whether all is there by now, and see to what is still to be primed."""
+        """Update whether the reservation is complete, and have its EMPTY entries primed."""
         if reservation.is_complete or reservation.is_given_up:
             return
         states = {key: self.cache.state(key) for key in reservation.entry_keys()}
@@ -108,7 +108,7 @@ class PageReservations:
             self._want(reservation, empty)
 
     def narrow(self, reservation: Reservation, sigmas: tuple[float, ...]) -> None:
-        """The owner of a prefetch begins, and needs these keyframes: let the others go, and prime what is missing."""
+        """Turn a prefetch into a reservation of these keyframes alone: release the others, prime what is missing."""
         gone = [sigma for sigma in reservation.sigmas if sigma not in sigmas]
         reservation.sigmas, reservation.is_prefetch, reservation.is_complete = sigmas, False, False
         if reservation.is_reserved:
@@ -117,7 +117,7 @@ class PageReservations:
             self.refresh(reservation)
 
     def release(self, reservation: Reservation) -> None:
-        """Give up all that `hold` holds. What a worker writes at this moment stays pinned until it has landed."""
+        """Release all entries of the reservation. What a worker is writing stays pinned until its result arrives."""
         if not reservation.is_reserved:
             return
         del self._reservations[reservation.owner_id]
@@ -130,12 +130,12 @@ class PageReservations:
         self._drop_unwanted(reservation.template.key)
 
     def tokens_left(self, job: PrimingJob) -> int:
-        """Tokens that the job has still to compute, in whole passes."""
+        """Tokens that the job still has to compute, in whole passes."""
         return len(job.wanted) * job.template.pass_tokens
 
     def trim(self, reservation: Reservation, sigmas_left: Sequence[float]) -> None:
-        """Give up the keyframes that the steps still ahead, at falling noise levels, do not need: a one-off template
-        holds two at a time.
+        """Release the keyframes that the remaining steps (at `sigmas_left`, falling) do not need, so that a template
+        used once pins only two at a time.
         """
         if sigmas_left and reservation.sigmas[:1] == (
             bracket(reservation.template.scheme.keyframes, sigmas_left[0]).near,
@@ -148,13 +148,13 @@ class PageReservations:
             self.cache.release([page_key(reservation.template.key, sigma) for sigma in passed])
 
     def finish_copy(self, done: PageCopied) -> None:
-        """An entry has come up, or gone down, a tier; or it could not."""
+        """Process the end of a copy between tiers, successful or not."""
         self.cache.finish_copy(done)
         for reservation in list(self._reservations.values()):
             self.refresh(reservation)
 
     def abandon(self) -> None:
-        """The workers are gone, and with them whatever was in flight."""
+        """Fail everything in flight and release all reservations, because the workers are gone."""
         self.cache.fail_copies()
         for job in list(self._jobs.values()):
             if job.is_in_flight:
@@ -165,7 +165,7 @@ class PageReservations:
     # ------------------------------------------------------------------------------------------------- reading
 
     def span(self, reservation: Reservation, sigma: float, *, may_load: bool = False) -> PageSpan | None:
-        """The pages at this noise level; None while they are not there, or with `may_load` not even on their way."""
+        """The pages at this noise level; None while they are not loaded or, with `may_load`, not even being loaded."""
         usable = (EntryState.READY, EntryState.LOADING) if may_load else (EntryState.READY,)
         around = bracket(reservation.template.scheme.keyframes, sigma)
         keys = [page_key(reservation.template.key, keyframe) for keyframe in around.keyframes]
@@ -175,34 +175,34 @@ class PageReservations:
         return PageSpan(reservation.template.scheme.layout.dtype, near, far[0] if far else None, around.weight)
 
     def loading(self, reservation: Reservation, sigma: float) -> list[tuple[Tier, int]]:
-        """(tier, bytes) of each entry at this noise level that is on its way."""
+        """(tier, bytes) of each entry at this noise level that is being loaded."""
         around = bracket(reservation.template.scheme.keyframes, sigma)
         keys = [page_key(reservation.template.key, keyframe) for keyframe in around.keyframes]
         refs = [self.cache.ref(key) for key in keys if self.cache.state(key) is EntryState.LOADING]
         return [(self.cache.tier_of(ref.key) or "disk", ref.nbytes) for ref in refs]
 
     def latents(self, template: TemplateInfo) -> EntryRef:
-        """The template's clean latents, which are held."""
+        """The entry of the template's clean latents, which must be reserved."""
         return self.cache.ref(template.latents_key)
 
     def has_latents(self, template: TemplateInfo) -> bool:
         return self.cache.state(template.latents_key) is EntryState.READY
 
     def ref(self, template: TemplateInfo, sigma: float) -> EntryRef:
-        """The entry of a keyframe, which is held."""
+        """The entry of a keyframe, which must be reserved."""
         return self.cache.ref(page_key(template.key, sigma))
 
     # ------------------------------------------------------------------------------------------------- jobs
 
     def jobs(self) -> list[PrimingJob]:
-        """Jobs with work to give out, in the order they were begun."""
+        """Jobs that are not in flight, oldest first."""
         return [job for job in self._jobs.values() if not job.is_in_flight]
 
     def all_jobs(self) -> Iterable[PrimingJob]:
         return self._jobs.values()
 
     def waiters(self, job: PrimingJob) -> list[Reservation]:
-        """The holds that a job works for."""
+        """The reservations that wait for a job."""
         return [
             reservation
             for reservation in self._reservations.values()
@@ -211,30 +211,30 @@ class PageReservations:
         ]
 
     def is_idle_work(self, job: PrimingJob) -> bool:
-        """Whether nobody waits for it who is in a hurry."""
+        """Whether all reservations that wait for it are idle work."""
         return all(reservation.is_idle_work for reservation in self.waiters(job))
 
     def needs_latents(self, job: PrimingJob) -> bool:
-        """Whether the template's clean latents come first."""
+        """Whether the template's clean latents have to be computed first."""
         return not self.has_latents(job.template)
 
     def can_start(self, job: PrimingJob) -> bool:
-        """Whether nothing that it reads is still being loaded."""
+        """Whether the clean latents, which it reads, are not being loaded."""
         return self.cache.state(job.template.latents_key) is not EntryState.LOADING
 
     def start_latents(self, job: PrimingJob) -> ArrayRef:
-        """Record that a worker encodes the template; its pixels."""
+        """Record that a worker encodes the template; returns its pixels."""
         job.is_in_flight = True
         return self.lend_pixels(job)
 
     def lend_pixels(self, job: PrimingJob) -> ArrayRef:
-        """The template's pixels for the batch that is out, lent by one of those who wait."""
+        """The template's pixels for the batch in flight, lent by one of the waiting reservations."""
         lender = self.waiters(job)[0]
         lender.is_read = True
         return lender.pixels
 
     def start_chunk(self, job: PrimingJob, token_budget: int) -> Chunk:
-        """Record that a worker computes the next chunk."""
+        """Record that a worker computes the next chunk, and return it."""
         job.is_in_flight = True
         self.num_chunks += 1
         return job.next_chunk(token_budget)
@@ -251,7 +251,7 @@ class PageReservations:
         self._finish_job(job)
 
     def fail(self, job: PrimingJob) -> list[Reservation]:
-        """A worker could not do it: the job is over, and those returned, who waited for it, are given up."""
+        """End a job that failed on a worker; returns the reservations that waited for it, which are given up."""
         self._land(job, 0.0)
         waiters = self.waiters(job)
         for reservation in waiters:
@@ -261,12 +261,12 @@ class PageReservations:
         return waiters
 
     def take_freed(self) -> list[str]:
-        """Ids of jobs that ended, whose tensors a worker may still keep."""
+        """Ids of jobs that have ended since the last call; a worker may still have tensors of them."""
         freed, self._freed = self._freed, []
         return freed
 
     def _want(self, reservation: Reservation, empty: set[str]) -> None:
-        """Have these entries primed."""
+        """Have these EMPTY entries primed."""
         job = self._jobs.get(reservation.template.key)
         if job is None:
             job = PrimingJob(f"prime-{next(self._job_ids)}", reservation.template)
@@ -282,14 +282,14 @@ class PageReservations:
         job.seconds += seconds
         left = self._left.get(job.id, [])
         for reservation in [*self._reservations.values(), *left]:
-            # Who lent its pixels may wait no longer: pages may have come up from another tier meanwhile.
+            # The lender of the pixels may not be waiting any more: its pages may have been loaded meanwhile.
             if reservation.template.key == job.template.key:
                 reservation.is_read = False
         for reservation in [*self.waiters(job), *left]:
             reservation.prime_seconds += seconds
 
     def _finish_job(self, job: PrimingJob) -> None:
-        """After a landing: let go what was given up meanwhile, tell those who wait, end the job if it is done."""
+        """After a result: release what was given up meanwhile, refresh the waiters, and end the job if it is done."""
         for reservation in self._left.pop(job.id, []):
             self.cache.release(reservation.entry_keys())
         for reservation in self.waiters(job):
@@ -297,7 +297,7 @@ class PageReservations:
         self._drop_unwanted(job.template.key)
 
     def _drop_unwanted(self, template_key: str) -> None:
-        """End the template's job if nobody waits for it any more. Entries that nobody wants are not primed."""
+        """End the template's job if no reservation waits for it. Entries that are not EMPTY are taken off the job."""
         job = self._jobs.get(template_key)
         if job is None or job.is_in_flight:
             return
@@ -311,7 +311,7 @@ class PageReservations:
         self._freed.append(job.id)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless holds, jobs and the cache agree."""
+        """Raise AssertionError unless reservations, jobs and the cache agree."""
         self.cache.check_integrity()
         assert set(self._left) <= {job.id for job in self._jobs.values() if job.is_in_flight}
         for reservation in self._reservations.values():

@@ -1,8 +1,8 @@
-"""PrimingJob: how the pages of one template come about, chunk by chunk.
+"""PrimingJob: computes the pages of one template, chunk by chunk.
 
-For a clean latent the noisy ones at any noise level are known in closed form, so keyframes do not depend on each other:
-they are primed in the order that steps need them (noise falling), several in one pass where the token budget has room.
-A chunk is a pass over a range of blocks, since a block needs every token's output of the block before it.
+The noisy latents at any noise level follow from the clean ones in closed form, so keyframes do not depend on each
+other: they are primed in the order in which steps need them (falling noise), several in one pass where the token budget
+allows. A chunk is a pass over a range of blocks, since a block needs all tokens' output of the block before it.
 """
 
 from __future__ import annotations
@@ -19,25 +19,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TemplateInfo:
-    """The template of a job: whose pages, made how. key: digest of all they depend on but the noise level, and of
-    whose they are. The counts of tokens are as in EditRequest."""
+    """A template and how its pages are made. Taken from the request and the model by `of`."""
 
-    key: str
+    # Identity.
+    key: str  # PageScheme.template_key: digest of all that its pages depend on except the noise level, and of the owner
     model: str
-    scheme: PageScheme
-    content_id: str
-    width: int
-    height: int
-    num_tokens: int
-    max_text_tokens: int
-    extra_text_tokens: int = 0
+    scheme: PageScheme  # of the model
+    content_id: str  # see PreparedImages
+    # Size.
+    width: int  # px
+    height: int  # px
+    num_tokens: int  # image tokens
+    max_text_tokens: int  # length to which the priming prompt is padded or cut
+    extra_text_tokens: int = 0  # see ModelInfo.text_tokens_beside
     num_condition_tokens: int = 0
+    # The rest.
     is_seen_by_text: bool = False  # the text encoder sees its pixels
-    cache_salt: str = ""
+    cache_salt: str = ""  # see CacheConfig.salt
 
     @classmethod
     def of(cls, asked: EditRequest | PrimeTemplate, info: ModelInfo) -> TemplateInfo:
-        """Of what an edit, or who registers it, asks for. info: of its model, which caches templates."""
+        """The template of an edit or a template request. info: of its model, which must have a page scheme."""
         assert info.page_scheme is not None
         return cls(
             info.page_scheme.template_key(asked.content_id, asked.cache_salt),
@@ -56,7 +58,7 @@ class TemplateInfo:
 
     @property
     def latents_key(self) -> str:
-        """The entry with its clean latents."""
+        """Key of the entry with its clean latents."""
         return latents_key(self.key)
 
     @property
@@ -68,18 +70,16 @@ class TemplateInfo:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The next piece of a job: these keyframes together through blocks [start, stop). tokens: what it takes of the
-    token budget.
-    """
+    """A piece of a job: some keyframes together through a range of blocks."""
 
-    sigmas: tuple[float, ...]
-    blocks: tuple[int, int]
-    tokens: int
+    sigmas: tuple[float, ...]  # noise levels of the keyframes
+    blocks: tuple[int, int]  # [start, stop)
+    tokens: int  # charged to the token budget
 
 
 @dataclass(slots=True)
 class PrimingJob:
-    """Entries of one template that have to be filled, and how far that is. `wanted` is written by PageReservations."""
+    """The entries of one template that have to be filled, and the progress made. Written by PageReservations."""
 
     id: str  # names its tensors in the worker's store
     template: TemplateInfo
@@ -95,9 +95,7 @@ class PrimingJob:
         return self._sigmas
 
     def next_chunk(self, token_budget: int) -> Chunk:
-        """What to compute next with so many tokens: at least one block of one keyframe. There must be something
-        wanted.
-        """
+        """The next chunk within a token budget, at least one block of one keyframe. `wanted` must not be empty."""
         if not self._sigmas:
             self._begin_passes(token_budget)
         num_blocks, tokens = self.template.scheme.layout.num_blocks, len(self._sigmas) * self.template.pass_tokens
@@ -107,7 +105,7 @@ class PrimingJob:
         return Chunk(self._sigmas, (start, start + blocks), -(-tokens * blocks // num_blocks))
 
     def finish_chunk(self, chunk: Chunk) -> list[str]:
-        """Record that a chunk is done; the entries that are full now."""
+        """Record that a chunk is done; returns the keys of the entries that it has completed."""
         self._blocks_done = chunk.blocks[1]
         if self._blocks_done < self.template.scheme.layout.num_blocks:
             return []
@@ -116,7 +114,7 @@ class PrimingJob:
         return filled
 
     def forget(self, sigma: float) -> None:
-        """This keyframe is not wanted any more; a pass under way goes on without it."""
+        """Remove a keyframe from `wanted`; passes under way continue without it."""
         del self.wanted[sigma]
         self._sigmas = tuple(other for other in self._sigmas if other != sigma)
         if not self._sigmas:

@@ -1,4 +1,4 @@
-"""Reservation: the entries of the activation cache that one edit, or one template request, needs and holds."""
+"""Reservation: the entries of the activation cache that one edit, or one template request, needs and pins."""
 
 from __future__ import annotations
 
@@ -13,26 +13,29 @@ from core.page_scheme import page_key
 
 @dataclass(slots=True)
 class Reservation:
-    """What one edit, or one registration of a template, needs and holds of the cache."""
+    """The entries that an edit or a template request needs. Written by PageReservations unless a comment says else."""
 
-    owner_id: str
+    # Set by its maker: the RequestPrefetcher, or the scheduler for a template request.
+    owner_id: str  # id of the edit or template request
     template: TemplateInfo
     pixels: ArrayRef  # uint8 [height, width, 3], valid until the owner's terminal message
-    sigmas: tuple[float, ...] = ()  # keyframes it needs, falling
-    is_reserved: bool = False
-    is_complete: bool = False  # every entry it needs has been filled; none can go while it is held
-    is_read: bool = False  # a worker reads `pixels` on behalf of a job
-    is_idle_work: bool = False  # only to be primed when nothing else wants to compute
-    is_prefetch: bool = False  # its owner waits for a place: what other tiers have is loaded, nothing is primed
-    is_given_up: bool = False  # its template could not be primed, and its owner is told so
-    full_blocks: tuple[int, ...] = ()  # that the next step computes in full, instead of waiting for their pages
-    is_primed: bool = False  # something had to be computed for it
-    tier: Tier | None = None  # the slowest tier that something it needs came from
-    came_from: dict[str, Tier | None] = field(default_factory=dict)  # entry -> where it lay when it was reserved
+    sigmas: tuple[float, ...] = ()  # keyframes it needs, falling; reduced by `narrow` and `trim`
+    # Its state.
+    is_reserved: bool = False  # its entries are pinned
+    is_complete: bool = False  # all its entries are filled; none can be evicted while they are pinned
+    is_read: bool = False  # a worker reads `pixels` for a priming job
+    is_idle_work: bool = False  # set by its maker: primed only when there is no other work
+    is_prefetch: bool = False  # set by its maker: its owner waits for a slot; entries are loaded, but not primed
+    is_given_up: bool = False  # priming failed, and so does its owner
+    full_blocks: tuple[int, ...] = ()  # set by the SchedulingPass: blocks that the next step computes without pages
+    # What became of it, for the owner's terminal message.
+    is_primed: bool = False  # at least one of its entries had to be primed
+    tier: Tier | None = None  # the slowest tier that any of its entries came from
+    came_from: dict[str, Tier | None] = field(default_factory=dict)  # entry key -> its tier when it was reserved
     prime_seconds: float = 0.0  # worker time spent on its template's pages while it waited
 
     def entry_keys(self) -> list[str]:
-        """The entries it needs, clean latents first."""
+        """Keys of the entries it needs, clean latents first."""
         return [self.template.latents_key, *(page_key(self.template.key, sigma) for sigma in self.sigmas)]
 
     def wants(self) -> list[Want]:

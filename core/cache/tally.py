@@ -1,4 +1,4 @@
-"""CacheTally: what has come of the activation cache's entries since start, counted. It decides nothing."""
+"""CacheTally: counters of the activation cache since start: hits, misses, evictions, loads. It makes no decisions."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from core.handles import Tier
 
 
 class CacheTally:
-    """Written by the cache manager that owns it. tiers: those in memory, fastest first; has_disk: files lie below."""
+    """Written by the cache manager that owns it. The counters are those of CacheStats."""
 
     def __init__(self, tiers: Sequence[MemoryTier], *, has_disk: bool) -> None:
+        """tiers: those in memory, fastest first. has_disk: there are files below them."""
         names: list[Tier] = [tier.name for tier in tiers]
         slower: list[Tier] = [*names[1:], "disk"] if has_disk else names[1:]
         self.hits: dict[str, int] = dict.fromkeys([names[0], *slower], 0)  # by tier that the pages came from
@@ -25,7 +26,7 @@ class CacheTally:
         self.load_seconds = 0.0
 
     def stats(self, tiers: Sequence[MemoryTier]) -> CacheStats:
-        """With what lies on these tiers now."""
+        """The counters, with the current content of these tiers."""
         return CacheStats(
             hits=dict(self.hits),
             misses=self.misses,

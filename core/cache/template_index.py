@@ -1,4 +1,4 @@
-"""TemplateIndex: which entries of the activation cache are of which template, and which templates have changed."""
+"""TemplateIndex: the entries of the activation cache by template, and the templates that have changed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from core.page_scheme import template_of
 
 
 class TemplateIndex:
-    """Owned by one cache manager, which tells it of every entry that comes or goes."""
+    """Owned by one cache manager, which reports every entry that comes or goes."""
 
     def __init__(self) -> None:
         self._keys: dict[str, set[str]] = {}  # template key -> keys of its entries
@@ -24,19 +24,19 @@ class TemplateIndex:
             del self._keys[template_key]
 
     def keys_of(self, template_key: str) -> list[str]:
-        """Of its entries, sorted."""
+        """Keys of a template's entries, sorted."""
         return sorted(self._keys.get(template_key, ()))
 
     def note_moved(self, key: str) -> None:
-        """This entry's pages have come to a tier, or gone from it."""
+        """Note that an entry's pages have come to a tier or left it."""
         self._moved.add(template_of(key))
 
     def take_moved(self) -> list[str]:
-        """Keys of the templates of such entries since the last call, sorted."""
+        """Keys of the templates that have changed since the last call, sorted."""
         moved, self._moved = self._moved, set()
         return sorted(moved)
 
     def check_integrity(self, keys: Iterable[str]) -> None:
-        """Raises AssertionError unless it knows these entries and no others."""
+        """Raise AssertionError unless it contains exactly these entries."""
         assert {key for keys in self._keys.values() for key in keys} == set(keys)
         assert all(self._keys.values()), "a template without entries"

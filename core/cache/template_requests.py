@@ -1,6 +1,6 @@
-"""TemplateRequests: templates that somebody wants primed and kept, each answered exactly once.
+"""TemplateRequests: requests to prime a template and keep its pages, each answered exactly once.
 
-A registration holds its template's pages as an edit does, until they are all there; it denoises nothing.
+A template request reserves its template's pages as an edit does, until all of them are primed; it denoises nothing.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ Ending = TemplatePrimed | Failed | Aborted
 
 
 class TemplateRequests:
-    """Owned by one scheduler."""
+    """The template requests of one scheduler."""
 
     def __init__(self, pages: PageReservations) -> None:
         self._pages = pages
-        self._reservations: dict[str, Reservation] = {}  # request id -> what it needs
-        self._failures: dict[str, Failure | None] = {}  # request id -> why it ends early, None if it was given up
+        self._reservations: dict[str, Reservation] = {}  # request id -> its reservation
+        self._failures: dict[str, Failure | None] = {}  # request id -> why it ends early; None: aborted
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._reservations
@@ -34,8 +34,8 @@ class TemplateRequests:
         return iter(self._reservations.values())
 
     def wanting_room(self, *, is_idle: bool) -> list[Reservation]:
-        """Those that hold nothing yet, oldest first; idle work, one at a time, only where nothing else is to be done:
-        what waits long must not keep room from edits.
+        """Reservations to be made now, oldest first. Idle work comes one at a time, and only if there is no other work:
+        it may take long, and must not keep room from edits.
         """
         idle_work = [reservation for reservation in self._reservations.values() if reservation.is_idle_work]
         urgent = [
@@ -47,7 +47,7 @@ class TemplateRequests:
         return idle_work[:1] if may_idle else urgent
 
     def yield_room(self) -> bool:
-        """Have idle work let go what it holds, to take it up again later; whether there was any."""
+        """Release the reservations of idle work, which will be made again later; whether there were any."""
         holding = [
             reservation
             for reservation in self._reservations.values()
@@ -61,14 +61,14 @@ class TemplateRequests:
         self._reservations[reservation.owner_id] = reservation
 
     def give_up(self, request_id: str) -> None:
-        """Its asker has gone."""
+        """Abort a request."""
         self._failures.setdefault(request_id, None)
 
     def fail(self, request_id: str, failure: Failure) -> None:
         self._failures.setdefault(request_id, failure)
 
     def take_answers(self) -> list[Ending]:
-        """Answers to those that are primed, failed or given up, unless a worker still reads their pixels."""
+        """Answers to the requests that are primed, failed or aborted, except while a worker reads their pixels."""
         ended = [
             (reservation, ending)
             for reservation in self._reservations.values()

@@ -1,1 +1,1 @@
-"""What work costs: the cost model, what engines report of their load, and forecasts made from it."""
+"""Predicting how long work takes: the cost model, the load reports of engines, and forecasts made from them."""

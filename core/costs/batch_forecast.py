@@ -1,4 +1,4 @@
-"""BatchForecast: when each request of a batch is done, and whether one more may join without making another late."""
+"""BatchForecast: predicts when the requests of a batch finish, and whether one may join without making others late."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from core.costs.load_report import RequestLoad
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A request among those that make steps together. left: seconds until it is due."""
+    """A request of the batch."""
 
     load: RequestLoad
-    left: float | None
+    left: float | None  # seconds until it is due; None: it has no due time
 
 
 class BatchForecast:
-    """The requests that make steps together. base_seconds: what a step takes whoever is in it."""
+    """The requests that share steps now, and those admitted since."""
 
     def __init__(self, members: Iterable[Member], base_seconds: float) -> None:
+        """base_seconds: the part of a step's time that does not depend on its requests."""
         self._members = list(members)
         self._base = base_seconds
 
     def admit(self, newcomer: Member) -> bool:
-        """Take it in, unless somebody who would be done in time would be late for it."""
+        """Add a request unless that makes a member late that would otherwise be in time; whether it was added."""
         members = [*self._members, newcomer]
         before, after = self._ends(self._members), self._ends(members)
         for member, end, later in zip(self._members, before, after, strict=False):
@@ -38,7 +39,7 @@ class BatchForecast:
 
 
 def ends(loads: Sequence[RequestLoad], base_seconds: float) -> list[float]:
-    """Seconds until each of these is done if they make their steps together and nobody joins them."""
+    """Seconds until each of these is done if they share their steps and no other request joins."""
     pace = base_seconds + sum(load.step_seconds for load in loads)
     seconds = [0.0] * len(loads)
     elapsed = made = 0.0

@@ -1,8 +1,7 @@
-"""What work costs: a linear model per kind of work, refined by every result.
+"""CostModel: predicts how long work takes, by a linear model per kind of work that every result refines.
 
-Seconds are predicted from a few features of the work (requests, tokens, attention, a constant), and of a copy from its
-bytes. The key names everything that changes the line: which component of which model, which stage, on which device, on
-how many ranks at once.
+Seconds are predicted from a few features of a batch (requests, tokens, attention, a constant), and for a copy from its
+bytes. A kind of work is named by everything that changes its line: model component, stage, device, number of ranks.
 """
 
 from __future__ import annotations
@@ -26,30 +25,28 @@ FEATURES = ("constant", "requests", "kilotokens", "attention", "cached requests"
 COPY_FEATURES = ("constant", "megabytes")
 
 FORGET = 0.995
-"""Weight kept by what was seen before, per observation: drifts of the machine are followed within some hundreds of
-steps.
-"""
+"""Weight of earlier observations after each new one: drifts of the machine are followed within a few hundred steps."""
 
 RIDGE = 1e-6
-"""Relative to what was seen of a feature: what the observations leave open stays as it was."""
+"""Pull towards the former coefficients, relative to a feature's scale: undetermined ones stay as they were."""
 
 OUTLIER = 3.0
-"""An observation further off than so many usual deviations counts for less: a process that the kernel put aside for a
-moment says nothing about the work.
+"""Number of usual deviations beyond which an observation counts for less: a process that the kernel preempted for a
+moment shows nothing about the work.
 """
 
 MIN_SECONDS = 1e-6
-"""What is faster counts as this: errors are relative."""
+"""Shorter times count as this, since errors are relative."""
 
 SPREAD_FORGET = 0.95
-"""Soon enough that a machine which did become slower is believed within some tens of steps."""
+"""As FORGET, for the usual deviation: a machine that did become slower is believed within a few tens of steps."""
 
 
 _NEXT_FASTER: dict[Tier, Tier] = {"disk": "host", "host": "device"}
 
 
 class CostKey(msgspec.Struct, frozen=True):
-    """What one fitted line is about."""
+    """The kind of work that one fitted line predicts."""
 
     model: ModelKey
     stage: str
@@ -58,16 +55,14 @@ class CostKey(msgspec.Struct, frozen=True):
 
 
 class Work(msgspec.Struct, frozen=True):
-    """The size of a batch: one entry per request of its computed tokens (queries) and of the tokens these attend to
-    (keys).
-    """
+    """The size of a batch, one entry per request and row."""
 
-    queries: tuple[int, ...]
-    keys: tuple[int, ...]
+    queries: tuple[int, ...]  # computed tokens
+    keys: tuple[int, ...]  # tokens that these attend to
 
     @classmethod
     def of(cls, tokens: Iterable[int]) -> Work:
-        """Work whose every token attends to all tokens of its own request."""
+        """Work in which every token attends to all tokens of its own request."""
         queries = tuple(tokens)
         return cls(queries, queries)
 
@@ -91,7 +86,7 @@ class Work(msgspec.Struct, frozen=True):
 
 
 def extra_seconds(coefficients: Sequence[float], queries: int, keys: int) -> float:
-    """What one more request of so many tokens adds to a batch, by the coefficients of FEATURES."""
+    """Seconds that another request of this size adds to a batch. coefficients: of FEATURES."""
     _, request, kilotokens, attention, cached, cached_kilotokens = coefficients
     seconds = request + kilotokens * queries / 1e3 + attention * queries * keys / 1e6
     return seconds + cached + cached_kilotokens * (keys - queries) / 1e3 if keys > queries else seconds
@@ -105,9 +100,9 @@ def token_seconds(coefficients: Sequence[float], work: Work) -> float:
 
 
 class Line:
-    """Exponentially forgetting least squares over `size` features, whose coefficients are never negative.
+    """Exponentially forgetting least squares with coefficients that are never negative.
 
-    Errors count in proportion to what was measured, more or less: seconds of batches differ by a factor of a hundred.
+    Errors are weighted roughly relative to the measured time, since times of batches differ by a factor of a hundred.
     """
 
     def __init__(self, size: int) -> None:
@@ -122,12 +117,12 @@ class Line:
         self._residual = 0.0
 
     def observe(self, features: Vector, seconds: float) -> None:
-        """Take one measurement in."""
+        """Add one measurement. features: shape [size]."""
         seconds = max(seconds, MIN_SECONDS)
         expected = self.predict(features) if self._weight else seconds
         self._note_error(expected, seconds)
-        # Between absolute errors, which matter to whoever waits, and relative ones: with 2, relative errors alone, R^2
-        # on 200 held-out batches was 0.965 and the median error 6.3 %, with 1.5 they were 0.985 and 3.9 %.
+        # Between absolute errors, which matter to waiting clients, and relative ones: with 2, relative errors alone,
+        # R^2 on 200 held-out batches was 0.965 and the median error 6.3 %, with 1.5 they were 0.985 and 3.9 %.
         weight = self._trust(expected, seconds) / seconds**1.5
         self._normal *= FORGET
         self._normal += np.outer(features, weight * features)
@@ -148,7 +143,7 @@ class Line:
 
     @property
     def r_squared(self) -> float:
-        """Share of the variance that one-step-ahead predictions explain; 0 before there is any."""
+        """Share of the variance explained by one-step-ahead predictions; 0 while there is no variance."""
         if self._weight == 0.0:
             return 0.0
         variance = self._sum_squares - self._sum**2 / self._weight
@@ -169,7 +164,7 @@ class Line:
 
 
 class CostModel:
-    """Lines by key. Owned by one scheduler."""
+    """One fitted line per kind of work and per copy. Owned by one scheduler."""
 
     def __init__(self) -> None:
         self._lines: dict[CostKey, Line] = {}
@@ -179,7 +174,7 @@ class CostModel:
         self._lines.setdefault(key, Line(len(FEATURES))).observe(work.features(), seconds)
 
     def predict(self, key: CostKey, work: Work) -> float:
-        """Seconds this work will take; 0 when nothing like it was seen yet."""
+        """Seconds that this work will take; 0 if its kind was never observed."""
         line = self._lines.get(key)
         return line.predict(work.features()) if line else 0.0
 
@@ -187,12 +182,12 @@ class CostModel:
         self._copies.setdefault((source, target), Line(len(COPY_FEATURES))).observe(_copy_features(nbytes), seconds)
 
     def predict_copy(self, source: Tier, nbytes: int) -> float:
-        """Seconds a copy of pages from this tier to the next faster one will take; 0 when none was seen yet."""
+        """Seconds that a copy of pages from this tier to the next faster one will take; 0 if none was observed."""
         line = self._copies.get((source, _NEXT_FASTER[source]))
         return line.predict(_copy_features(nbytes)) if line else 0.0
 
     def coefficients(self, key: CostKey) -> tuple[float, ...]:
-        """Seconds per feature of FEATURES; zeros when nothing like it was seen yet."""
+        """Seconds per feature of FEATURES; zeros if this kind was never observed."""
         line = self._lines.get(key)
         return tuple(line.coefficients().tolist()) if line else (0.0,) * len(FEATURES)
 
@@ -214,10 +209,10 @@ def _copy_features(nbytes: int) -> Vector:
 
 
 def _solve_non_negative(normal: Vector, moment: Vector, before: Vector) -> Vector:
-    """Coefficients >= 0 of least squares, given its normal equations; drawn slightly to those `before`.
+    """Least-squares coefficients >= 0 from the normal equations, pulled slightly towards those `before`.
 
-    A coefficient that comes out negative is left at 0 and the others are solved again: not always the best of all
-    non-negative ones, but close and quick. Features are scaled to one another first.
+    A coefficient that comes out negative is set to 0 and the others are solved again: not always the optimum, but close
+    and fast. Features are first scaled to each other.
     """
     scale = 1.0 / np.sqrt(np.maximum(normal.diagonal(), np.finfo(float).tiny))
     matrix = normal * scale * scale[:, None]

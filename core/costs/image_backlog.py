@@ -1,6 +1,6 @@
-"""ImageBacklog: the image work of all that was let in, and how much of it goes before a newcomer's.
+"""ImageBacklog: the image work left of all admitted edits, and how much of it goes before that of a new one.
 
-It counts what has yet to come, too: the results of edits that still make their steps are no jobs yet, and will be.
+Future work counts too: the results of edits that are still being denoised are not jobs yet, but will be.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What an edit has left. due: as `core.scheduling.fair_queue.counts_as_due`. seconds: of one processor."""
+    """The image work left of one edit."""
 
     owner: str
     priority: int
-    due: float
-    seconds: float
+    due: float  # see `core.scheduling.fair_queue.counts_as_due`
+    seconds: float  # of one image processor
 
 
 class ImageBacklog:
-    """By the id of the edit."""
+    """Shares by edit id."""
 
     def __init__(self) -> None:
         self._shares: dict[str, Share] = {}
@@ -28,25 +28,25 @@ class ImageBacklog:
         return bool(self._shares)
 
     def set(self, edit_id: str, share: Share) -> None:
-        """What is left of an edit's image work now; none: it is forgotten."""
+        """Set what is left of an edit's image work; a share of 0 seconds is dropped."""
         if share.seconds > 0:
             self._shares[edit_id] = share
         else:
             self.drop(edit_id)
 
     def drop(self, edit_id: str) -> None:
-        """It has none left, or nobody wants it any more."""
+        """Remove an edit that has no image work left or was given up."""
         self._shares.pop(edit_id, None)
 
     @property
     def seconds(self) -> float:
-        """Of one processor, for all of it."""
+        """Seconds of one image processor for all of it."""
         return sum(share.seconds for share in self._shares.values())
 
     def before(self, newcomer: Share) -> float:
-        """Seconds of one processor that go before the end of a newcomer's work, its own not counted: what its owner
-        wants and is due earlier, and of each other owner everything of higher classes, and of its own class at most as
-        much as its own owner gets by then (`core.scheduling.fair_queue`).
+        """Seconds of one image processor spent on other work before a newcomer's is done: its owner's work that is due
+        earlier, and of each other owner all work of higher classes and, of its own class, at most as much as its own
+        owner gets by then (`core.scheduling.fair_queue`).
         """
         own = sum(share.seconds for share in self._of(newcomer.owner) if share.due <= newcomer.due)
         return own + sum(

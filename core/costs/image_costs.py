@@ -1,4 +1,4 @@
-"""What image work costs: seconds by pixels, a line per kind of job, learnt from every job that is done."""
+"""ImageCosts: predicts how long image work takes from its pixels, by a line per kind of job that every job refines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from core.costs.cost_model import Line, Vector
 
 Kind = Literal["prepare", "png", "webp", "jpeg"]
-"""Of the work on an upload, or on a result by its format."""
+"""prepare: decoding and checking an upload; the others: encoding a result in that format."""
 
 _FIRST_SECONDS: dict[Kind, tuple[float, float, float]] = {
     "prepare": (0.005, 0.02, 0.03),
@@ -18,22 +18,20 @@ _FIRST_SECONDS: dict[Kind, tuple[float, float, float]] = {
     "webp": (0.004, 0.03, 0.12),
     "jpeg": (0.004, 0.03, 0.03),
 }
-"""What each feature costs until it was measured. Low: where nothing is known, nothing is refused for it."""
+"""Seconds per feature before any measurement. Low, so that no request is refused because of a guess."""
 
 _FIRST_SIZES = ((0.0, 0.0), (1.0, 0.0), (0.0, 1.0), (16.0, 16.0))
-"""Sizes that these are taken for as measured. What is never seen of one kind stays as it was: a server of thumbnails
-does not take what they cost for the price of their pixels."""
+"""Sizes at which these guesses count as measured. Features that are never observed keep them: a server that sees only
+thumbnails does not attribute their constant cost to pixels."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageWork:
-    """One job's size. source: of an upload megabytes, which are known before it is decoded; of a result megapixels of
-    its upload. output: megapixels that are made.
-    """
+    """The size of one job."""
 
     kind: Kind
-    source: float = 0.0
-    output: float = 0.0
+    source: float = 0.0  # prepare: megabytes of the upload, known before it is decoded; else megapixels of the upload
+    output: float = 0.0  # megapixels made
 
     @property
     def features(self) -> Vector:
@@ -42,17 +40,17 @@ class ImageWork:
 
 
 class ImageCosts:
-    """Owned by one image pool."""
+    """The fitted lines of one image pool."""
 
     def __init__(self) -> None:
         self._lines = {kind: _first_line(kind) for kind in _FIRST_SECONDS}
 
     def predict(self, work: ImageWork) -> float:
-        """Seconds of one processor."""
+        """Predicted seconds of one image processor."""
         return self._lines[work.kind].predict(work.features)
 
     def observe(self, work: ImageWork, seconds: float) -> None:
-        """A job has taken so long, without its wait."""
+        """Note how long a job has taken, without its time in the queue."""
         self._lines[work.kind].observe(work.features, seconds)
 
 

@@ -1,8 +1,8 @@
-"""LoadReport and EngineStats: what an engine tells its router, and what it tells whoever watches it.
+"""LoadReport and EngineStats: what an engine reports to its router, and its statistics for monitoring.
 
-A report goes out when something that it says has changed (a request came, began or ended; pages came or went), not at
-every step: in between, the router reckons how far the steps have come. All times are seconds, predicted by the engine's
-cost model unless a name says otherwise.
+A report is sent when its content changes (a request came, began or ended; pages came or went), not at every step: in
+between, the router estimates how far the steps have come. All times are seconds, predicted by the engine's cost model
+unless a name says otherwise.
 """
 
 from __future__ import annotations
@@ -13,137 +13,119 @@ from core.handles import ModelKey, Tier
 
 
 class RequestLoad(msgspec.Struct, frozen=True, array_like=True):
-    """What is left of one image. step_seconds: what it adds to a step of its batch, the mean over its steps left.
-    other_seconds: encoding, decoding and what else is done for it alone. priority: lower goes first. is_running: it
-    keeps its place, whoever comes. arrival: monotonic seconds.
-    """
+    """The remaining work of one image."""
 
     steps_left: int
-    step_seconds: float
-    other_seconds: float
-    priority: int = 0
-    is_running: bool = False
-    arrival: float = 0.0
-    owner: str = ""
+    step_seconds: float  # added to a step of its batch, the mean over its steps left
+    other_seconds: float  # encoding, decoding and all else that is done for it alone
+    priority: int = 0  # lower goes first
+    is_running: bool = False  # it keeps its slot; new requests cannot overtake it
+    arrival: float = 0.0  # monotonic seconds
+    owner: str = ""  # see EditRequest
 
     @property
     def seconds(self) -> float:
-        """What it costs in all, the constant part of its steps aside."""
+        """All of its work, without the constant part of its steps."""
         return self.steps_left * self.step_seconds + self.other_seconds
 
 
 class Residency(msgspec.Struct, frozen=True, array_like=True):
-    """Which of a template's pages an engine has: keyframes that are ready where they are computed from, and those that
-    lie on a slower tier in memory only; what is in files only the disk knows.
+    """How many of a template's keyframes an engine has in memory. Files are not counted: several engines write them."""
 
-    template: PageScheme.template_key of its content.
-    """
-
-    template: str
-    num_ready: int
-    num_below: int
+    template: str  # PageScheme.template_key of its content
+    num_ready: int  # on the tier that computes
+    num_below: int  # only on a slower tier in memory
 
 
 class CostLine(msgspec.Struct, frozen=True, array_like=True):
-    """How long a batch of this stage takes: coefficients of core.cost_model.FEATURES."""
+    """The fitted line of one stage: how long its batches take."""
 
     model: ModelKey
     stage: str
-    coefficients: tuple[float, ...]
+    coefficients: tuple[float, ...]  # of core.costs.cost_model.FEATURES
 
 
 class CopyLine(msgspec.Struct, frozen=True, array_like=True):
-    """How long a copy of pages from `source` to the next faster tier takes: coefficients of COPY_FEATURES."""
+    """The fitted line of copies of pages from `source` to the next faster tier."""
 
     source: Tier
-    coefficients: tuple[float, ...]
+    coefficients: tuple[float, ...]  # of core.costs.cost_model.COPY_FEATURES
 
 
 class EngineCosts(msgspec.Struct, frozen=True):
-    """An engine's cost model as it is now."""
+    """The current state of an engine's cost model."""
 
     lines: tuple[CostLine, ...]
     copies: tuple[CopyLine, ...]
 
 
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
-    """How busy an engine is: its drain summary.
+    """How busy an engine is. Made by its Reporter."""
 
-    num_received: edits and templates that it has taken in since start; what was sent later is not in the report.
-    requests: the images it holds, most urgent first, running ones included. base_seconds: what a step takes whoever is
-    in it, 0 if nobody is. priming_seconds: work left on templates' pages. drain_seconds: until all that it holds is
-    done. residency: templates whose pages have come or gone since the last report. costs: None where they are as
-    before. begun: ids of the edits that a worker was given for the first time since the last report.
-    """
-
-    num_received: int
-    num_running: int
-    num_waiting: int
-    requests: tuple[RequestLoad, ...] = ()
-    base_seconds: float = 0.0
-    priming_seconds: float = 0.0
-    drain_seconds: float = 0.0
-    residency: tuple[Residency, ...] = ()
-    costs: EngineCosts | None = None
-    begun: tuple[str, ...] = ()
+    # What it holds now.
+    num_received: int  # edits and template requests since start; anything sent later is not in this report
+    num_running: int  # edits
+    num_waiting: int  # edits
+    requests: tuple[RequestLoad, ...] = ()  # live edits, running ones included, most urgent first
+    # Predicted seconds.
+    base_seconds: float = 0.0  # the constant part of a step, whichever requests are in it; 0 without requests
+    priming_seconds: float = 0.0  # priming left
+    drain_seconds: float = 0.0  # until all that it holds is done
+    # Changes since the last report.
+    residency: tuple[Residency, ...] = ()  # templates with pages that have come or gone
+    costs: EngineCosts | None = None  # None: unchanged, or not due yet
+    begun: tuple[str, ...] = ()  # ids of the edits that a worker was given for the first time
 
 
 class CacheStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What the activation cache did since start, counted in entries (one template at one noise level), and what it
-    holds. Dictionaries are by tier.
-
-    hits, misses: entries asked for that were on any tier, or on none. loads: copies into a faster tier, and how many of
-    them found a file that was missing, torn or foreign. failed_stores: copies to a slower tier that it did not take: no
-    room on the disk, say. used_bytes <= budget_bytes always.
+    """Counts of the activation cache, in entries (a template's pages at one noise level, or its clean latents). Made by
+    CacheTally. Dictionaries are by tier.
     """
 
-    hits: dict[str, int]
-    misses: int
-    primed: int
-    evictions: dict[str, int]
-    loads: dict[str, int]
-    failed_loads: int
-    failed_stores: int
+    # Since start: entries asked for.
+    hits: dict[str, int]  # by the tier they were on
+    misses: int  # on no tier
+    primed: int  # computed
+    # Since start: moves between tiers.
+    evictions: dict[str, int]  # by the tier that they left
+    loads: dict[str, int]  # copies to a faster tier, by the tier that was read
+    failed_loads: int  # copies that found no file, or a damaged or foreign one
+    failed_stores: int  # copies that a slower tier did not take, for example because the disk was full
+    # Now.
     entries: dict[str, int]
-    used_bytes: dict[str, int]
+    used_bytes: dict[str, int]  # never above budget_bytes
     budget_bytes: dict[str, int]
-    load_seconds: float
+    # Since start.
+    load_seconds: float  # time that loads took
 
 
 class StepSample(msgspec.Struct, frozen=True, array_like=True):
-    """One denoising step: images and computed tokens in its batch, worker seconds, and what the cost model predicted.
+    """One denoising step, measured and predicted."""
 
-    bound_seconds: the part of the prediction that grows with the tokens, which no batching saves. started: monotonic
-    seconds, the same clock in all processes of a host. request_ids: whose images, one each.
-    """
-
-    num_requests: int
-    num_tokens: int
-    seconds: float
+    num_requests: int  # images in its batch
+    num_tokens: int  # computed
+    seconds: float  # measured, of the worker
     predicted_seconds: float
-    bound_seconds: float
-    started: float = 0.0
-    request_ids: tuple[str, ...] = ()
+    bound_seconds: float  # the part of the prediction that grows with the tokens, which batching cannot save
+    started: float = 0.0  # monotonic seconds, the same clock in all processes of a host
+    request_ids: tuple[str, ...] = ()  # one per image
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine has done since start, and what it knows. recent_steps: the steps since the last such message
-    but those that were done in parts, of which nothing was predicted.
+    """Statistics of an engine, made by its Reporter."""
 
-    stage_seconds: predicted work left per stage. resident_models: loaded components. r_squared: how well each stage's
-    cost is predicted, 1 = exactly. batch_tokens, batch_requests: sums over steps of tokens computed and of images in
-    the batch. tokens_skipped: image tokens that mask-aware execution left out. busy_seconds: worker time of each
-    stage, all ranks. cache: None without mask-aware execution.
-    """
-
-    stage_seconds: dict[str, float]
-    resident_models: tuple[ModelKey, ...]
-    r_squared: dict[str, float]
+    # Now.
+    stage_seconds: dict[str, float]  # stage -> predicted work left
+    resident_models: tuple[ModelKey, ...]  # loaded components
+    r_squared: dict[str, float]  # stage -> quality of its predictions, 1 = exact
+    # Since start.
     steps: int
-    batch_tokens: int
-    batch_requests: int
-    tokens_skipped: int
+    batch_tokens: int  # tokens computed, summed over steps
+    batch_requests: int  # images in the batch, summed over steps
+    tokens_skipped: int  # image tokens that mask-aware execution left out
     prime_chunks: int
-    busy_seconds: dict[str, float]
-    recent_steps: tuple[StepSample, ...] = ()
-    cache: CacheStats | None = None
+    busy_seconds: dict[str, float]  # stage -> worker time, of all ranks
+    # Since the last message.
+    recent_steps: tuple[StepSample, ...] = ()  # without steps that were done in parts, which have no prediction
+    # Since start and now.
+    cache: CacheStats | None = None  # None without mask-aware execution

@@ -1,4 +1,8 @@
-"""SlotForecast: how long a waiting request takes at least, given the requests that run. Pure arithmetic on RequestLoads."""
+"""SlotForecast: lower bound on how long a waiting request takes, given the running ones.
+
+An engine has a fixed number of slots (`max_num_seqs`); each running request has one, and all advance together, step by
+step. Pure arithmetic on RequestLoads.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +11,24 @@ from heapq import heappop, heappush
 
 from core.costs.load_report import RequestLoad
 
-Place = tuple[float, float]
-"""Steps left of a request, and the seconds it adds to each of them."""
+Slot = tuple[float, float]
+"""The request in a slot: its steps left, and the seconds it adds to each of them."""
 
 
-def until_free(loads: Iterable[Place], num_places: int, base_seconds: float) -> tuple[float, list[Place]]:
-    """Seconds until one of the places is free if these requests, in this order, go through them one step at a time, and
-    who is in the other places then.
+def until_free(loads: Iterable[Slot], num_slots: int, base_seconds: float) -> tuple[float, list[Slot]]:
+    """Seconds until a slot is free if these requests go through the slots in this order, and the contents of the other
+    slots at that time.
 
-    A place that ends is taken by the next in line at once. Exact for a FIFO queue and O(log places) per request: steps
-    are counted from now on for all, so that each request has one end, and a heap tells the next.
+    A free slot is taken at once by the next in line. Exact for a FIFO queue, and O(log slots) per request: all ends are
+    counted in steps from now on and kept in a heap.
     """
-    ends: list[Place] = []
+    ends: list[Slot] = []
     step = elapsed = 0.0
     pace = base_seconds
     for steps, seconds in loads:
         heappush(ends, (step + steps, seconds))
         pace += seconds
-        if len(ends) == num_places:
+        if len(ends) == num_slots:
             end, gone = heappop(ends)
             elapsed += (end - step) * pace
             step = end
@@ -33,19 +37,19 @@ def until_free(loads: Iterable[Place], num_places: int, base_seconds: float) -> 
 
 
 class SlotForecast:
-    """How long a request that waits will take at least, given those that run."""
+    """Lower bounds for requests that wait for a slot, given those that run."""
 
-    def __init__(self, running: Iterable[RequestLoad], num_places: int, base_seconds: float) -> None:
-        places = [(float(load.steps_left), load.step_seconds) for load in running if load.steps_left]
+    def __init__(self, running: Iterable[RequestLoad], num_slots: int, base_seconds: float) -> None:
+        slots = [(float(load.steps_left), load.step_seconds) for load in running if load.steps_left]
         self._base = base_seconds
-        self._wait, self._others = until_free(places, num_places, base_seconds)
+        self._wait, self._others = until_free(slots, num_slots, base_seconds)
 
     def seconds(self, load: RequestLoad) -> float:
-        """If it has the next free place, beside those that run now and nobody else."""
+        """Seconds until it is done if it takes the next free slot and shares its steps with the running ones alone."""
         beside = sum(min(load.steps_left, steps) * seconds for steps, seconds in self._others)
         return self._wait + alone(load, self._base) + beside
 
 
 def alone(load: RequestLoad, base_seconds: float) -> float:
-    """Seconds that a request takes that nobody shares a step with."""
+    """Seconds that a request takes if it shares its steps with no other one."""
     return load.steps_left * (base_seconds + load.step_seconds) + load.other_seconds

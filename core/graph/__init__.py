@@ -1,1 +1,1 @@
-"""What a request is made of: its workflow as a graph of nodes, and how far it has come through it."""
+"""Workflows as graphs of nodes, and a request's progress through them."""

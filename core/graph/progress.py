@@ -1,4 +1,4 @@
-"""Progress: how far one request has come through its workflow."""
+"""Progress: which nodes of its workflow one request has finished, and how many of its denoising steps."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from core.graph.workflow import Node, Workflow
 
 
 def preview_steps(num_steps: int, num_previews: int) -> tuple[int, ...]:
-    """After how many steps (1-based) each partial image is due: evenly spaced, before the last step, without repeats:
-    `num_previews` of them, or num_steps - 1 where that is less.
+    """Number of steps (1-based) after which each partial image is due: evenly spaced, before the last step, without
+    repeats; `num_previews` of them, or num_steps - 1 if that is less.
     """
     due = {round(num_steps * (i + 1) / (num_previews + 1)) for i in range(num_previews)}
     return tuple(sorted(step for step in due if 0 < step < num_steps))
@@ -18,9 +18,9 @@ def preview_steps(num_steps: int, num_previews: int) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class Progress:
-    """How far one request has come. Only the StepScheduler writes it; `*_scheduled` runs ahead of `*_done` while in
-    flight. Every preview is made: the step that the next one shows, and the output, wait for the one before, so that
-    the number of previews is a function of the request and never of load.
+    """Progress of one request. Only the StepScheduler writes it; `*_scheduled` runs ahead of `*_done` while in flight.
+    No preview is skipped: the step that the next preview shows, and the output, wait for the preview before, so that
+    the number of previews depends on the request and never on load.
     """
 
     num_steps: int
@@ -31,7 +31,7 @@ class Progress:
     in_flight: dict[str, int] = field(default_factory=dict)  # node -> batches out with it
     previews_done: int = 0  # the first so many previews have been made
     pending_preview: int | None = None  # index of the preview whose `clean` is being made, waits or is decoded
-    is_restarting: bool = False  # nothing more is scheduled: it begins again once nothing is in flight
+    is_restarting: bool = False  # nothing more is scheduled: it restarts once nothing is in flight
 
     @property
     def num_in_flight(self) -> int:
@@ -39,7 +39,7 @@ class Progress:
 
     @property
     def has_started(self) -> bool:
-        """Whether a worker may hold tensors of it."""
+        """Whether a worker may have tensors of it."""
         return bool(self.done or self.in_flight)
 
     @property
@@ -48,7 +48,7 @@ class Progress:
         return self.num_steps - self.steps_scheduled
 
     def times_left(self, node: Node) -> int:
-        """How often `node` has still to be scheduled."""
+        """How many more times `node` has to be scheduled."""
         match node.kind:
             case "loop":
                 return self.steps_left
@@ -76,7 +76,7 @@ class Progress:
         return all(edge.deferred or edge.source in self.done for edge in node.inputs)
 
     def start(self, node: Node) -> None:
-        """Record that one batch with this node is out."""
+        """Record that one batch with this node was sent."""
         if node.kind == "loop":
             if self.is_preview_next:
                 self.pending_preview = self.previews_done
@@ -84,7 +84,7 @@ class Progress:
         self.in_flight[node.name] = self.in_flight.get(node.name, 0) + 1
 
     def finish(self, node: Node) -> None:
-        """Record that one such batch came back well."""
+        """Record that one batch with this node succeeded."""
         self.land(node)
         if node.kind == "loop":
             self.steps_done += 1
@@ -97,14 +97,14 @@ class Progress:
             self.pending_preview = None
 
     def land(self, node: Node) -> None:
-        """Record that one batch with this node is no longer out, whatever came of it."""
+        """Record that one batch with this node is no longer in flight, successful or not."""
         self.in_flight[node.name] -= 1
         if not self.in_flight[node.name]:
             del self.in_flight[node.name]
 
     def retry(self, node: Node) -> None:
-        """Record that a loop iteration that was out has changed nothing and is to be scheduled again; it must have been
-        the last one.
+        """Record that a loop iteration in flight has changed nothing and must be scheduled again; it must be the last
+        one that was scheduled.
         """
         if self.pending_preview is not None and self.previews[self.pending_preview] == self.steps_scheduled:
             self.pending_preview = None
@@ -112,8 +112,8 @@ class Progress:
         self.steps_scheduled -= 1
 
     def restart(self, kept: Iterable[str]) -> None:
-        """Begin again at the first step; of the nodes that are done only `kept` stay so. Nothing may be in flight.
-        Previews that were made are not made again.
+        """Restart at the first step; of the finished nodes only `kept` stay finished. Nothing may be in flight.
+        Previews already made are not repeated.
         """
         self.done.intersection_update(kept)
         self.steps_scheduled = self.steps_done = 0
@@ -122,12 +122,12 @@ class Progress:
 
     @property
     def is_preview_out(self) -> bool:
-        """Whether a preview's step has been scheduled, and the preview has not been made."""
+        """Whether a preview's step has been scheduled and the preview is not finished."""
         return self.pending_preview is not None
 
     @property
     def is_preview_next(self) -> bool:
-        """Whether a preview is to show the next step."""
+        """Whether a preview shows the next step."""
         index = self.previews_done + self.is_preview_out
         return self.previews[index : index + 1] == (self.steps_scheduled + 1,)
 

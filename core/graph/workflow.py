@@ -1,8 +1,8 @@
-"""The stage graph of a workflow: who feeds whom, what repeats, and how far one request has come through it.
+"""Workflow: the stages of making an image as a graph of nodes, their inputs, and which of them repeat.
 
-A workflow is data: nodes with inputs, one of which may be a loop region. A request's progress is its set of finished
-nodes and a loop counter that catches up with its step count; there is no phase enum, so new graphs need no new
-scheduler.
+A workflow is data: nodes with inputs, one of which is a loop. A request's progress (`core.graph.progress`) is its set
+of finished nodes and a loop counter that catches up with its step count; there is no phase enum, so new graphs need no
+new scheduler.
 
     text_encode  --prompt embeddings-----------+
                                                v
@@ -23,26 +23,22 @@ NodeKind = Literal["once", "loop", "side"]
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """An input: the tensor `name` that node `source` made. A node may start when its sources are done; a deferred edge
-    is read late in the node's work, so its source only has to be under way on the same rank.
-    """
+    """An input of a node, which may start when the sources of its inputs are done."""
 
-    source: str
-    name: str
-    deferred: bool = False
+    source: str  # the node that makes the tensor
+    name: str  # of the tensor
+    deferred: bool = False  # read late in the node's work: the source only has to be running on the same rank
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One vertex. kind: `once` runs a single time, `loop` runs once per denoising step, `side` once for each preview,
-    of what the loop has made up to then. component: the model part it needs (see ModelKey).
-    """
+    """One vertex of the graph."""
 
     name: str
     stage: StageName
-    component: str
+    component: str  # the part of the model that it needs, see ModelKey
     inputs: tuple[Edge, ...] = ()
-    kind: NodeKind = "once"
+    kind: NodeKind = "once"  # once per request; loop: per denoising step; side: per preview of the loop's current state
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +100,9 @@ INPAINT = Workflow(
 
 
 Placement = Mapping[str, int]
-"""node name -> rank of the worker that runs it."""
+"""Node name -> rank of the worker that runs it."""
 
 
 def place(workflow: Workflow, num_workers: int) -> Placement:
-    """Decoding goes to the last worker, all else to the first: a decode never delays the others' next step."""
+    """Decoding goes to the last worker, all else to the first, so that a decode never delays other requests' steps."""
     return {node.name: num_workers - 1 if node.stage == "decode" else 0 for node in workflow.nodes}

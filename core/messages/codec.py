@@ -1,4 +1,4 @@
-"""Messages to bytes and back. What cannot be encoded or decoded raises MessageError, and says why."""
+"""Encodes messages as bytes and decodes them. Failures raise MessageError with the reason."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, Stenci
 
 
 def encode(message: Message) -> bytes:
-    """A message as bytes. Raises MessageError for a value in it that no message can hold."""
+    """A message as bytes. Raises MessageError if a value in it cannot be encoded."""
     try:
         return msgspec.msgpack.encode(message)
     except ENCODE_ERRORS as error:
@@ -30,7 +30,7 @@ class MessageDecoder(Generic[T]):
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(union)
 
     def decode(self, payload: bytes) -> T:
-        """The message. Raises MessageError, its cause a StencilError where a value is out of its field's range."""
+        """The message. Raises MessageError; its cause is a StencilError if a value is out of its field's range."""
         try:
             return self._decoder.decode(payload)
         except DECODE_ERRORS as error:

@@ -13,20 +13,18 @@ from core.sampling_params import SamplingParams
 
 
 class EditRequest(Message, frozen=True):
-    """One image to make. Every array lies in the sender's arena and stays valid until the terminal message.
+    """One image to make. Every array is in the sender's arena and stays valid until the terminal message.
 
-    template, mask, active: as in PreparedImages. pixels: uint8 [height, width, 3], one per partial image asked for and
-    the final one last; the worker writes them. latents: float32 [image tokens, latent_width], scratch for moving the
-    sampler's state between ranks. num_tokens: the picture's image tokens; num_condition_tokens: its condition tokens,
-    which no mask-aware step computes. max_text_tokens: what the prompt is padded or cut to. extra_text_tokens: as of
-    `ModelInfo.text_tokens_beside`. sampling: resolved, nothing in it is None that the model needs. is_mask_aware: steps
-    after the first `sampling.full_steps` compute only the active tokens, over the template's pages; decided from the
-    request and the server's flags alone. deadline: absolute, or None.
-    objective: when the worker is to be done with it for the server's latency objective to be met, absolute; None: it
-    has none, or was let in though it will miss it.
-    cache_salt: see `CacheConfig.salt`.
-    trace_context: W3C traceparent of the span that the engine's own go under; "" = not traced. runs_alone: no other
-    request is begun or goes on while it runs, since it was there when engines died. owner: whose it is, "" = anybody's;
+    template, mask, active: as in PreparedImages. pixels: uint8 [height, width, 3], one per requested partial image and
+    the final one last; written by the worker. latents: float32 [image tokens, latent_width], scratch for moving the
+    sampler's state between ranks. num_tokens: image tokens; num_condition_tokens: condition tokens, which no mask-aware
+    step computes. max_text_tokens: length to which the prompt is padded or cut. extra_text_tokens: see
+    `ModelInfo.text_tokens_beside`. sampling: resolved, without a None that the model needs. is_mask_aware: steps after
+    the first `sampling.full_steps` compute only the active tokens, over the template's pages; decided from the request
+    and the server's flags alone. deadline: absolute, or None. objective: when the worker must be done to meet the
+    server's latency objective, absolute; None: it has none, or was admitted although it will miss it. cache_salt: see
+    `CacheConfig.salt`. trace_context: W3C traceparent of the parent of the engine's spans; "" = not traced. runs_alone:
+    no other request runs beside it, because it was running when engines died. owner: digest of its API key, "" = none;
     owners get equal shares of the engine.
     """
 
@@ -57,7 +55,7 @@ class EditRequest(Message, frozen=True):
 
     @property
     def num_text_tokens(self) -> int:
-        """Of each row in the denoiser."""
+        """Text tokens of each row in the denoiser."""
         return self.max_text_tokens + self.extra_text_tokens
 
     @property
@@ -66,53 +64,50 @@ class EditRequest(Message, frozen=True):
 
 
 class PrimeTemplate(Message, frozen=True):
-    """Make a template's pages and keep them. The array lies in the sender's arena and stays valid until the terminal
-    message.
-
-    template, content_id, width, height: as in PreparedImages. num_tokens: its image tokens. is_idle_work: compute only
-    when no edit wants to. cache_salt: see `CacheConfig.salt`.
+    """Make a template's pages and keep them. The array is in the sender's arena and stays valid until the terminal
+    message. Sent by the API server.
     """
 
     request_id: str
     model: str
+    # From PreparedImages.
     template: ArrayRef
     width: int
     height: int
     content_id: str
-    num_tokens: int
-    arrival: float
-    is_idle_work: bool = False
-    cache_salt: str = ""
+    # Set by the sender.
+    num_tokens: int  # image tokens of the template
+    arrival: float  # monotonic seconds
+    is_idle_work: bool = False  # to be computed only when there is no other work
+    cache_salt: str = ""  # see CacheConfig.salt
 
 
 class DropTemplate(Message, frozen=True):
-    """Forget a template's pages on every tier, disk included, once no edit uses them. It has no answer. cache_salt:
-    whose pages, see `CacheConfig.salt`; those of others stay.
-    """
+    """Drop a template's pages on every tier, disk included, once no edit uses them. It has no answer."""
 
     model: str
     content_id: str
-    cache_salt: str = ""
+    cache_salt: str = ""  # pages with other salts stay, see CacheConfig.salt
 
 
 class Abort(Message, frozen=True):
-    """Give these requests up; each still gets its terminal message (Aborted, or what it had reached)."""
+    """Abort these requests. Each still gets its terminal message: Aborted, or another one if it has ended already."""
 
     request_ids: tuple[str, ...]
 
 
 class Drain(Message, frozen=True):
-    """Finish what was accepted, refuse nothing here (the door is shut upstream), then exit."""
+    """Finish all accepted requests, then exit. New ones are refused by the sender, not here."""
 
 
 ToEngine = EditRequest | PrimeTemplate | DropTemplate | Abort | Drain
 
 
 class EngineReady(Message, frozen=True):
-    """device_page_bytes: device memory that its pages may take; 0 where they are read from the host."""
+    """The engine has started and accepts requests."""
 
     models: tuple[ModelInfo, ...]
-    device_page_bytes: int = 0
+    device_page_bytes: int = 0  # device memory for pages; 0 if they are read from host memory
 
 
 class PartialImage(Message, frozen=True):
@@ -124,30 +119,24 @@ class PartialImage(Message, frozen=True):
 
 
 class Finished(Message, frozen=True):
-    """Terminal. The last of the request's `pixels` holds the image. ms: milliseconds by part, as in the API's
-    `stencil.ms`.
-
-    cache: whether all the pages it needed were there when it came; off for an exact run. tier: the slowest tier that
-    they came from, of a hit. is_primed: pages were computed for it, by itself or an edit of its template before it.
-    full_blocks: blocks computed in full at the step where these were most.
-    """
+    """Terminal. The last of the request's `pixels` holds the image."""
 
     request_id: str
-    ms: dict[str, float]
-    text_tokens: int
+    ms: dict[str, float]  # milliseconds by part, as in the API's `stencil.ms`
+    text_tokens: int  # of the prompt
     prompt_truncated: bool
-    cache: Literal["hit", "miss", "off"]
-    tier: Tier | None
-    is_primed: bool
-    full_blocks: int
+    cache: Literal["hit", "miss", "off"]  # whether no page had to be primed for it; off: an exact run
+    tier: Tier | None  # the slowest tier that its pages came from; None unless a hit
+    is_primed: bool  # pages were primed for it, by itself or by an earlier edit of its template
+    full_blocks: int  # most blocks that one of its mask-aware steps computed in full
 
 
 class TemplatePrimed(Message, frozen=True):
-    """Terminal, for PrimeTemplate. nbytes: bytes of its pages. ms: worker time spent on it."""
+    """Terminal, for PrimeTemplate."""
 
     request_id: str
-    nbytes: int
-    ms: float
+    nbytes: int  # of its pages and clean latents
+    ms: float  # worker time spent on it
 
 
 class Failed(Message, frozen=True):
@@ -164,23 +153,22 @@ class Aborted(Message, frozen=True):
 
 
 class EngineOutputs(Message, frozen=True):
-    """What an iteration of the engine has to say. stats: None where the last ones are recent enough."""
+    """The outputs of one iteration of the engine, with its load."""
 
     outputs: tuple[PartialImage | Finished | TemplatePrimed | Failed | Aborted, ...]
     load: LoadReport
-    stats: EngineStats | None = None
+    stats: EngineStats | None = None  # None if the last ones are recent enough
 
 
 class EngineAlive(Message, frozen=True):
-    """The engine's event loop turns. Said every so often, from its process' start to its end."""
+    """Heartbeat: the engine's event loop is running. Sent regularly, from the start of its process to the end."""
 
 
 class EngineFailed(Message, frozen=True):
-    """The engine cannot go on (or could not start). outputs: the ends of the requests it held; those that it has not
-    named are failed by the receiver.
-    """
+    """The engine cannot continue, or could not start."""
 
     failure: Failure
+    # Terminal messages of the requests it held; the receiver fails all others.
     outputs: tuple[Finished | TemplatePrimed | PartialImage | Failed | Aborted, ...] = ()
 
 

@@ -14,86 +14,77 @@ Box = tuple[int, int, int, int]  # left, top, right, bottom; pixels
 
 
 class PrepareImages(Message, frozen=True):
-    """Decode and check an upload, make what the engine needs of it.
-
-    image: encoded file bytes, uint8 [bytes]; None makes an empty canvas of `canvas_size`. mask: likewise; None takes
-    the image's own transparency, or everything. padding_mask_crop: pixels of the upload; the mask's box with so many
-    around it is what the engine sees, at the model's full area; None: it sees the whole. mask_margin: pixels of
-    generation size. scratch: uint8 [bytes] to carve the results from; at least
-    `engine.images.image_ops.scratch_bytes(native_size, token_size)`.
-    """
+    """Decode and check an upload, and make the engine's arrays from it. Set by the API server throughout."""
 
     job_id: int
-    image: ArrayRef | None
-    mask: ArrayRef | None
+    # The upload.
+    image: ArrayRef | None  # encoded file, uint8 [bytes]; None: an empty canvas of `canvas_size`
+    mask: ArrayRef | None  # encoded file, uint8 [bytes]; None: the image's own transparency, or everything
     mask_kind: MaskKind
     canvas_size: tuple[int, int] | None  # (width, height)
-    mask_margin: int
-    native_size: int
-    token_size: int
-    max_pixels: int
-    scratch: ArrayRef
-    max_side: int | None = None  # tokens of the longest side, None for any
+    # Of the edit and the model.
+    mask_margin: int  # px of generation size
+    native_size: int  # see ModelInfo
+    token_size: int  # see ModelInfo
+    max_pixels: int  # limit on the upload
+    scratch: ArrayRef  # uint8 [bytes] for the results; at least engine.images.image_ops.scratch_bytes(...)
+    max_side: int | None = None  # see ModelInfo
+    # px of the upload around the mask's box: the engine sees this crop at the model's full area; None: the whole
     padding_mask_crop: int | None = None
 
 
 class PreparedImages(Message, frozen=True):
-    """The answer to PrepareImages. All arrays lie in its scratch.
-
-    template: uint8 [height, width, 3] RGB at generation size. mask: uint8 [height, width], 1 = edit. active: int32
-    [active tokens], row-major token indices, ascending. content_id: hex digest of (format version, width, height, RGB).
-    """
+    """The answer to PrepareImages, set by the image processor. All arrays are in its scratch."""
 
     job_id: int
+    # Sizes, px.
     upload_width: int
     upload_height: int
-    width: int
-    height: int
-    template: ArrayRef
-    mask: ArrayRef
-    active: ArrayRef
-    content_id: str
+    width: int  # of generation
+    height: int  # of generation
+    # At generation size.
+    template: ArrayRef  # uint8 [height, width, 3], RGB
+    mask: ArrayRef  # uint8 [height, width], 1 = edit
+    active: ArrayRef  # int32 [active tokens], row-major token indices, ascending
+    content_id: str  # hex digest of (format version, width, height, RGB)
+    # Facts about the upload.
     unmasked: bool  # no mask was given and the image is opaque: everything is regenerated
-    crop: Box | None = None  # the part of the upload that all this is of, None: the whole
+    crop: Box | None = None  # the part of the upload that the arrays show; None: the whole
 
 
 class ComposeImage(Message, frozen=True):
-    """Paste generated pixels into the original upload under its mask and encode the result.
-
-    pixels: uint8 [height, width, 3] at generation size. image, mask, mask_kind, canvas_size: as in PrepareImages. crop:
-    of the answer to it.
-    output_size: (width, height) to resize the composite to; None = upload size. compression: 0..100, jpeg and webp
-    quality (100 = lossless for webp). out: uint8 [bytes] to write to, at least `engine.images.image_ops.encoded_bytes(...)`.
-    """
+    """Paste generated pixels into the original upload under its mask and encode the result. Set by the API server."""
 
     job_id: int
-    pixels: ArrayRef
+    pixels: ArrayRef  # uint8 [height, width, 3] at generation size
+    # The upload, as in PrepareImages.
     image: ArrayRef | None
     mask: ArrayRef | None
     mask_kind: MaskKind
     canvas_size: tuple[int, int] | None
-    output_size: tuple[int, int] | None
+    # The result.
+    output_size: tuple[int, int] | None  # (width, height) to resize the composite to; None: the upload's size
     output_format: OutputFormat
-    compression: int
+    compression: int  # quality of jpeg and webp, 0..100; 100 is lossless for webp
     base64: bool
-    max_pixels: int
-    out: ArrayRef
-    crop: Box | None = None
+    max_pixels: int  # limit on the upload
+    out: ArrayRef  # uint8 [bytes] for the file; at least engine.images.image_ops.encoded_bytes(...)
+    crop: Box | None = None  # as in PreparedImages
 
 
 class ComposedImage(Message, frozen=True):
-    """The answer to ComposeImage: `encoded` is the written part of `out`, uint8 [bytes] (base64 text if asked).
-    colour_lost: what the upload says of its colours and this file does not.
-    """
+    """The answer to ComposeImage."""
 
     job_id: int
-    encoded: ArrayRef
+    encoded: ArrayRef  # the written part of `out`, uint8 [bytes]; base64 text if that was asked for
     width: int
     height: int
-    colour_lost: tuple[str, ...] = ()
+    colour_lost: tuple[str, ...] = ()  # colour information of the upload that this file does not carry
 
 
 class JobFailed(Message, frozen=True):
+    """The answer to a job that failed."""
+
     job_id: int
     failure: Failure
 

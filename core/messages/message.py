@@ -1,4 +1,4 @@
-"""What every tagged message is, whoever receives it."""
+"""Message: the base class of all messages that are sent on their own."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ import msgspec
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
-    """Base of every tagged message."""
+    """A frozen struct whose encoding contains its class name as `type`, so that unions of messages can be decoded."""

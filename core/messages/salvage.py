@@ -1,7 +1,7 @@
-"""What is saved of a message that cannot be encoded or decoded whole: its requests get an answer, the others go on.
+"""Salvages messages that cannot be encoded or decoded as a whole: the requests affected get an answer, others continue.
 
-Nothing of this runs while all is well. A message that comes here shows a bug, which must cost no more than the requests
-that it is about.
+None of this runs in normal operation. A message that needs it shows a bug, which must affect no more than the requests
+in the damaged parts.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _OUTPUTS: MessageDecoder[RequestOutput] = MessageDecoder(RequestOutput)
 
 
 def failure_of(error: MessageError) -> Failure:
-    """What the requests in such a message are told: that a value of theirs is out of range, where that is why."""
+    """The failure for the requests in such a message; its cause's, if a value is out of its field's range."""
     cause = error.__cause__
     return Failure.of(cause if isinstance(cause, StencilError) else error)
 
 
 def read_member(payload: bytes | msgspec.Raw, name: str, kind: type[T]) -> T | None:
-    """One member of a message, whatever the others are; None where it cannot be read."""
+    """One member of a message, even if others are damaged; None if it cannot be read."""
     raw = _members(payload).get(name)
     return None if raw is None else _read(raw, kind)
 
@@ -41,7 +41,7 @@ def read_member(payload: bytes | msgspec.Raw, name: str, kind: type[T]) -> T | N
 
 
 def readable_outputs(payload: bytes, error: MessageError) -> list[RequestOutput]:
-    """The outputs in an engine's message; a terminal one that cannot be read is a Failed."""
+    """The outputs in an engine's message; terminal ones that cannot be read become Failed."""
     outputs = read_member(payload, "outputs", list[msgspec.Raw]) or []
     return [output for raw in outputs if (output := _output(raw, failure_of(error))) is not None]
 
@@ -74,30 +74,28 @@ def _sendable_output(output: RequestOutput) -> RequestOutput | None:
 
 
 class WithheldItems:
-    """Items that were taken out of their batches, until the rest of the batch has its result."""
+    """Failed results of items that were removed from their batches, kept until the rest of the batch is done."""
 
     def __init__(self) -> None:
-        self._failed: dict[int, tuple[ItemResult, ...]] = {}  # batch id -> results of what was taken out
+        self._failed: dict[int, tuple[ItemResult, ...]] = {}  # batch id -> results of its removed items
 
     def update(self, failed: Mapping[int, tuple[ItemResult, ...]]) -> None:
-        """More of them, by batch id."""
+        """Add results by batch id."""
         self._failed.update(failed)
 
     def complete(self, result: BatchResult) -> BatchResult:
-        """The result with what was withheld of its batch."""
+        """The result with those of its batch's removed items."""
         failed = self._failed.pop(result.batch_id, ())
         return msgspec.structs.replace(result, items=result.items + failed) if failed else result
 
 
 @dataclass
 class SavedPlan:
-    """What can be done of a plan. withheld: batch id -> results of items that were taken out of it; answers: to what is
-    left out whole.
-    """
+    """The part of a plan that can be carried out."""
 
     plan: StepPlan
-    withheld: dict[int, tuple[ItemResult, ...]] = field(default_factory=dict)
-    answers: list[BatchResult | PageCopied] = field(default_factory=list)
+    withheld: dict[int, tuple[ItemResult, ...]] = field(default_factory=dict)  # batch id -> results of removed items
+    answers: list[BatchResult | PageCopied] = field(default_factory=list)  # to batches and copies removed as a whole
 
 
 def sendable_plan(plan: StepPlan, rank: int, now: float) -> SavedPlan:
@@ -122,7 +120,7 @@ def _unsendable(item: Item) -> ItemResult | None:
 
 
 def _take(saved: SavedPlan, batch_id: int, sound: Sized, failed: tuple[ItemResult, ...], rank: int, now: float) -> bool:
-    """Note a batch's failed items; whether anything is left to do of it."""
+    """Note a batch's failed items; whether any items are left."""
     if not sound:
         saved.answers.append(BatchResult(batch_id=batch_id, rank=rank, started=now, seconds=0.0, items=failed))
     elif failed:
@@ -131,8 +129,8 @@ def _take(saved: SavedPlan, batch_id: int, sound: Sized, failed: tuple[ItemResul
 
 
 def readable_plan(payload: bytes, rank: int, now: float, error: MessageError) -> SavedPlan | None:
-    """What can be read of a plan, element by element; None for what is no plan. An element that names neither a request
-    nor an entry of the cache is left out without an answer.
+    """The readable elements of a plan; None if the payload is no plan. A damaged element that names neither a request
+    nor an entry of the cache is dropped without an answer.
     """
     seq = read_member(payload, "seq", int)
     if seq is None or read_member(payload, "type", str) != StepPlan.__name__:
@@ -153,7 +151,7 @@ def readable_plan(payload: bytes, rank: int, now: float, error: MessageError) ->
 _PARTS: dict[str, Any] = {
     name: get_args(kind)[0] for name, kind in get_type_hints(StepPlan).items() if get_origin(kind) is tuple
 }
-"""The parts of a plan, and what each of them is a tuple of."""
+"""The fields of a plan that are tuples -> type of their elements."""
 
 
 class _NamedCopy(msgspec.Struct):
@@ -174,7 +172,7 @@ class _NamedBatch(msgspec.Struct):
 
 
 def _rest_of_batch(raw: msgspec.Raw, failure: Failure, saved: SavedPlan, rank: int, now: float) -> Batch | None:
-    """The batch with its readable items alone; None where nothing of it can be run."""
+    """The batch with only its readable items; None if nothing of it can be run."""
     named = _read(raw, _NamedBatch)
     if named is None:
         return None
@@ -199,7 +197,7 @@ class _NamedResult(msgspec.Struct):
 
 
 def readable_result(payload: bytes, error: MessageError) -> BatchResult | None:
-    """A worker's result, with a failure for each item that cannot be read; None for what is no result."""
+    """A worker's result with a failure for each unreadable item; None if the payload is no result."""
     named = _read(payload, _NamedResult)
     if named is None:
         return None

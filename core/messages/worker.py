@@ -15,26 +15,24 @@ from core.page_scheme import PageDtype
 
 class TextEncode(Message, frozen=True):
     """prompt -> `prompt_embeds` [text tokens of all rows, width], `text_lengths` int64 [rows] and
-    `pooled_prompt_embeds` [rows, width] under this item's node: the prompt's row, and the negative prompt's where there
-    is one.
-
-    template, content_id: the picture, for encoders that see it. cache_salt: embeddings are kept, and found again by
-    prompts of the same salt alone.
+    `pooled_prompt_embeds` [rows, width] under this item's node: a row for the prompt, and one for the negative prompt
+    if there is one.
     """
 
     prompt: str
     max_sequence_length: int
     negative_prompt: str | None = None
-    template: ArrayRef | None = None
-    content_id: str = ""
-    cache_salt: str = ""
+    template: ArrayRef | None = None  # the picture, for encoders that see it
+    content_id: str = ""  # of the picture
+    cache_salt: str = ""  # embeddings are cached, and reused only with the same salt
 
 
 class ImageEncode(Message, frozen=True):
-    """template and mask -> `latents` (initial noise), `condition` (what the denoiser sees of template and mask),
-    `outside` (what the sampler keeps the template with outside the mask) and `sigmas`; beside them the sampler's state.
+    """template and mask -> `latents` (initial noise), `condition` (the denoiser's input from template and mask),
+    `outside` (with which the sampler restores the template outside the mask), `sigmas`, and the sampler's state.
 
-    Random draws are the family's pipeline's own, in its own order, from ``torch.Generator("cpu").manual_seed(seed)``.
+    Random numbers are drawn as the family's diffusers pipeline does, in the same order, from
+    ``torch.Generator("cpu").manual_seed(seed)``.
     """
 
     template: ArrayRef
@@ -43,7 +41,7 @@ class ImageEncode(Message, frozen=True):
     height: int
     seed: int
     num_inference_steps: int
-    num_denoising_steps: int  # the last so many of them are run
+    num_denoising_steps: int  # number of steps run, the last ones
 
 
 class EncodeTemplate(Message, frozen=True):
@@ -58,27 +56,27 @@ class EncodeTemplate(Message, frozen=True):
 
 
 class Prime(Message, frozen=True):
-    """One chunk of a keyframe's pass: all image tokens of a template at noise level `sigma`, through the blocks
-    [start, stop); their keys and values go to the pages of `out`. The hidden state waits in the tensor store.
-
-    latents: the template's clean latents. content_id: seeds the noise. prompt, guidance_scale: the conditioning.
-    template: its pixels, where the text encoder sees them. cache_salt: what is made of the template is kept, and found
-    again with the same salt alone.
+    """One chunk of a keyframe's pass: all image tokens of a template at noise level `sigma` through a range of blocks;
+    their keys and values are written to the pages of `out`. Between chunks the hidden state is in the tensor store. Set
+    by `core.scheduling.stage_work`.
     """
 
-    latents: EntryRef
-    content_id: str
+    # The noisy template.
+    latents: EntryRef  # its clean latents
+    content_id: str  # seeds the noise
     sigma: float
-    width: int
-    height: int
+    width: int  # px
+    height: int  # px
+    # The conditioning, from the PageScheme.
     prompt: str
     max_sequence_length: int
     guidance_scale: float
-    blocks: tuple[int, int]
-    dtype: PageDtype
+    # The work.
+    blocks: tuple[int, int]  # [start, stop)
+    dtype: PageDtype  # of the pages
     out: EntryRef
-    template: ArrayRef | None = None
-    cache_salt: str = ""
+    template: ArrayRef | None = None  # its pixels, for text encoders that see them
+    cache_salt: str = ""  # embeddings are cached, and reused only with the same salt
 
 
 class PageSpan(msgspec.Struct, frozen=True):
@@ -94,43 +92,37 @@ class PageSpan(msgspec.Struct, frozen=True):
 
 class Denoise(Message, frozen=True):
     """One step: reads `latents`, `condition`, `outside`, `sigmas` of `image_encode` and the text encoder's outputs;
-    replaces `latents`. true_cfg_scale: of classifier-free guidance, where there is a negative prompt.
-
-    active: int32 token indices to compute, over `pages`; None computes all and needs no pages. full_blocks: those that
-    compute all tokens all the same, the leading ones where pages hold keys and values; inactive tokens then enter as in
-    priming, from `template` (its clean latents), `content_id` and `cache_salt`. keep_clean: also store `clean`, the
-    predicted clean latents (z - sigma * v), for a partial image.
+    replaces `latents`. Set by `core.scheduling.stage_work`.
     """
 
-    step: int
+    # Every step.
+    step: int  # from 0
     num_inference_steps: int
-    width: int
-    height: int
-    active: ArrayRef | None
+    width: int  # px
+    height: int  # px
+    active: ArrayRef | None  # int32 indices of the tokens to compute; None: all, without pages
     guidance_scale: float
-    keep_clean: bool
-    true_cfg_scale: float = 1.0
+    keep_clean: bool  # also store `clean`, the predicted clean latents (z - sigma * v), for a partial image
+    true_cfg_scale: float = 1.0  # of classifier-free guidance, with a negative prompt
+    # Mask-aware steps: where inactive tokens come from.
     pages: PageSpan | None = None
-    full_blocks: tuple[int, ...] = ()
-    template: EntryRef | None = None
+    full_blocks: tuple[int, ...] = ()  # compute all tokens nevertheless; leading ones if pages hold keys and values
+    # In full blocks inactive tokens are made as in priming, from:
+    template: EntryRef | None = None  # its clean latents
     content_id: str = ""
     cache_salt: str = ""
 
 
 class Decode(Message, frozen=True):
-    """Latents (`clean` for a partial image, else `latents`) -> `pixels`, uint8 [height, width, 3] in shared memory.
-
-    active: int32 token indices that were computed, None for all; the others are the template's: their latents are
-    `template_latents`, and pixels far from every active token are `template` itself.
-    """
+    """Latents (`clean` for a partial image, else `latents`) -> `pixels`."""
 
     width: int
     height: int
     partial: bool
-    pixels: ArrayRef
-    active: ArrayRef | None = None
-    template_latents: EntryRef | None = None
-    template: ArrayRef | None = None
+    pixels: ArrayRef  # uint8 [height, width, 3] in shared memory, written by the worker
+    active: ArrayRef | None = None  # int32 indices of the computed tokens; None: all
+    template_latents: EntryRef | None = None  # the latents of all other tokens
+    template: ArrayRef | None = None  # pixels far from every active token are copied from it
 
 
 StageWork = TextEncode | ImageEncode | EncodeTemplate | Prime | Denoise | Decode
@@ -163,48 +155,45 @@ class Transfer(msgspec.Struct, frozen=True):
 
 
 class PageCopy(msgspec.Struct, frozen=True):
-    """Copy an entry's pages from one tier to the next, beside whatever is computed, block after block.
-
-    host: its place in the page arena, where one of the tiers is the host. block_bytes: bytes of one block's page.
-    """
+    """Copy an entry's pages from one tier to the next, block after block, in parallel with computing."""
 
     key: str
     nbytes: int
-    block_bytes: int
+    block_bytes: int  # bytes of one block's page
     source: Tier
     target: Tier
-    host: ArrayRef | None
+    host: ArrayRef | None  # its place in the page arena, if one of the tiers is the host
 
 
 class StepPlan(Message, frozen=True):
-    """What one rank does next, in this order: load, forget, delete, copies (started, not awaited), batches, transfers,
-    free, unload.
-
-    forget: entries whose device memory is given up. delete: entries whose files are removed, or a template's key, which
-    has no "-", for all of its.
+    """What one rank does next: load, forget, delete, copies, batches, transfers, free, unload, in this order. Made by
+    the StepScheduler.
     """
 
     seq: int
-    forget: tuple[str, ...] = ()
-    delete: tuple[str, ...] = ()
-    copies: tuple[PageCopy, ...] = ()
+    # The activation cache.
+    forget: tuple[str, ...] = ()  # keys of entries to drop from device memory
+    delete: tuple[str, ...] = ()  # files to delete: keys of entries, or of templates (without "-") for all of theirs
+    copies: tuple[PageCopy, ...] = ()  # started, not awaited
+    # Requests.
     batches: tuple[Batch, ...] = ()
     transfers: tuple[Transfer, ...] = ()
-    free: tuple[TensorKey, ...] = ()
+    free: tuple[TensorKey, ...] = ()  # tensors of ended requests; "" as node and name stands for all
+    # Models.
     load: tuple[ModelKey, ...] = ()
     unload: tuple[ModelKey, ...] = ()
 
 
 class Shutdown(Message, frozen=True):
-    """Leave after the plans already queued."""
+    """Exit after the plans already queued."""
 
 
 ToWorker = StepPlan | Shutdown
 
 
 class WorkerConfig(msgspec.Struct, frozen=True):
-    """What a worker process is started with; its file descriptors are (channel memory, channel socket, arena, page
-    arena).
+    """The configuration of a worker process, which also inherits the file descriptors (channel memory, channel socket,
+    arena, page arena).
     """
 
     rank: int
@@ -212,13 +201,13 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     arena_id: int
     page_arena_id: int
     cache: CacheConfig
-    scheduler: SchedulerConfig = SchedulerConfig()  # how much it may be given at once
+    scheduler: SchedulerConfig = SchedulerConfig()  # limits of a batch
     num_workers: int = 1  # worker processes that share this machine's cores
-    device_index: int = 0  # its place among them: the GPU it takes where no other one was named
+    device_index: int = 0  # its number among them: the GPU that it uses unless one is configured
 
 
 class CostSample(msgspec.Struct, frozen=True):
-    """How long a batch of this size takes on a worker: what the cost model starts from."""
+    """A measured batch, from which the cost model starts."""
 
     model: ModelKey
     stage: str
@@ -227,67 +216,58 @@ class CostSample(msgspec.Struct, frozen=True):
 
 
 class WorkerReady(Message, frozen=True):
-    """samples: measured once per model and device, and kept; empty where nothing was measured. device_page_bytes: of
-    device memory, for pages.
-    """
+    """The worker has loaded its models and accepts plans."""
 
     rank: int
     models: tuple[ModelInfo, ...]
-    samples: tuple[CostSample, ...] = ()
-    device_page_bytes: int = 0
+    samples: tuple[CostSample, ...] = ()  # measured once per model and device, and kept on disk
+    device_page_bytes: int = 0  # device memory for pages
 
 
 class ItemResult(msgspec.Struct, frozen=True):
-    """What came of one item. text_tokens and prompt_truncated are set by text encoding only; sigmas, the noise levels
-    of the run from its first step to 0, by image encoding.
-    """
+    """The result of one item."""
 
     request_id: str
     node: str
     tensors: tuple[TensorRef, ...] = ()
-    text_tokens: int = 0
-    prompt_truncated: bool = False
-    sigmas: tuple[float, ...] = ()
-    failure: Failure | None = None
+    text_tokens: int = 0  # set by text encoding
+    prompt_truncated: bool = False  # set by text encoding
+    sigmas: tuple[float, ...] = ()  # set by image encoding: noise levels of the run, from its first step to 0
+    failure: Failure | None = None  # None: it succeeded
 
 
 class BatchResult(Message, frozen=True):
-    """One batch is done; what failed of it are the items that carry a failure. seconds: worker time, first to last
-    kernel. num_parts: how many forward passes it took; more than one where it failed as a whole and was done in halves
-    (see core/scheduling/halving.py).
-    """
+    """One batch is done; items that failed contain a failure."""
 
     batch_id: int
     rank: int
     started: float
-    seconds: float
+    seconds: float  # worker time, first to last kernel
     items: tuple[ItemResult, ...]
-    num_parts: int = 1
+    num_parts: int = 1  # forward passes; above 1 it failed as a whole and was halved, see core/scheduling/halving.py
 
 
 class TransferDone(Message, frozen=True):
-    """The tensor lies in shared memory at ref.handle, written by `rank`."""
+    """The tensor is in shared memory at ref.handle, written by `rank`."""
 
     rank: int
     ref: TensorRef
 
 
 class PageCopied(Message, frozen=True):
-    """A PageCopy is over. ok: the pages are on the target tier; not ok: there was no such file, or not a whole one, or
-    no room for it. seconds: time the copy took.
-    """
+    """A PageCopy is over."""
 
     rank: int
     key: str
     nbytes: int
     source: Tier
     target: Tier
-    ok: bool
-    seconds: float
+    ok: bool  # the pages are on the target tier; otherwise the file was missing or damaged, or there was no room
+    seconds: float  # duration of the copy
 
 
 class WorkerFailed(Message, frozen=True):
-    """The worker could not start or cannot go on; it exits after this."""
+    """The worker could not start or cannot continue; it exits after this message."""
 
     rank: int
     failure: Failure

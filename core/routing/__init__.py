@@ -1,1 +1,1 @@
-"""Which engine a request goes to, and whether it is admitted at all."""
+"""Routing: whether a request is admitted, and which engine it goes to."""

@@ -1,7 +1,7 @@
-"""Admission: whether an edit can be done in time, decided before any work is done for it.
+"""Admission: decides whether an edit can be done in time, before any work is done for it.
 
-It is to be done by its own `timeout` (hard: its client is gone by then) and within the server's objective, `--slo-ms`
-(soft: late is worth less, but better than never). Predictions are off by more or less; how far, `PredictionMargin` learns.
+An edit should finish within its own `timeout` (hard: its client is gone by then) and within the server's objective,
+`--slo-ms` (soft: a late result is still worth something). `PredictionMargin` says how far predictions may be off.
 """
 
 from __future__ import annotations
@@ -12,46 +12,42 @@ from typing import Literal
 from core.costs.prediction_margin import CERTAIN, PredictionMargin
 
 RefusedFor = Literal["slo", "timeout", "hopeless"]
-"""slo, timeout: it would miss the objective, or its own timeout, as busy as the server is. hopeless: it would miss its
-timeout even on an idle one.
+"""slo, timeout: under the current load it would miss the objective, or its own timeout. hopeless: it would miss its
+timeout even on an idle server.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What is predicted of an edit. seconds: from now until its pictures are finished; alone: likewise, on an idle
-    server. is_idle: nothing else is done where it would go.
-    """
+    """The prediction for an edit."""
 
-    seconds: float
-    alone: float
-    is_idle: bool
+    seconds: float  # from now until its pictures are finished
+    alone: float  # the same on an idle server
+    is_idle: bool  # the engine that it would go to has no other work
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Seconds that an edit has from now on, None = as long as it takes. slo: of the server's objective."""
+    """Time limits of an edit, in seconds from now; None = no limit."""
 
-    timeout: float | None
-    slo: float | None
+    timeout: float | None  # its own
+    slo: float | None  # the server's latency objective
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """refused: why the edit is not let in, None = it is. retry_after: seconds until one like it is predicted to be.
-    has_objective: it is let in because it will meet the objective, and has lost its purpose when it cannot any more.
-    """
+    """The decision on an edit."""
 
-    refused: RefusedFor | None = None
-    retry_after: float = 0.0
-    has_objective: bool = False
+    refused: RefusedFor | None = None  # the reason; None = admitted
+    retry_after: float = 0.0  # seconds until an edit like it is predicted to be admitted
+    has_objective: bool = False  # admitted because it will meet the objective; to be dropped once it cannot any more
 
 
 def judge(outlook: Outlook, terms: Terms, margin: PredictionMargin) -> Verdict:
-    """Whether to let an edit in.
+    """Decide whether to admit an edit.
 
-    An idle server refuses nobody on doubt: not for the objective at all, and for a timeout only what would miss it even
-    if the prediction is far too long.
+    An idle server never refuses because of the objective, and because of a timeout only if that would be missed even
+    with a prediction that is far too long.
     """
     likely = outlook.seconds * margin.high
     if terms.timeout is not None:
@@ -63,5 +59,5 @@ def judge(outlook: Outlook, terms: Terms, margin: PredictionMargin) -> Verdict:
         return Verdict(has_objective=terms.slo is not None)
     if outlook.is_idle:
         return Verdict()
-    is_too_large = outlook.alone * margin.high > terms.slo  # it will be served once the server is idle
+    is_too_large = outlook.alone * margin.high > terms.slo  # only an idle server will admit it
     return Verdict("slo", outlook.seconds - outlook.alone if is_too_large else likely - terms.slo)

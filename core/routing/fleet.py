@@ -1,13 +1,13 @@
-"""Fleet: all that a router knows of its engines, as arrays over engines, so that a decision is one expression.
+"""Fleet: the state of all engines as a router knows it, in arrays over engines, so that a decision is one expression.
 
-An engine is seen as a FIFO queue in front of `max_num_seqs` places, all of which advance by one step at a time. Its
-load report says what is left of each request it holds; from that follows when a place is free for a newcomer and how
-much is left in the other places by then, which is what is kept here:
+An engine is modelled as a FIFO queue in front of `max_num_seqs` slots that advance together, step by step. Its load
+report lists the remaining work of its requests; from it follow the time at which a slot is free for a new request, and
+the work left in the other slots at that time:
 
-    free_at [engines]                 when a place is free, in seconds of the caller's clock; in the past: since then
-    steps, seconds [places, engines]  steps left in each place at `free_at`, most first, and what it adds to each step
+    free_at [engines]                 when a slot is free, in seconds of the caller's clock; in the past: since then
+    steps, seconds [slots, engines]   steps left in each slot at `free_at`, most first, and seconds it adds to each step
 
-Reports come when something changed, not at every step: in between, steps go by at the pace that was predicted.
+Reports come when something changed, not at every step: in between, steps are assumed to pass at the predicted pace.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from core.costs.load_report import LoadReport, RequestLoad
-from core.costs.slot_forecast import Place, until_free
+from core.costs.slot_forecast import Slot, until_free
 from core.messages.engine import EditRequest, PrimeTemplate
 from core.model_info import ModelInfo
 from core.routing.fleet_costs import Features, FleetCosts, SizeCosts, Vector, work_features
@@ -33,28 +33,27 @@ TINY = 1e-9
 
 @dataclass(frozen=True)
 class EditShape:
-    """What routing needs to know of an edit, or of a template to prime (which has no steps).
-
-    num_steps: denoising steps; the first full_steps of them compute all tokens, the others active_tokens of the
-    image_tokens, all of them with text_tokens; only full ones compute condition_tokens. template:
-    PageScheme.template_key, None for an edit that is computed exactly. num_keyframes: how many keyframes of its
-    template it reads, at most; entry_bytes: bytes of each. priority: lower goes first. num_rows: of a step, see
-    SamplingParams. owner: as of EditRequest.
+    """The properties of an edit that routing needs, or of a template to prime (which has no steps). Made from the
+    request by `of_edit` and `of_template`.
     """
 
     model: str
-    num_steps: int
-    full_steps: int
+    # Steps.
+    num_steps: int  # denoising steps
+    full_steps: int  # leading steps that compute all tokens; the others compute active and text tokens
+    # Tokens of a row.
     active_tokens: int
     image_tokens: int
     text_tokens: int
-    template: str | None = None
-    num_keyframes: int = 0
-    entry_bytes: int = 0
-    priority: int = 0
-    num_rows: int = 1
-    condition_tokens: int = 0
-    owner: str = ""
+    # The template.
+    template: str | None = None  # PageScheme.template_key; None for an edit that is computed exactly
+    num_keyframes: int = 0  # most keyframes of its template that it reads
+    entry_bytes: int = 0  # bytes of a keyframe's pages
+    # The rest.
+    priority: int = 0  # lower goes first
+    num_rows: int = 1  # of a step, see SamplingParams
+    condition_tokens: int = 0  # of a row; computed by full steps alone
+    owner: str = ""  # see EditRequest
 
     @classmethod
     def of_edit(cls, edit: EditRequest, info: ModelInfo) -> EditShape:
@@ -103,7 +102,7 @@ class EditShape:
 
     @property
     def step_features(self) -> Features:
-        """What it adds to a step, the mean over its steps."""
+        """Features of what it adds to a step, the mean over its steps."""
         return tuple(self.num_rows * feature for feature in self._row_features)
 
     @property
@@ -121,45 +120,46 @@ class EditShape:
 
 @dataclass(slots=True)
 class Sent:
-    """An edit or a template that an engine's last report does not count yet."""
+    """An edit or a template that was sent to an engine and is not in its last report yet."""
 
-    number: int  # how many had been sent there, itself included
+    number: int  # its number among all that were sent there, from 1
     load: RequestLoad | None  # None for a template
-    base_seconds: float
-    priming_seconds: float
-    time: float
+    base_seconds: float  # the constant part of its steps
+    priming_seconds: float  # priming that it causes
+    time: float  # when it was sent
 
 
 class Fleet:
-    """Owned by one router. Times are seconds of one clock, which never goes back."""
+    """Owned by one router. Times are seconds of one monotonic clock."""
 
     def __init__(self, num_engines: int, max_num_seqs: int) -> None:
         self.num_engines = num_engines
         self.max_num_seqs = max_num_seqs
         self.costs = FleetCosts()
         self.templates = TemplateMap(num_engines)
-        self.death: Vector = np.zeros(num_engines)  # added to what an engine costs: 0, or infinite where it is dead
+        self.death: Vector = np.zeros(num_engines)  # added to an engine's cost: 0, or infinity if it is dead
         self.num_alive = num_engines
         self._bind(np.zeros((7 + 2 * max_num_seqs, num_engines)))
         self.pace[:] = TINY
-        self.last_sent: Counts = np.full(num_engines, -1.0)  # when something was last sent there, in sends
+        self.last_sent: Counts = np.full(num_engines, -1.0)  # number of the last send there, counted over all engines
         self._num_held = 0.0
         self._num_sends = 0
-        self._num_sent = [0] * num_engines  # since it was (re)started
+        self._num_sent = [0] * num_engines  # since the engine was (re)started
         self._pending: list[list[Sent]] = [[] for _ in range(num_engines)]
-        self._reported: list[tuple[float, Sequence[RequestLoad]]] = [(0.0, ()) for _ in range(num_engines)]  # when
+        # per engine: (time, loads) of its last report
+        self._reported: list[tuple[float, Sequence[RequestLoad]]] = [(0.0, ()) for _ in range(num_engines)]
 
     def _bind(self, rows: Vector) -> None:
-        """One row each, shape [engines], of one array: what is known of an engine is one column."""
-        self._rows, places = rows, self.max_num_seqs
+        """Name the rows of one array, shape [engines] each; a column is the state of one engine."""
+        self._rows, slots = rows, self.max_num_seqs
         self.num_requests, self.held_seconds, self.base_seconds, self.priming_seconds = rows[:4]
         self.free_at, self.pace, self.num_placed = rows[4:7]
-        self.steps, self.seconds = rows[7 : 7 + places], rows[7 + places :]
+        self.steps, self.seconds = rows[7 : 7 + slots], rows[7 + slots :]
 
-    # ------------------------------------------------------------------------------------------------- what happens
+    # ------------------------------------------------------------------------------------------------- events
 
     def observe(self, engine: int, report: LoadReport, now: float) -> None:
-        """Take a report in. One from an engine that was lost means nothing any more."""
+        """Update an engine's state from its report. Reports of dead engines are ignored."""
         if self.death[engine]:
             return
         if report.costs is not None:
@@ -177,7 +177,7 @@ class Fleet:
         self._set_loads(engine, now, self._loads(engine))
 
     def sent(self, engine: int, shape: EditShape, now: float) -> None:
-        """Count what was just sent to an engine, until it says itself that it has it."""
+        """Note what was just sent to an engine; it counts until the engine's own report includes it."""
         self._num_sent[engine] += 1
         self.last_sent[engine] = self._num_sends
         self._num_sends += 1
@@ -190,7 +190,7 @@ class Fleet:
             self._line_up(engine, sent.load, now)
 
     def lose(self, engine: int) -> None:
-        """The engine is dead: no candidate, and all that was known of it is forgotten."""
+        """Mark an engine as dead: it is no candidate any more and its state is cleared."""
         self.death[engine] = np.inf
         self.num_alive = int(self.is_alive.sum())
         self.templates.forget(engine)
@@ -203,7 +203,7 @@ class Fleet:
         self._set_loads(engine, 0.0, [])
 
     def restore(self, engine: int) -> None:
-        """The engine was started anew, and holds nothing."""
+        """Mark a restarted engine as alive and empty."""
         self.death[engine] = 0.0
         self.num_alive = int(self.is_alive.sum())
 
@@ -214,8 +214,8 @@ class Fleet:
         return is_alive
 
     def before(self, priority: int, now: float, owner: str = "") -> Fleet:
-        """As a request of this owner and class finds it that comes now: it goes before those that wait in lower ones,
-        but for those that have waited for long, and before what other owners want beyond their share. To be read only.
+        """The fleet as seen by a new request of this owner and class, without the waiting requests that it overtakes:
+        those of lower classes unless they have waited long, and those of other owners beyond their share. Read-only.
         """
         loads = [self._loads(engine) for engine in range(self.num_engines)]
         staying = [staying_ahead(held, owner, priority, now) for held in loads]
@@ -229,7 +229,7 @@ class Fleet:
         return fleet
 
     def _keep_only(self, engine: int, indices: Sequence[int]) -> None:
-        """Of its loads, numbered as in `_loads`, the engine holds no others."""
+        """Reduce an engine's loads to these indices into `_loads`."""
         reported, loads = self._reported[engine]
         self._set_loads(engine, reported, [loads[index] for index in indices if index < len(loads)])
         pending = [(sent.load, sent.time) for sent in self._pending[engine] if sent.load is not None]
@@ -238,19 +238,19 @@ class Fleet:
                 load, time = pending[index - len(loads)]
                 self._line_up(engine, load, max(reported, time))
 
-    # ------------------------------------------------------------------------------------------------- what is known
+    # ------------------------------------------------------------------------------------------------- queries
 
     def step_seconds(self, shape: EditShape) -> float:
-        """What the edit adds to a step."""
+        """Seconds that the edit adds to a step."""
         return self.costs.step(shape.model, shape.step_features)
 
     def size_costs(self, shape: EditShape) -> SizeCosts:
-        """What does not depend on its mask; valid until the next report."""
+        """The costs that do not depend on its mask; valid until the next report."""
         tokens = (shape.image_tokens, shape.condition_tokens, shape.text_tokens)
         return self.costs.of_size((shape.model, *tokens, shape.entry_bytes))
 
     def pages(self, shape: EditShape) -> TemplateResidency | None:
-        """Where its template's pages are; None for an exact edit. Valid until the next call."""
+        """The engines that have its template's pages; None for an exact edit. Valid until the next call."""
         return None if shape.template is None else self.templates.pages(shape.template, shape.num_keyframes)
 
     @property
@@ -261,10 +261,10 @@ class Fleet:
     # ------------------------------------------------------------------------------------------------- inside
 
     def _line_up(self, engine: int, load: RequestLoad, now: float) -> None:
-        """Another request goes through the engine's places, after all that are there."""
+        """Append a request to the engine's queue."""
         self.held_seconds[engine] += load.step_seconds
         start = max(now, float(self.free_at[engine]))
-        self._set_places(engine, start, [*self._places(engine, now), _place(load)])
+        self._set_slots(engine, start, [*self._slots(engine, now), _slot(load)])
 
     def _make_sent(self, engine: int, shape: EditShape, now: float) -> Sent:
         number, priming = self._num_sent[engine], self._expect_pages(engine, shape)
@@ -275,7 +275,7 @@ class Fleet:
         return Sent(number, load, costs.base, priming, now)
 
     def _expect_pages(self, engine: int, shape: EditShape) -> float:
-        """Note what the engine will have to prime for it; the seconds that takes."""
+        """Note the pages that the engine will have to prime for it; returns the seconds that takes."""
         if shape.template is None:
             return 0.0
         pages, costs = self.templates.pages(shape.template, shape.num_keyframes), self.size_costs(shape)
@@ -290,29 +290,27 @@ class Fleet:
         self.num_requests[engine] = number
 
     def _loads(self, engine: int) -> list[RequestLoad]:
-        """Images that it holds, and those on their way there."""
+        """The engine's reported requests, followed by those sent since."""
         pending = (sent.load for sent in self._pending[engine] if sent.load is not None)
         return [*self._reported[engine][1], *pending]
 
     def _set_loads(self, engine: int, now: float, loads: Sequence[RequestLoad]) -> None:
-        """The engine holds these requests, most urgent first, and has just begun a step, which is in nobody's steps
-        left.
-        """
+        """Set the engine's requests, most urgent first, as of the start of a step that `steps_left` does not count."""
         self.held_seconds[engine] = sum(load.step_seconds for load in loads)
         alone = sum(load.other_seconds for load in loads if not load.steps_left)
-        places = [_place(load) for load in loads if load.steps_left]
-        begun = sum(seconds for _, seconds in places[: self.max_num_seqs])
-        under_way = begun + float(self.base_seconds[engine]) if places else 0.0
-        self._set_places(engine, now + alone + under_way, places)
+        slots = [_slot(load) for load in loads if load.steps_left]
+        begun = sum(seconds for _, seconds in slots[: self.max_num_seqs])
+        under_way = begun + float(self.base_seconds[engine]) if slots else 0.0
+        self._set_slots(engine, now + alone + under_way, slots)
 
-    def _places(self, engine: int, now: float) -> list[Place]:
-        """Who is in the engine's places when the next one is free."""
+    def _slots(self, engine: int, now: float) -> list[Slot]:
+        """The contents of the engine's slots at the later of `now` and `free_at`."""
         passed = max(now - self.free_at[engine], 0.0) / self.pace[engine]
         rows = zip(self.steps[:, engine].tolist(), self.seconds[:, engine].tolist(), strict=True)
         return [(steps - passed, seconds) for steps, seconds in rows if steps > passed]
 
-    def _set_places(self, engine: int, start: float, loads: Iterable[Place]) -> None:
-        """These requests, in this order, go through the engine's places from `start` on."""
+    def _set_slots(self, engine: int, start: float, loads: Iterable[Slot]) -> None:
+        """Recompute the engine's slots if these requests go through them in this order from `start` on."""
         base = float(self.base_seconds[engine])
         waited, left = until_free(loads, self.max_num_seqs, base)
         left.sort(reverse=True)
@@ -322,6 +320,6 @@ class Fleet:
         self._rows[4:, engine] = [start + waited, pace, len(left), *steps, *padding, *seconds, *padding]
 
 
-def _place(load: RequestLoad) -> Place:
-    """What a request costs per step left, its encoding and decoding spread over them."""
+def _slot(load: RequestLoad) -> Slot:
+    """A request's steps left and seconds per step, with its encoding and decoding spread over the steps."""
     return float(load.steps_left), load.step_seconds + load.other_seconds / load.steps_left

@@ -1,8 +1,8 @@
-"""FleetCosts: what a request costs, from the cost models that engines report.
+"""FleetCosts: predicts a request's costs from the cost models that engines report.
 
-The engines of a fleet are of one kind, and learn the same from different batches: what one of them said last holds for
-all. With prices of its own, one that had learnt in a slow moment would get no more work, and so never learn better.
-Where none has said anything, costs are in proportion to tokens, which is enough to compare engines and no prediction.
+The engines of a fleet are identical and learn the same from different batches, so the last report counts for all. With
+costs per engine, one that had learnt during a slow moment would get no more work, and so never correct itself. Before
+the first report costs are proportional to tokens: enough to compare engines, but not a prediction.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from core.handles import Tier
 Vector = npt.NDArray[np.float64]
 
 STAGES = ("denoise", "text_encode", "image_encode", "decode", "prime")
-"""Stages with a line of their own in a table, in this order."""
+"""Stages in the order of their coefficients in a model's column."""
 
 GUESS_PER_KILOTOKEN = 0.02
-"""Seconds, where nothing is known."""
+"""Seconds per 1000 tokens before the first report."""
 
 MAX_SIZES = 64
-"""Sizes of pictures whose costs are kept; most clients send a few."""
+"""Number of picture sizes with cached costs; most clients send few sizes."""
 
 Size = tuple[str, int, int, int, int]
 """Model, image, condition and text tokens, and bytes of a keyframe's pages."""
@@ -40,42 +40,39 @@ _STARTS = {stage: index * _NUM_FEATURES for index, stage in enumerate(STAGES)}
 
 @dataclass(frozen=True, slots=True)
 class SizeCosts:
-    """What does not depend on the mask, in seconds. base: a step, whoever is in it. other: encoding prompt and image,
-    and decoding. prime: one keyframe of the template. template: encoding it. load: one keyframe from the next slower
-    tier; engines prime what would take longer to load.
-    """
+    """The costs that do not depend on the mask, in seconds."""
 
-    base: float
-    other: float
-    prime: float
-    template: float
-    load: float
+    base: float  # the constant part of a step
+    other: float  # encoding prompt and image, and decoding
+    prime: float  # priming one keyframe of the template
+    template: float  # encoding the template
+    load: float  # loading one keyframe from the next slower tier; at most `prime`: engines choose the faster way
 
 
 def work_features(queries: int, keys: int, constant: float = 1.0) -> Features:
-    """One request's batch of its own; with a constant of 0, what it adds to a batch that runs anyway."""
+    """Features of a batch of one request; with a constant of 0, those it adds to a batch that runs anyway."""
     cached = keys - queries
     return constant, 1.0, queries / 1e3, queries * keys / 1e6, float(cached > 0), cached / 1e3
 
 
 class FleetCosts:
-    """A column of coefficients per model, shape [stages * features], and one of copies."""
+    """A column of coefficients per model, shape [stages * features], and one for copies."""
 
     def __init__(self) -> None:
         self._columns: dict[str, Vector] = {}  # model -> coefficients
-        self._sizes: dict[Size, SizeCosts] = {}  # since something was learnt
+        self._sizes: dict[Size, SizeCosts] = {}  # cache, cleared by every report
         self._copies = (0.0,) * len(COPY_FEATURES)  # from the tier below the one that computes
 
     def is_known(self, model: str) -> bool:
-        """Whether any engine has said what this model costs."""
+        """Whether any engine has reported costs of this model."""
         return model in self._columns
 
     def step(self, model: str, features: Features) -> float:
-        """Seconds that a request of these features adds to a step."""
+        """Seconds that a request with these features adds to a step."""
         return float(np.dot(features, self._column(model)[:_NUM_FEATURES]))
 
     def of_size(self, size: Size) -> SizeCosts:
-        """Valid until the next report."""
+        """The costs of a size; valid until the next report."""
         costs = self._sizes.get(size)
         if costs is None:
             if len(self._sizes) == MAX_SIZES:
@@ -84,7 +81,7 @@ class FleetCosts:
         return costs
 
     def observe(self, costs: EngineCosts) -> None:
-        """Take in what an engine has learnt."""
+        """Replace the coefficients by those that an engine has reported."""
         self._columns |= _columns(costs)
         copies: dict[Tier, tuple[float, ...]] = {line.source: line.coefficients for line in costs.copies}
         self._copies = copies.get("host") or copies.get("disk") or self._copies
@@ -102,7 +99,7 @@ class FleetCosts:
 
 @lru_cache(MAX_SIZES)
 def _size_weights(image_tokens: int, condition_tokens: int, text_tokens: int) -> Vector:
-    """What a column is multiplied by for the first fields of SizeCosts."""
+    """The factors of a model's column for the first four fields of SizeCosts, shape [4, stages * features]."""
     every = image_tokens + condition_tokens + text_tokens
     text, image = work_features(text_tokens, text_tokens), work_features(image_tokens, image_tokens)
     fields = (
@@ -119,7 +116,7 @@ def _size_weights(image_tokens: int, condition_tokens: int, text_tokens: int) ->
 
 
 def _columns(costs: EngineCosts) -> dict[str, Vector]:
-    """Each model's coefficients."""
+    """Model -> its column of coefficients."""
     columns: dict[str, Vector] = {}
     for line in costs.lines:
         start = _STARTS.get(line.stage)

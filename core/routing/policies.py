@@ -1,6 +1,6 @@
-"""Which engine an edit goes to: policies over what is known of the fleet.
+"""Routing policies: choose the engine for an edit from the state of the fleet.
 
-A policy is a pure function of the edit, the fleet and the time. Ties go to the engine that was sent to least recently.
+A policy is a pure function of the edit, the fleet and the time. Ties go to the engine used least recently.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from core.routing.fleet_costs import SizeCosts, Vector
 from core.routing.template_map import TemplateResidency
 
 TIE = 1e-9
-"""Relative difference of costs that are equal but for rounding."""
+"""Relative difference up to which costs count as equal."""
 
 
 NOTHING: Vector = np.zeros(1)
@@ -27,10 +27,10 @@ Matrix = npt.NDArray[np.float64]
 
 
 class Choice(NamedTuple):
-    """The engine, and in how many seconds the request is predicted to be done there, where the policy predicts that."""
+    """The result of a policy."""
 
     engine: int
-    predicted_seconds: float | None = None
+    predicted_seconds: float | None = None  # until the request is done there; None if the policy does not predict it
 
 
 class RoutingPolicy(Protocol):
@@ -40,27 +40,25 @@ class RoutingPolicy(Protocol):
 
 
 class Forecast(NamedTuple):
-    """Seconds by engine, float64 [engines] each. finish: until the request is done, if it goes there now. imposed: how
-    much later all that the engine holds is done then, added up. priming: worker time spent on its template's pages.
-    """
+    """Predicted seconds if the request goes to an engine now, float64 [engines] each."""
 
-    finish: Vector
-    imposed: Vector
-    priming: Vector
+    finish: Vector  # until it is done
+    imposed: Vector  # delay of the requests that the engine holds, summed over them
+    priming: Vector  # worker time spent on its template's pages
 
 
 def forecast(shape: EditShape, fleet: Fleet, now: float) -> Forecast:
-    """What would become of the request on each engine.
+    """Predict the request's times on each engine.
 
-    It waits for a place, is encoded, waits for pages (a load runs beside the others' steps, priming takes a share of
-    each) and then makes its steps together with those that are left in the other places. A step takes base + sum of
-    step seconds, so s steps beside others with S_i left, at C_i each, take s * (base + c) + sum min(s, S_i) * C_i.
+    It waits for a slot, is encoded, waits for pages (a load runs beside the others' steps, priming takes a share of
+    each) and then makes its steps together with the requests left in the other slots. A step takes base + sum of step
+    seconds, so s steps beside others with S_i left, at C_i each, take s * (base + c) + sum min(s, S_i) * C_i.
     """
     costs, step = fleet.size_costs(shape), fleet.step_seconds(shape)
     since_free = now - fleet.free_at
     idle = np.maximum(since_free, 0.0)
     wait = idle - since_free
-    # It is encoded beside a step; before that, half of the one under way passes, unless a place is free at its end.
+    # It is encoded beside a step; before that, half of the running one passes, unless a slot is only free at its end.
     lead = fleet.pace + np.minimum(0.5 * fleet.pace, idle)
     pages = fleet.pages(shape)
     if pages is not None:
@@ -80,20 +78,18 @@ def forecast(shape: EditShape, fleet: Fleet, now: float) -> Forecast:
 
 
 class Priming(NamedTuple):
-    """Seconds on each engine. own: work on the request's own template. before: until it can begin, in which the others
-    make `rounds` steps. beside: work that goes along with its steps.
-    """
+    """Predicted priming on each engine, float64 [engines] each; seconds except for `rounds`."""
 
-    own: Vector
-    before: Vector
-    rounds: Vector
-    beside: Vector
+    own: Vector  # work on the request's own template
+    before: Vector  # until the request can begin
+    rounds: Vector  # steps that the others make before that
+    beside: Vector  # work done beside its steps
 
 
 def _priming(
     shape: EditShape, fleet: Fleet, pages: TemplateResidency, steps: Matrix, costs: SizeCosts, base: Vector
 ) -> Priming:
-    """Jobs are primed one after the other, in a share of each step's time, or at once where nobody makes steps."""
+    """Jobs are primed one after the other, in a share of each step's time, or at full speed where no steps are made."""
     own_first, later = pages.prime_first * costs.prime + pages.is_new * costs.template, pages.prime_later * costs.prime
     if not shape.num_steps:
         own_first += later
@@ -115,16 +111,16 @@ class RoundRobin:
 
 
 class LeastRequests:
-    """The engine that holds the fewest requests (FlashPS, section 6.5: request-granularity load balance)."""
+    """The engine with the fewest requests (FlashPS, section 6.5: request-granularity load balance)."""
 
     def choose(self, shape: EditShape, fleet: Fleet, now: float) -> Choice:
         return Choice(cheapest(fleet.num_requests, fleet))
 
 
 class LeastTokens:
-    """The engine that computes the fewest tokens in a step of all it holds (FlashPS, section 6.5: token-granularity).
+    """The engine with the fewest tokens in a step of all its requests (FlashPS, section 6.5: token-granularity).
 
-    Engines report seconds, which stand for tokens: they all have the same price.
+    Engines report seconds, which stand for tokens, since all engines have the same cost per token.
     """
 
     def choose(self, shape: EditShape, fleet: Fleet, now: float) -> Choice:
@@ -133,10 +129,10 @@ class LeastTokens:
 
 class BatchCost:
     """FlashPS, Algorithm 2 as printed: among the engines with slack in their running batch, the one where a step of
-    that batch and the request is cheapest.
+    that batch with the request added is cheapest.
 
-    The paper does not say what happens where none has slack. Here all are candidates then, and what they hold counts as
-    one batch.
+    The paper does not define the case without slack anywhere. Here all engines are then candidates, and all requests of
+    an engine count as one batch.
     """
 
     def choose(self, shape: EditShape, fleet: Fleet, now: float) -> Choice:
@@ -147,12 +143,12 @@ class BatchCost:
 
 
 class MaskAware:
-    """The engine where the request adds least to what all requests wait together: its own time until it is done, the
-    delay of those that are there, and that of those who come later.
+    """The engine where the request adds least to the sum of all latencies: its own time until it is done, the delay of
+    the requests already there, and the delay of later ones.
 
-    This is the greedy step on the sum of all latencies. Who comes later is delayed by work that another engine would
-    not have: a second of it delays as many as an engine holds on average (Little's law). Only priming differs in that
-    way between engines; so a template's edits gather where its pages are, as long as that pays.
+    Later requests are delayed by work that another engine would not have to do: a second of it delays as many requests
+    as an engine holds on average (Little's law). Only priming differs between engines in that way, so a template's
+    edits gather where its pages are, as long as that pays.
     """
 
     def choose(self, shape: EditShape, fleet: Fleet, now: float) -> Choice:
@@ -175,8 +171,8 @@ def make_policy(name: RouterPolicy) -> RoutingPolicy:
 
 
 def cheapest(costs: Vector, fleet: Fleet) -> int:
-    """The living engine of least cost; among equals the one that was sent to least recently. Raises EngineDeadError if
-    none is alive.
+    """The living engine of least cost, among equals the one used least recently. Raises EngineDeadError if none is
+    alive.
     """
     if not fleet.num_alive:
         raise EngineDeadError("No engine is alive.")
@@ -187,15 +183,15 @@ def cheapest(costs: Vector, fleet: Fleet) -> int:
 
 
 def _after(steps: Matrix, passed: Vector) -> Matrix:
-    """What is left of steps [places, engines] after so many of each engine's have passed."""
+    """Steps left, shape [slots, engines], after `passed` steps of each engine."""
     left: Matrix = steps - passed
     np.maximum(left, 0.0, out=left)
     return left
 
 
 def outlook(shape: EditShape, fleet: Fleet, policy: RoutingPolicy, now: float) -> Outlook | None:
-    """What is predicted of an edit, if it goes to the engine of choice; None while nobody knows what edits cost. Raises
-    EngineDeadError if no engine is alive.
+    """The prediction for an edit on the engine that the policy chooses; None before any engine has reported costs.
+    Raises EngineDeadError if no engine is alive.
     """
     if not fleet.costs.is_known(shape.model):
         return None
@@ -207,6 +203,6 @@ def outlook(shape: EditShape, fleet: Fleet, policy: RoutingPolicy, now: float) -
 
 
 def work_seconds(shape: EditShape, fleet: Fleet) -> float:
-    """What an edit takes of an engine whose batches are full."""
+    """Engine time that an edit takes while batches are full."""
     costs = fleet.size_costs(shape)
     return costs.other + shape.num_steps * (costs.base / fleet.max_num_seqs + fleet.step_seconds(shape))

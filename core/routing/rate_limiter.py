@@ -1,4 +1,4 @@
-"""RateLimiter: requests per minute and caller, as token buckets."""
+"""RateLimiter: limits requests per minute and caller with token buckets."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ from dataclasses import dataclass
 
 MINUTE = 60.0  # seconds
 MAX_CALLERS = 10_000
-_EPSILON = 1e-6  # seconds; times are rounded, and a caller that comes exactly when it was told to must pass
+_EPSILON = 1e-6  # seconds; times are rounded, and a caller that returns exactly after `retry_after` must pass
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a caller has after one request. retry_after: seconds until its next request passes, 0.0 where this one did.
-    remaining: requests that would pass now. reset_after: seconds until all `limit` would.
-    """
+    """A caller's quota after one request."""
 
-    limit: int
-    remaining: int
-    retry_after: float
-    reset_after: float
+    limit: int  # requests per minute
+    remaining: int  # requests that would pass now
+    retry_after: float  # seconds until its next request passes; 0.0: this one passed
+    reset_after: float  # seconds until all `limit` requests would pass at once
 
     @property
     def is_allowed(self) -> bool:
@@ -28,22 +26,21 @@ class Share:
 
 
 class RateLimiter:
-    """`limit` > 0 requests per minute for each caller: a bucket holds so many and fills evenly, so a burst of `limit`
-    passes, and in any time t at most limit * (1 + t / 60 s).
+    """`limit` > 0 requests per minute for each caller: a bucket holds `limit` requests and refills evenly, so a burst
+    of `limit` passes, and in any time t at most limit * (1 + t / 60 s).
 
-    A bucket is kept as the time when it is full again, and dropped once it is. Of more than `max_callers` at once the
-    one that was heard of longest ago is forgotten, so memory stays bounded. Times are seconds of one clock that never
-    goes back.
+    A bucket is stored as the time when it is full again, and dropped at that time. Above `max_callers` the least recent
+    caller is dropped, so memory stays bounded. Times are seconds of one monotonic clock.
     """
 
     def __init__(self, limit: int, max_callers: int = MAX_CALLERS) -> None:
         self.limit = limit
         self._max_callers = max_callers
-        self._interval = MINUTE / limit  # seconds that one request takes to be filled in again
-        self._full_at: OrderedDict[str, float] = OrderedDict()  # caller -> time; the last one heard of comes last
+        self._interval = MINUTE / limit  # seconds in which a bucket regains one request
+        self._full_at: OrderedDict[str, float] = OrderedDict()  # caller -> time; the most recent caller is last
 
     def __len__(self) -> int:
-        """Callers that are remembered."""
+        """Number of callers with a bucket."""
         return len(self._full_at)
 
     def take(self, caller: str, now: float) -> Share:

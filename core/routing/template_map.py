@@ -1,4 +1,4 @@
-"""TemplateMap: which engine has how many of a template's keyframes, for every template that some engine has."""
+"""TemplateMap: the number of keyframes of each template that each engine has in memory or is about to compute."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ import numpy.typing as npt
 from core.costs.load_report import Residency
 
 Counts = npt.NDArray[np.float64]
-"""Whole numbers, as floats: they are multiplied with seconds."""
+"""Whole numbers, as floats because they are multiplied with seconds."""
 
 FIRST_KEYFRAMES = 2
-"""An edit begins when it has the pages around its first noise levels; the others come beside its steps."""
+"""Keyframes that an edit needs before its first step; the others are loaded or primed beside its steps."""
 
 MAX_EXPECTED = 64
-"""Templates per engine that are taken to be on their way. One that never comes, since its edit was given up, is
-forgotten once so many others were sent after it, or when the engine is idle.
+"""Most templates per engine that are expected to be primed. One that never is, because its edit was given up, is
+dropped after this many later ones, or when the engine is idle.
 """
 
 
 class TemplateResidency:
-    """A template's keyframes on each engine as far as an edit is concerned that reads `needed` of them, shape [engines]
-    each. loads_first: to be loaded before it can begin. is_missing: 1.0 where some have to be primed. is_new: 1.0 where
-    nobody is known to prime them; prime_first, prime_later: how many then are, before it begins and beside its steps.
+    """A template's keyframes on each engine, for an edit that reads `needed` of them. Arrays of shape [engines]:
+
+    loads_first: keyframes to load before the edit can begin. is_missing: 1.0 where some have to be primed. is_new: 1.0
+    where no earlier request is known to prime them. prime_first, prime_later: keyframes that this edit would then cause
+    to be primed, before it begins and beside its steps.
     """
 
     def __init__(self, rows: Counts) -> None:
@@ -35,14 +37,14 @@ class TemplateResidency:
         self.loads_first, self.is_missing, self.is_new, self.prime_first, self.prime_later = rows[3:]
 
     def need(self, needed: int) -> None:
-        """Edits read so many keyframes: the same for all of a model, or by step count where it has no keyframes."""
+        """Set how many keyframes edits read: the same for all of a model, or by step count if it has no keyframes."""
         if needed != self.needed:
             self.needed = needed
             for engine, reported in enumerate(self._reported.T.tolist()):
                 self._set(engine, *reported)
 
     def report(self, engine: int, ready: int, below: int) -> bool:
-        """What the engine says. Whether nothing more is expected."""
+        """Set what an engine has reported; whether no more keyframes are expected from it."""
         was_ready, was_below, expected = self._reported[:, engine].tolist()
         if ready + below >= expected or ready + below < was_ready + was_below:
             expected = 0.0
@@ -50,7 +52,7 @@ class TemplateResidency:
         return not expected
 
     def expect(self, engine: int, number: int) -> None:
-        """So many are to be there before long."""
+        """Note that this many keyframes will soon be there."""
         ready, below, _ = self._reported[:, engine].tolist()
         self._set(engine, ready, below, number)
 
@@ -58,7 +60,7 @@ class TemplateResidency:
         self._set(engine, 0, 0, 0)
 
     def copy(self) -> TemplateResidency:
-        """Of another template that nothing is known of, like this one."""
+        """A copy of this one, for another template."""
         other = TemplateResidency(self._rows.copy())
         other.needed = self.needed
         return other
@@ -77,7 +79,7 @@ class TemplateResidency:
 
 
 class TemplateMap:
-    """TemplateResidency by template. One that no engine has or expects is not kept."""
+    """TemplateResidency by template. Templates that no engine has or expects are not kept."""
 
     def __init__(self, num_engines: int) -> None:
         self._pages: dict[str, TemplateResidency] = {}  # template key -> where its pages are
@@ -88,13 +90,13 @@ class TemplateMap:
         return len(self._pages)
 
     def pages(self, template: str, needed: int) -> TemplateResidency:
-        """For an edit that reads so many keyframes; valid until the next call."""
+        """The residency for an edit that reads `needed` keyframes; valid until the next call."""
         pages = self._pages.get(template, self._nothing)
         pages.need(needed)
         return pages
 
     def observe(self, engine: int, residency: Residency) -> None:
-        """What an engine says about one template."""
+        """Process what an engine reports about one template."""
         pages = self._get(residency.template)
         if pages.report(engine, residency.num_ready, residency.num_below):
             self._expected[engine].pop(residency.template, None)
@@ -102,7 +104,7 @@ class TemplateMap:
             self._prune(residency.template)
 
     def expect(self, engine: int, template: str, num_keyframes: int) -> None:
-        """Whoever was just sent there has so many keyframes made."""
+        """Note that a request just sent to the engine causes this many keyframes to be primed."""
         pages = self._get(template)
         pages.need(num_keyframes)
         pages.expect(engine, num_keyframes)
@@ -113,12 +115,12 @@ class TemplateMap:
             self._give_up(engine, next(iter(expected)))
 
     def clear_expected(self, engine: int) -> None:
-        """The engine is idle: what it was to make and has not made it will not make."""
+        """Drop what is expected of an idle engine: it will not be primed any more."""
         for template in list(self._expected[engine]):
             self._give_up(engine, template)
 
     def forget(self, engine: int) -> None:
-        """The engine is gone, and its pages with it."""
+        """Drop a dead engine's pages."""
         self._expected[engine].clear()
         for template, pages in list(self._pages.items()):
             pages.forget(engine)

@@ -1,4 +1,4 @@
-"""Which requests a newcomer overtakes in an engine's queue, as far as its load report tells."""
+"""Decides from an engine's load report which requests stay ahead of a new one in the engine's queue."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from core.costs.load_report import RequestLoad
 
 
 def staying_ahead(loads: Sequence[RequestLoad], owner: str, priority: int, now: float) -> list[int]:
-    """Indices of the loads, given first what goes first, that go before a request of this owner and class.
+    """Indices of the loads that go before a new request of this owner and class. loads: in queue order.
 
-    Of its own owner's, those that wait in lower classes and have not waited for long give way. Of another owner's, what
-    comes after as much work as its own owner has waiting: the report tells no virtual times (`core.scheduling.fair_queue`), so
-    every owner counts as having got the same so far.
+    The new request overtakes its own owner's waiting requests of lower classes, unless they have waited long, and of
+    every other owner what comes after as much work as its own owner has waiting. The report has no virtual times
+    (`core.scheduling.fair_queue`), so all owners count as having got the same so far.
     """
-    stays = [load.is_running or not _gives_way(load, priority, now) for load in loads]
+    stays = [load.is_running or not _is_overtaken(load, priority, now) for load in loads]
     own = sum(
         load.seconds
         for load, is_ahead in zip(loads, stays, strict=True)
@@ -31,7 +31,7 @@ def staying_ahead(loads: Sequence[RequestLoad], owner: str, priority: int, now: 
     return [index for index, is_ahead in enumerate(stays) if is_ahead]
 
 
-def _gives_way(load: RequestLoad, priority: int, now: float) -> bool:
-    """Whether a waiting request of the same owner lets one of this class go first that comes now."""
+def _is_overtaken(load: RequestLoad, priority: int, now: float) -> bool:
+    """Whether a new request of this class overtakes a waiting one of the same owner."""
     classes = load.priority - priority
     return classes > 0 and now - load.arrival < CLASS_SECONDS * classes

@@ -1,7 +1,8 @@
-"""Deadlines: who goes first, who can no longer be done in time, and who may join a batch without making others late.
+"""Deadlines: the order of requests, which of them can no longer finish in time, and which may join a batch without
+making another one late.
 
-A request has a deadline of its own (`timeout`), after which nobody wants it, or an objective of the server's
-(`--slo-ms`), or both. Pure: times are arguments, and what is left of a request comes as its RequestLoad.
+A request may have a deadline of its own (`timeout`; after it the result is useless), the server's latency objective
+(`--slo-ms`), or both. Pure: times are arguments, and a request's remaining work is given as its RequestLoad.
 """
 
 from __future__ import annotations
@@ -25,33 +26,34 @@ MISSED = Failure("overloaded", "The server fell behind: the request would have m
 
 
 def due(edit: EditRequest) -> float | None:
-    """When it is to be done; None = whenever."""
+    """The earlier of deadline and objective, in monotonic seconds; None: it has neither."""
     return min((time for time in (edit.deadline, edit.objective) if time is not None), default=None)
 
 
 def urgency(request: Request) -> Urgency:
-    """Sort key among the requests of one owner: priority and when it is due, then arrival; the id makes it total."""
+    """Sort key among one owner's requests: priority and due time, then arrival, then id, which makes it total."""
     edit = request.edit
     return counts_as_due(edit.arrival, due(edit), edit.sampling.priority), edit.arrival, edit.request_id
 
 
 MayJoin = Callable[[Request], bool]
+"""Whether a request may join the running batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """left: what is left of a request. base_seconds: what a step of these takes whoever is in it."""
+    """Decides which requests to give up and which may join, from predictions of their remaining work."""
 
     max_num_seqs: int
-    left: Callable[[Request], RequestLoad]
-    base_seconds: Callable[[Sequence[Request]], float]
+    left: Callable[[Request], RequestLoad]  # a request's remaining work
+    base_seconds: Callable[[Sequence[Request]], float]  # the part of these requests' step that does not depend on them
 
     def lost(self, requests: Sequence[Request], now: float) -> Iterator[tuple[Request, Failure]]:
-        """Live requests, given most urgent first, that are to be given up, and why.
+        """The requests to give up, with the reason. requests: all live ones, most urgent first.
 
-        One that runs is lost when nobody can want its result any more: its objective does not count. One that waits is
-        lost if it would be late even with the next free place; only those are looked at that could have it soon. While
-        nobody runs, doubt is no reason: it is lost only when its timeout is sure to pass.
+        A running request is lost when its timeout has passed or is certain to; its objective is ignored. A waiting one
+        is lost if it would be late even in the next free slot; only the max_num_seqs most urgent are predicted. While
+        no request runs, a waiting one too is lost only when its timeout is certain to pass.
         """
         if not _any_due(requests):
             return
@@ -87,8 +89,8 @@ class Deadlines:
                     yield request, failure
 
     def joining(self, requests: Sequence[Request], now: float) -> MayJoin | None:
-        """Whether a request may join those that make steps now, and those that it was asked of before; None where
-        nobody could be late for anybody else.
+        """A predicate that decides whether a request may join the running ones and those that it has accepted before;
+        None where no request has a due time.
         """
         if not _any_due(requests):
             return None
@@ -102,14 +104,14 @@ class Deadlines:
 
 
 def _why_stop(edit: EditRequest, now: float, end: float) -> Failure | None:
-    """Why to give up what is worth finishing until its timeout passes, which could end at `end` with luck."""
+    """Why to stop a request that is useful until its timeout. end: the earliest time at which it could finish."""
     if edit.deadline is None or end <= edit.deadline:
         return None
     return PASSED if edit.deadline <= now else TOO_LATE
 
 
 def _why_drop(edit: EditRequest, end: float) -> Failure | None:
-    """Why to give up what is in others' way, if it is done at `end`."""
+    """Why to drop a waiting request that is predicted to finish at `end` while it delays others."""
     if edit.deadline is not None and end > edit.deadline:
         return TOO_LATE
     return MISSED if edit.objective is not None and end > edit.objective else None

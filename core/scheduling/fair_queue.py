@@ -1,12 +1,12 @@
-"""FairQueue: whose work goes next, where several owners share one resource and one of them may ask for much.
+"""FairQueue: orders the work of several owners that share one resource, so that none can crowd out the others.
 
 Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996): each owner has a virtual time, the seconds of work begun
-for it so far, and the owner with the least goes next. One that comes back after a pause starts at the virtual time of
-those who wait (it cannot save up what it left unused), so whoever asks for little goes before whoever asks for much.
-The share of an owner does not depend on how many requests it sends.
+for it so far, and the owner with the least goes next. An owner that returns after a pause starts at the virtual time
+of the waiting owners (unused time cannot be saved up), so light users go before heavy ones. An owner's share does not
+depend on the number of its requests.
 
-Classes come before fairness: one is worth CLASS_SECONDS of work, so that the lower one is late, and never starves. Of
-one owner the most urgent work goes first, and with one owner that is all there is to it.
+Priority classes come before fairness: a class is worth CLASS_SECONDS of work, so a lower class is delayed but never
+starves. An owner's own work is ordered by urgency; with a single owner the order is by urgency alone.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from typing import Generic, TypeVar
 from core.config import CLASS_SECONDS, PATIENCE_SECONDS
 
 MIN_SECONDS = 1e-3
-"""What work counts as at least: where its time is not known yet, owners take turns."""
+"""Least cost of a piece of work, so that owners take turns while times are unknown."""
 
 Urgency = tuple[float, float, str]
-"""Sort key among the work of one owner, lowest first; total."""
+"""Sort key among one owner's work, lowest first; a total order."""
 
 T = TypeVar("T")
 
 
 def counts_as_due(arrival: float, due: float | None, priority: int) -> float:
-    """When work counts as due, its class included. All times are seconds of one clock.
+    """The time at which work counts as due, including its class. All times are seconds of one clock.
 
-    What is never due, or late, counts as due PATIENCE_SECONDS after its arrival: nearer deadlines overtake it, but only
-    so long. A class is worth CLASS_SECONDS: it overtakes the next lower one, whatever the deadlines, where that came
-    less than PATIENCE_SECONDS before, and never where it came CLASS_SECONDS + PATIENCE_SECONDS before.
+    Work with no due time, or a distant one, counts as due PATIENCE_SECONDS after its arrival: nearer deadlines overtake
+    it only for so long. A class is worth CLASS_SECONDS: it overtakes the next lower class, whatever the deadlines, if
+    that arrived less than PATIENCE_SECONDS earlier, and never if it arrived CLASS_SECONDS + PATIENCE_SECONDS earlier.
     """
     patience_ends = arrival + PATIENCE_SECONDS
     return (patience_ends if due is None else min(due, patience_ends)) + CLASS_SECONDS * priority
@@ -41,18 +41,18 @@ def counts_as_due(arrival: float, due: float | None, priority: int) -> float:
 
 @dataclass(eq=False, slots=True)
 class Claim(Generic[T]):
-    """A piece of work that an owner wants done. seconds: what it is predicted to take. priority: lower goes first."""
+    """A piece of work in the queue."""
 
     item: T
     owner: str
-    priority: int
+    priority: int  # class; lower goes first
     urgency: Urgency
-    seconds: float
-    has_begun: bool = False  # written by the FairQueue
+    seconds: float  # predicted time, 0 = unknown
+    has_begun: bool = False  # set by the FairQueue
 
     @property
     def cost(self) -> float:
-        """Seconds that its owner is charged."""
+        """Seconds charged to its owner."""
         return max(self.seconds, MIN_SECONDS)
 
 
@@ -61,12 +61,12 @@ def _by_urgency(claim: Claim[T]) -> Urgency:
 
 
 class FairQueue(Generic[T]):
-    """Work from `add` until `remove`. Its owner is charged when it begins, at most once in between."""
+    """Holds work from `add` until `remove`. The owner is charged when the work begins."""
 
     def __init__(self) -> None:
-        self._lines: dict[str, list[Claim[T]]] = {}  # owner -> its work, most urgent first; owners that have some
-        self._spent: dict[str, float] = {}  # owner -> its virtual time; of all owners since nobody had work here
-        self._virtual_time = 0.0  # where an owner starts that had no work here
+        self._lines: dict[str, list[Claim[T]]] = {}  # owner -> its work, most urgent first; never empty
+        self._spent: dict[str, float] = {}  # owner -> its virtual time; cleared when the queue is empty
+        self._virtual_time = 0.0  # where an owner without work here starts
 
     def __len__(self) -> int:
         return sum(map(len, self._lines.values()))
@@ -76,28 +76,28 @@ class FairQueue(Generic[T]):
 
     @property
     def num_owners(self) -> int:
-        """Those that have work here."""
+        """Number of owners with work in the queue."""
         return len(self._lines)
 
     def add(self, claim: Claim[T]) -> None:
-        """Line up."""
+        """Enqueue a piece of work."""
         insort(self._lines.setdefault(claim.owner, []), claim, key=_by_urgency)
 
     def begin(self, claim: Claim[T]) -> None:
-        """Work on it starts: what its owner wants besides is put off by as much as it costs."""
+        """Note that it has started: its cost is charged to the owner, which delays the owner's other work."""
         waiting = (owner for owner, line in self._lines.items() if not all(other.has_begun for other in line))
         self._virtual_time = max(self._virtual_time, min(map(self._start, waiting)))
         self._spent[claim.owner] = self._start(claim.owner) + claim.cost
         claim.has_begun = True
 
     def give_back(self, claim: Claim[T]) -> None:
-        """What has begun waits again, through no fault of its owner: it is as if it had not begun."""
+        """Undo `begin`: the work waits again, and its owner is not charged."""
         self._spent[claim.owner] -= claim.cost
         claim.has_begun = False
 
     def remove(self, claim: Claim[T], took: float | None = None) -> None:
-        """It is done, or given up. took: the seconds that it really took, which its owner is charged instead. Raises
-        ValueError if it is not here.
+        """Remove finished or cancelled work. took: the actual seconds, charged instead of the prediction. Raises
+        ValueError if it is not in the queue.
         """
         index = self._index(claim)
         if index is None:
@@ -108,12 +108,12 @@ class FairQueue(Generic[T]):
             self._spent[claim.owner] += took - claim.cost
         if not line:
             del self._lines[claim.owner]
-        if not self._lines:  # nobody waited for anybody
+        if not self._lines:  # an empty queue: no owner has delayed another one
             self._spent.clear()
             self._virtual_time = 0.0
 
     def in_order(self) -> Iterator[T]:
-        """All work, first what goes first, as if nothing came meanwhile. Begun work is where it was when it began."""
+        """All work in order, as if nothing else arrived. Begun work keeps the position at which it began."""
         if len(self._lines) == 1:
             (line,) = self._lines.values()
             return iter([claim.item for claim in line])
@@ -139,11 +139,11 @@ class FairQueue(Generic[T]):
                 heapreplace(heads, (_rank(spent, following), following.urgency, spent, following, claims))
 
     def _start(self, owner: str) -> float:
-        """The virtual time at which the owner's next piece of work starts."""
+        """Virtual time at which the owner's next piece of work starts."""
         return max(self._virtual_time, self._spent.get(owner, 0.0))
 
     def _index(self, claim: Claim[T]) -> int | None:
-        """Where it is in its owner's line, if it is there."""
+        """Its index in its owner's line; None if it is not in the queue."""
         line = self._lines.get(claim.owner, [])
         index = bisect_left(line, claim.urgency, key=_by_urgency)
         return index if index < len(line) and line[index] is claim else None

@@ -1,8 +1,8 @@
-"""Halving: how a batch that failed as a whole gets done all the same, but for the item at fault.
+"""Halving: retries a batch that failed as a whole in smaller parts, so that only the item at fault fails.
 
-The worker does it at once, within the batch's one result, and the scheduler is told how many parts there were. It could
-as well form smaller batches itself, but then a failed step would have to be taken back in everybody's progress, which
-cannot be done once a later plan of the same request is out.
+The worker does this within the batch's one result, which gives the number of parts. The scheduler could form smaller
+batches itself, but would then have to undo the failed step in the progress of all requests, which is impossible once a
+later plan of the same request is in flight.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from core.failure import Failure
 from core.messages.worker import Item, ItemResult
 
 Attempt = Callable[[Sequence[Item]], list[ItemResult] | Failure]
-"""Computes items together. A Failure: it left no trace of any of them."""
+"""Computes items together. After a Failure no item has changed any state."""
 
 
 def attempt_in_halves(
     items: Sequence[Item], attempt: Attempt, recover: Callable[[], None]
 ) -> tuple[list[ItemResult], int]:
-    """A result for every item, in their order, and the number of parts that were done or given up.
+    """A result for every item, in their order, and the number of parts that succeeded or failed for good.
 
-    What fails together is tried in halves, until an item is alone: that one fails, and if it was for want of memory,
-    only when it does so twice. `recover` is called after every failure that is followed by another attempt. Of n items,
-    one at fault is found in 2 log2(n) + 1 attempts; if all are, every one has been in at most log2(n) + 3.
+    A failed part is retried in halves, down to single items. A single item fails for good, after running out of memory
+    only the second time. `recover` is called after every failure that is followed by another attempt. One bad item of n
+    is found in 2 log2(n) + 1 attempts; if all are bad, each item has been in at most log2(n) + 3.
     """
     outcome = attempt(items)
     if isinstance(outcome, Failure) and len(items) == 1 and outcome.kind == "out_of_memory":

@@ -1,4 +1,4 @@
-"""What clients are told of their requests."""
+"""The messages that a scheduler sends to clients about their requests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Output = PartialImage | Finished | TemplatePrimed | Failed | Aborted
 
 
 def finished(request: Request) -> Finished:
-    """Of one whose last node is done."""
+    """The terminal message of a request whose last node is done."""
     assert request.started is not None
     reservation = request.reservation
     ms = {"queue": (request.started - request.edit.arrival) * 1e3}

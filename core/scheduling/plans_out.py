@@ -1,4 +1,4 @@
-"""PlansOut: what the ranks have been sent and have not answered yet. It decides nothing."""
+"""PlansOut: the plans that have been sent to ranks and are not fully answered yet. Bookkeeping only, no decisions."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from core.messages.worker import Batch, BatchResult, Transfer, TransferDone
 
 @dataclass(slots=True)
 class Flight:
-    """A batch that is out. job: what it primes, with the chunk; a job without one encodes its template."""
+    """A batch that a worker has and has not answered."""
 
     batch: Batch
-    work: Work
-    job: tuple[PrimingJob, Chunk | None] | None = None
+    work: Work  # its size, for the cost model
+    job: tuple[PrimingJob, Chunk | None] | None = None  # what it primes; chunk None: it encodes the job's template
 
 
 class PlansOut:
-    """Owned by one scheduler."""
+    """Batches and transfers in flight, and the plans that they belong to. Owned by one scheduler."""
 
     def __init__(self, num_workers: int) -> None:
         self._flights: dict[int, Flight] = {}  # batch id -> batch that is out
@@ -29,7 +29,7 @@ class PlansOut:
         self._plan_of: dict[int | TensorKey, int] = {}  # batch id or tensor under transfer -> plan seq
 
     def send(self, seq: int, flights: Iterable[Flight], transfers: Iterable[Transfer]) -> None:
-        """A plan has gone out. What of it goes to a rank is one plan of that rank."""
+        """Note a plan that was sent. The part of it for one rank counts as one plan of that rank."""
         for flight in flights:
             self._flights[flight.batch.id] = flight
             self._await(seq, flight.batch.ranks[0], flight.batch.id)
@@ -37,7 +37,7 @@ class PlansOut:
             self._await(seq, transfer.source, transfer.ref.key)
 
     def land(self, result: BatchResult) -> Flight:
-        """The batch that has come back. An unknown one raises KeyError: results are never guessed at."""
+        """The batch that this result answers. An unknown batch raises KeyError."""
         flight = self._flights.pop(result.batch_id)
         self._forget(result.batch_id, result.rank)
         return flight
@@ -46,7 +46,7 @@ class PlansOut:
         self._forget(done.ref.key, done.rank)
 
     def clear(self) -> None:
-        """Nothing will come back any more."""
+        """Forget everything: the workers are gone and no answer will come."""
         self._flights.clear()
         self._plan_of.clear()
         self._awaited = [{} for _ in self._awaited]
@@ -56,11 +56,11 @@ class PlansOut:
         return tuple(self._flights.values())
 
     def count(self, rank: int) -> int:
-        """Plans that the rank has not answered in full."""
+        """Number of plans that the rank has not fully answered."""
         return len(self._awaited[rank])
 
     def busy_ranks(self) -> list[int]:
-        """Ranks that have any, ascending."""
+        """Ranks with unanswered plans, ascending."""
         return [rank for rank, plans in enumerate(self._awaited) if plans]
 
     def check_integrity(self, num_transfers: int) -> None:

@@ -1,6 +1,6 @@
-"""Predictor: what the work of one scheduler will take, and which of two ways to the same end is predicted to be faster.
+"""Predictor: predicts how long the work of one scheduler will take, and chooses the faster of two alternatives.
 
-It puts the requests' work before the cost model, which knows lines by key and nothing of requests.
+It translates requests into the keys and sizes of work that the cost model knows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from core.scheduling.stage_work import node_work
 
 
 class Predictor:
-    """Seconds everywhere; 0 of what is unlike all that was seen yet."""
+    """All results are seconds; 0 for work unlike anything observed so far."""
 
     def __init__(self, cost: CostModel, models: Mapping[str, ModelInfo], workflow: Workflow) -> None:
         self.cost = cost
@@ -30,23 +30,23 @@ class Predictor:
         return CostKey(model, stage, self._models[model.model].device, 1)
 
     def of_node(self, model: str, node: Node, work: Work) -> float:
-        """Running a node of the workflow, for this model, over so much work."""
+        """Time to run a node of the workflow once over this much work."""
         return self.cost.predict(self.key(ModelKey(model, node.component), node.stage), work)
 
     def of_priming(self, template: TemplateInfo, tokens: int) -> float:
-        """So many tokens of a template's passes."""
+        """Time to compute `tokens` tokens of a template's priming passes."""
         return self.cost.predict(self._prime_key(template), Work((tokens,), (template.pass_tokens,)))
 
     # ------------------------------------------------------------------------------------------------- what is left
 
     def left_of(self, request: Request) -> RequestLoad:
-        """What is left of a request. Of one that waits as it was at first: nothing has changed, and a queue is long."""
+        """A request's remaining work. Computed once while it waits, since nothing changes and queues are long."""
         if request.waiting_load is None or request.status is not Status.WAITING:
             request.waiting_load = self._make_request_load(request)
         return request.waiting_load
 
     def steps_of(self, request: Request) -> float:
-        """What its steps left add to the steps of its batch."""
+        """Time that its remaining steps add to the steps of its batch."""
         progress, every, active = request.progress, request.num_all_tokens, request.num_active_tokens
         steps = progress.steps_left
         num_full = steps
@@ -57,7 +57,7 @@ class Predictor:
         return request.edit.sampling.num_rows * (num_full * full + (steps - num_full) * masked)
 
     def others_of(self, request: Request) -> Iterable[tuple[str, float]]:
-        """(stage, seconds) of what is left of a request but its steps."""
+        """(stage, seconds) of a request's remaining work other than its steps."""
         for node in self._workflow.nodes:
             if node.kind != "loop" and (times := request.progress.times_left(node)):
                 line = self._coefficients(request, node)
@@ -66,7 +66,7 @@ class Predictor:
                 yield node.stage, times * (line[0] + sum(extra_seconds(line, *pair) for pair in pairs))
 
     def base_seconds(self, requests: Sequence[Request]) -> float:
-        """What a step takes whoever is in it; 0 if nobody is."""
+        """The constant part of a step's time, whichever requests are in it; 0 without requests."""
         if not requests:
             return 0.0
         return self._coefficients(requests[0], self._workflow.loop)[0]
@@ -83,14 +83,14 @@ class Predictor:
     # ------------------------------------------------------------------------------------------------- which way
 
     def load_wins(self, template: TemplateInfo, tier: Tier, nbytes: int) -> bool:
-        """Whether copying an entry up from `tier` is predicted to be faster than priming it. What was never measured is
-        tried.
+        """Whether copying an entry up from `tier` is predicted to be faster than priming it; True for copies that were
+        never measured.
         """
         prime = self.cost.predict(self._prime_key(template), Work.of([template.pass_tokens]))
         return not prime or self.cost.predict_copy(tier, nbytes) <= prime
 
     def full_blocks(self, request: Request, loading: Sequence[tuple[Tier, int]]) -> tuple[int, ...]:
-        """The blocks that the request's next step computes in full while these entries, of (tier, bytes), come up."""
+        """The blocks to compute in full at the request's next step while entries of (tier, bytes) are being loaded."""
         assert request.reservation is not None
         node, model = self._workflow.loop, request.edit.model
         every, active = request.num_all_tokens, request.num_active_tokens
@@ -99,7 +99,7 @@ class Predictor:
         cached = self.of_node(model, node, Work.of_pairs([(active, every)] * num_rows))
         load = sum(self.cost.predict_copy(tier, nbytes) for tier, nbytes in loading)
         if not full:
-            return ()  # nothing is known yet
+            return ()  # no prediction yet
         num_blocks = request.reservation.template.scheme.layout.num_blocks
         return plan_blocks(self._models[model].block_runs, num_blocks, full, cached, load)
 

@@ -1,4 +1,4 @@
-"""Reporter: what a scheduler says of itself: what was done, which it counts, and what is left. It decides nothing."""
+"""Reporter: counts what a scheduler has done, and builds its load reports and statistics. It makes no decisions."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from core.scheduling.predictor import Predictor
 from core.scheduling.request import Request
 
 COSTS_EVERY = 128
-"""Batches after which the cost model is told again."""
+"""Number of batches after which the cost model is reported again."""
 
 MAX_RECENT_STEPS = 512
-"""Steps told of one by one between two `stats`; of more, the last ones."""
+"""Most steps listed one by one in a `stats` message; of more, the last ones."""
 
 
 @dataclass(slots=True)
@@ -28,14 +28,14 @@ class Counters:
     """Totals since start."""
 
     steps: int = 0
-    batch_tokens: int = 0
-    batch_requests: int = 0
-    tokens_skipped: int = 0
-    busy_seconds: dict[str, float] = field(default_factory=dict)  # by stage
+    batch_tokens: int = 0  # computed tokens, summed over steps
+    batch_requests: int = 0  # requests, summed over steps
+    tokens_skipped: int = 0  # tokens that mask-aware steps read from pages
+    busy_seconds: dict[str, float] = field(default_factory=dict)  # stage -> worker seconds
 
 
 class Reporter:
-    """One per scheduler, which tells it of every request and every batch."""
+    """One per scheduler, which calls a `note_` method at every event."""
 
     def __init__(
         self,
@@ -55,20 +55,20 @@ class Reporter:
         self._counters = Counters()
         self._recent_steps: list[StepSample] = []
         self._batches_since_costs = COSTS_EVERY
-        self._begun: list[str] = []  # edits, since the last report
+        self._begun: list[str] = []  # ids of edits begun since the last report
 
     # ------------------------------------------------------------------------------------------------- counting
 
     def note_received(self) -> None:
-        """An edit or a template was taken in."""
+        """Note that an edit or a template request was received."""
         self._num_received += 1
 
     def note_begun(self, request_ids: Iterable[str]) -> None:
-        """These edits run from now on."""
+        """Note that these edits run from now on."""
         self._begun += request_ids
 
     def note_batch(self, key: CostKey, work: Work, result: BatchResult, *, is_ok: bool) -> None:
-        """A batch is done. The cost model learns from it, unless part of it failed."""
+        """Note a finished batch. The cost model is trained with it, unless part of it failed."""
         busy = self._counters.busy_seconds
         busy[key.stage] = busy.get(key.stage, 0.0) + result.seconds
         self._batches_since_costs += 1
@@ -78,7 +78,9 @@ class Reporter:
             self._cost.observe(key, work, result.seconds)
 
     def note_copy(self, done: PageCopied) -> None:
-        """An entry's pages were copied. The first copy from a tier is told of at once: until then loads look free."""
+        """Note a finished copy of pages. The first copy from a tier triggers a report of the cost model, since loads
+        without a measurement look free.
+        """
         if done.source not in self._cost.copy_lines():
             self._batches_since_costs = COSTS_EVERY
         self._cost.observe_copy(done.source, done.target, done.nbytes, done.seconds)
@@ -90,7 +92,7 @@ class Reporter:
         counters.tokens_skipped += sum(work.keys) - tokens
         counters.batch_requests += len(result.items)
         if result.num_parts > 1:
-            return  # other passes than the one that could be predicted
+            return  # the prediction is for one pass, not for several smaller ones
         predicted, bound = self._cost.predict(key, work), token_seconds(self._cost.coefficients(key), work)
         self._recent_steps.append(
             StepSample(
@@ -105,11 +107,11 @@ class Reporter:
         )
         del self._recent_steps[:-MAX_RECENT_STEPS]
 
-    # ------------------------------------------------------------------------------------------------- telling
+    # ------------------------------------------------------------------------------------------------- reports
 
     def load(self, requests: Sequence[Request], counts: tuple[int, int]) -> LoadReport:
-        """The report on these requests, most urgent first, of which so many are running and waiting. What has changed
-        since the last one is told once.
+        """The load report. requests: most urgent first; counts: (running, waiting). Changes since the last report are
+        contained once.
         """
         loads = tuple(self._predictor.left_of(request) for request in requests if request.is_live)
         base = self._predictor.base_seconds(requests)
@@ -128,7 +130,7 @@ class Reporter:
         )
 
     def stats(self, requests: Sequence[Request]) -> EngineStats:
-        """Totals, and what was learnt; recent steps are told once."""
+        """Totals since start and the accuracy of predictions. Recent steps are contained once."""
         counters = self._counters
         recent, self._recent_steps = tuple(self._recent_steps), []
         return EngineStats(
@@ -150,7 +152,7 @@ class Reporter:
         return begun
 
     def _take_costs(self) -> EngineCosts | None:
-        """The cost model, if it has learnt something since it was told last."""
+        """The cost model, if it is due to be reported again."""
         if self._batches_since_costs < COSTS_EVERY:
             return None
         self._batches_since_costs = 0
@@ -163,13 +165,13 @@ class Reporter:
         return tuple(ModelKey(name, component) for name in self._models for component in components)
 
     def _priming_seconds(self) -> float:
-        """Predicted work left on templates' pages."""
+        """Predicted time of the priming that is left."""
         return sum(
             self._predictor.of_priming(job.template, self._pages.tokens_left(job)) for job in self._pages.all_jobs()
         )
 
     def _stage_seconds_left(self, requests: Sequence[Request]) -> dict[str, float]:
-        """Predicted worker time left per stage, if batches are as full as the queue lets them be."""
+        """Predicted worker time left per stage, assuming batches as full as the queue allows."""
         live = [request for request in requests if request.is_live]
         left = {"prime": self._priming_seconds(), "denoise": self._denoise_seconds_left(live)}
         for request in live:
@@ -184,7 +186,7 @@ class Reporter:
 
 
 def _drain_seconds(loads: Sequence[RequestLoad], base_seconds: float, max_num_seqs: int) -> float:
-    """Until all these are done, if batches are as full as they can be."""
+    """Time until all of these are done, assuming batches as full as possible."""
     together = min(max_num_seqs, max(1, len(loads)))
     base = base_seconds / together
     return sum(load.steps_left * (load.step_seconds + base) + load.other_seconds for load in loads)

@@ -1,4 +1,4 @@
-"""What a request is, in the two lives it has: the user's parameters and the scheduler's record.
+"""Request: the scheduler's record of one image, and the state machine of its status.
 
 Pure data: no torch, no processes, no clock (times are arguments, in seconds of CLOCK_MONOTONIC, which all processes of
 one host share).
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Status(enum.Enum):
-    """Where a request stands. Terminal states have exactly one message to the client each."""
+    """State of a request. Each terminal state (finished, failed, aborted) sends the client exactly one message."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -36,28 +36,31 @@ TRANSITIONS: dict[Status, frozenset[Status]] = {
     Status.FAILED: frozenset(),
     Status.ABORTED: frozenset(),
 }
-"""Every legal move; anything else is a bug and raises."""
+"""Every legal transition; any other raises."""
 
 
 @dataclass(slots=True)
 class Request:
-    """The scheduler's record of one image being made. Only the StepScheduler writes it."""
+    """The scheduler's record of one image being made. Written only by the StepScheduler and its parts."""
 
-    edit: EditRequest  # as it came; never changed
-    progress: Progress  # how far it is through its workflow
+    # Set when it is added.
+    edit: EditRequest  # as received; never changed
+    progress: Progress  # position in its workflow; written by the scheduler and its passes
     status: Status = Status.WAITING
-    started: float | None = None  # when a worker began its first stage
-    stage_seconds: dict[str, float] = field(default_factory=dict)  # stage -> seconds of worker time spent in it
-    exported: dict[TensorKey, ArrayRef] = field(
-        default_factory=dict
-    )  # tensors that lie in shared memory for another rank
-    exporting: TensorKey | None = None  # the transfer under way, if any
-    sigmas: tuple[float, ...] = ()  # noise levels from the first step to 0; set by the image encoder's result
-    reservation: Reservation | None = None  # what it needs of the activation cache, once its noise levels are known
-    full_blocks: int = 0  # most blocks that a mask-aware step of it computed in full, of the steps that are done
-    waiting_load: RequestLoad | None = None  # what is left of it, reckoned once while it waits
-    text_tokens: int = 0  # set by the text encoder's result
-    prompt_truncated: bool = False  # likewise
+    # Set by the scheduler from results of batches.
+    started: float | None = None  # when a worker began its first stage, monotonic seconds
+    stage_seconds: dict[str, float] = field(default_factory=dict)  # stage -> worker seconds spent in it
+    # tensor -> where it lies in shared memory, for a node on another rank
+    exported: dict[TensorKey, ArrayRef] = field(default_factory=dict)
+    exporting: TensorKey | None = None  # set by the SchedulingPass: the transfer in flight, if any
+    sigmas: tuple[float, ...] = ()  # from the image encoder: noise levels from the first step to 0
+    # The activation cache and predictions.
+    reservation: Reservation | None = None  # set by the RequestPrefetcher: what it needs of the activation cache
+    full_blocks: int = 0  # most blocks that one of its finished mask-aware steps computed in full
+    waiting_load: RequestLoad | None = None  # set by the Predictor: remaining work, computed once while it waits
+    # From the text encoder.
+    text_tokens: int = 0
+    prompt_truncated: bool = False
 
     @property
     def id(self) -> str:
@@ -65,12 +68,12 @@ class Request:
 
     @property
     def num_all_tokens(self) -> int:
-        """All its tokens, image, condition and text: what a step's tokens attend to, and what a full step computes."""
+        """Image, condition and text tokens: what a step's tokens attend to, and what a full step computes."""
         return self.edit.num_tokens + self.edit.num_condition_tokens + self.edit.num_text_tokens
 
     @property
     def num_active_tokens(self) -> int:
-        """Tokens that a mask-aware step computes: active image tokens plus text tokens."""
+        """Tokens that a mask-aware step computes: active image tokens and text tokens."""
         return self.edit.active.size + self.edit.num_text_tokens
 
     def is_masked_step(self, step: int) -> bool:
@@ -79,7 +82,7 @@ class Request:
 
     @property
     def num_step_tokens(self) -> int:
-        """Tokens that its next denoising step computes: image tokens plus text tokens."""
+        """Tokens that its next denoising step computes, of each row."""
         is_masked = self.is_masked_step(self.progress.steps_scheduled)
         return self.num_active_tokens if is_masked else self.num_all_tokens
 
@@ -91,25 +94,25 @@ class Request:
 
     @property
     def is_live(self) -> bool:
-        """Whether it still wants work done."""
+        """Whether it has not reached a terminal state."""
         return bool(TRANSITIONS[self.status])
 
     @property
     def is_spoilt(self) -> bool:
-        """Whether it computed blocks in full instead of waiting for their pages, and some of its pages then had to be
-        primed. It begins again: an edit that primes has the picture that its pages give, however soon a missing or
-        damaged file is noticed.
+        """Whether it must restart: it computed blocks in full instead of waiting for their pages, and some of these
+        pages then had to be primed. The picture of an edit that primes must be the one that its pages give, however
+        early a missing or damaged file is noticed.
         """
         return self.is_live and self.full_blocks > 0 and self.reservation is not None and self.reservation.is_primed
 
     def note_step(self) -> None:
-        """A step of it is done."""
+        """Note that one of its steps is done."""
         if self.reservation is not None:
             self.full_blocks = max(self.full_blocks, len(self.reservation.full_blocks))
 
     def begin_again_if_spoilt(self, workflow: Workflow) -> None:
-        """Begin again at the first step, now or, with something in flight, at a later call; until then nothing more is
-        scheduled. What the text encoders gave stays.
+        """Restart at the first step if `is_spoilt`. With something in flight that happens at a later call; until then
+        nothing more is scheduled. The text encoders' results are kept.
         """
         if not self.is_spoilt:
             return
@@ -122,7 +125,7 @@ class Request:
         self.progress.restart(node.name for node in workflow.nodes if node.stage == "text_encode")
 
     def move_to(self, status: Status) -> None:
-        """Change status; an illegal move raises ValueError."""
+        """Change status; an illegal transition raises ValueError."""
         if status not in TRANSITIONS[self.status]:
             raise ValueError(f"request {self.id}: illegal move {self.status.value} -> {status.value}")
         self.status = status

@@ -1,6 +1,7 @@
-"""RequestPrefetcher: what each edit needs of the activation cache, from the time it waits to its last step.
+"""RequestPrefetcher: decides which cache entries each edit needs, from the time it waits until its last step.
 
-Stands between the scheduler's requests and PageReservations, which knows holds and no requests.
+Pages of waiting edits are loaded from slower tiers ahead of time. It maps the scheduler's requests to reservations;
+PageReservations below it does not know requests.
 """
 
 from __future__ import annotations
@@ -16,9 +17,7 @@ from core.scheduling.request import Request, Status
 
 
 class RequestPrefetcher:
-    """One per scheduler. num_prefetched: edits whose pages come up from slower tiers while they wait; 0 where there is
-    no such tier. It writes Request.hold.
-    """
+    """One per scheduler; the only writer of Request.reservation."""
 
     def __init__(
         self,
@@ -27,13 +26,14 @@ class RequestPrefetcher:
         template_requests: TemplateRequests,
         num_prefetched: int,
     ) -> None:
+        """num_prefetched: how many waiting edits have their pages loaded ahead; 0 where there is no slower tier."""
         self._models = models
         self._pages = pages
         self._template_requests = template_requests
         self._num_prefetched = num_prefetched
 
     def need(self, request: Request) -> None:
-        """Say what a mask-aware edit needs of the cache, now that its noise levels are known."""
+        """Set the keyframes that a mask-aware edit needs, now that its noise levels are known."""
         template = self._template_of(request)
         needed = keyframes_needed(template.scheme.keyframes, _masked_sigmas(request, 0))
         if request.reservation is None:
@@ -42,13 +42,13 @@ class RequestPrefetcher:
             self._pages.narrow(request.reservation, needed)
 
     def trim(self, request: Request) -> None:
-        """Let go what the steps left do not read."""
+        """Release the entries that the remaining steps do not read."""
         if request.reservation is not None:
             self._pages.trim(request.reservation, _masked_sigmas(request, request.progress.steps_done))
 
     def reserve(self, requests: Sequence[Request], *, is_idle: bool) -> None:
-        """Pin what edits need, most urgent first and without overtaking, so that none waits for room forever. requests:
-        all that live, in this order. is_idle: whether there are none, nor any that still ends.
+        """Reserve what edits need, most urgent first and without overtaking, so that none waits for room forever.
+        requests: all live ones, in this order. is_idle: the scheduler holds no edit, live or ending.
         """
         for request in requests[: self._num_prefetched]:
             if request.reservation is None and request.status is Status.WAITING and request.edit.is_mask_aware:
@@ -59,14 +59,14 @@ class RequestPrefetcher:
                 break
 
     def _prefetch(self, request: Request) -> None:
-        """Its noise levels are not known yet: all keyframes come."""
+        """Prepare a reservation of all keyframes, since the edit's noise levels are not known yet."""
         template = self._template_of(request)
         if template.scheme.keyframes:
             request.reservation = Reservation(request.id, template, request.edit.template, template.scheme.keyframes)
             request.reservation.is_prefetch = True
 
     def _reserve(self, reservation: Reservation) -> bool:
-        """Reserve what idle work has to give way for, if need be."""
+        """Whether it could be reserved, if necessary after releasing what idle work holds."""
         return self._pages.reserve(reservation) or (
             self._template_requests.yield_room() and self._pages.reserve(reservation)
         )

@@ -1,4 +1,4 @@
-"""RequestQueue: the requests of one scheduler, in the order in which they are looked at."""
+"""RequestQueue: the requests of one scheduler in scheduling order: fair between owners, urgency within an owner."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class RequestQueue:
         self._order: tuple[Request, ...] | None = None  # the queue's; None: it has changed since
 
     def add(self, request: Request, seconds: float) -> None:
-        """Line up. seconds: what all of it is predicted to take, 0 = unknown."""
+        """Enqueue a request. seconds: predicted time of all its work, 0 = unknown."""
         edit = request.edit
         claim = Claim(request, edit.owner, edit.sampling.priority, urgency(request), seconds)
         self._claims[request.id] = claim
@@ -26,7 +26,7 @@ class RequestQueue:
         self._order = None
 
     def begin(self, request_id: str, predict: Callable[[Request], float]) -> None:
-        """A worker has been given it. predict: what it takes, asked where that was unknown when it came."""
+        """Note that a worker has got it. predict: its seconds, called only if they were unknown when it was added."""
         claim = self._claims[request_id]
         claim.seconds = claim.seconds or predict(claim.item)
         self._queue.begin(claim)
@@ -34,12 +34,12 @@ class RequestQueue:
             self._order = None
 
     def remove(self, request_id: str) -> None:
-        """It has ended."""
+        """Remove a request that has ended."""
         self._queue.remove(self._claims.pop(request_id))
         self._order = None
 
     def in_order(self) -> tuple[Request, ...]:
-        """First whose turn it is."""
-        if self._order is None:  # reckoned once for many steps of the same requests
+        """All requests, the next one first."""
+        if self._order is None:  # computed once for many steps of the same requests
             self._order = tuple(self._queue.in_order())
         return self._order

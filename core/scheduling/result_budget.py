@@ -1,22 +1,20 @@
-"""ResultBudget: how many bytes of results may lie in memory before their clients have them.
+"""ResultBudget: limits the bytes of finished results that wait in memory for their clients.
 
-A result is kept until its edit is over, since a client wants all of them in one answer, and may read it slowly. So a
-result is begun only where there is room for it, and otherwise waits its turn. What an edit has begun must come to an
-end some time, however full the memory is: the oldest edit of all is never held up, nor the oldest of an owner for the
-sake of that owner's own share.
+An edit's results are kept until the edit is over: the client gets all of them in one answer, and may read it slowly.
+So a result is started only when there is room for it. To guarantee progress, the oldest edit is never blocked, and the
+oldest edit of an owner is never blocked by that owner's own share.
 
-An owner that holds more than its share, because its oldest edit alone needs more, takes no more than the share from the
-others.
+An owner may exceed its share when its oldest edit alone needs more; only the share then counts against the others.
 """
 
 from __future__ import annotations
 
 
 class ResultBudget:
-    """Edits join with their first result and leave when their memory is free; in between they hold bytes."""
+    """Bytes by edit. An edit joins before its first result and leaves when its memory is free."""
 
     def __init__(self, total: int, per_owner: int) -> None:
-        """Bytes, of all owners and of each."""
+        """total: limit in bytes of all owners together; per_owner: of each."""
         self.total = total
         self.per_owner = per_owner
         self._owner_of: dict[str, str] = {}  # edit id -> owner, the oldest edit first
@@ -28,13 +26,13 @@ class ResultBudget:
         return sum(map(self._held_by, self._held))
 
     def join(self, edit_id: str, owner: str) -> None:
-        """The edit will want results. Nothing happens where it has joined already."""
+        """Register an edit that will have results; no effect if it has joined already."""
         if edit_id not in self._owner_of:
             self._owner_of[edit_id] = owner
             self._held.setdefault(owner, {})[edit_id] = 0
 
     def has_room(self, edit_id: str, nbytes: int) -> bool:
-        """Whether the edit may take so much more now."""
+        """Whether the edit may take `nbytes` more now."""
         owner = self._owner_of[edit_id]
         if edit_id == next(iter(self._owner_of)):
             return True
@@ -45,11 +43,11 @@ class ResultBudget:
         return others + min(wanted, self.per_owner) <= self.total
 
     def take(self, edit_id: str, nbytes: int) -> None:
-        """The edit holds so much more; less, if negative."""
+        """Add `nbytes`, which may be negative, to what the edit holds."""
         self._held[self._owner_of[edit_id]][edit_id] += nbytes
 
     def leave(self, edit_id: str) -> None:
-        """All that the edit held is free. Nothing happens where it never joined."""
+        """Release all that the edit held; no effect if it never joined."""
         owner = self._owner_of.pop(edit_id, None)
         if owner is not None:
             del self._held[owner][edit_id]

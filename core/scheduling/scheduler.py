@@ -1,10 +1,10 @@
-"""StepScheduler: which requests denoise one step together, and which other stage work goes along.
+"""StepScheduler: decides which requests denoise one step together, and which other stage work runs beside it.
 
-Step-level continuous batching: every iteration re-forms the batch, a request joins at the next step and leaves right
-after its last. Pure: time is an argument, effects are the returned plan. It knows nothing of tensors, processes or
-HTTP.
+Step-level continuous batching: the batch is re-formed at every iteration, so a request joins at the next step and
+leaves right after its last. Pure: time is an argument, effects are the returned plan. It knows nothing of tensors,
+processes or HTTP.
 
-One iteration is schedule -> (a worker runs the plan) -> apply; `take_outputs` says what clients are to be told.
+One iteration is schedule -> (a worker runs the plan) -> apply; `take_outputs` returns the messages for clients.
 """
 
 from __future__ import annotations
@@ -27,14 +27,7 @@ from core.failure import NEVER_BEGUN, Failure
 from core.graph.progress import Progress, preview_steps
 from core.graph.workflow import INPAINT, Node, Placement, Workflow, place
 from core.handles import PAGE_ARENA, ModelKey, TensorKey
-from core.messages.engine import (
-    Aborted,
-    DropTemplate,
-    EditRequest,
-    Failed,
-    PartialImage,
-    PrimeTemplate,
-)
+from core.messages.engine import Aborted, DropTemplate, EditRequest, Failed, PartialImage, PrimeTemplate
 from core.messages.worker import BatchResult, CostSample, ItemResult, PageCopied, StepPlan, TransferDone
 from core.model_info import ModelInfo
 from core.page_scheme import latents_key, page_key
@@ -50,7 +43,7 @@ from core.scheduling.scheduling_pass import SchedulingPass
 from core.scheduling.step_limit import StepLimit
 
 UNKNOWN_SECONDS = 30.0
-"""What work unlike any seen so far may be expected to take: a large model's first step on a CPU."""
+"""Default prediction for work unlike any observed so far: a large model's first step on a CPU."""
 
 
 class StepScheduler:
@@ -65,7 +58,7 @@ class StepScheduler:
         cache: CacheConfig | None = None,
         cost: CostModel | None = None,
     ) -> None:
-        """cost: what it predicts with, and teaches; by default one that knows nothing yet."""
+        """cost: the model to predict with and to train; by default an empty one."""
         self.config = config
         self.models = dict(models)
         self.workflow = workflow
@@ -76,7 +69,7 @@ class StepScheduler:
         cache = cache or CacheConfig()
         self.pages = PageReservations(_cache_manager(cache), self._predictor.load_wins)
         self._may_plan_blocks = cache.block_plan == "auto"
-        # A step whose pages get lost is done again: no later one of the same request may be out by then.
+        # A step whose pages get lost is repeated, so no later step of the same request may be in flight.
         self._max_plans_out = 1 if self._may_plan_blocks else config.max_plans_in_flight
         self._template_requests = TemplateRequests(self.pages)
         has_slow_tier = bool(cache.disk_bytes or cache.device_bytes)
@@ -84,8 +77,8 @@ class StepScheduler:
         self._prefetcher = RequestPrefetcher(self.models, self.pages, self._template_requests, num_prefetched)
         self.num_workers = num_workers
         self._requests: dict[str, Request] = {}  # request id -> Request, until its terminal output
-        self._queue = RequestQueue()  # the same requests, first whose turn it is
-        self._endings: dict[str, Failed | Aborted] = {}  # request id -> what to say once nothing of it is in flight
+        self._queue = RequestQueue()  # the same requests in scheduling order
+        self._endings: dict[str, Failed | Aborted] = {}  # request id -> message to send once nothing of it is in flight
         self._out = PlansOut(num_workers)
         self._free: list[TensorKey] = []
         self._outputs: list[Output] = []
@@ -95,14 +88,14 @@ class StepScheduler:
         self._batch_ids = count()
 
     def learn(self, samples: Iterable[CostSample]) -> None:
-        """Take in what was measured before the first batch."""
+        """Train the cost model with what was measured before the first batch."""
         for sample in samples:
             self.cost.observe(self.cost_key(sample.model, sample.stage), sample.work, sample.seconds)
 
     # ------------------------------------------------------------------------------------------------- requests
 
     def add(self, edit: EditRequest) -> None:
-        """Take a request in. An id that is already here raises ValueError."""
+        """Add a request. A duplicate id raises ValueError."""
         if edit.request_id in self._requests:
             raise ValueError(f"request {edit.request_id} is here already")
         self._reporter.note_received()
@@ -113,12 +106,12 @@ class StepScheduler:
         self._queue.add(request, self._predictor.left_of(request).seconds)
 
     def refuse(self, request_id: str, failure: Failure) -> None:
-        """Answer a request that cannot be taken in."""
+        """Answer a request that cannot be added."""
         self._reporter.note_received()
         self._outputs.append(Failed(request_id=request_id, failure=failure))
 
     def add_template(self, prime: PrimeTemplate) -> None:
-        """Take a template to be primed and kept. An id that is already here raises ValueError."""
+        """Add a template to be primed and kept. A duplicate id raises ValueError."""
         if prime.request_id in self._requests or prime.request_id in self._template_requests:
             raise ValueError(f"request {prime.request_id} is here already")
         self._reporter.note_received()
@@ -128,7 +121,7 @@ class StepScheduler:
         self._template_requests.add(reservation)
 
     def drop_template(self, drop: DropTemplate) -> None:
-        """Forget a template's pages, once no edit uses them."""
+        """Drop a template's pages once no edit uses them."""
         scheme = self.models[drop.model].page_scheme
         if scheme is not None:
             key = scheme.template_key(drop.content_id, drop.cache_salt)
@@ -136,9 +129,7 @@ class StepScheduler:
             self.pages.cache.drop(key, files)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Give requests up. One that has ended already is no error: its terminal output crossed the abort on its
-        way.
-        """
+        """Abort requests. Ids of ended requests are ignored: their terminal output crossed the abort on its way."""
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None and request.is_live:
@@ -148,8 +139,8 @@ class StepScheduler:
         self._outputs += self._template_requests.take_answers()
 
     def fail_all(self, failure: Failure) -> None:
-        """The workers are gone: end every request now, whatever was in flight. Those that no worker had begun are told
-        so, since they cannot be what ended it.
+        """End every request now, because the workers are gone. Requests that no worker had begun get the code
+        NEVER_BEGUN, since they cannot be the cause.
         """
         self.pages.abandon()
         bystander = msgspec.structs.replace(failure, code=NEVER_BEGUN)
@@ -175,7 +166,7 @@ class StepScheduler:
     # ------------------------------------------------------------------------------------------------- one iteration
 
     def schedule(self, now: float) -> StepPlan | None:
-        """The next plan, or None when nothing can start before a result or a request comes in."""
+        """The next plan; None when nothing can start before the next result or request arrives."""
         self._give_up_lost(now)
         requests = list(self.in_order())
         self._prefetcher.reserve(requests, is_idle=not self._requests)
@@ -199,13 +190,13 @@ class StepScheduler:
         self._free += [TensorKey(job_id, "", "") for job_id in self.pages.take_freed()]
         orders = self.pages.cache.take_orders()
         has_work = bool(chosen.batches or chosen.transfers or orders.copies or orders.forget or orders.delete)
-        # Freeing alone can wait for the next plan with work, unless none is to be expected.
+        # Freeing alone can wait for the next plan with work, unless none is expected.
         if not has_work and (not self._free or self._out.busy_ranks()):
             return None
         return self._send(chosen, orders)
 
     def apply(self, result: BatchResult) -> None:
-        """Take in what came of one batch. An unknown batch raises KeyError."""
+        """Process the result of one batch. An unknown batch raises KeyError."""
         flight = self._out.land(result)
         key = self.cost_key(flight.batch.model, flight.batch.stage)
         is_ok = not any(item.failure for item in result.items)
@@ -219,7 +210,7 @@ class StepScheduler:
             self._apply_item(self._requests[item.request_id], item, result)
 
     def apply_transfer(self, done: TransferDone) -> None:
-        """A tensor lies in shared memory now."""
+        """Note that a tensor has been written to shared memory."""
         self._out.land_transfer(done)
         request = self._requests[done.ref.key.request_id]
         assert done.ref.handle is not None
@@ -229,7 +220,7 @@ class StepScheduler:
         self._finish_ending(request)
 
     def apply_copy(self, done: PageCopied) -> None:
-        """An entry of the cache has come up, or gone down, a tier; or it could not."""
+        """Process the end of a copy of a cache entry between tiers, successful or not."""
         if done.ok:
             self._reporter.note_copy(done)
         self.pages.finish_copy(done)
@@ -238,18 +229,18 @@ class StepScheduler:
             request.begin_again_if_spoilt(self.workflow)
 
     def take_outputs(self) -> tuple[Output, ...]:
-        """What clients are to be told, in order; each is handed out once."""
+        """Messages for clients since the last call, in order."""
         outputs, self._outputs = tuple(self._outputs), []
         return outputs
 
     # ------------------------------------------------------------------------------------------------- what it knows
 
     def in_order(self) -> Iterator[Request]:
-        """Live requests, first whose turn it is: owners share fairly, and of each the most urgent goes first."""
+        """Live requests in scheduling order: fair between owners, the most urgent of each owner first."""
         return (request for request in self._queue.in_order() if request.is_live)
 
     def predict_out(self) -> dict[int, float]:
-        """Ranks that have work, and the seconds that it may be expected to take."""
+        """Busy ranks, with the predicted seconds of the work that they have."""
         seconds = dict.fromkeys(self._out.busy_ranks(), 0.0)
         for flight in self._out.flights:
             key = self.cost_key(flight.batch.model, flight.batch.stage)
@@ -260,15 +251,15 @@ class StepScheduler:
         return self._predictor.key(model, stage)
 
     def load_report(self) -> LoadReport:
-        """How busy it is. What has changed since the last report is told once."""
+        """The current load. Changes since the last report are contained once."""
         return self._reporter.load(self._queue.in_order(), self.counts)
 
     def stats(self) -> EngineStats:
-        """What was done since start."""
+        """Totals since start."""
         return self._reporter.stats(self._queue.in_order())
 
     def check_integrity(self) -> None:
-        """Every count agrees with every other; raises AssertionError otherwise. Cheap enough to run when idle."""
+        """Raise AssertionError unless all counts agree. Cheap enough to run when idle."""
         assert {request.id for request in self._queue.in_order()} == set(self._requests)
         assert set(self._endings) <= set(self._requests)
         self.pages.check_integrity()
@@ -280,9 +271,9 @@ class StepScheduler:
     # ------------------------------------------------------------------------------------------------- inside
 
     def _open_ranks(self) -> tuple[set[int], set[int]]:
-        """(ranks that may be given work, those of them that have none). What is out must be nearly done: a small step's
-        round trip is then hidden behind it, and nobody who comes waits long. Nothing is sent ahead of a preview: it
-        would be late.
+        """(ranks that may be given work, those of them that are idle). A busy rank must be nearly done: the round trip
+        of a small step is then hidden behind its work, and new requests do not wait long. Nothing is sent ahead while a
+        preview is pending, which would delay the preview.
         """
         out, limit = self.predict_out(), self.config.max_ahead_ms / 1e3
         idle = set(range(self.num_workers)) - out.keys()
@@ -336,7 +327,7 @@ class StepScheduler:
         if node.kind == "side":
             self._finish_preview(request, node, preview)
         elif request.is_spoilt:
-            return  # it begins again
+            return  # it restarts
         elif node.name == self.workflow.output:
             self._finish(request)
         elif node.stage == "image_encode" and request.edit.is_mask_aware:
@@ -357,7 +348,7 @@ class StepScheduler:
         self._outputs.append(finished(request))
 
     def _end(self, request: Request, status: Status, message: Failed | Aborted) -> None:
-        """End early. The client is told once no worker can touch the request's arrays any more."""
+        """End a request early. Its message is sent once no worker can touch its arrays any more."""
         request.move_to(status)
         self._endings[request.id] = message
         self._finish_ending(request)

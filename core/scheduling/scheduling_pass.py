@@ -1,7 +1,7 @@
-"""SchedulingPass: one look at the requests with the budgets of one iteration; chooses what goes into the next plan.
+"""SchedulingPass: chooses the content of the next plan, within the budgets of one iteration.
 
-It dies with the pass. It moves requests on (`Progress.start`, `move_to`) as it chooses them; what it leaves behind is
-`batches`, the `works` that say how large each batch is, and `transfers`.
+A short-lived object, made for one pass. It advances requests (`Progress.start`, `move_to`) as it chooses them; its
+results are `batches`, their sizes (`works`), the priming `jobs` among them, `transfers` and `begun`.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from core.scheduling.request import Request, Status
 from core.scheduling.stage_work import chunk_items, chunk_work, exports_needed, latents_item, make_item, node_work
 
 PredictWork = Callable[[str, Node, Work], float]
-"""Seconds that running a node of this model's workflow takes over so much work."""
+"""(model, node, work) -> predicted seconds of running the node once."""
 
 BlockPlan = Callable[[Request, list[tuple[Tier, int]]], tuple[int, ...]]
-"""The blocks to compute in full at a request's next step, while entries of (tier, bytes) are on their way."""
+"""The blocks to compute in full at a request's next step while entries of (tier, bytes) are being loaded."""
 
 
 @dataclass(slots=True)
 class SchedulingPass:
-    """Made with everything it may look at; `run` is called once."""
+    """One pass; `run` is called once."""
 
+    # Inputs, all from the scheduler.
     config: SchedulerConfig
     workflow: Workflow
     placement: Placement
@@ -38,21 +39,23 @@ class SchedulingPass:
     open_ranks: set[int]  # ranks that may be given work
     idle_ranks: set[int]  # those of them that have none
     predict: PredictWork
-    block_plan: BlockPlan | None  # None: a step waits until all of its pages are there
+    block_plan: BlockPlan | None  # None: a step waits until all of its pages are loaded
     batch_ids: Iterator[int]
-    max_step_tokens: int  # that fit into one step, and what is primed along with it
-    may_join: MayJoin | None  # None: whoever finds a place
+    max_step_tokens: int  # token budget of a step together with what is primed beside it
+    may_join: MayJoin | None  # None: no request has a due time; a free slot is enough
+    # Results.
     batches: list[Batch] = field(default_factory=list)
     works: dict[int, Work] = field(default_factory=dict)  # batch id -> its size
     jobs: dict[int, tuple[PrimingJob, Chunk | None]] = field(default_factory=dict)  # batch id -> what it primes
     transfers: list[Transfer] = field(default_factory=list)
-    begun: list[str] = field(default_factory=list)  # ids of requests that waited until now
+    begun: list[str] = field(default_factory=list)  # ids of requests that were waiting before
+    # State of the pass.
     _candidates: list[tuple[Request, list[Node]]] = field(default_factory=list)  # most urgent first, with ready nodes
     _stage_ms: dict[int, float] = field(default_factory=dict)  # rank -> predicted milliseconds of stage work chosen
 
     def run(self, requests: Iterable[Request]) -> None:
-        """Choose among live requests, given most urgent first. Finishing work first (it frees places), then encoding
-        and previews, the step, and what may be primed along with it."""
+        """Choose among live requests, given most urgent first: work that finishes requests (it frees memory), template
+        encodings, other encodings and previews, the step, and priming beside it."""
         self._candidates = [(request, request.progress.ready(self.workflow)) for request in self._admit(requests)]
         self._choose_transfers()
         self._choose_stage_work(self._is_output)
@@ -61,15 +64,14 @@ class SchedulingPass:
         self._choose_priming(self._choose_step())
 
     def _admit(self, requests: Iterable[Request]) -> list[Request]:
-        """Those that run, and as many waiting ones as there are places among those that have steps to do. One that
-        would make others late waits, and so does one that runs alone, until nobody runs; nobody overtakes either
-        meanwhile.
+        """The running requests, and as many waiting ones as there are free slots. A request that would make others late
+        waits; one with `runs_alone` waits until nothing runs. No later request overtakes either of them.
         """
         requests = list(requests)
         if any(r.edit.runs_alone and r.status is Status.RUNNING for r in requests):
             return [r for r in requests if r.status is Status.RUNNING]
         stepping = sum(r.status is Status.RUNNING and r.progress.steps_left > 0 for r in requests)
-        places = self.config.max_num_seqs - stepping
+        slots = self.config.max_num_seqs - stepping
         is_idle = not any(r.status is Status.RUNNING for r in requests)
         admitted: list[Request] = []
         for request in requests:
@@ -78,12 +80,12 @@ class SchedulingPass:
             elif request.edit.runs_alone:
                 if is_idle and not admitted:
                     return [request]
-                places = 0
-            elif places > 0 and (self.may_join is None or self.may_join(request)):
-                places -= 1
+                slots = 0
+            elif slots > 0 and (self.may_join is None or self.may_join(request)):
+                slots -= 1
                 admitted.append(request)
             else:
-                places = 0
+                slots = 0
         return admitted
 
     # ------------------------------------------------------------------------------------------------ stage work
@@ -98,7 +100,7 @@ class SchedulingPass:
         return node.name == self.workflow.output
 
     def _is_source_or_side(self, node: Node) -> bool:
-        """Together, so that newcomers do not hold up a preview, which its request may wait for."""
+        """Chosen together, so that encodings of new requests do not delay a preview that its request waits for."""
         return node.kind != "loop" and not self._is_output(node)
 
     def _can_run(self, request: Request, node: Node) -> bool:
@@ -106,7 +108,7 @@ class SchedulingPass:
         return is_open and not exports_needed(request, node, self.placement) and self._has_pages(request, node)
 
     def _has_pages(self, request: Request, node: Node) -> bool:
-        """Whether what the node reads of the activation cache is there."""
+        """Whether the cached activations that the node reads are available."""
         reservation, step = request.reservation, request.progress.steps_scheduled
         if node.stage == "decode":
             return reservation is None or (reservation.is_reserved and self.pages.has_latents(reservation.template))
@@ -118,7 +120,7 @@ class SchedulingPass:
         return self.pages.span(reservation, request.sigmas[step], may_load=may_load) is not None
 
     def _choose_nodes(self, request: Request, nodes: Sequence[Node]) -> None:
-        """All of these nodes or, where the time budget of a rank is spent, none. One item always goes."""
+        """Choose all of these nodes, or none if they exceed the rank's time budget. The first choice always fits."""
         rank = self.placement[nodes[0].name]
         if not self._spend_stage_ms(rank, sum(self._predict_alone(request, node) for node in nodes) * 1e3):
             return
@@ -132,7 +134,7 @@ class SchedulingPass:
         return self.predict(request.edit.model, node, node_work(request, node))
 
     def _spend_stage_ms(self, rank: int, ms: float) -> bool:
-        """Take predicted milliseconds off a rank's time budget, if there is so much left of it."""
+        """Charge predicted milliseconds to a rank's time budget; False if they exceed what is left."""
         spent = self._stage_ms.get(rank)
         if spent is not None and spent + ms > self.config.max_stage_ms:
             return False
@@ -142,8 +144,8 @@ class SchedulingPass:
     # ------------------------------------------------------------------------------------------------ the step
 
     def _choose_step(self) -> int:
-        """One batch per model of the most urgent requests that fit; one above the token budget runs alone. Returns the
-        step's tokens."""
+        """Choose the most urgent requests that fit, in one batch per model. A request above the token budget runs by
+        itself. Returns the step's tokens."""
         loop = self.workflow.loop
         chosen: dict[str, list[Request]] = {}  # model -> requests
         num_seqs = num_tokens = 0
@@ -161,7 +163,7 @@ class SchedulingPass:
         return num_tokens
 
     def _plan_blocks(self, request: Request) -> None:
-        """Decide which blocks its next step computes in full, where some of its pages are on their way."""
+        """Decide which blocks its next step computes in full because their pages are still being loaded."""
         reservation, step = request.reservation, request.progress.steps_scheduled
         if reservation is not None and self.block_plan is not None and request.is_masked_step(step):
             loading = self.pages.loading(reservation, request.sigmas[step])
@@ -170,7 +172,7 @@ class SchedulingPass:
     # ------------------------------------------------------------------------------------------------ priming
 
     def _choose_priming(self, step_tokens: int) -> None:
-        """Chunks of jobs, oldest first, in the tokens that the step leaves; at least one block goes."""
+        """Choose chunks of jobs, oldest first, within the tokens that the step leaves; at least one block."""
         budget = self.max_step_tokens - step_tokens
         if step_tokens:
             budget = min(budget, int(PRIME_SHARE * step_tokens))
@@ -182,12 +184,12 @@ class SchedulingPass:
                 if self.pages.is_idle_work(job):
                     self._encode_template(job)
             elif not has_primed or budget > 0:
-                # Idle work goes block by block: whoever comes meanwhile waits for no more than one.
+                # Idle work runs block by block, so that a new request waits for at most one block.
                 budget -= self._prime(job, 0 if self.pages.is_idle_work(job) else budget)
                 has_primed = True
 
     def _choose_template_encodes(self) -> None:
-        """Before newcomers are encoded: who waits for a template came before them."""
+        """Runs before new requests are encoded: those that wait for a template arrived earlier."""
         for job in self.pages.jobs():
             if self.pages.needs_latents(job) and not self.pages.is_idle_work(job) and self._can_prime(job):
                 self._encode_template(job)
@@ -205,13 +207,13 @@ class SchedulingPass:
             self._add_job(job, None, node, (latents_item(job, self.pages),), work)
 
     def _prime(self, job: PrimingJob, budget: int) -> int:
-        """Returns the tokens of the chunk."""
+        """Add the job's next chunk; returns its tokens."""
         chunk = self.pages.start_chunk(job, budget)
         self._add_job(job, chunk, self.workflow.loop, chunk_items(job, chunk, self.pages), chunk_work(job, chunk))
         return chunk.tokens
 
     def _add_job(self, job: PrimingJob, chunk: Chunk | None, node: Node, items: tuple[Item, ...], work: Work) -> None:
-        """A batch of its own: chunks of different jobs end at different times."""
+        """Add a batch for this job alone, since chunks of different jobs end at different times."""
         stage = node.stage if chunk is None else "prime"
         model, ranks = ModelKey(job.template.model, node.component), (self.placement[node.name],)
         batch = Batch(next(self.batch_ids), stage, model, ranks, items)
@@ -221,7 +223,7 @@ class SchedulingPass:
     # ------------------------------------------------------------------------------------------------ between ranks
 
     def _choose_transfers(self) -> None:
-        """Export what a ready node on another rank reads; a request has one place in shared memory for that."""
+        """Export tensors that ready nodes on other ranks read. A request has one region in shared memory for that."""
         for request, ready in self._candidates:
             for node in ready:
                 missing = exports_needed(request, node, self.placement)
@@ -229,7 +231,7 @@ class SchedulingPass:
                     self._export(request, missing[0])
 
     def _is_handle_free(self, request: Request) -> bool:
-        """Whether nothing writes or reads the request's place in shared memory."""
+        """Whether nothing writes or reads the request's region in shared memory."""
         readers = (node for node in self.workflow.nodes if node.stage == "decode")
         return request.exporting is None and not any(node.name in request.progress.in_flight for node in readers)
 
@@ -243,7 +245,7 @@ class SchedulingPass:
     # ------------------------------------------------------------------------------------------------ batches
 
     def _add(self, node: Node, requests: Sequence[Request]) -> None:
-        """Add the requests' items to the batch of the same stage, model and rank, or make it."""
+        """Add the requests' items to the batch of the same stage, model and rank; create it if there is none."""
         items = tuple(make_item(request, node, self.placement, self.pages) for request in requests)
         work = sum((node_work(request, node) for request in requests), Work((), ()))
         for request in requests:
@@ -253,7 +255,7 @@ class SchedulingPass:
         self.batches.append(Batch(batch.id, batch.stage, batch.model, batch.ranks, batch.items + items))
 
     def _take_batch(self, node: Node, model: ModelKey) -> Batch:
-        """The batch chosen so far that takes such items, off the list; else an empty one."""
+        """Remove and return the batch chosen so far that takes such items; without one, a new empty batch."""
         ranks = (self.placement[node.name],)
         for batch in self.batches:
             if (batch.stage, batch.model, batch.ranks) == (node.stage, model, ranks) and batch.id not in self.jobs:

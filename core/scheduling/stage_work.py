@@ -1,4 +1,4 @@
-"""What a node of the stage graph means for one request: the work message, its size, and the tensors it reads."""
+"""Translates a node of the stage graph into a worker's item for one request: its message, size and input tensors."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from core.scheduling.request import Request
 
 
 def make_item(request: Request, node: Node, placement: Placement, pages: PageReservations) -> Item:
-    """The request's part of a batch that runs `node` next."""
+    """The request's item in a batch that runs `node` next."""
     return Item(request.id, node.name, _work(request, node, pages), _inputs(request, node, placement))
 
 
 def latents_item(job: PrimingJob, pages: PageReservations) -> Item:
-    """Encode a job's template."""
+    """The item that encodes a job's template."""
     template = job.template
     pixels = pages.start_latents(job)
     work = EncodeTemplate(template=pixels, width=template.width, height=template.height, out=pages.latents(template))
@@ -25,13 +25,13 @@ def latents_item(job: PrimingJob, pages: PageReservations) -> Item:
 
 
 def chunk_items(job: PrimingJob, chunk: Chunk, pages: PageReservations) -> tuple[Item, ...]:
-    """A chunk of a job's passes, one item per keyframe."""
+    """The items of a job's chunk, one per keyframe."""
     pixels = pages.lend_pixels(job) if job.template.is_seen_by_text else None
     return tuple(Item(job.id, "prime", _prime(job, chunk, sigma, pages, pixels), ()) for sigma in chunk.sigmas)
 
 
 def chunk_work(job: PrimingJob, chunk: Chunk) -> Work:
-    """The size of a chunk: its share of the blocks is counted as a share of the tokens."""
+    """The size of a chunk. Its share of the blocks counts as the same share of the tokens."""
     tokens = job.template.pass_tokens
     start, stop = chunk.blocks
     share = tokens * (stop - start) // job.template.scheme.layout.num_blocks
@@ -39,7 +39,7 @@ def chunk_work(job: PrimingJob, chunk: Chunk) -> Work:
 
 
 def exports_needed(request: Request, node: Node, placement: Placement) -> list[TensorKey]:
-    """Inputs of `node` that were made on another rank and are not in shared memory yet."""
+    """Inputs of `node` from another rank that are not in shared memory yet."""
     keys = [
         TensorKey(request.id, edge.source, edge.name)
         for edge in node.inputs
@@ -49,8 +49,8 @@ def exports_needed(request: Request, node: Node, placement: Placement) -> list[T
 
 
 def node_work(request: Request, node: Node) -> Work:
-    """Tokens that running `node` once computes, and those they attend to: of the next step for the denoiser, image
-    tokens for the VAE, text tokens else.
+    """Tokens that running `node` once computes, and those they attend to: the next step's for the denoiser, image
+    tokens for the VAE, text tokens for the text encoder.
     """
     num_rows = request.edit.sampling.num_rows
     match node.stage:

@@ -33,13 +33,13 @@ SCHEME = PageScheme(
 )
 
 
-def brute_force(loads: list[tuple[float, float]], num_places: int, base: float) -> tuple[float, list[float]]:
+def brute_force(loads: list[tuple[float, float]], num_slots: int, base: float) -> tuple[float, list[float]]:
     """Seconds until a place is free, and steps left in the others, by making one step after the other."""
     waiting, running, elapsed = [list(one) for one in loads], [], 0.0
     while True:
-        while waiting and len(running) < num_places:
+        while waiting and len(running) < num_slots:
             running.append(waiting.pop(0))
-        if len(running) < num_places:
+        if len(running) < num_slots:
             return elapsed, sorted(steps for steps, _ in running)
         elapsed += base + sum(seconds for _, seconds in running)
         for one in running:
@@ -49,14 +49,14 @@ def brute_force(loads: list[tuple[float, float]], num_places: int, base: float) 
 
 @given(
     loads=st.lists(st.tuples(st.integers(1, 12), st.floats(0.0, 1.0)), max_size=20),
-    num_places=st.integers(1, 5),
+    num_slots=st.integers(1, 5),
     base=st.floats(0.0, 1.0),
 )
 def test_a_place_is_free_when_a_step_by_step_run_says_so(
-    loads: list[tuple[float, float]], num_places: int, base: float
+    loads: list[tuple[float, float]], num_slots: int, base: float
 ) -> None:
-    seconds, left = until_free(loads, num_places, base)
-    expected, steps = brute_force(loads, num_places, base)
+    seconds, left = until_free(loads, num_slots, base)
+    expected, steps = brute_force(loads, num_slots, base)
     assert seconds == pytest.approx(expected)
     assert sorted(steps for steps, _ in left) == steps
 

@@ -23,14 +23,14 @@ STEP = PER_KILOTOKEN * (600 + 512) / 1e3
 Loads = list[tuple[int, float]]
 
 
-def finish_by_hand(requests: list[list[float | None]], num_places: int) -> list[float]:
+def finish_by_hand(requests: list[list[float | None]], num_slots: int) -> list[float]:
     """When each request of a FIFO queue is done, by making one step after the other. A request is what each of its
     steps adds; None: it holds a place and does not compute.
     """
     done, now = [0.0] * len(requests), 0.0
     waiting, running, passed = list(range(len(requests))), list[int](), [0] * len(requests)
     while waiting or running:
-        while waiting and len(running) < num_places:
+        while waiting and len(running) < num_slots:
             running.append(waiting.pop(0))
         computing = [seconds for i in running if (seconds := requests[i][passed[i]]) is not None]
         now += BASE + sum(computing) if computing else 0.0
@@ -41,14 +41,14 @@ def finish_by_hand(requests: list[list[float | None]], num_places: int) -> list[
     return done
 
 
-def held_steps(loads: Loads, num_places: int) -> list[list[float | None]]:
+def held_steps(loads: Loads, num_slots: int) -> list[list[float | None]]:
     """Those who are in places have one step more, which has just begun as the report is made."""
-    return [[seconds] * (steps + (place < num_places)) for place, (steps, seconds) in enumerate(loads)]
+    return [[seconds] * (steps + (place < num_slots)) for place, (steps, seconds) in enumerate(loads)]
 
 
-def fleet_of(*engines: Loads, num_places: int = 8, **report: object) -> Fleet:
+def fleet_of(*engines: Loads, num_slots: int = 8, **report: object) -> Fleet:
     """Engines that report these loads at time 0."""
-    fleet = Fleet(len(engines), num_places)
+    fleet = Fleet(len(engines), num_slots)
     for engine, loads in enumerate(engines):
         requests = [load(steps, seconds) for steps, seconds in loads]
         fleet.observe(engine, make_report(0, requests, BASE if loads else 0.0, costs=COSTS, **report), 0.0)  # type: ignore[arg-type]
@@ -57,16 +57,16 @@ def fleet_of(*engines: Loads, num_places: int = 8, **report: object) -> Fleet:
 
 @given(
     loads=st.lists(st.tuples(st.integers(1, 12), st.floats(0.0, 1.0)), max_size=20),
-    num_places=st.integers(1, 5),
+    num_slots=st.integers(1, 5),
     num_steps=st.integers(1, 12),
 )
-def test_the_forecast_is_what_a_step_by_step_run_gives(loads: Loads, num_places: int, num_steps: int) -> None:
+def test_the_forecast_is_what_a_step_by_step_run_gives(loads: Loads, num_slots: int, num_steps: int) -> None:
     """The newcomer waits for the step under way or for a place, and is encoded beside another step."""
-    held = held_steps(loads, num_places)
-    is_queued = len(loads) >= num_places
+    held = held_steps(loads, num_slots)
+    is_queued = len(loads) >= num_slots
     newcomer: list[float | None] = [None] * (1 if is_queued else 2) + [STEP] * num_steps
-    alone, together = finish_by_hand(held, num_places), finish_by_hand([*held, newcomer], num_places)
-    ahead = forecast(make_shape(num_steps), fleet_of(loads, num_places=num_places), 0.0)
+    alone, together = finish_by_hand(held, num_slots), finish_by_hand([*held, newcomer], num_slots)
+    ahead = forecast(make_shape(num_steps), fleet_of(loads, num_slots=num_slots), 0.0)
     assert ahead.finish[0] == pytest.approx(together[-1])
     assert ahead.imposed[0] == pytest.approx(sum(together[:-1]) - sum(alone))
 
@@ -86,7 +86,7 @@ def test_the_forecast_between_two_reports(loads: Loads, num_passed: int, num_ste
 
 
 def test_what_is_sent_is_forecast_as_what_is_reported() -> None:
-    sent, reported = fleet_of([], num_places=2), fleet_of([(28, STEP)] * 5, num_places=2)
+    sent, reported = fleet_of([], num_slots=2), fleet_of([(28, STEP)] * 5, num_slots=2)
     for _ in range(5):
         sent.sent(0, make_shape(), 0.0)
     step_under_way = BASE + 2 * STEP
@@ -167,9 +167,9 @@ def test_an_engine_that_learnt_in_a_slow_moment_still_gets_work() -> None:
 def test_batch_cost_wants_slack_and_then_the_cheapest_batch() -> None:
     full, long, short = [(1, 0.001)] * 2, [(100, 0.02)], [(1, 0.03)]
     policy, shape = make_policy("batch-cost"), make_shape()
-    fleet = fleet_of(full, long, short, num_places=2)
+    fleet = fleet_of(full, long, short, num_slots=2)
     assert policy.choose(shape, fleet, 0.0).engine == 1, "steps left do not count, and the first is full"
-    fleet = fleet_of(full, long * 2, short * 2, num_places=2)
+    fleet = fleet_of(full, long * 2, short * 2, num_slots=2)
     assert policy.choose(shape, fleet, 0.0).engine == 0, "all are full: the cheapest"
 
 

@@ -47,12 +47,12 @@ def test_ends_are_those_of_a_run_made_step_by_step(requests: list[tuple[int, flo
 
 
 @given(st.integers(0, 5), st.integers(1, 20), st.integers(1, 6))
-def test_the_next_place_is_never_predicted_too_late(num_running: int, steps: int, num_places: int) -> None:
+def test_the_next_place_is_never_predicted_too_late(num_running: int, steps: int, num_slots: int) -> None:
     """It is what is given up by: with a free place it is exact, else it counts the wait for one."""
     running, newcomer = [load(3 + index, 0.5) for index in range(num_running)], load(steps, 0.25, other=0.1)
-    seconds = SlotForecast(running, num_places, 0.1).seconds(newcomer)
+    seconds = SlotForecast(running, num_slots, 0.1).seconds(newcomer)
     assert seconds >= alone(newcomer, 0.1) - 1e-9
-    if num_running < num_places:
+    if num_running < num_slots:
         assert seconds == pytest.approx(ends([*running, newcomer], 0.1)[-1])
 
 
