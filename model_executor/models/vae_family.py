@@ -6,25 +6,21 @@ Latents are packed: a token's row holds its patch, channel by channel. Random dr
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor, nn
 
 from core.errors import ConfigError
-from core.model_info import ModelInfo
-from core.page_scheme import PageDtype, PageLayout
 from model_executor.checkpoint.loader import Checkpoint
-from model_executor.models.base import EncodedImage, EncodedText, PrimeRow, Row, Sample
+from model_executor.models.base import Family
 from model_executor.models.boxes import Box, around, times
 from model_executor.models.parts import Classes
 from model_executor.models.vae import ImageVae, Vae
-from model_executor.patches.adapters import Adapter, LoraFormat
-from model_executor.samplers.sampling import State
+from model_executor.patches.adapters import LoraFormat
 
 PATCH = 2
 """Latent pixels per token side, where a family has no other."""
@@ -34,7 +30,7 @@ KEPT_NOISES = 16
 pixels in half precision."""
 
 
-class VaeFamily(ABC):
+class VaeFamily(Family):
     """Pictures, latents and sizes; text, conditions, sampling and the denoiser are for others to add."""
 
     family: ClassVar[str]
@@ -57,8 +53,6 @@ class VaeFamily(ABC):
     text_parts: tuple[str, ...]
     """The text encoders, named as in model_index.json."""
 
-    text_sees_template = sees_all_latents = False
-
     def __init__(self, checkpoint: Checkpoint) -> None:
         checkpoint.check_classes(self.classes)
         self._checkpoint = checkpoint
@@ -68,56 +62,6 @@ class VaeFamily(ABC):
         self._parts: dict[str, Any] = {}  # part name -> module
         self._loaded_vae: Vae | None = None
         self._noise_of = lru_cache(maxsize=KEPT_NOISES)(self._draw_noise_of)
-
-    # -------------------------------------------------------------------------------------------- each family's own
-
-    @abstractmethod
-    def info(self, name: str) -> ModelInfo:
-        """As `Family.info`."""
-
-    @abstractmethod
-    def encode_text(self, prompt: str, max_sequence_length: int, template: Tensor | None = None) -> EncodedText:
-        """As `Family.encode_text`."""
-
-    @abstractmethod
-    def encode_image(
-        self, template: Tensor, mask: Tensor, *, seed: int, num_inference_steps: int, num_denoising_steps: int
-    ) -> EncodedImage:
-        """As `Family.encode_image`."""
-
-    @abstractmethod
-    def page_layout(self, dtype: PageDtype) -> PageLayout:
-        """As `Family.page_layout`."""
-
-    @abstractmethod
-    def prime_inputs(self, clean: Tensor, noise_id: str, sigma: Tensor) -> tuple[Tensor, Tensor]:
-        """As `Family.prime_inputs`."""
-
-    @abstractmethod
-    def prime(self, rows: Sequence[PrimeRow], blocks: tuple[int, int]) -> list[tuple[Tensor, ...]]:
-        """As `Family.prime`."""
-
-    @abstractmethod
-    def modulation(
-        self, pooled_prompt_embeds: Tensor, guidance_scale: float, sigmas: Tensor, num_rows: int
-    ) -> Tensor | None:
-        """As `Family.modulation`."""
-
-    @abstractmethod
-    def denoiser_input(self, sample: Sample) -> Tensor:
-        """As `Family.denoiser_input`."""
-
-    @abstractmethod
-    def predict(self, rows: Sequence[Row]) -> list[Tensor]:
-        """As `Family.predict`."""
-
-    @abstractmethod
-    def predict_clean(self, sample: Sample, prediction: Tensor) -> Tensor:
-        """As `Family.predict_clean`."""
-
-    @abstractmethod
-    def advance(self, sample: Sample, prediction: Tensor) -> tuple[Tensor, State]:
-        """As `Family.advance`."""
 
     # ------------------------------------------------------------------------------------------------------- parts
 
@@ -133,14 +77,6 @@ class VaeFamily(ABC):
     @property
     def lora_format(self) -> LoraFormat:
         return LoraFormat(self.lora_loader)
-
-    @abstractmethod
-    def check_adapter(self, adapter: Adapter) -> None:
-        """As `Family.check_adapter`."""
-
-    @abstractmethod
-    def adapted(self, adapter: Adapter) -> Self:
-        """As `Family.adapted`."""
 
     def drop(self, part: str) -> None:
         del self._parts[part]
