@@ -1,1 +1,1 @@
-"""The operators that models are computed with: products, attention, page reading; for CPUs and GPUs."""
+"""The operators that models compute with, for CPUs and GPUs: products, attention, page reading."""

@@ -1,7 +1,7 @@
-"""Attention of a batch whose requests have keys of their own, and rotary positions.
+"""Attention over a batch of requests of different lengths, and rotary positions; interfaces, and the CPU's code.
 
-A request's queries see that request's own keys, whatever else is in the batch. There is no mask and no padding, since
-masks push scaled-dot-product attention off its fast path.
+A request's queries see that request's keys only. There is neither mask nor padding: masks would take PyTorch's
+scaled-dot-product attention off its fast path.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ from model_executor.kernels.linear import Linear, fused_linear, has_onednn, oned
 from model_executor.kernels.ragged import Span, pieces
 
 SCORE_BYTES = 5 << 18
-"""Scores held at once. Each product rearranges its keys anew, so fewer and larger ones won until the scores left a
-core's cache: with 166 queries over 1,088 keys, this took 0.82 of the time that 512 KiB did."""
+"""Bytes of scores computed at a time. Each product rearranges its keys, so fewer and larger products are faster, as
+long as the scores fit a core's cache: with 166 queries over 1,088 keys, this took 0.82 of the time of 512 KiB."""
 
 Sizes = Sequence[tuple[int, int]]
-"""Text and image tokens of each request of a batch; the latter with its condition tokens."""
+"""(text tokens, image tokens with condition tokens) of each request in a batch."""
 
 
 class KeysValues:
-    """Keys and values of one request in the block at hand. joint: [2, heads, text and image tokens, head dim], in any
-    order in memory but for the last dimension; image: of the image's tokens alone.
+    """Keys and values of one request in the current block. joint: [2, heads, text and image tokens, head dim], with any
+    strides but a contiguous last dimension. image: the part of image tokens.
 
-    The views that every block needs are made once: a step of few tokens spends as long on making views as on some of
-    its products.
+    Views are made once for all blocks: a step of few tokens spends as much time on making views as on some products.
     """
 
     def __init__(self, joint: Tensor, text_tokens: int) -> None:
@@ -44,16 +43,16 @@ class KeysValues:
 
     @cached_property
     def keys(self) -> Tensor:
-        """[heads, tokens, head dim]."""
+        """Keys, [heads, tokens, head dim]."""
         return self.joint[0]
 
     @cached_property
     def value_heads(self) -> Sequence[Tensor]:
-        """Each [head dim, tokens]."""
+        """Values of each head, [head dim, tokens]."""
         return self.joint[1].transpose(1, 2).unbind()
 
     def put(self, fresh: Tensor, rows: Tensor | None) -> None:
-        """What the block computed, [computed tokens, 2, heads, head dim], into these rows; None for all."""
+        """Write what the block computed, [computed tokens, 2, heads, head dim], to these rows; None for all."""
         if rows is None:
             self.joint.copy_(head_major(fresh))
         else:
@@ -61,33 +60,34 @@ class KeysValues:
 
 
 def head_major(x: Tensor) -> Tensor:
-    """[tokens, n, heads, head dim] -> [n, heads, tokens, head dim], a view."""
+    """[tokens, n, heads, head dim] -> [n, heads, tokens, head dim], as a view."""
     return x.permute(1, 2, 0, 3)
 
 
 class Source(Protocol):
-    """Where a request's keys and values come from, and where they go."""
+    """Supplies and takes keys and values of one request: an edit reads pages, a template being primed writes them."""
 
     def load(self, number: int, page: int, keys_values: KeysValues, fresh: Tensor) -> None:
-        """Fill all of `keys_values` in block `number`: with what it computed, `fresh` [computed tokens, 2, heads, head
-        dim], and for the tokens that it did not, with a page."""
+        """Fill `keys_values` in block `number`: with `fresh`, [computed tokens, 2, heads, head dim], for the tokens it
+        computed, and with a page for the others."""
 
     def store(self, page: int, image: Tensor) -> None:
-        """What is attended to in the image, complete: [2, heads, image tokens, head dim]."""
+        """Take the keys and values of all image tokens, [2, heads, image tokens, head dim]."""
 
 
 class Attention(Protocol):
-    """That of one pass, over the same tokens in every block."""
+    """The attention of one forward pass, over the same tokens in every block."""
 
     def __call__(
         self, number: int, page: int, qkv: Tensor, where: Sequence[Span], sources: Sequence[Source]
     ) -> Sequence[Tensor]:
-        """Over `page` in block `number`. qkv: [tokens, 3, heads, head dim] of all requests, whose rows are `where` ->
-        parts of [tokens, heads * head dim], left to right."""
+        """Attend in block `number`, with keys and values of other tokens from `page`. qkv: [tokens, 3, heads, head dim]
+        of all requests; where: each request's rows. Returns column blocks of [tokens, heads * head dim], left to right.
+        """
 
 
 class OneByOne:
-    """Request by request, in room for one: what a core's caches hold of it serves every request and every block."""
+    """Attends request by request, in one buffer that fits any of them and so stays in a core's cache."""
 
     def __init__(
         self,
@@ -98,8 +98,8 @@ class OneByOne:
         attend: Callable[[Tensor, KeysValues], Sequence[Tensor]],
         room: Tensor | None = None,
     ) -> None:
-        """like: of the dtype and device to compute in. attend: (query, keys and values) -> as `attend`. room: that of
-        another one of the same pass, which has as many tokens or more."""
+        """like: has the dtype and device to compute in. attend: (query, keys and values) -> as `attend` returns. room:
+        the buffer of another attention of the same pass with at least as many tokens, to share."""
         self.room = like.new_empty(2 * heads * max(map(sum, sizes)) * head_dim) if room is None else room
         self._keys_values = [
             KeysValues(self.room[: 2 * heads * sum(size) * head_dim].view(2, heads, sum(size), head_dim), size[0])
@@ -119,14 +119,15 @@ class OneByOne:
 
 
 def _one_below_the_other(outputs: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
-    """Parts of all requests' rows from those of each."""
+    """Column blocks for the rows of all requests, from each request's own."""
     return outputs[0] if len(outputs) == 1 else [torch.cat([torch.cat(list(parts), dim=1) for parts in outputs])]
 
 
 def attend(query: Tensor, keys_values: KeysValues, linear: Linear, kernels: Kernels | None = None) -> Sequence[Tensor]:
-    """query: [queries, heads, head dim] -> parts of [queries, heads * head dim], left to right.
+    """Attention of one request. query: [queries, heads, head dim] -> column blocks of [queries, heads * head dim], left
+    to right.
 
-    With `fused_linear` or kernels a query's result has the same bits whatever the number of other queries.
+    With `fused_linear` or kernels, a query's bits do not depend on the number of other queries.
     """
     if kernels is not None and can_attend(query, keys_values.num_tokens):
         return [kernels.attend(query, keys_values.joint)]
@@ -137,9 +138,9 @@ def attend(query: Tensor, keys_values: KeysValues, linear: Linear, kernels: Kern
 
 
 def _attend_by_products(query: Tensor, keys_values: KeysValues) -> Sequence[Tensor]:
-    """Two oneDNN products a head. Of the time of PyTorch's scaled-dot-product attention, whose products are MKL's, this
-    took 0.5 to 0.7 from 100 queries over 1,100 keys up in float32 and bfloat16, 0.7 with 280 queries over 280 keys and
-    1.2 with 50, on one Zen 5 core; `torch.bmm` took 2 in float32 where keys are many.
+    """Attention as two oneDNN products per head. Relative to PyTorch's scaled-dot-product attention, which multiplies
+    with MKL, it took on one Zen 5 core 0.5 to 0.7 of the time from 100 queries over 1,100 keys up (float32 and
+    bfloat16), 0.7 with 280 queries over 280 keys, 1.2 with 50; `torch.bmm` took 2 in float32 with many keys.
     """
     queries, heads, head_dim = query.shape
     scaled = query.new_empty(heads, queries, head_dim, dtype=torch.float32)
@@ -150,10 +151,10 @@ def _attend_by_products(query: Tensor, keys_values: KeysValues) -> Sequence[Tens
 
 
 def _attend_head(query: Tensor, key: Tensor, value: Tensor, step: int) -> Tensor:
-    """query: float32 [queries, head dim], scaled; key: float32 [keys, head dim]; value: [head dim, keys]; step: queries
-    at a time.
+    """Attention of one head. query: float32 [queries, head dim], scaled; key: float32 [keys, head dim]; value: [head
+    dim, keys]; step: queries at a time.
 
-    Scores are float32 in bfloat16 too: rounded to 8 bits, a score of 20 would be off by 6 % of its weight.
+    Scores are float32 even if values are bfloat16: rounded to 8 bits, a score of 20 would change its weight by 6 %.
     """
     if len(query) > step:
         return torch.cat([_attend_head(chunk, key, value, step) for chunk in query.split(step)])
@@ -168,11 +169,10 @@ def normalise_and_rotate_(
     weights: Sequence[tuple[Sequence[Span], Tensor]],
     kernels: Kernels | None = None,
 ) -> None:
-    """Norm and rotary embedding of queries and keys, in place, without kernels with the roundings of diffusers'
-    attention.
+    """Norm and rotary embedding of queries and keys, in place. Without kernels it rounds as diffusers' attention does.
 
-    x: [tokens, n, heads, head dim]; rotary: complex64 [tokens, 1, 1, head dim / 2]; weights: float32 [n, heads, head
-    dim] of the norm, and the tokens that they are for.
+    x: [tokens, n, heads, head dim]; rotary: complex64 [tokens, 1, 1, head dim / 2]; weights: pairs of tokens and the
+    norm's weight for them, float32 [n, heads, head dim].
     """
     if kernels is not None and can_rotate(x):
         for where, weight in weights:
@@ -191,14 +191,13 @@ def normalise_and_rotate_(
 
 
 def _rms_norm_(x: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dimension in place, without weights; the roundings of `F.rms_norm`."""
+    """Root-mean-square norm over the last dimension in place, without weights; rounds as `F.rms_norm`."""
     return x.mul_(x.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_())
 
 
 def _rotate_(x: Tensor, rotary: Tensor) -> Tensor:
-    """Rotary embedding of interleaved pairs in place; float32.
-
-    The complex product makes the same roundings as diffusers' `apply_rotary_emb` in a fifth of its time.
+    """Rotary embedding of interleaved pairs in place, float32. The complex product rounds as diffusers'
+    `apply_rotary_emb` does, in a fifth of its time.
     """
     torch.view_as_complex(x.unflatten(-1, (-1, 2))).mul_(rotary)
     return x

@@ -1,4 +1,4 @@
-/* The denoiser's float32 products, attention and page reading for one core with AVX-512; kernels.py compiles and calls them.
+/* The denoiser's float32 products, attention and page reading for one core with AVX-512; cpu_kernels.py compiles them.
  *
  * All matrices are row-major. A row of a result is computed by the same operations in the same order whatever the
  * number of rows, so that a request's bits depend neither on its batch nor on how many of its tokens are computed.

@@ -1,8 +1,8 @@
-"""Compiled kernels for the denoiser on one core: products, attention and page reading (kernels.c).
+"""Compiled C kernels for the denoiser on one CPU core: products, attention and page reading (`cpu_kernels.c`).
 
-A step of few tokens spends more time on calling oneDNN than on some of its products, and waits for its weights. These
-kernels are compiled by the machine's own C compiler when a process makes its first denoiser, which takes about half a
-second. Without a compiler or AVX-512, or with more than one thread, the same goes through PyTorch; results differ by
+In a step of few tokens, calling oneDNN takes more time than some of its products, and so does waiting for weights from
+memory. The kernels are compiled with the machine's C compiler when a process makes its first denoiser, in about half a
+second. Without a compiler or AVX-512, or with more than one thread, PyTorch computes instead; results differ by
 rounding.
 """
 
@@ -26,7 +26,7 @@ from torch import Tensor
 logger = logging.getLogger("stencil.worker")
 
 PANEL = 64
-"""Outputs of a layer, and head dims, come in multiples of this."""
+"""Outputs of a layer and head dims must be multiples of this."""
 
 LANES = 16
 QUERIES = 64
@@ -46,20 +46,20 @@ _SIGNATURES: dict[str, list[Any]] = {
 
 
 class Kernels:
-    """The compiled functions on tensors, float32 on the CPU unless they say otherwise.
+    """The compiled functions, called with tensors: float32 on the CPU unless stated otherwise.
 
-    A row's result has the same bits whatever the number of other rows.
+    A row's bits do not depend on the number of other rows.
     """
 
     def __init__(self, library: ctypes.CDLL, digest: str) -> None:
-        """digest: of the compiled library; another compiler may round otherwise."""
+        """digest: SHA-256 of the compiled library, since another compiler may round differently."""
         self.digest = digest
         functions = (_function(library, name) for name in _SIGNATURES)
         self._linear, self._attend, self._normalise_and_rotate, self._interpolate = functions
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor, *, gelu: bool, onto: Tensor | None = None) -> Tensor:
-        """x [rows, in] times weight, of `pack`, plus bias [out]; gelu applies the tanh approximation to the result.
-        onto: [rows, out] side by side, added before that and overwritten with the result."""
+        """x [rows, in] times weight, as `pack` returns it, plus bias [out]; gelu applies the tanh approximation to the
+        result. onto: [rows, out], contiguous, is added before that and overwritten with the result."""
         x = x if x.stride(1) == 1 else x.contiguous()
         (rows, inputs), outputs = x.shape, len(bias)
         out = x.new_empty(rows, outputs) if onto is None else onto
@@ -68,7 +68,7 @@ class Kernels:
         return out
 
     def attend(self, query: Tensor, key_value: Tensor) -> Tensor:
-        """query: [queries, heads, head dim], a query's numbers side by side; key_value: [2, heads, keys, head dim] ->
+        """Attention. query: [queries, heads, head dim], each query contiguous; key_value: [2, heads, keys, head dim] ->
         [queries, heads * head dim]."""
         queries, heads, width = query.shape
         keys = key_value.shape[2]
@@ -80,44 +80,44 @@ class Kernels:
         return out
 
     def normalise_and_rotate_(self, x: Tensor, rotary: Tensor, eps: float, weight: Tensor) -> None:
-        """Root-mean-square norm and rotary embedding in place. x: [tokens, n, heads, head dim], a token's numbers side
-        by side; rotary: complex64 [tokens, 1, 1, head dim / 2]; weight: [n, heads, head dim]."""
+        """Root-mean-square norm and rotary embedding in place. x: [tokens, n, heads, head dim], each token contiguous;
+        rotary: complex64 [tokens, 1, 1, head dim / 2]; weight: [n, heads, head dim]."""
         tokens, kinds, heads, width = x.shape
         sizes = x.stride(0), tokens, kinds * heads, width
         self._normalise_and_rotate(x.data_ptr(), *sizes, eps, weight.data_ptr(), rotary.data_ptr())
 
     def interpolate(self, near: Tensor, near_scale: Tensor, far: Tensor, far_scale: Tensor, out: Tensor) -> None:
-        """near_scale * near + far_scale * far into out. near, far: int8 [2, heads, tokens, head dim]; scales: [2,
-        heads, tokens, 1]; out: shaped as near, its heads evenly apart."""
+        """Write near_scale * near + far_scale * far to out. near, far: int8 [2, heads, tokens, head dim]; scales: [2,
+        heads, tokens, 1]; out: the shape of near, with a constant stride between heads."""
         kinds, heads, tokens, width = near.shape
         pages = near.data_ptr(), near_scale.data_ptr(), far.data_ptr(), far_scale.data_ptr()
         self._interpolate(*pages, kinds * heads, tokens, width, out.data_ptr(), out.stride(1))
 
 
 def pack(weight: Tensor) -> Tensor:
-    """weight: [out, in], out a multiple of PANEL -> in the order that `Kernels.linear` reads."""
+    """The weight [out, in], out a multiple of PANEL, in the order that `Kernels.linear` reads."""
     outputs, inputs = weight.shape
     return weight.view(outputs // PANEL, PANEL, inputs).transpose(1, 2).contiguous()
 
 
 def can_rotate(x: Tensor) -> bool:
-    """Whether `Kernels.normalise_and_rotate_` takes these queries and keys."""
+    """Whether `Kernels.normalise_and_rotate_` supports these queries and keys."""
     return x.dtype == torch.float32 and x.shape[3] % LANES == 0
 
 
 def can_attend(query: Tensor, keys: int) -> bool:
-    """Whether `Kernels.attend` takes these. It does not depend on the number of queries."""
+    """Whether `Kernels.attend` supports these, whatever the number of queries."""
     return query.dtype == torch.float32 and query.shape[2] % PANEL == 0 and keys >= MIN_KEYS
 
 
 def best_kernels() -> Kernels | None:
-    """The kernels where they are the fastest that this process has: on one thread."""
+    """The kernels if they are the fastest choice, which they are with one thread; else None."""
     return _compiled() if torch.get_num_threads() == 1 else None
 
 
 @cache
 def _compiled() -> Kernels | None:
-    """Once a process. None, and a line in the log, where they cannot be had."""
+    """The kernels, compiled once per process. None, with a line in the log, where that is not possible."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or compiler is None:
         logger.info("no compiled kernels: they need AVX-512 and a C compiler (cc)")
@@ -130,7 +130,7 @@ def _compiled() -> Kernels | None:
 
 
 def _compile(compiler: str) -> Kernels:
-    """Leaves no file behind. Raises OSError or SubprocessError."""
+    """Compile and load the kernels; leaves no file behind. Raises OSError or SubprocessError."""
     source = Path(__file__).with_suffix(".c")
     with tempfile.TemporaryDirectory(prefix="stencil-kernels-") as folder:
         library = Path(folder) / "kernels.so"

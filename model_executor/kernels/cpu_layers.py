@@ -1,9 +1,9 @@
-"""Layers of a diffusers module as oneDNN runs them on a CPU, in place of PyTorch's own.
+"""Replaces linear layers and convolutions of a diffusers module on a CPU by faster ones that call oneDNN.
 
-PyTorch multiplies float32 matrices, those of 1x1 convolutions among them, with MKL (see linear.py), and arranges a
-convolution's weights anew in every call. On one Zen 5 core, in GFLOP/s: 256 rows of 1280 numbers to 1280 in float32 86,
-and 188 by oneDNN; a convolution of 1280 channels over 16x16 pixels 96, and 211 with weights arranged once, in bfloat16
-347 and 438.
+PyTorch multiplies float32 matrices, also those of 1x1 convolutions, with MKL (see `linear.py`), and rearranges a
+convolution's weights in every call. On one Zen 5 core, in GFLOP/s: a float32 product of 256 rows, 1280 to 1280 numbers,
+86 with MKL and 188 with oneDNN; a convolution of 1280 channels over 16x16 pixels 96, and 211 with weights rearranged
+once, in bfloat16 347 and 438.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Layer = nn.Linear | nn.Conv2d
 
 
 def use_onednn(module: nn.Module) -> None:
-    """Replace all plain linear layers and convolutions in a module on the CPU, float32 or bfloat16; others stay."""
+    """Replace all plain linear layers and convolutions of a float32 or bfloat16 module on the CPU, in place."""
     if not torch.backends.mkldnn.is_available():
         return
     for name, layer in list(module.named_modules()):
@@ -28,7 +28,7 @@ def use_onednn(module: nn.Module) -> None:
 
 
 def _fast(layer: Layer) -> nn.Module | None:
-    """None for a layer of another kind."""
+    """The replacement of a layer, None for kinds that are not supported."""
     if is_plain(layer):
         return FastLinear(layer)
     if type(layer) is not nn.Conv2d or layer.groups > 1 or layer.dilation != (1, 1) or layer.padding_mode != "zeros":
@@ -38,7 +38,7 @@ def _fast(layer: Layer) -> nn.Module | None:
 
 
 class FastLinear(nn.Module):
-    """An `nn.Linear` by oneDNN; a row's bits depend on that row alone. They share weight and bias."""
+    """An `nn.Linear` computed by oneDNN, with the same weight and bias. A row's bits depend on that row alone."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class FastLinear(nn.Module):
 
 
 class FastConv(nn.Module):
-    """An `nn.Conv2d` whose weights are in oneDNN's own order, of which it holds the only ones; the same bits."""
+    """An `nn.Conv2d` with weights in oneDNN's order, which replace the original ones; the result has the same bits."""
 
     def __init__(self, layer: nn.Conv2d) -> None:
         super().__init__()
@@ -67,14 +67,15 @@ class FastConv(nn.Module):
         return packed
 
     def forward(self, x: Tensor) -> Tensor:
-        """[pictures, in, rows, columns] -> [pictures, out, rows, columns], a pixel's channels side by side."""
+        """[pictures, in, rows, columns] -> [pictures, out, rows, columns], channels last in memory."""
         places = (self.padding, self.stride, (1, 1), 1)
         y: Tensor = torch.ops.mkldnn._convolution_pointwise(x, self._packed, self.bias, *places, "none", [], "")
         return y
 
 
 class PointConv(FastConv):
-    """A 1x1 one, as a product. Arranged as a convolution's, its weights make some shapes take 50 times as long."""
+    """A 1x1 convolution, computed as a matrix product. As a convolution in oneDNN's order, some shapes took 50 times as
+    long."""
 
     def _pack(self, layer: nn.Conv2d) -> Tensor:
         return layer.weight.detach().flatten(1)

@@ -1,4 +1,4 @@
-"""Attention on a GPU: of all requests of a batch in one call, or in as few as there are shapes."""
+"""Attention on a GPU: for all requests of a batch in one call where the device supports it, else in a few."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from model_executor.kernels.ragged import Span, spans
 logger = logging.getLogger("stencil.worker")
 
 FLASH_3, HOPPER = "flash_attn_interface", 9
-"""The module that flash-attn 3 is, and the major compute capability that it is for."""
+"""flash-attn 3: its module's name, and the major compute capability that it supports."""
 
 FLASH_CAPABILITY = (8, 0)
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256
-"""What flash attention takes: Ampere and later, half precision, heads of so many numbers at most."""
+"""What flash attention supports: Ampere and later, half precision, head dims up to this."""
 
 CUDNN_MAJORS, CUDNN_VERSION = (HOPPER, 10), 91500
-"""Where PyTorch prefers cuDNN's attention to its own: compute capability, and newer than this (`sdp_utils.cpp`)."""
+"""Where PyTorch prefers cuDNN's attention to its own (`sdp_utils.cpp`): these major compute capabilities, with a cuDNN
+version above this."""
 
 ROWS = 128
-"""Queries of one request are as many as a multiple of this to `attend_alike`: cuDNN prepares anew for every number, and
-works on so many at a time."""
+"""`attend_alike` pads a request's queries to a multiple of this: cuDNN builds a plan for every number of queries, and
+processes this many at a time."""
 
 Attend = Callable[[Tensor, Tensor, Tensor, Sequence[Span], Sequence[Span]], Tensor]
-"""(queries [queries, heads, head dim], keys [keys, heads, head dim], values, rows of each request's queries, of its
-keys) -> [queries, heads * head dim]."""
+"""(queries [queries, heads, head dim], keys [keys, heads, head dim], values, rows of each request's queries, rows of
+its keys) -> [queries, heads * head dim]."""
 
 
 def take_flash_3(device: torch.device) -> None:
-    """Have PyTorch's flash attention be that of the package flash-attn 3, where it is installed and the GPU is one that
-    it is for: Hopper."""
+    """Make PyTorch use flash-attn 3 as its flash attention, where that is installed and the GPU is a Hopper."""
     if importlib.util.find_spec(FLASH_3) is None or device.type != "cuda":
         return
     if torch.cuda.get_device_capability(device)[0] == HOPPER:
@@ -52,8 +52,8 @@ def take_flash_3(device: torch.device) -> None:
 
 
 class Together:
-    """All requests of a batch in one call: their keys and values lie one below the other, [keys, 2, heads, head dim].
-    Where all of them compute all tokens, these are what was computed, and nothing is copied."""
+    """Attends for all requests of a batch together: their keys and values lie in one tensor [keys, 2, heads, head dim].
+    Where every request computes all tokens, this is the block's own output, and nothing is copied."""
 
     def __init__(self, sizes: Sizes, heads: int, head_dim: int, like: Tensor, attend: Attend) -> None:
         self._sizes, self._attend = sizes, attend
@@ -87,14 +87,14 @@ class Together:
 
 
 def has_flash(like: Tensor, head_dim: int) -> bool:
-    """Whether flash attention takes such tensors."""
+    """Whether flash attention supports tensors like this one."""
     if like.device.type != "cuda" or like.dtype not in FLASH_DTYPES or head_dim > MAX_HEAD_DIM or head_dim % 8:
         return False
     return _capability(like.device) >= FLASH_CAPABILITY
 
 
 def best_attend(like: Tensor, head_dim: int) -> Attend:
-    """The fastest way for tensors of this kind."""
+    """The fastest attention function for tensors like this one."""
     if not has_flash(like, head_dim):
         return attend_each
     if torch.nn.attention.current_flash_attention_impl() is None and prefers_cudnn(like.device):
@@ -103,7 +103,7 @@ def best_attend(like: Tensor, head_dim: int) -> Attend:
 
 
 def prefers_cudnn(device: torch.device) -> bool:
-    """Whether PyTorch's attention is cuDNN's there: which of the two is faster, gpu-check measures."""
+    """Whether PyTorch uses cuDNN's attention on this device. gpu-check measures which of the two is faster."""
     version = torch.backends.cudnn.version()
     return _capability(device)[0] in CUDNN_MAJORS and version is not None and version > CUDNN_VERSION
 
@@ -115,15 +115,15 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def varlen_attend(query: Tensor, key: Tensor, value: Tensor, where: Sequence[Span], keys: Sequence[Span]) -> Tensor:
-    """One call for all requests."""
+    """Attends for all requests in one call of flash attention."""
     starts = offsets(tuple(where), query.device), offsets(tuple(keys), query.device)
     attended = varlen_attn(query, key, value, *starts, longest(where), longest(keys))
-    assert isinstance(attended, Tensor)  # nothing else was asked for
+    assert isinstance(attended, Tensor)  # the other return types belong to options not set here
     return attended.flatten(1)
 
 
 def attend_each(query: Tensor, key: Tensor, value: Tensor, where: Sequence[Span], keys: Sequence[Span]) -> Tensor:
-    """Request by request, for what flash attention does not take."""
+    """Attends request by request, where flash attention is not supported."""
     q, k, v = (x[None].transpose(1, 2) for x in (query, key, value))
     outputs = [
         F.scaled_dot_product_attention(q[:, :, a:b], k[:, :, c:d], v[:, :, c:d])
@@ -133,7 +133,8 @@ def attend_each(query: Tensor, key: Tensor, value: Tensor, where: Sequence[Span]
 
 
 def attend_alike(query: Tensor, key: Tensor, value: Tensor, where: Sequence[Span], keys: Sequence[Span]) -> Tensor:
-    """By what PyTorch prefers on the device: one call for neighbours with as many keys, and about as many queries."""
+    """Attends with PyTorch's preferred kernel: one call for each run of requests with equal numbers of keys and of
+    padded queries."""
     outputs: list[Tensor] = []
     for (rows, length), group in groupby(zip(where, keys, strict=True), _shape):
         queries, those_keys = zip(*group, strict=True)
@@ -147,13 +148,13 @@ def attend_alike(query: Tensor, key: Tensor, value: Tensor, where: Sequence[Span
 
 
 def _shape(request: tuple[Span, Span]) -> tuple[int, int]:
-    """Of its queries, rounded up, and of its keys."""
+    """(queries rounded up to a multiple of ROWS, keys) of a request."""
     (start, stop), (first, last) = request
     return -(-(stop - start) // ROWS) * ROWS, last - first
 
 
 def _padded(x: Tensor, where: Sequence[Span], rows: int) -> Tensor:
-    """[spans, rows, ...]: a span each, and behind it whatever was there."""
+    """Each span of x padded to `rows`, [spans, rows, ...]; the padding is uninitialised."""
     first, last = where[0][0], where[-1][1]
     shape = len(where), rows, *x.shape[1:]
     if last - first == len(where) * rows:

@@ -1,6 +1,6 @@
-"""A GPU's operators: Triton's kernels; attention is in `gpu_attention.py`.
+"""The implementation of `Operators` for GPUs: Triton kernels, and attention from `gpu_attention.py`.
 
-Where Triton does not work, or has no kernel for what it is asked, PyTorch's operators do the same within rounding.
+Where Triton does not work, or a kernel does not support a shape, PyTorch's operators compute the same up to rounding.
 """
 
 from __future__ import annotations
@@ -30,23 +30,24 @@ from model_executor.page_cache.pages import Entry, Pages, Quantise, Reader
 logger = logging.getLogger("stencil.worker")
 
 CHUNK = 1024
-"""Numbers of a row that one program adds."""
+"""Numbers of a row that one program of `add_gated` processes."""
 
 TILE = 4096
-"""Numbers of a page that one program reads or writes."""
+"""Numbers of a page that one program of `read_page` or `quantise` processes."""
 
 
 LACKING = (AssertionError, ImportError, OSError, RuntimeError, subprocess.SubprocessError)
-"""What Triton raises where it is not installed, or finds no C compiler, no header of Python's or no driver."""
+"""What Triton raises where it is not installed, or finds no C compiler, no Python header or no driver."""
 
 CLOSE = 0.05
-"""A kernel that works may round an int8 page otherwise, by 0.02 of the numbers that are tried."""
+"""Largest difference to PyTorch's operators for a kernel to count as working: it may round an int8 page differently,
+which is up to 0.02 for the numbers that are tried."""
 
 
 @cache
 def gpu_operators(device: torch.device) -> Operators:
-    """Triton's where they work, as they do with PyTorch's packages for GPUs on Linux and a C compiler; else PyTorch's,
-    and a line in the log."""
+    """Triton's operators where they work, which takes PyTorch's GPU packages on Linux and a C compiler; otherwise
+    PyTorch's, with a warning in the log."""
     take_flash_3(device)
     try:
         from model_executor.kernels import triton_kernels
@@ -60,7 +61,7 @@ def gpu_operators(device: torch.device) -> Operators:
 
 
 def _lacking() -> tuple[type[Exception], ...]:
-    """With what Triton's compiler raises, where there is one."""
+    """`LACKING`, and what Triton's compiler raises, where it is installed."""
     try:
         from triton.errors import TritonError
     except ImportError:
@@ -69,14 +70,14 @@ def _lacking() -> tuple[type[Exception], ...]:
 
 
 def _try_out(operators: Operators, device: torch.device) -> None:
-    """Every kernel on a few numbers. Raises RuntimeError where one computes otherwise than PyTorch's operators."""
+    """Run every kernel on a few numbers. Raises RuntimeError where results differ from those of PyTorch's operators."""
     for ours, theirs in zip(_few(operators, device), _few(GpuOperators(), device), strict=True):
         if not torch.allclose(ours, theirs, rtol=0.0, atol=CLOSE):
             raise RuntimeError(f"its kernels compute wrongly on {device}")
 
 
 def _few(operators: Operators, device: torch.device) -> Sequence[Tensor]:
-    """What each operator makes of the same few numbers: 2 tokens, 2 heads of 16."""
+    """The results of all operators for the same few numbers: 2 tokens, 2 heads of 16."""
     qkv, where = torch.linspace(-1.0, 1.0, 192, device=device).view(2, 3, 2, 16), ((0, 2),)
     hidden, gate = qkv[:, 0].flatten(1).clone(), qkv[1:, 2].flatten(1)
     normed = operators.norm_modulate(hidden, where, 1e-6, gate, gate)
@@ -93,14 +94,14 @@ def _few(operators: Operators, device: torch.device) -> Sequence[Tensor]:
 
 
 class GpuOperators(Operators):
-    """PyTorch's, with attention for whole batches."""
+    """PyTorch's operators, with attention over whole batches."""
 
     def __init__(self) -> None:
         super().__init__(gpu_linear)
         self._choose = best_attend
 
     def attending(self, attend: Attend) -> Self:
-        """Likewise, with attention of this way."""
+        """A copy of these operators that uses this attention function."""
         twin = copy(self)
         twin._choose = lambda like, head_dim: attend
         return twin
@@ -116,10 +117,10 @@ class GpuOperators(Operators):
 
 
 class TritonOperators(GpuOperators):
-    """Triton's kernels, but where their layout does not suit them."""
+    """Triton's kernels, with PyTorch's operators for shapes that they do not support."""
 
     def __init__(self, kernels: ModuleType) -> None:
-        """kernels: `triton_kernels`."""
+        """kernels: the module `triton_kernels`."""
         super().__init__()
         self._kernels = kernels
 
@@ -179,7 +180,7 @@ class TritonOperators(GpuOperators):
 
 
 class TritonReader:
-    """Reads pages, interpolates them and lays over them what was computed, all in one pass."""
+    """Reads pages, interpolates them and overwrites computed tokens, all in one pass."""
 
     def __init__(self, pages: Pages, kernels: ModuleType) -> None:
         self._near = Entry(pages.near, pages.layout, pages.num_tokens)
@@ -187,7 +188,7 @@ class TritonReader:
         self._has_far, self._wait, self._kernels = pages.far is not None, pages.wait, kernels
         self._weights = (1.0 - pages.weight, pages.weight) if self._has_far else (1.0, 0.0)
         self._moments = self._near.moments_towards(self._far if self._has_far else None, pages.weight)
-        self._places: dict[int, Tensor] = {}  # text tokens before the image -> which computed token is where
+        self._places: dict[int, Tensor] = {}  # text tokens before the image -> as `gpu_tables.places`
 
     def read(self, block: int, out: Tensor) -> None:
         self._run(block, out, 0, None, None)
@@ -226,10 +227,10 @@ class TritonReader:
 
 
 def power_of_two(number: int) -> int:
-    """The smallest one that is not below."""
+    """The smallest power of two >= number."""
     return 1 << (number - 1).bit_length()
 
 
 def warps(numbers: int) -> int:
-    """Of 32 threads each, for a program that works on so many numbers at a time."""
+    """Warps, of 32 threads each, for a program that processes `numbers` at a time."""
     return max(1, min(16, numbers // 512))

@@ -1,9 +1,8 @@
-"""Linear layers, by the fastest product the machine has.
+"""Linear layers, computed by the fastest matrix product of the device, and groups of layers that share an input.
 
-PyTorch multiplies float32 matrices with MKL, which takes its slower AVX2 kernels on AMD processors: 98 GFLOP/s where
-oneDNN reached 204 on one Zen 5 core, and on Intel the two are level. oneDNN also fuses the activation. Its result for a
-row does not depend on how many other rows there are as long as there are two, so that a request's bits do not depend on
-its batch.
+PyTorch multiplies float32 matrices with MKL, which uses slower AVX2 kernels on AMD processors: 98 GFLOP/s where oneDNN
+reached 204 on one Zen 5 core; on Intel the two are equal. oneDNN also fuses the activation. With two rows or more, its
+result for a row does not depend on the number of other rows, so a request's bits do not depend on its batch.
 """
 
 from __future__ import annotations
@@ -19,36 +18,35 @@ from torch import Tensor, nn
 from model_executor.kernels.cpu_kernels import PANEL, Kernels, pack
 
 Group = Callable[..., Tensor]
-"""(x [rows, in], gelu=False) -> [rows, sum of out]: layers that read the same input, as one product."""
+"""(x [rows, in], gelu=False) -> [rows, sum of out]: layers that read the same input, run together."""
 
 MakeGroup = Callable[..., Group]
-"""(*layers) -> their group."""
+"""(*layers) -> the group of these layers."""
 
 Linear = Callable[..., Tensor]
 """(layer, x [rows, in], gelu=False) -> [rows, out]; gelu applies the tanh approximation to the result."""
 
 
 def plain_linear(layer: nn.Module, x: Tensor, *, gelu: bool = False) -> Tensor:
-    """The layer as PyTorch runs it: what diffusers computes, bit for bit."""
+    """The layer as PyTorch runs it, bit-identical to diffusers."""
     y: Tensor = layer(x)
     return F.gelu(y, approximate="tanh") if gelu else y
 
 
 def fused_linear(layer: nn.Module, x: Tensor, *, gelu: bool = False) -> Tensor:
-    """Through oneDNN where the layer is a plain `nn.Linear` on a CPU; adapters and quantised layers run as
-    themselves."""
+    """Computes a plain `nn.Linear` on a CPU with oneDNN; layers with adapters and quantised layers run as they are."""
     if not is_plain(layer) or not has_onednn(x):
         return plain_linear(layer, x, gelu=gelu)
     return onednn_product(x, layer.weight, layer.bias, gelu=gelu)
 
 
 def is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether it is an `nn.Linear` of ordinary weights: torchao quantises by another kind of tensor in the layer."""
+    """Whether it is an `nn.Linear` with ordinary weights; torchao quantises by replacing the layer's weight tensor."""
     return type(layer) is nn.Linear and type(layer.weight) is nn.Parameter
 
 
 def has_onednn(x: Tensor) -> bool:
-    """Whether oneDNN multiplies matrices like this one: bfloat16 only on processors with AVX-512 or better."""
+    """Whether oneDNN can multiply such matrices: bfloat16 only on processors with AVX-512 or better."""
     if x.device.type != "cpu":
         return False
     return x.dtype == torch.float32 or (x.dtype == torch.bfloat16 and _onednn_has_bfloat16())
@@ -62,7 +60,7 @@ def _onednn_has_bfloat16() -> bool:
 
 def onednn_product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gelu: bool = False) -> Tensor:
     """x [rows, in] times weight [out, in], transposed, plus bias [out]. A row's bits depend on that row alone."""
-    if x.shape[0] == 1:  # a product with one row takes another kernel, which rounds differently
+    if x.shape[0] == 1:  # for a single row oneDNN uses another kernel, which rounds differently
         return onednn_product(x.expand(2, -1), weight, bias, gelu=gelu)[:1]
     activation, algorithm = ("gelu", "tanh") if gelu else ("none", "")
     y: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, activation, [], algorithm)
@@ -70,8 +68,8 @@ def onednn_product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gel
 
 
 def gpu_linear(layer: nn.Module, x: Tensor, *, gelu: bool = False) -> Tensor:
-    """A plain `nn.Linear` with its activation computed before the product is rounded and written; adapters and
-    quantised layers run as themselves."""
+    """Computes a plain `nn.Linear` on a GPU, with the activation fused, before the product is rounded and written;
+    layers with adapters and quantised layers run as they are."""
     if not is_plain(layer):
         return plain_linear(layer, x, gelu=gelu)
     return gpu_product(x, layer.weight, layer.bias, gelu=gelu)
@@ -92,22 +90,22 @@ def best_linear() -> Linear:
 
 
 USUAL_ROWS = 64
-"""Rows that packed weights are arranged for; from 2 to 1,088 rows the arrangement was the same."""
+"""Number of rows that oneDNN optimizes the order of packed weights for; from 2 to 1,088 rows the order was the same."""
 
 PACKED_BYTES = 1 << 30
-"""Weights of a denoiser that are kept in oneDNN's own order; those of a larger one stay as they are, in the
-checkpoint's file where its dtype is theirs."""
+"""Largest denoiser, in bytes of weights, whose weights are packed in oneDNN's order. Larger ones stay as they are,
+mapped from the checkpoint's file where the dtype is the same."""
 
 
 class LinearGroup:
-    """Layers that read the same input, as one product.
+    """Layers that read the same input, computed as one product. Create it after weights are loaded; later changes to
+    them have no effect.
 
-    Where `keep_packed` asks for it and all are plain `nn.Linear`s, their weights are held together and in the order
-    that our own kernels, if given, or oneDNN compute in: without rearranging them every time, oneDNN's products of some
-    tens of tokens took 0.5 to 0.9 of the time, with the same bits. With `owns_layers` the layers' own weights go: they
-    cannot run by themselves any more. On a GPU plain layers' weights are always held together, in their own order, and
-    theirs become views of that. Other layers run as themselves, one after the other. Made when weights are in place;
-    what is changed later is not seen.
+    On a CPU with `keep_packed`, if all are plain `nn.Linear`s, their weights are concatenated in the order that our
+    compiled kernels, if given, or oneDNN read. This saves oneDNN from rearranging them in every call: products of some
+    tens of tokens took 0.5 to 0.9 of the time, with the same bits. With `owns_layers` the layers' own weights are
+    freed, and they can no longer run by themselves. On a GPU the weights of plain layers are always concatenated, and
+    the layers' own become views. All other layers run one after the other.
     """
 
     def __init__(
@@ -132,7 +130,7 @@ class LinearGroup:
             self._layers = [_joined(plain)]
 
     def __call__(self, x: Tensor, *, gelu: bool = False) -> Tensor:
-        """x: [rows, in] -> [rows, sum of out], layer after layer."""
+        """x: [rows, in] -> [rows, sum of out], outputs in the order of the layers."""
         if self._packed is not None and self._kernels is not None:
             return self._kernels.linear(x, *self._packed, gelu=gelu)
         if self._packed is not None:
@@ -141,7 +139,7 @@ class LinearGroup:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     def add_to(self, y: Tensor, x: Tensor, *, gelu: bool = False) -> Tensor:
-        """y [rows, sum of out], side by side, plus the product with x; y itself is used up. gelu: of the sum."""
+        """y [rows, sum of out], contiguous, plus the product with x; overwrites y. gelu: apply it to the sum."""
         if self._packed is not None and self._kernels is not None:
             return self._kernels.linear(x, *self._packed, gelu=gelu, onto=y)
         y = y.add_(self(x))
@@ -149,20 +147,20 @@ class LinearGroup:
 
 
 class AdaptedGroup:
-    """A group and what an adapter adds to its output: the input times `down`, times `up`. A row's bits depend on that
-    row alone, as in the group."""
+    """A group with an adapter: adds the input times `down`, times `up`, to the group's output. A row's bits depend on
+    that row alone, as in the group."""
 
     def __init__(self, group: LinearGroup, down: LinearGroup, up: LinearGroup) -> None:
         self._group, self._down, self._up = group, down, up
 
     def __call__(self, x: Tensor, *, gelu: bool = False) -> Tensor:
-        """As of the group."""
+        """As `LinearGroup.__call__`."""
         return self._up.add_to(self._group(x), self._down(x), gelu=gelu)
 
 
 def as_linear(layer: nn.Module) -> nn.Module:
-    """A convolution over patches side by side, for patches as rows, channel by channel; it shares the weights. Any
-    other layer as it is."""
+    """A convolution over patches that do not overlap, as a linear layer over rows of patches, channel by channel, with
+    shared weights. Other layers are returned as they are."""
     if not isinstance(layer, nn.Conv2d):
         return layer
     weight = layer.weight.flatten(1)
@@ -175,7 +173,7 @@ def as_linear(layer: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def _pack(layers: Sequence[nn.Linear], kernels: Kernels | None) -> tuple[Tensor, Tensor]:
-    """One weight, opaque, and one bias for all of them."""
+    """(packed weight, bias) of all layers together; the packed weight can only be used by its kernels."""
     weights, biases = _weights(layers)
     weight, bias = torch.cat(weights), torch.cat(biases)
     if kernels is not None:
@@ -185,7 +183,7 @@ def _pack(layers: Sequence[nn.Linear], kernels: Kernels | None) -> tuple[Tensor,
 
 
 def _weights(layers: Sequence[nn.Linear]) -> tuple[list[Tensor], list[Tensor]]:
-    """Their weights, and their biases, zeros for a layer without."""
+    """The layers' weights, and their biases, zeros for a layer without."""
     weights: list[Tensor] = [layer.weight for layer in layers]
     biases: list[Tensor] = [
         w.new_zeros(len(w)) if (b := layer.bias) is None else b for layer, w in zip(layers, weights, strict=True)
@@ -195,7 +193,7 @@ def _weights(layers: Sequence[nn.Linear]) -> tuple[list[Tensor], list[Tensor]]:
 
 @torch.no_grad()
 def _joined(layers: Sequence[nn.Linear]) -> nn.Linear:
-    """One layer that gives the outputs of all, side by side; their own weights are views of its."""
+    """One layer that computes the outputs of all, side by side. The layers' own weights become views of its weight."""
     weights, biases = _weights(layers)
     joined = nn.Linear(weights[0].shape[1], sum(map(len, weights)), device="meta")
     joined.weight = nn.Parameter(torch.cat(weights), requires_grad=False)

@@ -1,7 +1,7 @@
-"""What denoisers compute besides linear layers, by the fastest code that their device has.
+"""Operators: the interface through which denoisers compute, so that model code does not depend on the device.
 
-Chosen once, when a denoiser is made: PyTorch's operators and on one core compiled kernels (`kernels.py`) here, a GPU's
-in `gpu_operators.py`. Model code calls these and knows of no device.
+The implementation is chosen once, when a denoiser is made. Here are PyTorch's operators, with compiled kernels on one
+CPU core (`cpu_kernels.py`); `gpu_operators.py` has those of GPUs.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from model_executor.kernels.ragged import Span, add_gated_, norm_modulate
 from model_executor.page_cache.pages import Pages, Quantise, Reader, quantise
 
 RECOMPILES = 64
-"""Stable Diffusion XL has a dozen shapes of residual blocks; PyTorch's own limit is 8."""
+"""Limit on torch.compile's recompilations of a function: Stable Diffusion XL has a dozen shapes of residual blocks,
+and PyTorch's default is 8."""
 
 
 class Operators:
-    """PyTorch's operators. linear: how layers run; with `plain_linear` everything is rounded as diffusers does, with
-    any other less often. kernels: compiled ones, used where they can be; None for none."""
+    """PyTorch's operators. linear: how linear layers run; with `plain_linear` everything is rounded as in diffusers,
+    with others less often. kernels: compiled kernels to use where they apply, None for none."""
 
     def __init__(self, linear: Linear, kernels: Kernels | None = None) -> None:
         self.linear, self.kernels = linear, kernels
@@ -36,15 +37,14 @@ class Operators:
         self._compiles = False
 
     def compiling(self) -> Self:
-        """Likewise, and layers are compiled where their models ask for it."""
+        """A copy of these operators that compiles layers with torch.compile where models ask for it."""
         twin = copy(self)
         twin._compiles = True
         return twin
 
     @property
     def digest(self) -> str:
-        """Names what it computes with besides PyTorch's kernels, or that it rounds as diffusers does: other code rounds
-        otherwise."""
+        """Identifies the code that computes, besides PyTorch's kernels, because other code may round differently."""
         parts = ["" if self._is_fused else "plain", self._kernels_digest, "compiled" if self._compiles else ""]
         return " ".join(filter(None, parts))
 
@@ -58,21 +58,21 @@ class Operators:
         return quantise
 
     def compiled(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """A function of modules and tensors with fewer kernels for the same, for tensors of any size; or as it is."""
+        """A function of modules and tensors, compiled for tensors of any size; as it is unless compiling."""
         if not self._compiles:
             return function
         allow_recompiles()
         return torch.compile(function, dynamic=True)
 
     def compile_(self, layers: Iterable[nn.Module]) -> None:
-        """Likewise these layers, in place."""
+        """Compile these layers in place; does nothing unless compiling."""
         if self._compiles:
             allow_recompiles()
             for layer in layers:
                 layer.compile(dynamic=True)
 
     def open(self, pages: Pages) -> Reader:
-        """Ready to read; the entries' bytes must stay as they are meanwhile."""
+        """A reader of these pages. The entries' bytes must not change while it is used."""
         return pages.open(self.kernels)
 
     def norm_modulate(self, x: Tensor, where: Sequence[Span], eps: float, factor: Tensor, shift: Tensor) -> Tensor:
@@ -92,14 +92,15 @@ class Operators:
     def attention(
         self, sizes: Sizes, heads: int, head_dim: int, like: Tensor, beside: Attention | None = None
     ) -> Attention:
-        """For one pass over a batch. like: of the dtype and device to compute in. beside: another one of this pass,
-        which has as many tokens or more; they never run at the same time, so this one may take its room."""
+        """Attention for one pass over a batch. like: has the dtype and device to compute in. beside: another attention
+        of the same pass with at least as many tokens, whose buffer this one may share: they never run at the same time.
+        """
         one: Callable[..., Sequence[Tensor]] = partial(attend, linear=self.linear, kernels=self.kernels)
         return OneByOne(sizes, heads, head_dim, like, one, beside.room if isinstance(beside, OneByOne) else None)
 
 
 def best_operators(device: torch.device) -> Operators:
-    """The fastest of this process for a device."""
+    """The fastest operators for a device."""
     if device.type != "cuda":
         return Operators(best_linear(), best_kernels() if device.type == "cpu" else None)
     from model_executor.kernels.gpu_operators import gpu_operators  # Triton is not everywhere, nor needed on a CPU
@@ -108,7 +109,8 @@ def best_operators(device: torch.device) -> Operators:
 
 
 def chosen_operators(choice: KernelChoice, device: torch.device) -> Operators:
-    """As the user wishes. Raises ConfigError for what a CPU cannot: PyTorch compiles no layers of oneDNN's."""
+    """The operators that `--kernels` names. Raises ConfigError for `compile` on a CPU: PyTorch cannot compile oneDNN's
+    layers."""
     match choice:
         case "torch":
             return Operators(plain_linear)
@@ -121,5 +123,5 @@ def chosen_operators(choice: KernelChoice, device: torch.device) -> Operators:
 
 
 def allow_recompiles() -> None:
-    """As often as a model has layers of other widths; beyond, PyTorch would run a layer as it is."""
+    """Raise PyTorch's limit, above which it runs layers uncompiled, to RECOMPILES."""
     torch.compiler.config.recompile_limit = RECOMPILES

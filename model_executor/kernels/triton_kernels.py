@@ -1,8 +1,8 @@
-"""The denoiser's kernels for a GPU besides its products and its attention, in Triton; `gpu_operators.py` calls them.
+"""The denoiser's GPU kernels in Triton, all but products and attention; `gpu_operators.py` calls them.
 
-Each makes one pass over memory where PyTorch's operators would make many: what they do is bound by it. All arithmetic
-is float32, rounded once at the end. Offsets are int64: a batch may have more than 2^31 numbers. Arguments that differ
-from mask to mask are not specialised on, since a mask would otherwise compile a kernel anew.
+They are bound by memory, so each makes one pass over it where PyTorch's operators would make several. Arithmetic is
+float32, rounded once at the end. Offsets are int64, because a batch may have more than 2^31 numbers. Arguments that
+differ between masks are not specialised on: otherwise a new mask could trigger a compilation.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -14,7 +14,7 @@ import triton.language as tl
 INT8_MAX = tl.constexpr(127.0)
 
 ROUNDER = tl.constexpr(12582912.0)
-"""1.5 * 2^23: adding it to a float32 below 2^22 rounds that to a whole number, halves to the even one."""
+"""1.5 * 2^23: adding it to a float32 below 2^22 rounds that to an integer, halves to even."""
 
 
 @triton.jit

@@ -1,16 +1,17 @@
-"""What a model family is to the runner: stages as functions on tensors, free of requests and scheduling.
+"""The interface between the runner and a model family, and the records that pass between them.
 
-A family turns prompts, pictures and latents into one another. It holds no per-request state: whatever lives from one
-step to the next is a named tensor that the runner keeps in its tensor store. A step of the loop is `predict`, with a
-row for each of a request's prompts, then `combine_guidance`, then `advance`. What a denoiser predicts is a velocity; a
-UNet, trained at timesteps, may predict the noise instead.
+A family is one model architecture: it turns prompts, pictures and latents into one another, as functions on tensors. It
+knows neither requests nor scheduling and holds no state of a request: what must survive from one step to the next is a
+named tensor in the runner's tensor store. A denoising step is `predict`, with one row per prompt of the request, then
+`combine_guidance`, then `advance`. The denoiser predicts a velocity, or the noise in UNets that were trained to.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import ClassVar, Self
 
 from torch import Tensor, nn
 
@@ -24,188 +25,211 @@ from model_executor.samplers.sampling import State
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedText:
-    """prompt_embeds: [text tokens, width]; of some families as many as the prompt has. pooled_prompt_embeds: [pooled
-    width]. num_tokens: tokens of the prompt that were used, padding not counted. truncated: the prompt was longer than
-    the encoder's length."""
+    """An embedded prompt, as `Family.encode_text` returns it."""
 
-    prompt_embeds: Tensor
-    pooled_prompt_embeds: Tensor
-    num_tokens: int
-    truncated: bool
+    prompt_embeds: Tensor  # [text tokens, width]; padded to the length asked for, or as long as the prompt: per family
+    pooled_prompt_embeds: Tensor  # [pooled width]; empty in families without a pooled prompt
+    num_tokens: int  # tokens of the prompt that were used, without padding
+    truncated: bool  # the prompt was longer than the length asked for, or than an encoder's own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedImage:
-    """latents: [image tokens, latent width], where sampling starts. condition: [image tokens, condition width], what
-    the denoiser sees of template and mask. outside: [image tokens, outside width], what `Family.advance` keeps the
-    template with outside the mask. Either width is 0 in a family that works without. sigmas: float32 [steps + 1], the
-    noise levels still ahead, ending at 0. state: the sampler's."""
+    """Where sampling starts, as `Family.encode_image` returns it. Widths of 0 mean that the family does without."""
 
-    latents: Tensor
-    condition: Tensor
-    outside: Tensor
-    sigmas: Tensor
-    state: State
+    latents: Tensor  # [image tokens, latent width], at the first noise level
+    condition: Tensor  # [image tokens, condition width], what the denoiser sees of template and mask
+    outside: Tensor  # [image tokens, outside width], with which `Family.advance` keeps the template outside the mask
+    sigmas: Tensor  # float32 [steps + 1], the noise levels still ahead, ending at 0
+    state: State  # the sampler's, before the first step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Where one request's sampling stands before `step`. latents, outside, sigmas, state: as in `EncodedImage`. grid:
-    image tokens as (rows, columns)."""
+    """The state of one request's sampling before a step; the runner makes it from the tensor store."""
 
-    latents: Tensor
+    latents: Tensor  # these four as in `EncodedImage`, at `step`
     outside: Tensor
     sigmas: Tensor
-    step: int
     state: State
-    grid: tuple[int, int]
+    step: int  # index into sigmas
+    grid: tuple[int, int]  # image tokens as (rows, columns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One request's part of a forward pass.
+    """One prompt of one request in a forward pass: a request with classifier-free guidance has two rows.
 
-    latents, condition: all image tokens of the request, latents as `Family.denoiser_input` has them; rows of tokens
-    that are computed in no block are not read. A denoiser that sees the template as tokens of their own has these from
-    `condition`.
-    sigma: float32 scalar, the noise level. grid: image tokens as (rows, columns). active: int64 [active tokens], the
-    token indices to compute, ascending; None for all. box: around them, in tokens; where it is None, who needs it finds
-    it, and waits for a GPU. pages: the template's at this noise level; needed with `active`. full_blocks: those that
-    compute all tokens all the same: pages, the leading ones where these hold keys and values. modulation: [1, width],
-    of `Family.modulation` at this noise level, None to have it computed.
+    Without `active` every token is computed. With it, `pages` supply the tokens that are not.
     """
 
-    latents: Tensor
-    condition: Tensor
-    prompt_embeds: Tensor
-    pooled_prompt_embeds: Tensor
-    sigma: Tensor
-    guidance_scale: float
-    grid: tuple[int, int]
-    active: Tensor | None = None
-    box: Box | None = None
-    pages: Pages | None = None
-    full_blocks: Collection[int] = ()
-    modulation: Tensor | None = None
+    # From the request's image, set by the runner. Tokens that are not active are the template's where a block computes
+    # them or `Family.sees_all_latents`, and are not read otherwise.
+    latents: Tensor  # [image tokens, latent width], as `Family.denoiser_input` returns them
+    condition: Tensor  # [image tokens, condition width], of `EncodedImage`; may be the template as tokens of its own
+    grid: tuple[int, int]  # image tokens as (rows, columns)
+
+    # From the request's prompt, one of the two: `EncodedText`.
+    prompt_embeds: Tensor  # [text tokens, width]
+    pooled_prompt_embeds: Tensor  # [pooled width]
+
+    # Of the step.
+    sigma: Tensor  # float32 scalar, its noise level
+    guidance_scale: float  # the request's; read by denoisers that guidance was distilled into
+    modulation: Tensor | None = None  # [1, width], this level's row of `Family.modulation`; None: computed in the pass
+
+    # Of a mask-aware step, set by the runner from the engine's plan.
+    active: Tensor | None = None  # int64 [active tokens], ascending indices of the tokens to compute
+    box: Box | None = None  # around `active`, in tokens; None: found when needed, which waits for a GPU
+    pages: Pages | None = None  # the template's at this noise level
+    full_blocks: Collection[int] = ()  # pages whose blocks compute every token all the same; transformers: leading ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrimeRow:
-    """One chunk of one keyframe's pass: all image tokens of a template through some blocks.
+    """One chunk of priming one keyframe: all image tokens of a template, through some of the blocks."""
 
-    latents, condition: what `Family.prime_inputs` made. hidden: what the previous chunk of this pass returned, None for
-    the first one. entry: uint8 [entry bytes], the pages to write, laid out as `core.page_scheme` says.
+    # The template at the keyframe's noise level, from `Family.prime_inputs`.
+    latents: Tensor  # [image tokens, latent width]
+    condition: Tensor  # [image tokens, condition width], of an image with nothing masked
+    grid: tuple[int, int]  # image tokens as (rows, columns)
+    sigma: Tensor  # float32 scalar, the keyframe's noise level
+
+    # The page scheme's priming prompt, embedded by `Family.encode_text`, and its guidance.
+    prompt_embeds: Tensor  # [text tokens, width]
+    pooled_prompt_embeds: Tensor  # [pooled width]
+    guidance_scale: float
+
+    # Of this chunk, set by the runner.
+    hidden: tuple[Tensor, ...] | None  # what the previous chunk returned; None for the first
+    entry: Tensor  # uint8 [entry bytes], written; laid out as `core.page_scheme` says
+
+
+class Family(ABC):
+    """One model architecture, opened without weights. Parts with weights are put in use and dropped by name.
+
+    Families share most of their code in `vae_family.VaeFamily`.
     """
 
-    latents: Tensor
-    condition: Tensor
-    prompt_embeds: Tensor
-    pooled_prompt_embeds: Tensor
-    sigma: Tensor
-    guidance_scale: float
-    grid: tuple[int, int]
-    hidden: tuple[Tensor, ...] | None
-    entry: Tensor
+    text_sees_template: ClassVar[bool] = False
+    """Whether a prompt's embedding depends on the picture that the prompt is for."""
 
+    sees_all_latents: ClassVar[bool] = False
+    """Whether the denoiser reads the latents of tokens that no block computes; they must then be the template's."""
 
-class Family(Protocol):
-    """One model architecture, made with the light parts of a checkpoint; parts with weights come and go by name."""
+    # ------------------------------------------------------------------------------------------------------- parts
 
     @property
-    def lora_format(self) -> LoraFormat:
-        """How its adapters are read."""
-
-    @property
+    @abstractmethod
     def components(self) -> Mapping[str, tuple[str, ...]]:
-        """Component of a ModelKey -> parts of the checkpoint it consists of, named as in model_index.json."""
+        """Component of a ModelKey -> the parts of the checkpoint it consists of, named as in model_index.json."""
 
+    @abstractmethod
+    def info(self, name: str) -> ModelInfo:
+        """What this model can do, read from its configuration alone. name: the one it is served under."""
+
+    @abstractmethod
     def put(self, part: str, module: nn.Module) -> None:
-        """Take a loaded part in use."""
+        """Put a loaded part in use."""
 
+    @abstractmethod
+    def drop(self, part: str) -> None:
+        """Stop using a part; its memory is freed once nothing else refers to it."""
+
+    @property
+    @abstractmethod
+    def lora_format(self) -> LoraFormat:
+        """How adapters of this family are read."""
+
+    @abstractmethod
     def check_adapter(self, adapter: Adapter) -> None:
-        """Raises ConfigError where it does not fit; no weights are needed for that."""
+        """Raises ConfigError where the adapter does not fit; needs no weights."""
 
+    @abstractmethod
     def adapted(self, adapter: Adapter) -> Self:
-        """This model, loaded as it is, with an adapter; they share all weights. Raises ConfigError where it does not
+        """A copy of this loaded model with an adapter; they share all weights. Raises ConfigError where it does not
         fit."""
 
-    def drop(self, part: str) -> None:
-        """Forget a part; its memory is free once nothing else holds it."""
+    # ------------------------------------------------------------------------------------------------------ encoding
 
-    def info(self, name: str) -> ModelInfo:
-        """What this model can do, read from its configuration alone."""
-
-    @property
-    def text_sees_template(self) -> bool:
-        """Whether a prompt's embedding depends on the picture it is for."""
-
-    @property
-    def sees_all_latents(self) -> bool:
-        """Whether the denoiser reads the latents of tokens that no block computes: the template's then."""
-
+    @abstractmethod
     def encode_text(self, prompt: str, max_sequence_length: int, template: Tensor | None = None) -> EncodedText:
         """Embed a prompt, padded or cut to `max_sequence_length` tokens. template: uint8 [height, width, 3], the
-        picture that it is for; needed where `text_sees_template`."""
+        picture that the prompt is for; required where `text_sees_template`."""
 
+    @abstractmethod
     def encode_image(
-        self,
-        template: Tensor,
-        mask: Tensor,
-        *,
-        seed: int,
-        num_inference_steps: int,
-        num_denoising_steps: int,
+        self, template: Tensor, mask: Tensor, *, seed: int, num_inference_steps: int, num_denoising_steps: int
     ) -> EncodedImage:
         """Where sampling starts, and what it is conditioned on. template: uint8 [height, width, 3]; mask: uint8
         [height, width], 1 = edit; sides are multiples of the token size."""
 
+    @abstractmethod
     def encode_template(self, template: Tensor) -> Tensor:
         """Clean latents of a template, uint8 [height, width, 3]: the posterior's mode, [image tokens, latent width]."""
 
+    @abstractmethod
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        """Image tokens of a picture of this size in pixels, as (rows, columns)."""
+
+    # ------------------------------------------------------------------------------------------------------ priming
+
+    @abstractmethod
     def page_layout(self, dtype: PageDtype) -> PageLayout:
         """The shape of this model's pages."""
 
+    @abstractmethod
     def prime_inputs(self, clean: Tensor, noise_id: str, sigma: Tensor) -> tuple[Tensor, Tensor]:
         """(latents, condition) of a template at noise level `sigma`: (1 - sigma) * clean + sigma * noise, and the
-        condition of an image with nothing masked. clean: [image tokens, latent width]. noise_id: the noise is seeded by
-        its first 16 hex digits, which are the content id's, and may be kept under all of it."""
+        condition of an image with nothing masked. clean: [image tokens, latent width]. noise_id: content id and cache
+        salt; the first 16 hex digits (of the content id) seed the noise, and all of it is the key it is cached by."""
 
+    @abstractmethod
     def prime(self, rows: Sequence[PrimeRow], blocks: tuple[int, int]) -> list[tuple[Tensor, ...]]:
         """Run all tokens of each row through the blocks [start, stop), write these blocks' pages, and return each row's
         hidden state (empty after the last block, which computes keys and values only)."""
 
+    # ---------------------------------------------------------------------------------------------------- denoising
+
+    @abstractmethod
     def modulation(
         self, pooled_prompt_embeds: Tensor, guidance_scale: float, sigmas: Tensor, num_rows: int
     ) -> Tensor | None:
-        """What the steps of a run compute from its noise levels and pooled prompt alone, for all levels at once,
-        [levels, width]: one pass over those weights instead of one a step. None where so much is too much to keep for
-        each of the request's rows."""
+        """What the steps of a run compute from noise level and pooled prompt alone, for all levels at once, [levels,
+        width]: one pass over those weights instead of one per step. None where tables for all `num_rows` rows of the
+        request would take too much memory."""
 
+    @abstractmethod
     def denoiser_input(self, sample: Sample) -> Tensor:
         """The sample's latents as the denoiser takes them: a sampler may keep them at another scale."""
 
+    @abstractmethod
     def predict(self, rows: Sequence[Row]) -> list[Tensor]:
-        """Prediction for each row's active tokens, [active tokens, latent width]: one forward pass for all rows."""
+        """Prediction for each row's active tokens, [active tokens, latent width], in one forward pass over all rows."""
 
+    @abstractmethod
     def combine_guidance(self, predictions: Sequence[Tensor], scale: float) -> Tensor:
-        """One prediction from those of all of a request's rows: of its prompt and, with classifier-free guidance of
-        this scale, of its negative prompt."""
+        """One prediction from those of all rows of a request: its prompt's and, with classifier-free guidance of this
+        scale, its negative prompt's."""
 
+    @abstractmethod
     def predict_clean(self, sample: Sample, prediction: Tensor) -> Tensor:
         """The clean latents that a prediction points at, [image tokens, latent width]. prediction: as for `advance`."""
 
+    @abstractmethod
     def advance(self, sample: Sample, prediction: Tensor) -> tuple[Tensor, State]:
-        """Latents and sampler state after a step. prediction: all tokens', [image tokens, latent width]; where tokens
-        were not computed, neither are their latents to be read."""
+        """Latents and sampler state after a step. prediction: of all tokens, [image tokens, latent width]; the latents
+        of tokens that were not computed are undefined."""
 
+    # ------------------------------------------------------------------------------------------------------ decoding
+
+    @abstractmethod
     def decode(self, latents: Tensor, width: int, height: int) -> Tensor:
         """Pixels of packed latents [image tokens, latent width]: uint8 [height, width, 3]."""
 
+    @abstractmethod
     def decode_region(
         self, latents: Tensor, active: Tensor, width: int, height: int
     ) -> tuple[Tensor, tuple[int, int, int, int]]:
         """Pixels around the active tokens: (uint8 [bottom - top, right - left, 3], (left, top, right, bottom) in
-        pixels). latents: all tokens', the template's where not active."""
-
-    def grid(self, width: int, height: int) -> tuple[int, int]:
-        """Image tokens of a picture as (rows, columns)."""
+        pixels). latents: of all tokens, the template's where not active."""

@@ -1,8 +1,9 @@
-"""Transformer blocks over the sublayers of diffusers' own, for a batch whose requests compute some tokens each.
+"""Transformer blocks of DiTs, over the sublayers of diffusers' own, for batches in which requests compute only some of
+their tokens.
 
-`Stream` is such a batch on its way through the blocks; a `Source` says for each of its requests where the keys and
-values of the image's other tokens come from. Every attention over a template's tokens has a page of its own: a block
-mostly one, with a second attention two.
+`Stream` is the state of a batch between blocks. A `Source` supplies, for one request, the keys and values of the tokens
+that are not computed. Every attention over image tokens has its own page: most blocks have one, those with a second
+attention two.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ FLOAT16_MAX = 65504.0
 
 
 class Source(attention.Source, Protocol):
-    """A request of a pass; num_tokens counts its image tokens, with the condition tokens behind them."""
+    """One request in a pass. num_tokens: its image tokens, and the condition tokens that follow them."""
 
     @property
     def num_tokens(self) -> int: ...
@@ -40,11 +41,11 @@ class Source(attention.Source, Protocol):
 
 
 class Edit:
-    """A request of which leading blocks compute all image tokens, the others the active ones."""
+    """A request whose leading blocks compute all image tokens, and whose other blocks compute the active ones."""
 
     def __init__(self, row: Row, num_tokens: int, first_pages: Sequence[int], operators: Operators) -> None:
-        """first_pages: of each block. A block is computed in full whose first page is among the row's `full_blocks`.
-        Raises ValueError for a row that leaves tokens out and has no pages."""
+        """first_pages: each block's first page; where it is among the row's `full_blocks`, the block computes all
+        tokens. Raises ValueError for a row with active tokens but without pages."""
         self.num_tokens = num_tokens
         self._active, self._full_blocks = row.active, sum(page in row.full_blocks for page in first_pages)
         if row.active is None or len(row.active) == self.num_tokens:
@@ -61,7 +62,7 @@ class Edit:
         return None if number < self._full_blocks else self._active
 
     def kept(self, number: int) -> Tensor | None:
-        """Those of the request's tokens before block `number` that go on, None for all."""
+        """Of the request's tokens before block `number`, those that this block still computes, None for all."""
         return self._rows if number == self._full_blocks > 0 and self._active is not None else None
 
     def rows(self, number: int) -> Tensor | None:
@@ -76,12 +77,12 @@ class Edit:
             self._pages.read_over(page, keys_values, fresh, rows)
 
     def store(self, page: int, image: Tensor) -> None:
-        """An edit keeps nothing."""
+        """Does nothing: an edit writes no pages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A template that is primed: what a block computes is its page."""
+    """A template that is being primed: what a block computes is written as its page."""
 
     entry: Entry
     num_tokens: int
@@ -101,24 +102,19 @@ class Template:
 
 @dataclass(slots=True)
 class Stream:
-    """The tokens of a batch on their way through the blocks.
+    """The state of a batch as it passes through the blocks."""
 
-    hidden: joint matrix [tokens, hidden], changed in place. rotary: complex64 [tokens, 1, 1, head dim / 2].
-    modulation: block number -> its parts, each [requests, hidden]. joint_attention: of text and image together;
-    image_attention: of the image tokens among themselves, None where no block has it.
-    """
-
-    hidden: Tensor
-    packing: Packing
-    rotary: Tensor
-    modulation: Callable[[int], Sequence[Tensor]]
-    sources: Sequence[Source]
-    joint_attention: Attention
-    image_attention: Attention | None
+    hidden: Tensor  # joint matrix [tokens, hidden], changed in place
+    packing: Packing  # which rows of it are whose
+    rotary: Tensor  # complex64 [tokens, 1, 1, head dim / 2]
+    modulation: Callable[[int], Sequence[Tensor]]  # block number -> its parts, each [requests, hidden]
+    sources: Sequence[Source]  # one per request
+    joint_attention: Attention  # over text and image together
+    image_attention: Attention | None  # over the image tokens alone, None where no block has it
     operators: Operators
 
     def keep(self, tokens: Sequence[Tensor | None]) -> None:
-        """Go on with these tokens of each request, text before image, None for all."""
+        """Drop all but these tokens of each request, numbered text before image; None keeps all."""
         if all(kept is None for kept in tokens):
             return
         packing = self.packing
@@ -130,22 +126,22 @@ class Stream:
 
 
 class Modulation:
-    """Shifts, scales and gates, from one product: a few rows over many weights.
+    """A block's shifts, scales and gates, computed as one product of few rows with many weights.
 
-    One for each block: the bits of a product may depend on its number of columns, and a pass over some blocks must
-    give the bits of a pass over all.
+    There is one per block and not one for all, because a product's bits may depend on its number of columns, and a pass
+    over some blocks must give the same bits as a pass over all.
     """
 
     def __init__(self, norms: Sequence[Any], scales: Sequence[int], group: MakeGroup) -> None:
-        """norms: diffusers' adaptive norms that read the same conditioning; scales: which of their parts are."""
+        """norms: diffusers' adaptive norms that read the same conditioning. scales: which of their parts are scales."""
         layers = [norm.linear for norm in norms]
         self._group, self._scales = group(*layers), scales
         self.width = sum(layer.out_features for layer in layers)
         self._num_parts = self.width // layers[0].in_features
 
     def product(self, conditioning: Tensor) -> Tensor:
-        """conditioning: [levels, hidden] -> [levels, width], of scales already 1 + scale. A level's bits depend on it
-        alone."""
+        """conditioning: [levels, hidden] -> [levels, width], with 1 already added to scales. A level's bits do not
+        depend on the other levels."""
         product = self._group(conditioning)
         parts = self.parts(product)
         for index in self._scales:
@@ -153,51 +149,51 @@ class Modulation:
         return product
 
     def parts(self, product: Tensor) -> Sequence[Tensor]:
-        """[requests, width] -> parts of [requests, hidden], layer after layer."""
+        """[requests, width] -> parts of [requests, hidden], in the order of the norms."""
         parts: Sequence[Tensor] = product.chunk(self._num_parts, dim=1)
         return parts
 
 
 class Block(ABC):
-    """What all kinds of block have: modulation, and the image tokens' projections to queries, keys and values."""
+    """Base of all kinds of block: modulation, and the image tokens' projections to queries, keys and values."""
 
     num_pages = 1
 
     def __init__(self, block: Any, norms: Sequence[Any], scales: Sequence[int], group: MakeGroup) -> None:
-        """norms, scales: as for `Modulation`; the image tokens' first norm leads."""
-        self.page = 0  # its first page; set by who puts blocks in a row
+        """norms, scales: as for `Modulation`, the image tokens' first norm first."""
+        self.page = 0  # its first page; set by the Denoiser
         self.modulation = Modulation(norms, scales, group)
         self._norm_eps = norms[0].norm.eps
         self._image = Projection(block.attn, "", group)
 
     @abstractmethod
     def run(self, stream: Stream, number: int) -> None:
-        """Take the stream through this block, the `number`-th."""
+        """Advance the stream through this block, the `number`-th."""
 
     def finish(self, stream: Stream, number: int) -> None:
-        """Only the keys and values of the image tokens, into the pages of the stream's templates."""
+        """Compute only the image tokens' keys and values, and write them to the pages of the stream's templates."""
         shift, factor, *_ = stream.modulation(number)
         self._keep(stream, self.page, self._image, self._normed(stream, stream.packing.joint_image, factor, shift))
 
     def _keep(self, stream: Stream, page: int, projection: Projection, image: Tensor) -> None:
-        """Keys and values of normed image tokens into this page of each template."""
+        """Write keys and values of normed image tokens to this page of each template."""
         packing = stream.packing
-        # Queries come along: without their columns the product would round differently.
+        # Queries are computed too: without their columns the product would round differently.
         key_value = projection.heads(image)[:, 1:]
         projection.turn_(key_value[:, :1], gather(stream.rotary, packing.joint_image), stream.operators, first=1)
         for source, (start, stop) in zip(stream.sources, packing.image, strict=True):
             source.store(page, head_major(key_value[start:stop]))
 
     def _normed(self, stream: Stream, where: Sequence[Span], factor: Tensor, shift: Tensor) -> Tensor:
-        """These rows of the stream, normed and modulated."""
+        """These rows of the stream, after norm and modulation."""
         return stream.operators.norm_modulate(stream.hidden, where, self._norm_eps, factor, shift)
 
 
 class Projection:
-    """An attention's queries, keys and values of one kind of token, with their norm, if it has one."""
+    """The layers that give an attention's queries, keys and values for one kind of token, with their norm, if any."""
 
     def __init__(self, attn: Any, added: str, group: MakeGroup) -> None:
-        """added: "" for the image's tokens, "added" for the text's, by diffusers' names of their layers."""
+        """added: "" for image tokens, "added" for text tokens, as in diffusers' names of their layers."""
         names = ("add_q_proj", "add_k_proj", "add_v_proj") if added else ("to_q", "to_k", "to_v")
         norms = [getattr(attn, f"norm_{added}_{part}" if added else f"norm_{part}") for part in "qk"]
         self._layers = group(*(getattr(attn, name) for name in names))
@@ -206,7 +202,7 @@ class Projection:
         self.weight = None if norms[0] is None else _qk_weight(norms[0], norms[1], attn.heads)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[tokens, hidden] -> [tokens, 3 * hidden], neither normed nor turned."""
+        """[tokens, hidden] -> [tokens, 3 * hidden], before norm and rotary embedding."""
         return self._layers(x)
 
     def split(self, qkv: Tensor) -> Tensor:
@@ -214,12 +210,12 @@ class Projection:
         return qkv.view(len(qkv), 3, self._heads, -1)
 
     def heads(self, x: Tensor) -> Tensor:
-        """[tokens, hidden] -> [tokens, 3, heads, head dim], neither normed nor turned."""
+        """[tokens, hidden] -> [tokens, 3, heads, head dim], before norm and rotary embedding."""
         return self.split(self(x))
 
     def turn_(self, x: Tensor, rotary: Tensor, operators: Operators, first: int = 0) -> None:
-        """Norm and rotary embedding in place. x: [tokens, n, heads, head dim], queries (0) and keys (1) from `first`
-        on."""
+        """Apply norm and rotary embedding in place. x: [tokens, n, heads, head dim], queries (0) and keys (1), starting
+        with `first`."""
         if self.weight is not None:
             operators.normalise_and_rotate_(x, rotary, self.eps, [([(0, len(x))], self.weight[first:])])
 
@@ -227,8 +223,8 @@ class Projection:
 class DoubleBlock(Block):
     """Text and image tokens have layers of their own and meet in attention.
 
-    In some models the image tokens of some blocks have a second attention, among themselves, beside the first; and the
-    last block has no use for what would become of the text.
+    In some models some blocks have a second attention, over the image tokens alone; and the last block does not compute
+    text tokens, as nothing reads them afterwards.
     """
 
     def __init__(self, block: Any, group: MakeGroup) -> None:
@@ -278,7 +274,7 @@ class DoubleBlock(Block):
             self._keep(stream, self.page + 1, self._second, image)
 
     def _image_alone(self, stream: Stream, number: int, parts: Sequence[Tensor]) -> Tensor | None:
-        """What the second attention adds to the image tokens, before its gate. parts: its shift, scale and gate."""
+        """The second attention's output for the image tokens, before its gate. parts: its shift, scale and gate."""
         if self._second is None or self._second_out is None or stream.image_attention is None:
             return None
         packing, where = stream.packing, stream.packing.joint_image
@@ -331,14 +327,14 @@ def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _qk_weight(query_norm: Any, key_norm: Any, heads: int) -> Tensor:
-    """Weights of the norms of queries and keys, float32 [2, heads, head dim]. Repeated for every head: they are a
-    fourth of a pass faster to multiply with."""
+    """Weights of the norms of queries and keys, float32 [2, heads, head dim]. Repeated for every head: multiplying is
+    then faster, by a quarter of a pass."""
     weight = torch.stack([query_norm.weight, key_norm.weight]).detach().float()
     return weight[:, None].repeat(1, heads, 1)
 
 
 def _rows_of(span: Span, tokens: Tensor | None, device: torch.device) -> Tensor:
-    """Rows of the joint matrix with these tokens of a request, None for all."""
+    """Rows of the joint matrix that hold these tokens of a request, None for all."""
     return torch.arange(*span, device=device) if tokens is None else span[0] + tokens
 
 

@@ -1,9 +1,9 @@
-"""A denoiser of transformer blocks, block by block, over the sublayers of diffusers' own module.
+"""The forward pass of transformer denoisers (DiTs), block by block over the sublayers of a diffusers module.
 
-What differs from the module's own forward is the batch: rows of many requests in one matrix (see `ragged.py`),
-modulation computed per request, attention per request. And a request computes its active tokens alone; their queries
-also see the keys and values of the template's other tokens, read from its pages. What becomes of text, picture and
-noise level before the first block is each model's own.
+It differs from the module's own forward in the batch: tokens of many requests lie in one matrix (see
+`kernels/ragged.py`), with modulation and attention computed per request. And a request may compute only its active
+tokens; their queries also see the keys and values of the other tokens, read from the template's pages. How text,
+picture and noise level are embedded before the first block differs by model: see the subclasses.
 """
 
 from __future__ import annotations
@@ -29,25 +29,24 @@ from model_executor.page_cache.pages import Entry
 from model_executor.patches.adapters import Adapter, FittedAdapter
 
 CACHED_GRIDS = 32
-"""Tables of positions kept, one per image size and text length; FLUX's is 8 bytes * tokens * head dim / 2."""
+"""Tables of positions cached, one per image size and text length; FLUX's takes 8 bytes * tokens * head dim / 2."""
 
 MODULATION_BYTES = 64 * 1024**2
-"""Most of a request's modulation at all its noise levels, all its rows together: 1.2 MB a row for the embedded model at
-28 steps."""
+"""Limit on a request's modulation tables, all noise levels and rows together. The embedded model needs 1.2 MB per row
+at 28 steps."""
 
 
 class Denoiser(ABC):
-    """A ragged forward pass. `module` is a diffusers transformer; `num_train_timesteps` is its scheduler's.
+    """Runs a diffusers transformer on batches of rows. Construct it after weights are loaded and threads are set (see
+    `LinearGroup`).
 
-    rows_per_token: as in `PageLayout`; with 2, a row's condition tokens stand behind its image tokens, and only blocks
-    that compute all tokens compute them.
-
-    operators: what it computes with, None for the fastest that the device has. Weights must be in place, and the number
-    of threads set, when it is made (see `LinearGroup`). owns_module: nobody else runs it, so that no weight has to be
-    held twice.
+    module: the diffusers transformer. num_train_timesteps: its scheduler's. operators: the kernels to use, None for the
+    fastest on the device. owns_module: the module is not run elsewhere, so weights need not be held twice.
     """
 
     rows_per_token: ClassVar[int] = 1
+    """As in `PageLayout`. With 2, a row's condition tokens follow its image tokens, and only blocks that compute all
+    tokens compute them."""
 
     def __init__(
         self, module: Any, num_train_timesteps: int, operators: Operators | None = None, *, owns_module: bool = False
@@ -55,7 +54,7 @@ class Denoiser(ABC):
         self.module = module
         self._device: torch.device = module.device
         self._owns_module = owns_module
-        self.dtype: torch.dtype = module.dtype  # diffusers looks through all modules for it, 0.6 ms each time
+        self.dtype: torch.dtype = module.dtype  # kept, because diffusers searches all modules for it, 0.6 ms each time
         self._num_train_timesteps = num_train_timesteps
         self._operators = operators or best_operators(self._device)
         self._pack = sum(parameter.nbytes for parameter in module.parameters()) <= PACKED_BYTES
@@ -67,7 +66,7 @@ class Denoiser(ABC):
         self._rotary_table = lru_cache(maxsize=CACHED_GRIDS)(self._make_rotary_table)
 
     def _build(self) -> None:
-        """All that reads the adapter."""
+        """Make the layers that an adapter changes."""
         embed = self.module.time_text_embed
         self._time_text_embed = embed if self._adapter is None else self._adapter.merge(embed)
         self._blocks = self._make_blocks()
@@ -86,11 +85,11 @@ class Denoiser(ABC):
         twin._adapter = fitted = FittedAdapter(adapter, self.module, self._device, self.dtype)
         twin._build()
         fitted.check()
-        twin._adapter = None  # what was read of it: the groups have their own
+        twin._adapter = None  # the groups hold what they need of it
         return twin
 
     def computing_with(self, operators: Operators) -> Self:
-        """This denoiser with other operators over the same layers, which are run as they were."""
+        """A copy of this denoiser that computes with other operators; the layers are shared and packed as they were."""
         twin = copy(self)
         twin._operators = operators
         return twin
@@ -100,34 +99,34 @@ class Denoiser(ABC):
     @staticmethod
     @abstractmethod
     def _count_pages(config: Mapping[str, Any]) -> int:
-        """Attentions over the picture's tokens."""
+        """Attentions over image tokens in a model of this configuration: each has a page."""
 
     @abstractmethod
     def _make_blocks(self) -> list[Block]:
-        """In the order they run; called when groups can be made."""
+        """The blocks in the order they run. Called once `_group` can be used."""
 
     @abstractmethod
     def _embed(self, rows: Sequence[Row | PrimeRow], computed: Sequence[Tensor | None], packing: Packing) -> Tensor:
-        """Text and image tokens of all rows, [tokens, hidden]. computed: the image tokens of each, None for all, and
-        for the condition tokens too."""
+        """Embedded text and image tokens of all rows, [tokens, hidden]. computed: per row, the image tokens to embed;
+        None for all, with the condition tokens."""
 
     @abstractmethod
     def _embedding(self, sigma: Tensor, pooled_prompt_embeds: Tensor, guidance_scale: float) -> Tensor:
-        """What modulation is computed from, of one request, [1, hidden].
+        """The embedding from which one request's modulation is computed, [1, hidden].
 
-        One request at a time: a product's rounding may depend on its number of rows when these are few.
+        One request at a time, because with few rows a product's rounding may depend on their number.
         """
 
     @abstractmethod
     def _make_rotary_table(self, text_tokens: int, grid: tuple[int, int]) -> Tensor:
-        """Rotations of text and of every token of an image, row by row, and of its condition tokens likewise: complex64
-        [tokens, 1, 1, head dim / 2]."""
+        """Rotations of the text tokens, then the image tokens row by row, then the condition tokens: complex64 [tokens,
+        1, 1, head dim / 2]."""
 
     # ------------------------------------------------------------------------------------------------------- pages
 
     @classmethod
     def layout_of(cls, config: Mapping[str, Any], dtype: PageDtype) -> PageLayout:
-        """The shape of the pages of a model of this configuration: keys and values of all its attentions."""
+        """The shape of the pages of a model with this configuration: keys and values of all its attentions."""
         return PageLayout(
             num_blocks=cls._count_pages(config),
             num_heads=config["num_attention_heads"],
@@ -141,7 +140,7 @@ class Denoiser(ABC):
         return self.layout_of(self.module.config, dtype)
 
     def _group(self, *layers: nn.Module) -> Group:
-        """Their group, with what the adapter adds to them."""
+        """The layers as one group that shares an input, with the adapter's additions to them."""
         if layers not in self._groups:
             self._groups[layers] = self._make_group(*map(as_linear, layers), owns_layers=self._owns_module)
         group = self._groups[layers]
@@ -156,7 +155,7 @@ class Denoiser(ABC):
     def forward(self, rows: Sequence[Row]) -> list[Tensor]:
         """Velocity of each row's active tokens, [active tokens, latent width].
 
-        Raises ValueError for a row that leaves tokens out and has no pages.
+        Raises ValueError for a row with active tokens but without pages.
         """
         edits = [Edit(row, self._num_tokens(row), self._first_pages, self._operators) for row in rows]
         stream = self._start(rows, edits, [edit.computed(0) for edit in edits])
@@ -169,8 +168,8 @@ class Denoiser(ABC):
         return [velocity[start:stop][: len(row.latents)] for row, (start, stop) in spans]
 
     def prime(self, rows: Sequence[PrimeRow], pages: tuple[int, int]) -> list[tuple[Tensor, ...]]:
-        """All image tokens of each row through the blocks whose last page is one of [start, stop), and their pages into
-        its entry.
+        """Run all image tokens of each row through the blocks whose last page is in [start, stop), and write these
+        blocks' pages into the row's entry.
 
         Returns each row's hidden state for the next chunk, [text and image tokens, hidden]; () after the last block, of
         which only keys and values are computed. A row's bits depend neither on the other rows nor on the chunks.
@@ -188,9 +187,9 @@ class Denoiser(ABC):
     def modulation(
         self, pooled_prompt_embeds: Tensor, guidance_scale: float, sigmas: Tensor, num_rows: int
     ) -> Tensor | None:
-        """What `Row.modulation` may hold at each of these noise levels, [levels, width]: all blocks' shifts, scales and
-        gates, with the bits that every step would compute. None where so many tables, one for each of the request's
-        rows, are more than MODULATION_BYTES.
+        """All blocks' shifts, scales and gates at each of these noise levels, [levels, width], for `Row.modulation`;
+        bit-identical to what each step would compute. None where the tables of `num_rows` rows would take more than
+        MODULATION_BYTES.
         """
         width = sum(part.width for part in self._modulations)
         if num_rows * len(sigmas) * width * self.dtype.itemsize > MODULATION_BYTES:
@@ -204,7 +203,7 @@ class Denoiser(ABC):
     def _start(
         self, rows: Sequence[Row | PrimeRow], sources: Sequence[Source], computed: Sequence[Tensor | None]
     ) -> Stream:
-        """The stream before its first block; computed: the image tokens of each row that are in it, None for all."""
+        """The stream before its first block. computed: per row, the image tokens that it contains, None for all."""
         packing = Packing.of(
             [row.prompt_embeds.shape[0] for row in rows],
             [
@@ -219,7 +218,8 @@ class Denoiser(ABC):
         return Stream(joint, packing, rotary, modulation, sources, *self._attentions(rows, joint), self._operators)
 
     def _attentions(self, rows: Sequence[Row | PrimeRow], like: Tensor) -> tuple[Attention, Attention | None]:
-        """Of text and image together, and where a block asks for it, of the image alone; dtype and device of `like`."""
+        """Attention over text and image together, and over the image alone where blocks have it; dtype and device of
+        `like`."""
         heads, head_dim = self.module.config.num_attention_heads, self.module.config.attention_head_dim
         sizes = [(row.prompt_embeds.shape[0], self._num_tokens(row)) for row in rows]
         joint = self._operators.attention(sizes, heads, head_dim, like)
@@ -228,7 +228,7 @@ class Denoiser(ABC):
         return joint, self._operators.attention([(0, image) for _, image in sizes], heads, head_dim, like, joint)
 
     def _modulation_of(self, rows: Sequence[Row | PrimeRow]) -> Callable[[int], Sequence[Tensor]]:
-        """Block number -> its shifts, scales and gates, each [requests, hidden]; after the last one the output's."""
+        """Block number -> its shifts, scales and gates, each [requests, hidden]; the last number: the output norm's."""
         known = [row.modulation for row in rows if isinstance(row, Row) and row.modulation is not None]
         if len(known) == len(rows):
             tables = torch.cat(known).split([part.width for part in self._modulations], dim=1)
@@ -238,15 +238,15 @@ class Denoiser(ABC):
         return lambda number: self._modulations[number].parts(self._modulations[number].product(conditioning))
 
     def _num_tokens(self, row: Row | PrimeRow) -> int:
-        """Image and condition tokens."""
+        """Image and condition tokens of a row."""
         return self.rows_per_token * len(row.latents)
 
     def _rotary(self, row: Row | PrimeRow, tokens: Tensor | None) -> Tensor:
-        """Rotations of these of a request's tokens, complex64 [tokens, 1, 1, head dim / 2]."""
+        """Rotations of these tokens of a request, None for all: complex64 [tokens, 1, 1, head dim / 2]."""
         return select(self._rotary_table(row.prompt_embeds.shape[0], row.grid), tokens)
 
     def _entry(self, row: PrimeRow) -> Entry:
-        """The entry to write; its size tells the dtype of its pages."""
+        """The entry to write. The dtype of its pages follows from its size."""
         num_tokens, size = len(row.latents), row.entry.numel()
         for layout in map(self.page_layout, get_args(PageDtype)):
             if layout.entry_bytes(num_tokens) == size:
@@ -263,12 +263,13 @@ class Denoiser(ABC):
 
 
 def _unmap(module: nn.Module) -> None:
-    """Copy the few parameters left, or they would keep all of the checkpoint's file mapped, which counts as memory."""
+    """Copy the few remaining parameters: as views they would keep the whole checkpoint file mapped, which counts as
+    memory."""
     for parameter in module.parameters():
-        if not parameter.is_meta and type(parameter) is nn.Parameter:  # quantised ones never were in the file
+        if not parameter.is_meta and type(parameter) is nn.Parameter:  # quantised ones are not views of the file
             parameter.data = parameter.data.clone()
 
 
 def select(x: Tensor, tokens: Tensor | None) -> Tensor:
-    """These rows of x, None for all."""
+    """The rows of x for these tokens, None for all."""
     return x if tokens is None else x[tokens]

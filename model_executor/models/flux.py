@@ -1,6 +1,6 @@
-"""FLUX.1: Fill as `diffusers.FluxFillPipeline` does it, dev and schnell as `diffusers.FluxInpaintPipeline` does.
+"""The FLUX.1 families: Fill as in `diffusers.FluxFillPipeline`, dev and schnell as in `diffusers.FluxInpaintPipeline`.
 
-Every function names the pipeline step it follows.
+Functions name the pipeline's method that they follow.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ MAX_TEXT_TOKENS = 512
 
 
 class Flux(LatentFamily):
-    """What the two have in common: text encoders, noise levels, the denoiser. Guidance is distilled into it, in schnell
-    without a scale to choose."""
+    """What both FLUX families share: text encoders, noise levels, the denoiser. Guidance is distilled into it, in
+    schnell without a scale to choose."""
 
     denoiser = FluxTransformer
     lora_loader = "FluxLoraLoaderMixin"
@@ -72,7 +72,7 @@ class Flux(LatentFamily):
         )
 
     def encode_text(self, prompt: str, max_sequence_length: int, template: Tensor | None = None) -> EncodedText:
-        """encode_prompt. Pooled output of CLIP, sequence of T5; each cuts at its own length."""
+        """As encode_prompt: CLIP's pooled output and T5's sequence; each cuts the prompt at its own length."""
         clip_tokens = tokenize(self._tokenizer, prompt, self._tokenizer.model_max_length)
         tokens = tokenize(self._tokenizer_2, prompt, max_sequence_length)
         clip = self._parts["text_encoder"]
@@ -92,8 +92,8 @@ class Flux(LatentFamily):
 class FluxFill(Flux):
     """Checkpoints whose model_index.json names FluxFillPipeline: the denoiser sees the masked image and the mask.
 
-    Draws: posterior noise of the image, initial noise, posterior noise of the masked image. At full strength the first
-    of these multiplies nothing: its numbers are drawn and dropped, and the image is not encoded.
+    Random draws: posterior noise of the image, initial noise, posterior noise of the masked image. At full strength the
+    first is drawn but unused, and the image is not encoded.
     """
 
     family = "flux-fill"
@@ -103,12 +103,12 @@ class FluxFill(Flux):
     def encode_image(
         self, template: Tensor, mask: Tensor, *, seed: int, num_inference_steps: int, num_denoising_steps: int
     ) -> EncodedImage:
-        """prepare_latents and prepare_mask_latents.
+        """As prepare_latents and prepare_mask_latents.
 
-        The masked image is encoded whole, though an edit only reads the condition of its active tokens. Encoding only a
-        box around these was measured on 24 edits with the embedded model: 1, 2 and 3 tokens around it, 51 %, 64 % and
-        74 % of the pictures, left the finished edits at an SSIM of 0.9956, 0.9979 and 0.9982 to what they are
-        otherwise. That is too much for a third of the smaller half of the VAE's time.
+        The masked image is encoded whole, though an edit reads the condition of its active tokens only. Encoding just a
+        box with 1, 2 or 3 tokens around them (51 %, 64 %, 74 % of the picture), measured on 24 edits with the embedded
+        model, gave edits with an SSIM of 0.9956, 0.9979 and 0.9982 to those of the whole. That is too large an error
+        for a third of the smaller half of the VAE's time.
         """
         generator = torch.Generator("cpu").manual_seed(seed)
         image, mask = to_image(template), mask[None, None].float()
@@ -125,10 +125,10 @@ class FluxFill(Flux):
         )
 
     def _initial_latents(self, image: Tensor, sigma: Tensor, generator: torch.Generator) -> Tensor:
-        """Noise, mixed with the image's latents when sampling does not start at full noise."""
+        """Noise, mixed with the image's latents when sampling starts below full noise."""
         shape = self._latent_shape(image)
         if sigma == 1.0:
-            self._draw(shape, generator)  # the posterior noise that nothing would be left of
+            self._draw(shape, generator)  # the posterior noise: multiplied by 0, but drawn first
             return self._draw(shape, generator)
         clean = self._posterior_sample(image, generator)
         noise = self._draw(shape, generator)

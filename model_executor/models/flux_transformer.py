@@ -1,4 +1,4 @@
-"""FLUX's denoiser over the sublayers of a diffusers `FluxTransformer2DModel`.
+"""FLUX's denoiser, which runs the sublayers of a diffusers `FluxTransformer2DModel`.
 
 Follows `diffusers/models/transformers/transformer_flux.py`: with `plain_linear`, one request and every token active,
 the result is bit-identical to the module's own forward.
@@ -41,7 +41,7 @@ class FluxTransformer(Denoiser):
         return packing.join(text, image)
 
     def _embedding(self, sigma: Tensor, pooled_prompt_embeds: Tensor, guidance_scale: float) -> Tensor:
-        """Time, guidance and pooled text."""
+        """The embedding of time, guidance and pooled text."""
         timestep = (sigma * self._num_train_timesteps).reshape(1).to(self.dtype)
         timestep = (timestep / 1000).to(self.dtype) * 1000  # the pipeline divides, the module multiplies
         inputs = [timestep, pooled_prompt_embeds[None]]
@@ -52,7 +52,7 @@ class FluxTransformer(Denoiser):
         return embedding
 
     def _make_rotary_table(self, text_tokens: int, grid: tuple[int, int]) -> Tensor:
-        """Text is all at position 0."""
+        """All text tokens are at position 0."""
         height, width = grid
         image = torch.zeros(height, width, 3)
         image[..., 1] = torch.arange(height)[:, None]

@@ -1,5 +1,7 @@
-"""LatentFamily: what families share whose denoiser is a transformer over patches of a VAE's latents, sampled by flow
-matching.
+"""LatentFamily: the code that families with a transformer as denoiser share: FLUX, Stable Diffusion 3, Qwen-Image.
+
+The transformer works on patches of a VAE's latents and is sampled by flow matching. `NoisedTemplate` adds inpainting
+for denoisers that see no mask.
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ from model_executor.samplers.sampling import Sampling, State, predict_clean
 
 
 class LatentFamily(VaeFamily):
-    """Everything but text, conditions and the denoiser itself."""
+    """Implements sampling, priming and the calls of the denoiser; subclasses add text, conditions and the denoiser."""
 
     denoiser: ClassVar[type[Denoiser]]
 
     samples_packed = True
-    """Whether the pipeline's loop has latents packed: noise that a sampler draws falls into their shape."""
+    """Whether the diffusers pipeline samples packed latents: a sampler that draws noise draws it in that shape."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint)
@@ -43,11 +45,11 @@ class LatentFamily(VaeFamily):
 
     @abstractmethod
     def _timesteps(self, num_inference_steps: int, image_tokens: int) -> dict[str, Any]:
-        """What the family's pipeline passes to its scheduler's `set_timesteps`."""
+        """The arguments that the family's diffusers pipeline passes to its scheduler's `set_timesteps`."""
 
     @abstractmethod
     def _unmasked_condition(self, clean: Tensor) -> Tensor:
-        """The condition of a template with nothing masked, whose clean latents these are."""
+        """The condition of a template with nothing masked. clean: its clean latents, [image tokens, latent width]."""
 
     # ------------------------------------------------------------------------------------------------------- parts
 
@@ -118,12 +120,12 @@ class LatentFamily(VaeFamily):
 
 
 class NoisedTemplate(LatentFamily):
-    """Inpainting with a denoiser that knows of no mask: after each step what lies outside the mask is replaced by the
-    template at that step's noise level, as `FluxInpaintPipeline` and `StableDiffusion3InpaintPipeline` do. It sees
-    nothing but latents: there is no condition.
+    """Inpainting with a denoiser that sees latents alone, no mask: after each step, everything outside the mask is
+    replaced by the template at that step's noise level, as `FluxInpaintPipeline` and `StableDiffusion3InpaintPipeline`
+    do.
 
-    Draws: posterior noise of the image, initial noise, posterior noise of the masked image. Nothing is made of the last
-    one, but a sampler that draws noise goes on behind it.
+    Random draws: posterior noise of the image, initial noise, posterior noise of the masked image. The last is unused,
+    but must be drawn: a sampler that draws noise of its own continues after it.
     """
 
     def encode_image(
@@ -151,7 +153,7 @@ class NoisedTemplate(LatentFamily):
         return (1 - mask) * noised + mask * moved, state
 
     def _packed_mask(self, mask: Tensor) -> Tensor:
-        """The same for each channel: float32 [image tokens, latent width]."""
+        """The mask, the same for every channel: float32 [image tokens, latent width]."""
         return pack(self._latent_mask(mask).repeat(1, self._latent_channels, 1, 1))
 
     def _unmasked_condition(self, clean: Tensor) -> Tensor:

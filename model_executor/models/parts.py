@@ -1,4 +1,4 @@
-"""The classes of diffusers and transformers that families' checkpoints are made of."""
+"""The classes of diffusers and transformers that checkpoints may consist of, and the modules that define them."""
 
 from collections.abc import Mapping
 
@@ -29,13 +29,14 @@ MODULES = {
     "Qwen2VLProcessor": "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl",
     "Qwen2_5_VLProcessor": "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl",
 }
-"""Class named by model_index.json -> the module that defines it, or what is loaded in its place."""
+"""Class named by model_index.json -> the module that defines it, or its substitute in `IN_PLACE_OF`."""
 
 IN_PLACE_OF = {"Qwen2VLProcessor": "Qwen2VLImageProcessorPil", "Qwen2_5_VLProcessor": "Qwen2VLImageProcessorPil"}
-"""Of a processor of pictures, videos and chats the first part alone, in its form that works without torchvision."""
+"""Class named by model_index.json -> the class loaded instead: of a processor of pictures, videos and chats the image
+processor alone, in the form that works without torchvision."""
 
 FLOW_SCHEDULERS = ("FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler", "FlowMatchLCMScheduler")
-"""Those of transformers."""
+"""Schedulers of transformer denoisers."""
 
 TIMESTEP_SCHEDULERS = (
     "DDIMScheduler",
@@ -44,20 +45,20 @@ TIMESTEP_SCHEDULERS = (
     "EulerAncestralDiscreteScheduler",
     "DPMSolverMultistepScheduler",
 )
-"""Those of UNets."""
+"""Schedulers of UNets."""
 
 Classes = Mapping[str, tuple[str, ...]]
-"""Part of a checkpoint, named as in model_index.json -> the classes that it may be of."""
+"""Part of a checkpoint, named as in model_index.json -> the classes it may have."""
 
 CLIP: Classes = {"text_encoder": ("CLIPTextModel",), "tokenizer": ("CLIPTokenizer",)}
-"""A text encoder and its tokenizer."""
+"""CLIP as a text encoder, and its tokenizer."""
 
 
 def projected_clip(number: str = "") -> Classes:
-    """Likewise one whose pooled output is projected. number: what ends their names."""
+    """CLIP with a projected pooled output, and its tokenizer. number: suffix of the parts' names, such as "_2"."""
     return {f"text_encoder{number}": ("CLIPTextModelWithProjection",), f"tokenizer{number}": ("CLIPTokenizer",)}
 
 
 def t5(number: str) -> Classes:
-    """Likewise T5."""
+    """T5 and its tokenizer. number: suffix of the parts' names."""
     return {f"text_encoder{number}": ("T5EncoderModel",), f"tokenizer{number}": ("T5Tokenizer", "T5TokenizerFast")}

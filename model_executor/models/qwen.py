@@ -1,8 +1,9 @@
-"""Qwen-Image and Qwen-Image-Edit as `diffusers.QwenImageInpaintPipeline` and `QwenImageEditInpaintPipeline` do them.
+"""The Qwen-Image and Qwen-Image-Edit families, which follow `diffusers.QwenImageInpaintPipeline` and
+`QwenImageEditInpaintPipeline`.
 
-The text encoder is a language model, and in Qwen-Image-Edit one that sees the template: Qwen2.5-VL. It must be told
-which of its tokens are the picture's (`mm_token_type_ids`), or gives them the positions of text; the pipelines of
-diffusers 0.42 leave that out, which transformers 4 worked out by itself and transformers 5 does not. Here it is told.
+The text encoder is a language model, Qwen2.5-VL; in Qwen-Image-Edit it also sees the template. It needs
+`mm_token_type_ids`, which mark the picture's tokens; without them these get the positions of text. transformers 4
+derived the argument, transformers 5 does not, and the pipelines of diffusers 0.42 do not pass it. It is passed here.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ MAX_TEXT_TOKENS = 512
 """The pipelines' default max_sequence_length."""
 
 MAX_SIDE = 200
-"""Tokens. The picture's processor refuses one whose long side is over 200 times the short one."""
+"""Tokens. The image processor rejects pictures whose long side is over 200 times the short one."""
 
 PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
 
 UNSUPPORTED = ("guidance_embeds", "zero_cond_t", "use_additional_t_cond", "use_layer3d_rope")
-"""Of the denoiser's configuration: what other pipelines' checkpoints have."""
+"""Options of the denoiser's configuration that are not supported: checkpoints of other pipelines set them."""
 
 
 class Qwen(NoisedTemplate):
-    """What the two have in common. Guidance is classifier-free, and done only where there is a negative prompt."""
+    """What both Qwen families share. Guidance is classifier-free, and applied only where there is a negative prompt."""
 
     lora_loader = "QwenImageLoraLoaderMixin"
     vae = QwenVae
@@ -54,7 +55,7 @@ class Qwen(NoisedTemplate):
     """The chat template's first message."""
 
     dropped: int
-    """Tokens of the chat template that come before what the denoiser is told; the pipeline's number."""
+    """Leading tokens of the chat template that the denoiser does not see; the pipeline's number."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint)
@@ -92,31 +93,31 @@ class Qwen(NoisedTemplate):
 
     @property
     def _frame_tokens(self) -> int:
-        """Of the chat template, around picture and prompt, that do not count as the prompt's."""
+        """Tokens of the chat template around picture and prompt; not counted as the prompt's."""
         return 0
 
     def _vision(self) -> VisionTokens | None:
-        """As in ModelInfo."""
+        """`ModelInfo.vision`."""
         return None
 
     def put(self, part: str, module: nn.Module) -> None:
-        """Of the language model without its head: no word is ever chosen."""
+        """Keeps the language model without its head, which would only choose words."""
         super().put(part, module.get_submodule("model") if part == "text_encoder" else module)
 
     def _frame(self, picture: str = "") -> tuple[list[int], list[int]]:
-        """The chat template before and after a prompt."""
+        """Tokens of the chat template before and after a prompt. picture: placeholder for it, if there is one."""
         before = f"<|im_start|>system\n{self.system}<|im_end|>\n<|im_start|>user\n{picture}"
         after = "<|im_end|>\n<|im_start|>assistant\n"
         return self._tokenizer(before).input_ids, self._tokenizer(after).input_ids
 
     def _prompt_ids(self, prompt: str) -> list[int]:
-        """What looks like a special token of the chat template is spelt out: a prompt cannot end its own message, nor
-        bring in pictures that are not there."""
+        """Tokens of a prompt. Text that looks like a special token is encoded as plain text, so that a prompt can
+        neither end its own message nor add pictures."""
         ids: list[int] = self._tokenizer(prompt, split_special_tokens=True).input_ids
         return ids
 
     def _hidden_states(self, ids: list[int], **picture: Any) -> Tensor:
-        """The last layer's, of all tokens but the dropped ones."""
+        """The last layer's hidden states [tokens, width], without the `dropped` ones."""
         encoder = self._parts["text_encoder"]
         tokens = torch.tensor([ids], device=self._device)
         output = encoder(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False, **picture)
@@ -128,7 +129,7 @@ class Qwen(NoisedTemplate):
         return {"sigmas": sigmas, "mu": dynamic_shift(self._sampling.config, image_tokens)}
 
     def combine_guidance(self, predictions: Sequence[Tensor], scale: float) -> Tensor:
-        """The guided velocity, each token's as long as the prompt's own."""
+        """The guided velocity, rescaled per token to the norm of the prompt's own velocity."""
         guided = super().combine_guidance(predictions, scale)
         if len(predictions) == 1:
             return guided
@@ -150,7 +151,7 @@ class QwenInpaint(Qwen):
     dropped = 34
 
     def encode_text(self, prompt: str, max_sequence_length: int, template: Tensor | None = None) -> EncodedText:
-        """encode_prompt, which cuts what it has of prompt and chat template."""
+        """As encode_prompt, which cuts prompt and chat template together."""
         before, after = self._frame()
         words = self._prompt_ids(prompt)
         ids, length = [*before, *words, *after], self.dropped + max_sequence_length
@@ -165,12 +166,12 @@ class QwenInpaint(Qwen):
 
 class QwenEdit(Qwen):
     """Checkpoints of Qwen-Image-Edit, whose model_index.json names QwenImageEditPipeline or
-    QwenImageEditInpaintPipeline. The denoiser sees the clean template as tokens of their own, and so does the text
-    encoder. Without a mask everything is regenerated, as the former pipeline does it, but for the noised template that
-    strength below 1 starts from.
+    QwenImageEditInpaintPipeline.
 
-    What the denoiser sees of the template is drawn from the posterior by the request's seed, as the pipeline has it;
-    a template's pages are made with the posterior's mode.
+    Denoiser and text encoder both see the clean template as tokens of its own. Without a mask everything is
+    regenerated, as in QwenImageEditPipeline, except that strength below 1 starts from the noised template. The template
+    that the denoiser sees is sampled from the posterior with the request's seed, as in the pipeline; pages are made
+    with the posterior's mode.
     """
 
     family = "qwen-image-edit"
@@ -191,7 +192,7 @@ class QwenEdit(Qwen):
         self._picture_id: int = self._tokenizer.convert_tokens_to_ids("<|image_pad|>")
 
     def encode_text(self, prompt: str, max_sequence_length: int, template: Tensor | None = None) -> EncodedText:
-        """encode_prompt, but that a prompt is cut at `max_sequence_length` tokens of its own."""
+        """As encode_prompt, except that a prompt is cut at `max_sequence_length` tokens of its own."""
         if template is None:
             raise ValueError("the text encoder sees the picture that a prompt is for")
         picture = self._processor(images=template.numpy(), input_data_format="channels_last", return_tensors="pt")
@@ -214,7 +215,7 @@ class QwenEdit(Qwen):
         return clean
 
     def _with_picture(self, words: list[int], num_patches: int) -> list[int]:
-        """The chat with a prompt and a picture of so many patches, several of which make a token."""
+        """Tokens of the chat with a prompt and a picture of `num_patches`; merge_size**2 patches make one token."""
         before, after = self._frame(PICTURE)
         place = before.index(self._picture_id)
         pictures = [self._picture_id] * (num_patches // self._processor.merge_size**2)

@@ -1,7 +1,7 @@
-"""Qwen-Image's denoiser over the sublayers of a diffusers `QwenImageTransformer2DModel`.
+"""Qwen-Image's denoiser, which runs the sublayers of a diffusers `QwenImageTransformer2DModel`.
 
 Follows `diffusers/models/transformers/transformer_qwenimage.py`: with `plain_linear`, one request and every token
-computed, the result is the module's own forward's.
+computed, the result is that of the module's own forward.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from model_executor.models.denoiser import Denoiser, select
 
 
 class QwenTransformer(Denoiser):
-    """Double blocks only; rotary positions that count from the middle of the picture, and for text from beyond its
-    edge; no pooled text and no guidance."""
+    """Double blocks only. Rotary positions count from the middle of the picture, and for text from beyond its edge. Has
+    neither pooled text nor guidance."""
 
     @staticmethod
     def _count_pages(config: Mapping[str, Any]) -> int:
@@ -39,12 +39,12 @@ class QwenTransformer(Denoiser):
         return packing.join(text, image)
 
     def _inputs(self, row: Row | PrimeRow, tokens: Tensor | None) -> Tensor:
-        """What is under these tokens."""
+        """The denoiser's input for these tokens, None for all."""
         return select(row.latents, tokens)
 
     def _embedding(self, sigma: Tensor, pooled_prompt_embeds: Tensor, guidance_scale: float) -> Tensor:
         timestep = (sigma * self._num_train_timesteps).reshape(1).to(self.dtype) / 1000
-        embedding: Tensor = self._time_text_embed(timestep, timestep)  # of the latter the dtype is taken
+        embedding: Tensor = self._time_text_embed(timestep, timestep)  # the second argument only gives the dtype
         return embedding
 
     def _make_rotary_table(self, text_tokens: int, grid: tuple[int, int]) -> Tensor:
@@ -54,7 +54,7 @@ class QwenTransformer(Denoiser):
 
 
 class QwenEditTransformer(QwenTransformer):
-    """The clean template's tokens stand behind the image's, at the same places of a second frame."""
+    """The tokens of the clean template follow those of the image, at the same positions of a second frame."""
 
     rows_per_token = 2
 
@@ -63,7 +63,7 @@ class QwenEditTransformer(QwenTransformer):
 
 
 def _renamed(block: Any) -> SimpleNamespace:
-    """A block by the names of FLUX's double blocks, which do the same."""
+    """A block with its layers named as in FLUX's double blocks, which compute the same."""
     return SimpleNamespace(
         attn=block.attn,
         norm1=SimpleNamespace(norm=block.img_norm1, linear=block.img_mod[1]),

@@ -1,7 +1,7 @@
-"""Qwen-Image's VAE, diffusers' `AutoencoderKLQwenImage`: one of videos, here of one frame.
+"""Qwen-Image's VAE, diffusers' `AutoencoderKLQwenImage`: a video VAE, used for one frame.
 
-Its norms are of single pixels, so that a part of the picture is decoded from that part and what surrounds it alone, to
-the same values: all but the first resolution, whose attention sees the whole map, is done for a crop.
+It normalizes single pixels, so a part of the picture can be decoded from that part and its surroundings, with the same
+values. All resolutions but the first, whose attention sees the whole map, are computed for a crop.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from model_executor.models.vae_family import PATCH
 
 
 class QwenVae(Vae):
-    """latents_mean and latents_std bring each channel to the denoiser's range."""
+    """Scales each channel to the denoiser's range with latents_mean and latents_std."""
 
     def __init__(self, module: Any) -> None:
         silu_in_place(module)
@@ -60,7 +60,7 @@ class QwenVae(Vae):
         return self.scale_and_channels(self._module.config)[0]
 
     def _first_map(self, latents: Tensor) -> Tensor:
-        """[1, channels, 1, rows, columns], before the first up block."""
+        """The decoder's map before its first up block, [1, channels, 1, rows, columns]."""
         decoder, latents = self._module.decoder, latents / self._inverse_std + self._mean
         first: Tensor = decoder.mid_block(decoder.conv_in(self._module.post_quant_conv(latents[:, :, None])))
         return first
@@ -74,8 +74,8 @@ class QwenVae(Vae):
 
 
 def _forget_time(module: nn.Module) -> None:
-    """Of one frame, a convolution that looks back in time meets two frames of zeros: only its last slice counts. A
-    third of the products, and of the weights."""
+    """Reduce causal convolutions to their last slice in time: with one frame, the other two meet only zeros. A third of
+    the products and of the weights is left."""
     for layer in module.modules():
         if isinstance(layer, QwenImageCausalConv3d):
             layer.weight = nn.Parameter(layer.weight[:, :, -1:].clone(), requires_grad=False)
@@ -83,7 +83,7 @@ def _forget_time(module: nn.Module) -> None:
 
 
 def _halo(decoder: Any) -> int:
-    """How many latent pixels around a box its pixels depend on, from the first up block on."""
+    """How many latent pixels around a box the box's pixels depend on, counted from the first up block."""
     reach = 1
     for block in reversed(decoder.up_blocks):
         if block.upsamplers:

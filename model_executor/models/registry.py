@@ -1,4 +1,4 @@
-"""Which checkpoints can be served: model_index.json's `_class_name` -> the family that runs it."""
+"""The checkpoints that can be served: the pipeline class named in model_index.json -> the family that runs it."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ FAMILIES: dict[str, type[VaeFamily]] = {
 
 
 def make_family(checkpoint: Checkpoint) -> Family:
-    """The family of a checkpoint, with its light parts loaded and no weights. Raises ConfigError for unknown classes,
-    and for configurations that make no sense."""
+    """The family of a checkpoint, with tokenizers and scheduler loaded, but no weights. Raises ConfigError for a
+    pipeline class that is not supported and for an invalid configuration."""
     name = checkpoint.class_name
     if name not in FAMILIES:
         supported = ", ".join(sorted(FAMILIES))

@@ -1,7 +1,7 @@
-"""Stable Diffusion 3 and 3.5 as `diffusers.StableDiffusion3InpaintPipeline` does them.
+"""The Stable Diffusion 3 and 3.5 family, which follows `diffusers.StableDiffusion3InpaintPipeline`.
 
-But for the VAE's shift, which that pipeline takes off when it encodes and up to diffusers 0.42 forgets to add when it
-decodes; `StableDiffusion3Pipeline` adds it, and so is it here.
+One difference: that pipeline subtracts the VAE's shift when it encodes and, up to diffusers 0.42, does not add it when
+it decodes. Here it is added, as in `StableDiffusion3Pipeline`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from model_executor.models.vae_family import PATCH, refuse
 from model_executor.samplers.sampling import dynamic_shift
 
 MAX_TEXT_TOKENS = 256
-"""The pipeline's default max_sequence_length, T5's; CLIP's tokens come before them."""
+"""T5's tokens: the pipeline's default max_sequence_length. CLIP's tokens come before them and are not counted."""
 
 MAX_SHIFT = 1.16
-"""Of dynamic shifting where the scheduler names none; FLUX's is another."""
+"""Dynamic shifting's largest shift where the scheduler's configuration has none; FLUX has another default."""
 
 
 class StableDiffusion3(NoisedTemplate):
@@ -80,8 +80,8 @@ class StableDiffusion3(NoisedTemplate):
         )
 
     def encode_text(self, prompt: str, max_sequence_length: int, template: Tensor | None = None) -> EncodedText:
-        """encode_prompt. Both CLIPs' sequences side by side, filled up with zeros to T5's width, and T5's below; both
-        CLIPs' pooled outputs side by side."""
+        """As encode_prompt: both CLIPs' sequences side by side, padded with zeros to T5's width, then T5's sequence;
+        both CLIPs' pooled outputs side by side."""
         length = self._tokenizers[0].model_max_length
         tokens = [tokenize(tokenizer, prompt, length) for tokenizer in self._tokenizers]
         clips = [

@@ -1,7 +1,8 @@
-"""Stable Diffusion 3's denoiser over the sublayers of a diffusers `SD3Transformer2DModel`.
+"""Stable Diffusion 3's denoiser, which runs the sublayers of a diffusers `SD3Transformer2DModel`.
 
-Follows `diffusers/models/transformers/transformer_sd3.py`. Text comes before the picture here and after it there, so
-that sums are taken in another order; the patches' convolution, which overlaps nowhere, runs as a linear layer.
+Follows `diffusers/models/transformers/transformer_sd3.py`, with two differences. Text tokens come before image tokens
+here and after them there, so sums are taken in another order; and the convolution that embeds patches, which do not
+overlap, runs as a linear layer.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from model_executor.models.denoiser import CACHED_GRIDS, Denoiser, select
 
 
 class SD3Transformer(Denoiser):
-    """Double blocks only, some with a second attention; positions are added to the tokens and not to queries and keys;
-    guidance is none of its business."""
+    """Double blocks only, some with a second attention. Positions are added to the tokens, not rotated into queries and
+    keys. Does not read guidance."""
 
     def __init__(
         self, module: Any, num_train_timesteps: int, operators: Operators | None = None, *, owns_module: bool = False
@@ -49,22 +50,22 @@ class SD3Transformer(Denoiser):
         return packing.join(text, (image + positions).to(image.dtype))
 
     def _embedding(self, sigma: Tensor, pooled_prompt_embeds: Tensor, guidance_scale: float) -> Tensor:
-        """Time and pooled text."""
+        """The embedding of time and pooled text."""
         timestep = (sigma * self._num_train_timesteps).reshape(1)
         embedding: Tensor = self._time_text_embed(timestep, pooled_prompt_embeds[None])
         return embedding
 
     def _make_positions(self, grid: tuple[int, int]) -> Tensor:
-        """From the middle of the square that the model knows: [image tokens, hidden]."""
+        """Position embeddings, cropped from the middle of the model's square table: [image tokens, hidden]."""
         positions: Tensor = self.module.pos_embed.cropped_pos_embed(*(side * self._patch for side in grid))
         return positions[0]
 
     def _make_rotary_table(self, text_tokens: int, grid: tuple[int, int]) -> Tensor:
-        """No rotation at all."""
+        """The identity: this model has no rotary positions."""
         tokens, head_dim = text_tokens + grid[0] * grid[1], self.module.config.attention_head_dim
         return torch.ones(tokens, 1, 1, head_dim // 2, dtype=torch.complex64, device=self._device)
 
     def _project_out(self, stream: Stream) -> Tensor:
-        """The module's patches have their channels last, latents have them first."""
+        """Also reorders patches, which have their channels last in the module and first in latents."""
         velocity = super()._project_out(stream)
         return velocity.view(len(velocity), self._patch, self._patch, -1).permute(0, 3, 1, 2).flatten(1)

@@ -1,9 +1,9 @@
-"""Stable Diffusion 1 and 2 as `diffusers.StableDiffusionInpaintPipeline` does them, and SDXL as
-`diffusers.StableDiffusionXLInpaintPipeline` does: the families whose denoiser is a UNet.
+"""The families with a UNet as denoiser: Stable Diffusion 1 and 2 as in `diffusers.StableDiffusionInpaintPipeline`, SDXL
+as in `diffusers.StableDiffusionXLInpaintPipeline`.
 
-Of either there are two kinds of checkpoint. An inpainting one, of 9 input channels, sees mask and masked picture; a
-plain one sees nothing but latents, and after each step what lies outside the mask is replaced by the template at that
-step's noise level. No safety checker is run, and no watermark added.
+Each has two kinds of checkpoint. Inpainting checkpoints, with 9 input channels, see mask and masked picture. Plain ones
+see latents alone, and after each step everything outside the mask is replaced by the template at that step's noise
+level. No safety checker is run, and no watermark added.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BLOCKS = {
     "down_block_types": {"CrossAttnDownBlock2D", "DownBlock2D"},
     "up_block_types": {"CrossAttnUpBlock2D", "UpBlock2D"},
 }
-"""Of the UNet's configuration: what `unet_layers.py` knows the order of."""
+"""Block types of a UNet's configuration that `unet_layers.py` can run."""
 
 MIDDLE = "UNetMidBlock2DCrossAttn"
 
@@ -51,16 +51,16 @@ UNSUPPORTED = (
     "only_cross_attention",
     "dual_cross_attention",
 )
-"""Of the UNet's configuration: what other pipelines' checkpoints have, and distilled ones whose guidance is an
-embedding."""
+"""Options of a UNet's configuration that are not supported: checkpoints of other pipelines set them, and distilled ones
+that take guidance as an embedding."""
 
 
 class UnetFamily(VaeFamily):
-    """What all of them have in common. Guidance is classifier-free.
+    """What all UNet families share. Guidance is classifier-free.
 
-    Draws: posterior noise of the image, initial noise, posterior noise of the masked image. A plain checkpoint makes
-    nothing of the last one, but a sampler that draws noise goes on behind it; at full strength an inpainting one makes
-    nothing of the first, and its pipeline does not draw it.
+    Random draws: posterior noise of the image, initial noise, posterior noise of the masked image. A plain checkpoint
+    does not use the last, but must draw it: a sampler that draws noise of its own continues after it. An inpainting
+    checkpoint at full strength does not use the first, and its pipeline does not draw it.
     """
 
     denoiser_part = "unet"
@@ -72,7 +72,7 @@ class UnetFamily(VaeFamily):
     sees_all_latents = True
     patch = TOKEN_SIDE
     added: ClassVar[str | None]
-    """What the UNet is told besides timestep and text: its addition_embed_type."""
+    """The UNet's addition_embed_type: its inputs besides timestep and text."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint)
@@ -86,7 +86,7 @@ class UnetFamily(VaeFamily):
         self._unet: Unet | None = None
 
     def _check(self) -> None:
-        """Raises ConfigError for a denoiser or a VAE of another form."""
+        """Raises ConfigError for a denoiser or a VAE that is not supported."""
         config, channels = self._unet_config, self._latent_channels
         if options := [name for name in UNSUPPORTED if config.get(name)]:
             raise refuse(self._checkpoint, f"a denoiser with {', '.join(options)} is not supported")
@@ -169,7 +169,7 @@ class UnetFamily(VaeFamily):
     # -------------------------------------------------------------------------------------------------------- text
 
     def encode_text(self, prompt: str, max_sequence_length: int, template: Tensor | None = None) -> EncodedText:
-        """encode_prompt, but that a prompt may be cut at less than the encoders' length."""
+        """As encode_prompt, except that a prompt may be cut below the encoders' length."""
         tokens = [tokenize(t, prompt, min(max_sequence_length, t.model_max_length)) for t in self._tokenizers]
         sequence, pooled = self._embed(tokens)
         return EncodedText(
@@ -181,14 +181,14 @@ class UnetFamily(VaeFamily):
 
     @abstractmethod
     def _embed(self, tokens: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
-        """Sequence [tokens, width] and pooled output [pooled width] of the text encoders for their tokens."""
+        """The text encoders' sequence [tokens, width] and pooled output [pooled width]. tokens: for each encoder."""
 
     # ------------------------------------------------------------------------------------------------------- images
 
     def encode_image(
         self, template: Tensor, mask: Tensor, *, seed: int, num_inference_steps: int, num_denoising_steps: int
     ) -> EncodedImage:
-        """prepare_latents and prepare_mask_latents."""
+        """As prepare_latents and prepare_mask_latents."""
         generator = torch.Generator("cpu").manual_seed(seed)
         image, run = to_image(template), self._sampling.run(num_inference_steps, num_denoising_steps)
         is_whole = num_denoising_steps == num_inference_steps
@@ -214,7 +214,7 @@ class UnetFamily(VaeFamily):
         )
 
     def _posterior_sample(self, image: Tensor, generator: torch.Generator) -> Tensor:
-        """In the compute dtype, whatever the VAE's is."""
+        """As the base class's, in the compute dtype, from which the VAE's may differ."""
         return super()._posterior_sample(image, generator).to(self._checkpoint.dtype)
 
     # ---------------------------------------------------------------------------------------------------- denoising
@@ -222,7 +222,7 @@ class UnetFamily(VaeFamily):
     def modulation(
         self, pooled_prompt_embeds: Tensor, guidance_scale: float, sigmas: Tensor, num_rows: int
     ) -> Tensor | None:
-        """None: the embedding of time is the least part of a step."""
+        """None: embedding the timestep takes a negligible part of a step."""
         return None
 
     def denoiser_input(self, sample: Sample) -> Tensor:
@@ -248,7 +248,7 @@ class UnetFamily(VaeFamily):
         return pack(moved, TOKEN_SIDE), state
 
     def _keep_outside(self, sample: Sample, moved: Tensor) -> Tensor:
-        """What lies outside the mask is the template's, at the noise level after the step."""
+        """`moved`, with everything outside the mask replaced by the template at the noise level after the step."""
         channels = self._latent_channels
         clean, noise, mask = unpack(sample.outside, sample.grid, TOKEN_SIDE).split([channels, channels, 1], dim=1)
         noised = self._sampling.noised(clean, noise, sample.state[0], sample.step + 1)
@@ -262,11 +262,11 @@ class UnetFamily(VaeFamily):
 
     @cached_property
     def _layers(self) -> Layers:
-        """Without weights."""
+        """The UNet's layers, without weights."""
         return Layers(self._checkpoint.outline("unet"))
 
     def prime_inputs(self, clean: Tensor, noise_id: str, sigma: Tensor) -> tuple[Tensor, Tensor]:
-        """Latents as the denoiser takes them: of unit variance."""
+        """Latents are scaled to unit variance, as the denoiser takes them."""
         noise = self._content_noise(clean, noise_id)
         signal, share = self._sampling.shares(sigma)
         mask = clean.new_zeros(len(clean), TOKEN_SIDE**2)
@@ -277,12 +277,12 @@ class UnetFamily(VaeFamily):
         return self._denoiser.prime(rows, blocks)
 
     def encode_template(self, template: Tensor) -> Tensor:
-        """In the compute dtype, whatever the VAE's is."""
+        """As the base class's, in the compute dtype, from which the VAE's may differ."""
         return super().encode_template(template).to(self._checkpoint.dtype)
 
 
 class StableDiffusion(UnetFamily):
-    """Checkpoints whose model_index.json names StableDiffusionPipeline, or that of image to image or inpainting."""
+    """Checkpoints whose model_index.json names StableDiffusionPipeline, or its Img2Img or Inpaint variant."""
 
     family = "sd"
     summary = "Stable Diffusion 1 and 2: a UNet, with classifier-free guidance"
@@ -292,21 +292,22 @@ class StableDiffusion(UnetFamily):
     added = None
 
     def _load_scheduler(self) -> Any:
-        """Configured as the pipeline does it, whatever the checkpoint says."""
+        """Overrides the checkpoint's scheduler configuration as the pipeline does."""
         scheduler = super()._load_scheduler()
         wanted = {"steps_offset": 1, "skip_prk_steps": True}
         scheduler.register_to_config(**{name: value for name, value in wanted.items() if name in scheduler.config})
         return scheduler
 
     def _embed(self, tokens: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
-        """encode_prompt: the last layer's sequence, and nothing pooled."""
+        """As encode_prompt: the last layer's sequence, without a pooled output."""
         sequence: Tensor = self._parts["text_encoder"](tokens[0].ids.to(self._device))[0][0]
         return sequence, sequence.new_empty(0)
 
 
 class StableDiffusionXL(UnetFamily):
-    """Checkpoints whose model_index.json names StableDiffusionXLPipeline, or that of image to image or inpainting; not
-    refiners. An empty prompt, as a negative one is where none was given, is one of zeros where the checkpoint says so.
+    """Checkpoints whose model_index.json names StableDiffusionXLPipeline, or its Img2Img or Inpaint variant. Refiners
+    are not supported. Where force_zeros_for_empty_prompt is set, an empty prompt (also a missing negative one) is
+    embedded as zeros.
     """
 
     family = "sdxl"
@@ -323,7 +324,8 @@ class StableDiffusionXL(UnetFamily):
         self._has_zero_prompt = checkpoint.index.get("force_zeros_for_empty_prompt", True)
 
     def put(self, part: str, module: nn.Module) -> None:
-        """The VAE overflows in float16: it is kept in float32 where its configuration says so, as by the pipeline."""
+        """Keeps the VAE in float32 where its configuration says force_upcast, as the pipeline does: it overflows in
+        float16."""
         if part == "vae" and self._vae_config.get("force_upcast", True) and self._checkpoint.dtype == torch.float16:
             module.float()
         super().put(part, module)
@@ -340,7 +342,7 @@ class StableDiffusionXL(UnetFamily):
         )
 
     def _embed(self, tokens: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
-        """encode_prompt: both encoders' last but one layers side by side, and the second's pooled projection."""
+        """As encode_prompt: both encoders' last but one layers side by side, and the second's pooled projection."""
         encoders = (self._parts[part] for part in self.text_parts)
         outputs = [
             encoder(t.ids.to(self._device), output_hidden_states=True)

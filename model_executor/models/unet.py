@@ -1,8 +1,9 @@
-"""Forward passes of diffusers' `UNet2DConditionModel`, whose convolutions want whole pictures of one size.
+"""The forward pass of UNet denoisers, over diffusers' `UNet2DConditionModel`.
 
-Rows that compute every token go through the module itself. Those that leave tokens out go layer by layer (see
-`unet_layers.py` and `unet_blocks.py`), and so do templates that are primed. On a GPU whole rows of one size share a
-pass, templates of one size too, and the rows of one masked request; on a CPU only the whole rows of one request do.
+Convolutions need whole pictures, so only pictures of one size can share a pass. Rows that compute every token go
+through the diffusers module itself. Rows with active tokens, and templates that are primed, go layer by layer (see
+`unet_layers.py` and `unet_blocks.py`). What shares a pass: on a GPU, whole rows of one size, templates of one size, and
+the rows of one masked request; on a CPU, only the whole rows of one request.
 """
 
 from __future__ import annotations
@@ -32,37 +33,39 @@ from model_executor.patches.adapters import Adapter
 from model_executor.patches.module_adapters import adapt_module
 
 CACHED_GRIDS = 32
-"""Sizes of pictures whose numbers are kept."""
+"""Picture sizes whose `time_ids` are cached."""
 
 GROWTH = 1
-"""Tokens around the box of the active ones that convolutions compute too."""
+"""Tokens by which the box that convolutions compute extends beyond the active tokens' box, on every side."""
 
 WORTH = 0.8
-"""Largest share of a picture that is computed as a box; beyond it convolutions compute all, in the same time."""
+"""Largest share of a picture worth computing as a box; above it, convolutions of everything take no longer."""
 
 AnyRow = TypeVar("AnyRow", Row, PrimeRow)
 
 Numbers = Sequence[int]
-"""Of rows, in the order they came."""
+"""Indices of rows in a batch, ascending."""
 
 
 class Unet:
-    """module: the UNet. num_train_timesteps: its scheduler's. token_size: pixels per token side. operators: what pages
-    are read and made with, None for the fastest that the device has.
+    """Runs a UNet on batches of rows.
 
-    On a CPU only the rows of one request share a pass: of another number of rows a product may be rounded otherwise,
-    and a picture must not depend on what shares its batches. It costs little: a pass of four rows took 0.85 of the time
-    of four passes (320 channels, 16x16 latents, one core).
+    module: the UNet. num_train_timesteps: its scheduler's. token_size: pixels per token side. operators: what reads and
+    makes pages, None for the fastest on the device.
+
+    On a CPU only the rows of one request share a pass: a product's rounding may depend on its number of rows, and a
+    picture must not depend on the other requests in its batch. This costs little: a pass of four rows took 0.85 of the
+    time of four passes (320 channels, 16x16 latents, one core).
     """
 
     def __init__(
         self, module: Any, num_train_timesteps: int, token_size: int, operators: Operators | None = None
     ) -> None:
         for layer in module.modules():
-            if isinstance(layer, torch.nn.Conv2d):  # as the VAE's, and for their reasons; quantised layers do not move
+            if isinstance(layer, torch.nn.Conv2d):  # faster, as in `vae.ImageVae`; quantised layers do not move
                 cast(Any, layer).to(memory_format=torch.channels_last)  # missing in torch's annotation of Module.to
         self.module = module
-        self._is_shared = module.device.type != "cpu"  # a pass, by all rows of one size
+        self._is_shared = module.device.type != "cpu"  # whether all rows of one size share a pass
         if module.device.type == "cpu":
             use_onednn(module)
         self._num_train_timesteps = num_train_timesteps
@@ -72,13 +75,13 @@ class Unet:
         self._layers = self._arrange()
 
     def _arrange(self) -> Layers:
-        """Its layers in the order they run, compiled where that is wanted."""
+        """The module's layers in the order they run, compiled where `operators` do."""
         modules = self.module.modules()
         self._operators.compile_(m for m in modules if isinstance(m, ResnetBlock2D | BasicTransformerBlock))
         return Layers(self.module, self._operators.compiled)
 
     def adapted(self, adapter: Adapter) -> Self:
-        """This one with an adapter; they share all weights. Raises ConfigError where it does not fit."""
+        """A copy of this denoiser with an adapter; they share all weights. Raises ConfigError where it does not fit."""
         twin = copy(self)
         twin.module = adapt_module(self.module, adapter.layers, adapter)
         twin._layers = twin._arrange()
@@ -89,7 +92,7 @@ class Unet:
         return self._layers.page_layout(dtype)
 
     def block_runs(self, num_tokens: int) -> tuple[BlockRun, ...]:
-        """What this model's blocks take, of a picture of so many tokens."""
+        """The shares of compute of this model's blocks, for a picture of `num_tokens`."""
         return self._layers.block_runs(num_tokens)
 
     def forward(self, rows: Sequence[Row]) -> list[Tensor]:
@@ -104,8 +107,8 @@ class Unet:
         return [predictions[number] for number in range(len(rows))]
 
     def prime(self, rows: Sequence[PrimeRow], pages: tuple[int, int]) -> list[tuple[Tensor, ...]]:
-        """All image tokens of each row through the blocks whose last page is one of [start, stop), and their outputs
-        into its entry. Returns each row's state for the next chunk; () after the last block."""
+        """Run all image tokens of each row through the blocks whose last page is in [start, stop), and write their
+        outputs into the row's entry. Returns each row's state for the next chunk; () after the last block."""
         hidden: dict[int, tuple[Tensor, ...]] = {}  # row's number -> what its next chunk starts from
         for numbers in _alike(rows, range(len(rows)), _size if self._is_shared else id):
             hidden |= dict(zip(numbers, self._prime([rows[number] for number in numbers], *pages), strict=True))
@@ -122,7 +125,7 @@ class Unet:
         return list(zip(*(part.split(1) for part in walk.pack()), strict=True))
 
     def _run_masked(self, rows: Sequence[Row]) -> Sequence[Tensor]:
-        """Predictions for the active tokens. rows: of one request."""
+        """Predictions for the active tokens of each row. rows: of one request."""
         walk = self._start(rows, Edit(rows[0], self._operators))
         self._layers.run(walk)
         module = self.module
@@ -130,14 +133,14 @@ class Unet:
         return [pack(image, TOKEN_SIDE)[rows[0].active] for image in prediction.split(1)]
 
     def _start(self, rows: Sequence[Row | PrimeRow], source: Source) -> Walk:
-        """Before the first layer, as UNet2DConditionModel.forward does it. rows: of one size."""
+        """The state before the first layer, as in UNet2DConditionModel.forward. rows: of one size."""
         module, pictures, text = self.module, self._pictures(rows), _texts(rows)
         time = module.time_embedding(module.get_time_embed(pictures, self._timesteps(rows)))
         added = module.get_aug_embed(time, text, self._added(rows))
         return Walk(module.conv_in(pictures), time if added is None else time + added, text, source)
 
     def _run(self, rows: Sequence[Row]) -> Sequence[Tensor]:
-        """Predictions for all tokens. rows: of one size."""
+        """Predictions for all tokens of each row. rows: of one size."""
         prediction: Tensor = self.module(
             self._pictures(rows),
             self._timesteps(rows),
@@ -149,49 +152,49 @@ class Unet:
 
     @staticmethod
     def _pictures(rows: Sequence[Row | PrimeRow]) -> Tensor:
-        """[rows, channels, height / 8, width / 8]."""
+        """The UNet's input: latents and condition, [rows, channels, height / 8, width / 8]."""
         images = (torch.cat([row.latents, row.condition], dim=1) for row in rows)
         return torch.cat([unpack(image, row.grid, TOKEN_SIDE) for image, row in zip(images, rows, strict=True)])
 
     def _timesteps(self, rows: Sequence[Row | PrimeRow]) -> Tensor:
-        """float32 [rows]. The noisiest keyframe lies behind the last timestep that there is."""
+        """Timestep of each row, float32 [rows], clamped: the noisiest keyframe lies beyond the last timestep."""
         levels = torch.stack([row.sigma for row in rows])
         return (levels * self._num_train_timesteps).clamp(max=self._num_train_timesteps - 1)
 
     def _added(self, rows: Sequence[Row | PrimeRow]) -> Mapping[str, Tensor]:
-        """What SDXL sees besides: the pooled prompt; and the picture's size before it was cut, the corner where it was
-        cut and the size it was cut to, which are all of the picture as it is. Others have no pooled prompt."""
+        """SDXL's additional inputs: the pooled prompt, and `time_ids`: original size, crop corner and target size, here
+        those of an uncropped picture. Other UNets ignore them."""
         pooled = torch.stack([row.pooled_prompt_embeds for row in rows])
         return {"text_embeds": pooled, "time_ids": torch.stack([self._ids(row.grid) for row in rows]).to(pooled.dtype)}
 
     def _make_ids(self, grid: tuple[int, int]) -> Tensor:
-        """Of one size; kept on the device, since a GPU would have to be waited for to take them there."""
+        """SDXL's time_ids for a picture size, made once on the device: copying them there would wait for a GPU."""
         size = [side * self._token_size for side in grid]
         return torch.tensor([*size, 0, 0, *size], device=self.module.device)
 
 
 def _texts(rows: Sequence[Row | PrimeRow]) -> Tensor:
-    """[rows, text tokens, width]."""
+    """Prompt embeddings, [rows, text tokens, width]."""
     return torch.stack([row.prompt_embeds for row in rows])
 
 
 def _size(row: Row | PrimeRow) -> Hashable:
-    """Image tokens as (rows, columns), and text tokens."""
+    """Key of rows of one size: image tokens as (rows, columns), and number of text tokens."""
     return row.grid, len(row.prompt_embeds)
 
 
 def _request(row: Row) -> Hashable:
-    """Which one a row is of: the rows of one have the same latents."""
+    """Key of the rows of one request: they have the same latents tensor."""
     return _size(row), id(row.latents)
 
 
 def _edit(row: Row) -> Hashable:
-    """Likewise, of those that leave tokens out."""
+    """Key of the rows of one masked request: they also have the same active tokens and pages."""
     return _request(row), id(row.active), id(row.pages)
 
 
 def _alike(rows: Sequence[AnyRow], numbers: Numbers, key: Callable[[AnyRow], Hashable]) -> Collection[Numbers]:
-    """Those of these rows that have one key."""
+    """Groups these rows by key."""
     alike: dict[Hashable, list[int]] = {}
     for number in numbers:
         alike.setdefault(key(rows[number]), []).append(number)
@@ -199,9 +202,9 @@ def _alike(rows: Sequence[AnyRow], numbers: Numbers, key: Callable[[AnyRow], Has
 
 
 class Edit:
-    """A request of which some blocks compute all tokens, the others the active ones, or the box around them, over the
-    template's pages. A block is computed in full whose first page is among the row's `full_blocks`. Raises ValueError
-    for a row that leaves tokens out and has no pages."""
+    """The source of a masked request: blocks compute the active tokens, or the box around them, and take the rest from
+    the template's pages. A block whose first page is among the row's `full_blocks` computes all tokens. Raises
+    ValueError for a row without active tokens or pages."""
 
     keeps = False
 
@@ -230,13 +233,13 @@ class Edit:
         return pooled(mean, deviation.square(), self._outside())
 
     def store(self, block: Block, tokens: Tensor, moments: Tensor | None = None) -> None:
-        """An edit keeps nothing."""
+        """Does nothing: an edit writes no pages."""
 
     def _parts(self, tokens: Tensor) -> Tensor:
         return as_pages(tokens, self._layout, prod(self._grid))
 
     def _enlarge(self, side: int) -> Tensor:
-        """The active tokens' of a map that has side * side for each."""
+        """Indices of the active tokens' pixels in a map with side * side pixels per token."""
         num_columns = self._grid[1]
         row, column = self._active // num_columns, self._active % num_columns
         within = torch.arange(side, device=self._active.device)
@@ -244,23 +247,23 @@ class Edit:
         return (rows[:, :, None] * (num_columns * side) + columns[:, None, :]).flatten()
 
     def _window(self, side: int) -> Window:
-        """Likewise that of the box."""
+        """The box in a map with side * side pixels per token."""
         rows, columns = self._grid
         return Window.on(times(self._box, side), (rows * side, columns * side), self._active.device)
 
     def _weigh(self) -> Tensor:
-        """Weights of the tokens outside the box, float32 [image tokens]: 1 in sum, if there are any."""
+        """Equal weights for the tokens outside the box, float32 [image tokens], that sum to 1 if there are any."""
         outside = ~inside(self._box, self._grid, self._active.device).flatten()
         return outside / outside.sum().clamp(min=1)
 
 
 class Templates:
-    """Templates that are primed together: what blocks give is kept."""
+    """The source of templates that are primed together: blocks compute everything, and their outputs become pages."""
 
     keeps = True
 
     def __init__(self, rows: Sequence[PrimeRow], layers: Layers, operators: Operators) -> None:
-        """An entry's size tells the dtype of its pages. Raises ValueError for one that is none's."""
+        """The dtype of an entry's pages follows from its size. Raises ValueError for a size that matches none."""
         self._num_tokens = len(rows[0].latents)
         layouts = [layers.page_layout(dtype) for dtype in get_args(PageDtype)]
         of_size = {layout.entry_bytes(self._num_tokens): layout for layout in layouts}
@@ -285,7 +288,7 @@ class Templates:
         raise AssertionError("every token is computed")
 
     def store(self, block: Block, tokens: Tensor, moments: Tensor | None = None) -> None:
-        """Moments lie beside the first of a block's pages."""
+        """Write the block's output to its pages, with moments beside the first page."""
         for number, (entry, of_row) in enumerate(zip(self._entries, tokens, strict=True)):
             first, *others = as_pages(of_row, self._layout, self._num_tokens)
             entry.write(block.page, first, None if moments is None else moments[number])

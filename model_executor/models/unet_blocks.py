@@ -1,17 +1,16 @@
-"""Layers of a UNet of which a mask-aware step computes a part, over diffusers' own: what each gives for the rest of its
-map is a template's, and that is what is kept of a UNet.
+"""The blocks of a UNet that a mask-aware step computes in part, over diffusers' own layers. The rest of a block's
+output is the template's, read from pages: a UNet's pages hold outputs of blocks.
 
-A transformer block's keys and values are projected from the whole map, queries, attention's output and feed-forward
-from the active tokens.
+Transformer blocks project keys and values from the whole map; queries, attention output and feed-forward are computed
+for the active tokens.
 
-Residual blocks and up-samplers are computed in the box of the active tokens and a little around it, over the template's
-own maps, as SIGE does by tiles (Li et al. 2022, "Efficient Spatially Sparse Inference for Conditional GANs and
-Diffusion Models", section 3): every layer gives a whole map, of its fresh box in the template's map, so that the next
-one's convolution reads beyond the box what lies there. A residual block's first group norm takes its moments from the
-whole map that it is given. Its second one sees a box alone, and of the rest it has the template's moments, token by
-token, which are kept too; SIGE takes the template's for both, and for the whole map
-(`diffusionmodules/sige_openaimodel.py` of its code). Between its two convolutions SIGE has the template's map too; here
-a pixel more is computed instead of keeping that.
+Residual blocks and up-samplers compute a box around the active tokens, slightly enlarged, and write it into the
+template's map, as SIGE does by tiles (Li et al. 2022, "Efficient Spatially Sparse Inference for Conditional GANs and
+Diffusion Models", section 3). Each layer thus gives a whole map, so the next convolution reads the template's values
+beyond the box. A residual block's first group norm takes its moments from the whole map that it is given. The second
+sees the box alone; for the rest it uses the template's moments, which are cached per token. SIGE uses the template's
+moments for both norms and for the whole map (`diffusionmodules/sige_openaimodel.py` in its code). SIGE also caches the
+map between the two convolutions; here one more pixel around the box is computed instead.
 """
 
 from __future__ import annotations
@@ -31,48 +30,42 @@ from model_executor.models.boxes import Window
 
 
 class Source(Protocol):
-    """Where the outputs that a block does not compute come from, and where those of a template go.
-
-    keeps: whether it wants them, of all tokens.
-    """
+    """Supplies the outputs that blocks do not compute, or takes those of templates that are primed."""
 
     keeps: bool
+    """Whether `store` takes the blocks' outputs, which must then be computed for all tokens."""
 
     def active(self, block: Block) -> Tensor | None:
-        """The tokens of its map that a transformer block computes, None for all."""
+        """The tokens of its map that a transformer block is to compute, None for all."""
 
     def window(self, block: Block) -> Window | None:
-        """The pixels of its map that another block computes, None for all."""
+        """The pixels of its map that a convolutional block is to compute, None for all."""
 
     def load(self, block: Block, tokens: Tensor) -> None:
-        """Into each row of `tokens`, [rows, map tokens, channels], what is kept of the block."""
+        """Read the block's pages into each row of `tokens`, [rows, map tokens, channels]."""
 
     def moments(self, block: Block) -> Tensor:
-        """Mean and variance of each group that a residual block's second norm has seen of the template outside the
-        window, float32 [2, groups]."""
+        """The template's mean and variance outside the window, for each group of a residual block's second norm,
+        float32 [2, groups]."""
 
     def store(self, block: Block, tokens: Tensor, moments: Tensor | None = None) -> None:
-        """What the block has given, of all tokens of each row, shaped likewise, and each row's moments, [rows, numbers,
-        image tokens]."""
+        """Take the block's output, [rows, map tokens, channels], and each row's moments, [rows, numbers, image
+        tokens]."""
 
 
 @dataclass(slots=True)
 class Walk:
-    """Pictures of one size on their way through the layers, n of them.
+    """The state of n pictures of one size as they pass through the layers."""
 
-    map: [n, channels, rows, columns]. tokens: [n, rows * columns, channels] within a transformer, whose input the map
-    then is. skips: maps that layers on the way up read. time, text: [n, width] and [n, text tokens, width].
-    """
-
-    map: Tensor
-    time: Tensor
-    text: Tensor
+    map: Tensor  # [n, channels, rows, columns]; within a transformer its input
+    time: Tensor  # the timesteps' embedding, [n, width]
+    text: Tensor  # [n, text tokens, width]
     source: Source
-    tokens: Tensor | None = None
-    skips: list[Tensor] = field(default_factory=list)
+    tokens: Tensor | None = None  # [n, rows * columns, channels], within a transformer only
+    skips: list[Tensor] = field(default_factory=list)  # maps of the way down that the way up will read
 
     def pack(self) -> tuple[Tensor, ...]:
-        """All that has come of it so far."""
+        """The tensors from which a later walk can continue: map, tokens (empty if None), skips."""
         return (self.map, self.map.new_empty(len(self.map), 0) if self.tokens is None else self.tokens, *self.skips)
 
     def unpack(self, packed: Sequence[Tensor]) -> None:
@@ -83,15 +76,16 @@ class Walk:
 Layer = Callable[[Walk], None]
 
 Compiled = Callable[[Callable[..., Tensor]], Callable[..., Tensor]]
-"""Makes of a function of modules and tensors one that is faster."""
+"""Compiles a function of modules and tensors."""
 
 
 class Block(ABC):
-    """A layer whose output is kept.
+    """A layer whose output is cached in pages.
 
-    side: tokens (or pixels) of its output's map per token of the picture, along a side; 0 where all are computed and
-    none kept, as where there are fewer than tokens of the picture. channels: of its output. page, num_pages: where this
-    is kept. num_moments: numbers that are kept beside it. compute: what gives a part of its map, or that compiled.
+    side: pixels of its output's map per token of the picture, along a side; 0 for blocks that are computed whole and
+    have no pages, such as those with fewer pixels than tokens. channels: of its output. page, num_pages: its pages, set
+    by `Layers`. num_moments: numbers cached per token beside the output. compute: the function that computes a part of
+    the map, possibly compiled.
     """
 
     def __init__(self, module: Any, side: int, channels: int, compute: Callable[..., Tensor]) -> None:
@@ -100,26 +94,26 @@ class Block(ABC):
 
     @property
     def width(self) -> int:
-        """Numbers of its output per token of the picture."""
+        """Numbers in its output per token of the picture."""
         return self.channels * self.side**2
 
     @abstractmethod
     def work(self, num_tokens: int) -> int:
-        """Multiplications of computing all of its map, of a picture of so many tokens; text counts as nothing."""
+        """Multiplications to compute its whole map, for a picture of `num_tokens`, without those over text."""
 
     @abstractmethod
     def __call__(self, walk: Walk) -> None:
-        """Take all pictures through it."""
+        """Advance all pictures through this block."""
 
     def _loaded(self, source: Source, like: Tensor, num_tokens: int) -> Tensor:
-        """What is kept of it, [n, map tokens, channels]. like: what was computed of it."""
+        """Its cached output, [n, map tokens, channels]. like: its computed part, for batch size, dtype and device."""
         tokens = like.new_empty(len(like), num_tokens, self.channels)
         source.load(self, tokens)
         return tokens
 
 
 class TransformerBlock(Block):
-    """Its module is a BasicTransformerBlock."""
+    """A diffusers BasicTransformerBlock, which computes the active tokens."""
 
     def __init__(self, module: Any, side: int) -> None:
         super().__init__(module, side, int(module.dim), compute_active)
@@ -150,7 +144,7 @@ def compute_active(module: Any, tokens: Tensor, active: Tensor, text: Tensor) ->
 
 
 def _attend(attention: Any, queries: Tensor, context: Tensor) -> Tensor:
-    """AttnProcessor2_0 for queries of their own."""
+    """As AttnProcessor2_0, with queries computed from other tokens than keys and values."""
     layers = (attention.to_q(queries), attention.to_k(context), attention.to_v(context))
     heads = (x.unflatten(2, (attention.heads, -1)).transpose(1, 2) for x in layers)
     attended: Tensor = attention.to_out[0](F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
@@ -158,7 +152,7 @@ def _attend(attention: Any, queries: Tensor, context: Tensor) -> Tensor:
 
 
 class ConvolutionalBlock(Block):
-    """Computes a box."""
+    """Base of the blocks that compute a box of their map."""
 
     def __call__(self, walk: Walk) -> None:
         window = walk.source.window(self) if self.side else None
@@ -175,23 +169,23 @@ class ConvolutionalBlock(Block):
 
     @abstractmethod
     def _whole(self, walk: Walk) -> Tensor:
-        """Its output's map."""
+        """Its whole output map."""
 
     @abstractmethod
     def _primed(self, walk: Walk) -> tuple[Tensor, Tensor | None]:
-        """Likewise, and each row's moments, where it has any."""
+        """Its whole output map and each row's moments, None for a block without."""
 
     @abstractmethod
     def _in_window(self, walk: Walk, window: Window) -> Tensor:
-        """The window's pixels of it."""
+        """The window's pixels of its output map."""
 
 
 class ResidualBlock(ConvolutionalBlock):
-    """Its module is a ResnetBlock2D that keeps the map's size and, where anything of it is kept, adds time's embedding.
+    """A diffusers ResnetBlock2D that keeps the map's size; one with pages adds time's embedding.
 
-    Its moments are, for each token's cell of the map, each group's mean and standard deviation before its second norm:
-    whatever box is computed, those outside can be told. (A deviation fits a float16 where a mean square may not, and
-    each may be interpolated by itself: what that neglects between two keyframes is of second order.)
+    Its moments are the mean and standard deviation of each group before the second norm, for each token's cell of the
+    map, so that those outside any box can be computed. Deviations, unlike mean squares, always fit float16. Mean and
+    deviation are interpolated separately between keyframes, which neglects a term of second order.
     """
 
     def __init__(self, module: Any, side: int) -> None:
@@ -209,7 +203,7 @@ class ResidualBlock(ConvolutionalBlock):
         return computed
 
     def _primed(self, walk: Walk) -> tuple[Tensor, Tensor]:
-        """ResnetBlock2D.forward."""
+        """As ResnetBlock2D.forward, with the moments on the way."""
         resnet = self._module
         hidden = resnet.conv1(resnet.nonlinearity(resnet.norm1(walk.map))) + embedded(resnet, walk.time)
         moments = cell_moments(hidden, resnet.norm2.num_groups, self.side)
@@ -233,9 +227,9 @@ def compute_residual(
     outside: Tensor,
     share: Tensor,
 ) -> Tensor:
-    """ResnetBlock2D.forward for a window's pixels. convolutions: its own two, unpadded. own: the input. normed: that
-    after its first norm, with two pixels around it, zeros beyond the map: the activation leaves them zeros, as the
-    convolution has it. outside: `Source.moments`. edge, share: the window's."""
+    """As ResnetBlock2D.forward, for a window's pixels. convolutions: its own two, unpadded. own: the input. normed: the
+    input after the first norm, with two pixels around the window, zeros beyond the map; the activation keeps them zero,
+    as the convolution's padding is. outside: `Source.moments`. edge, share: the window's."""
     hidden = convolutions[0](resnet.nonlinearity(normed)) + embedded(resnet, time)
     moments = with_box(outside, hidden[:, :, 1:-1, 1:-1], share)
     hidden = resnet.nonlinearity(normalised(resnet.norm2, hidden, moments)) * edge
@@ -243,13 +237,13 @@ def compute_residual(
 
 
 def embedded(resnet: Any, time: Tensor) -> Tensor:
-    """What the time adds to each pixel, [n, channels, 1, 1]."""
+    """The embedding of time that is added to each pixel, [n, channels, 1, 1]."""
     projected: Tensor = resnet.time_emb_proj(resnet.nonlinearity(time))
     return projected[:, :, None, None]
 
 
 def joined(resnet: Any, own: Tensor, hidden: Tensor) -> Tensor:
-    """A residual block's output of its input and what it has computed."""
+    """A residual block's output: its input (through the shortcut, if any) plus what its layers computed."""
     shortcut = own if resnet.conv_shortcut is None else resnet.conv_shortcut(own)
     output: Tensor = (shortcut + hidden) / resnet.output_scale_factor
     return output
@@ -264,15 +258,15 @@ def cell_moments(x: Tensor, num_groups: int, side: int) -> Tensor:
 
 
 def pooled(mean: Tensor, variance: Tensor, weights: Tensor) -> Tensor:
-    """Mean and variance, [2, groups], of parts taken together. mean, variance: [groups, parts]. weights: of the parts,
-    1 in sum."""
+    """Mean and variance of all parts together, [2, groups]. mean, variance: of each part, [groups, parts]. weights: of
+    the parts, summing to 1."""
     whole = mean @ weights
     return torch.stack([whole, (variance + (mean - whole[:, None]).square()) @ weights])
 
 
 def with_box(outside: Tensor, box: Tensor, share: Tensor) -> Tensor:
-    """Each picture's mean and variance of each group, [2, n, groups], of a map of which a box is known, [n, channels,
-    rows, columns], and of the rest these moments, [2, groups]. share: the box's."""
+    """Each picture's mean and variance of each group over the whole map, [2, n, groups]. box: the map's known part, [n,
+    channels, rows, columns]. outside: the moments of the rest, [2, groups]. share: of the map that the box covers."""
     mean, variance = _moments_of(box, outside.shape[1])
     apart = mean - outside[0]
     between = share * (1 - share) * apart.square()
@@ -280,8 +274,8 @@ def with_box(outside: Tensor, box: Tensor, share: Tensor) -> Tensor:
 
 
 def _moments_of(x: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
-    """Each picture's mean and variance of each group, float32 [n, groups]. Channel by channel and pixels outermost, as
-    a map lies in memory: `torch.var_mean` took ten times as long on a CPU."""
+    """Each picture's mean and variance of each group, float32 [n, groups]. Computed per channel with pixels outermost,
+    as maps lie in memory: `torch.var_mean` took ten times as long on a CPU."""
     pixels = x.permute(0, 2, 3, 1).float().flatten(1, 2)
     mean = pixels.mean(1, keepdim=True)
     variance = (pixels - mean).square().mean(1).unflatten(1, (num_groups, -1))
@@ -290,7 +284,7 @@ def _moments_of(x: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
 
 
 def normalised(norm: nn.GroupNorm, x: Tensor, moments: Tensor) -> Tensor:
-    """Group norm with these moments, [2, n, groups]."""
+    """Group norm with given moments, [2, n, groups]."""
     mean, variance = moments.repeat_interleave(x.shape[1] // norm.num_groups, dim=2)
     factor = norm.weight * torch.rsqrt(variance + norm.eps)
     shift = norm.bias - mean * factor
@@ -298,7 +292,7 @@ def normalised(norm: nn.GroupNorm, x: Tensor, moments: Tensor) -> Tensor:
 
 
 class UpSampler(ConvolutionalBlock):
-    """Its module is an Upsample2D: repetition, then a convolution. `side` is that of the larger map."""
+    """A diffusers Upsample2D: repetition, then a convolution. `side` is that of the larger map."""
 
     def __init__(self, module: Any, side: int) -> None:
         super().__init__(module, side, int(module.out_channels), compute_larger)
@@ -319,13 +313,13 @@ class UpSampler(ConvolutionalBlock):
 
 
 def compute_larger(convolution: nn.Module, around: Tensor) -> Tensor:
-    """A window's pixels of an enlarged map. convolution: unpadded. around: the window with a pixel around it."""
+    """A window's pixels of an enlarged map. convolution: unpadded. around: the window and one pixel around it."""
     computed: Tensor = convolution(around)
     return computed
 
 
 def unpadded(layer: nn.Module) -> nn.Module:
-    """A convolution, an adapted one too, that gives only what it need not pad its input for; they share weights."""
+    """A copy of a convolution, possibly with an adapter, that does not pad its input; they share weights."""
     twin = copy(layer)
     twin._modules = {name: unpadded(child) for name, child in layer.named_children()}
     if isinstance(twin, nn.Conv2d | FastConv):

@@ -1,8 +1,8 @@
-"""The layers of a UNet one after another, over diffusers' own, and which page holds what.
+"""The layers of a diffusers UNet as a flat list in the order they run, and the pages that hold their outputs.
 
-Of every transformer block, residual block and up-sampler the output is kept, of all tokens (see `unet_blocks.py`).
-Written flat, token by token, it fills one page where the map is small, and several where it is larger, so that all
-pages are of one size. Down-samplers and the deepest maps are computed whole: they cost next to nothing.
+For mask-aware edits the output of every transformer block, residual block and up-sampler is cached, for all tokens (see
+`unet_blocks.py`). All pages have one size: an output, written flat token by token, fills one page where the map is
+small, and several where it is larger. Down-samplers and the deepest maps are computed whole, at negligible cost.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from core.page_scheme import PageDtype, PageLayout
 from model_executor.models.unet_blocks import Block, Compiled, Layer, ResidualBlock, TransformerBlock, UpSampler, Walk
 
 TOKEN_SIDE = 4
-"""Latent pixels per token side. Maps of fewer pixels than tokens are computed whole: they cost next to nothing."""
+"""Latent pixels per token side. Maps with fewer pixels than tokens are computed whole, at negligible cost."""
 
 MAX_GROUP = 64
-"""Values that share a scale in int8 pages, at most; a divisor of every map's channels."""
+"""Upper limit on values that share a scale in int8 pages; the number used divides every map's channels."""
 
 
 class Layers:
-    """All between conv_in and conv_norm_out, in the order they run; each `Block` knows its pages."""
+    """All layers between conv_in and conv_norm_out, in the order they run, with pages assigned to each `Block`."""
 
     def __init__(self, unet: Any, compiled: Compiled | None = None) -> None:
-        """compiled: what is made of the blocks' own functions; None for these as they are."""
+        """compiled: compiles the blocks' functions; None leaves them as they are."""
         deepest = len(unet.down_blocks) - 1
         self._layers = [*_down(unet), *_middle(unet.mid_block, deepest), *_up(unet, deepest)]
         self._kept = [layer for layer in self._layers if isinstance(layer, Block) and layer.side]
@@ -49,8 +49,8 @@ class Layers:
 
     @property
     def uneven_width(self) -> tuple[int, int] | None:
-        """Numbers for each token in the output of a block that does not fill whole pages, and those of a page, which
-        holds the smallest output; None where every output is a multiple of the smallest."""
+        """(numbers per token in a block's output that does not fill whole pages, numbers per token in a page); a page
+        holds the smallest output. None where every output is a multiple of the smallest."""
         uneven = (block.width for block in self._kept if block.width % self._unit)
         return next(((width, self._unit) for width in uneven), None)
 
@@ -65,19 +65,19 @@ class Layers:
         )
 
     def block_runs(self, num_tokens: int) -> tuple[BlockRun, ...]:
-        """What its blocks take, of a picture of so many tokens; those that compute all tokens anyway not counted."""
+        """The shares of compute of the blocks with pages, for a picture of `num_tokens`."""
         total = sum(block.work(num_tokens) for block in self._kept)
         kinds = groupby((block.num_pages, block.work(num_tokens) / total) for block in self._kept)
         return tuple(BlockRun(len(list(equal)), *kind) for kind, equal in kinds)
 
     def run(self, walk: Walk, start: int = 0, stop: int | None = None) -> None:
-        """Of the blocks, those whose last page is one of [start, stop), and what comes before them; None for all."""
+        """Run the blocks whose last page is in [start, stop) and the layers before each of them; None: to the end."""
         first = self._behind(start)
         for layer in self._layers[first : None if stop is None else self._behind(stop)]:
             layer(walk)
 
     def _behind(self, page: int) -> int:
-        """How many layers come up to the last block whose pages are all before `page`."""
+        """Number of layers up to and including the last block whose pages are all before `page`."""
         return max((behind for end, behind in self._ends if end <= page), default=0)
 
 
@@ -115,7 +115,7 @@ def _up(unet: Any, deepest: int) -> Iterator[Layer]:
 
 
 def _residual(resnet: Any, level: int) -> Layer:
-    """Computed whole where time is not just added to it."""
+    """A residual block; computed whole (side 0) unless time is simply added to it."""
     is_plain = resnet.time_embedding_norm == "default" and not resnet.skip_time_act
     return ResidualBlock(resnet, TOKEN_SIDE >> level if is_plain else 0)
 

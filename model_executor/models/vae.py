@@ -1,4 +1,6 @@
-"""A VAE as families use it: pictures to latents in the denoiser's range, and back."""
+"""The VAE interface of model families, and its implementation for diffusers' `AutoencoderKL`: pictures to latents in
+the denoiser's range, and back, whole or in part.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from model_executor.models.vae_region import RegionDecoder
 class Vae(ABC):
     """Pictures are float [1, 3, height, width], about -1..1; latents [1, channels, height / scale, width / scale].
 
-    module: diffusers', whose weights must stay as they are from here on.
+    module: the diffusers VAE; its weights must not change afterwards.
     """
 
     def __init__(self, module: Any) -> None:
@@ -30,11 +32,11 @@ class Vae(ABC):
     @staticmethod
     @abstractmethod
     def scale_and_channels(config: Mapping[str, Any]) -> tuple[int, int]:
-        """Pixels per side of a latent pixel, and the latents' channels."""
+        """(pixels per side of a latent pixel, channels of the latents), from the VAE's configuration."""
 
     @abstractmethod
     def encode(self, image: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Latents drawn from the posterior; without a generator, its mode."""
+        """Latents sampled from the posterior; without a generator, its mode."""
 
     @abstractmethod
     def decode(self, latents: Tensor) -> Tensor:
@@ -42,11 +44,11 @@ class Vae(ABC):
 
     @abstractmethod
     def decode_region(self, latents: Tensor, tokens: Box, grid: tuple[int, int]) -> Tensor:
-        """The pixels of a box of tokens of a picture with so many (rows, columns) of them."""
+        """The pixels of a box of tokens. latents: of the whole picture; grid: its tokens as (rows, columns)."""
 
 
 class ImageVae(Vae):
-    """diffusers' `AutoencoderKL`."""
+    """diffusers' `AutoencoderKL`, with `RegionDecoder` as its decoder."""
 
     def __init__(self, module: Any) -> None:
         # Convolutions of few channels on large maps: channels last took 0.6 of the time on one core in float32.
@@ -79,12 +81,12 @@ class ImageVae(Vae):
 
 
 def silu_in_place(module: nn.Module) -> None:
-    """Save the copies: in these VAEs it always follows a norm, whose output nothing else reads."""
+    """Let SiLU work in place, which saves a copy: in these VAEs nothing else reads its input, a norm's output."""
     for activation in (layer for layer in module.modules() if isinstance(layer, nn.SiLU)):
         activation.inplace = True
 
 
 def cut_tokens(pixels: Tensor, tokens: Box, grid: tuple[int, int]) -> Tensor:
-    """The pixels of a box of tokens."""
+    """The pixels of a box of tokens, of a whole picture with `grid` (rows, columns) of tokens."""
     left, top, right, bottom = times(tokens, pixels.shape[2] // grid[0])
     return pixels[:, :, top:bottom, left:right]

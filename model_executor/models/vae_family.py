@@ -1,63 +1,57 @@
-"""VaeFamily: what families share whose denoiser works on patches of a VAE's latents, whatever the denoiser is.
+"""VaeFamily: the code that all model families share, whose denoisers work on patches of a VAE's latents.
 
-Latents are packed: a token's row holds its patch, channel by channel. Random draws come from
-``torch.Generator("cpu").manual_seed(seed)`` in the order of the pipeline that a family follows.
+Latents are packed: a token's row holds its patch, channel by channel. Random numbers come from
+``torch.Generator("cpu").manual_seed(seed)``, drawn in the order of the diffusers pipeline that a family follows.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor, nn
 
 from core.errors import ConfigError
-from core.model_info import ModelInfo
-from core.page_scheme import PageDtype, PageLayout
 from model_executor.checkpoint.loader import Checkpoint
-from model_executor.models.base import EncodedImage, EncodedText, PrimeRow, Row, Sample
+from model_executor.models.base import Family
 from model_executor.models.boxes import Box, around, times
 from model_executor.models.parts import Classes
 from model_executor.models.vae import ImageVae, Vae
-from model_executor.patches.adapters import Adapter, LoraFormat
-from model_executor.samplers.sampling import State
+from model_executor.patches.adapters import LoraFormat
 
 PATCH = 2
-"""Latent pixels per token side, where a family has no other."""
+"""Default latent pixels per token side."""
 
 KEPT_NOISES = 16
-"""Templates whose noise is kept, since each chunk of priming and of some families each step needs it: 0.5 MB at 1024
-pixels in half precision."""
+"""Templates whose noise is cached: every chunk of priming needs it, and in some families every step. One takes 0.5 MB
+at 1024x1024 pixels in half precision."""
 
 
-class VaeFamily(ABC):
-    """Pictures, latents and sizes; text, conditions, sampling and the denoiser are for others to add."""
+class VaeFamily(Family):
+    """Implements pictures, latents and sizes; subclasses add text, conditions, sampling and the denoiser."""
 
     family: ClassVar[str]
     summary: ClassVar[str]
-    """What it is and how it edits, in a few words."""
+    """What the model is and how it edits, in a few words, for the printed list of families."""
 
     denoiser_part: ClassVar[str] = "transformer"
-    """The denoiser, named as in model_index.json."""
+    """The denoiser's name in model_index.json."""
 
     lora_loader: ClassVar[str]
-    """What reads its adapters, a class of `diffusers.loaders.lora_pipeline`."""
+    """The class of `diffusers.loaders.lora_pipeline` that reads its adapters."""
 
     patch: ClassVar[int] = PATCH
     """Latent pixels per token side."""
 
     vae: ClassVar[type[Vae]] = ImageVae
     classes: ClassVar[Classes]
-    """Of every part, those it may be of."""
+    """Part of a checkpoint -> the classes it may have."""
 
     text_parts: tuple[str, ...]
-    """The text encoders, named as in model_index.json."""
-
-    text_sees_template = sees_all_latents = False
+    """The text encoders' names in model_index.json."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         checkpoint.check_classes(self.classes)
@@ -68,56 +62,6 @@ class VaeFamily(ABC):
         self._parts: dict[str, Any] = {}  # part name -> module
         self._loaded_vae: Vae | None = None
         self._noise_of = lru_cache(maxsize=KEPT_NOISES)(self._draw_noise_of)
-
-    # -------------------------------------------------------------------------------------------- each family's own
-
-    @abstractmethod
-    def info(self, name: str) -> ModelInfo:
-        """As `Family.info`."""
-
-    @abstractmethod
-    def encode_text(self, prompt: str, max_sequence_length: int, template: Tensor | None = None) -> EncodedText:
-        """As `Family.encode_text`."""
-
-    @abstractmethod
-    def encode_image(
-        self, template: Tensor, mask: Tensor, *, seed: int, num_inference_steps: int, num_denoising_steps: int
-    ) -> EncodedImage:
-        """As `Family.encode_image`."""
-
-    @abstractmethod
-    def page_layout(self, dtype: PageDtype) -> PageLayout:
-        """As `Family.page_layout`."""
-
-    @abstractmethod
-    def prime_inputs(self, clean: Tensor, noise_id: str, sigma: Tensor) -> tuple[Tensor, Tensor]:
-        """As `Family.prime_inputs`."""
-
-    @abstractmethod
-    def prime(self, rows: Sequence[PrimeRow], blocks: tuple[int, int]) -> list[tuple[Tensor, ...]]:
-        """As `Family.prime`."""
-
-    @abstractmethod
-    def modulation(
-        self, pooled_prompt_embeds: Tensor, guidance_scale: float, sigmas: Tensor, num_rows: int
-    ) -> Tensor | None:
-        """As `Family.modulation`."""
-
-    @abstractmethod
-    def denoiser_input(self, sample: Sample) -> Tensor:
-        """As `Family.denoiser_input`."""
-
-    @abstractmethod
-    def predict(self, rows: Sequence[Row]) -> list[Tensor]:
-        """As `Family.predict`."""
-
-    @abstractmethod
-    def predict_clean(self, sample: Sample, prediction: Tensor) -> Tensor:
-        """As `Family.predict_clean`."""
-
-    @abstractmethod
-    def advance(self, sample: Sample, prediction: Tensor) -> tuple[Tensor, State]:
-        """As `Family.advance`."""
 
     # ------------------------------------------------------------------------------------------------------- parts
 
@@ -133,14 +77,6 @@ class VaeFamily(ABC):
     @property
     def lora_format(self) -> LoraFormat:
         return LoraFormat(self.lora_loader)
-
-    @abstractmethod
-    def check_adapter(self, adapter: Adapter) -> None:
-        """As `Family.check_adapter`."""
-
-    @abstractmethod
-    def adapted(self, adapter: Adapter) -> Self:
-        """As `Family.adapted`."""
 
     def drop(self, part: str) -> None:
         del self._parts[part]
@@ -173,12 +109,12 @@ class VaeFamily(ABC):
         return pack(self._vae.encode(to_image(template).to(self._device, self._vae.dtype)), self.patch)
 
     def _latent_shape(self, image: Tensor) -> tuple[int, ...]:
-        """Of an image's latents, [1, channels, height / 8, width / 8]."""
+        """Shape of an image's latents, [1, channels, height / 8, width / 8]."""
         height, width = (side // self._vae_scale for side in image.shape[2:])
         return (1, self._latent_channels, height, width)
 
     def _draw(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Standard normal numbers, drawn on the CPU in the compute dtype: the numbers depend on it."""
+        """Standard normal numbers, drawn on the CPU in the compute dtype, on which their values depend."""
         noise: Tensor = randn_tensor(shape, generator=generator, device=self._device, dtype=self._checkpoint.dtype)
         return noise
 
@@ -187,8 +123,8 @@ class VaeFamily(ABC):
         return self._vae.encode(image.to(self._device, self._vae.dtype), generator)
 
     def _latent_mask(self, mask: Tensor) -> Tensor:
-        """The pipelines' `prepare_mask_latents`: one pixel for each of a latent's. mask: uint8 [height, width] ->
-        float32 [1, 1, height / 8, width / 8]."""
+        """The mask at the latents' resolution, as in the pipelines' `prepare_mask_latents`. mask: uint8 [height,
+        width] -> float32 [1, 1, height / 8, width / 8]."""
         height, width = (side // self._vae_scale for side in mask.shape)
         return nn.functional.interpolate(mask[None, None].float(), size=(height, width))
 
@@ -196,7 +132,7 @@ class VaeFamily(ABC):
         return to_pixels(self._vae.decode(self._vae_latents(latents, width, height)))
 
     def decode_region(self, latents: Tensor, active: Tensor, width: int, height: int) -> tuple[Tensor, Box]:
-        """The bounding box of the active tokens, which is all of an edit that reaches the result."""
+        """Decodes the bounding box of the active tokens: nothing outside it reaches the result."""
         grid, smaller = self.grid(width, height), self.patch // PATCH  # the VAE's parts are counted in these
         tokens = around(active, grid[1])
         finer = (grid[0] * smaller, grid[1] * smaller)
@@ -204,39 +140,39 @@ class VaeFamily(ABC):
         return to_pixels(pixels), times(tokens, self._token_size)
 
     def _vae_latents(self, latents: Tensor, width: int, height: int) -> Tensor:
-        """Packed latents as the VAE wants them, [1, channels, height / 8, width / 8]."""
+        """Packed latents in the VAE's shape, [1, channels, height / 8, width / 8]."""
         latents = latents.to(self._vae.dtype)  # what another rank exported has widened to float32
         return unpack(latents, self.grid(width, height), self.patch)
 
     # ---------------------------------------------------------------------------------------------------- denoising
 
     def _content_noise(self, clean: Tensor, noise_id: str) -> Tensor:
-        """The noise that a template is primed with, which its content alone decides; like `clean`."""
+        """The noise that a template is primed with, decided by its content alone; shape, device, dtype of `clean`."""
         return self._noise_of(noise_id, tuple(clean.shape)).to(clean.device, clean.dtype)
 
     def _draw_noise_of(self, noise_id: str, shape: tuple[int, ...]) -> Tensor:
         return self._draw(shape, torch.Generator("cpu").manual_seed(int(noise_id[:16], 16) >> 1))
 
     def combine_guidance(self, predictions: Sequence[Tensor], scale: float) -> Tensor:
-        """The prompt's row comes first, then the negative prompt's, if there is one."""
+        """predictions: the prompt's, then the negative prompt's, if there is one."""
         wanted, *unwanted = predictions
         return unwanted[0] + scale * (wanted - unwanted[0]) if unwanted else wanted
 
 
 def to_image(template: Tensor) -> Tensor:
-    """uint8 [height, width, 3] -> float32 [1, 3, height, width] in -1..1; VaeImageProcessor.preprocess."""
+    """uint8 [height, width, 3] -> float32 [1, 3, height, width] in -1..1, as VaeImageProcessor.preprocess."""
     return (template.permute(2, 0, 1)[None].float() / 255.0) * 2.0 - 1.0
 
 
 def to_pixels(image: Tensor) -> Tensor:
-    """[1, 3, height, width] in -1..1 -> uint8 [height, width, 3]; VaeImageProcessor.postprocess."""
+    """[1, 3, height, width] in -1..1 -> uint8 [height, width, 3], as VaeImageProcessor.postprocess."""
     image = (image * 0.5 + 0.5).clamp(0, 1)
     pixels: Tensor = (image[0].cpu().permute(1, 2, 0).float() * 255).round().to(torch.uint8)
     return pixels.contiguous()
 
 
 def pack(x: Tensor, patch: int = PATCH) -> Tensor:
-    """[1, channels, height, width] -> [height / 2 * width / 2, channels * 4], and so with patches of another side;
+    """[1, channels, height, width] -> [height / patch * width / patch, channels * patch**2], as
     FluxPipeline._pack_latents."""
     _, channels, height, width = x.shape
     rows, columns = height // patch, width // patch
@@ -245,12 +181,13 @@ def pack(x: Tensor, patch: int = PATCH) -> Tensor:
 
 
 def unpack(x: Tensor, grid: tuple[int, int], patch: int = PATCH) -> Tensor:
-    """[rows * columns, channels * 4] -> [1, channels, rows * 2, columns * 2]; FluxPipeline._unpack_latents."""
+    """[rows * columns, channels * patch**2] -> [1, channels, rows * patch, columns * patch], as
+    FluxPipeline._unpack_latents."""
     rows, columns = grid
     x = x.view(rows, columns, -1, patch, patch).permute(2, 0, 3, 1, 4)
     return x.reshape(1, -1, rows * patch, columns * patch)
 
 
 def refuse(checkpoint: Checkpoint, reason: str) -> ConfigError:
-    """That a checkpoint cannot be served."""
+    """The error that this checkpoint cannot be served."""
     return ConfigError(f"{checkpoint.path}: {reason}")

@@ -1,21 +1,20 @@
 """Decoding with a diffusers `AutoencoderKL`: the whole picture in less time, and only the part that an edit changed.
 
 The whole picture follows `Decoder.forward` of diffusers/models/autoencoders/vae.py over the module's own layers. One
-change costs float rounding and nothing else: the convolution of a map enlarged by repetition is done as four
+change, which differs by float rounding only: the convolution of a map enlarged by repetition is computed as four
 convolutions of the small map, one for each pixel of a 2x2 patch, with 4/9 of the multiplications.
 
-A part of the picture needs little beside itself. All but the last two resolutions are decoded whole: they are cheap
-and carry most of the receptive field. From there on there is a crop. What it cannot know are the statistics of the
-group norms, for those are the whole picture's. They are estimated from the crop, which is exact, and for the rest from
-a sparse mosaic: tiles the size of a token, one for every other token of every other row, set side by side and taken
-through the same layers. Its tiles are weighted so that on the last whole map they have the moments of what they stand
-for (calibration weights, Deville and Sarndal 1992). No value comes from anywhere but the latents: the same latents and
-tokens give the same pixels, always.
+For a part of the picture, all but the last two resolutions are decoded whole: they are cheap and carry most of the
+receptive field. The last two are computed for a crop. The crop does not have the statistics of the group norms, which
+are taken over the whole picture. They are estimated: exactly for the crop, and for the rest from a sparse mosaic of
+tiles the size of a token, one for every other token of every other row, set side by side and taken through the same
+layers. The tiles are weighted so that on the last whole map they have the moments of the area they represent
+(calibration weights, Deville and Sarndal 1992). Pixels depend on latents and tokens alone, so they are deterministic.
 
-SSIM inside the box to the whole decode, on 50 edits by the embedded model: 0.9984 in the mean and 0.9956 at the least;
-pixel values are off by 0.6 of 255 in the mean and by 9 at most. `make bench-vae` prints such figures by mask ratio,
-beside the times. On 72 edits, the crop with no statistics but its own came to 0.983, with those of the
-template's own decode to 0.988, with the true ones to 1.0000.
+SSIM inside the box against the whole decode, on 50 edits by the embedded model: mean 0.9984, minimum 0.9956; pixel
+values differ by 0.6 of 255 on average and by 9 at most. `python -m benchmarks.micro.vae_region` prints these figures by mask
+ratio, with the times. On 72 edits, the crop's own statistics alone gave 0.983, those of the template's decode 0.988,
+the true ones 1.0000.
 """
 
 from __future__ import annotations
@@ -31,20 +30,21 @@ from torch import Tensor, nn
 from model_executor.models.boxes import Box, cut, times
 
 CROPPED_BLOCKS = 2
-"""Up blocks that are computed for a crop only: the last ones, where most of the time goes."""
+"""How many of the last up blocks, which take most of the time, are computed for a crop only."""
 
 CELLS_PER_TOKEN = 4
-"""Cells are the pixels of the last map that is computed whole; a token has 4x4 where one up block precedes the crop."""
+"""Per token side. Cells are the pixels of the last map that is computed whole; with one up block before the crop, a
+token has 4x4."""
 
 RIDGE = 0.5
-"""Of the tiles' weights: how little they differ, for how well the moments are met."""
+"""Ridge penalty of the tiles' weights: higher makes them more equal and matches the moments less well."""
 
 WORTH = 0.7
-"""Largest share of the picture's cells that may be computed; beyond it everything is, in the same time."""
+"""Largest share of the picture's cells worth decoding as a region; above it, decoding the whole takes no longer."""
 
 
 class RegionDecoder:
-    """The decoder of `vae`, whose weights must stay as they are from here on."""
+    """Decodes whole pictures and regions with the decoder of `vae`, whose weights must not change afterwards."""
 
     def __init__(self, vae: Any) -> None:
         self._decoder = vae.decoder
@@ -59,8 +59,8 @@ class RegionDecoder:
         return self._finish(_Maps((self._whole(latents, len(self._blocks)),)))
 
     def region(self, tokens: Box, grid: tuple[int, int]) -> Region | None:
-        """How to decode the pixels of a box of tokens, of a picture of `grid` (rows, columns); None where decoding the
-        whole takes no longer, or where the decoder is not of the form that tokens and cells are counted in."""
+        """How to decode a box of tokens of a picture with `grid` (rows, columns) of them; None where decoding the whole
+        takes no longer, or where the decoder has another number of up blocks than `CELLS_PER_TOKEN` assumes."""
         if self._first != 1:
             return None
         region = Region.around(tokens, grid, self._halo)
@@ -76,7 +76,7 @@ class RegionDecoder:
         return region.trim(self._finish(maps))
 
     def _whole(self, latents: Tensor, num_blocks: int) -> Tensor:
-        """The whole picture's map after so many up blocks."""
+        """The whole picture's map after the first `num_blocks` up blocks."""
         maps = _Maps((self._decoder.mid_block(self._decoder.conv_in(self._post_quant(latents)), None),))
         for block, upsampler in list(zip(self._blocks, self._upsamplers, strict=True))[:num_blocks]:
             maps = _resnets(block, maps).through(upsampler)
@@ -90,17 +90,13 @@ class RegionDecoder:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A part of a picture, counted in cells.
+    """A part of a picture to decode, in cells."""
 
-    inside: the box asked for. crop: that and a halo. grid: all cells as (rows, columns). tiles: first rows and first
-    columns of the mosaic's tiles. outside: bool [tile rows, tile columns], the tiles that touch no cell of the crop.
-    """
-
-    inside: Box
-    crop: Box
-    grid: tuple[int, int]
-    tiles: tuple[Tensor, Tensor]
-    outside: Tensor
+    inside: Box  # the box asked for
+    crop: Box  # that and a halo
+    grid: tuple[int, int]  # all cells as (rows, columns)
+    tiles: tuple[Tensor, Tensor]  # first rows and first columns of the mosaic's tiles
+    outside: Tensor  # bool [tile rows, tile columns], the tiles that touch no cell of the crop
 
     @classmethod
     def around(cls, tokens: Box, grid: tuple[int, int], halo: int) -> Region:
@@ -113,7 +109,7 @@ class Region:
 
     @property
     def work(self) -> float:
-        """Cells that are computed, as a share of all."""
+        """Cells that are computed, crop and mosaic, as a share of all."""
         return self.share + self.outside.numel() * CELLS_PER_TOKEN**2 / (self.grid[0] * self.grid[1])
 
     @property
@@ -132,9 +128,9 @@ class Region:
         return _Maps((crop, mosaic), _Estimate(self.share, weights))
 
     def _weights(self, tiles: Tensor, around: Tensor) -> Tensor:
-        """Weights of the tiles, float32 [tile rows, tile columns]: 0 within the crop, and 1 in sum.
+        """Weights of the tiles by ridge regression, float32 [tile rows, tile columns]: 0 within the crop, and 1 in sum.
 
-        A ridge regression. tiles: moments of each, [2, groups, tile rows, tile columns]. around: [2, groups].
+        tiles: moments of each, [2, groups, tile rows, tile columns]. around: those outside the crop, [2, groups].
         """
         outside = self.outside.to(tiles.device)
         seen = tiles[:, :, outside].flatten(0, 1)  # [2 * groups, tiles outside]
@@ -156,13 +152,13 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class _Estimate:
-    """How crop and mosaic make up the whole picture. share: the crop's. weights: of the mosaic's tiles."""
+    """Estimates the whole picture's statistics from crop and mosaic."""
 
-    share: float
-    weights: Tensor
+    share: float  # of the picture that the crop covers
+    weights: Tensor  # of the mosaic's tiles, float32 [tile rows, tile columns]
 
     def statistics(self, crop: Tensor, mosaic: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
-        """Mean and variance of the whole picture's groups, float32, one of each per channel."""
+        """Mean and variance of the whole picture's groups, float32 [channels] each, repeated for every channel."""
         around = (_tile_moments(mosaic, num_groups, *self.weights.shape) * self.weights).sum((2, 3))
         mean, square = self.share * _moments(crop, num_groups) + (1.0 - self.share) * around
         per_group = crop.shape[1] // num_groups
@@ -171,7 +167,7 @@ class _Estimate:
 
 @dataclass(frozen=True, slots=True)
 class _Maps:
-    """The map of a whole picture; or with `estimate`, that of its crop and that of the mosaic."""
+    """The feature map of a whole picture; or with `estimate`, two maps: the crop's and the mosaic's."""
 
     parts: tuple[Tensor, ...]
     estimate: _Estimate | None = None
@@ -194,7 +190,7 @@ class _Maps:
 
 
 def _resnets(block: Any, maps: _Maps) -> _Maps:
-    """diffusers' ResnetBlock2D.forward without a time embedding, for each of an up block's."""
+    """All residual blocks of an up block, as diffusers' ResnetBlock2D.forward without a time embedding."""
     for resnet in block.resnets:
         hidden = maps.normed(resnet.norm1, resnet.nonlinearity).through(resnet.conv1)
         hidden = hidden.normed(resnet.norm2, resnet.nonlinearity).through(resnet.conv2)
@@ -203,7 +199,7 @@ def _resnets(block: Any, maps: _Maps) -> _Maps:
 
 
 def _moments(x: Tensor, num_groups: int) -> Tensor:
-    """Means of each group's values and of their squares, float32 [2, groups]."""
+    """Mean of each group's values and of their squares, float32 [2, groups]."""
     x = x.float()
     sums = torch.stack([x.sum((0, 2, 3)), x.square().sum((0, 2, 3))])
     return sums.view(2, num_groups, -1).sum(2) / (x.numel() // num_groups)
@@ -219,8 +215,8 @@ def _tile_moments(mosaic: Tensor, num_groups: int, rows: int, columns: int) -> T
 def _upsampler(module: Any) -> Callable[[Tensor], Tensor]:
     """diffusers' Upsample2D: nearest neighbours, then a 3x3 convolution.
 
-    Of an enlarged map, the pixels (2y + i, 2x + j) see only 2x2 different values, so their convolution is one of the
-    small map by a 2x2 kernel, in which weights that fall on the same value are added.
+    In an enlarged map, the pixels (2y + i, 2x + j) see only 2x2 different values. Their convolution is therefore one of
+    the small map with a 2x2 kernel, in which the weights that meet the same value are added.
     """
     weight = module.conv.weight.float()
     rows = [_folded(weight, 2, i) for i in (0, 1)]
@@ -229,7 +225,7 @@ def _upsampler(module: Any) -> Callable[[Tensor], Tensor]:
 
 
 def _folded(weight: Tensor, dim: int, phase: int) -> Tensor:
-    """A kernel of 3 along `dim` as one of 2: the first or second pixel of a pair sees its own value twice."""
+    """A kernel of size 3 along `dim` as one of size 2 for the first (phase 0) or second pixel of a repeated pair."""
     first, middle, last = weight.unbind(dim)
     pair = (first, middle + last) if phase == 0 else (first + middle, last)
     return torch.stack(pair, dim)
@@ -252,8 +248,8 @@ def _same(x: Tensor) -> Tensor:
 
 
 def _halo(blocks: list[Any]) -> int:
-    """Cells around the inside: half the receptive field of what follows. In the other half nothing was seen to matter:
-    with true statistics, 4 of 255 at most and 0.002 in the mean."""
+    """Cells of halo around the box: half the receptive field of the cropped blocks. Leaving out the other half changed
+    pixels by 4 of 255 at most and 0.002 on average, with the true statistics."""
     pixels = 0.0
     for i, block in enumerate(reversed(blocks[-CROPPED_BLOCKS:])):
         convolutions = 1 + 2 * len(block.resnets) + (i == 0)
@@ -262,17 +258,17 @@ def _halo(blocks: list[Any]) -> int:
 
 
 def _tiles(tokens: int) -> Tensor:
-    """First cells of one tile for every other token, evenly spread."""
+    """First cell of each tile along a side of this many tokens: one tile for every other token, evenly spread."""
     number = -(-tokens // 2)
     middles = (torch.arange(number) * 2 + 1) * tokens * CELLS_PER_TOKEN // (2 * number)
     return middles - CELLS_PER_TOKEN // 2
 
 
 def _cells(first: Tensor) -> Tensor:
-    """All cells of tiles, given the first of each."""
+    """All cells of the tiles, given the first of each."""
     return (first[:, None] + torch.arange(CELLS_PER_TOKEN)).flatten()
 
 
 def _touches(first: Tensor, start: int, stop: int) -> Tensor:
-    """Which tiles have a cell in start..stop."""
+    """Which tiles have a cell in [start, stop)."""
     return (first < stop) & (first + CELLS_PER_TOKEN > start)
