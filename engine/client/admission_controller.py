@@ -1,7 +1,7 @@
-"""AdmissionController: whether an edit is let in, given how long it is predicted to take. Owned by one AsyncEngine.
+"""AdmissionController: whether a request is let in: by its places in the queue, and by its predicted time.
 
-It looks twice: before the upload is touched, when an edit counts as the smallest of late, and once its mask is known.
-The rule is core's (admission.py); here are the facts that it needs.
+It looks at an edit's time twice: before the upload is touched, when an edit counts as the smallest of the recent ones,
+and once its mask is known. The rule is core's (core/routing/admission.py); here are the facts that it needs.
 """
 
 from __future__ import annotations
@@ -9,36 +9,80 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from core.config import StencilConfig
 from core.costs.image_backlog import ImageBacklog, Share
 from core.costs.prediction_margin import PredictionMargin
-from core.errors import DeadlineExceededError, OverloadedError
+from core.errors import DeadlineExceededError, EngineDeadError, InvalidRequestError, OverloadedError
 from core.routing.admission import Outlook, RefusedFor, Verdict
 from core.routing.fleet import EditShape
 from engine.client.edit_types import EditInput
-from engine.client.image_seconds import ImageSeconds
+from engine.client.image_work import ImageSeconds
+from engine.client.running_sessions import RunningSessions
+from engine.client.session import Session
 from engine.images.image_jobs import Caller
-
-if TYPE_CHECKING:
-    from engine.client.async_engine import AsyncEngine
+from engine.observability.metrics import Metrics
+from engine.router.router import Router
 
 RECENT_EDITS = 32
 """Edits whose size a newcomer's is guessed from."""
 
+MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
+"""Bounds of the retry-after of a refusal; clients of the OpenAI SDK ignore more than 120 s."""
+
 
 class AdmissionController:
-    """What all edits share: the objective, how far predictions are off, who is being prepared, and the image work that
-    is left of all.
+    """What all edits share: the queue's places, the objective, how far predictions are off, who is being prepared, and
+    the image work that is left of all.
     """
 
-    def __init__(self, engine: AsyncEngine) -> None:
-        self.slo_seconds = engine.config.slo_seconds
+    def __init__(self, config: StencilConfig, sessions: RunningSessions, router: Router, metrics: Metrics) -> None:
+        self.slo_seconds = config.slo_seconds
         self.margin = PredictionMargin()
         self.preparing: dict[Hashable, float] = {}  # ticket -> seconds of the engines' time that it will take
         self.sizes: deque[tuple[int, int]] = deque(maxlen=RECENT_EDITS)  # (image tokens, active tokens) of late
         self.image_backlog = ImageBacklog()
-        self._engine = engine
+        self._max_queue = config.max_queue
+        self._image_workers = config.image.image_workers
+        self._sessions = sessions
+        self._router = router
+        self._metrics = metrics
+        self._highest_class = 0  # of all requests so far, that of the default at least
+
+    # ---------------------------------------------------------------------------------- places in the queue
+
+    def check_queue(self, session: Session) -> None:
+        """Whether the queue has a place for each image of a session, all or none; sessions of lower classes make room.
+
+        Raises EngineDeadError, InvalidRequestError for more images than the queue ever takes, OverloadedError.
+        """
+        if self._router.error is not None:
+            raise EngineDeadError(str(self._router.error))
+        self._highest_class = min(self._highest_class, session.priority)
+        if session.num_images > self._max_queue:
+            message = f"Invalid 'n': {session.num_images} images; this server takes at most {self._max_queue}, "
+            raise InvalidRequestError(message + "as many as its queue holds (--max-queue).", param="n")
+        num_missing = self._sessions.num_admitted + session.num_images - self._max_queue
+        if num_missing > 0 and not self._sessions.make_room(num_missing, session.priority):
+            raise self._queue_full()
+
+    def check_upload(self, num_uploads: int) -> None:
+        """Whether one more body may be read while `num_uploads` are. Raises OverloadedError when the queue would be
+        full even if all of them were of the highest class seen so far.
+        """
+        num_places = self._max_queue + self._sessions.num_displaceable(self._highest_class)
+        if self._sessions.num_admitted + num_uploads >= num_places:
+            raise self._queue_full()
+
+    def _queue_full(self) -> OverloadedError:
+        self._metrics.observe_rejected("queue_full")
+        return OverloadedError("The queue is full.", retry_after=self.retry_after())
+
+    def retry_after(self) -> float:
+        """Seconds after which a refused client is likely to find room: the predicted time to drain what is here."""
+        return _bounded_retry(max(self._router.drain_seconds, self.drain_seconds))
+
+    # ---------------------------------------------------------------------------------- predicted time
 
     def caller(self, edit_id: str, edit: EditInput, arrival: float) -> Caller:
         """Whose an edit's image jobs are, and when they are due."""
@@ -52,7 +96,7 @@ class AdmissionController:
         """What is predicted of an edit whose images have yet to be prepared; None while nobody knows. share: what it
         will add to the image backlog.
         """
-        ahead = self._engine.router.outlook(shape)
+        ahead = self._router.outlook(shape)
         if ahead is None:
             return None
         engines = max(images.prepare + ahead.alone, ahead.seconds + sum(self.preparing.values()))
@@ -60,7 +104,7 @@ class AdmissionController:
 
     def outlook_of_edit(self, shape: EditShape, num_images: int, images: ImageSeconds, share: Share) -> Outlook | None:
         """Likewise, of one that is prepared."""
-        ahead = self._engine.router.outlook(shape)
+        ahead = self._router.outlook(shape)
         return None if ahead is None else self._outlook(shape, num_images, images, share, ahead)
 
     def _outlook(
@@ -71,22 +115,22 @@ class AdmissionController:
         """
         done = engines.seconds + (num_images - 1) * self.work_seconds(shape) + images.compose
         alone = images.prepare + engines.alone + images.composes
-        wait = self.image_backlog.before(share) / self._engine.config.image.image_workers
+        wait = self.image_backlog.before(share) / self._image_workers
         is_idle = engines.is_idle and not self.preparing and not self.image_backlog
         return Outlook(max(done, wait + alone), alone, is_idle)
 
     @property
     def drain_seconds(self) -> float:
         """Predicted time until all image work is done."""
-        return self.image_backlog.seconds / self._engine.config.image.image_workers
+        return self.image_backlog.seconds / self._image_workers
 
     def work_seconds(self, shape: EditShape) -> float:
         """How much later the engines are done for one image."""
-        return self._engine.router.work_seconds(shape)
+        return self._router.work_seconds(shape)
 
     def refuse(self, reason: RefusedFor, outlook: Outlook, verdict: Verdict) -> OverloadedError | DeadlineExceededError:
         """Count it, and say why."""
-        self._engine.metrics.observe_rejected("slo" if reason == "slo" else "timeout")
+        self._metrics.observe_rejected("slo" if reason == "slo" else "timeout")
         if reason == "hopeless":
             return DeadlineExceededError(
                 f"The request's timeout is too short: this edit is predicted to take {outlook.alone:.3g} s when the "
@@ -96,4 +140,8 @@ class AdmissionController:
         message = (
             f"The server is too busy: this edit is predicted to take {outlook.seconds:.3g} s, which misses {what}."
         )
-        return OverloadedError(message, retry_after=self._engine.bounded_retry(verdict.retry_after))
+        return OverloadedError(message, retry_after=_bounded_retry(verdict.retry_after))
+
+
+def _bounded_retry(seconds: float) -> float:
+    return min(MAX_RETRY_SECONDS, max(MIN_RETRY_SECONDS, seconds))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from core.routing.admission import Outlook, Terms, Verdict, judge
 from core.routing.fleet import EditShape
 from engine.client.admission_controller import AdmissionController
-from engine.client.image_seconds import ImageSeconds
+from engine.client.image_work import ImageSeconds
 from engine.images.image_jobs import Caller
 
 
@@ -19,12 +19,10 @@ class AdmissionTicket:
     known after look_at_edit. Both absolute. caller: whose the edit is.
     """
 
-    def __init__(
-        self, admission: AdmissionController, arrival: float, timeout: float | None, num_images: int, caller: Caller
-    ) -> None:
-        self.deadline = None if timeout is None else arrival + timeout
+    def __init__(self, admission: AdmissionController, caller: Caller, timeout: float | None, num_images: int) -> None:
+        self.deadline = None if timeout is None else caller.arrival + timeout
         self.objective: float | None = None
-        self._goal = arrival + admission.slo_seconds if admission.slo_seconds else None
+        self._goal = caller.arrival + admission.slo_seconds if admission.slo_seconds else None
         self._controller = admission
         self._num_images = num_images
         self._caller = caller

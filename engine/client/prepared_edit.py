@@ -161,7 +161,7 @@ class PreparedEdit:
 
 
 def smallest_shape(sampling: SamplingParams, model: ModelInfo, owner: str) -> EditShape:
-    """What is known of an edit before its images are prepared. sampling: as `engine.client.sampling_defaults.resolve` leaves it."""
+    """What is known of an edit before its images are prepared. sampling: as `sampling_defaults.resolve` leaves it."""
     text_tokens = model.num_text_tokens(sampling.max_sequence_length)
     is_exact = not sampling.mask_aware or model.page_scheme is None
     steps = model.num_steps(sampling)

@@ -9,32 +9,29 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING
 
 from core.errors import StencilError
 from core.messages.image_processor import ComposedImage
 from core.model_info import ModelInfo
 from engine.client.mask_aware import can_prime_ahead
+from engine.client.services import Services
 from engine.client.template_session import TemplateSession
 from engine.client.template_store import Template
 from engine.client.upload import KeptUpload
 from engine.images.image_ops import generation_size
 
-if TYPE_CHECKING:
-    from engine.client.async_engine import AsyncEngine
-
 logger = logging.getLogger("stencil.engine")
 
 MAX_IN_FLIGHT = 4
-"""ResultTemplates that may wait for idle time at once, since each holds its picture in shared memory. Others are kept as
+"""Results that may wait for idle time at once, since each holds its picture in shared memory. Others are kept as
 templates all the same, and primed by the first edit that uses them."""
 
 
 class ResultTemplates:
     """Registers finished pictures and primes them in the background, when no edit wants to compute."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
-        self._engine = engine
+    def __init__(self, services: Services) -> None:
+        self._services = services
         self._num_in_flight = 0  # background tasks begun and not over
 
     async def keep(self, image: ComposedImage, model: ModelInfo, owner: str, *, is_base64: bool) -> str | None:
@@ -42,9 +39,9 @@ class ResultTemplates:
         num_tokens = _num_tokens(image, model)
         if not self._is_useful(model, num_tokens) or not self._is_readable(image):
             return None
-        upload = await KeptUpload.of_output(self._engine.view(image.encoded).data, is_base64=is_base64)
-        limits = self._engine.config.image
-        if upload.size > min(self._engine.templates.budget, limits.max_upload_bytes):
+        upload = await KeptUpload.of_output(self._services.arena.view(image.encoded).data, is_base64=is_base64)
+        limits = self._services.config.image
+        if upload.size > min(self._services.templates.store.budget, limits.max_upload_bytes):
             logger.debug("a picture of %d bytes is larger than a template may be: not captured", upload.size)
             return None
         template = Template(
@@ -56,43 +53,43 @@ class ResultTemplates:
             image_tokens=num_tokens,
             created=int(time.time()),
             is_captured=True,
-            cache_salt=self._engine.cache.salt(owner),
+            cache_salt=self._services.served.cache.salt(owner),
         )
-        self._engine.keep_template(template)
-        if template.id not in self._engine.templates:
+        self._services.templates.add(template)
+        if template.id not in self._services.templates.store:
             logger.debug("registered templates take up --template-bytes: a picture was not captured")
             return None
         if self._num_in_flight < MAX_IN_FLIGHT:
             self._num_in_flight += 1
-            self._engine.run_in_background(self._prime(template, model))
+            self._services.sessions.run_in_background(self._prime(template, model))
         return template.id
 
     def _is_useful(self, model: ModelInfo, num_tokens: int) -> bool:
-        cache = self._engine.cache
+        cache = self._services.served.cache
         return cache.admission == "always" and can_prime_ahead(model, cache, num_tokens)
 
     def _is_readable(self, image: ComposedImage) -> bool:
         """Whether an edit could decode it: `size` may have made it larger than any upload."""
-        return image.width * image.height <= self._engine.config.image.max_pixels
+        return image.width * image.height <= self._services.config.image.max_pixels
 
     async def _prime(self, template: Template, model: ModelInfo) -> None:
         """Its failure hurts nobody: the first edit of the template primes it then."""
         name, upload, owner = f"capture-{template.id}", template.upload, template.owner
-        session = TemplateSession(self._engine, name, upload, model, owner=owner, is_idle_work=True)
+        session = TemplateSession(self._services, name, upload, model, owner=owner, is_idle_work=True)
         try:
-            with self._engine.track(session):
+            with self._services.sessions.track(session):
                 await self._prime_session(session, template)
         except StencilError as error:
-            level = logging.DEBUG if self._engine.is_closing else logging.WARNING
+            level = logging.DEBUG if self._services.sessions.is_closing else logging.WARNING
             logger.log(level, "template %s was not primed: %s", template.id, error)
         finally:
             self._num_in_flight -= 1
 
     async def _prime_session(self, session: TemplateSession, template: Template) -> None:
-        templates = self._engine.templates
+        templates = self._services.templates.store
         content_id = (await session.prepare()).content_id
         templates.set_content(template.id, content_id)
-        if template.id not in templates or self._engine.is_closing:
+        if template.id not in templates or self._services.sessions.is_closing:
             return
         templates.set_primed(template.id, (await session.prime()).nbytes)
 

@@ -5,39 +5,37 @@ As with an edit, memory is freed only when nothing can touch it any more; `close
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING
 
 from core.errors import OverloadedError
 from core.messages.engine import Aborted, Failed, PrimeTemplate, TemplatePrimed
 from core.messages.image_processor import PreparedImages, PrepareImages
 from core.model_info import ModelInfo
 from engine.client.mask_aware import can_prime_ahead
+from engine.client.services import Services
+from engine.client.session import Session
 from engine.client.session_memory import SessionMemory
+from engine.client.template_store import Pages
 from engine.client.upload import Upload
 from engine.images import image_ops
 from engine.images.image_jobs import Caller
 from engine.observability.tracing import NO_SPAN, current_span
-
-if TYPE_CHECKING:
-    from engine.client.async_engine import AsyncEngine
-    from engine.router.engine_client import RequestOutput
+from engine.router.engine_client import RequestOutput
 
 logger = logging.getLogger("stencil.engine")
 
 
-class TemplateSession:
+class TemplateSession(Session):
     """prepare, prime; then give_up and close. One caller.
 
-    cache_salt: of its pages, see `CacheConfig.salt`. is_idle_work: computed when no edit wants to, and takes no place
-    in the queue.
+    cache_salt: of its pages, see `CacheConfig.salt`. is_idle_work: computed when no edit wants to, takes no place in
+    the queue, and keeps no pages: its template is registered already, or deleted.
     """
 
     def __init__(
         self,
-        engine: AsyncEngine,
+        services: Services,
         request_id: str,
         upload: Upload,
         model: ModelInfo,
@@ -45,28 +43,21 @@ class TemplateSession:
         owner: str,
         is_idle_work: bool = False,
     ) -> None:
-        self.num_images = 0 if is_idle_work else 1  # places in the queue
-        self.is_idle_work = is_idle_work
-        self.priority = 0  # of the default class
-        self.is_displaced = False
-        self.is_submitted = False
-        self.done = asyncio.Event()  # nothing of it is left to compute
-        self.has_failed = False  # set by the engine when an error, not the caller, ends it
-        self._engine = engine
+        super().__init__(num_images=0 if is_idle_work else 1, is_idle_work=is_idle_work)
+        self._services = services
         self._id = request_id
         self._owner = owner
         self._upload = upload
         self._model = model
-        self._cache_salt = engine.cache.salt(owner)
+        self._cache_salt = services.served.cache.salt(owner)
         self._span = NO_SPAN if is_idle_work else current_span()  # whose answer has left when idle work begins
-        self._memory = SessionMemory(engine)
+        self._memory = SessionMemory(services)
         self._prepared: PreparedImages | None = None
         self._answer: RequestOutput | None = None
-        self._has_let_go = False
 
     async def prepare(self) -> PreparedImages:
         """Have the upload checked and turned into a template. Raises InvalidRequestError, OverloadedError."""
-        model, start = self._model, time.monotonic()
+        model = self._model
         message = PrepareImages(
             job_id=0,
             image=await self._memory.store(self._upload),
@@ -76,12 +67,14 @@ class TemplateSession:
             mask_margin=0,
             native_size=model.native_size,
             token_size=model.token_size,
-            max_pixels=self._engine.config.image.max_pixels,
+            max_pixels=self._services.config.image.max_pixels,
             scratch=self._memory.alloc(image_ops.scratch_bytes(model.native_size, model.token_size)),
             max_side=model.max_side,
         )
-        self._prepared = await self._engine.images.prepare(message, Caller(self._id, self._owner, arrival=start))
-        self._span.child("prepare", start, time.monotonic(), {})
+        self._prepared = await self._services.images.prepare(
+            message, Caller(self._id, self._owner, arrival=self.arrival)
+        )
+        self._span.child("prepare", self.arrival, time.monotonic(), {})
         return self._prepared
 
     @property
@@ -93,13 +86,15 @@ class TemplateSession:
     @property
     def can_prime(self) -> bool:
         """Whether this template has pages that can be made now, and fit."""
-        return can_prime_ahead(self._model, self._engine.cache, self.num_tokens)
+        return can_prime_ahead(self._model, self._services.served.cache, self.num_tokens)
 
     async def prime(self) -> TemplatePrimed:
         """Have its pages made. Raises EngineError, or OverloadedError when the server shuts down."""
         start = time.monotonic()
-        self._engine.router.submit(self._make_request(), self._hear)
+        self._services.router.submit(self._make_request(), self._hear)
         self.is_submitted = True
+        if not self.is_idle_work:
+            self._services.templates.claim(self._pages)
         await self.done.wait()
         self._span.child("prime", start, time.monotonic(), {})
         match self._answer:
@@ -134,26 +129,23 @@ class TemplateSession:
         self.done.set()
 
     def give_up(self) -> None:
-        """Nobody waits any longer: abort what still runs."""
         if not self.is_submitted:
             self.done.set()
         elif not self.done.is_set():
-            self._engine.router.abort((self._id,))
+            self._services.router.abort((self._id,))
 
-    def wants_pages(self, model: str, content_id: str, cache_salt: str) -> bool:
-        """Whether it has these pages made for a template that is kept afterwards; a captured one is kept already, or
-        deleted.
-        """
-        if self._prepared is None or not self.is_submitted or self.is_idle_work or self._has_let_go:
-            return False
-        return (self._model.name, self._prepared.content_id, self._cache_salt) == (model, content_id, cache_salt)
+    @property
+    def _pages(self) -> Pages:
+        assert self._prepared is not None
+        return self._model.name, self._prepared.content_id, self._cache_salt
 
     async def close(self) -> None:
         """Wait for the terminal output, then free the memory. Pages that no template was kept for go: an abort comes
         too late once they are there, and a captured template may be deleted before.
         """
         await self.done.wait()
-        if self.is_submitted and self._prepared is not None:
-            self._has_let_go = True
-            self._engine.drop_pages(self._model.name, self._prepared.content_id, self._cache_salt)
+        if self.is_submitted:
+            if not self.is_idle_work:
+                self._services.templates.release(self._pages)
+            self._services.templates.drop_unwanted(self._pages)
         await self._memory.release()

@@ -27,9 +27,9 @@ def _new_id() -> str:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Template:
     """One registered image. owner: digest of the API key it came with, "" without keys. width, height: the upload's own
-    pixels. image_tokens: at its generation size. content_id: see PreparedImages; "" until it was prepared. crops: content
-    ids of parts of it that were edited by themselves, the latest last. created: Unix seconds. primed: its pages were
-    computed, and took `page_bytes`. is_captured: a picture that the engine painted, which no edit has named yet.
+    pixels. image_tokens: at its generation size. content_id: see PreparedImages; "" until it was prepared. crops:
+    content ids of parts of it that were edited by themselves, the latest last. created: Unix seconds. primed: its pages
+    were computed, and took `page_bytes`. is_captured: a picture that the engine painted, which no edit has named yet.
     cache_salt: of its pages, see `CacheConfig.salt`.
     """
 

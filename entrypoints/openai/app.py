@@ -79,7 +79,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings, tracer: Tracer | N
     for; None = nothing.
     """
     app = FastAPI(title="Stencil", summary="Masked image editing behind the OpenAI images API.", redirect_slashes=False)
-    places, owners = UploadSlots(engine), RequestOwners()
+    places, owners = UploadSlots(engine.check_upload, engine.metrics), RequestOwners()
     _add_image_routes(app, engine, settings, places, owners)
     _add_template_routes(app, engine, settings, places)
     _add_model_routes(app, engine)
@@ -144,7 +144,7 @@ def _answer(engine: AsyncEngine, request: Request, operation: Operation, submiss
     except StencilError:
         submission.close()
         raise
-    return EditResponse(engine, call, submission)
+    return EditResponse(engine.edit, call, submission)
 
 
 def _add_template_routes(app: FastAPI, engine: AsyncEngine, settings: ServerSettings, places: UploadSlots) -> None:

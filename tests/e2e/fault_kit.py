@@ -45,8 +45,8 @@ async def start(checkpoint: Path, size: int = 1, **settings: float) -> AsyncIter
                 async with asyncio.timeout(30):
                     while engine.num_admitted:
                         await asyncio.sleep(0.01)
-                assert engine.allocator.used_bytes == 0
-                engine.allocator.check_integrity()
+                assert engine.services.arena.used_bytes == 0
+                engine.services.arena.check_integrity()
         finally:
             _, left = psutil.wait_procs([p for p in psutil.process_iter() if folder_of(p) == folder], timeout=10)
         assert not left

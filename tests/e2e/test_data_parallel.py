@@ -127,6 +127,6 @@ async def test_aborts_reach_the_engine_that_has_the_request(two: AsyncEngine) ->
             await asyncio.sleep(0.01)
         for task in tasks:
             task.cancel()
-        while two.allocator.used_bytes:
+        while two.services.arena.used_bytes:
             await asyncio.sleep(0.01)
     assert [load.num_running for load in two.loads if load] == [0, 0]

@@ -35,7 +35,7 @@ async def engine(tiny_checkpoint: Path) -> AsyncIterator[AsyncEngine]:
 
 def busy_with(engine: AsyncEngine, kind: type[ToImageProcessor]) -> ChildProcess | None:
     """An image processor that does such a job."""
-    processors = (processor for processor in engine.images._processors if processor.job is not None)
+    processors = (processor for processor in engine.services.images._processors if processor.job is not None)
     return next((p.child for p in processors if p.job is not None and isinstance(p.job.message, kind)), None)
 
 
@@ -61,7 +61,7 @@ async def test_an_image_processor_that_dies_in_its_work_changes_nothing(engine: 
     for kind in (PrepareImages, ComposeImage):
         (await stopped_in_its_work(engine, kind)).kill()
     assert_alike(await ends(tasks), expected)
-    assert (engine.images.num_deaths, engine.images.num_retries) == (2, 2)
+    assert (engine.services.images.num_deaths, engine.services.images.num_retries) == (2, 2)
     assert count(engine, "request_success") == done + 2 * len(edits)
 
 

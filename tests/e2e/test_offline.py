@@ -25,6 +25,7 @@ from core.config import EngineConfig, ModelConfig, StencilConfig
 from core.errors import ConfigError, EngineError, InvalidImageError, InvalidRequestError
 from core.sampling_params import SamplingParams
 from engine.client.async_engine import AsyncEngine
+from engine.client.client_arena import ClientArena
 from engine.client.edit_types import EditInput, ImageOutput
 from engine.client.upload import BytesUpload
 from entrypoints import Edit, EditResult, ImageEngine
@@ -388,11 +389,11 @@ async def test_leaving_early_frees_the_place(one_worker: AsyncEngine) -> None:
         before = num_steps(one_worker)
         while not one_worker.num_requests_running:
             await asyncio.sleep(0.01)
-    while one_worker.allocator.used_bytes:
+    while one_worker.services.arena.used_bytes:
         await asyncio.sleep(0.001)
     assert one_worker.num_requests_running == 0
     assert num_steps(one_worker) - before < 150, "of 200, and of what was done before but not told"
-    one_worker.allocator.check_integrity()
+    one_worker.services.arena.check_integrity()
 
 
 @in_module
@@ -405,7 +406,7 @@ async def test_nothing_stays_allocated_after_failures(one_worker: AsyncEngine) -
     with pytest.raises(asyncio.CancelledError):
         await task
     async with asyncio.timeout(5):
-        while one_worker.allocator.used_bytes:
+        while one_worker.services.arena.used_bytes:
             await asyncio.sleep(0.01)
 
 
@@ -421,7 +422,7 @@ async def test_the_longest_prompts_of_a_full_batch_reach_the_worker(one_worker: 
 @in_module
 async def test_the_sockets_folder_is_gone_once_connected(one_worker: AsyncEngine) -> None:
     assert one_worker.is_ready
-    runtime_dir = one_worker.router._replicas[0]._client._runtime_dir
+    runtime_dir = one_worker.services.router._replicas[0]._client._runtime_dir
     assert runtime_dir is not None
     assert not runtime_dir.exists()
 
@@ -456,13 +457,13 @@ async def test_a_killed_worker_fails_the_edit_where_no_retries_are_allowed(one_w
 async def test_a_bug_in_the_client_side_ends_the_engine_instead_of_hanging_it(
     one_worker: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def broken(self: AsyncEngine, region: object) -> None:
+    async def broken(self: ClientArena, region: object) -> None:
         raise RuntimeError("a bug")
 
     async with asyncio.timeout(60):
         while not one_worker.is_ready:  # a worker was killed before
             await asyncio.sleep(0.01)
-    monkeypatch.setattr(AsyncEngine, "release", broken)
+    monkeypatch.setattr(ClientArena, "release", broken)
     edit = to_input(make_edit(64, 64), SamplingParams(num_inference_steps=1))
     await run(one_worker, "first", edit)
     assert isinstance(await asyncio.wait_for(one_worker.failed(), 10), EngineError)

@@ -171,7 +171,7 @@ async def started(checkpoint: Path, cache: CacheConfig | None = None, **settings
 
 async def all_is_given_back(engine: AsyncEngine) -> None:
     async with asyncio.timeout(30):
-        while engine.allocator.used_bytes:
+        while engine.services.arena.used_bytes:
             await asyncio.sleep(0.01)
 
 
@@ -328,7 +328,7 @@ async def test_a_registration_given_up_at_any_moment_leaves_nothing(engine: Asyn
 async def primed(engine: AsyncEngine) -> None:
     """Wait until the pages of a registration are there, and stop before it can take note of that."""
     async with asyncio.timeout(30):
-        while not any(session.done.is_set() for session in engine._sessions):
+        while not any(session.done.is_set() for session in engine.services.sessions):
             await asyncio.sleep(0)
 
 

@@ -13,6 +13,7 @@ import msgspec
 
 from core.config import StencilConfig
 from core.costs.load_report import EngineStats, LoadReport, StepSample
+from core.errors import OverloadedError
 from core.model_choice import choose_model
 from core.model_info import ModelInfo
 from engine.client.edit_types import EditInput, EditReport, ImageOutput
@@ -81,8 +82,10 @@ class FakeEngine:
     def num_admitted(self) -> int:
         return self.num_open
 
-    def retry_after(self) -> float:
-        return 3.0
+    def check_upload(self, num_uploads: int) -> None:
+        if self.num_open + num_uploads >= self.config.max_queue + self.num_displaceable:
+            self.metrics.observe_rejected("queue_full")
+            raise OverloadedError("The queue is full.", retry_after=3.0)
 
     @asynccontextmanager
     async def edit(self, request_id: str, edit: EditInput) -> AsyncIterator[AsyncIterator[ImageOutput]]:

@@ -1,15 +1,15 @@
-"""What the door learns from an edit: how long it took the server, whatever its reader or a dead engine took.
+"""What admission learns from an edit: how long it took the server, whatever its reader or a dead engine took.
 
-Session, door and router are real; the engine's process and the image processors are replaced, and so is the clock.
+Session, admission and router are real; the engine's process and the image processors are replaced, and so is the clock.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from types import SimpleNamespace
 
-import msgspec
 import pytest
 from fakes import MODEL
 from load_reports import COSTS, make_report
@@ -20,17 +20,18 @@ from core.costs.prediction_margin import START_RATIOS
 from core.errors import DeadlineExceededError, InvalidRequestError, OverloadedError, StencilError
 from core.failure import NEVER_BEGUN, Failure
 from core.handles import ArrayRef
-from core.ipc.shared_array import Arena, ArenaAllocator
-from core.messages.engine import EditRequest, Failed, Finished
+from core.ipc.shared_array import Arena
+from core.messages.engine import Aborted, EditRequest, Failed, Finished
 from core.messages.image_processor import ComposedImage, ComposeImage, PreparedImages, PrepareImages
 from core.routing.fleet import EditShape
 from core.sampling_params import SamplingParams
 from core.scheduling.deadlines import TOO_LATE
-from engine.client import admission_controller as door
-from engine.client import edit_session
+from engine.client import admission_ticket, edit_delivery, edit_preparation, edit_session, session
 from engine.client.async_engine import AsyncEngine
 from engine.client.edit_session import EditSession
 from engine.client.edit_types import EditInput, ImageOutput
+from engine.client.result_templates import ResultTemplates
+from engine.client.services import Services
 from engine.images.image_jobs import Caller, Room
 from engine.router import router
 from engine.router.engine_client import Waiter
@@ -45,6 +46,7 @@ class Replica:
     def __init__(self, config: EngineConfig, arena: Arena, watcher: Router) -> None:
         self.error: StencilError | None = None
         self.sent: list[tuple[EditRequest, Waiter]] = []
+        self.aborted: tuple[str, ...] = ()
 
     def submit(self, request: EditRequest, waiter: Waiter) -> None:
         self.sent.append((request, waiter))
@@ -53,6 +55,16 @@ class Replica:
         request, waiter = self.sent.pop(0)
         stages = ("queue", "text_encode", "image_encode", "prime", "denoise", "decode")
         waiter(Finished(request.request_id, dict.fromkeys(stages, 0.0), 3, False, "off", None, False, 0))
+
+    def abort(self, request_ids: tuple[str, ...]) -> None:
+        self.aborted += request_ids
+
+    def end_aborted(self) -> list[str]:
+        ended = [sent for sent in self.sent if sent[0].request_id in self.aborted]
+        self.sent = [sent for sent in self.sent if sent not in ended]
+        for request, waiter in ended:
+            waiter(Aborted(request_id=request.request_id))
+        return [request.request_id for request, _ in ended]
 
     def fail_first(self, failure: Failure) -> None:
         request, waiter = self.sent.pop(0)
@@ -80,13 +92,19 @@ class Images:
 class Server:
     """An AsyncEngine of two engines, with an objective."""
 
-    def __init__(self, arena: Arena, clock: SimpleNamespace) -> None:
+    def __init__(self, clock: SimpleNamespace) -> None:
         self.clock = clock
-        config = StencilConfig(engine=EngineConfig(data_parallel_size=2), slo_seconds=10.0)
+        engine = EngineConfig(data_parallel_size=2)
+        config = StencilConfig(engine=engine, slo_seconds=10.0, arena_bytes=1024**3, max_queue=4)
         self.engine = AsyncEngine(config)
-        self.engine._arena, self.engine.allocator = arena, ArenaAllocator(arena)
-        self.engine.images = Images()  # type: ignore[assignment]
-        self.engine.router = self.router = Router(config, arena, self.engine.metrics)
+        self.engine._served.set({"m": MODEL}, engine)
+        services = Services.create(
+            config, self.engine.metrics, self.engine._served, self.engine._sessions, self.engine.templates
+        )
+        self.services = replace(services, images=Images())  # type: ignore[arg-type]
+        self.results = ResultTemplates(self.services)
+        self.engine.services, self.engine._results = self.services, self.results
+        self.admission, self.router = services.admission, services.router
         self.router._models = {"m": MODEL}
         for rank in range(2):
             self.router.on_report(rank, make_report(costs=COSTS), None)
@@ -97,37 +115,38 @@ class Server:
     ) -> EditSession:
         sampling = SamplingParams(n=n, timeout=seconds, priority=priority)
         edit = EditInput(prompt="a cat", sampling=sampling, model="m", owner=owner)
-        session = EditSession(self.engine, name, edit, MODEL)
-        await session.prepare()
-        session.submit()
+        session = EditSession(self.services, self.results, name, edit, MODEL)
+        await session.begin()
         return session
 
     def learnt(self) -> list[float]:
         """Ratios that the margin has been told of."""
-        ratios = list(self.engine.door.margin._ratios)
+        ratios = list(self.admission.margin._ratios)
         return ratios[len(START_RATIOS) :]
 
     @property
+    def replicas(self) -> list[Replica]:
+        return [replica for replica in self.router._replicas if isinstance(replica, Replica)]
+
+    @property
     def busy(self) -> Replica:
-        (replica,) = [replica for replica in self.router._replicas if replica.sent]  # type: ignore[attr-defined]
-        assert isinstance(replica, Replica)
+        (replica,) = [replica for replica in self.replicas if replica.sent]
         return replica
+
+    def end_aborted(self) -> list[str]:
+        """Have the engines say that what they were asked to abort has ended; what that was, in order of names."""
+        return sorted(name for replica in self.replicas for name in replica.end_aborted())
 
 
 @pytest.fixture
 async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Server]:
     clock = SimpleNamespace(now=1e9)  # no timeout passes on the event loop's own
-    for module in (door, edit_session, router):
+    for module in (session, admission_ticket, edit_preparation, edit_delivery, edit_session, router):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    monkeypatch.setattr(edit_session.Timing, "__init__", lambda self: _set_timing(self, clock.now))
     monkeypatch.setattr(router, "EngineReplica", Replica)
-    arena = Arena.create(0, 1024**3)
-    yield Server(arena, clock)
-    arena.close()
-
-
-def _set_timing(timing: edit_session.Timing, now: float) -> None:
-    timing.arrival, timing.prepared = now, 0.0
+    served = Server(clock)
+    yield served
+    served.services.arena.close()
 
 
 async def take_all(session: EditSession, server: Server, reader_seconds: float) -> list[ImageOutput]:
@@ -192,15 +211,13 @@ async def test_what_was_let_in_on_doubt_and_did_not_make_it_teaches_nothing(serv
 
 
 def _shape_of(session: EditSession) -> EditShape:
-    (picture,) = session._pictures._by_id.values()
+    (picture,) = session._images._by_id.values()
     return EditShape.of_edit(picture.request, MODEL)
 
 
 async def test_more_images_than_the_queue_ever_has_room_for_are_no_matter_of_trying_again(server: Server) -> None:
-    server.engine.config = msgspec.structs.replace(server.engine.config, max_queue=2)
-    server.engine.models = {"m": MODEL}
-    edit = EditInput(prompt="a cat", sampling=SamplingParams(n=3))
-    with pytest.raises(InvalidRequestError, match=r"at most 2, .*--max-queue") as caught:
+    edit = EditInput(prompt="a cat", sampling=SamplingParams(n=5))
+    with pytest.raises(InvalidRequestError, match=r"at most 4, .*--max-queue") as caught:
         async with server.engine.edit("edit", edit):
             pass
     assert caught.value.param == "n"
@@ -218,6 +235,52 @@ async def test_an_edit_that_was_given_up_late_counts_as_late(server: Server) -> 
     await asyncio.wait_for(session.close(), 5)
 
 
+# ------------------------------------------------------------------------------------------- places in the queue
+
+
+def make_input(n: int = 1, priority: int = 0) -> EditInput:
+    return EditInput(prompt="a cat", sampling=SamplingParams(n=n, priority=priority), model="m")
+
+
+@pytest.fixture
+async def tracking(server: Server) -> AsyncIterator[Server]:
+    """A server that cleans up after sessions, as `AsyncEngine.edit` has it do."""
+    async with asyncio.TaskGroup() as tasks:
+        server.engine._sessions.start(tasks)
+        yield server
+        server.end_aborted()
+    assert server.engine.num_admitted == 0
+    assert server.services.arena.used_bytes == 0
+    server.services.arena.check_integrity()
+
+
+async def test_a_full_queue_reads_no_more_uploads_than_would_make_room_for_a_higher_class(tracking: Server) -> None:
+    """What waits of lower classes counts as room only once a request of a higher class has come."""
+    engine = tracking.engine
+    async with engine.edit("normal", make_input(n=2)):
+        engine.check_upload(1)
+        with pytest.raises(OverloadedError, match="queue is full"):
+            engine.check_upload(2)
+        async with engine.edit("urgent", make_input(priority=-1)):
+            engine.check_upload(2)
+            with pytest.raises(OverloadedError, match="queue is full"):
+                engine.check_upload(3)
+    assert 'reason="queue_full"} 2.0' in engine.metrics.exposition().decode()
+
+
+async def test_waiting_edits_of_a_lower_class_leave_a_full_queue_to_a_higher_one(tracking: Server) -> None:
+    engine = tracking.engine
+    async with engine.edit("low", make_input(n=4, priority=1)) as outputs:
+        with pytest.raises(OverloadedError, match="queue is full"):
+            async with engine.edit("as low", make_input(priority=1)):
+                pass
+        async with engine.edit("high", make_input(n=2)):
+            assert engine.num_admitted == 2
+            assert tracking.end_aborted() == [f"low-{index}" for index in range(4)]
+            with pytest.raises(OverloadedError, match="has taken this one's place"):
+                await anext(outputs)
+
+
 # ------------------------------------------------------------------------------------------------------- image work
 
 
@@ -231,8 +294,7 @@ async def finish_all(server: Server) -> None:
 
 async def test_image_work_of_its_own_key_that_cannot_be_done_in_time_is_refused_at_once(server: Server) -> None:
     """Engines that are done soon are no help: 60 files at 0.5 s each, two at a time, are to be made first."""
-    server.engine.config = msgspec.structs.replace(server.engine.config, slo_seconds=0.0)
-    server.engine.door.slo_seconds = 0.0
+    server.admission.slo_seconds = 0.0
     for index in range(6):
         await server.begin(n=10, name=f"a{index}", owner="a", seconds=300.0)
     await finish_all(server)
@@ -244,11 +306,11 @@ async def test_image_work_of_its_own_key_that_cannot_be_done_in_time_is_refused_
     with pytest.raises(DeadlineExceededError, match="when the server is idle"):
         await server.begin(n=10, name="a7", owner="a", seconds=2.0)
     await server.begin(name="b", owner="b", seconds=10.0)
-    assert server.engine.retry_after() == pytest.approx((60 + 1) * COMPOSE_SECONDS / 2)
+    assert server.admission.retry_after() == pytest.approx((60 + 1) * COMPOSE_SECONDS / 2)
 
 
 async def test_image_work_that_is_done_or_given_up_or_waits_for_a_reader_is_in_nobodys_way(server: Server) -> None:
-    backlog = server.engine.door.image_backlog
+    backlog = server.admission.image_backlog
     read, unread, left = [await server.begin(n=2, name=name) for name in ("read", "unread", "left")]
     assert backlog.seconds == 6 * COMPOSE_SECONDS
     await finish_all(server)

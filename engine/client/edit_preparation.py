@@ -1,0 +1,139 @@
+"""EditPreparation: an edit from its upload to its requests. It waits for an image processor, never for an engine."""
+
+from __future__ import annotations
+
+import time
+
+from core.errors import InvalidRequestError
+from core.messages.image_processor import PreparedImages, PrepareImages
+from core.model_choice import kin
+from core.model_info import ModelInfo
+from core.routing.fleet import EditShape
+from core.sampling_params import MAX_PADDING_MASK_CROP, MAX_PROMPT_CHARACTERS
+from core.validation import check_integer, check_length
+from engine.client.edit_images import EditImage
+from engine.client.edit_types import EditInput
+from engine.client.image_work import ImageSeconds, compose_work, num_files, prepare_work
+from engine.client.mask_aware import resolve_margin
+from engine.client.prepared_edit import PreparedEdit, smallest_shape
+from engine.client.sampling_defaults import resolve
+from engine.client.services import Services
+from engine.client.session_memory import SessionMemory
+from engine.client.template_store import Template, TemplateStore
+from engine.images import image_ops
+from engine.images.image_jobs import Caller
+from engine.observability.tracing import Span
+
+
+class EditPreparation:
+    """store, prepare, make_images, once each and in this order. The properties are what is known at the arrival."""
+
+    def __init__(
+        self,
+        services: Services,
+        caller: Caller,
+        edit: EditInput,
+        model: ModelInfo,
+        memory: SessionMemory,
+        span: Span,
+    ) -> None:
+        """memory: where everything lies. Raises InvalidRequestError, TemplateNotFoundError."""
+        self._services = services
+        self._caller = caller
+        self._edit = edit
+        self._model = model
+        self._memory = memory
+        self._span = span
+        self._sampling = resolve(edit.sampling, model)
+        check_length("prompt", edit.prompt, MAX_PROMPT_CHARACTERS)
+        if edit.padding_mask_crop is not None:
+            check_integer("padding_mask_crop", edit.padding_mask_crop, 0, MAX_PADDING_MASK_CROP)
+        self._template = _find_template(edit, services.templates.store)
+        self._upload = self._template.upload if self._template else edit.image
+        self._ready_at = 0.0  # when the images were prepared, seconds of CLOCK_MONOTONIC
+
+    @property
+    def smallest_shape(self) -> EditShape:
+        """The least that this edit can be for the engines."""
+        return smallest_shape(self._sampling, self._model, self._edit.owner)
+
+    @property
+    def image_seconds(self) -> ImageSeconds:
+        """What is predicted of all its image work."""
+        costs, edit = self._services.images.costs, self._edit
+        prepare = costs.predict(prepare_work(self._upload, edit.mask, self._canvas_size))
+        compose = costs.predict(compose_work(edit, self._canvas_size))
+        return ImageSeconds(prepare, compose, num_files(edit) * compose)
+
+    @property
+    def _canvas_size(self) -> tuple[int, int] | None:
+        """(width, height) of the empty canvas of a generation; None where there is a picture."""
+        if self._upload is not None:
+            return None
+        return self._edit.canvas_size or (self._model.native_size, self._model.native_size)
+
+    async def store(self) -> PrepareImages:
+        """Copy the uploads to shared memory; the job that reads them. Raises InvalidRequestError, OverloadedError."""
+        edit, model = self._edit, self._model
+        return PrepareImages(
+            job_id=0,
+            image=await self._memory.store(self._upload),
+            mask=await self._memory.store(edit.mask),
+            mask_kind=edit.mask_kind,
+            canvas_size=self._canvas_size,
+            mask_margin=resolve_margin(edit.sampling, model),
+            native_size=model.native_size,
+            token_size=model.token_size,
+            max_pixels=self._services.config.image.max_pixels,
+            scratch=self._memory.alloc(image_ops.scratch_bytes(model.native_size, model.token_size)),
+            max_side=model.max_side,
+            padding_mask_crop=edit.padding_mask_crop,
+        )
+
+    async def prepare(self, job: PrepareImages) -> PreparedEdit:
+        """Have the uploads checked and turned into template, mask and tokens. Raises InvalidRequestError,
+        OverloadedError, EngineError.
+        """
+        images = await self._services.images.prepare(job, self._caller)
+        prepared = PreparedEdit.of(self._edit, self._model, self._sampling, images, self._services.served.engine)
+        image_ops.check_output_size(*prepared.output_size, self._edit.output_format)
+        self._note_content(images)
+        self._ready_at = time.monotonic()
+        self._span.child("prepare", self._caller.arrival, self._ready_at, {})
+        return prepared
+
+    def _note_content(self, images: PreparedImages) -> None:
+        """What pages the registered template has from now on, if the edit is of one."""
+        template, templates = self._template, self._services.templates.store
+        if template is None or template.model not in kin(self._services.served.by_name, self._model.name):
+            return
+        if images.crop is None:
+            templates.set_content(template.id, images.content_id)
+        else:
+            templates.add_crop(template.id, images.content_id)
+
+    def make_images(self, prepared: PreparedEdit, deadline: float | None) -> list[EditImage]:
+        """One for each of its n images, with room for the pixels. Raises OverloadedError."""
+        return [self._make_image(prepared, deadline, index) for index in range(self._edit.sampling.n)]
+
+    def _make_image(self, prepared: PreparedEdit, deadline: float | None, index: int) -> EditImage:
+        request = prepared.make_request(
+            index,
+            f"{self._caller.edit_id}-{index}",
+            self._memory.alloc,
+            arrival=self._ready_at,
+            deadline=deadline,
+            trace_context=self._span.traceparent,
+        )
+        assert request.sampling.seed is not None
+        return EditImage(index, request.sampling.seed, request)
+
+
+def _find_template(edit: EditInput, templates: TemplateStore) -> Template | None:
+    """Raises TemplateNotFoundError; InvalidRequestError where an image came as well."""
+    if edit.template_id is None:
+        return None
+    if edit.image is not None:
+        message = "Give either 'image' or 'template_id', not both: each of them is the picture to edit."
+        raise InvalidRequestError(message, param="template_id")
+    return templates.use(edit.template_id, edit.owner)

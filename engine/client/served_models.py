@@ -1,0 +1,26 @@
+"""ServedModels: what the engines serve, and the limits that they found they have."""
+
+from __future__ import annotations
+
+from core.config import CacheConfig, EngineConfig
+from core.model_info import ModelInfo
+
+
+class ServedModels:
+    """Empty, with the limits of the command line, until every engine is ready.
+
+    by_name: name -> info, adapters included. engine: the engines' configuration.
+    """
+
+    def __init__(self, engine: EngineConfig) -> None:
+        self.by_name: dict[str, ModelInfo] = {}
+        self.engine = engine
+
+    @property
+    def cache(self) -> CacheConfig:
+        """The engines' limits for cached pages."""
+        return self.engine.cache
+
+    def set(self, models: dict[str, ModelInfo], engine: EngineConfig) -> None:
+        """The engines are ready."""
+        self.by_name, self.engine = models, engine

@@ -1,0 +1,55 @@
+"""Services: what sessions use of the engine. One record per AsyncEngine, handed to each session instead of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from core.config import StencilConfig
+from engine.client.admission_controller import AdmissionController
+from engine.client.client_arena import ClientArena
+from engine.client.running_sessions import RunningSessions
+from engine.client.served_models import ServedModels
+from engine.client.template_registry import TemplateRegistry
+from engine.client.template_store import TemplateStore
+from engine.images.image_pool import ImagePool
+from engine.observability.metrics import Metrics
+from engine.router.router import Router
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """Made by `AsyncEngine.start`; the services themselves change, the record does not."""
+
+    config: StencilConfig  # the server's flags; what the engines made of them is in `served`
+    metrics: Metrics
+    served: ServedModels  # the models, once the engines are ready
+    sessions: RunningSessions  # edits and templates that have begun
+    arena: ClientArena  # all shared memory of sessions
+    images: ImagePool  # decodes uploads, encodes files
+    router: Router  # to the engines
+    templates: TemplateRegistry  # registered templates and their pages
+    admission: AdmissionController  # who may enter, and when to come again
+
+    @classmethod
+    def create(
+        cls,
+        config: StencilConfig,
+        metrics: Metrics,
+        served: ServedModels,
+        sessions: RunningSessions,
+        templates: TemplateStore,
+    ) -> Services:
+        """With an arena of its own, and no process started. Raises ConfigError where there is no room for the arena."""
+        arena = ClientArena(config.arena_bytes)
+        router = Router(config, arena.shared, metrics)
+        return cls(
+            config=config,
+            metrics=metrics,
+            served=served,
+            sessions=sessions,
+            arena=arena,
+            images=ImagePool(config.image, arena.shared),
+            router=router,
+            templates=TemplateRegistry(templates, served, router),
+            admission=AdmissionController(config, sessions, router, metrics),
+        )
