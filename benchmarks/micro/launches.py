@@ -179,8 +179,9 @@ def measure(step: Callable[[], object], driver: StandIn, rounds: int) -> tuple[i
     driver.launches = 0
     with Counter() as counter:
         step()
+    triton = driver.launches
     seconds = medians({"step": timed(step, time.process_time)}, rounds, warm_ups=0)["step"]
-    return driver.launches, counter.launches, seconds
+    return triton, counter.launches, seconds
 
 
 if __name__ == "__main__":
