@@ -58,9 +58,9 @@ class Unet:
     def __init__(
         self, module: Any, num_train_timesteps: int, token_size: int, operators: Operators | None = None
     ) -> None:
-        for layer in module.modules():
-            if isinstance(layer, torch.nn.Conv2d):  # as the VAE's, and for their reasons; quantised layers do not move
-                layer.to(memory_format=torch.channels_last)
+        convolutions: list[Any] = [layer for layer in module.modules() if isinstance(layer, torch.nn.Conv2d)]
+        for convolution in convolutions:  # as the VAE's, and for their reasons; quantised layers stay as they are
+            convolution.to(memory_format=torch.channels_last)
         self.module = module
         self._is_shared = module.device.type != "cpu"  # a pass, by all rows of one size
         if module.device.type == "cpu":
