@@ -12,8 +12,8 @@ layers. The tiles are weighted so that on the last whole map they have the momen
 (calibration weights, Deville and Sarndal 1992). Pixels depend on latents and tokens alone, so they are deterministic.
 
 SSIM inside the box against the whole decode, on 50 edits by the embedded model: mean 0.9984, minimum 0.9956; pixel
-values differ by 0.6 of 255 on average and by 9 at most. `python -m benchmarks.micro.vae_region` prints these figures by mask
-ratio, with the times. On 72 edits, the crop's own statistics alone gave 0.983, those of the template's decode 0.988,
+values differ by 0.6 of 255 on average and by 9 at most. `make bench-vae` prints these figures by mask ratio, with the
+times. On 72 edits, the crop's own statistics alone gave 0.983, those of the template's decode 0.988,
 the true ones 1.0000.
 """
 
