@@ -2,7 +2,7 @@
 
 The runner keeps nothing per request: inputs are named by the plan and lie in the tensor store, and so do outputs. A
 stage that works on one item at a time isolates failures: only the item fails. One denoising step is one forward pass
-for all items, so it fails as a whole, and is then tried in halves (core/scheduling/halving.py); so is one priming chunk.
+for all items, so it fails as a whole, and is then tried in halves (`attempt_in_halves`); so is one priming chunk.
 
 A pass that failed half-way has left no trace. Steps read the tensor store, compute new tensors, and put them there when
 all have been computed. What is written in place before its end, pages and pixels, is not read by anybody before the
