@@ -19,21 +19,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from core.cache.entry import Entry, EntryState, Want
+from core.cache.entry_table import USES_TO_PROVE, EntryTable
 from core.cache.memory_tier import MemoryTier
 from core.cache.orders import CacheOrders, PendingOrders
 from core.cache.tally import CacheTally
-from core.cache.template_index import TemplateIndex
 from core.costs.load_report import CacheStats, Residency
-from core.handles import ArrayRef, EntryRef, Tier
+from core.handles import EntryRef, Tier
 from core.messages.worker import PageCopied, PageCopy
-from core.page_scheme import latents_key
 
 LoadWins = Callable[[Tier, int], bool]
 """(tier, bytes) -> whether loading from that tier is predicted to be faster than priming."""
-
-USES_TO_PROVE = 2
-"""Uses that make an entry proven. Others are not copied to slower tiers, and are evicted first."""
-
 
 _READY = EntryState.READY  # reading a global is 10 times faster than reading an enum's member (Python 3.11)
 
@@ -57,16 +52,10 @@ class ActivationCacheManager:
         if names not in (["host"], ["device", "host"]):
             raise ValueError(f"tiers must be host, or device and host, not {names}")
         tiers = [MemoryTier(budget.tier, budget.nbytes) for budget in budgets]
-        self._compute = tiers[0]
-        self._below = tiers[1] if len(tiers) > 1 else None  # the host tier, if it is not the compute tier
         self._has_disk = has_disk
-        self._keep_all = keep_all
-        self._page_arena_id = page_arena_id
-        self._entries: dict[str, Entry] = {}  # key -> entry, on any tier in memory
-        self._templates = TemplateIndex()
-        self._registered: set[str] = set()  # keys
         self._orders = PendingOrders(has_disk=has_disk)
         self._tally = CacheTally(tiers, has_disk=has_disk)
+        self._table = EntryTable(tiers, self._tally, self._orders, page_arena_id=page_arena_id, keep_all=keep_all)
 
     # ------------------------------------------------------------------------------------------------- use
 
@@ -78,7 +67,7 @@ class ActivationCacheManager:
         caller must have it filled. A disk may always have it, since other engines write there, too. Counts as one use
         of each entry; must be followed by one `release` of each.
         """
-        entries, hold, hits = self._entries, self._compute.hold, 0
+        entries, hold, hits = self._table.entries, self._table.compute.hold, 0
         absent = [want for want in wants if (e := entries.get(want.key)) is None or e.ref is None]
         if absent and not self._place(wants, absent, load_wins):
             return False
@@ -89,7 +78,7 @@ class ActivationCacheManager:
             entry.pins += 1
             entry.uses += 1
             if entry.uses == USES_TO_PROVE:
-                self._judge(entry)
+                self._table.judge(entry)
             if entry.state is _READY:
                 hits += 1
                 if not entry.has_sunk:
@@ -98,20 +87,20 @@ class ActivationCacheManager:
                 entry.num_waiting += 1
             else:
                 self._tally.misses += 1
-        self._tally.hits[self._compute.name] += hits
+        self._tally.hits[self._table.compute.name] += hits
         return True
 
     def fits(self, wants: Iterable[Want]) -> bool:
         """Whether these entries can be reserved together when nothing else is pinned."""
-        return self._compute.fits_empty(_sizes(wants))
+        return self._table.compute.fits_empty(_sizes(wants))
 
     def fill(self, key: str) -> None:
         """Note that an EMPTY entry has been primed; ValueError if it is not EMPTY."""
-        entry = self._entries.get(key)
+        entry = self._table.entries.get(key)
         if entry is None or entry.state is not EntryState.EMPTY:
             raise ValueError(f"entry {key} is {self.state(key).value}, not empty")
         entry.state = EntryState.READY
-        self._templates.note_moved(key)
+        self._table.templates.note_moved(key)
         self._tally.primed += 1
         self._sink(entry)
 
@@ -120,34 +109,27 @@ class ActivationCacheManager:
         that is not pinned.
         """
         for key in keys:
-            entry = self._entries.get(key)
+            entry = self._table.entries.get(key)
             if entry is None or not entry.pins:
                 raise ValueError(f"entry {key} is not pinned")
             entry.pins -= 1
             if not entry.pins:
-                self._release_unused(entry)
+                self._table.release_unused(entry)
 
     def state(self, key: str) -> EntryState:
-        entry = self._entries.get(key)
+        entry = self._table.entries.get(key)
         return EntryState.ABSENT if entry is None else entry.state
 
     def ref(self, key: str) -> EntryRef:
         """An entry's place on the compute tier; valid while it is pinned. KeyError if it has none."""
-        ref = self._entries[key].ref
+        ref = self._table.entries[key].ref
         if ref is None:
             raise KeyError(key)
         return ref
 
     def tier_of(self, key: str) -> Tier | None:
-        """The tier of an entry's pages, while LOADING the one that they come from ("disk" if they exist); None: no tier
-        in memory.
-        """
-        entry = self._entries.get(key)
-        if entry is None or entry.state is EntryState.EMPTY:
-            return None
-        if entry.state is EntryState.LOADING:
-            return entry.source
-        return self._compute.name if entry.state is EntryState.READY else "host"
+        """See `EntryTable.tier_of`."""
+        return self._table.tier_of(key)
 
     # ------------------------------------------------------------------------------------------------- templates
 
@@ -156,36 +138,29 @@ class ActivationCacheManager:
         also without keep_all.
         """
         for key in keys:
-            self._registered.add(key)
-            entry = self._entries.get(key)
+            self._table.registered.add(key)
+            entry = self._table.entries.get(key)
             if entry is not None:
                 entry.is_doomed = False
-                self._judge(entry)
+                self._table.judge(entry)
                 self._sink(entry)
 
     def drop(self, template_key: str, keys: Iterable[str]) -> None:
         """Drop a template: its entries in memory, now or once unpinned, and its files. `keys` are unregistered."""
         self._orders.delete(template_key)
-        self._registered.difference_update(keys)
-        for key in self._templates.keys_of(template_key):
-            self._registered.discard(key)
-            entry = self._entries[key]
+        self._table.registered.difference_update(keys)
+        for key in self._table.templates.keys_of(template_key):
+            self._table.registered.discard(key)
+            entry = self._table.entries[key]
             if entry.copy is not None and "disk" in (entry.copy.source, entry.copy.target):
                 entry.is_file_doomed = True  # the copy may not have begun: what it writes goes when it is over
             entry.is_doomed, entry.was_on_disk, entry.has_sunk = True, False, False
-            self._judge(entry)
-            self._release_unused(entry)
+            self._table.judge(entry)
+            self._table.release_unused(entry)
 
     def take_residency(self) -> tuple[Residency, ...]:
         """The residency of the templates with pages that have come or gone since the last call."""
-        return tuple(map(self._residency, self._templates.take_moved()))
-
-    def _residency(self, template_key: str) -> Residency:
-        latents = latents_key(template_key)
-        keys = [key for key in self._templates.keys_of(template_key) if key != latents]
-        num_ready = sum(self._entries[key].state is _READY for key in keys)
-        num_below = sum(self.tier_of(key) == "host" and self._entries[key].state is not _READY for key in keys)
-        return Residency(template_key, num_ready, num_below)
+        return tuple(map(self._table.residency, self._table.templates.take_moved()))
 
     # ------------------------------------------------------------------------------------------------- orders
 
@@ -198,7 +173,7 @@ class ActivationCacheManager:
         that one to disk is tried again at the entry's next use: there may be room by then. ValueError for a copy that
         was not ordered.
         """
-        entry = self._entries.get(done.key)
+        entry = self._table.entries.get(done.key)
         copy = None if entry is None else entry.copy
         if entry is None or copy is None or (copy.source, copy.target) != (done.source, done.target):
             raise ValueError(f"no copy of entry {done.key} from {done.source} to {done.target} was ordered")
@@ -214,12 +189,12 @@ class ActivationCacheManager:
             self._load(entry)
         elif done.ok or _is_load(copy):
             self._sink(entry)
-        self._release_unused(entry)
+        self._table.release_unused(entry)
 
     def fail_copies(self) -> None:
         """Fail all copies in flight, because the workers are gone."""
         self._orders.copies.clear()
-        for entry in [entry for entry in self._entries.values() if entry.copy is not None]:
+        for entry in [entry for entry in self._table.entries.values() if entry.copy is not None]:
             copy = entry.copy
             assert copy is not None
             self.finish_copy(PageCopied(0, copy.key, copy.nbytes, copy.source, copy.target, False, 0.0))
@@ -227,114 +202,70 @@ class ActivationCacheManager:
     # ------------------------------------------------------------------------------------------------- content
 
     def stats(self) -> CacheStats:
-        return self._tally.stats(self._memory_tiers())
+        return self._tally.stats(self._table.tiers)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless budgets are kept and pins, places, states and copies agree."""
-        for tier in self._memory_tiers():
-            tier.check_integrity()
-            assert set(tier) <= set(self._entries), "a place without an entry"
-        self._templates.check_integrity(self._entries)
-        for key, entry in self._entries.items():
-            self._check_entry(key, entry)
-        in_flight = [entry.copy for entry in self._entries.values() if entry.copy is not None]
+        """Raise AssertionError unless the table agrees with itself and orders with the copies in flight."""
+        self._table.check_integrity()
+        in_flight = [entry.copy for entry in self._table.entries.values() if entry.copy is not None]
         assert all(copy in in_flight for copy in self._orders.copies), "an order for a copy that nobody waits for"
-
-    def _check_entry(self, key: str, entry: Entry) -> None:
-        is_below = self._is_below(key)
-        assert (key in self._compute) == (entry.ref is not None) == (entry.state is not EntryState.ABSENT), key
-        assert key in self._compute or is_below, f"{key} is nowhere"
-        assert entry.pins >= 0
-        assert entry.pins == 0 or entry.ref is not None, f"{key} is pinned without a place"
-        assert entry.state is not EntryState.EMPTY or entry.pins or entry.copy, f"{key} is empty and nobody's"
-        assert (entry.state is EntryState.LOADING) <= (entry.copy is not None), f"{key} waits for no copy"
-        may_go = not entry.pins and entry.copy is None
-        assert self._compute.is_idle(key) == (may_go and entry.ref is not None), f"{key}: pins and LRU differ"
-        if self._below is not None:
-            assert self._below.is_idle(key) == (is_below and entry.copy is None), f"{key}: copy and LRU differ"
-        assert not (may_go and not entry.is_kept), f"{key} should be gone"
-        if entry.ref is not None and entry.ref.host is not None:
-            assert entry.ref.host.offset == self._compute.offset(key), f"{key} has moved"
-        if entry.copy is not None and entry.copy.host is not None:
-            assert entry.copy.host.offset == self._host_tier.offset(key), f"{key} moved while copied"
 
     # ------------------------------------------------------------------------------------------------- making places
 
     def _place(self, wants: Sequence[Want], absent: Sequence[Want], load_wins: LoadWins) -> bool:
         """Place the absent entries on the compute tier; False, with nothing changed, if there is no room."""
         wanted = {want.key for want in wants}
-        evicted = self._compute.put(_sizes(absent), wanted)
+        evicted = self._table.compute.put(_sizes(absent), wanted)
         if evicted is None:
             # Only wanted entries that are scattered may be in the way; waiting would not help.
-            if self._compute.is_held or not self.fits(wants):
+            if self._table.compute.is_held or not self.fits(wants):
                 return False
-            self._evict(self._compute, self._compute.clear())
+            self._table.evict(self._table.compute, self._table.compute.clear())
             absent = wants
-            evicted = self._compute.put(_sizes(wants), ())
+            evicted = self._table.compute.put(_sizes(wants), ())
             assert evicted is not None
-        self._evict(self._compute, evicted)
+        self._table.evict(self._table.compute, evicted)
         for want in {want.key: want for want in absent}.values():
             self._begin(want, wanted, load_wins)
         return True
 
     def _begin(self, want: Want, wanted: set[str], load_wins: LoadWins) -> None:
         """Decide where the pages of a newly placed entry come from."""
-        entry = self._entries.get(want.key) or self._new_entry(want)
-        entry.ref = EntryRef(want.key, want.nbytes, self._host_ref(entry) if self._below is None else None)
+        entry = self._table.entries.get(want.key) or self._table.new(want)
+        entry.ref = EntryRef(want.key, want.nbytes, self._table.host_ref(entry) if self._table.below is None else None)
         entry.source = self._choose_source(want, wanted, load_wins)
         entry.state = EntryState.EMPTY if entry.source is None else EntryState.LOADING
-        self._templates.note_moved(want.key)
+        self._table.templates.note_moved(want.key)
         if entry.source is not None and entry.copy is None:
             self._load(entry)
 
     def _choose_source(self, want: Want, wanted: set[str], load_wins: LoadWins) -> Tier | None:
         """The tier to load an absent entry from; None: it has to be primed."""
-        if self._is_below(want.key):
+        if self._table.is_below(want.key):
             return "host" if load_wins("host", want.nbytes) else None
         if not self._has_disk or not load_wins("disk", want.nbytes):
             return None
-        return "disk" if self._below is None or self._put_below(want, wanted) else None
-
-    def _put_below(self, want: Want, spared: Iterable[str]) -> bool:
-        """Place an entry on the host tier below the compute tier; False if there is no room."""
-        assert self._below is not None
-        evicted = self._below.put({want.key: want.nbytes}, set(spared))
-        if evicted is None:
-            return False
-        self._evict(self._below, evicted)
-        return True
-
-    def _new_entry(self, want: Want) -> Entry:
-        entry = self._entries[want.key] = Entry(want)
-        self._judge(entry)
-        self._templates.add(want.key)
-        return entry
-
-    def _evict(self, tier: MemoryTier, keys: Iterable[str]) -> None:
-        """Note that these entries have lost their place on a tier to others."""
-        for key in keys:
-            self._tally.evictions[tier.name] += 1
-            self._left(tier, self._entries[key])
+        return "disk" if self._table.below is None or self._table.put_below(want, wanted) else None
 
     # ------------------------------------------------------------------------------------------------- copies
 
     def _load(self, entry: Entry) -> None:
         """Start the next copy that brings an entry up; from disk to device it takes two, by way of the host tier."""
-        if self._below is not None and entry.source == "host":
+        if self._table.below is not None and entry.source == "host":
             self._start(entry, "host", "device")
         else:
             self._start(entry, "disk", "host")
 
     def _finish_load(self, entry: Entry, copy: PageCopy, done: PageCopied) -> None:
         self._tally.load_seconds += done.seconds
-        self._templates.note_moved(done.key)
+        self._table.templates.note_moved(done.key)
         if not done.ok:
             self._fail_load(entry, copy)
             return
         self._tally.loads[copy.source] += 1
         if copy.source == "disk":
             entry.was_on_disk = True
-        if copy.target != self._compute.name:
+        if copy.target != self._table.compute.name:
             self._tally.hits["disk"] += entry.num_waiting
             entry.num_waiting = 0
             entry.source = "host"
@@ -349,16 +280,16 @@ class ActivationCacheManager:
         self._tally.misses += entry.num_waiting
         entry.num_waiting = 0
         entry.state = EntryState.EMPTY
-        if self._below is not None and copy.target == "host":
-            self._below.remove(entry.want.key)
+        if self._table.below is not None and copy.target == "host":
+            self._table.below.remove(entry.want.key)
 
     def _sink(self, entry: Entry) -> None:
         """Copy a proven entry one tier down, unless it is being copied already."""
         if entry.has_sunk or entry.copy is not None or not (entry.is_proven and entry.is_kept):
             return
-        is_below = self._is_below(entry.want.key)
-        if self._below is not None and not is_below:
-            if entry.state is EntryState.READY and self._put_below(entry.want, ()):
+        is_below = self._table.is_below(entry.want.key)
+        if self._table.below is not None and not is_below:
+            if entry.state is EntryState.READY and self._table.put_below(entry.want, ()):
                 self._start(entry, "device", "host")
         elif not self._has_disk or entry.was_on_disk:
             entry.has_sunk = True
@@ -371,76 +302,17 @@ class ActivationCacheManager:
         if copy.target == "disk":
             entry.was_on_disk = ok
         elif not ok:
-            assert self._below is not None
-            self._below.remove(entry.want.key)
+            assert self._table.below is not None
+            self._table.below.remove(entry.want.key)
             entry.has_sunk = True
 
     def _start(self, entry: Entry, source: Tier, target: Tier) -> None:
         """Order a copy; its entry keeps its places on all tiers until it is over."""
         want = entry.want
-        entry.copy = PageCopy(want.key, want.nbytes, want.block_bytes, source, target, self._host_ref(entry))
+        entry.copy = PageCopy(want.key, want.nbytes, want.block_bytes, source, target, self._table.host_ref(entry))
         self._orders.copy(entry.copy)
-        for tier in self._memory_tiers():
+        for tier in self._table.tiers:
             tier.hold(want.key)
-
-    # ------------------------------------------------------------------------------------------------- release
-
-    def _release_unused(self, entry: Entry) -> None:
-        """Make an entry evictable on the tiers where it is unused, or remove it from them if it is not kept."""
-        if entry.copy is not None:
-            return
-        key = entry.want.key
-        if self._below is not None and key in self._below:
-            if entry.is_kept or entry.pins:
-                self._below.let_go(key, entry.is_proven)
-            else:
-                self._below.remove(key)
-                self._left(self._below, entry)
-        if entry.pins or entry.ref is None:
-            return
-        if entry.is_kept and entry.state is _READY:
-            self._compute.let_go(key, entry.is_proven)
-        else:
-            self._compute.remove(key)
-            self._left(self._compute, entry)
-
-    def _left(self, tier: MemoryTier, entry: Entry) -> None:
-        """Note that an entry has no place on `tier` any more."""
-        key = entry.want.key
-        self._templates.note_moved(key)
-        if tier is self._compute:
-            entry.state, entry.ref = EntryState.ABSENT, None
-            if tier.name == "device":
-                self._orders.forget(key)
-        else:
-            entry.has_sunk = False
-        if not any(key in tier for tier in self._memory_tiers()):
-            del self._entries[key]
-            self._templates.remove(key)
-
-    # ------------------------------------------------------------------------------------------------- helpers
-
-    def _judge(self, entry: Entry) -> None:
-        """Update whether an entry is kept after use, and whether it is proven."""
-        is_registered = entry.want.key in self._registered
-        entry.is_kept = not entry.is_doomed and (self._keep_all or is_registered)
-        entry.is_proven = is_registered or entry.uses >= USES_TO_PROVE
-
-    def _host_ref(self, entry: Entry) -> ArrayRef:
-        """Its place in the page arena."""
-        offset = self._host_tier.offset(entry.want.key)
-        return ArrayRef(self._page_arena_id, offset, (entry.want.nbytes,), "uint8")
-
-    def _is_below(self, key: str) -> bool:
-        """Whether an entry is on the host tier while the device is the compute tier."""
-        return self._below is not None and key in self._below
-
-    @property
-    def _host_tier(self) -> MemoryTier:
-        return self._below or self._compute
-
-    def _memory_tiers(self) -> tuple[MemoryTier, ...]:
-        return (self._compute,) if self._below is None else (self._compute, self._below)
 
 
 def _sizes(wants: Iterable[Want]) -> dict[str, int]:
