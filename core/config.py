@@ -1,7 +1,7 @@
-"""Settings, parsed once and never changed. What is learnt at start-up travels in Ready messages instead.
+"""Settings of a server, parsed once from flags and never changed. Facts learnt at start-up are in Ready messages.
 
-All are msgspec Structs, since child processes get theirs as msgpack. They are also the arguments of an ImageEngine: a
-value of the wrong type, or a number out of range, raises InvalidRequestError that names the field.
+All are msgspec Structs, because child processes receive them as msgpack. They are also the arguments of an ImageEngine:
+a value of the wrong type, or a number out of range, raises InvalidRequestError that names the field.
 """
 
 from __future__ import annotations
@@ -15,53 +15,48 @@ from core.errors import ConfigError
 from core.validation import check_choice, check_decimal, check_integer, check_matches, conform
 
 Quantization = Literal["none", "torchao-int8", "bitsandbytes-8bit", "bitsandbytes-4bit"]
-"""How a transformer's weights are quantised while they are loaded: by which package, to what."""
+"""How a transformer's weights are quantised while they are loaded: package and format."""
 
 KernelChoice = Literal["auto", "torch", "compile"]
-"""What denoisers compute with: the fastest code that their device has; PyTorch's operators alone; or the former, and a
+"""Kernels of denoisers. auto: the fastest for the device; torch: PyTorch's operators only; compile: as auto, with a
 UNet's layers compiled by `torch.compile`, which takes minutes at the first start."""
 
 EMBEDDED_MODEL = str(Path(__file__).resolve().parent.parent / "model_executor" / "embedded")
 
 MAX_CACHE_BYTES = 2**46
-"""Address space that a process can have."""
+"""Largest address space of a process."""
 
 
 class AdapterConfig(msgspec.Struct, frozen=True):
-    """A LoRA adapter that requests may choose by `name`. path: its safetensors file, or a folder that holds one."""
+    """A LoRA adapter."""
 
-    name: str
-    path: str
+    name: str  # by which requests choose it
+    path: str  # a safetensors file, or a folder with one
 
     def __post_init__(self) -> None:
         conform(self)
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Which checkpoint a worker loads and how. `model` is a diffusers directory or a Hugging Face hub id.
+    """Which checkpoint a worker loads, and how. Set by flags. Raises ConfigError for names that are not unique."""
 
-    variant: of its weight files, such as fp16, where a part has them; "" = those without a name, else the only ones.
-    dtype: auto, float32, bfloat16 or float16. quantization: of the denoiser's linear layers; products are taken in
-    dtype. device: auto, cpu, cuda or cuda:N. kernels: see `KernelChoice`. threads: CPU threads per worker, 0 = its
-    share of the cores but one. mask_aware: whether edits may skip untouched tokens. cache_keyframes: auto (the
-    checkpoint's calibration, else 5), per-step, or a number from 2 on, spread evenly over noise levels 0..1.
-    cache_dtype: how pages are kept: auto (likewise, else int8), int8, bfloat16 or float32. priming_prompt: what
-    templates are primed with. adapters: served beside the model itself. Raises ConfigError for adapters of one name.
-    """
-
-    model: str = EMBEDDED_MODEL
-    served_model_name: str = ""
-    variant: str = ""
-    dtype: str = "auto"
-    quantization: Quantization = "none"
-    device: str = "auto"
+    # The checkpoint.
+    model: str = EMBEDDED_MODEL  # a diffusers directory or a Hugging Face hub id
+    served_model_name: str = ""  # model id that clients see; "" = `model`
+    variant: str = ""  # of weight files, such as fp16, for parts that have it; "" = unnamed files, else the only ones
+    # Computing.
+    dtype: str = "auto"  # auto, float32, bfloat16 or float16
+    quantization: Quantization = "none"  # of the denoiser's linear layers; products are computed in dtype
+    device: str = "auto"  # auto, cpu, cuda or cuda:N
     kernels: KernelChoice = "auto"
-    threads: int = 0
-    mask_aware: bool = True
-    cache_keyframes: str = "auto"
-    cache_dtype: str = "auto"
-    priming_prompt: str = ""
-    adapters: tuple[AdapterConfig, ...] = ()
+    threads: int = 0  # CPU threads per worker, 0..1024; 0 = its share of all cores but one
+    # Mask-aware execution.
+    mask_aware: bool = True  # whether edits may skip untouched tokens
+    cache_keyframes: str = "auto"  # auto (the calibration's, else 5), per-step, or 2..64 evenly over noise levels 0..1
+    cache_dtype: str = "auto"  # of pages: auto (the calibration's, else int8), int8, bfloat16 or float32
+    priming_prompt: str = ""  # prompt with which templates are primed
+    # Adapters.
+    adapters: tuple[AdapterConfig, ...] = ()  # served beside the model itself
 
     def __post_init__(self) -> None:
         conform(self)
@@ -77,24 +72,20 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """The model id clients see."""
+        """The model id that clients see."""
         if self.served_model_name:
             return self.served_model_name
         return "stencil-embedded" if self.model == EMBEDDED_MODEL else self.model
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of one iteration. max_num_batched_tokens counts active image tokens plus text tokens of a step's batch.
-    max_stage_ms: predicted milliseconds of encoding and decoding that may delay a step, if more than one item.
-    max_plans_in_flight: plans a worker may hold, the running one included: more than one hides the round trip behind
-    compute. max_ahead_ms: another plan follows one that runs only while what is out is predicted to take less: how much
-    longer a newcomer may wait for its place.
-    """
+    """Limits of one iteration of the scheduler. Set by flags."""
 
-    max_num_seqs: int = 8
-    max_num_batched_tokens: int = 65536
-    max_stage_ms: float = 20.0
-    max_plans_in_flight: int = 2
+    max_num_seqs: int = 8  # requests in a step: the number of slots, 1..4096
+    max_num_batched_tokens: int = 65536  # active image tokens plus text tokens in a step's batch
+    max_stage_ms: float = 20.0  # predicted encoding and decoding that may delay a step; a single item always may
+    max_plans_in_flight: int = 2  # per worker, the running one included; above 1 hides round trips behind computing
+    # Another plan is sent to a busy worker only if its work is predicted to take less: an extra wait of new requests.
     max_ahead_ms: float = 10.0
 
     def __post_init__(self) -> None:
@@ -107,29 +98,23 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 CacheScope = Literal["owner", "server"]
-"""Whose requests may share what was computed for one of them: those of the same API key, or all."""
+"""Which requests share cached results: those of the same API key, or all."""
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The activation cache's limits, in bytes per engine, and what it keeps.
-
-    device_bytes: device memory for pages; None: on a GPU what is left of `gpu_memory_utilization` (0..1), its share of
-    all memory there, when weights and the largest batch have theirs; 0: none, and a CPU reads host pages in place.
-    host_bytes: shared memory for pages.
-    disk_bytes: files in `directory` ("" = stencil/pages in the user's cache folder), 0 = none; shared by all engines
-    that name the same folder. admission: always keeps an edit's pages while there is room, manual only those of
-    templates that were registered. block_plan: auto may compute leading blocks in full while pages come from a slower
-    tier. scope: whose requests share what was computed: an owner's own, or the whole server's. Raises ConfigError for a
-    share that is none.
+    """Sizes of the activation cache, per engine, and what it keeps. Set by flags. Raises ConfigError for a share out of
+    range.
     """
 
-    device_bytes: int | None = None
-    gpu_memory_utilization: float = 0.9
-    host_bytes: int = 4 * 1024**3
-    disk_bytes: int = 0
-    directory: str = ""
-    admission: Literal["always", "manual"] = "always"
-    block_plan: Literal["off", "auto"] = "off"
+    # Sizes.
+    device_bytes: int | None = None  # device memory for pages; 0: none; None: what is left of gpu_memory_utilization
+    gpu_memory_utilization: float = 0.9  # share of a GPU's memory for weights, batches and pages; above 0, at most 1
+    host_bytes: int = 4 * 1024**3  # shared memory for pages
+    disk_bytes: int = 0  # files in `directory`, shared by all engines that use the same folder; 0 = none
+    directory: str = ""  # "" = stencil/pages in the user's cache folder
+    # Policy.
+    admission: Literal["always", "manual"] = "always"  # keep the pages of all edits, or of registered templates only
+    block_plan: Literal["off", "auto"] = "off"  # auto: may compute leading blocks in full while pages are loaded
     scope: CacheScope = "owner"
 
     def __post_init__(self) -> None:
@@ -143,30 +128,33 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"--gpu-memory-utilization {share} is no share: above 0, at most 1")
 
     def salt(self, owner: str) -> str:
-        """Part of the key of all that is computed for an owner and kept: requests with the same salt share it. owner:
-        digest of an API key, "" where no keys are asked for.
+        """The part of all cache keys that depends on the owner: requests with the same salt share cached results.
+        owner: digest of an API key, "" if the server requires none.
         """
         return owner if self.scope == "owner" else ""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine: its models, its scheduler, its workers. data_parallel_size: engines of this kind on this machine,
-    which share its cores; data_parallel_rank: which of them this one is, counted from 0; its workers have GPUs of their
-    own. hang_seconds: a worker is killed that gives no answer for so long, and for 20 times what its work is predicted
-    to take; so is an engine that gives no sign of life for so long. start_seconds: an engine is killed that does not
-    serve after so long. Raises ConfigError for several workers with a device tier, or with one GPU between them.
+    """One engine: its models, scheduler and workers. Set by flags. Raises ConfigError for several workers with a device
+    tier, or with a single GPU.
     """
 
+    # Parts.
     models: tuple[ModelConfig, ...] = (ModelConfig(),)
     scheduler: SchedulerConfig = SchedulerConfig()
     cache: CacheConfig = CacheConfig()
+    # Processes.
     workers_per_engine: int = 1
-    data_parallel_size: int = 1
-    data_parallel_rank: int = 0
-    drain_seconds: float = 60.0
+    data_parallel_size: int = 1  # identical engines on this machine; they share its cores, and each has its own GPUs
+    data_parallel_rank: int = 0  # number of this engine among them; set by the process that starts it
+    # Time limits.
+    drain_seconds: float = 60.0  # for requests to finish at shutdown
+    # An engine without a sign of life for this long is killed, and a worker without an answer for this long and for 20
+    # times the predicted time of its work.
     hang_seconds: float = 10.0
-    start_seconds: float = 1800.0
-    otlp_traces_endpoint: str = ""  # URL that spans are sent to; "" = none are made
+    start_seconds: float = 1800.0  # an engine that does not serve after this long is killed
+    # Tracing.
+    otlp_traces_endpoint: str = ""  # URL that spans are sent to; "" = no tracing
 
     def __post_init__(self) -> None:
         conform(self)
@@ -189,20 +177,20 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_workers(self) -> int:
-        """Of all engines on this machine."""
+        """Workers of all engines on this machine."""
         return self.workers_per_engine * self.data_parallel_size
 
     def device_index(self, rank: int) -> int:
-        """The place of a worker of this engine among all workers: the GPU it takes where no other one was named."""
+        """Number of a worker of this engine among all workers: the GPU that it uses unless one is configured."""
         return self.workers_per_engine * self.data_parallel_rank + rank
 
 
 class ImageConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The image processors and what they accept. Sizes in bytes and pixels, per file."""
+    """The image processors and their limits. Set by flags."""
 
-    image_workers: int = 2
-    max_upload_bytes: int = 50 * 1024 * 1024
-    max_pixels: int = 64 * 1024 * 1024
+    image_workers: int = 2  # processes
+    max_upload_bytes: int = 50 * 1024 * 1024  # per file
+    max_pixels: int = 64 * 1024 * 1024  # per file
 
     def __post_init__(self) -> None:
         conform(self)
@@ -212,37 +200,30 @@ class ImageConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 RouterPolicy = Literal["round-robin", "least-requests", "least-tokens", "batch-cost", "mask-aware"]
-"""How the router picks an engine, see core/routing/policies.py."""
+"""How the router chooses an engine, see core/routing/policies.py."""
 
 
 class StencilConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything an AsyncEngine needs. router_policy: how edits are spread over engines. max_retries: how often an
-    image is begun anew after the death of the engine that had it. max_queue: images waiting or running before new ones
-    are refused; slo_seconds: within which edits are to be done, 0 = as long as they take; arena_bytes: address space of
-    the shared arena, whose memory is only taken while in use; template_bytes: encoded uploads kept for registered
-    templates.
-    """
+    """The settings of an AsyncEngine. Set by flags."""
 
     engine: EngineConfig = EngineConfig()
-    router_policy: RouterPolicy = "mask-aware"
-    max_retries: int = 2
+    router_policy: RouterPolicy = "mask-aware"  # how edits are spread over engines
+    max_retries: int = 2  # restarts of an image after the death of the engine that had it
     image: ImageConfig = ImageConfig()
-    max_queue: int = 256
-    slo_seconds: float = 0.0
-    arena_bytes: int = 8 * 1024**3
-    template_bytes: int = 256 * 1024**2
+    max_queue: int = 256  # images waiting or running, beyond which new ones are refused
+    slo_seconds: float = 0.0  # latency objective of edits; 0 = none
+    arena_bytes: int = 8 * 1024**3  # address space of the shared arena; memory is taken only while in use
+    template_bytes: int = 256 * 1024**2  # encoded uploads kept for registered templates
 
     def __post_init__(self) -> None:
         conform(self)
 
 
 PATIENCE_SECONDS = 60.0
-"""How much younger a request that is due may be and still go first."""
-
+"""A request with a near due time overtakes only requests that arrived at most this long before it."""
 
 CLASS_SECONDS = 2 * PATIENCE_SECONDS
-"""Seconds that a class is worth, of waiting and of work: see `core.scheduling.fair_queue`."""
-
+"""Seconds of waiting, and of work, that a priority class is worth: see `core.scheduling.fair_queue`."""
 
 PRIME_SHARE = 0.2
-"""Tokens primed along with a step, as a share of the step's own: running requests wait at most so much longer."""
+"""Tokens primed beside a step, as a share of the step's own: the bound on the delay of running requests."""

@@ -1,28 +1,28 @@
 """The exception tree of Stencil. Knows nothing of HTTP, processes or torch.
 
     StencilError
-    |-- ConfigError            a flag, model directory or environment that cannot work; said once at start-up
+    |-- ConfigError            a flag, model directory or environment that cannot work; reported once at start-up
     |-- InvalidRequestError    the request is wrong; the field and the remedy are named
     |   |-- InvalidImageError  an uploaded picture cannot be used
     |   |-- ModelNotFoundError no such model is served
     |   `-- TemplateNotFoundError no such template is kept for this owner
-    |-- OverloadedError        refused at the door, try again after `retry_after` seconds
+    |-- OverloadedError        refused by admission control, try again after `retry_after` seconds
     |-- DeadlineExceededError  the request's own timeout passed
-    |-- AbortedError           the client or the operator gave the request up
-    `-- EngineError            our fault
+    |-- AbortedError           the client or the operator cancelled the request
+    `-- EngineError            the server's fault
         |-- OutOfMemoryError   the device or an arena had no room
         |-- PagesLostError     cached activations on their way to a step did not arrive
         |-- MessageError       a message between processes cannot be encoded or decoded
         `-- EngineDeadError    a process that held the request died
 
-A failure crosses a process as `core.failure.Failure` and becomes one of these again at whoever waits.
+Between processes an error travels as `core.failure.Failure`; the waiting caller gets it back as one of these.
 """
 
 from __future__ import annotations
 
 
 class StencilError(Exception):
-    """Root of the tree: everything Stencil raises on purpose."""
+    """Root of the tree: every exception that Stencil raises deliberately."""
 
 
 class ConfigError(StencilError):
@@ -55,7 +55,7 @@ class ModelNotFoundError(InvalidRequestError):
 
 
 class TemplateNotFoundError(InvalidRequestError):
-    """No template of this id is kept, or it is another owner's; which of the two is not told."""
+    """No template has this id, or it is another owner's; the error does not reveal which."""
 
     def __init__(self, template_id: str, *, param: str | None = None) -> None:
         message = f"The template '{template_id}' does not exist; it may have made room for others. Register it again."
@@ -63,7 +63,7 @@ class TemplateNotFoundError(InvalidRequestError):
 
 
 class OverloadedError(StencilError):
-    """The engine refuses work it could only queue; `retry_after` is in seconds."""
+    """The server refuses work that it could only queue; `retry_after` is in seconds."""
 
     def __init__(self, message: str, *, retry_after: float) -> None:
         super().__init__(message)
@@ -76,7 +76,7 @@ class DeadlineExceededError(StencilError):
 
 
 class AbortedError(StencilError):
-    """The request was given up by its client or by the operator."""
+    """The request was cancelled by its client or by the operator."""
 
 
 class EngineError(StencilError):
@@ -94,7 +94,7 @@ class PagesLostError(EngineError):
 
 
 class MessageError(EngineError):
-    """A message between two processes cannot be encoded, or not be decoded. Only the requests in it are affected."""
+    """A message between two processes cannot be encoded or decoded. Only the requests in it are affected."""
 
 
 class EngineDeadError(EngineError):

@@ -1,4 +1,4 @@
-"""Failure: an error on its way between processes, and the way back to an exception."""
+"""Failure: the form in which an error travels between processes, and its conversion from and to exceptions."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ FailureKind = Literal[
 ]
 
 NEVER_BEGUN = "never_begun"
-"""Code of an engine's death, said to a request of which no worker had begun anything."""
+"""Code of an engine's death for a request that no worker had begun."""
 
 
 LEAST_RETRY_SECONDS = 1.0
-"""What a refused request is told to wait by one who cannot know."""
+"""Default retry-after when no prediction is available."""
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """An error on its way between processes. `detail` (a traceback) is for logs, never for clients."""
+    """An error that travels between processes."""
 
     kind: FailureKind
     message: str
-    param: str | None = None
-    code: str | None = None
-    detail: str = ""
+    param: str | None = None  # see InvalidRequestError
+    code: str | None = None  # see InvalidRequestError
+    detail: str = ""  # a traceback, for logs and never for clients
 
     @classmethod
     def of(cls, error: BaseException, detail: str = "") -> Failure:
-        """The failure that `error` is to others; an error outside our tree is the engine's fault."""
+        """`error` as a Failure; an exception outside the tree of `core.errors` becomes kind "engine"."""
         match error:
             case errors.InvalidImageError():
                 return cls("invalid_image", error.message, error.param, error.code, detail)
@@ -64,7 +64,7 @@ class Failure(msgspec.Struct, frozen=True):
                 return cls("engine", f"{type(error).__name__}: {error}", detail=detail)
 
     def to_error(self) -> errors.StencilError:
-        """The exception to raise at the one who waits."""
+        """The exception to raise in the waiting caller."""
         match self.kind:
             case "invalid_image":
                 return errors.InvalidImageError(self.message, param=self.param, code=self.code or "invalid_image_file")

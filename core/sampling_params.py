@@ -1,87 +1,61 @@
-"""SamplingParams: how one edit is to be sampled, as its user asks for it; and the ranges of its fields."""
+"""SamplingParams: how one edit is sampled, as requested by its user. Also the ranges of all fields of a request."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from core.validation import check_decimal, check_integer, check_length, conform
 
-if TYPE_CHECKING:
-    pass
-
 MAX_PROMPT_CHARACTERS = 32000  # the images API's own limit
-
-
 MAX_SEED = 2**63 - 1
-
-
 MAX_INFERENCE_STEPS = 200
-
-
-MAX_IMAGES = 10
-
-
+MAX_IMAGES = 10  # made by one request
 MAX_GUIDANCE = 100
-
-
 MIN_TIMEOUT, MAX_TIMEOUT = 0.001, 86400.0  # seconds
-
-
 MAX_MASK_MARGIN = 4096  # px
-
-
 MAX_PADDING_MASK_CROP = 65535  # px
-
-
-MIN_SIDE, MAX_SIDE = 16, 4096  # px, of a result whose size is asked for
-
-
+MIN_SIDE, MAX_SIDE = 16, 4096  # px, of a requested result size
 MAX_PRIORITY = 2**31 - 1
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How to sample one edit; names and meanings follow diffusers. None means the model's default.
 
-    num_inference_steps: denoising steps, 1..200. guidance_scale: distilled guidance in models with a guidance
-    embedding, classifier-free guidance in those made for it, 0..100. true_cfg_scale: classifier-free guidance in the
-    former, 0..100, given a negative_prompt. Resolved for a model, true_cfg_scale and negative_prompt are what
-    classifier-free guidance is done with in either, both None without it. n: images per request, 1..10. seed:
-    0..2**63-1, ``torch.Generator("cpu").manual_seed(seed)``; None draws one; image i uses seed + i. strength: 0..1;
-    resolved, rounded to steps where the model does that in a way of its own. max_sequence_length: text tokens >= 1, up
-    to the model's own. mask_aware, mask_margin (px, 0..4096), full_steps (0..200): mask-aware execution; see
-    docs/architecture.md. priority: lower first. timeout: seconds, 0.001..86400.
-
-    A value of the wrong type or out of range raises InvalidRequestError, also where a message is decoded. NumPy scalars
-    of the right kind are taken.
+    Set by the user, and resolved for the model (`engine.client.sampling_defaults`) before the edit is sent to an
+    engine. A value of the wrong type or out of range raises InvalidRequestError, also when a message is decoded. NumPy
+    scalars of the right kind are accepted.
     """
 
-    num_inference_steps: int | None = None
-    guidance_scale: float | None = None
+    # Sampling.
+    num_inference_steps: int | None = None  # denoising steps, 1..MAX_INFERENCE_STEPS
+    guidance_scale: float | None = None  # 0..MAX_GUIDANCE; of a guidance embedding, or classifier-free guidance
+    # Classifier-free guidance of models whose guidance_scale is an embedding's, 0..MAX_GUIDANCE; needs negative_prompt.
+    # Resolved: the scale and the negative prompt of classifier-free guidance in any model, both None without it.
     true_cfg_scale: float | None = None
-    negative_prompt: str | None = None
-    seed: int | None = None
-    n: int = 1
-    strength: float = 1.0
-    max_sequence_length: int | None = None
+    negative_prompt: str | None = None  # at most MAX_PROMPT_CHARACTERS
+    seed: int | None = None  # 0..MAX_SEED, for torch.Generator("cpu"); image i uses seed + i; None: drawn at random
+    n: int = 1  # images per request, 1..MAX_IMAGES
+    strength: float = 1.0  # 0..1; resolved: rounded to steps, for models that do that in their own way
+    max_sequence_length: int | None = None  # text tokens, from 1 to the model's own
+    # Mask-aware execution, see docs/architecture.md.
     mask_aware: bool = True
-    mask_margin: int | None = None
-    full_steps: int | None = None
-    priority: int = 0
-    timeout: float | None = None
+    mask_margin: int | None = None  # px, 0..MAX_MASK_MARGIN
+    full_steps: int | None = None  # leading steps that compute every token, 0..MAX_INFERENCE_STEPS
+    # Scheduling.
+    priority: int = 0  # -MAX_PRIORITY..MAX_PRIORITY; lower goes first
+    timeout: float | None = None  # seconds, MIN_TIMEOUT..MAX_TIMEOUT
 
     @property
     def num_denoising_steps(self) -> int:
-        """Steps really run: `strength` < 1 starts from a less noisy picture and leaves the first ones out (diffusers'
-        `get_timesteps`). num_inference_steps must be set."""
+        """Number of steps run: `strength` < 1 starts from a less noisy picture and leaves out the first steps
+        (diffusers' `get_timesteps`). num_inference_steps must be set."""
         steps = self.num_inference_steps
         assert steps is not None
         return steps - int(max(steps - min(steps * self.strength, steps), 0))
 
     @property
     def num_rows(self) -> int:
-        """Rows of the request in a step: its prompt's and, guided away from one, its negative prompt's. Resolved."""
+        """Rows of the request in a step: one for its prompt and one for a negative prompt. Must be resolved."""
         return 1 if self.negative_prompt is None else 2
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
-"""Checks of values that come from outside: each raises InvalidRequestError that names the field.
+"""Validation of values from outside: each check raises InvalidRequestError that names the field.
 
-Types are held against annotations (`conform`, `conformed`), since neither Structs nor dataclasses check them when they
-are made; ranges are checked one by one, with the codes and wording of the OpenAI API.
+Types are checked against annotations (`conform`, `conformed`), because neither Structs nor dataclasses check them when
+created; ranges are checked one by one, with the codes and wording of the OpenAI API.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _MAX_SHOWN_BITS = 256
 
 
 def conform(new: Any) -> None:
-    """Hold every field of a Struct or dataclass against its annotation; to be called first in its ``__post_init__``.
+    """Check every field of a Struct or dataclass against its annotation; to be called first in its ``__post_init__``.
 
-    Values are replaced by what `conformed` returns, also in a frozen object. An object whose values have exactly the
-    annotated types, as a decoded message has, costs one dictionary look-up.
+    Values are replaced by what `conformed` returns, also in a frozen object. If all values have exactly the annotated
+    types, as in a decoded message, this costs one dictionary look-up.
     """
     kind = typing.cast(Any, type(new))
     if not isinstance(new, msgspec.Struct):
@@ -40,10 +40,9 @@ def conform(new: Any) -> None:
 def conformed(name: str, value: object, annotation: Any) -> Any:
     """`value` as an `annotation`, or InvalidRequestError (``invalid_type``) with `name` as its param.
 
-    Nothing is guessed: a whole float is no integer, a bool is no number, and text must be encodable as UTF-8. NumPy's
-    scalars, and objects of subclasses of int, float and str, become Python's own; an integer that is to be a float
-    becomes one, and a list that is to be a tuple. Unions that hold classes other than Python's own scalars are checked
-    by class alone.
+    Strict: a whole float is not an integer, a bool is not a number, and text must be encodable as UTF-8. NumPy scalars,
+    and instances of subclasses of int, float and str, become Python's own; an integer becomes a float and a list a
+    tuple where that is annotated. Unions with classes other than Python's own scalars are checked by class only.
     """
     classes = _classes(annotation)
     if classes is not None:
@@ -69,20 +68,20 @@ def _conform_each(new: Any, kind: Any, store: Callable[[Any, str, Any], None]) -
 
 @functools.lru_cache(maxsize=1024)
 def _are_exact(kind: Any, value_types: tuple[type, ...]) -> bool:
-    """Whether values of these types, one for each field of a class, need no further look."""
+    """Whether values of these types, one for each field of a class, need no further check."""
     return all(one in exact for one, (_, exact, _) in zip(value_types, _fields(kind), strict=True))
 
 
 @functools.cache
 def _fields(kind: Any) -> tuple[tuple[str, frozenset[type], Any], ...]:
-    """(name, types that are right as they are, annotation) of each field of a Struct's or dataclass's class."""
+    """(name, types that need no conversion, annotation) of each field of a Struct class or dataclass."""
     hints = typing.get_type_hints(kind, include_extras=True)
     names = kind.__struct_fields__ if issubclass(kind, msgspec.Struct) else kind.__dataclass_fields__
     return tuple((name, _exact_types(hints[name]), hints[name]) for name in names)
 
 
 def _exact_types(annotation: Any) -> frozenset[type]:
-    """Text is never among them: it may hold half a surrogate pair."""
+    """Types that need no conversion. Never str: it may contain half a surrogate pair."""
     return frozenset(one for one in _members(annotation) if one in _NEVER_CONVERTED)
 
 
@@ -93,16 +92,16 @@ def _members(annotation: Any) -> tuple[Any, ...]:
 
 @functools.cache
 def _classes(annotation: Any) -> tuple[type, ...] | None:
-    """The classes of a union that msgspec cannot tell apart; None for what it can."""
+    """The classes of a union that msgspec cannot distinguish; None for annotations that it can check."""
     classes = tuple(typing.get_origin(one) or one for one in _members(annotation))
     others = [one for one in classes if isinstance(one, type) and one not in (*_SCALARS, tuple)]
     return classes if others else None
 
 
 def _plain(value: object) -> object:
-    """NumPy's scalars and subclasses of built-in types as Python's own, also within a list or tuple."""
+    """NumPy scalars and instances of subclasses of built-in types as Python's own, also in a list or tuple."""
     match value:
-        case bool() | None | np.timedelta64():  # the last one is an np.integer, but no number
+        case bool() | None | np.timedelta64():  # the last one is an np.integer, but not a number
             return value
         case np.bool_():
             return bool(value)
@@ -149,7 +148,7 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
 
 
 def check_matches(name: str, value: str, pattern: str, expected: str) -> None:
-    """The whole of `value` matches a regular expression, or ``invalid_value``; expected: what that allows, in words."""
+    """`value` fully matches a regular expression, or ``invalid_value``; expected: the allowed values in words."""
     if not re.fullmatch(pattern, value):
         raise InvalidRequestError(f"Invalid value: '{shorten(value)}'. Supported values are: {expected}.", param=name)
 
@@ -189,7 +188,7 @@ def _raise_bound(code: str, what: str, name: str, bound: str, value: float) -> N
 
 
 def _shown(value: float) -> str:
-    """`value` as an error message quotes it; Python prints no integers of more than 4300 digits."""
+    """`value` as an error message quotes it. Python does not print integers of more than 4300 digits."""
     if isinstance(value, int) and value.bit_length() > _MAX_SHOWN_BITS:
         return f"an integer of {value.bit_length()} bits"
     return str(value)

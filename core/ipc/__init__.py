@@ -1,1 +1,1 @@
-"""Bricks that every process needs to talk to another: shared arrays, rings, child processes. Imports only `core`."""
+"""Building blocks for several processes: shared arrays, rings, child processes, logging. Imports only `core`."""

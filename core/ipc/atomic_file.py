@@ -1,4 +1,4 @@
-"""Small files that several processes read and write."""
+"""Writes small files that several processes read and write."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Readers see the old file or the new one, never a part; only its owner can read it. Makes the folder, mode 0700.
+    """Write a file so that readers see the old or the new content, never a part. Only the user can read it. Creates the
+    folder, mode 0700.
 
-    Raises OSError, and then leaves nothing behind.
+    Raises OSError, without leaving a temporary file.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     fd, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)

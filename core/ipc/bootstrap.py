@@ -1,7 +1,7 @@
-"""First code of a child process, run by path as `python -P bootstrap.py NAME FD` by `core.ipc.process.spawn`.
+"""Entry point of a child process, run by path as `python -P bootstrap.py NAME FD` by `core.ipc.process.spawn`.
 
-FD holds one line of JSON, `path` and what `process.run_child` reads, and then the config's bytes. Nothing of the
-project can be imported before the parent's `sys.path` is in place.
+FD contains one line of JSON, `path` and the header of `process.run_child`, followed by the config's bytes. The project
+cannot be imported before the parent's `sys.path` is in place.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import sys
 
 
 def main() -> None:
-    """Take over the parent's module path, then run the target."""
-    for number in (signal.SIGINT, signal.SIGHUP):  # they reach the whole group, and are the parent's to act on
+    """Set the parent's module path, then run the target."""
+    for number in (signal.SIGINT, signal.SIGHUP):  # sent to the whole process group, but handled by the parent
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGHUP})  # spawn blocked them until here
     with open(int(sys.argv[2]), "rb") as file:

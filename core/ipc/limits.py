@@ -1,6 +1,6 @@
-"""The shell's limits on a process (setrlimit), held against what Stencil's processes need before any is started.
+"""Checks the process limits of the shell (setrlimit) against the needs of Stencil's processes, before any is started.
 
-A process that hits one of them later fails wherever it happens to be: while it imports, maps memory or writes a file.
+A process that hits a limit later fails at an arbitrary point: while it imports, maps memory or writes a file.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import resource
 from core.errors import ConfigError
 
 LIBRARY_BYTES = 2 * 1024**3
-"""Address space that a worker takes besides its arenas: 1.4 GiB with the embedded model on a CPU."""
+"""Address space of a worker beside its arenas: 1.4 GiB with the embedded model on a CPU."""
 
 
 def check_limits(arena_bytes: int, page_arena_bytes: int) -> None:
-    """Raises ConfigError, which names the limit and the remedy, where the arenas cannot be made or mapped."""
+    """Raise ConfigError with the limit and the remedy if the arenas cannot be created or mapped."""
     largest, mapped = max(arena_bytes, page_arena_bytes), arena_bytes + page_arena_bytes
     if _limit(resource.RLIMIT_FSIZE) < largest:
         raise ConfigError(

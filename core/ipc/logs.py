@@ -1,6 +1,6 @@
-"""How every process logs: to stderr, as text or as JSON lines, with the id of the request that a line belongs to.
+"""Logging of all processes: to stderr, as text or JSON lines, with the id of the request that a line is about.
 
-The server configures itself; its children take over what it does (`core.ipc.process.spawn` hands it on).
+The server configures itself; its children inherit the configuration through `core.ipc.process.spawn`.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import msgspec
 
 LogFormat = Literal["text", "json"]
 LOGGER = "stencil"
-"""The root of all loggers of the project."""
+"""Name of the root of all loggers of the project."""
 
 _request_id: ContextVar[str] = ContextVar("request_id", default="")
 
 
 class LogConfig(msgspec.Struct, frozen=True):
-    """level: of the project's own lines; libraries are heard from warnings on."""
+    """The log settings of a process."""
 
-    level: int = logging.WARNING
+    level: int = logging.WARNING  # of the project's own lines; libraries log warnings and above
     format: LogFormat = "text"
 
 
 def configure(config: LogConfig, process: str) -> None:
-    """Log to stderr from now on. process: the name that JSON lines carry."""
+    """Log to stderr from now on. process: its name in JSON lines."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(process) if config.format == "json" else TextFormatter())
     logging.basicConfig(level=max(config.level, logging.WARNING), handlers=[handler])
@@ -38,14 +38,14 @@ def configure(config: LogConfig, process: str) -> None:
 
 
 def current() -> LogConfig:
-    """What this process was configured with, or what comes nearest to it where its embedder set up logging."""
+    """The configuration of this process, or the closest one if an embedding program has set up logging."""
     is_json = any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
     return LogConfig(logging.getLogger(LOGGER).getEffectiveLevel(), "json" if is_json else "text")
 
 
 @contextmanager
 def request_context(request_id: str) -> Iterator[None]:
-    """Lines logged inside, and in tasks started inside, are this request's."""
+    """Lines logged inside, and in tasks started inside, have this request's id."""
     token = _request_id.set(request_id)
     try:
         yield
@@ -54,17 +54,17 @@ def request_context(request_id: str) -> Iterator[None]:
 
 
 def current_request() -> str:
-    """The id that lines logged here carry; "" outside of a request."""
+    """The request id of lines logged here; "" outside of a request."""
     return _request_id.get()
 
 
 def of_request(request_id: str) -> dict[str, str]:
-    """`extra` of a line about this request, "" = none, in whosever context it is logged."""
+    """`extra` for a line about this request ("" = none), in any context."""
     return {"request_id": request_id}
 
 
 def with_facts(**facts: Any) -> dict[str, Any]:
-    """`extra` of a line that carries values beside its message."""
+    """`extra` for a line with values beside its message."""
     return {"facts": facts}
 
 
@@ -82,7 +82,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: time (UTC), level, logger, process, request_id, message, facts, exception."""
+    """One object per line: time (UTC), level, logger, process, request_id, message, facts, exception."""
 
     def __init__(self, process: str) -> None:
         super().__init__()

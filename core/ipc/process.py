@@ -1,11 +1,11 @@
 """Child processes that never outlive their parent.
 
-Every child holds the reading end of a pipe, its *lifeline*, whose writing end only the parent holds. However the
-parent ends, `kill -9` included, the kernel closes that end; a thread in the child, blocked in `read` until then, ends
-the child at once, and so its own children in turn. (PR_SET_PDEATHSIG is not used: it fires when the *thread* that
-forked ends, it leaves no time for clean-up, and a parent that dies before the call is missed. But it also ends a child
-whose threads cannot run: stopped, or with the interpreter's lock held by native code that hangs. Children that may hang
-so ask for it besides, see `die_with_parent`.)
+Every child has the read end of a pipe, its *lifeline*; only the parent has the write end. When the parent ends, even by
+`kill -9`, the kernel closes the write end; a thread in the child, blocked in `read` until then, ends the child at once,
+and in the same way its children end. (PR_SET_PDEATHSIG is not used: it fires when the *thread* that forked ends, leaves
+no time for clean-up, and misses a parent that dies before the call. But it also ends a child with threads that cannot
+run: stopped, or with the interpreter's lock held by hanging native code. Children that may hang in this way request it
+in addition, see `die_with_parent`.)
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from core.errors import EngineError
 from core.ipc import logs
 
 EX_PARENT_GONE = 69
-"""Exit code of a child that left because its parent is gone (sysexits.h calls it EX_UNAVAILABLE)."""
+"""Exit code of a child that exits because its parent is gone (EX_UNAVAILABLE in sysexits.h)."""
 
 _BOOTSTRAP = str(Path(__file__).with_name("bootstrap.py"))
 _TERM_SECONDS = 3.0  # from SIGTERM to SIGKILL
@@ -47,7 +47,7 @@ class ChildProcess:
     """A running or finished child, seen from its parent. Made by `spawn`."""
 
     def __init__(self, name: str, popen: subprocess.Popen[bytes], lifeline: int) -> None:
-        """lifeline: the pipe end whose closing ends the child; owned by this object until the child has ended."""
+        """lifeline: the write end of the child's lifeline; owned by this object until the child has ended."""
         self.name = name
         self.pid = popen.pid
         self._popen = popen
@@ -55,7 +55,7 @@ class ChildProcess:
 
     @property
     def returncode(self) -> int | None:
-        """Exit code, minus the signal's number if a signal ended it, None while it runs."""
+        """Exit code; minus the signal's number if a signal ended it; None while it runs."""
         code = self._popen.poll()
         if code is not None:
             self._close_fds()
@@ -65,7 +65,7 @@ class ChildProcess:
         """Wait until the child has ended; its `returncode`. Any number of tasks may wait."""
         if self.returncode is None:
             await _readable(self._open_fds[1])
-        code = self._popen.wait()  # does not block: the pidfd said that it has ended
+        code = self._popen.wait()  # does not block: the pidfd shows that it has ended
         self._close_fds()
         return code
 
@@ -78,23 +78,23 @@ class ChildProcess:
         self._popen.kill()
 
     async def stop(self, grace: float) -> int:
-        """Make the child end and return its `returncode`; `grace`: seconds it may take to leave by itself.
+        """End the child and return its `returncode`. grace: seconds in which it may exit by itself.
 
-        Takes at most grace + 8 s. Raises EngineError if even a killed child stays (stuck in the kernel).
+        Takes at most grace + 8 s. Raises EngineError if the child survives SIGKILL (stuck in the kernel).
         """
-        with contextlib.suppress(TimeoutError):  # 1. it was told to leave by message: let it finish
+        with contextlib.suppress(TimeoutError):  # 1. it has got a message to exit: let it finish
             return await asyncio.wait_for(self.wait(), grace)
         self.terminate()
-        with contextlib.suppress(TimeoutError):  # 2. it is told by the kernel, and may still clean up
+        with contextlib.suppress(TimeoutError):  # 2. it may still clean up
             return await asyncio.wait_for(self.wait(), _TERM_SECONDS)
         self.kill()
-        try:  # 3. it is not asked any more
+        try:  # 3. it cannot react any more
             return await asyncio.wait_for(self.wait(), _KILL_SECONDS)
         except TimeoutError:
             raise EngineError(f"{self.name} (pid {self.pid}) does not end, not even killed") from None
 
     def describe_exit(self) -> str:
-        """For people: "running", "exit code 3" or "killed by signal 9 (SIGKILL)"."""
+        """Human-readable: "running", "exit code 3" or "killed by signal 9 (SIGKILL)"."""
         code = self.returncode
         if code is None:
             return "running"
@@ -110,11 +110,11 @@ class ChildProcess:
 def spawn(target: str, config: bytes, fds: Sequence[int], name: str, *, remove: Sequence[str] = ()) -> ChildProcess:
     """Start a new interpreter that calls `target` ("package.module:function") with (config, list of fds).
 
-    config travels in a memfd, never in argv. The child sees `fds` under the same numbers. **Sockets among them change
-    hands**: the parent's copies are closed, so that EOF works; memfds and pipes stay the caller's as well. `name` is
-    what `ps` and `top` show. The child logs as this process does, and ignores SIGINT and SIGHUP, and SIGTERM if this
-    process does; it ends with EX_PARENT_GONE when this process ends, and then deletes the folders `remove` first. Takes
-    a few milliseconds and does not wait for the child to start.
+    config is passed in a memfd, never in argv. The child has `fds` under the same numbers. **Sockets among them are
+    transferred**: the parent's copies are closed, so that EOF works; memfds and pipes stay open in the caller as well.
+    `name` is what `ps` and `top` show. The child logs as this process does, and ignores SIGINT and SIGHUP, and SIGTERM
+    if this process does. When this process ends, the child deletes the folders `remove` and exits with EX_PARENT_GONE.
+    Takes a few milliseconds and does not wait for the child to start.
     """
     theirs, ours = os.pipe2(os.O_CLOEXEC)
     try:
@@ -139,16 +139,16 @@ def spawn(target: str, config: bytes, fds: Sequence[int], name: str, *, remove: 
 
 
 def on_parent_gone(cleanup: Callable[[], object]) -> None:
-    """In a child: call `cleanup` before it ends because its parent is gone; last registered first.
+    """In a child: call `cleanup` before it exits because its parent is gone; last registered first.
 
-    Runs in the watching thread, whatever the main thread is doing, and must not wait for anything.
+    Runs in the lifeline thread, in parallel with the main thread, and must not wait for anything.
     """
     _when_parent_gone.callback(cleanup)
 
 
 def die_with_parent() -> None:
-    """In a child: have the kernel kill it when its parent ends, or rather the parent's thread that started it, without
-    any clean-up. A parent that has ended by now is the lifeline's.
+    """In a child: have the kernel kill it, without clean-up, when the parent's thread that started it ends. A parent
+    that has ended before this call is noticed by the lifeline.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
@@ -161,7 +161,7 @@ def run_child(name: str, header: dict[str, Any], config: bytes) -> None:
     threading.Thread(target=_leave_with_parent, args=(lifeline_fd,), name="lifeline", daemon=True).start()
     logs.configure(msgspec.convert(header["logs"], logs.LogConfig), name)
     for fd in (*fds, lifeline_fd):
-        os.set_inheritable(fd, False)  # grandchildren get what they are given, nothing else
+        os.set_inheritable(fd, False)  # grandchildren get only the descriptors passed to them
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
     module, _, function = header["target"].partition(":")
     getattr(importlib.import_module(module), function)(config, fds)
@@ -169,14 +169,14 @@ def run_child(name: str, header: dict[str, Any], config: bytes) -> None:
 
 def _leave_with_parent(fd: int) -> None:
     try:
-        os.read(fd, 1)  # nobody writes: returns at EOF
+        os.read(fd, 1)  # nothing is ever written: returns at EOF
         _when_parent_gone.close()
     finally:
         os._exit(EX_PARENT_GONE)
 
 
 def _popen(name: str, sealed: bytes, fds: list[int]) -> subprocess.Popen[bytes]:
-    """Start the bootstrap with `sealed` in a memfd and SIGINT and SIGHUP blocked until it can ignore them."""
+    """Start the bootstrap with `sealed` in a memfd, and with SIGINT and SIGHUP blocked until it can ignore them."""
     memfd = os.memfd_create("stencil-config", os.MFD_CLOEXEC)
     with open(memfd, "wb") as file:
         file.write(sealed)

@@ -1,9 +1,9 @@
-"""Byte frames between two processes: a ring in shared memory each way, woken through a socketpair.
+"""Channel: byte frames between two processes, through a ring in shared memory each way, with a socketpair for wake-ups.
 
 Nothing polls. A sender publishes its frame in the ring and then writes one byte to the socket; a receiver drains the
 ring, then sleeps on the socket. EOF on the socket means that the peer is gone. No wake-up can be lost: a frame is
-published before its byte is sent, and a receiver that took bytes off the socket always looks at the ring again
-before it sleeps, so a frame it missed still has its byte waiting.
+published before its byte is sent, and a receiver that has taken bytes off the socket always checks the ring again
+before it sleeps, so the byte of a frame that it missed is still waiting.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from collections.abc import AsyncGenerator
 from core.errors import EngineError
 
 _HEADER = 128  # bytes before the data: two cache lines, so that the two writers do not share one
-_TAIL, _HEAD = 0, 8  # places of the counters, in units of 8 bytes
+_TAIL, _HEAD = 0, 8  # positions of the counters, in units of 8 bytes
 _LENGTH = 8  # bytes of a frame's length field; frames are multiples of it, so the field never wraps
 _CAPACITY = 1024 * 1024
 _WAKE = b"\0"
-_MAX_WAKES = 4096  # wake bytes taken at once; what is left over only causes another look at the ring
+_MAX_WAKES = 4096  # wake bytes taken at once; remaining ones only cause another check of the ring
 
 
 class ChannelFullError(EngineError):
-    """The peer does not read: its ring has no room for the frame, which was not sent."""
+    """The ring has no room for a frame because the peer does not read. The frame was not sent."""
 
 
 class PeerClosedError(EngineError):
@@ -44,18 +44,18 @@ class Ring:
                                     | free      | frame | frame | free                        |
         frame:  | length: u64 | payload, zero to seven bytes of padding |    may wrap at the end of the data
 
-    tail and head count bytes ever written and ever read; they only grow. States: tail == head is empty, tail - head is
-    what is unread, and tail - head never exceeds the capacity. Each counter has one writer.
+    tail and head count all bytes ever written and read; they only grow. tail - head is the number of unread bytes: 0 in
+    an empty ring, and never above the capacity. Each counter has one writer.
 
     Order of stores. The producer writes the frame, then tail; the consumer reads tail, then the frame, then writes
     head. A producer killed in between has published nothing. A counter is written as one aligned 8-byte store
     (`memoryview.cast("Q")` copies an item with a memcpy of constant size, which compiles to one move).
-    x86 keeps this order in hardware. arm64 does not, and Python has no fence, so `_fence` stands between the steps.
-    Most frames have a second guarantee: the system calls that send and receive their wake byte.
+    x86 keeps this order in hardware. arm64 does not, and Python has no fence, so `_fence` is called between the steps.
+    For most frames the system calls that send and receive their wake byte guarantee the order as well.
     """
 
     def __init__(self, memory: memoryview) -> None:
-        """`memory`: `Ring.nbytes(capacity)` bytes, 8-byte aligned, all zeros when the first of the two ends is made."""
+        """memory: `Ring.nbytes(capacity)` bytes, 8-byte aligned, all zeros when the first of the two ends is made."""
         self._counters = memory[:_HEADER].cast("Q")
         self._data = memory[_HEADER:]
         self.capacity = len(self._data)
@@ -71,22 +71,22 @@ class Ring:
         return _HEADER + capacity
 
     def push(self, payload: bytes) -> bool:
-        """Publish one frame; False when there is no room now. ValueError when it could never fit. Producer only."""
+        """Publish one frame; False if there is no room now. ValueError if it could never fit. Producer only."""
         size = _frame_size(payload)
         if size > self.capacity:
             raise ValueError(f"a frame of {len(payload)} bytes does not fit into a ring of {self.capacity} bytes")
         tail = self._counters[_TAIL]
         if tail - self._counters[_HEAD] + size > self.capacity:
             return False
-        self._fence()  # the consumer has read what we are about to overwrite
+        self._fence()  # the consumer has read what is about to be overwritten
         self._write(tail % self.capacity, payload)
         self._fence()  # the frame before the counter that publishes it
         self._counters[_TAIL] = tail + size
-        self._fence()  # the counter before the wake-up that announces it, or that a full socket lets us skip
+        self._fence()  # the counter before the wake-up that announces it, or that is skipped because the socket is full
         return True
 
     def pop(self) -> bytes | None:
-        """Take the oldest frame; None when the ring is empty. Consumer only."""
+        """Remove and return the oldest frame; None if the ring is empty. Consumer only."""
         self._fence()  # the wake-up before the counter
         head = self._counters[_HEAD]
         if self._counters[_TAIL] == head:
@@ -98,7 +98,7 @@ class Ring:
         return payload
 
     def release(self) -> None:
-        """Let go of the memory, so that it can be unmapped."""
+        """Release the memory, so that it can be unmapped."""
         for view in (self._counters, self._lengths, self._data):
             view.release()
 
@@ -116,7 +116,7 @@ class Ring:
         return b"".join((self._data[at : at + first], self._data[: length - first]))
 
     def _fence(self) -> None:
-        """Keep all loads and stores before from passing those after; about 0.1 us.
+        """Order all loads and stores before the call before those after it; about 0.1 us.
 
         An uncontended lock, released and taken again: a release operation followed by an acquire operation. On arm64 an
         acquire may not pass an earlier release, so nothing passes the pair; on x86 each is a locked instruction, a full
@@ -127,12 +127,12 @@ class Ring:
 
 
 class Channel:
-    """One end of a two-way connection: two rings in one memfd, and a socketpair that carries wake bytes and EOF.
+    """One end of a two-way connection: two rings in one memfd, and a socketpair for wake bytes and EOF.
 
         memfd:   | ring: creator to attacher | ring: attacher to creator |
 
-    Every receiving call takes wake bytes off the socket: use `messages`, or the other two, not both at a time.
-    Not thread-safe; one thread may send while another receives.
+    Every receiving call takes wake bytes off the socket: do not use `messages` and `recv` at the same time.
+    Not thread-safe, except that one thread may send while another receives.
     """
 
     def __init__(self, memfd: int, sock: socket.socket, *, creator: bool) -> None:
@@ -166,25 +166,25 @@ class Channel:
 
     @classmethod
     def attach(cls, memfd: int, sock_fd: int) -> Channel:
-        """The other end, made from the descriptors that `create` returned; it owns both from now on."""
-        # Under a new number: the creator may be in this same process and closes the old one.
+        """The other end, made from the descriptors that `create` returned, which it then owns."""
+        # Under a new number, since the creator may be in the same process, and closes the old one.
         channel = cls(memfd, socket.socket(fileno=os.dup(sock_fd)), creator=False)
         os.close(memfd)  # the mapping keeps the memory
         os.close(sock_fd)
         return channel
 
     def close_child_fds(self) -> None:
-        """Close this process's copies of the child's descriptors, where that has not been done."""
+        """Close this process's copies of the child's descriptors unless that has been done."""
         for fd, inode in self._child_fds:
             if _is_open(fd, inode):
                 os.close(fd)
         self._child_fds = ()
 
     def send(self, payload: bytes) -> None:
-        """Hand one frame to the peer; never blocks.
+        """Send one frame to the peer; never blocks.
 
-        Raises ChannelFullError when the ring has no room, ValueError when the frame is larger than the ring,
-        PeerClosedError when the peer is gone.
+        Raises ChannelFullError if the ring has no room, ValueError if the frame is larger than the ring,
+        PeerClosedError if the peer is gone.
         """
         if self._peer_gone or self._closed:
             raise PeerClosedError("the channel is closed")
@@ -193,12 +193,12 @@ class Channel:
         try:
             self._sock.send(_WAKE, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         except BlockingIOError:
-            pass  # the socket is full of wake bytes that the peer has yet to take: it will look at the ring after us
+            pass  # the socket is full of wake bytes; the peer will check the ring after it has taken them
         except OSError as error:
             raise PeerClosedError("the peer is gone") from error
 
     def recv(self) -> bytes:
-        """The next frame; waits for it. PeerClosedError when the peer is gone and all it sent was taken."""
+        """Wait for the next frame. PeerClosedError once the peer is gone and all its frames are taken."""
         while (payload := self._incoming.pop()) is None:
             self._take_wakes(0)
             if self._peer_gone:
@@ -206,10 +206,10 @@ class Channel:
         return payload
 
     async def messages(self) -> AsyncGenerator[bytes, None]:
-        """Every frame as it comes; ends when the peer is gone and all it sent was taken, or when the channel is closed.
+        """Every frame as it arrives; ends once the peer is gone and all its frames are taken, or the channel is closed.
 
-        Watches the socket with the running loop's `add_reader` (asyncio or uvloop). One iteration at a time. Does not
-        yield to the loop between frames that are already there.
+        Watches the socket with the running loop's `add_reader` (asyncio or uvloop). Only one iteration at a time. Does
+        not yield to the loop between frames that are already there.
         """
         self._watch(asyncio.get_running_loop())
         try:
@@ -218,13 +218,13 @@ class Channel:
                 while not self._closed and (payload := self._incoming.pop()) is not None:
                     yield payload
                 if self._peer_gone:
-                    return  # known before the last look at the ring: nothing can come any more
+                    return  # known before the last check of the ring: no frame can follow
                 await self._woken.wait()
         finally:
             self._unwatch()
 
     def close(self) -> None:
-        """Close this end: the peer sees EOF, `messages` ends. Frames not yet taken are lost. Harmless when repeated."""
+        """Close this end: the peer sees EOF, `messages` ends. Frames not yet taken are lost. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -238,13 +238,13 @@ class Channel:
         self._mmap.close()
 
     def _last_frames(self) -> bytes:
-        """What a dead peer has left in the ring, one frame a call. It published before it closed its socket."""
+        """The next frame that a dead peer has left in the ring. It published all of them before its socket closed."""
         if (payload := self._incoming.pop()) is None:
             raise PeerClosedError("the peer is gone")
         return payload
 
     def _take_wakes(self, flags: int) -> bool:
-        """Take what wake bytes there are (with flags=0: wait for one) and notice EOF; whether there may be more."""
+        """Take all wake bytes (with flags=0, wait for one) and notice EOF; whether there may be more."""
         if self._peer_gone:
             return False
         try:
@@ -269,8 +269,8 @@ class Channel:
     def _on_readable(self) -> None:
         """Empty the socket here, not in `messages`: a level-triggered reader would spin while a frame is processed.
 
-        To its end: where wake bytes and a reset come at once, libuv calls only this once, and the peer's end would
-        stay unseen.
+        Completely: if wake bytes and a reset arrive together, libuv calls this only once, and the end of the peer would
+        go unnoticed.
         """
         while self._take_wakes(socket.MSG_DONTWAIT):
             pass
@@ -280,12 +280,12 @@ class Channel:
 
 
 def _frame_size(payload: bytes) -> int:
-    """Bytes of ring that a frame takes: length field, payload, padding."""
+    """Bytes that a frame takes in the ring: length field, payload, padding."""
     return _LENGTH - (-len(payload) // _LENGTH) * _LENGTH
 
 
 def _is_open(fd: int, inode: int) -> bool:
-    """Whether `fd` still is the file with this inode; the number may have been closed and reused since."""
+    """Whether `fd` is still the file with this inode; the number may have been closed and reused since."""
     try:
         return os.fstat(fd).st_ino == inode
     except OSError:

@@ -1,15 +1,15 @@
-"""Arrays in shared memory: an arena per owner, handles in messages, no copies.
+"""Arrays in shared memory: arenas, and handles to their parts that messages carry instead of copies.
 
-An arena is one memfd, mapped whole by every process that was given its descriptor. It has no name, so nothing can be
-left over: the kernel frees it with the last process. Its size is address space only; a page of memory is taken when
-first written and given back when its last byte is freed.
+An arena is one memfd, mapped completely by every process that has its descriptor. It has no name, so nothing can be
+left behind: the kernel frees it with the last process. Its size is only address space; a page of memory is taken when
+first written and returned when its last byte is freed.
 
     0                                                                    size
     |  chunk  |  free  | chunk | chunk |            free                 |
        ^ ArrayRef(arena, offset, shape, dtype)        ^ pages here hold no memory
 
-One process, the owner, decides who lies where (`ArenaAllocator`); the others only look through handles (`Arena.view`)
-and cut them smaller (`carve`).
+One process, the owner, allocates (`ArenaAllocator`); the others only access arrays by handles (`Arena.view`) and make
+handles to parts of them (`carve`).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _MAP_NORESERVE = 0x4000  # Linux on x86-64 and arm64; the mmap module of Python 
 
 
 class Arena:
-    """One shared memory area, seen from one process. Made by `create` or `attach`."""
+    """One shared memory area as mapped by one process. Made by `create` or `attach`."""
 
     def __init__(self, arena_id: int, fd: int) -> None:
-        """Map `fd` and own it from now on."""
+        """Map `fd`, which this object then owns."""
         self.id = arena_id
         self.fd = fd
         self.size = os.fstat(fd).st_size
@@ -43,8 +43,8 @@ class Arena:
 
     @classmethod
     def create(cls, arena_id: int, size: int) -> Arena:
-        """A new arena of `size` bytes (> 0) of zeros that takes no memory yet. Raises ConfigError where the system has
-        no room for it.
+        """A new arena of `size` bytes (> 0) of zeros, which takes no memory yet. Raises ConfigError if the system
+        cannot map it.
         """
         if size <= 0:
             raise ValueError(f"an arena needs a positive size, not {size}")
@@ -61,13 +61,13 @@ class Arena:
 
     @classmethod
     def attach(cls, arena_id: int, fd: int) -> Arena:
-        """The arena behind an inherited descriptor, which belongs to the Arena from now on."""
+        """The arena of an inherited descriptor, which the Arena then owns."""
         return cls(arena_id, fd)
 
     def view(self, ref: ArrayRef) -> npt.NDArray[Any]:
-        """The array that `ref` names, writable and without a copy; it keeps the memory mapped while it lives.
+        """The array that `ref` refers to, writable and without a copy; it keeps the memory mapped while it exists.
 
-        Raises ValueError if the handle is of another arena, leaves this one, is misaligned or has no plain dtype.
+        Raises ValueError if the handle is for another arena, exceeds this one, is misaligned or has no plain dtype.
         """
         if self._mmap is None:
             raise ValueError(f"arena {self.id} is closed")
@@ -79,15 +79,15 @@ class Arena:
         return self._bytes[ref.offset : end].view(ref.dtype).reshape(ref.shape)
 
     def release_pages(self, start: int, end: int) -> None:
-        """Give the memory of the whole pages in bytes [start, end) back to the kernel; they then read as zeros."""
+        """Return the memory of the whole pages in bytes [start, end) to the kernel; they then read as zeros."""
         first = round_up(start, mmap.PAGESIZE)
         last = end // mmap.PAGESIZE * mmap.PAGESIZE
         if first < last:
-            # On a memfd MADV_REMOVE is fallocate(PUNCH_HOLE): gone for all processes, size unchanged.
+            # On a memfd MADV_REMOVE is fallocate(PUNCH_HOLE): it affects all processes; the size is unchanged.
             self._mapping.madvise(mmap.MADV_REMOVE, first, last - first)
 
     def close(self) -> None:
-        """Close the descriptor and refuse new views. The mapping itself goes with the last view of it."""
+        """Close the descriptor and refuse new views. The mapping itself ends with the last view of it."""
         if self._mmap is not None:
             self._mmap = None
             self._bytes = np.empty(0, np.uint8)
@@ -101,7 +101,7 @@ class Arena:
 
 
 class ArenaAllocator:
-    """Who lies where in an arena. Lives in the one process that owns it; not thread-safe.
+    """Allocates chunks of an arena. Used only in the process that owns the arena; not thread-safe.
 
     Places come from a `FreeList`: first fit in address order, aligned to 64 bytes, large chunks to memory pages.
     """
@@ -119,7 +119,7 @@ class ArenaAllocator:
     def alloc(self, nbytes: int) -> ArrayRef:
         """A chunk of at least `nbytes` > 0, as uint8 [nbytes]; its content is undefined.
 
-        Aligned to 64 bytes, from 16 pages on to a page. Raises OutOfMemoryError when no free range is long enough.
+        Aligned to 64 bytes; from 16 pages on, to a page. Raises OutOfMemoryError if no free range is long enough.
         """
         if nbytes <= 0:
             raise ValueError(f"cannot allocate {nbytes} bytes")
@@ -132,7 +132,7 @@ class ArenaAllocator:
         return ref
 
     def free(self, ref: ArrayRef) -> None:
-        """Take a chunk back and return its memory to the kernel. `ref` must be exactly what `alloc` gave.
+        """Free a chunk and return its memory to the kernel. `ref` must be exactly what `alloc` or `trim` returned.
 
         Raises ValueError for anything else: a second free, a carved handle, another arena's.
         """
@@ -155,20 +155,20 @@ class ArenaAllocator:
         return shorter
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless chunks and free ranges tile the arena, with no two free neighbours."""
+        """Raise AssertionError unless chunks and free ranges tile the arena, without adjacent free ranges."""
         self._free.check_integrity((start, end) for start, (end, _) in self._used.items())
 
     def _release(self, start: int, end: int, free_start: int, free_end: int) -> None:
-        """Release the pages that [start, end) touched, except those shared with a chunk beyond the free range."""
+        """Release the pages that [start, end) touches, except those shared with a chunk outside the free range."""
         first_page = start // mmap.PAGESIZE * mmap.PAGESIZE
         last_page = round_up(end, mmap.PAGESIZE)
         self._arena.release_pages(max(first_page, free_start), min(last_page, free_end))
 
 
 def carve(region: ArrayRef, offset: int, shape: tuple[int, ...], dtype: str) -> ArrayRef:
-    """A handle on part of `region`: `shape` of `dtype`, starting `offset` bytes into it.
+    """A handle to a part of `region`: `shape` of `dtype`, starting `offset` bytes into it.
 
-    Raises ValueError when it does not fit, is misaligned for its dtype, or has no plain dtype.
+    Raises ValueError if it does not fit, is misaligned for its dtype, or has no plain dtype.
     """
     part = ArrayRef(region.arena, region.offset + offset, shape, dtype)
     if offset < 0 or offset + _nbytes(part) > _nbytes(region):
@@ -177,7 +177,7 @@ def carve(region: ArrayRef, offset: int, shape: tuple[int, ...], dtype: str) -> 
 
 
 def _nbytes(ref: ArrayRef) -> int:
-    """Bytes of the array; checks shape, dtype and alignment (ValueError)."""
+    """Bytes of the array. Raises ValueError for an invalid shape, dtype or alignment."""
     if any(side < 0 for side in ref.shape):
         raise ValueError(f"negative side in shape {ref.shape}")
     itemsize = _itemsize(ref.dtype)

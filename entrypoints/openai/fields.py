@@ -1,6 +1,7 @@
 """The table of request fields: name, type, range, meaning. Parsing is strict: nothing is coerced, clamped or guessed.
 
-The same table makes the OpenAPI schema. Ranges of sampling fields are checked by `SamplingParams` itself.
+The same table makes the OpenAPI schema. Its ranges are those of `core.sampling_params`; `SamplingParams` itself checks
+the sampling fields that have none here.
 """
 
 from __future__ import annotations
@@ -12,7 +13,16 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from core.errors import InvalidRequestError
-from core.sampling_params import MAX_PADDING_MASK_CROP, MAX_PROMPT_CHARACTERS, MAX_SIDE, MIN_SIDE
+from core.sampling_params import (
+    MAX_GUIDANCE,
+    MAX_IMAGES,
+    MAX_INFERENCE_STEPS,
+    MAX_PADDING_MASK_CROP,
+    MAX_PROMPT_CHARACTERS,
+    MAX_SEED,
+    MAX_SIDE,
+    MIN_SIDE,
+)
 from core.validation import check_choice, check_decimal, check_integer, check_length, shorten
 
 Kind = Literal["string", "integer", "number", "boolean"]
@@ -126,7 +136,7 @@ _COMMON = (
     Field("prompt", "string", "What to paint.", max_length=MAX_PROMPT_CHARACTERS),
     Field("model", "string", "A model id of /v1/models; empty or omitted: the loaded model."),
     Field("lora", "string", "An adapter of the model; empty or omitted: none.", max_length=512),
-    Field("n", "integer", "Images to make.", 1, 10),
+    Field("n", "integer", "Images to make.", 1, MAX_IMAGES),
     Field("size", "string", "Output size: auto or WIDTHxHEIGHT in pixels."),
     Field("response_format", "string", "b64_json; url is not offered.", choices=("b64_json", "url")),
     Field("output_format", "string", "File format of the result; default png.", choices=("png", "webp", "jpeg")),
@@ -147,15 +157,15 @@ _COMMON = (
     Field("complexity", "string", "Not used.", choices=("low", "medium", "high"), has_effect=False),
     Field("frame_count", "integer", "Not used.", 2, 16, has_effect=False),
     Field("frame_duration_ms", "integer", "Not used.", 1, has_effect=False),
-    Field("num_inference_steps", "integer", "Denoising steps.", 1, 200),
-    Field("steps", "integer", "Alias of num_inference_steps.", 1, 200),
-    Field("guidance_scale", "number", "Guidance: distilled or classifier-free, as the model has it.", 0, 100),
+    Field("num_inference_steps", "integer", "Denoising steps.", 1, MAX_INFERENCE_STEPS),
+    Field("steps", "integer", "Alias of num_inference_steps.", 1, MAX_INFERENCE_STEPS),
+    Field("guidance_scale", "number", "Guidance: distilled or classifier-free, as the model has it.", 0, MAX_GUIDANCE),
     Field(
         "true_cfg_scale",
         "number",
         "Classifier-free guidance where guidance_scale is none; needs negative_prompt.",
         0,
-        100,
+        MAX_GUIDANCE,
     ),
     Field(
         "negative_prompt",
@@ -163,7 +173,7 @@ _COMMON = (
         "What to avoid, for models with classifier-free guidance.",
         max_length=MAX_PROMPT_CHARACTERS,
     ),
-    Field("seed", "integer", "Image i of n uses seed + i; -1 or omitted: random.", -1, 2**63 - 1),
+    Field("seed", "integer", "Image i of n uses seed + i; -1 or omitted: random.", -1, MAX_SEED),
     Field("strength", "number", "How much of the template's content to replace.", 0, 1),
     Field("max_sequence_length", "integer", "Text tokens, up to the model's own length.", 1),
     Field("mask_aware", "boolean", "Compute only the tokens under the mask; default true."),

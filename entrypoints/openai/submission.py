@@ -19,7 +19,7 @@ from entrypoints.openai.json_body import JsonBody
 from entrypoints.openai.multipart import Part, read_multipart
 from entrypoints.openai.uploads import SpooledUpload, decode_base64, pieces_of
 
-MAX_IMAGES = 16
+MAX_INPUT_IMAGES = 16  # in one request; all but the first are ignored
 MAX_TEXT_BYTES = 1024 * 1024  # one text field, and a JSON body without its images
 MAX_MEMBERS = 256  # of a JSON body, as many as a form may have parts
 STALL_SECONDS = 60.0  # of silence, in the middle of a body
@@ -91,7 +91,7 @@ class _Form:
     max_images: int
 
 
-_EDIT_FORM = _Form(EDIT_FIELDS, _UPLOAD_FIELDS, MAX_IMAGES)
+_EDIT_FORM = _Form(EDIT_FIELDS, _UPLOAD_FIELDS, MAX_INPUT_IMAGES)
 _TEMPLATE_FORM = _Form(TEMPLATE_FIELDS, ("image",), 1)
 
 
@@ -233,8 +233,8 @@ def _pop_images(submission: Submission, members: dict[str, msgspec.Raw]) -> dict
     sources = {}
     images = _member(members.pop("images", None), list[dict[str, msgspec.Raw]], "image", "an array of objects")
     if images:
-        if len(images) > MAX_IMAGES:
-            raise _too_many_images(len(images), MAX_IMAGES)
+        if len(images) > MAX_INPUT_IMAGES:
+            raise _too_many_images(len(images), MAX_INPUT_IMAGES)
         sources["image"] = (_image_url(images[0], "image"), True)
         for index in range(1, len(images)):
             _ignore(submission, f"image[{index}]")

@@ -550,7 +550,7 @@ async def test_a_processor_leaves_with_its_parent() -> None:
     code = (
         "import asyncio, os\n"
         "from core.config import ImageConfig\nfrom core.ipc.shared_array import Arena\n"
-        "from engine.image_pool import ImagePool\n"
+        "from engine.images.image_pool import ImagePool\n"
         "async def main():\n"
         "    pool = ImagePool(ImageConfig(image_workers=2), Arena.create(1, 4096))\n"
         "    await pool.start()\n"
