@@ -111,7 +111,7 @@ import torch
 from core.config import EMBEDDED_MODEL, ModelConfig
 from core.handles import ModelKey
 from core.ipc.heap import keep_freed_memory
-from model_executor.resident import KEPT_BYTES, ResidentModels
+from model_executor.worker.resident import KEPT_BYTES, ResidentModels
 
 torch.set_num_threads(1)
 models = ResidentModels.open([ModelConfig(model=EMBEDDED_MODEL, served_model_name="m", dtype="float32")])

@@ -279,7 +279,7 @@ import resource, signal
 from pathlib import Path
 import numpy as np
 from model_executor import page_files
-from model_executor.page_files import PageFiles
+from model_executor.page_cache.page_files import PageFiles
 page_files.RETRY_SECONDS = 0.0
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 files = PageFiles(Path({str(tmp_path)!r}), 1 << 20)
@@ -373,7 +373,7 @@ def test_the_budget_holds_at_every_moment_and_for_all_processes(tmp_path: Path) 
 import sys
 from pathlib import Path
 import numpy as np
-from model_executor.page_files import PageFiles
+from model_executor.page_cache.page_files import PageFiles
 directory, budget, nbytes, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 files = PageFiles(directory, budget)
 data = np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
