@@ -121,7 +121,7 @@ class Checkpoint:
         return _read_json(self.path / part / "config.json")
 
     def has(self, part: str) -> bool:
-        """Whether the checkpoint has an optional part."""
+        """Whether the checkpoint contains an optional part."""
         return self._class_name(part) is not None
 
     def _class_name(self, part: str) -> str | None:

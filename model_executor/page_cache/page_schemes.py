@@ -70,7 +70,7 @@ def page_scheme(
 
 
 def environment(device: torch.device, kernels: KernelChoice = "auto") -> str:
-    """`PageScheme.environment` of this process as it is configured now: other threads or kernels sum in another order."""
+    """`PageScheme.environment` of this process as configured now: other threads or kernels sum in another order."""
     digest = chosen_operators(kernels, device).digest
     parts = [device.type, _device_name(device), torch.get_num_threads(), torch.__version__, digest]
     return hashlib.sha256(repr(parts).encode()).hexdigest()

@@ -151,7 +151,7 @@ class Batches:
     info: ModelInfo
 
     def all(self) -> Iterator[Timed]:
-        """All batches, the stages in turn and smaller ones first, so that every stage is sampled even if time runs out."""
+        """All batches, stages in turn and smaller ones first, so that every stage is sampled even if time runs out."""
         stages: list[list[Timed]] = [
             [("text_encode", Work.of([self._text_tokens]), self._encode_text)],
             [self.denoise(mix) for mix in MIXES if self._has_pages or min(mix) == 1.0],

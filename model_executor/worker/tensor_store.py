@@ -1,5 +1,5 @@
-"""TensorStore: the tensors that pass from one stage of a request to the next, by name. All state that a request has on
-a worker is here.
+"""TensorStore: the tensors that pass from one stage of a request to the next, by name: all state of a request on a
+worker.
 
 The engine counts references and says what to free. One thread reads and writes the store.
 """
