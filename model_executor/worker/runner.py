@@ -176,7 +176,7 @@ class Runner:
     # ------------------------------------------------------------------------------------------------ priming
 
     def _prime(self, model: str, items: Sequence[Item]) -> list[ItemResult]:
-        """Prime one chunk: all keyframes of the batch through the same blocks. Stores hidden states for the next one."""
+        """Prime one chunk: all keyframes of the batch through the same blocks. Stores hidden states for the next."""
         works = [work for item in items if isinstance(work := item.work, Prime)]
         rows = [self._prime_row(model, item, work) for item, work in zip(items, works, strict=True)]
         hidden = self._models[model].prime(rows, works[0].blocks)
