@@ -1,7 +1,7 @@
 """Quantised weights: checks and options for the packages that make them, and the layers that run them on a CPU.
 
 Diffusers quantises the denoiser while it loads it, if asked to; other parts may come quantised in the checkpoint. The
-packages, torchao and bitsandbytes, are optional dependencies, imported only when needed.
+packages, torchao and bitsandbytes, are not dependencies: they are imported only when needed.
 """
 
 from __future__ import annotations
