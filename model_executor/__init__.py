@@ -1,4 +1,4 @@
-"""What runs on a device."""
+"""The worker process and everything that runs on a device: models, kernels, samplers, cached pages."""
 
 import logging
 

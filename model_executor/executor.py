@@ -1,6 +1,7 @@
-"""Executor: the engine's side of its workers. Spawns them, sends plans, merges their results, says who died.
+"""Executor: manages an engine's worker processes. It spawns them, sends them plans, merges their results and reports
+their deaths.
 
-Imports no torch: it runs in the EngineCore's process.
+It runs in the EngineCore's process and therefore does not import torch.
 """
 
 from __future__ import annotations
@@ -40,22 +41,22 @@ from core.sampling_params import MAX_PROMPT_CHARACTERS
 logger = logging.getLogger("stencil.engine")
 
 RING_BYTES = 1024 * 1024
-"""Room in a worker's ring for everything but the prompts."""
+"""Size of a worker's ring, without the prompts."""
 PROMPT_BYTES = 2 * 4 * MAX_PROMPT_CHARACTERS
-"""The longest prompt and negative prompt in UTF-8; a plan may encode as many pairs as there may be requests."""
+"""The longest prompt and negative prompt in UTF-8. A plan may contain one such pair for each running request."""
 
 STOP_SECONDS = 5.0
-"""How long a worker may take to finish its step and leave before it is killed."""
+"""Time for a worker to finish its step and exit before it is killed."""
 
 
 class Executor:
-    """The workers of one engine, by rank. Use as an async context manager: leaving it leaves no worker behind."""
+    """The workers of one engine, by rank. An async context manager: no worker is left running after it exits."""
 
     def __init__(
         self, config: EngineConfig, arena_id: int, arena_fd: int, page_arena_id: int, page_arena_fd: int
     ) -> None:
-        """arena: pictures and tensors on their way. page arena: the host tier of the activation cache."""
-        # What the workers measured; known once they are ready.
+        """arena: for pictures and tensors in transit. page arena: the host tier of the activation cache."""
+        # Measured by the workers; set by `ready`.
         self.cost_samples: tuple[CostSample, ...] = ()
         self.device_page_bytes = 0
         self._config = config
@@ -66,7 +67,7 @@ class Executor:
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        """Spawn the workers; they load their models in the background, see `ready`."""
+        """Spawn the workers. They load their models in the background; see `ready`."""
         async with AsyncExitStack() as stack:
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
             for rank in range(self._config.workers_per_engine):
@@ -82,7 +83,8 @@ class Executor:
         await self._stack.aclose()
 
     async def ready(self) -> dict[str, ModelInfo]:
-        """Wait until every worker has loaded its models; name -> info. A worker that cannot raises its own error."""
+        """Wait until every worker has loaded its models; returns name -> info. Raises the error of a worker that
+        failed."""
         models: dict[str, ModelInfo] = {}
         for _ in self._workers:
             message = await self._mailbox.get()
@@ -90,7 +92,7 @@ class Executor:
                 case WorkerReady():
                     models |= {info.name: info for info in message.models}
                     self.cost_samples += message.samples
-                    if message.rank == 0:  # the pages' own
+                    if message.rank == 0:  # which has the pages
                         self.device_page_bytes = message.device_page_bytes
                 case WorkerFailed():
                     raise message.failure.to_error()
@@ -99,14 +101,14 @@ class Executor:
         return models
 
     def submit(self, plan: StepPlan) -> None:
-        """Send each rank its part of the plan; never waits. A rank that died is reported by `results`, not here."""
+        """Send each rank its part of the plan, without waiting. A rank that died is reported by `results`, not here."""
         for worker in self._workers:
             part = _part_of(plan, worker.rank)
             if part is not None:
                 self._send(worker, part)
 
     def _send(self, worker: _Worker, plan: StepPlan) -> None:
-        """Items that cannot be encoded fail; the rest of the plan goes out."""
+        """Send a plan. If items cannot be encoded, these fail, and the rest is sent."""
         try:
             worker.send(plan)
         except MessageError as error:
@@ -118,11 +120,11 @@ class Executor:
                 self._mailbox.put_nowait(answer)
 
     def kill(self, rank: int) -> None:
-        """End a worker that does not answer; its death is then reported by `results`."""
+        """Kill a worker that does not answer; its death is then reported by `results`."""
         self._workers[rank].kill()
 
     async def results(self) -> AsyncIterator[FromWorker]:
-        """What the workers say, as it comes; the death of a rank is a WorkerFailed."""
+        """The workers' messages as they arrive. The death of a rank is reported as a WorkerFailed."""
         while True:
             yield await self._mailbox.get()
 
@@ -132,7 +134,7 @@ class Executor:
             rank,
             config.models,
             *self._arena_ids,
-            # Of several workers the last one decodes, and could not read what lies on the first one's device.
+            # With several workers the last one decodes, and cannot read pages on the first one's device.
             config.cache if config.workers_per_engine == 1 else structs.replace(config.cache, device_bytes=0),
             config.scheduler,
             num_workers=config.num_workers,
@@ -141,8 +143,8 @@ class Executor:
 
 
 def _part_of(plan: StepPlan, rank: int) -> StepPlan | None:
-    """What `rank` has to do of a plan; None when nothing. Frees, loads and unloads concern every rank, pages the first
-    one alone."""
+    """The part of a plan for `rank`; None if it is empty. Frees, loads and unloads go to every rank, pages only to the
+    first."""
     is_first = rank == 0
     part = StepPlan(
         seq=plan.seq,
@@ -174,12 +176,12 @@ class _Worker:
         self._channel.close_child_fds()
 
     def send(self, message: ToWorker) -> None:
-        # `receive` says that a worker died, once; a message on its way to it then has no reader.
+        # `receive` reports a dead worker; messages to it are dropped.
         with suppress(PeerClosedError):
             self._channel.send(encode(message))
 
     async def receive(self, mailbox: asyncio.Queue[FromWorker]) -> None:
-        """Forward what the worker says; its end is said as a WorkerFailed, after all it sent before."""
+        """Forward the worker's messages. When it exits, add a WorkerFailed after all it has sent."""
         decoder: MessageDecoder[FromWorker] = MessageDecoder(FromWorker)
         failed = False
         async for payload in self._channel.messages():
@@ -193,7 +195,7 @@ class _Worker:
             mailbox.put_nowait(WorkerFailed(rank=self.rank, failure=Failure.of(error)))
 
     def _read(self, decoder: MessageDecoder[FromWorker], payload: bytes) -> FromWorker | None:
-        """The message, of one that cannot be decoded what is left of it, or None."""
+        """The decoded message; for one that cannot be decoded, the part that can be saved, or None."""
         try:
             message: FromWorker | None = decoder.decode(payload)
         except MessageError as error:

@@ -1,1 +1,1 @@
-"""Checkpoints on disk: finding, checking, reading and describing them."""
+"""Checkpoints: downloading, checking, reading and describing them."""

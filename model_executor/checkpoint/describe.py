@@ -1,7 +1,8 @@
-"""`python -m model_executor.checkpoint.describe [CHECKPOINT [NAME=ADAPTER...]]`: the families as JSON, or a checkpoint, whose
-weights stay unread, and what fits it.
+"""Prints, as JSON, the model families, or a description of one checkpoint and of adapters for it; reads no weights.
 
-For who may not import torch: `entrypoints.models` runs it.
+    python -m model_executor.checkpoint.describe [CHECKPOINT [NAME=ADAPTER...]]
+
+`entrypoints.models`, which may not import torch, runs it as a process.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from model_executor.patches.adapters import read_adapter
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit status is 1, with one line on stderr, for a checkpoint that cannot be served."""
+    """Returns the exit status: 1, with one line on stderr, for a checkpoint that cannot be served."""
     try:
         card = describe(argv[0], argv[1:]) if argv else families()
     except ConfigError as error:
@@ -34,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def families() -> list[FamilyCard]:
-    """All there are, with the pipelines of each."""
+    """All model families, each with the pipeline classes that it serves."""
     pipelines: dict[str, list[str]] = {}
     for pipeline, family in FAMILIES.items():
         pipelines.setdefault(family.family, []).append(pipeline)
@@ -43,7 +44,8 @@ def families() -> list[FamilyCard]:
 
 
 def describe(model: str, adapters: Sequence[str] = ()) -> CheckpointCard:
-    """model: a directory or a hub id, which is downloaded. adapters: NAME=PATH each. Raises ConfigError."""
+    """Describe a checkpoint. model: a directory, or a hub id, which is downloaded. adapters: NAME=PATH each. Raises
+    ConfigError."""
     checkpoint = Checkpoint.open(ModelConfig(model=model, device="cpu", dtype="bfloat16"))
     family = make_family(checkpoint)
     info = family.info(model)

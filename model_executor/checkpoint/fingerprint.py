@@ -1,7 +1,7 @@
-"""Fingerprint of a checkpoint: a hash over all that its keys and values depend on, the input aside.
+"""Computes the fingerprint of a checkpoint: a hash over everything but the input that its cached pages depend on.
 
-Hashing weights takes half a second per gigabyte, so their hashes are remembered by path, size and time of change. The
-Hugging Face hub's cache names its files by their hash, which is taken from there.
+Hashing weights takes half a second per gigabyte, so hashes of files are cached by path, size and modification time. The
+Hugging Face hub's cache names its files by their hash, which is then used.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from model_executor.checkpoint.loader import Checkpoint
 from model_executor.checkpoint.weights import usual_variant, variant_of
 
 _PATTERNS = ("*/*.json", "*/*.txt", "*/*.model", "*/*.safetensors")
-"""All that a part is loaded from."""
+"""All files that parts are loaded from."""
 
 _BLOB = re.compile(r"[0-9a-f]{64}")
 
 
 class KnownHash(msgspec.Struct, frozen=True):
-    """sha256 of a file as it was at `mtime_ns`, in hex."""
+    """A file's hash, valid while size and modification time are these."""
 
-    size: int
+    size: int  # bytes
     mtime_ns: int
-    sha256: str
+    sha256: str  # hex
 
 
 def fingerprint(checkpoint: Checkpoint, cache_folder: Path) -> str:
-    """Hex digest of the checkpoint's weights, configurations and tokenizers, of which parts its index names, of the
-    dtype it computes in, and of how its weights are quantised.
+    """Hex digest of the checkpoint's weights, configurations and tokenizers, the parts in its index, the compute dtype
+    and the quantisation.
 
-    The same files elsewhere have the same fingerprint. Raises OSError for a file that cannot be read; whatever is wrong
-    with the remembered hashes only means that they are made again.
+    Does not depend on where the files are. Raises OSError for a file that cannot be read; a damaged cache of hashes is
+    computed again.
     """
     hashes = _KnownHashes(cache_folder / "fingerprints.json")
     parts = [(str(path.relative_to(checkpoint.path)), hashes.sha256(path)) for path in _files(checkpoint)]
@@ -50,20 +50,20 @@ def fingerprint(checkpoint: Checkpoint, cache_folder: Path) -> str:
 
 
 def _named_parts(checkpoint: Checkpoint) -> str:
-    """Hex sha256 of the parts in the index: one that it leaves out is not used, though its files are there."""
+    """Hex sha256 of the parts in the index: a part that it omits is not used, even if its files exist."""
     named = {part: value for part, value in checkpoint.index.items() if isinstance(value, list)}
     return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
 
 
 def _files(checkpoint: Checkpoint) -> Iterator[Path]:
-    """In order; of weights the variant that is loaded."""
+    """The files to hash, in order; weights only of the variant that is loaded."""
     for path in sorted(path for pattern in _PATTERNS for path in checkpoint.path.glob(pattern)):
         if path.suffix != ".safetensors" or variant_of(path) == usual_variant(path.parent, checkpoint.variant):
             yield path
 
 
 class _KnownHashes:
-    """Hashes of weight files by real path, kept in one file between starts."""
+    """A cache of weight files' hashes by real path, kept in one file between starts."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -88,11 +88,11 @@ class _KnownHashes:
         return known.sha256
 
     def save(self) -> None:
-        """Keep what is new, without files that are gone. Another process may write at the same time: what the loser
-        knew is hashed again one day."""
+        """Write the cache if it changed, without files that no longer exist. If several processes write, the last one
+        wins; the others' hashes are computed again when needed."""
         if self._is_changed:
             known = {path: entry for path, entry in self._known.items() if Path(path).exists()}
-            with suppress(OSError):  # a folder that cannot be written costs the next start a hash, no more
+            with suppress(OSError):  # if the folder cannot be written, the next start hashes again
                 write_atomically(self._file, msgspec.json.encode(known))
 
 

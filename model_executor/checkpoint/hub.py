@@ -1,4 +1,4 @@
-"""Checkpoints of the Hugging Face hub: what of them is fetched, and what is said where that fails."""
+"""Downloads checkpoints from the Hugging Face hub: which files, and what the user reads when that fails."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ INDEX = "model_index.json"
 DEFAULTS = "generation_config.json"
 
 SMALL_FILES = [INDEX, DEFAULTS, "*/*.json", "*/*.txt", "*/*.model"]
-"""All of a checkpoint that is no weights."""
+"""All files of a checkpoint but weights."""
 
 KNOWN_VARIANTS = ("fp16", "bf16")
-"""Left on the hub where others were asked for: as much again."""
+"""Not downloaded unless asked for, since each is another full set of weights."""
 
 
 def download(hub_id: str, variant: str) -> Path:
-    """The folder with a checkpoint's files: no pickles, no single-file weights from a repository's root, of several
-    variants of a part one. Raises ConfigError.
+    """Download a checkpoint; returns its folder. Leaves out pickles, single-file weights in the repository's root, and
+    all but one variant of each part. Raises ConfigError.
     """
     # Imported here: it takes 0.2 s and a model on disk does not need it.
     from huggingface_hub import snapshot_download
@@ -38,7 +38,7 @@ def download(hub_id: str, variant: str) -> Path:
 
 
 def _parts_without_weights(path: Path) -> list[str]:
-    """Models, which a config.json tells from tokenizers and schedulers."""
+    """Parts that are models, recognised by their config.json, but have no weights on disk."""
     if not (path / INDEX).is_file():
         return []
     named = json.loads((path / INDEX).read_text("utf-8"))
@@ -47,7 +47,7 @@ def _parts_without_weights(path: Path) -> list[str]:
 
 
 def _explain(hub_id: str, error: Exception) -> str:
-    """One line: what is wrong and what to do about it."""
+    """One line that says what is wrong and what to do about it."""
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     match error:

@@ -1,8 +1,8 @@
-"""Diffusers checkpoints, read part by part.
+"""Reads diffusers checkpoints part by part: a directory, or a Hugging Face hub id that is downloaded.
 
-A checkpoint is a directory or a Hugging Face hub id; only safetensors weights are read. Whatever is wrong with it is a
-ConfigError of one line. Parts are loaded with the classes of diffusers and transformers, imported by submodule since
-their packages as a whole take seconds to import.
+Only safetensors weights are read. Every fault of a checkpoint is reported as a ConfigError of one line. Parts are
+loaded with the classes of diffusers and transformers, imported from their submodules, because the packages as a whole
+take seconds to import.
 """
 
 from __future__ import annotations
@@ -56,48 +56,48 @@ CONFIGURATION_ERRORS = (
     RuntimeError,
     StrictDataclassError,
 )
-"""What comes of entries of a configuration that are missing or of another kind."""
+"""Exceptions that entries of a configuration cause when they are missing or of the wrong type."""
 
 LOAD_ERRORS = (*CONFIGURATION_ERRORS, OSError, ImportError, SafetensorError)
-"""What diffusers, transformers and safetensors raise for files that are missing, torn or of another shape, and for
-packages that are missing or too old."""
+"""What diffusers, transformers and safetensors raise for files that are missing, truncated or of another shape, and
+for packages that are missing or too old."""
 
 
 CONFIGURATIONS = {
     "scheduler": ("scheduler_config.json",),
     "processor": ("preprocessor_config.json", "processor_config.json"),
 }
-"""Of parts without weights and vocabulary, the files one of which says what they do."""
+"""Part without weights or vocabulary -> its configuration file, which may have any of these names."""
 
 
 class Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The model's own defaults, from an optional generation_config.json; None for those of its family's pipeline.
-
-    native_size: side in pixels of the square it was trained on, None for what its configuration says.
-    """
+    """A model's own defaults, from an optional generation_config.json. None: the default of its family's pipeline."""
 
     num_inference_steps: int | None = None
     guidance_scale: float | None = None
-    native_size: int | None = None
+    native_size: int | None = None  # side in pixels of the square it was trained on; None: from its configuration
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint that can be loaded from: where it lies, what it says it is, and how its weights are to be used."""
+    """An opened checkpoint: its files and index, and the settings that its parts are loaded with."""
 
+    # What the checkpoint is.
     path: Path
     index: dict[str, Any]  # model_index.json
     defaults: Defaults
-    dtype: torch.dtype
+
+    # How it is used, from the ModelConfig.
+    dtype: torch.dtype  # to compute in
     device: torch.device
-    variant: str = ""  # of the weights, where a part has it
-    quantization: Quantization = "none"  # of the denoiser, while it is loaded
-    kernels: KernelChoice = "auto"  # what its denoiser computes with
+    variant: str = ""  # of the weights, for parts that have it
+    quantization: Quantization = "none"  # of the denoiser, done while it is loaded
+    kernels: KernelChoice = "auto"  # that the denoiser computes with
 
     @classmethod
     def open(cls, model: ModelConfig, device_index: int = 0, num_workers: int = 1) -> Checkpoint:
-        """Find the checkpoint and read its index; a hub id is downloaded first. device_index: the GPU that is taken
-        where no other one was named, by one of `num_workers`. Raises ConfigError.
+        """Find the checkpoint and read its index; a hub id is downloaded first. device_index, num_workers: as for
+        `resolve_device`. Raises ConfigError.
         """
         device = resolve_device(model.device, device_index, num_workers)  # before a download
         path = _locate(model.model, model.variant)
@@ -121,11 +121,11 @@ class Checkpoint:
         return _read_json(self.path / part / "config.json")
 
     def has(self, part: str) -> bool:
-        """Whether it comes with an optional part."""
+        """Whether the checkpoint contains an optional part."""
         return self._class_name(part) is not None
 
     def _class_name(self, part: str) -> str | None:
-        """That of a part in the index; None where it names none."""
+        """A part's class in the index; None where the index has none."""
         match self.index.get(part):
             case [_, str(name)]:
                 return name
@@ -133,8 +133,8 @@ class Checkpoint:
                 return None
 
     def load(self, part: str) -> Any:
-        """A part by its name in model_index.json: weights on the device in the chosen dtype, tokenizers and schedulers
-        as they are. Raises ConfigError, and what `is_out_of_memory` knows."""
+        """Load a part by its name in model_index.json: modules on the device in the chosen dtype, tokenizers and
+        schedulers as they are. Raises ConfigError, and out-of-memory errors (see `is_out_of_memory`)."""
         self._check_part(part)
         cls = self._class_of(part)
         try:
@@ -149,14 +149,14 @@ class Checkpoint:
             raise ConfigError(f"cannot load {part} of {self.path}: {first_line(error)}") from error
 
     def check_classes(self, classes: Classes) -> None:
-        """Before anything is loaded: every part that the index names is of a class that its family can use. Raises
-        ConfigError."""
+        """Raises ConfigError if a part in the index has a class that its family does not support; loads nothing."""
         for part, supported in classes.items():
             if self.has(part) and (name := self._class_name(part)) not in supported:
                 raise ConfigError(f"{self.path}: {part} is of class {name}; supported: {', '.join(supported)}")
 
     def check_quantization(self) -> None:
-        """Before minutes are spent on loading: what is quantised, now or already, can be here. Raises ConfigError."""
+        """Raises ConfigError if parts that are quantised, now or in their files, cannot be used here. Called before
+        minutes are spent on loading."""
         denoiser = next(part for part in QUANTIZED if self.has(part))
         check_wish(self.quantization, denoiser, self._stored_method(denoiser), self.device)
         for part, value in self.index.items():
@@ -164,7 +164,7 @@ class Checkpoint:
                 check_method(method, f"{part} of {self.path} is quantised with {method}", self.device)
 
     def outline(self, part: str) -> torch.nn.Module:
-        """A part with all its layers and no weights. Raises ConfigError."""
+        """A part's module on the meta device: all layers, no weights. Raises ConfigError."""
         cls = self._class_of(part)
         try:
             with torch.device("meta"):
@@ -176,26 +176,26 @@ class Checkpoint:
             raise ConfigError(f"cannot make {part} of {self.path}: {first_line(error)}") from error
 
     def _load_tokenizer(self, cls: Any, part: str) -> Any:
-        """Raises ValueError for one that would not tell prompts apart."""
+        """Raises ValueError for a tokenizer that is damaged or would not distinguish prompts."""
         folder = self.path / part
         check_json(folder)
         check_files(folder, cls)
         try:
             tokenizer = cls.from_pretrained(self.path, subfolder=part, local_files_only=True)
-        except Exception as error:  # tokenizers raises nothing more particular for files that it cannot make sense of
+        except Exception as error:  # tokenizers raises nothing more specific
             raise ValueError(f"its files are damaged ({first_line(error)}); fetch them again") from error
         check_tokenizer(tokenizer, self.config(part.replace("tokenizer", "text_encoder")))
         return tokenizer
 
     def _load_configured(self, cls: Any, part: str) -> Any:
-        """A scheduler or a processor. Raises ValueError for one without its configuration."""
+        """Load a scheduler or a processor. Raises ValueError where its configuration is missing or damaged."""
         names = CONFIGURATIONS[part]
         if not any((self.path / part / name).is_file() for name in names):
             raise ValueError(f"it has no {' or '.join(names)}; is the checkpoint complete?")
         check_json(self.path / part)
         try:
             return cls.from_pretrained(self.path, subfolder=part, local_files_only=True)
-        except OSError as error:  # the files are there: whatever they describe, it is something else
+        except OSError as error:  # the files exist, so they describe another class
             raise ValueError(f"{' or '.join(names)} describes no {cls.__name__}; fetch it again") from error
 
     def _load_module(self, cls: Any, part: str) -> torch.nn.Module:
@@ -212,7 +212,7 @@ class Checkpoint:
         return module.eval().requires_grad_(False)
 
     def _read_module(self, cls: Any, part: str, options: Mapping[str, Any]) -> torch.nn.Module:
-        """With all its weights. Raises ValueError for some that are missing or of another shape."""
+        """Load a module with its weights. Raises ValueError where some are missing or of another shape."""
         variant = self.variant_of(part)
         try:
             module, report = cls.from_pretrained(
@@ -236,8 +236,8 @@ class Checkpoint:
         return module  # type: ignore[no-any-return]
 
     def variant_of(self, part: str) -> str:
-        """Of the weights that a part is loaded from, "" for those without a name. Raises ValueError where they cannot
-        be used."""
+        """The variant of the weights that a part is loaded from, "" for unnamed ones. Raises ValueError where they
+        cannot be used."""
         folder = self.path / part
         check_pickles(folder)
         variant = choose_variant(folder, self.variant)
@@ -246,7 +246,7 @@ class Checkpoint:
         return variant
 
     def _check_variant(self) -> None:
-        """A variant that was asked for must be there: plain weights of every part are not what was meant."""
+        """Raises ConfigError where no part has the variant that was asked for."""
         folders = [self.path / part for part, value in self.index.items() if isinstance(value, list)]
         found = {name for folder in folders for name in variants(folder)}
         if self.variant and self.variant not in found:
@@ -254,7 +254,7 @@ class Checkpoint:
             raise ConfigError(f"{self.path} has no weights of the variant {self.variant}; there: {there}")
 
     def _stored_method(self, part: str) -> str | None:
-        """What the part's weights are quantised with in their files."""
+        """The method that a part's weights are quantised with in their files, None if they are not."""
         file = self.path / part / "config.json"
         return stored_method(_read_json(file)) if file.is_file() else None
 
@@ -272,10 +272,10 @@ class Checkpoint:
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 on a GPU and on CPUs that multiply it natively, else float32.
+    """The dtype of a --dtype value. `auto` is bfloat16 on a GPU and on CPUs that multiply it natively, else float32.
 
     Processor time of an edit with the embedded architecture on one Zen 5 core: 390 ms in float32, 320 ms in bfloat16;
-    of eight together 3.04 s and 2.11 s. In both, an edit's bits do not depend on what shares its batches.
+    of eight together 3.04 s and 2.11 s. In both, an edit's bits do not depend on the other requests in its batches.
     """
     if name == "auto":
         return torch.bfloat16 if device.type != "cpu" or _cpu_has_bfloat16() else torch.float32
@@ -323,8 +323,7 @@ def _read_defaults(path: Path) -> Defaults:
 
 
 def first_line(error: BaseException) -> str:
-    """What a library's exception says, without what follows in further lines, but for a first one that announces the
-    second."""
+    """The first line of a library's error message, with the second where the first ends in a colon."""
     if isinstance(error, KeyError):
         return f"{error} is missing"
     line, *others = str(error).strip().splitlines() or [type(error).__name__]

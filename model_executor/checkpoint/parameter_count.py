@@ -1,7 +1,7 @@
-"""How many parameters a part of a checkpoint has, by the headers of its weight files; also of those that are quantised.
+"""Counts the parameters of a checkpoint's part from the headers of its weight files, also where they are quantised.
 
-torchao stores a weight as several tensors, and in the header which these are (`torchao.prototype.safetensors`). Other
-methods are not met: without a GPU, which no header needs, their checkpoints are refused.
+torchao stores a weight as several tensors and lists them in the header (`torchao.prototype.safetensors`). Checkpoints
+quantised with other methods do not get here: `describe` opens checkpoints for the CPU, where they are rejected.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from model_executor.checkpoint.weights import usual_variant, weight_files
 
 
 def count_parameters(folder: Path) -> int:
-    """Where there are variants of another dtype, of one of them. Raises ConfigError for a file that cannot be read."""
+    """Parameters in a part's folder, counting one variant. Raises ConfigError for a file that cannot be read."""
     return sum(map(_count_file, weight_files(folder, usual_variant(folder, ""))))
 
 
@@ -36,8 +36,8 @@ def _count_file(file: Path) -> int:
 
 
 def _join(weight: str, told: Mapping[str, Any], shapes: dict[str, list[int]]) -> None:
-    """Put the weight in place of the tensors that torchao made of it. told: what the header says of it; where it names
-    a shape, the numbers are packed."""
+    """Replace the tensors that torchao made of a weight by the weight, in `shapes`. told: its entry in the header; a
+    shape there means that numbers are packed."""
     module, _, name = weight.rpartition(".")
     parts = {part: shapes.pop(f"{module}._{name}_{part}", None) for part in told.get("_tensor_data_names", ())}
     if (numbers := parts.get("qdata")) is not None:

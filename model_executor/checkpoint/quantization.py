@@ -1,7 +1,7 @@
-"""Quantised weights: the denoiser's are made by diffusers while it is loaded, others come so with the checkpoint.
+"""Quantised weights: checks and options for the packages that make them, and the layers that run them on a CPU.
 
-Which packages can do it, what each is told, and what becomes of the layers afterwards. Neither package is a dependency:
-they are imported when something is quantised.
+Diffusers quantises the denoiser while it loads it, if asked to; other parts may come quantised in the checkpoint. The
+packages, torchao and bitsandbytes, are not dependencies: they are imported only when needed.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from core.errors import ConfigError
 from model_executor.kernels.linear import has_onednn, is_plain, onednn_product
 
 QUANTIZED = ("transformer", "unet")
-"""The parts whose linear layers are quantised on demand: denoisers. Convolutions stay as they are."""
+"""The parts whose linear layers are quantised on request: denoisers. Convolutions stay as they are."""
 
 INSTALL = {"torchao": "pip install 'stencil-serve[quantization]'", "bitsandbytes": "pip install bitsandbytes"}
-"""Package -> how it is had. What else diffusers knows has not been tried."""
+"""Package -> how to install it. Other methods of diffusers have not been tested."""
 
 
 def check_wish(wish: Quantization, part: str, stored: str | None, device: torch.device) -> None:
-    """part: the denoiser. stored: what its weights are quantised with already. Raises ConfigError for what cannot be
-    done."""
+    """Raises ConfigError where the denoiser cannot be quantised as asked. part: its name. stored: the method that its
+    files are already quantised with."""
     if wish == "none":
         return
     if stored is not None:
@@ -39,7 +39,8 @@ def check_wish(wish: Quantization, part: str, stored: str | None, device: torch.
 
 
 def check_method(method: str, what: str, device: torch.device) -> None:
-    """what: for whom. Raises ConfigError for a package that is unknown, missing, or cannot use the device."""
+    """Raises ConfigError for a package that is unknown, missing, or cannot use the device. what: start of the message,
+    which names the setting or part that needs it."""
     if method not in INSTALL:
         raise ConfigError(f"{what}, which is not supported; supported: {', '.join(INSTALL)}")
     if method == "bitsandbytes" and device.type != "cuda":
@@ -49,7 +50,7 @@ def check_method(method: str, what: str, device: torch.device) -> None:
 
 
 def stored_method(config: Mapping[str, Any]) -> str | None:
-    """What a part's weights are quantised with in their files, by its config.json."""
+    """The method that a part's files are quantised with, from its config.json; None if they are not."""
     stored = config.get("quantization_config")
     if not isinstance(stored, Mapping):
         return None
@@ -57,16 +58,16 @@ def stored_method(config: Mapping[str, Any]) -> str | None:
 
 
 def load_options(wish: Quantization, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Arguments of `from_pretrained` for a part that is quantised, now or already.
+    """Arguments of `from_pretrained` for a part that is quantised, now or in its files.
 
-    On a GPU layer after layer goes there and is quantised there; what was loaded to a CPU could not always be moved.
+    On a GPU, each layer is moved there and then quantised, because layers quantised on a CPU cannot always be moved.
     """
     options: dict[str, Any] = {} if device.type == "cpu" else {"device_map": {"": device}}
     return options if wish == "none" else options | {"quantization_config": _config(wish, dtype)}
 
 
 def _config(wish: Quantization, dtype: torch.dtype) -> Any:
-    """What diffusers is told."""
+    """diffusers' quantization configuration."""
     configs = importlib.import_module("diffusers.quantizers.quantization_config")
     match wish:
         case "torchao-int8":
@@ -84,8 +85,8 @@ def _config(wish: Quantization, dtype: torch.dtype) -> Any:
 
 
 def check_quantized(module: nn.Module, wish: Quantization) -> None:
-    """module: as it came from `from_pretrained` with `load_options`. Raises ValueError where all of its linear layers
-    are still plain: what was asked for would be ignored without a word."""
+    """Raises ValueError where all linear layers are still plain, so that the request was silently ignored. module: as
+    returned by `from_pretrained` with `load_options`."""
     if all(is_plain(layer) for layer in module.modules() if isinstance(layer, nn.Linear)):
         raise ValueError(f"--quantization {wish} has changed none of its layers")
 
@@ -94,11 +95,11 @@ def check_quantized(module: nn.Module, wish: Quantization) -> None:
 
 
 class Int8Linear(nn.Module):
-    """torchao's int8 layer, as it is computed on a CPU: input times rows of int8, times each row's scale, plus bias.
+    """A torchao int8 layer for the CPU: input times int8 rows, times each row's scale, plus bias.
 
-    Its formula and memory, but the product is oneDNN's: of 128 rows with 2048 x 2048 weights in float32 it took 6.7 ms
-    of processor time where torchao's took 13.3 and oneDNN's with plain weights 5.4. And a row's bits do not depend on
-    how many others there are, which with torchao they do.
+    Formula and memory are torchao's, the product is oneDNN's. For 128 rows and 2048 x 2048 weights in float32 it took
+    6.7 ms of processor time, torchao's 13.3, and oneDNN's with plain weights 5.4. Unlike with torchao, a row's bits do
+    not depend on the number of other rows.
     """
 
     qdata: Tensor  # int8 [out, in]
@@ -123,8 +124,8 @@ class Int8Linear(nn.Module):
 
 
 def for_device(module: nn.Module, device: torch.device) -> nn.Module:
-    """A denoiser as it came from `from_pretrained` with `load_options`, in the form that is fast on this device.
-    Other parts look at their layers' weights themselves."""
+    """A denoiser from `from_pretrained` with `load_options`, with its int8 layers replaced by `Int8Linear` on a CPU.
+    Not for other parts: their code reads the layers' weights."""
     if device.type == "cpu" and torch.backends.mkldnn.is_available():
         for name, layer in [*module.named_modules()]:
             if type(layer) is nn.Linear and _is_int8(layer.weight):
@@ -133,7 +134,7 @@ def for_device(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _is_int8(weight: Any) -> bool:
-    """Whether these are torchao's int8 weights with one scale a row, and nothing is done to the input."""
+    """Whether these are torchao's int8 weights with one scale per row, and the input is not quantised or scaled."""
     if type(weight) is nn.Parameter:
         return False
     torchao: Any = importlib.import_module("torchao.quantization")
@@ -146,8 +147,8 @@ def _is_int8(weight: Any) -> bool:
 
 
 def unquantized(layer: nn.Module) -> nn.Linear:
-    """A plain layer as it is; of a quantised one, a plain one of nearly its weights before they were quantised. Raises
-    ValueError for one that cannot be undone."""
+    """A plain layer with the dequantised weights; a layer that is not quantised is returned as it is. Raises ValueError
+    for one that cannot be dequantised."""
     if is_plain(layer):
         return layer
     if isinstance(layer, Int8Linear):

@@ -1,7 +1,7 @@
-"""What tells a checkpoint's tokenizer from an empty one.
+"""Checks that a checkpoint's tokenizer works and fits its text encoder.
 
-transformers makes a tokenizer without a vocabulary where the vocabulary's files are missing, and says nothing: every
-prompt is then the same few unknown tokens, and pictures do not depend on it.
+Where vocabulary files are missing, transformers silently makes a tokenizer without a vocabulary: every prompt becomes
+the same few unknown tokens, and pictures do not depend on it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 PROBES = ("a", "b", "c")
-"""Prompts that every tokenizer tells apart."""
+"""Prompts that every working tokenizer distinguishes."""
 
 
 def check_files(folder: Path, cls: Any) -> None:
-    """cls: the tokenizer's class. Raises ValueError where files of its vocabulary are missing: one file that holds all
-    of it, or else each of the others that the class names."""
+    """Raises ValueError where vocabulary files of a tokenizer of class `cls` are missing: it needs either the one file
+    that holds everything, or each of the others that the class names."""
     names = dict(cls.vocab_files_names)
     whole = names.pop("tokenizer_file", None)
     if whole is not None and (folder / whole).is_file():
@@ -28,7 +28,7 @@ def check_files(folder: Path, cls: Any) -> None:
 
 
 def check_json(folder: Path) -> None:
-    """Raises ValueError where a file of the folder is no JSON, or no object."""
+    """Raises ValueError where a .json file of the folder is not valid JSON, or not an object."""
     for file in sorted(folder.glob("*.json")):
         try:
             content = json.loads(file.read_text("utf-8"))
@@ -39,11 +39,11 @@ def check_json(folder: Path) -> None:
 
 
 def check_tokenizer(tokenizer: Any, encoder: Mapping[str, Any]) -> None:
-    """encoder: the configuration of the text encoder that reads its tokens. Raises ValueError where prompts come to
-    the same tokens, or to some that the encoder does not know, or to more than it can read."""
+    """Raises ValueError where different prompts give the same tokens, or tokens outside the text encoder's vocabulary,
+    or more than it can read. encoder: the text encoder's configuration."""
     try:
         ids = [tuple(tokenizer(probe, padding="max_length", max_length=8).input_ids) for probe in PROBES]
-    except Exception as error:  # tokenizers raises nothing more particular
+    except Exception as error:  # tokenizers raises nothing more specific
         raise ValueError(f"it cannot read a prompt ({error}); fetch its files again") from error
     if len({*ids}) < len(PROBES):
         raise ValueError("it turns all prompts into the same tokens; is its vocabulary complete?")

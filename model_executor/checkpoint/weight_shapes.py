@@ -1,4 +1,4 @@
-"""Weights whose shapes are not those that a part's configuration asks for, which is why they cannot be loaded."""
+"""Explains why weights cannot be loaded: finds one whose shape differs from what its part's configuration asks for."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import nn
 
 
 def differing_shape(module: nn.Module, files: Iterable[Path]) -> str | None:
-    """The first weight that is of another shape than in the module, in a sentence; None where there is none. module:
-    without weights will do."""
+    """A sentence about the first weight whose shape differs from the module's; None where all agree. module: may be
+    without weights."""
     wanted = {_name(name): list(tensor.shape) for name, tensor in module.state_dict().items()}
     for file in files:
         with safe_open(file, "pt") as tensors:
@@ -26,5 +26,5 @@ def differing_shape(module: nn.Module, files: Iterable[Path]) -> str | None:
 
 
 def _name(key: str) -> str:
-    """Of a text encoder's weight: transformers 5 drops the first name of some."""
+    """A weight's name without the prefix that transformers 5 drops from text encoders."""
     return key.removeprefix("text_model.")

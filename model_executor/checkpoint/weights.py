@@ -1,7 +1,8 @@
-"""Weight files of one part of a checkpoint: safetensors alone, in one piece or in shards, maybe in several variants.
+"""Finds and checks the weight files of one part of a checkpoint: safetensors in one file or in shards, possibly in
+several variants.
 
-A variant is the same weights in another dtype, named as diffusers and transformers name its files: `fp16` in
-`model.fp16.safetensors` and `model.fp16-00001-of-00002.safetensors`. "" is the one without a name.
+A variant is the same weights in another dtype. Its name is part of the file names, as in diffusers and transformers:
+`fp16` in `model.fp16.safetensors` and `model.fp16-00001-of-00002.safetensors`. "" is the unnamed variant.
 """
 
 from __future__ import annotations
@@ -19,25 +20,25 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def variants(folder: Path) -> set[str]:
-    """Those that the folder has files of."""
+    """The variants that the folder has weight files of."""
     return {variant_of(path) for path in folder.glob("*.safetensors")}
 
 
 def variant_of(path: Path) -> str:
-    """Of a weight file."""
+    """The variant of a weight file."""
     match = _NAME.fullmatch(path.name)
     return (match["variant"] or "") if match else ""
 
 
 def usual_variant(folder: Path, wanted: str) -> str:
-    """`wanted` where the folder has it, else the one without a name, else the first; "" where there is none."""
+    """`wanted` where the folder has it, else the unnamed variant, else the first by name; "" where there is none."""
     found = variants(folder)
-    return wanted if wanted in found else min(found, default="")  # the name that is empty comes first
+    return wanted if wanted in found else min(found, default="")  # the empty name sorts first
 
 
 def choose_variant(folder: Path, wanted: str) -> str:
-    """`usual_variant`, but no guess. Raises ValueError where there are no weights, or several named variants alone and
-    none of them was asked for.
+    """As `usual_variant`, but raises ValueError where there are no weights, or where it would have to guess: several
+    named variants, no unnamed one, and none of them asked for.
     """
     found = variants(folder)
     if not found:
@@ -48,13 +49,13 @@ def choose_variant(folder: Path, wanted: str) -> str:
 
 
 def weight_files(folder: Path, variant: str) -> list[Path]:
-    """A variant's, sorted."""
+    """The weight files of a variant, sorted."""
     return sorted(path for path in folder.glob("*.safetensors") if variant_of(path) == variant)
 
 
 def check_pickles(folder: Path) -> None:
-    """Raises ValueError where weights are there as pickles alone, or an index of safetensors names other files, which
-    diffusers and transformers would open as pickles.
+    """Raises ValueError where there are only pickled weights, or where a safetensors index names other files, which
+    diffusers and transformers would unpickle.
     """
     pickles = sorted(name for name in _indexed(folder) if not name.endswith(".safetensors"))
     if not pickles and not any(folder.glob("*.safetensors")):
@@ -67,14 +68,14 @@ def check_pickles(folder: Path) -> None:
 
 
 def check_shards(folder: Path, variant: str) -> None:
-    """Raises ValueError where an index names shards of the variant that are not there."""
+    """Raises ValueError where an index names shards of the variant that are missing."""
     named = (name for name in _indexed(folder) if variant_of(Path(name)) == variant)
     if missing := sorted(name for name in named if not (folder / name).is_file()):
         raise ValueError(f"{missing[0]} is missing; is the checkpoint complete?")
 
 
 def check_whole(folder: Path, variant: str) -> None:
-    """Raises ValueError where a file of the variant is no safetensors file, or only a part of one, by its header."""
+    """Raises ValueError where the header of a file of the variant says that it is damaged or truncated."""
     for file in weight_files(folder, variant):
         try:
             with safe_open(file, "pt"):
@@ -84,7 +85,7 @@ def check_whole(folder: Path, variant: str) -> None:
 
 
 def _indexed(folder: Path) -> set[str]:
-    """Files that the folder's indexes of shards name."""
+    """The files that the folder's shard indexes name."""
     names: set[str] = set()
     for path in folder.glob("*.safetensors.index*.json"):
         index = json.loads(path.read_text("utf-8"))

@@ -9,7 +9,7 @@
 #define LANES 16
 #define PANEL 64   /* output columns at a time: four vectors */
 #define ROWS 6     /* rows at a time: 6 x 4 accumulators, which with operands fill the 32 vector registers */
-#define DEPTH 256  /* inputs at a time: a panel's weights stay in the core's second cache */
+#define DEPTH 256  /* inputs at a time: a panel's weights fit the second-level cache */
 #define QUERIES 64 /* queries at a time */
 
 typedef float vec __attribute__((vector_size(64), aligned(4)));
@@ -49,7 +49,7 @@ static inline vec gelu_of(vec x) { return x / (1.0f + exponential(-1.59576912f *
 
 /* ------------------------------------------------------------------------------------------------------- linear */
 
-/* m x PANEL outputs over `depth` inputs. next: weights that are needed soon, fetched meanwhile: one core that waits for
+/* m x PANEL outputs over `depth` inputs. next: weights needed soon, prefetched: a core that waits for
  * its weights otherwise loses a fourth of the time with 50 rows. */
 #define DEFINE_TILE(M)                                                                                                 \
     static void tile_##M(const float *x, long x_step, int depth, const float *weight, const float *next,               \

@@ -21,8 +21,8 @@ ROUNDER = tl.constexpr(12582912.0)
 def norm_modulate(
     x, rows, requests, factor, shift, out, x_step, factor_step, shift_step, width, eps, BLOCK: tl.constexpr
 ):
-    """One row of layer norm, times factor, plus shift. x: numbers, x_step from row to row; rows, requests: int32, of
-    each row of `out`, [rows, width], where it is in x and whose it is. BLOCK: a power of two, >= width."""
+    """One row of layer norm, times factor, plus shift. x: rows x_step numbers apart; rows, requests: int32, for each
+    row of `out`, [rows, width], its row in x and its request. BLOCK: a power of two, >= width."""
     number = tl.program_id(0)
     row, request = tl.load(rows + number).to(tl.int64), tl.load(requests + number).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -38,7 +38,7 @@ def norm_modulate(
 
 @triton.jit
 def add_gated(x, rows, requests, y, gate, x_step, y_step, gate_step, width, BLOCK: tl.constexpr):
-    """x += gate * y for a part of one row of y. rows, requests: as for `norm_modulate`, of each row of y."""
+    """x += gate * y for a part of one row of y. rows, requests: as for `norm_modulate`, for each row of y."""
     number = tl.program_id(0)
     row, request = tl.load(rows + number).to(tl.int64), tl.load(requests + number).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -101,7 +101,7 @@ def read_page(
     HAS_SCALES: tl.constexpr,
     HAS_FRESH: tl.constexpr,
 ):
-    """Keys or values of one head at some tokens: a page, dequantised and interpolated, and over it what was computed.
+    """Keys or values of one head at some tokens: from a page, dequantised and interpolated, or from what was computed.
 
     near, far: [2, heads, page_tokens, WIDTH]; their scales: float32 [2, heads, page_tokens], HAS_SCALES; without
     HAS_FAR there is no far page. fresh: [computed tokens, 2, heads, WIDTH], fresh_step from token to token and

@@ -82,7 +82,7 @@ class Row:
     active: Tensor | None = None  # int64 [active tokens], ascending indices of the tokens to compute
     box: Box | None = None  # around `active`, in tokens; None: found when needed, which waits for a GPU
     pages: Pages | None = None  # the template's at this noise level
-    full_blocks: Collection[int] = ()  # pages whose blocks compute every token all the same; transformers: leading ones
+    full_blocks: Collection[int] = ()  # pages of blocks that compute every token; in transformers the leading blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -105,7 +105,7 @@ class Stream:
     """The state of a batch as it passes through the blocks."""
 
     hidden: Tensor  # joint matrix [tokens, hidden], changed in place
-    packing: Packing  # which rows of it are whose
+    packing: Packing  # the rows of each request in it
     rotary: Tensor  # complex64 [tokens, 1, 1, head dim / 2]
     modulation: Callable[[int], Sequence[Tensor]]  # block number -> its parts, each [requests, hidden]
     sources: Sequence[Source]  # one per request

@@ -1,6 +1,6 @@
 """The forward pass of transformer denoisers (DiTs), block by block over the sublayers of a diffusers module.
 
-It differs from the module's own forward in the batch: tokens of many requests lie in one matrix (see
+It differs from the module's own forward in the batch: tokens of many requests are rows of one matrix (see
 `kernels/ragged.py`), with modulation and attention computed per request. And a request may compute only its active
 tokens; their queries also see the keys and values of the other tokens, read from the template's pages. How text,
 picture and noise level are embedded before the first block differs by model: see the subclasses.

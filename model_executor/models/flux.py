@@ -150,7 +150,7 @@ class FluxInpaint(NoisedTemplate, Flux):
     """Checkpoints of FLUX.1 dev and schnell, whose model_index.json names FluxPipeline or FluxInpaintPipeline."""
 
     family = "flux"
-    summary = "FLUX.1 dev and schnell: the template, noised, outside the mask at every step"
+    summary = "FLUX.1 dev and schnell: keeps the noised template outside the mask at every step"
     default_steps, default_guidance, has_true_cfg = 28, 7.0, True
 
     def __init__(self, checkpoint: Checkpoint) -> None:

@@ -142,7 +142,7 @@ class QwenInpaint(Qwen):
     """Checkpoints of Qwen-Image, whose model_index.json names QwenImagePipeline or QwenImageInpaintPipeline."""
 
     family = "qwen-image"
-    summary = "Qwen-Image: likewise, with classifier-free guidance where there is a negative prompt"
+    summary = "Qwen-Image: keeps the noised template outside the mask; guidance only with a negative prompt"
     denoiser = QwenTransformer
     system = (
         "Describe the image by detailing the color, shape, size, texture, quantity, text, spatial relationships of the "
@@ -175,7 +175,7 @@ class QwenEdit(Qwen):
     """
 
     family = "qwen-image-edit"
-    summary = "Qwen-Image-Edit: likewise, and text encoder and denoiser see the template too"
+    summary = "Qwen-Image-Edit: as Qwen-Image; text encoder and denoiser also see the template"
     denoiser = QwenEditTransformer
     classes: ClassVar[Classes] = {**Qwen.classes, "processor": ("Qwen2VLProcessor", "Qwen2_5_VLProcessor")}
     text_sees_template = True

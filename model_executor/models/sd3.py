@@ -33,7 +33,7 @@ class StableDiffusion3(NoisedTemplate):
     classifier-free. T5, the largest text encoder, may be left out: its tokens are then zeros."""
 
     family = "sd3"
-    summary = "Stable Diffusion 3 and 3.5: likewise, with classifier-free guidance"
+    summary = "Stable Diffusion 3 and 3.5: keeps the noised template outside the mask; classifier-free guidance"
     denoiser = SD3Transformer
     lora_loader = "SD3LoraLoaderMixin"
     samples_packed = False

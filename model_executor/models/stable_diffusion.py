@@ -311,7 +311,7 @@ class StableDiffusionXL(UnetFamily):
     """
 
     family = "sdxl"
-    summary = "Stable Diffusion XL: likewise, told of the picture's size too"
+    summary = "Stable Diffusion XL: a UNet that also sees the picture's size, with classifier-free guidance"
     text_parts = ("text_encoder", "text_encoder_2")
     lora_loader = "StableDiffusionXLLoraLoaderMixin"
     classes: ClassVar[Classes] = {**UnetFamily.classes, **CLIP, **projected_clip("_2")}

@@ -39,7 +39,7 @@ class Source(Protocol):
         """The tokens of its map that a transformer block is to compute, None for all."""
 
     def window(self, block: Block) -> Window | None:
-        """The pixels of its map that a convolutional block is to compute, None for all."""
+        """The box of its map that a convolutional block is to compute, None for all."""
 
     def load(self, block: Block, tokens: Tensor) -> None:
         """Read the block's pages into each row of `tokens`, [rows, map tokens, channels]."""

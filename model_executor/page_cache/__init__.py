@@ -1,1 +1,1 @@
-"""Cached pages as tensors and files, and the copies between tiers."""
+"""Cached pages as tensors and as files, and the copies between the device, host and disk tiers."""

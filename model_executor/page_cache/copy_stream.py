@@ -1,8 +1,8 @@
-"""Copies between host and GPU on a stream of their own, beside what is computed.
+"""Copies pages between host and GPU on a CUDA stream of their own, in parallel with computing.
 
-The page arena is registered with CUDA once, as a whole, so that copies go straight between it and the device. That
-takes all of its memory at once and holds it: memory that was given back to the kernel while registered would be read
-stale by the device, so an arena that is registered may never give any back (the host tier's does not).
+The page arena is registered (pinned) with CUDA once, as a whole, so that copies need no staging buffer. This allocates
+all of its memory at once. A registered arena must never return memory to the kernel, since the device would then read
+stale data; the host tier's arena does not.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch import Tensor
 from core.errors import ConfigError
 
 BLOCKS_AHEAD = 2
-"""Blocks whose copies are queued at a time: enough to keep the bus busy, few enough that a step may still say which
-block it needs next."""
+"""Copies of blocks queued at a time: enough to keep the bus busy, few enough that a step can still change which block
+comes next."""
 
 
 class CopyStream:
-    """For one I/O thread; the thread that computes calls `ready` and `wait` alone."""
+    """A stream for one I/O thread. The computing thread calls only `ready` and `wait`."""
 
     def __init__(self, device: torch.device, arena: Tensor) -> None:
-        """arena: all of the host's memory for pages, uint8; registered until `close`. Raises ConfigError where that
-        cannot be."""
+        """arena: all host memory for pages, uint8; registered with CUDA until `close`. Raises ConfigError where that
+        fails."""
         self._device = device
         self._arena = arena
         self._gpu: Any = torch.get_device_module(device)
@@ -34,17 +34,17 @@ class CopyStream:
         self._register()
 
     def enter(self) -> None:
-        """Once, in the I/O thread: CUDA's current device is each thread's own."""
-        self._gpu.set_device(self._stream.device)  # with its number, which `cuda` alone lacks
+        """Call once in the I/O thread: CUDA's current device is per thread."""
+        self._gpu.set_device(self._stream.device)  # has an index, unlike `cuda`
 
     def ready(self) -> torch.Event:
-        """What the computing thread has queued up to now."""
+        """An event after all that the computing thread has queued up to now."""
         event: torch.Event = self._gpu.Event()
         event.record(self._gpu.current_stream(self._device))
         return event
 
     def wait(self, event: torch.Event) -> None:
-        """Have what is queued for computing from now on wait for a copy."""
+        """Make computation queued from now on wait for a copy."""
         self._gpu.current_stream(self._device).wait_event(event)
 
     def load(
@@ -56,8 +56,8 @@ class CopyStream:
         ready: torch.Event,
         on_queued: Callable[[int, torch.Event], None],
     ) -> None:
-        """Host to device, block by block, after `ready`. on_queued: called when a block's copy is queued, with what
-        tells that it is over. Returns when all is done."""
+        """Copy host to device, block by block in this order, after `ready`. on_queued: called when a block's copy is
+        queued, with the block and the event after it. Returns when all copies are done."""
         queued: list[torch.Event] = []
         with self._after(ready):
             for index in order:
@@ -70,12 +70,13 @@ class CopyStream:
                 on_queued(index, event)
 
     def store(self, device: Tensor, host: Tensor, ready: torch.Event) -> None:
-        """Device to host, after `ready`. Returns when all is done."""
+        """Copy device to host after `ready`. Returns when it is done."""
         with self._after(ready):
             host.copy_(device, non_blocking=True)
 
     def close(self) -> None:
-        """Once the I/O thread has ended. A device that broke may refuse, and then its process ends anyway."""
+        """Unregister the arena; call it after the I/O thread has ended. Errors are ignored: on a broken device the
+        process is about to end."""
         self._gpu.cudart().cudaHostUnregister(self._arena.data_ptr())
 
     def _register(self) -> None:
@@ -89,7 +90,7 @@ class CopyStream:
 
     @contextmanager
     def _after(self, ready: torch.Event) -> Iterator[None]:
-        """Queue copies behind what was computed before; all are done at the end, also of those before a failure."""
+        """Queues copies after `ready`, and waits for all of them at the end, also after an exception."""
         self._stream.wait_event(ready)
         with self._gpu.stream(self._stream):
             try:

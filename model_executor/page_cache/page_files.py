@@ -49,11 +49,10 @@ MAGIC = b"STNLPG01"
 """Format and version."""
 
 PIECE_BYTES = 256 * 1024
-"""Read or written at once: small enough for the second level cache, where the checksum then finds it."""
+"""Bytes read or written at a time: small enough that the checksum finds them in the second-level cache."""
 
 RETRY_SECONDS = 5.0
-"""From a write that failed to the next one that is tried. An entry can be a gigabyte, and a full disk may take most of
-it before it says so."""
+"""Pause after a failed write. An entry can be a gigabyte, and a full disk may accept most of it before it fails."""
 
 _FIXED = struct.Struct("<8sQQI")
 _CHECKSUM = np.dtype("<u4")
@@ -61,21 +60,21 @@ _OURS = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}\.(page|[0-9a-f]{16}\.tmp)")
 
 
 class DamagedFileError(Exception):
-    """A file that is not the whole entry it is named after. Never leaves this module."""
+    """A file that is not the complete entry it is named after. Not raised out of this module."""
 
 
 class NoRoomError(Exception):
-    """An entry that the budget has no room for, whatever is evicted. Never leaves this module."""
+    """An entry that does not fit the budget even if everything is evicted. Not raised out of this module."""
 
 
 class PageFiles:
-    """The disk tier. Every method may be called by any process at any time; none raises for what it finds on the disk.
-    Files of other names in the directory are neither counted nor touched.
+    """The disk tier: a directory of entries under one byte budget. Any process may call any method at any time; none
+    raises because of what it finds on the disk. Files with other names are neither counted nor touched.
     """
 
     def __init__(self, directory: Path, budget_bytes: int) -> None:
-        """The directory is made, with mode 0700, when the first entry is written. One that is there already is closed
-        to others now, and if it holds more than the budget, it is cut down."""
+        """The directory is created, with mode 0700, when the first entry is written. An existing one is now closed to
+        other users, and reduced to the budget."""
         self.directory = directory
         self.budget_bytes = budget_bytes
         self._retry_at: float | None = None  # monotonic; None: the last write did not fail
@@ -86,17 +85,17 @@ class PageFiles:
     def read(
         self, key: str, out: Bytes, block_bytes: int, on_block: Callable[[int], None], order: Iterable[int] = ()
     ) -> bool:
-        """Fill `out`, uint8 [nbytes], block after block; `on_block` hears of each one that is there and checked.
+        """Fill `out`, uint8 [nbytes], block by block; `on_block` is called with each one that is read and checked.
 
-        order: all blocks, each asked for when the one before is there; () from the first on. False when there is no
-        such file or not a whole one; blocks that `on_block` heard of are right all the same, and the file is gone.
-        Entries read last are evicted last.
+        order: all blocks; each is requested when the previous one has been read; () for ascending. Returns False where
+        the file is missing or damaged; a damaged file is removed, and blocks already passed to `on_block` are valid all
+        the same. Marks the entry as used, for eviction.
         """
         path = self._path(key)
         try:
             with _opened(path) as fd:
                 _read_entry(fd, key, out, block_bytes, on_block, order)
-                with suppress(OSError):  # somebody else's file that we may read: right all the same
+                with suppress(OSError):  # another user's file that we may read but not touch
                     os.utime(fd, ns=_now())
         except FileNotFoundError:
             return False
@@ -106,15 +105,16 @@ class PageFiles:
         return True
 
     def write(self, key: str, data: Bytes, block_bytes: int) -> bool:
-        """Keep `data`, uint8 [nbytes]; evicts what was used longest ago. False when it cannot be: no room within the
-        budget or on the disk, or a directory that cannot be written; then nothing is left of it, and after a fault of
-        the disk nothing is tried for RETRY_SECONDS. An entry that is there already is not written again.
+        """Write an entry, uint8 [nbytes]; evicts the least recently used ones. An existing entry is not written again.
+
+        Returns False, and leaves no file, where the budget or the disk has no room or the directory cannot be written.
+        After a disk error no write is tried for RETRY_SECONDS.
         """
         if self._retry_at is not None and time.monotonic() < self._retry_at:
             return False
         try:
             self._write(key, data, block_bytes)
-        except (NoRoomError, IsADirectoryError):  # this entry's own trouble: others may fit, or have their place
+        except (NoRoomError, IsADirectoryError):  # concerns this entry alone: others may still be written
             return False
         except OSError as error:
             self._note_fault(error)
@@ -153,7 +153,7 @@ class PageFiles:
         _remove(self._path(key))
 
     def delete_template(self, template_key: str) -> None:
-        """Remove the files of all of a template's entries, whoever wrote them, and those being written."""
+        """Remove the files of all entries of a template, of any process, and those being written."""
         prefix = f"{_digest(template_key)}-"
         with suppress(OSError):
             for file in self._files():
@@ -161,7 +161,7 @@ class PageFiles:
                     _remove(file.path)
 
     def used_bytes(self) -> int:
-        """Bytes of all entries, those being written included."""
+        """Bytes of all entries, including those being written."""
         return sum(file.nbytes for file in self._files())
 
     def _path(self, key: str) -> Path:
@@ -169,8 +169,8 @@ class PageFiles:
 
     @contextmanager
     def _temporary(self, path: Path, nbytes: int) -> Iterator[tuple[Path, int]]:
-        """A file of `nbytes` to write, counted from now on and removed in the end unless it was renamed. Raises as
-        `_make_room`."""
+        """A temporary file of `nbytes` to write, which counts towards the budget and is removed at the end unless it
+        was renamed. Raises as `_make_room`."""
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         name = path.with_suffix(f".{secrets.token_hex(8)}.tmp")
         with ExitStack() as cleanup:
@@ -179,16 +179,16 @@ class PageFiles:
                 fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
                 cleanup.callback(os.close, fd)
                 cleanup.callback(_remove, name)
-                # Before the directory is unlocked, so that nobody finds the file without a writer or without its size.
+                # Before the directory is unlocked, so that no process sees the file without a writer or its size.
                 fcntl.flock(fd, fcntl.LOCK_EX)
                 os.ftruncate(fd, nbytes)
             yield name, fd
 
     def _make_room(self, nbytes: int) -> None:
-        """Evict until `nbytes` more fit into the budget and on the disk. Where they cannot, nothing is evicted:
+        """Evict until `nbytes` more fit the budget and the disk. Where that is impossible, evicts nothing and raises
         NoRoomError for the budget, OSError for the disk. The directory must be locked.
 
-        Files of dead writers go first; those of living ones stay.
+        Temporary files of dead writers are removed first; those of living ones stay.
         """
         files = list(self._files())
         writing = [
@@ -210,8 +210,8 @@ class PageFiles:
             raise OSError(errno.EPERM, "files that cannot be removed", str(self.directory))
 
     def _files(self) -> Iterator[_File]:
-        """All entries and all that are being written. A look at every file per write costs 2 us each, on a thread that
-        is about to write megabytes; an index would have to survive the crashes of everyone who shares it."""
+        """All entries, also those being written. Scanning takes 2 us per file, on a thread that is about to write
+        megabytes; an index would have to survive crashes of every process that shares it."""
         try:
             with os.scandir(self.directory) as found:
                 for entry in found:
@@ -223,7 +223,7 @@ class PageFiles:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """The directory for this process alone. The lock goes with the descriptor, so also with its process."""
+        """Locks the directory for this process. The lock ends with the descriptor, so also with the process."""
         fd = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
@@ -241,15 +241,15 @@ class _File:
 
     @classmethod
     def of(cls, path: Path, status: os.stat_result) -> _File:
-        # A directory of this name is nobody's entry: it is not counted, and never removed.
+        # A directory of this name is not an entry: it is not counted, and never removed.
         nbytes = 0 if stat.S_ISDIR(status.st_mode) else status.st_size
         return cls(path, nbytes, status.st_mtime_ns, path.suffix == ".tmp")
 
 
 def _close_to_others(directory: Path) -> None:
-    """Take all rights from group and others where the directory is there and ours. One with the sticky bit (/tmp) is
-    meant for everyone, even if it is ours."""
-    with suppress(OSError):  # there is none
+    """Remove all rights of group and others, if the directory exists and belongs to this user. One with the sticky bit
+    (such as /tmp) is meant for all users and stays as it is."""
+    with suppress(OSError):  # it does not exist
         status = directory.stat()
         if not status.st_mode & 0o077:
             return
@@ -262,7 +262,7 @@ def _close_to_others(directory: Path) -> None:
 
 
 def _free_bytes(directory: Path) -> int:
-    """What the file system has left for this user."""
+    """Bytes that the file system has free for this user."""
     status = os.statvfs(directory)
     return status.f_bavail * status.f_frsize
 
@@ -299,7 +299,7 @@ def _write_entry(fd: int, key: str, data: Bytes, block_bytes: int) -> None:
 
 
 def _prefix(key: str, nbytes: int, block_bytes: int) -> bytes:
-    """What every file of this entry starts with."""
+    """The start of the header, which is the same in every file of this entry."""
     name = key.encode()
     return _FIXED.pack(MAGIC, nbytes, block_bytes, len(name)) + name
 
@@ -310,7 +310,7 @@ def _header_bytes(key: str, nbytes: int, block_bytes: int) -> int:
 
 
 def _checksums(header: bytes, prefix: bytes) -> list[int]:
-    """The blocks' checksums; DamagedFileError unless the header is whole and starts with `prefix`."""
+    """The blocks' checksums. Raises DamagedFileError unless the header is intact and starts with `prefix`."""
     body, own = header[:-4], header[-4:]
     if not body.startswith(prefix) or zlib.crc32(body) != int.from_bytes(own, "little"):
         raise DamagedFileError
@@ -318,7 +318,7 @@ def _checksums(header: bytes, prefix: bytes) -> list[int]:
 
 
 def _read_block(fd: int, block: Bytes, offset: int) -> int:
-    """Fill `block` from the file's bytes at `offset`; returns their checksum."""
+    """Fill `block` from the file at `offset`; returns the checksum of its bytes."""
     checksum = 0
     for start in range(0, len(block), PIECE_BYTES):
         piece = block[start : start + PIECE_BYTES].data
@@ -339,13 +339,13 @@ def _write_block(fd: int, block: Bytes, offset: int) -> int:
 
 def _write_all(fd: int, data: memoryview, offset: int) -> None:
     while data:
-        written = os.pwrite(fd, data, offset)  # short when the disk is nearly full; the next call then says so
+        written = os.pwrite(fd, data, offset)  # short when the disk is nearly full; the next call then raises
         data, offset = data[written:], offset + written
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """A descriptor to read; never follows a link, never waits for the other end of a pipe."""
+    """A descriptor to read. Does not follow links, and does not block on a pipe."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         yield fd
@@ -354,7 +354,7 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _touch(path: Path, nbytes: int) -> bool:
-    """Mark a file as just used; False when there is none of this size."""
+    """Mark a file as just used. Returns False where there is none of this size."""
     try:
         status = os.lstat(path)
         if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
@@ -366,19 +366,19 @@ def _touch(path: Path, nbytes: int) -> bool:
 
 
 def _is_abandoned(path: Path) -> bool:
-    """Whether a temporary's writer is dead: a living one holds its lock."""
+    """Whether a temporary file's writer has died: a living one holds a lock on it."""
     try:
         with _opened(path) as fd:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
-        return True  # not a file that anyone could have made here
+        return True  # not a file that a writer makes
     return True
 
 
 def _remove(path: Path) -> bool:
-    """Unlink a file; False when that is not possible (it is a directory, or the folder cannot be written)."""
+    """Unlink a file. Returns False where that is not possible: it is a directory, or its folder cannot be written."""
     try:
         path.unlink(missing_ok=True)
     except OSError:
@@ -387,5 +387,5 @@ def _remove(path: Path) -> bool:
 
 
 def _now() -> tuple[int, int]:
-    # Explicit, since the kernel's own time stamps move in steps of 4 ms.
+    # Explicit, because the kernel's own time stamps have a resolution of 4 ms.
     return time.time_ns(), time.time_ns()

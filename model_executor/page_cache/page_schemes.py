@@ -1,4 +1,6 @@
-"""How a model's templates are cached: the server's flags first, then the checkpoint's calibration, then defaults."""
+"""Chooses the PageScheme of a model, which says how its templates are cached: from the server's flags, else from the
+checkpoint's calibration, else from defaults.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ DEFAULT_KEYFRAMES = 5
 DEFAULT_DTYPE: PageDtype = "int8"
 DEFAULT_FULL_STEPS = 0
 DEFAULT_MASK_MARGIN = 8
-"""Pixels. For a checkpoint without a calibration."""
+"""Pixels. These defaults are for checkpoints without a calibration."""
 
 PER_STEP = "per-step"
 
@@ -37,9 +39,9 @@ PER_STEP = "per-step"
 def page_scheme(
     config: ModelConfig, checkpoint: Checkpoint, family: Family, info: ModelInfo, cache_folder: Path
 ) -> PageScheme | None:
-    """The scheme of a model whose components are loaded; None where it is to be served without mask-aware execution: by
-    flag, or because its calibration says that edits would differ too much and no flag overrides that. Raises
-    ConfigError for flags that cannot be."""
+    """The scheme of a model whose components are loaded. None where it is served without mask-aware execution: by flag,
+    or because its calibration found edits too different and no flag overrides that. Raises ConfigError for invalid
+    flags."""
     if not config.mask_aware:
         return None
     checkpoint_hash = fingerprint(checkpoint, cache_folder)
@@ -68,16 +70,14 @@ def page_scheme(
 
 
 def environment(device: torch.device, kernels: KernelChoice = "auto") -> str:
-    """PageScheme.environment of this process as it is now: with other threads or kernels, sums are taken in another
-    order.
-    """
+    """`PageScheme.environment` of this process as configured now: other threads or kernels sum in another order."""
     digest = chosen_operators(kernels, device).digest
     parts = [device.type, _device_name(device), torch.get_num_threads(), torch.__version__, digest]
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def _device_name(device: torch.device) -> str:
-    """The GPU's name; of a CPU also the instructions that PyTorch uses."""
+    """The GPU's name, or the CPU's with the instruction set that PyTorch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{_cpu_name()} {torch.backends.cpu.get_cpu_capability()}"
@@ -93,7 +93,8 @@ def _cpu_name() -> str:
 
 
 def find_calibration(checkpoint: Path, cache_folder: Path, checkpoint_hash: str) -> Calibration | None:
-    """The user's own calibration of a checkpoint, else the one it came with; one that cannot be read counts as none."""
+    """The user's own calibration of a checkpoint, else the one it comes with. Unreadable ones are skipped with a
+    warning."""
     for path in (calibration_file(cache_folder, checkpoint_hash), checkpoint / CALIBRATION):
         try:
             return msgspec.json.decode(path.read_bytes(), type=Calibration)
@@ -105,14 +106,14 @@ def find_calibration(checkpoint: Path, cache_folder: Path, checkpoint_hash: str)
 
 
 def uniform_keyframes(number: int) -> tuple[float, ...]:
-    """So many noise levels, evenly from 1 to 0. ValueError below two."""
+    """Noise levels spaced evenly from 1 to 0. Raises ValueError for fewer than two."""
     if number < 2:
         raise ValueError(f"pages need at least 2 keyframes, not {number}")
     return tuple(np.linspace(1.0, 0.0, number).tolist())
 
 
 def _num_steps(calibration: Calibration, info: ModelInfo) -> int:
-    """Calls of the model in each edit of a calibration: full steps are counted in these."""
+    """Calls of the model in each edit of a calibration, the unit in which its full steps are counted."""
     return info.num_steps(SamplingParams(num_inference_steps=calibration.num_inference_steps))
 
 
@@ -121,7 +122,7 @@ def _overrides(config: ModelConfig) -> bool:
 
 
 def _keyframes(config: ModelConfig, calibration: Calibration | None) -> tuple[float, ...]:
-    """Falling noise levels; () for pages at every step."""
+    """Noise levels in descending order; () for pages at every step."""
     match config.cache_keyframes, calibration:
         case "per-step", _:
             return ()

@@ -1,10 +1,10 @@
-"""Where a worker's cached pages lie, and the thread that moves them between tiers while something else is computed.
+"""PageStore: holds a worker's cached pages, and copies them between tiers in a thread while the worker computes.
 
-Host pages are read and written in place, in shared memory; device pages are tensors by key; files are `page_files`'.
-What lies where, and for how long, is decided in the engine: the store holds, copies and reports.
+Host pages are read and written in place, in shared memory; device pages are tensors by key; `page_files.py` has the
+files. The engine decides which page lies where and for how long; the store holds, copies and reports.
 
-One I/O thread does the copies in the order they come. A copy towards a faster tier lets its readers start before its
-end: `wait_block` returns once that block has arrived. On a GPU copies run on a stream of their own (`copy_stream.py`).
+One I/O thread does the copies in order. A copy to a faster tier can be read before it is complete: `wait_block` returns
+once a block has arrived. On a GPU, copies run on their own stream (`copy_stream.py`).
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ Bytes = npt.NDArray[np.uint8]
 OnBlock = Callable[[int], None]
 
 MAX_FAILED_LOADS = 1024
-"""Keys whose loads failed and which nobody has made anew; an edit that ended meanwhile leaves them so for ever."""
+"""Failed loads that are remembered, by key, until the entry is created again; if its edit has ended, that never
+happens."""
 
 
 class PageArena(SharedMemory, Protocol):
-    """What the store needs of `core.ipc.shared_array.Arena`. size: bytes."""
+    """The part of `core.ipc.shared_array.Arena` that the store uses."""
 
     id: int
-    size: int
+    size: int  # bytes
 
 
 class Files(Protocol):
-    """What the store needs of `page_files.PageFiles`."""
+    """The part of `page_files.PageFiles` that the store uses."""
 
     def read(self, key: str, out: Bytes, block_bytes: int, on_block: OnBlock, order: Iterable[int] = ()) -> bool: ...
 
@@ -59,32 +60,27 @@ class Files(Protocol):
 
 @dataclass(slots=True)
 class _Load:
-    """A copy to `target`, the faster tier. Guarded by the store's condition.
-
-    last: blocks that are brought after all others. arrived: blocks that are there. events: of each of these, where a
-    device still has to wait for it.
-    """
+    """A copy to a faster tier. Guarded by the store's condition."""
 
     target: Tier
-    last: Collection[int] = ()
-    arrived: set[int] = field(default_factory=set)
-    events: dict[int, torch.Event] = field(default_factory=dict)
+    last: Collection[int] = ()  # blocks to copy after all others
+    arrived: set[int] = field(default_factory=set)  # blocks that are copied, or queued on the device
+    events: dict[int, torch.Event] = field(default_factory=dict)  # arrived block -> what the device must wait for
     has_failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A copy with all that its thread needs. device: the entry in device memory, where that is one of its ends; ready:
-    what the device must have done before."""
+    """A copy to do, with what the I/O thread needs for it."""
 
     copy: PageCopy
-    load: _Load | None
-    device: Tensor | None
-    ready: torch.Event | None
+    load: _Load | None  # None for a copy to a slower tier
+    device: Tensor | None  # the entry in device memory, if that is source or target
+    ready: torch.Event | None  # recorded after the work that the device must finish before
 
 
 class PageStore:
-    """Entries by key. All methods but the copies themselves run in the one thread that computes."""
+    """Holds entries by key. Its public methods are called by the one thread that computes."""
 
     def __init__(
         self,
@@ -97,9 +93,9 @@ class PageStore:
         has_device_tier: bool = True,
     ) -> None:
         """pages: the page arena. files: None without a disk tier. on_copied: called once for every copy that was
-        started, in their order, from the I/O thread (not for those still waiting when the store is closed).
-        has_device_tier: on a GPU, whether pages may come into its memory; then the arena is pinned. Raises ConfigError
-        where it cannot be."""
+        started, in their order, from the I/O thread (not for those still queued when the store is closed).
+        has_device_tier: whether a GPU's memory may hold pages; the arena is then pinned. Raises ConfigError where
+        pinning fails."""
         self._device = device
         self._pages = pages
         self._files = files
@@ -118,8 +114,8 @@ class PageStore:
     def entry(self, ref: EntryRef) -> Tensor:
         """An entry to read, uint8 [nbytes]: shared memory itself, or the device's tensor.
 
-        Of an entry that is still loading only the blocks may be read that `wait_block` has returned for. KeyError for
-        a device entry that is not here, which is a bug of whoever planned it; PagesLostError for one whose load failed.
+        Of an entry that is still loading, only blocks for which `wait_block` has returned may be read. Raises KeyError
+        for a device entry that is not here, which is a bug in the plan, and PagesLostError for one whose load failed.
         """
         if ref.host is not None:
             return torch.from_numpy(self._host(ref.host))
@@ -131,9 +127,9 @@ class PageStore:
         return tensor
 
     def create(self, ref: EntryRef) -> Tensor:
-        """An entry to write, uint8 [nbytes] of undefined content; whoever fills an entry gets it from here.
+        """A new entry to fill, uint8 [nbytes] of undefined content.
 
-        On the device an entry of the same key is replaced. The key's failed loads are forgotten: it is there again.
+        Replaces a device entry of the same key, and forgets failed loads of the key.
         """
         with self._changed:
             self._loads.pop(ref.key, None)
@@ -142,9 +138,9 @@ class PageStore:
         return self.entry(ref)
 
     def start(self, copy: PageCopy) -> None:
-        """Begin a copy; returns at once. A target in device memory is there, to be waited for, when this returns.
+        """Start a copy and return at once. A target in device memory exists when this returns, to be waited for.
 
-        Never raises for what is lacking: PageCopied then says that it is not ok.
+        Does not raise where the copy is impossible: its PageCopied then has ok=False.
         """
         load = self._expect(copy) if copy.source != "device" and copy.target != "disk" else None
         if copy.target == "device":
@@ -154,24 +150,23 @@ class PageStore:
         self._jobs.put(_Job(copy, load, device, ready))
 
     def is_loading(self, key: str) -> bool:
-        """Whether an entry is on its way, or was and got lost: blocks of it are to be waited for."""
+        """Whether an entry is being loaded, or its load failed: `wait_block` must be called for its blocks."""
         with self._changed:
             return bool(self._loads.get(key))
 
     def put_last(self, key: str, blocks: Collection[int]) -> None:
-        """Bring these blocks, which a step computes in full, after all others, and the others in their order. Nothing
-        happens where the entry is not loading."""
+        """Copy these blocks, which a step computes in full, after all others, if the entry is being loaded."""
         with self._changed:
             for load in self._loads.get(key, ()):
                 load.last = blocks
 
     def wait_block(self, key: str, block: int) -> None:
-        """Wait until a block of an entry that is being loaded may be read; returns at once where nothing is under way.
+        """Wait until a block of an entry may be read; returns at once if the entry is not being loaded.
 
         Raises PagesLostError if the load failed before this block.
         """
         with self._changed:
-            # Each of them in turn: an entry may be on its way from disk to host and from there to the device.
+            # All loads in turn: an entry may be copied from disk to host and then on to the device.
             for load in tuple(self._loads.get(key, ())):
                 self._wait_load(load, block)
                 if block not in load.arrived:
@@ -180,7 +175,7 @@ class PageStore:
                     self._stream.wait(load.events[block])
 
     def forget(self, keys: Iterable[str]) -> None:
-        """Give up entries' device memory, where they have any, and what is known of their failed loads."""
+        """Free entries' device memory, if any, and forget their failed loads."""
         with self._changed:
             for key in keys:
                 self._tensors.pop(key, None)
@@ -188,13 +183,13 @@ class PageStore:
                     self._loads.pop(key, None)
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Remove entries' files, of a key without "-" all files of that template, after the copies started before."""
+        """Remove entries' files after the copies started before; a key without "-" means all files of that template."""
         if self._files is not None and keys:
             self._jobs.put(tuple(keys))
 
     def close(self) -> None:
-        """Finish the copy under way, drop those that wait, end the thread. Whoever waits for a block gets
-        PagesLostError. Harmless when repeated."""
+        """Finish the current copy, drop queued ones, end the thread. Waiting `wait_block` calls raise PagesLostError.
+        May be called again."""
         self._is_closed = True
         self._jobs.put(None)
         self._thread.join()
@@ -212,8 +207,8 @@ class PageStore:
         return self._pages.view(ref)  # type: ignore[return-value]  # an entry's handle says uint8
 
     def _expect(self, copy: PageCopy) -> _Load:
-        """Another load of this entry is under way. Earlier ones to the same tier that failed no longer count; one to
-        the host does, for a copy that goes on from there."""
+        """Register a load of this entry. Drops earlier failed loads to the same tier; one to the host is kept, since a
+        copy that continues from there must fail too."""
         with self._changed:
             loads = [
                 load for load in self._loads.get(copy.key, ()) if not load.has_failed or load.target != copy.target
@@ -224,19 +219,19 @@ class PageStore:
     def _make_target(self, copy: PageCopy) -> None:
         try:
             self._tensors[copy.key] = torch.empty(copy.nbytes, dtype=torch.uint8, device=self._device)
-        except RuntimeError:  # out of memory, under its own name on a GPU and in plain on a CPU: the copy says so
+        except RuntimeError:  # out of memory (a subclass on a GPU, plain on a CPU): the copy will report a failure
             self._tensors.pop(copy.key, None)
 
     # ------------------------------------------------------------------------------------------------ the I/O thread
 
-    @torch.inference_mode()  # as the thread that computes: it makes tensors that could not be written otherwise
+    @torch.inference_mode()  # as in the computing thread, whose tensors could not be written otherwise
     def _run(self) -> None:
         try:
             if self._stream is not None:
                 self._stream.enter()
             while not self._is_closed and (job := self._jobs.get()) is not None:
                 self._do(job)
-                del job  # or it would hold its device memory until the next one comes
+                del job  # else it would hold its device memory until the next job comes
         finally:
             with self._changed:
                 self._is_closed = True
@@ -259,7 +254,7 @@ class PageStore:
         copy, started = job.copy, time.monotonic()
         try:
             is_ok = not self._follows_failure(job) and self._move(job)
-        except Exception:  # the actor's edge: whatever went wrong, the copy is over and those who wait must hear it
+        except Exception:  # the thread's outermost handler: the copy has ended, and waiting readers must be woken
             logger.warning("pages %s were not copied from %s to %s", copy.key, copy.source, copy.target, exc_info=True)
             is_ok = False
         self._end(job, is_ok)
@@ -267,7 +262,7 @@ class PageStore:
         return PageCopied(self._rank, copy.key, copy.nbytes, copy.source, copy.target, is_ok, seconds)
 
     def _follows_failure(self, job: _Job) -> bool:
-        """Whether what this copy reads did not arrive."""
+        """Whether the copy's source failed to load."""
         with self._changed:
             loads = self._loads.get(job.copy.key, ())
             return job.copy.source == "host" and any(load.has_failed and load.target == "host" for load in loads)
@@ -318,7 +313,7 @@ class PageStore:
         return True
 
     def _order(self, job: _Job) -> Iterator[int]:
-        """The blocks of a load, each chosen when the one before has been brought."""
+        """The blocks of a load in the order to copy them; each is chosen when the previous one is done."""
         assert job.load is not None
         left = list(range(-(-job.copy.nbytes // job.copy.block_bytes)))
         while left:
@@ -326,7 +321,7 @@ class PageStore:
             yield left.pop(next((n for n, block in enumerate(left) if block not in last), 0))
 
     def _arrival(self, job: _Job) -> OnBlock:
-        """What to call for each block."""
+        """The callback for each block that has been copied."""
 
         def arrived(index: int) -> None:
             assert job.load is not None
@@ -337,8 +332,8 @@ class PageStore:
         return arrived
 
     def _end(self, job: _Job, is_ok: bool) -> None:
-        """Done: forget the load. Failed: remember it for those who come to wait, until the entry is made anew or many
-        others have failed since."""
+        """End a load. One that failed is remembered for later `wait_block` calls, until the entry is created again or
+        many others have failed since."""
         if job.load is None:
             return
         with self._changed:
@@ -349,7 +344,7 @@ class PageStore:
             if is_ok and job.load in loads:
                 loads.remove(job.load)
             if loads:
-                self._loads[job.copy.key] = loads  # the last that changed comes last
+                self._loads[job.copy.key] = loads  # moved to the end: keys are ordered by last change
             self._forget_old_failures()
             self._changed.notify_all()
 
@@ -361,5 +356,5 @@ class PageStore:
 
 
 def _has_failed(loads: Sequence[_Load]) -> bool:
-    """Whether there are loads, and none under way."""
+    """Whether there are loads, and all of them failed."""
     return bool(loads) and all(load.has_failed for load in loads)

@@ -1,7 +1,7 @@
-"""Pages as tensors: writing a block's keys and values into an entry, and reading them back at any noise level.
+"""Pages as tensors: writes a block's keys and values into an entry, and reads them back at any noise level.
 
-`core.page_scheme` says how an entry lies in memory. Everything here works on views of those bytes; nothing is copied
-but what a block's attention needs.
+`core.page_scheme` defines the memory layout of an entry. The code here works on views of those bytes and copies only
+what a block's attention needs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from model_executor.kernels.cpu_kernels import Kernels
 INT8_MAX = 127
 
 Quantise = Callable[[Tensor, Tensor, Tensor], None]
-"""As `quantise`."""
+"""(x, values, scales): quantises x to int8, as the function `quantise`."""
 
 _DTYPES: dict[PageDtype, torch.dtype] = {"int8": torch.int8, "bfloat16": torch.bfloat16, "float32": torch.float32}
 _MOMENT_DTYPES: dict[PageDtype, torch.dtype] = {
@@ -32,42 +32,38 @@ _MOMENT_DTYPES: dict[PageDtype, torch.dtype] = {
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """A template's pages at one noise level: (1 - weight) * near + weight * far.
-
-    near, far: entries, uint8 [entry bytes]; far is None exactly at a keyframe. wait: returns once a block may be read,
-    for entries that are still being loaded.
-    """
+    """A template's pages at one noise level: (1 - weight) * near + weight * far."""
 
     layout: PageLayout
-    num_tokens: int
-    near: Tensor
-    far: Tensor | None
-    weight: float
-    wait: Callable[[int], None] | None = None
+    num_tokens: int  # image tokens of the picture
+    near: Tensor  # the entry of the nearest keyframe, uint8 [entry bytes]
+    far: Tensor | None  # that of the keyframe to interpolate with; None exactly at a keyframe
+    weight: float  # of far, 0..1
+    wait: Callable[[int], None] | None = None  # blocks until a block may be read; None: all are loaded
 
     def open(self, kernels: Kernels | None = None) -> PageReader:
-        """Ready to read; the entries' bytes must stay as they are meanwhile."""
+        """A reader of these pages. The entries' bytes must not change while it is used."""
         return PageReader(self, kernels)
 
 
 class Reader(Protocol):
-    """Reads blocks of pages at their noise level."""
+    """Reads a template's pages block by block, interpolated to their noise level."""
 
     def read(self, block: int, out: Tensor) -> None:
-        """Keys and values of a block into `out`, [2, heads, tokens, head dim] of any float dtype. Computed in
+        """Read keys and values of a block into `out`, [2, heads, tokens, head dim] of any float dtype. Computed in
         float32."""
 
     def read_over(self, block: int, keys_values: KeysValues, fresh: Tensor, rows: Tensor) -> None:
-        """Likewise into the image's part of `keys_values`, and over it into these rows of all of it, text before image,
-        what was computed: fresh [rows, 2, heads, head dim]."""
+        """Read keys and values of a block into the image part of `keys_values`, then write `fresh`, what was computed,
+        [rows, 2, heads, head dim], to these rows of it, text before image."""
 
     def moments(self, block: int) -> Tensor:
-        """A block's at their noise level, float32 [numbers, image tokens]."""
+        """A block's moments, float32 [numbers, image tokens]."""
 
 
 class PageReader:
-    """By PyTorch and compiled kernels. Views of all blocks are made at once, and the weights of the two keyframes
-    folded into their scales; where blocks are still to come, when each has."""
+    """Reads with PyTorch and compiled kernels. Views of all blocks are made in advance. The weights of the two
+    keyframes are multiplied into their scales: in advance too, or for each block when it has arrived."""
 
     def __init__(self, pages: Pages, kernels: Kernels | None) -> None:
         self._kernels = kernels
@@ -82,9 +78,9 @@ class PageReader:
         self._room = torch.empty(near.values[0].shape, dtype=torch.float32, device=pages.near.device)
 
     def read(self, block: int, out: Tensor) -> None:
-        """Exact at a keyframe, and float32 pages in float32 lose nothing. Every pass runs over all heads and both K and
-        V at once: chunks by head that stay in a core's cache took 1.3 to 3.6 times as long, and a product of int8 with
-        float32 in one call, converted by PyTorch, 9 times.
+        """As `Reader.read`; at a keyframe float32 pages are read without loss into float32. Every pass covers all heads
+        and both K and V: chunks by head that fit a core's cache took 1.3 to 3.6 times as long, and one product of int8
+        with float32, converted by PyTorch, 9 times.
         """
         if self._wait is not None:
             self._wait(block)
@@ -122,7 +118,8 @@ class PageReader:
 
 
 def quantise(x: Tensor, values: Tensor, scales: Tensor) -> None:
-    """Symmetric int8 per row. x: [..., width]; values: int8 [..., width]; scales: float32 [..., 1], amax / 127.
+    """Symmetric int8 quantisation per row. x: [..., width]; values: int8 [..., width]; scales: float32 [..., 1], amax /
+    127. Writes values and scales.
 
     x is within half a scale of scales * values. A row of zeros gets scale 0, and so does one whose scale is no float32.
     """
@@ -132,10 +129,10 @@ def quantise(x: Tensor, values: Tensor, scales: Tensor) -> None:
 
 
 class Entry:
-    """Views of an entry, uint8 [entry bytes] from a multiple of 64 bytes on, of a picture of `num_tokens` image tokens.
+    """Views of an entry, uint8 [entry bytes] aligned to 64 bytes, of a picture of `num_tokens` image tokens.
 
-    values: a block's, [2 (K, V), heads, rows, head dim] in the page's dtype. scales: float32 [blocks, 2, heads, rows,
-    1], int8 pages only. moments: of a float dtype, [blocks, numbers, image tokens].
+    values: of each block, [2 (K, V), heads, rows, head dim] in the pages' dtype. scales: float32 [blocks, 2, heads,
+    rows, 1], int8 pages only. moments: [blocks, numbers, image tokens] of a float dtype.
     """
 
     def __init__(self, entry: Tensor, layout: PageLayout, num_tokens: int, quantise: Quantise = quantise) -> None:
@@ -153,14 +150,14 @@ class Entry:
         self.moments = moments.view(layout.num_blocks, layout.num_moments, num_tokens)
 
     def weighted_scales(self, weight: float, *, at_once: bool) -> Callable[[int], Tensor] | None:
-        """block -> weight * its scales; all blocks are multiplied now, or each when it is asked for."""
+        """A function: block -> weight * its scales. at_once: multiply all now, else each block when it is asked for."""
         scales = self.scales
         if scales is None:
             return None
         return (scales * weight).unbind().__getitem__ if at_once else lambda block: scales[block] * weight
 
     def moments_towards(self, far: Entry | None, weight: float) -> Callable[[int], Tensor]:
-        """block -> (1 - weight) * its moments + weight * those of `far`."""
+        """A function: block -> (1 - weight) * its moments + weight * those of `far`."""
         near = self.moments
         if far is None:
             return lambda block: near[block].float()
@@ -168,12 +165,12 @@ class Entry:
         return lambda block: torch.lerp(near[block].float(), further[block].float(), weight)
 
     def write(self, block: int, key_value: Tensor, moments: Tensor | None = None) -> None:
-        """Keep a block's keys and values, [2, heads, tokens, head dim] in any float dtype and memory order, and its
-        moments, [numbers, image tokens]; zeros where it has none."""
+        """Write a block's keys and values, [2, heads, tokens, head dim] in any float dtype and memory order, and its
+        moments, [numbers, image tokens], or zeros if it has none."""
         if moments is None:
             self.moments[block].zero_()
         else:
-            largest = torch.finfo(self.moments.dtype).max  # beyond it a token spoils pictures that compute it anew
+            largest = torch.finfo(self.moments.dtype).max  # an infinite moment would spoil the whole picture
             self.moments[block].copy_(moments.clamp(-largest, largest))
         if self.scales is None:
             self.values[block].copy_(key_value)

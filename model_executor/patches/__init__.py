@@ -1,1 +1,1 @@
-"""LoRA adapters: what changes a model without being one."""
+"""Patches: what changes a model's layers without being a model, such as LoRA adapters."""

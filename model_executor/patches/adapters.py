@@ -1,8 +1,8 @@
-"""LoRA adapters: what a file adds to which layers of a denoiser, and of a UNet's text encoders.
+"""LoRA adapters: reads a file into low-rank additions to a model's layers, and fits them to a transformer's.
 
-Files are read by the loaders of diffusers' pipelines, which know the formats of many trainers; what they leave open,
-each layer's scale, follows `diffusers/utils/peft_utils.py`. An adapter is never merged into the weights: these are
-shared by all adapters and by requests without any.
+Files are read by the loaders of diffusers' pipelines, which know the formats of many trainers. The scale of each layer,
+which the loaders leave open, follows `diffusers/utils/peft_utils.py`. Adapters are not merged into the weights, because
+all adapters, and requests without one, share these.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from model_executor.checkpoint.weights import PICKLES
 from model_executor.kernels.linear import AdaptedGroup, Group, LinearGroup, is_plain
 
 PEFT_PREFIX, PEFT_CONFIG = "base_model.model.", "adapter_config.json"
-"""How `PeftModel.save_pretrained` names tensors, and the file in which it tells their scale."""
+"""The prefix of tensor names in files of `PeftModel.save_pretrained`, and the file with their scale."""
 
 USUAL_NAMES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
-"""Of diffusers and peft, for a folder that holds several files."""
+"""The names that diffusers and peft give to adapters, which are preferred in a folder of several files."""
 
 CONVERT_ERRORS = (*LOAD_ERRORS, AssertionError, AttributeError, IndexError, TypeError, re.error)
-"""What diffusers' converters raise for files that they take for another format; re.error for a pattern in one."""
+"""What diffusers' converters raise for files that they mistake for another format; re.error: a file's bad pattern."""
 
 UNSUPPORTED = {
     "dora_scale": "it is a DoRA, which changes the weights themselves",
@@ -49,25 +49,24 @@ UNSUPPORTED = {
     "lokr_": "it is a LoKr and no LoRA",
     "hada_": "it is a LoHa and no LoRA",
 }
-"""Part of a tensor's name -> what is wrong with it."""
+"""Part of a tensor's name -> why files with it are not supported."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoraFormat:
-    """How the adapters of a family are read. loader: a class of `diffusers.loaders.lora_pipeline`. denoiser: the part
-    whose name its tensors begin with. text_parts: text encoders that an adapter may change as well. unet: the
-    denoiser's configuration where it is a UNet, whose blocks some trainers count otherwise."""
+    """How the adapters of a family are read."""
 
-    loader: str
-    denoiser: str = "transformer"
-    text_parts: tuple[str, ...] = ()
-    unet: Any = None
+    loader: str  # a class of `diffusers.loaders.lora_pipeline`
+    denoiser: str = "transformer"  # the denoiser's name in model_index.json, a prefix of tensor names
+    text_parts: tuple[str, ...] = ()  # text encoders that an adapter may change too
+    unet: Any = None  # a UNet's configuration, since some trainers number its blocks differently
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What is added to a layer's output: x [rows, in] times `down` [rank, in] transposed, times `up` [out, rank]
-    transposed; the scale is in `up`. Both are float32 on the CPU. Of a convolution `in` counts each channel's pixels.
+    """An addition to a layer's output: x [rows, in] times `down` [rank, in] transposed, times `up` [out, rank]
+    transposed, which includes the scale. Both are float32 on the CPU. For a convolution, `in` is channels * kernel
+    pixels.
     """
 
     down: Tensor
@@ -75,25 +74,25 @@ class LowRank:
 
 
 Layers = Mapping[str, LowRank]
-"""Name in a part -> what is added there."""
+"""Layer's name within its part -> the addition to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """digest: hex sha256 of its file. layers: of the denoiser. text_layers: text encoder -> its own."""
+    """A LoRA adapter as read from its file, not yet tied to a loaded model."""
 
     name: str
     source: Path
-    digest: str
-    layers: Layers
-    text_layers: Mapping[str, Layers]
+    digest: str  # hex sha256 of its file
+    layers: Layers  # the denoiser's
+    text_layers: Mapping[str, Layers]  # text encoder -> its layers
 
     def refuse(self, reason: str) -> ConfigError:
-        """That it cannot be used."""
+        """The error that this adapter cannot be used."""
         return _refuse(self.name, self.source, reason)
 
     def check_size(self, name: str, low: LowRank, inputs: int, outputs: int) -> None:
-        """Raises ConfigError where a layer of so many numbers is not what it is added to."""
+        """Raises ConfigError unless the addition has the layer's number of inputs and outputs."""
         if (low.down.shape[1], len(low.up)) != (inputs, outputs):
             mine = f"{low.down.shape[1]} to {len(low.up)} numbers"
             raise self.refuse(
@@ -105,8 +104,8 @@ class Adapter:
 
 
 def read_adapter(config: AdapterConfig, lora_format: LoraFormat) -> Adapter:
-    """lora_format: the model's family's. Raises ConfigError for a file that is not there, is none of a LoRA, or changes
-    more than layers of the parts that may be."""
+    """Read an adapter in the format of its model's family. Raises ConfigError for a file that is missing, is not a
+    LoRA, or changes other than layers of the parts allowed."""
     path = Path(config.path).expanduser()
     try:
         file = _find(path)
@@ -122,7 +121,7 @@ def _refuse(name: str, path: Path, reason: str) -> ConfigError:
 
 
 def _find(path: Path) -> Path:
-    """The safetensors file itself, or the one in a folder. Raises ValueError."""
+    """The safetensors file at this path, or the one in this folder. Raises ValueError."""
     if not path.exists():
         raise ValueError("there is no such file")
     files = sorted(path.iterdir()) if path.is_dir() else [path]
@@ -141,7 +140,7 @@ def _find(path: Path) -> Path:
 
 
 def _digest(file: Path) -> str:
-    """Hex sha256 of all that the adapter is read from."""
+    """Hex sha256 of the adapter's file and its peft configuration, if any."""
     digest, config = hashlib.sha256(file.read_bytes()), file.with_name(PEFT_CONFIG)
     if config.is_file():
         digest.update(config.read_bytes())
@@ -149,7 +148,7 @@ def _digest(file: Path) -> str:
 
 
 def _read_layers(file: Path, lora_format: LoraFormat) -> dict[str, Layers]:
-    """Part -> its layers; of text encoders only those that are changed."""
+    """Part -> its layers; text encoders are contained only if changed."""
     with safe_open(file, "pt") as tensors:
         names = list(tensors.keys())
         is_peft = file.with_name(PEFT_CONFIG).is_file() and all(name.startswith(PEFT_PREFIX) for name in names)
@@ -177,7 +176,7 @@ def _check_kind(names: list[str]) -> None:
 
 
 def _by_part(state: Mapping[str, Tensor], lora_format: LoraFormat) -> dict[str, dict[str, Tensor]]:
-    """Raises ValueError for a tensor of a part that no adapter may change, or where there is none."""
+    """Part -> its tensors. Raises ValueError for a tensor of a part that may not be changed, and for an empty file."""
     parts: dict[str, dict[str, Tensor]] = {lora_format.denoiser: {}}
     for key, tensor in state.items():
         part, _, name = key.partition(".")
@@ -194,8 +193,8 @@ def _by_part(state: Mapping[str, Tensor], lora_format: LoraFormat) -> dict[str, 
 
 
 def _as_peft(state: dict[str, Tensor], is_denoiser: bool) -> dict[str, Tensor]:
-    """A part's tensors under the names that newer files have, as `PeftAdapterMixin.load_lora_adapter` and
-    `_load_lora_into_text_encoder` do it."""
+    """A part's tensors, renamed from older conventions to peft's as in `PeftAdapterMixin.load_lora_adapter` and
+    `_load_lora_into_text_encoder`."""
     if any("lora_A" in name for name in state):
         return state
     if is_denoiser:
@@ -204,7 +203,7 @@ def _as_peft(state: dict[str, Tensor], is_denoiser: bool) -> dict[str, Tensor]:
 
 
 def _make_layers(state: Mapping[str, Tensor], scales: _Scales) -> dict[str, LowRank]:
-    """Raises ValueError for what is no low-rank addition to a layer."""
+    """Layer -> its addition. Raises ValueError for tensors that are not low-rank additions to a layer."""
     halves: dict[str, dict[str, Tensor]] = {}
     for key, tensor in state.items():
         name, _, half = key.removesuffix(".weight").rpartition(".")
@@ -217,7 +216,7 @@ def _make_layers(state: Mapping[str, Tensor], scales: _Scales) -> dict[str, LowR
 
 
 def _scales(part: str, alphas: Mapping[str, Any] | None = None, *, metadata: Mapping[str, Any] | None) -> _Scales:
-    """A part's own."""
+    """The scales of one part's layers."""
     known, config = (
         {name.removeprefix(f"{part}."): value for name, value in (its or {}).items() if name.startswith(f"{part}.")}
         for its in (alphas, metadata)
@@ -227,11 +226,10 @@ def _scales(part: str, alphas: Mapping[str, Any] | None = None, *, metadata: Map
 
 @dataclass(frozen=True, slots=True)
 class _Scales:
-    """config: peft's LoraConfig, where it came with the file. alphas: layer -> its alpha, where it came with these.
-    Without either an adapter's scale is 1."""
+    """Scales of an adapter's layers, from whichever source came with the file; 1 without either."""
 
-    config: Mapping[str, Any]
-    alphas: Mapping[str, float]
+    config: Mapping[str, Any]  # peft's LoraConfig, or empty
+    alphas: Mapping[str, float]  # layer -> its alpha, or empty
 
     def scaled(self, name: str, down: Tensor, up: Tensor) -> LowRank:
         if up.shape[1] != down.shape[0]:
@@ -239,7 +237,7 @@ class _Scales:
         return LowRank(down, up * self._scale(name, len(down)))
 
     def _scale(self, name: str, rank: int) -> float:
-        """alpha / rank, or with rank stabilisation alpha / sqrt(rank)."""
+        """alpha / rank, or alpha / sqrt(rank) with rank stabilisation."""
         if self.config.get("use_dora"):
             raise ValueError(UNSUPPORTED["dora_scale"])
         if self.config:
@@ -253,7 +251,7 @@ class _Scales:
 
 
 def _matching(patterns: Mapping[str, Any], name: str) -> Any:
-    """The value of the first pattern that a layer's name ends with, as peft's `get_pattern_key` finds it."""
+    """The value of the first pattern that matches the end of a layer's name, as in peft's `get_pattern_key`."""
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), None)
 
 
@@ -261,10 +259,10 @@ def _matching(patterns: Mapping[str, Any], name: str) -> Any:
 
 
 class FittedAdapter:
-    """An adapter on its way into one transformer, layer by layer; `check` tells what found no place."""
+    """Fits an adapter to one transformer, layer by layer; `check` raises if some of it was not used."""
 
     def __init__(self, adapter: Adapter, module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-        """device, dtype: what the transformer computes on and in, though packed layers may have let go of theirs."""
+        """device, dtype: the transformer's; its packed layers may no longer hold weights to read them from."""
         self._adapter, self._device, self._dtype = adapter, device, dtype
         self._names = {layer: name for name, layer in module.named_modules()}
         self._left = set(adapter.layers)
@@ -272,7 +270,7 @@ class FittedAdapter:
     def extend(
         self, group: LinearGroup, layers: tuple[nn.Module, ...], make_group: Callable[..., LinearGroup]
     ) -> Group:
-        """The group of these layers, with what is added to them; the group itself where that is nothing."""
+        """The group of these layers with the adapter's additions; the group itself if there are none."""
         added = [self._take(self._names[layer], layer) for layer in layers]
         if not any(added):
             return group
@@ -282,7 +280,8 @@ class FittedAdapter:
         return AdaptedGroup(group, *map(make_group, factors))
 
     def merge(self, part: nn.Module) -> nn.Module:
-        """A small part that runs as a whole: a copy with what is added to its layers; itself where that is nothing."""
+        """For a small part that runs as a whole: a copy with the additions merged into its weights; the part itself if
+        there are none."""
         prefix = f"{self._names[part]}."
         names = [name for name in self._adapter.layers if name.startswith(prefix)]
         if not names:
@@ -296,12 +295,12 @@ class FittedAdapter:
         return merged
 
     def check(self) -> None:
-        """Raises ConfigError where something of the adapter was not taken."""
+        """Raises ConfigError if some of the adapter's layers were not used."""
         if self._left:
             raise self._adapter.refuse(f"it changes {min(self._left)}, which is no linear layer of this transformer")
 
     def _plain(self, name: str, layer: nn.Module) -> nn.Linear:
-        """The layer, or one of its weights as they were before they were quantised, but for what that cost."""
+        """The layer, dequantised if it is quantised."""
         try:
             return layer if is_plain(layer) else unquantized(layer).to(self._dtype)
         except ValueError as error:
@@ -320,7 +319,7 @@ class FittedAdapter:
 
 
 def _sizes(layer: Any) -> tuple[int, int]:
-    """Numbers that a layer reads and writes, per row."""
+    """(inputs, outputs) of a layer, per row."""
     if isinstance(layer, nn.Conv2d):
         return layer.weight[0].numel(), layer.out_channels
     return layer.in_features, layer.out_features

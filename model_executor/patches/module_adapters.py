@@ -1,4 +1,6 @@
-"""Adapters in modules that run as a whole, UNets and text encoders: what is added is computed beside each layer."""
+"""LoRA adapters for modules that run as a whole, UNets and text encoders: wraps each changed layer in one that adds to
+its output.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from model_executor.patches.adapters import Adapter, LowRank
 
 
 def adapt_module(module: Any, layers: Mapping[str, LowRank], adapter: Adapter) -> Any:
-    """A twin of a diffusers or transformers module with these layers of the adapter; they share all weights. Raises
-    ConfigError where it does not fit."""
+    """A copy of a diffusers or transformers module with these layers of the adapter; they share all weights. Raises
+    ConfigError where the adapter does not fit."""
     twin = _twin_of(module)
     modules = dict(module.named_modules())
     for name, low in layers.items():
@@ -34,20 +36,20 @@ def adapt_module(module: Any, layers: Mapping[str, LowRank], adapter: Adapter) -
 
 
 class AdaptedLayer(nn.Module):
-    """A layer, and what is added to its output."""
+    """A layer with an adapter's addition to its output."""
 
     def __init__(self, layer: nn.Module, added: nn.Module) -> None:
         super().__init__()
         self._layer, self._added = layer, added
 
     def forward(self, x: Tensor) -> Tensor:
-        """As the layer's."""
+        """As the layer's own."""
         y: Tensor = self._layer(x) + self._added(x)
         return y
 
 
 def _twin_of(module: nn.Module) -> nn.Module:
-    """A copy that shares all tensors."""
+    """A deep copy that shares all tensors."""
     memo = {
         id(value): value
         for part in module.modules()
@@ -58,14 +60,14 @@ def _twin_of(module: nn.Module) -> nn.Module:
 
 
 def _sizes(layer: Any) -> tuple[int, int]:
-    """Numbers that a layer reads and writes, for each row or pixel."""
+    """(inputs, outputs) of a layer, per row or pixel."""
     if isinstance(layer, nn.Conv2d | FastConv):
         return layer.in_channels * prod(layer.kernel_size), layer.out_channels
     return layer.in_features, layer.out_features
 
 
 def _layers(layer: Any, low: LowRank) -> nn.Module:
-    """What is added to the layer, as layers of the same kind."""
+    """The addition to a layer, as two layers of the same kind."""
     if isinstance(layer, nn.Conv2d | FastConv):
         sizes: Any = {"kernel_size": layer.kernel_size, "stride": layer.stride, "padding": layer.padding}
         first: nn.Module = nn.Conv2d(layer.in_channels, len(low.down), **sizes, bias=False, device="meta")

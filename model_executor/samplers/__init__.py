@@ -1,1 +1,1 @@
-"""Samplers: diffusers' schedulers on named tensors instead of a stateful object."""
+"""Samplers: diffusers' schedulers run on named tensors, with no state in an object between steps."""

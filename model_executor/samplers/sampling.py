@@ -1,9 +1,9 @@
-"""Sampling with a checkpoint's own diffusers scheduler, on named tensors instead of a stateful object.
+"""Flow-matching samplers: run a checkpoint's own diffusers scheduler on named tensors instead of a stateful object.
 
-A request's sampler state is `latents`, `sigmas` and its step number, and where the scheduler keeps more between steps,
-the tensors of a `State`: it can move between processes, a failed step leaves it as it was, and requests with different
-step counts share a batch. For each step a scheduler object is made from them, so that its arithmetic, casts included,
-is diffusers' own. A step is one call of the model: a second-order solver takes two for each of its noise levels.
+A request's sampler state is its `latents`, `sigmas` and step number, and a `State` for what else its scheduler keeps
+between steps. As tensors the state can move between processes, a failed step leaves it unchanged, and requests with
+different step counts share a batch. A scheduler object is made from them for each step, so the arithmetic, casts
+included, is diffusers' own. A step is one call of the model: a second-order solver takes two for each noise level.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 State = tuple[Tensor, ...]
-"""What a scheduler keeps from one step to the next besides its place: its own tensors, those it has not got as empty
-ones; and of one that draws noise the generator's state, uint8."""
+"""What a scheduler keeps between steps besides its position: its tensors, an empty one for each that it does not have
+yet; then, if it draws noise, the generator's state, uint8."""
 
 
 class Sampling:
-    """The scheduler of a checkpoint. scheduler: one of diffusers' flow-matching ones, as it was loaded; it is kept.
-    Raises ValueError for one whose noise levels do not fall to 0, as with `invert_sigmas`."""
+    """Runs the scheduler of a checkpoint. scheduler: a flow-matching scheduler of diffusers, as loaded, which it then
+    owns. Raises ValueError where noise levels do not fall to 0, as with `invert_sigmas`."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
@@ -37,7 +37,7 @@ class Sampling:
 
     @property
     def config(self) -> Any:
-        """scheduler_config.json and its defaults."""
+        """The scheduler's configuration: scheduler_config.json, with diffusers' defaults."""
         return self._scheduler.config
 
     @property
@@ -47,8 +47,8 @@ class Sampling:
 
     @property
     def min_steps(self) -> int:
-        """Of a run. Where the last noise level is given, those after the first are stretched to end there: a first one
-        alone would become NaN.
+        """Fewest steps of a run. With `shift_terminal` the noise levels after the first are stretched to end at a given
+        one; a single level would become NaN.
         """
         return 2 if self.config.get("shift_terminal") else 1
 
@@ -57,10 +57,10 @@ class Sampling:
         return type(self._scheduler).__name__
 
     def schedule(self, num_inference_steps: int, num_denoising_steps: int, timesteps: Mapping[str, Any]) -> Tensor:
-        """Noise levels of a run, one for each step and a last 0: float32 [steps + 1].
+        """Noise levels of a run, one for each step and a final 0: float32 [steps + 1].
 
-        timesteps: what the pipeline passes to `set_timesteps`. num_denoising_steps: with strength < 1 the first of
-        num_inference_steps are left out, as diffusers' `get_timesteps` does.
+        timesteps: the pipeline's arguments for `set_timesteps`. num_denoising_steps: with strength < 1, fewer than
+        num_inference_steps; the first ones are skipped, as in diffusers' `get_timesteps`.
         """
         self._scheduler.set_timesteps(**timesteps)
         begin = (num_inference_steps - num_denoising_steps) * self.order
@@ -68,18 +68,18 @@ class Sampling:
         return sigmas.clone()
 
     def begin(self, generator: torch.Generator) -> State:
-        """The state before the first step. generator: the request's, after what was drawn for its first latents."""
+        """The state before the first step. generator: the request's, after its initial latents were drawn."""
         return self._state(dict.fromkeys(self._names), generator)
 
     def noised(self, clean: Tensor, noise: Tensor, sigmas: Tensor, step: int) -> Tensor:
-        """Clean latents as they are before `step`, after the last one where that is len(sigmas) - 1."""
+        """Clean latents at the noise level before `step`; `len(sigmas) - 1` is the level after the last step."""
         noised: Tensor = self._at(sigmas, step).scale_noise(clean, sigmas[step : step + 1], noise)
         return noised
 
     def step(self, latents: Tensor, velocity: Tensor, sigmas: Tensor, step: int, state: State) -> tuple[Tensor, State]:
-        """Latents and state after `step`, 0..len(sigmas) - 2; nothing that is passed in changes.
+        """Latents and state after `step`, 0..len(sigmas) - 2. Arguments are not modified.
 
-        latents, velocity: of any one shape, in which noise is drawn too.
+        latents, velocity: of the same shape, any; noise is drawn in it too.
         """
         scheduler = self._at(sigmas, step)
         held: Sequence[Tensor] = state
@@ -96,7 +96,7 @@ class Sampling:
         return moved, self._state(vars(scheduler), generator)
 
     def _at(self, sigmas: Tensor, step: int) -> Any:
-        """A scheduler of its own, which stands before `step`."""
+        """A copy of the scheduler, positioned before `step`."""
         scheduler = copy.copy(self._scheduler)
         scheduler.sigmas, scheduler.timesteps = sigmas, sigmas[:-1] * self.num_train_timesteps
         scheduler._begin_index, scheduler._step_index = 0, step
@@ -107,7 +107,7 @@ class Sampling:
         return (*held, generator.get_state()) if self._is_stochastic and generator is not None else tuple(held)
 
     def _explore(self) -> tuple[tuple[str, ...], bool]:
-        """What a step leaves behind in the scheduler besides its place, and whether it draws noise: by doing one."""
+        """(names of the scheduler's tensors that a step changes, whether it draws noise), found by doing a step."""
         accepted = inspect.signature(self._scheduler.set_timesteps).parameters
         self._scheduler.set_timesteps(3, **({"mu": 1.0} if "mu" in accepted else {}))
         trial, generator = copy.copy(self._scheduler), torch.Generator("cpu").manual_seed(0)
@@ -119,8 +119,8 @@ class Sampling:
 
 
 def dynamic_shift(config: Any, image_tokens: int, max_shift: float = 1.15) -> float:
-    """`mu` of dynamic shifting: linear in the image's tokens; diffusers' calculate_shift. max_shift: where the
-    configuration has none."""
+    """`mu` of dynamic shifting, linear in the number of image tokens, as diffusers' calculate_shift. max_shift: used
+    where the configuration has none."""
     low, high = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
     base, top = config.get("base_shift", 0.5), config.get("max_shift", max_shift)
     slope = (top - base) / (high - low)

@@ -1,12 +1,12 @@
-"""Sampling with the schedulers of UNets, which count in the timesteps that the model was trained at: DDIM, PNDM, Euler,
-Euler ancestral, DPM-Solver++. On named tensors, as in sampling.py.
+"""Samplers of UNets, whose schedulers count in training timesteps: DDIM, PNDM, Euler, Euler ancestral, DPM-Solver++.
+They run diffusers' schedulers on named tensors, as in `sampling.py`.
 
-A request's run is two integers, from which diffusers makes its timesteps. They are the head of its `State`; behind them
-lies what the scheduler keeps from one step to the next, each of its attributes as one tensor. For each step a scheduler
-object is made from them, so that its arithmetic is diffusers' own.
+A request's *run* is two integers, from which diffusers computes the timesteps. They come first in its `State`; the rest
+is what the scheduler keeps between steps, each attribute as one tensor. A scheduler object is made from them for each
+step, so the arithmetic is diffusers' own.
 
-The noise level of a timestep is its share of all training timesteps: it falls from 1 to 0 like that of flow matching,
-and tells the model its timestep.
+The noise level of a timestep is its share of all training timesteps. It falls from 1 to 0 as in flow matching, and is
+converted back to the timestep for the model.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from torch import Tensor
 from model_executor.samplers.sampling import State
 
 CACHED_RUNS = 64
-"""Numbers of steps whose schedulers are kept; each is a few arrays of as many numbers."""
+"""Schedulers cached, one for each number of steps; each is a few arrays of as many numbers."""
 
 TRIAL_STEPS = 4
-"""Of the run that tells what a scheduler keeps; none keeps more than three steps' predictions before it has all."""
+"""Steps of the trial run that finds what a scheduler keeps. None keeps the predictions of more than three steps."""
 
 PREDICTIONS = ("epsilon", "v_prediction")
 
 
 class TimestepSampling:
-    """The scheduler of a checkpoint. scheduler: one of diffusers', as it was loaded; it is kept. Raises ValueError for
-    a model that predicts other than noise or velocity, and for PNDM's Runge-Kutta steps."""
+    """Runs the scheduler of a checkpoint. scheduler: a timestep scheduler of diffusers, as loaded, which it then owns.
+    Raises ValueError for models that predict neither noise nor velocity, and for PNDM's Runge-Kutta steps."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
@@ -54,42 +54,43 @@ class TimestepSampling:
 
     @property
     def extra_steps(self) -> int:
-        """Calls of the model in a run beyond one for each step (and two for each but the last, of a second-order
-        solver): PNDM takes the second step twice."""
+        """Calls of the model in a run beyond the usual: `order` per step, and one for the last. PNDM takes the second
+        step twice."""
         return len(self._of_steps(TRIAL_STEPS).timesteps) - self.order * (TRIAL_STEPS - 1) - 1
 
     @property
     def min_steps(self) -> int:
-        """Fewest steps of a run of which the above holds: a run of one has no second step."""
+        """Fewest steps for which `extra_steps` holds: a run of one step has no second to take twice."""
         return next(n for n in count(1) if len(self._of_steps(n).timesteps) == self._num_calls(n))
 
     def _num_calls(self, num_steps: int) -> int:
         return self.order * (num_steps - 1) + 1 + self.extra_steps
 
     def run(self, num_inference_steps: int, num_denoising_steps: int) -> Tensor:
-        """int64 [2]: the steps of a whole run, and how many timesteps are left out at its start, as with strength < 1
-        by diffusers' `get_timesteps`."""
+        """The run, int64 [2]: its steps at full strength, and the number of timesteps skipped at its start, as in
+        diffusers' `get_timesteps` with strength < 1."""
         return torch.tensor([num_inference_steps, (num_inference_steps - num_denoising_steps) * self.order])
 
     def noise_levels(self, run: Tensor) -> Tensor:
-        """Of each step, and a last 0: float32 [steps + 1]. Times `num_train_timesteps` they are the timesteps."""
+        """Noise levels, one for each step and a final 0: float32 [steps + 1]. Times `num_train_timesteps` they are the
+        timesteps."""
         scheduler, begin = self._of_run(run)
         levels = scheduler.timesteps[begin:].double() / self.num_train_timesteps
         return torch.cat([levels, levels.new_zeros(1)]).float()
 
     def begin(self, run: Tensor, generator: torch.Generator) -> State:
-        """The state before the first step. generator: the request's, after what was drawn for its first latents."""
+        """The state before the first step. generator: the request's, after its initial latents were drawn."""
         return self._state(run, self._of_run(run)[0], generator)
 
     # ------------------------------------------------------------------------------------------------------- steps
 
     def pure_noise(self, noise: Tensor, run: Tensor) -> Tensor:
-        """Standard normal noise as the latents that a whole run starts from."""
+        """Standard normal noise, scaled to the initial latents of a run at full strength."""
         started: Tensor = noise * self._of_run(run)[0].init_noise_sigma
         return started
 
     def noised(self, clean: Tensor, noise: Tensor, run: Tensor, step: int) -> Tensor:
-        """Clean latents as they are before `step`; after the last step as they are."""
+        """Clean latents at the noise level before `step`; unchanged after the last step."""
         scheduler, begin = self._of_run(run)
         timestep = scheduler.timesteps[begin + step : begin + step + 1]
         if not len(timestep):
@@ -98,8 +99,8 @@ class TimestepSampling:
         return noised
 
     def shares(self, level: Tensor) -> tuple[Tensor, Tensor]:
-        """What latents of unit variance have of clean ones and of noise at a noise level, between timesteps
-        interpolated; each like `level`."""
+        """(factor of clean latents, factor of noise) in latents of unit variance at a noise level, interpolated between
+        timesteps; each has the shape of `level`."""
         timestep = (level.float() * self.num_train_timesteps).clamp(max=self.num_train_timesteps - 1)
         alphas = self._alphas(level.device)
         below = timestep.long().clamp(max=len(alphas) - 2)
@@ -107,14 +108,14 @@ class TimestepSampling:
         return alpha.sqrt(), (1 - alpha).sqrt()
 
     def scaled(self, latents: Tensor, run: Tensor, step: int) -> Tensor:
-        """Latents before `step` as the model takes them: of unit variance, whatever the scheduler keeps."""
+        """Latents before `step`, scaled from the scheduler's range to the model's input, of unit variance."""
         scheduler = self._at(run, step)
         scaled: Tensor = scheduler.scale_model_input(latents, self._timestep(scheduler))
         return scaled
 
     def step(self, latents: Tensor, prediction: Tensor, state: State, step: int) -> tuple[Tensor, State]:
-        """Latents and state after `step`, counted from the run's first; nothing that is passed in changes. latents,
-        prediction: of any one shape, in which noise is drawn too."""
+        """Latents and state after `step`, counted from the run's first. Arguments are not modified. latents,
+        prediction: of the same shape, any; noise is drawn in it too."""
         scheduler = self._at(state[0], step)
         for name, tensor in zip(self._names, state[1:], strict=False):
             setattr(scheduler, name, _unpacked(tensor, getattr(scheduler, name)))
@@ -129,8 +130,9 @@ class TimestepSampling:
     def clean(self, latents: Tensor, prediction: Tensor, run: Tensor, step: int) -> Tensor:
         """The clean latents that the model's prediction points at before `step`.
 
-        By what the scheduler makes of 1: latents are `signal` times the clean ones and `noise` times noise, and the
-        model takes them times `scale`. v-prediction: section 2.4 of Imagen Video (arXiv 2210.02303).
+        Latents are `signal` times clean ones plus `noise` times noise, and the model's input is `scale` times that; the
+        three factors are read off the scheduler's results for 1. v-prediction: section 2.4 of Imagen Video (arXiv
+        2210.02303).
         """
         one, none = torch.ones(1), torch.zeros(1)
         signal, noise = self.noised(one, none, run, step).item(), self.noised(none, one, run, step).item()
@@ -142,19 +144,19 @@ class TimestepSampling:
     # ------------------------------------------------------------------------------------------------- the scheduler
 
     def _make(self, num_inference_steps: int) -> Any:
-        """A scheduler of its own before a whole run."""
+        """A copy of the scheduler before the first step of a run at full strength."""
         scheduler = copy.copy(self._scheduler)
         scheduler.set_timesteps(num_inference_steps)
-        scheduler.scale_model_input(torch.zeros(1), scheduler.timesteps[0])  # some warn where this was never done
+        scheduler.scale_model_input(torch.zeros(1), scheduler.timesteps[0])  # some warn if it was never called
         return scheduler
 
     def _of_run(self, run: Tensor) -> tuple[Any, int]:
-        """The scheduler before a whole run, not to be changed, and how many timesteps are left out."""
+        """(the cached scheduler of a run, not to be modified, number of timesteps skipped)."""
         num_inference_steps, begin = run.tolist()
         return self._of_steps(num_inference_steps), begin
 
     def _at(self, run: Tensor, step: int) -> Any:
-        """A scheduler of its own, which stands before `step` and knows of no other."""
+        """A copy of the scheduler, positioned before `step`, without what earlier steps left in it."""
         kept, begin = self._of_run(run)
         scheduler = copy.copy(kept)
         scheduler._begin_index, scheduler._step_index = begin, begin + step
@@ -173,8 +175,8 @@ class TimestepSampling:
         return (run, *held, generator.get_state()) if self._is_stochastic else (run, *held)
 
     def _explore(self) -> tuple[tuple[str, ...], bool]:
-        """The attributes that steps change in the scheduler besides its place, and whether it draws noise: by doing
-        some."""
+        """(names of the scheduler's attributes that steps change, without its position; whether it draws noise), found
+        by doing a few steps."""
         trial, generator = copy.deepcopy(self._of_steps(TRIAL_STEPS)), torch.Generator("cpu").manual_seed(0)
         drawn, changed = generator.get_state(), set[str]()
         for timestep in trial.timesteps[: TRIAL_STEPS - 1]:
@@ -186,7 +188,7 @@ class TimestepSampling:
 
 
 def _packed(value: Any) -> Tensor:
-    """An attribute as one tensor. None and an empty list have no elements; a list's tensors lie behind one another."""
+    """A scheduler's attribute as one tensor: a list's tensors are stacked; None and an empty list give an empty one."""
     if isinstance(value, list):
         tensors = [tensor for tensor in value if tensor is not None]
         return torch.stack(tensors) if tensors else torch.empty(0)
@@ -196,7 +198,7 @@ def _packed(value: Any) -> Tensor:
 
 
 def _unpacked(tensor: Tensor, like: Any) -> Any:
-    """The attribute again. like: what it is before a run; a list that has None in it there is filled from its end."""
+    """The attribute from its tensor. like: its value before a run; a list of None is filled from its end."""
     if isinstance(like, list):
         tensors = list(tensor) if tensor.numel() else []
         return [None] * (len(like) - len(tensors)) + tensors

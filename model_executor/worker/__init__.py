@@ -1,1 +1,1 @@
-"""A worker's process: the loop over plans, the models it holds, and what it measures at start."""
+"""The worker process: its loop over plans, the models it has loaded, and what it measures at start-up."""

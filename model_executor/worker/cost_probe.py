@@ -1,7 +1,7 @@
-"""What batches cost on this machine: a handful of them, timed before a worker reports ready.
+"""Measures what batches cost on this machine: times a handful of them before a worker reports ready.
 
-The samples give the engine's cost model its first lines, so that the first edits are already scheduled by it. They are
-kept per model and device: the next start reads them.
+The engine's cost model is fitted to these samples first, so that it can schedule the first edits. They are cached per
+model and device, and read by the next start.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from model_executor.page_cache.pages import Pages
 from model_executor.worker.device_failures import is_out_of_memory
 
 BUDGET_SECONDS = 2.0
-"""Per model, at its first start. A batch that would take longer than what is left of it is not tried."""
+"""Time budget per model, at its first start. A batch that is expected to exceed what is left is skipped."""
 
 MIXES = ((0.05,), (1.0,), (0.1,) * 4, (0.3,), (1.0, 0.1), (0.2,) * 8, (1.0, 1.0), (0.1, 0.1), (0.5, 0.2), (0.7,) * 3)
-"""Denoising batches: each request's share of active tokens; 1 is an exact one."""
+"""Denoising batches to time: each request's share of active tokens; 1 is an exact request."""
 
 PRIMINGS = ((1, 0.5), (1, 1.0), (2, 1.0))
-"""Keyframes together, and the share of the blocks they go through."""
+"""Priming batches to time: (keyframes, share of the blocks that they pass through)."""
 
 PICTURES = (0.5, 1.0)
-"""Encoded or decoded: their side as a share of the native one."""
+"""Pictures to encode and decode: their side as a share of the native one."""
 
 _COMPONENTS = {node.stage: node.component for node in INPAINT.nodes} | {"prime": INPAINT.loop.component}
 
 Timed = tuple[str, Work, Callable[[], object]]
-"""A stage, a batch's size, and what runs it."""
+"""(stage, size of the batch, function that runs it)."""
 
 
 def known_or_probed(
@@ -57,10 +57,11 @@ def known_or_probed(
     cache_folder: Path,
     kernels: Mapping[str, KernelChoice] | None = None,
 ) -> tuple[CostSample, ...]:
-    """Samples of all models, `infos` as the worker is about to report them: those kept from an earlier start, else new
-    ones. kernels: of each model's name, `auto` where it has none. A folder that cannot be written only means that the
-    next start measures again. An adapter's are its model's: it takes a few percent longer, which is learnt as it is
-    used.
+    """Cost samples of all models: cached ones of an earlier start, else new ones. If the folder cannot be written, the
+    next start measures again. An adapter gets the samples of its model: it takes a few percent longer, which the cost
+    model learns from use.
+
+    infos: as the worker is about to report them. kernels: model's name -> choice, `auto` where missing.
     """
     chosen = kernels or {}
     measured = {
@@ -77,7 +78,7 @@ def known_or_probed(
 
 @torch.inference_mode()
 def probe(family: Family, info: ModelInfo, budget_seconds: float) -> list[CostSample]:
-    """Time batches of every stage, small ones first, until the budget is spent."""
+    """Time batches of every stage, small ones first, until the time budget is spent."""
     ends = time.monotonic() + budget_seconds
     samples: list[CostSample] = []
     for stage, work, batch in Batches(family, info).all():
@@ -86,7 +87,7 @@ def probe(family: Family, info: ModelInfo, budget_seconds: float) -> list[CostSa
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            continue  # then there is no such batch to schedule either
+            continue  # such a batch cannot be scheduled either
         if seconds is not None:
             samples.append(CostSample(ModelKey(info.name, _COMPONENTS[stage]), stage, work, seconds))
     return samples
@@ -103,7 +104,7 @@ def _samples(family: Family, info: ModelInfo, cache_folder: Path, kernels: Kerne
 
 
 def _conditions(info: ModelInfo, kernels: KernelChoice) -> str:
-    """Hex digest of all that costs depend on: the model as it is served, the processor, threads, PyTorch, kernels."""
+    """Hex digest of everything that costs depend on: the model as served, processor, threads, PyTorch, kernels."""
     device = torch.device(info.device)
     processor = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
     digest = chosen_operators(kernels, device).digest
@@ -120,8 +121,8 @@ def _cpu_name() -> str:
 
 
 def _time(batch: Callable[[], object], ends: float, expected: float) -> float | None:
-    """Seconds of a call, None where there is no time for it. The one before it is not counted: at a new size it took
-    1.2 to 1.3 times as long (one Zen 5 core), which is paid once in a request's many steps.
+    """Seconds of a batch's second call; None where there is no time for it. The first is not counted: at a new size it
+    took 1.2 to 1.3 times as long (one Zen 5 core), which a request pays once in its many steps.
     """
     for _ in range(2):
         started = time.monotonic()
@@ -135,7 +136,7 @@ def _time(batch: Callable[[], object], ends: float, expected: float) -> float | 
 
 
 def _expected(samples: Sequence[CostSample], stage: str, work: Work) -> float:
-    """Seconds by the last batch of the stage, in proportion to the tokens."""
+    """Expected seconds: those of the stage's last sample, in proportion to the tokens; 0 without one."""
     for sample in reversed(samples):
         if sample.stage == stage:
             return sample.seconds * sum(work.queries) / sum(sample.work.queries)
@@ -144,13 +145,13 @@ def _expected(samples: Sequence[CostSample], stage: str, work: Work) -> float:
 
 @dataclass
 class Batches:
-    """Batches of every stage over an empty picture of the native size."""
+    """Makes batches of every stage, over an empty picture of the native size."""
 
     family: Family
     info: ModelInfo
 
     def all(self) -> Iterator[Timed]:
-        """Stages in turn, smaller batches of each first: whenever it ends, something is known of every one."""
+        """All batches, stages in turn and smaller ones first, so that every stage is sampled even if time runs out."""
         stages: list[list[Timed]] = [
             [("text_encode", Work.of([self._text_tokens]), self._encode_text)],
             [self.denoise(mix) for mix in MIXES if self._has_pages or min(mix) == 1.0],
@@ -162,12 +163,12 @@ class Batches:
 
     @property
     def most_rows(self) -> int:
-        """Of a request: its prompt's and, with classifier-free guidance, its negative prompt's."""
+        """Most rows that a request has: its prompt's and, with classifier-free guidance, its negative prompt's."""
         return 2 if self.info.has_true_cfg or self.info.is_guidance_cfg else 1
 
     @torch.inference_mode()
     def kept_bytes(self) -> int:
-        """Of device memory, by a request of most rows and the default number of steps between two of them."""
+        """Bytes of device memory that a request with most rows and the default number of steps keeps between steps."""
         image, text, info = self._image, self._text, self.info
         levels = torch.linspace(1.0, 0.0, info.default_num_inference_steps, device=image.latents.device)
         table = self.family.modulation(text.pooled_prompt_embeds, info.default_guidance_scale, levels, self.most_rows)
@@ -203,7 +204,7 @@ class Batches:
     # ------------------------------------------------------------------------------------------------ the denoiser
 
     def prime(self, keyframes: int, share: float) -> Timed:
-        """So many keyframes together through this share of the blocks, from the first one on."""
+        """A batch that primes `keyframes` together through the first `share` of the blocks."""
         assert self.info.page_scheme is not None
         num_blocks = self.info.page_scheme.layout.num_blocks
         blocks = max(1, int(num_blocks * share))
@@ -212,7 +213,7 @@ class Batches:
         return "prime", work, lambda: self.family.prime([self._prime_row] * keyframes, (0, blocks))
 
     def denoise(self, mix: Sequence[float]) -> Timed:
-        """A step of requests with these shares of active tokens; 1 is an exact one."""
+        """One denoising step of requests with these shares of active tokens; 1 is an exact request."""
         rows = [self._row(share) for share in mix]
         keys = self.num_row_tokens
         queries = [keys if row.active is None else self._text_tokens + len(row.active) for row in rows]
@@ -220,7 +221,7 @@ class Batches:
         return "denoise", work, lambda: self.family.predict(rows)
 
     def _row(self, share: float) -> Row:
-        """An exact request, or one with this share of its tokens active."""
+        """The row of a request with this share of its tokens active, or of an exact one."""
         number = max(1, int(share * self._num_tokens))
         is_exact = number == self._num_tokens
         return Row(
@@ -255,7 +256,7 @@ class Batches:
 
     @cached_property
     def _pages(self) -> Pages:
-        """Between two keyframes, as pages mostly are read."""
+        """Pages between two keyframes, the most frequent case."""
         assert self.info.page_scheme is not None
         near = self._prime_row.entry
         return Pages(self.info.page_scheme.layout, self._num_tokens, near, near.clone(), 0.5)
@@ -276,7 +277,7 @@ class Batches:
 
     @property
     def num_row_tokens(self) -> int:
-        """Tokens of an exact row: of text, picture and condition."""
+        """Tokens of an exact row: text, image and condition tokens."""
         return self._text_tokens + (1 + self.info.conditions_per_token) * self._num_tokens
 
     @property
@@ -289,6 +290,6 @@ class Batches:
         return rows * columns
 
     def _side(self, share: float) -> int:
-        """Pixels, a multiple of the token size."""
+        """A share of the native side in pixels, rounded down to a multiple of the token size."""
         token_size = self.info.token_size
         return max(token_size, int(self.info.native_size * share) // token_size * token_size)

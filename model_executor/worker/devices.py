@@ -1,7 +1,7 @@
-"""Which device a worker takes: one each, and engine after engine.
+"""Chooses the device of a worker: each takes one GPU, numbered engine by engine.
 
-Engine i of W workers takes the GPUs i * W to i * W + W - 1 of those that this process may see: CUDA_VISIBLE_DEVICES,
-where it is set, says which these are and in which order.
+With W workers per engine, engine i takes GPUs i * W to i * W + W - 1 of those visible to this process, in the order of
+CUDA_VISIBLE_DEVICES where that is set.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def resolve_device(name: str, index: int = 0, num_workers: int = 1) -> torch.device:
-    """`auto` takes a GPU when there is one, of several the one at `index`, as does `cuda`. num_workers: of all engines,
-    which need a GPU each where none was named. Raises ConfigError.
+    """The device of a worker. `auto` and `cuda` take the GPU at `index`, `auto` the CPU where there is no GPU; `cuda:N`
+    takes that one. num_workers: of all engines; each needs a GPU unless one is named. Raises ConfigError.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return torch.device(pick_device(name, index, num_workers, num_gpus, os.environ.get(VISIBLE)))
 
 
 def pick_device(name: str, index: int, num_workers: int, num_gpus: int, visible: str | None) -> str:
-    """`resolve_device` without a look at the machine: it has `num_gpus` that PyTorch sees, and CUDA_VISIBLE_DEVICES is
-    `visible`. Raises ConfigError, at every worker if at one of them: the first finds out before it loads anything.
+    """`resolve_device` as a pure function. num_gpus: GPUs that PyTorch sees. visible: CUDA_VISIBLE_DEVICES. If it
+    raises ConfigError for one worker, it does for all, so the first one fails before it loads anything.
     """
     kind, number = _parse(name, num_gpus)
     if kind != "cuda":
@@ -47,7 +47,7 @@ def pick_device(name: str, index: int, num_workers: int, num_gpus: int, visible:
 
 
 def _parse(name: str, num_gpus: int) -> tuple[str, int | None]:
-    """Its type and number. Raises ConfigError."""
+    """(type, number or None) of a device name. Raises ConfigError."""
     if name == "auto":
         return "cuda" if num_gpus else "cpu", None
     with suppress(RuntimeError):

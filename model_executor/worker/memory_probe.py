@@ -1,7 +1,8 @@
-"""What is left of a device's memory for pages: the largest batches are run, and what they took at most is kept free.
+"""Measures how much of a device's memory is left for cached pages: runs the largest batches, and keeps the peak of what
+they took free.
 
-No batch can be larger: pictures have the native area at most. Should one not fit all the same, since others took memory
-meanwhile, it is done in halves (core/scheduling/halving.py).
+No batch can be larger, because pictures have at most the native area. If one does not fit after all, since another
+process took memory meanwhile, it is run in halves (`core/scheduling/halving.py`).
 """
 
 from __future__ import annotations
@@ -30,24 +31,24 @@ PICTURE_STAGES = ("text_encode", "image_encode", "decode")
 
 
 class Gauge(Protocol):
-    """Reads a device's memory, in bytes. Made before the first weights are loaded."""
+    """Reads a device's memory use, in bytes. Create it before weights are loaded."""
 
     @property
     def total(self) -> int: ...
 
     def taken(self) -> int:
-        """By this process since the gauge was made; what its allocator only keeps is given back first."""
+        """Bytes taken by this process since the gauge was created, after its allocator's unused memory is released."""
 
     def free(self) -> int:
-        """That no process has taken."""
+        """Bytes that no process has taken."""
 
     def peak_of(self, run: Run) -> int:
-        """Most that a call takes beyond what was taken before it."""
+        """Peak bytes that a call takes beyond those taken before it."""
 
 
 class CudaGauge:
-    """Counts what the driver counts, so the memory of libraries too, and of the allocator what it reserves, so what is
-    lost between tensors too."""
+    """Reads the driver's counters, which include memory of libraries, and the memory that the allocator reserves, which
+    includes fragmentation."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -74,7 +75,7 @@ class CudaGauge:
 
 
 def gauge_of(device: torch.device) -> Gauge | None:
-    """None for a CPU, whose pages lie in shared memory."""
+    """The gauge of a device; None for a CPU, whose pages lie in shared memory."""
     return CudaGauge(device) if device.type == "cuda" else None
 
 
@@ -85,8 +86,8 @@ def device_page_bytes(
     cache: CacheConfig,
     scheduler: SchedulerConfig,
 ) -> int:
-    """Bytes of device memory for pages: what was asked for, else what is left; 0 without a gauge, as on a CPU, and
-    where no model has pages. Raises ConfigError where nothing is left.
+    """Bytes of device memory for pages: what the configuration asks for, else what is left. 0 without a gauge (on a
+    CPU), and where no model has pages. Raises ConfigError where nothing is left.
     """
     schemes = [(info, info.page_scheme) for info in infos if info.page_scheme is not None and not info.parent]
     if cache.device_bytes is not None or gauge is None or not schemes:
@@ -104,7 +105,7 @@ def device_page_bytes(
 
 @contextmanager
 def room_for(what: str, remedies: str = REMEDIES) -> Iterator[None]:
-    """Raises ConfigError, with the remedies, where the device runs out of memory over it."""
+    """Turns out-of-memory errors in its body into a ConfigError that names `what` and the remedies."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -115,11 +116,12 @@ def room_for(what: str, remedies: str = REMEDIES) -> Iterator[None]:
 
 @torch.inference_mode()
 def measure(gauge: Gauge, runs: Iterable[Run], kept: int) -> DeviceMemory:
-    """The device with the models on it. Each is run twice: what the first call makes and keeps is no batch's own.
-    kept: by running requests, as `DeviceMemory` has it. Raises ConfigError where one does not even fit.
+    """Measure the device with the models loaded. Every run is done twice, since the first call also creates what later
+    ones reuse. kept: bytes that running requests keep, as in `DeviceMemory`. Raises ConfigError where a run does not
+    fit.
     """
     with room_for("the largest batch beside the model"):
-        peak = _peak(gauge, runs)  # whatever it made is gone when it returns
+        peak = _peak(gauge, runs)  # its tensors are freed when it returns
     return DeviceMemory(total=gauge.total, taken=gauge.taken(), peak=peak, kept=kept, free=gauge.free())
 
 
@@ -132,7 +134,7 @@ def _peak(gauge: Gauge, runs: Iterable[Run]) -> int:
 
 
 def heaviest(batches: Batches, limits: SchedulerConfig) -> Iterator[Run]:
-    """The largest batch of every stage that these limits allow at the native size."""
+    """The largest batches of every stage that the scheduler's limits allow, at the native size."""
     yield from (run for stage, _, run in batches.all() if stage in PICTURE_STAGES)
     info, tokens = batches.info, batches.num_row_tokens
     most_rows = limits.max_num_seqs * batches.most_rows

@@ -1,4 +1,4 @@
-"""Prompts already embedded: the least recently used go first when the bytes run out."""
+"""PromptCache: keeps embedded prompts within a byte budget, and evicts the least recently used."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from model_executor.models.base import EncodedText, Family
 DEFAULT_BYTES = 64 * 1024 * 1024
 
 Key = tuple[str, int, str, str]
-"""Prompt, most tokens, content id of the picture where the embedding depends on it, cache salt."""
+"""(prompt, max_sequence_length, content id of the picture if the embedding depends on it, cache salt)."""
 
 
 class PromptCache:
-    """What `family.encode_text` answered, as long as it fits. Not to be kept when the text encoders' weights change."""
+    """A cache over `family.encode_text`. Becomes invalid when the text encoders' weights change."""
 
     def __init__(self, family: Family, max_bytes: int = DEFAULT_BYTES) -> None:
         self._family = family
         self._max_bytes = max_bytes
-        self._texts: OrderedDict[Key, EncodedText] = OrderedDict()  # the last was used last
+        self._texts: OrderedDict[Key, EncodedText] = OrderedDict()  # in order of last use
         self.nbytes = 0
 
     def encode(
@@ -32,8 +32,8 @@ class PromptCache:
         template: Tensor | None = None,
         cache_salt: str = "",
     ) -> EncodedText:
-        """As Family.encode_text, with the same bits. The tensors are shared with later calls of the same `cache_salt`:
-        not to be written to. content_id: the template's."""
+        """As `Family.encode_text`, bit-identical. content_id: the template's. The tensors are shared with later calls
+        of the same `cache_salt` and must not be modified."""
         key = (prompt, max_sequence_length, content_id if self._family.text_sees_template else "", cache_salt)
         if key in self._texts:
             self._texts.move_to_end(key)
@@ -52,6 +52,6 @@ class PromptCache:
 
 
 def _nbytes(prompt: str, text: EncodedText) -> int:
-    """Bytes kept with a text: its prompt's, and those of the storages its tensors are views of."""
+    """Bytes that a cached text keeps in memory: its prompt's, and those of the storages behind its tensors."""
     tensors = (text.prompt_embeds, text.pooled_prompt_embeds)
     return sys.getsizeof(prompt) + sum(tensor.untyped_storage().nbytes() for tensor in tensors)

@@ -1,4 +1,4 @@
-"""The models a worker holds: which are open, which of their components are loaded."""
+"""ResidentModels: opens, loads, unloads and warms up the models of a worker and their adapters."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from model_executor.patches.adapters import Adapter, read_adapter
 logger = logging.getLogger("stencil.worker")
 
 WARM_UP_SIDE = 256
-"""Largest side in pixels of the picture that is edited before a worker reports ready."""
+"""Largest side in pixels of the picture that `warm_up` edits."""
 
 KEPT_BYTES = 256 * 1024**2
-"""Freed memory that a worker holds on to; the VAE needs about 40 MB for 256x256 pixels."""
+"""Freed memory that a worker does not return to the system; the VAE needs about 40 MB for 256x256 pixels."""
 
 
 class ResidentModels:
-    """Served models by name; loads and drops their components. Made by `open`, which reads no weights but adapters'.
-    Raises ConfigError for an adapter that cannot be used."""
+    """The served models by name; loads and unloads their components. Create it with `open`, which reads adapters but no
+    other weights. Raises ConfigError for an adapter that cannot be used."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class ResidentModels:
     ) -> None:
         self._configs = {config.name: config for config in configs}
         self._checkpoints = checkpoints
-        self._adapters = [  # each with the name of its model
+        self._adapters = [  # (name of its model, adapter)
             (config.name, read_adapter(adapter, families[config.name].lora_format))
             for config in configs
             for adapter in config.adapters
@@ -56,11 +56,11 @@ class ResidentModels:
         self._prompts_of = {read.name: name for name, read in self._adapters if not read.text_layers}
         for name, read in self._adapters:  # before minutes are spent on loading
             families[name].check_adapter(read)
-        self.families = dict(families)  # adapters among them once they are loaded
+        self.families = dict(families)  # name -> family; includes adapters once they are loaded
 
     @property
     def prompts_of(self) -> dict[str, str]:
-        """Adapter's name -> its model's, for adapters that leave the text encoders as they are."""
+        """Adapter's name -> its model's name, for adapters that do not change the text encoders."""
         return dict(self._prompts_of)
 
     @classmethod
@@ -72,14 +72,14 @@ class ResidentModels:
         device_index: int = 0,
         num_workers: int = 1,
     ) -> ResidentModels:
-        """has_device_tier: there may be pages in device memory, which a GPU cannot do without. device_index: the GPU
-        that is taken where no other one was named, by one of `num_workers`. Raises ConfigError for a checkpoint that
+        """Open all models. has_device_tier: whether device memory may hold pages; without, mask-aware execution on a
+        GPU is turned off. device_index, num_workers: as for `resolve_device`. Raises ConfigError for a checkpoint that
         cannot be served.
         """
         checkpoints = {config.name: Checkpoint.open(config, device_index, num_workers) for config in configs}
         for checkpoint in checkpoints.values():
             if checkpoint.device.type == "cuda":
-                torch.cuda.set_device(checkpoint.device)  # what names no device means this one, not the first
+                torch.cuda.set_device(checkpoint.device)  # the default for `cuda` without a number
         if any(checkpoint.device.type != "cpu" for checkpoint in checkpoints.values()) and not has_device_tier:
             logger.warning(
                 "every token is computed: mask-aware edits on a GPU need pages in its memory, so "
@@ -93,11 +93,11 @@ class ResidentModels:
 
     @property
     def device(self) -> torch.device:
-        """Where all of them run."""
+        """The device that all models run on."""
         return next(iter(self._checkpoints.values())).device
 
     def load_all(self) -> None:
-        """Every component of every model, and every adapter. Raises ConfigError."""
+        """Load every component of every model, and every adapter. Raises ConfigError."""
         for name in self._configs:
             for component in self.families[name].components:
                 self.load(ModelKey(name, component))
@@ -105,22 +105,23 @@ class ResidentModels:
             self.families[adapter.name] = self.families[name].adapted(adapter)
         self._adapters = [
             (name, replace(adapter, layers={}, text_layers={})) for name, adapter in self._adapters
-        ]  # in use by now
+        ]  # the families now hold the layers
 
     def load(self, key: ModelKey) -> None:
-        """Read a component's weights. Raises ConfigError."""
+        """Load a component's weights. Raises ConfigError."""
         family = self.families[key.model]
         for part in family.components[key.component]:
             family.put(part, self._checkpoints[key.model].load(part))
 
     def unload(self, key: ModelKey) -> None:
-        """Let go of a component's weights."""
+        """Drop a component's weights."""
         family = self.families[key.model]
         for part in family.components[key.component]:
             family.drop(part)
 
     def ready(self, rank: int) -> WorkerReady:
-        """What this worker can do, models before their adapters. Every component must be loaded. Raises ConfigError."""
+        """The message that describes what this worker serves, models before their adapters. Every component must be
+        loaded. Raises ConfigError."""
         models = {name: self._info(name) for name in self._configs}
         adapters = (_adapted(models[name], adapter) for name, adapter in self._adapters)
         return WorkerReady(rank=rank, models=(*models.values(), *adapters))
@@ -132,8 +133,8 @@ class ResidentModels:
         return msgspec.structs.replace(info, page_scheme=scheme)
 
     def warm_up(self) -> None:
-        """Edit one small picture with every model, so that the first request does not pay for first calls, nor for
-        memory that was never touched."""
+        """Edit one small picture with every model, so that the first request does not pay for first calls and for
+        untouched memory."""
         keep_freed_memory(KEPT_BYTES)
         for name in self._configs:
             family = self.families[name]
@@ -145,7 +146,7 @@ class ResidentModels:
 
 
 def _adapted(model: ModelInfo, adapter: Adapter) -> ModelInfo:
-    """The model with an adapter: its pages are others."""
+    """The info of a model with an adapter. Its fingerprint differs, because its pages do."""
     scheme = model.page_scheme
     if scheme is not None:
         fingerprint = hashlib.sha256(f"{scheme.fingerprint} {adapter.digest}".encode()).hexdigest()
@@ -155,7 +156,7 @@ def _adapted(model: ModelInfo, adapter: Adapter) -> ModelInfo:
 
 @torch.inference_mode()
 def edit_once(family: Family, side: int, text_tokens: int) -> torch.Tensor:
-    """A one-step edit of an empty square; uint8 [side, side, 3]."""
+    """Run a one-step edit of an empty square; returns uint8 [side, side, 3]."""
     empty = torch.zeros(side, side, 3, dtype=torch.uint8)
     text = family.encode_text("", text_tokens, empty)
     mask = torch.ones_like(empty[..., 0])
@@ -179,8 +180,8 @@ def edit_once(family: Family, side: int, text_tokens: int) -> torch.Tensor:
 
 @torch.inference_mode()
 def edit_masked_once(family: Family, side: int, text_tokens: int) -> None:
-    """One mask-aware step of an empty square, at a keyframe and on a GPU also between two, its pages primed before and
-    what it changed decoded after."""
+    """Run a mask-aware step of an empty square: prime its pages, predict at a keyframe (on a GPU also between two), and
+    decode the region."""
     template = torch.zeros(side, side, 3, dtype=torch.uint8)
     text = family.encode_text("", text_tokens, template)
     clean, grid, layout = family.encode_template(template), family.grid(side, side), family.page_layout("int8")
@@ -197,26 +198,26 @@ def edit_masked_once(family: Family, side: int, text_tokens: int) -> None:
         "grid": grid,
     }
     family.prime([PrimeRow(**common, hidden=None, entry=entry)], (0, layout.num_blocks))
-    active = torch.arange(2, device=clean.device)  # no square: what is compiled for one is not for other boxes
+    active = torch.arange(2, device=clean.device)  # not a square: kernels compiled for one do not serve other boxes
     at_keyframe, between = (Pages(layout, len(clean), entry, far, 0.5) for far in (None, entry))
-    # On a GPU reading between two keyframes is another kernel, which is to be compiled.
+    # On a GPU, reading between two keyframes is another kernel that must be compiled.
     tried = (at_keyframe,) if clean.device.type == "cpu" else (at_keyframe, between)
     rows = [Row(**common, active=active, pages=pages) for pages in tried]
     family.predict(rows)
-    if clean.device.type != "cpu":  # a guided edit's two rows share a pass, which is compiled apart from one's
+    if clean.device.type != "cpu":  # a guided edit's two rows share a pass, which is compiled separately
         family.predict([rows[-1], rows[-1]])
     family.decode_region(clean, active, side, side)
 
 
 def set_threads(num_threads: int) -> None:
-    """Threads of one operator; operators never run beside each other."""
+    """Set PyTorch's threads per operator; operators do not run in parallel."""
     torch.set_num_threads(num_threads)
     torch.set_num_interop_threads(1)
 
 
 def quiet_libraries() -> None:
-    """Progress bars and advice of the libraries do not belong in a server's log; their errors reach us as
-    exceptions."""
+    """Turn off progress bars and advice of the libraries, which do not belong in a server's log; their errors still
+    arrive as exceptions."""
     for library in (diffusers.utils.logging, transformers.utils.logging):
         library.set_verbosity_error()
         library.disable_progress_bar()

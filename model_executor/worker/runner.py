@@ -1,13 +1,13 @@
-"""Batch -> tensors -> forward -> BatchResult: what a worker computes, apart from its process.
+"""Runner: computes a worker's batches. Batch -> tensors -> forward pass -> BatchResult.
 
-The runner keeps nothing per request: inputs are named by the plan and lie in the tensor store, and so do outputs. A
-stage that works on one item at a time isolates failures: only the item fails. One denoising step is one forward pass
-for all items, so it fails as a whole, and is then tried in halves (`attempt_in_halves`); so is one priming chunk.
+The runner has no state per request: inputs and outputs are named by the plan and lie in the tensor store. Most stages
+compute one item at a time, so an error fails that item only. Denoising steps and priming chunks compute all items in
+one forward pass, which fails as a whole and is then tried in halves (`attempt_in_halves`).
 
-A pass that failed half-way has left no trace. Steps read the tensor store, compute new tensors, and put them there when
-all have been computed. What is written in place before its end, pages and pixels, is not read by anybody before the
-result has said that it is done, and written again from its start by the next attempt. What is computed once for all
-steps (modulation, active tokens, a prompt's embedding) is kept when it is whole, and depends on nothing that changes.
+A pass that fails leaves nothing behind, so it can be repeated. Steps store new tensors only after all are computed.
+Pages and pixels, which are written in place, are not read before the result reports them done, and the next attempt
+writes them from the start. What is computed once for all steps (modulation, active tokens, a prompt's embedding) is
+stored when complete, and does not depend on anything that changes.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ _NONE: Mapping[str, str] = MappingProxyType({})
 
 
 class Runner:
-    """Runs batches of one worker. models: name -> family, whose components are loaded by the worker. prompts_of:
-    adapter -> the model whose prompts' embeddings are its own, too."""
+    """Runs the batches of one worker. models: name -> family, whose components the worker loads. prompts_of: adapter ->
+    the model with the same text encoders, whose prompt cache it shares."""
 
     def __init__(
         self,
@@ -81,8 +81,8 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> BatchResult:
-        """Never raises for what a batch contains: an item that fails carries its Failure. Raises what the device says
-        when it is broken, and whatever is computed on it would fail."""
+        """Run a batch. Items that fail carry their Failure in the result. Raises only errors of a broken device, on
+        which everything would fail."""
         started = time.monotonic()
         attempt = partial(self._attempt, batch.model.model)
         groups = [batch.items] if batch.stage in TOGETHER else [(item,) for item in batch.items]
@@ -97,14 +97,14 @@ class Runner:
         )
 
     def _attempt(self, model: str, items: Sequence[Item]) -> list[ItemResult] | Failure:
-        """The results of items that succeed or fail together. When this returns, nothing refers to what a failed one
-        had computed. Raises when the device itself is broken: a kernel that failed has failed all that come after it,
-        and only a new process helps."""
+        """The results of items that succeed or fail together. After a failure nothing refers to what was computed.
+        Raises if the device itself is broken: after a failed kernel all later ones fail, and only a new process helps.
+        """
         try:
             results = self._compute(model, items)
-            wait_for_device()  # a result tells how long it took, and a kernel that failed says so only then
+            wait_for_device()  # results contain the time taken, and a failed kernel raises only here
             return results
-        except Exception as error:  # the actor's edge: whatever went wrong becomes a message to those who wait
+        except Exception as error:  # the outermost handler: every failure becomes a message to the waiting requests
             failure, cause = Failure.of(our_error(error), traceback.format_exc()), f"{type(error).__name__}: {error}"
         names = ", ".join(item.request_id for item in items)
         logger.warning("%s of %s failed: %s", items[0].node, names, cause, extra=of_request(""))
@@ -176,7 +176,7 @@ class Runner:
     # ------------------------------------------------------------------------------------------------ priming
 
     def _prime(self, model: str, items: Sequence[Item]) -> list[ItemResult]:
-        """One chunk: all keyframes of the batch through the same blocks; the hidden states wait for the next one."""
+        """Prime one chunk: all keyframes of the batch through the same blocks. Stores hidden states for the next."""
         works = [work for item in items if isinstance(work := item.work, Prime)]
         rows = [self._prime_row(model, item, work) for item, work in zip(items, works, strict=True)]
         hidden = self._models[model].prime(rows, works[0].blocks)
@@ -206,13 +206,13 @@ class Runner:
         )
 
     def _clean(self, model: str, ref: EntryRef, num_tokens: int) -> Tensor:
-        """A template's clean latents, [image tokens, latent width], not to be written."""
+        """A template's clean latents, [image tokens, latent width], read-only."""
         return self._pages.entry(ref).view(self._dtypes[model]).view(num_tokens, -1)
 
     # ------------------------------------------------------------------------------------------------ denoising
 
     def _denoise(self, model: str, items: Sequence[Item]) -> list[ItemResult]:
-        """predict, combine guidance, advance; only then is anything stored."""
+        """Predict, combine guidance, advance; results are stored only after all three."""
         family = self._models[model]
         steps = [self._step(model, item) for item in items]
         predictions = iter(family.predict([row for step in steps for row in step.rows]))
@@ -262,8 +262,8 @@ class Runner:
     def _modulation(
         self, family: Family, item: Item, work: Denoise, row: tuple[int, int], pooled: Tensor, sigmas: Tensor
     ) -> Tensor | None:
-        """The family's table for this step and one of the request's rows (its number, of how many), made for the whole
-        run at its first."""
+        """The row of the family's modulation table for this step, None if it keeps no table. row: (index, count) of the
+        request's rows. The table is computed for the whole run at its first step."""
         number, num_rows = row
         key = TensorKey(item.request_id, item.node, f"modulation-{number}")
         if not (kept := self._store.get_series(key)):
@@ -275,7 +275,7 @@ class Runner:
     def _fill_inactive(
         self, model: str, work: Denoise, sigma: Tensor, active: Tensor, latents: Tensor, condition: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Latents and condition whose inactive tokens are the template's, as in priming."""
+        """Latents and condition in which inactive tokens are replaced by the template's, as in priming."""
         assert work.template is not None
         clean = self._clean(model, work.template, latents.shape[0])
         primed, own = self._models[model].prime_inputs(clean, _noise_id(work), sigma), (latents, condition)
@@ -283,7 +283,7 @@ class Runner:
         return filled[0], filled[1]
 
     def _page_span(self, family: Family, work: Denoise, span: PageSpan) -> Pages:
-        """The pages of a step; those still on their way come in the order that it reads them."""
+        """The pages of a step. Entries still being loaded are copied in the order that the step reads their blocks."""
         rows, columns = family.grid(work.width, work.height)
         refs = [span.near] if span.far is None else [span.near, span.far]
         coming = [ref.key for ref in refs if self._pages.is_loading(ref.key)]
@@ -300,13 +300,13 @@ class Runner:
         )
 
     def _await_pages(self, keys: Sequence[str], block: int) -> None:
-        """Wait for a block of these entries."""
+        """Wait until a block of these entries may be read."""
         for key in keys:
             self._pages.wait_block(key, block)
 
     def _active(self, item: Item, ref: ArrayRef, grid: tuple[int, int], device: torch.device) -> tuple[Tensor, Box]:
-        """Token indices, int64, brought to the device, and the box around them, found on the host: at the run's first
-        step, since a GPU is waited for and finding a box takes some time too."""
+        """Token indices, int64 on the device, and the box around them, found on the host. Computed at the run's first
+        step only: uploading waits for a GPU, and finding the box takes time."""
         key = TensorKey(item.request_id, item.node, "active")
         if not (kept := self._store.get_series(key)):
             tokens = self._shared(ref).long()
@@ -316,7 +316,8 @@ class Runner:
         return active, (left, top, right, bottom)
 
     def _put_step(self, item: Item, named: Mapping[str, Tensor], state: State) -> ItemResult:
-        """Replace latents and sampler state where they were read from; the clean prediction belongs to this node."""
+        """Store a step's results: latents and sampler state replace those that were read, the clean prediction belongs
+        to this node."""
         keys = {"latents": _latents_key(item), "clean": TensorKey(item.request_id, item.node, "clean")}
         self._store.put_series(_sampler_key(item), state)
         refs = tuple(self._store.put(keys[name], tensor) for name, tensor in named.items())
@@ -335,23 +336,22 @@ class Runner:
         return ItemResult(item.request_id, item.node, tuple(refs), text_tokens, prompt_truncated, sigmas)
 
     def _shared(self, ref: ArrayRef) -> Tensor:
-        """A tensor over shared memory, without a copy."""
+        """A tensor over an array in shared memory, without a copy."""
         return torch.from_numpy(self._arena.view(ref))
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One request's denoising step: what goes in, and how its prediction moves the sampler's state. scale: of
-    classifier-free guidance, with two rows."""
+    """One request's denoising step: its inputs, and how its prediction advances the sampler."""
 
-    rows: Sequence[Row]
+    rows: Sequence[Row]  # one for each prompt
     sample: Sample
-    scale: float
-    keep_clean: bool
+    scale: float  # of classifier-free guidance, for two rows
+    keep_clean: bool  # whether to output the clean prediction too, for a preview
 
     def outputs(self, family: Family, prediction: Tensor) -> tuple[dict[str, Tensor], State]:
-        """`latents` after the step and, if asked for, `clean`, and the sampler's state; tokens that are not active stay
-        as they are. prediction: the active tokens'."""
+        """(`latents` after the step and, with keep_clean, `clean`; the sampler's state). Tokens that are not active are
+        unchanged. prediction: of the active tokens."""
         sample, active = self.sample, self.rows[0].active
         if active is not None:
             prediction = prediction.new_zeros(sample.latents.shape).index_copy_(0, active, prediction)
@@ -367,31 +367,31 @@ class _Step:
 
 
 def _below(tensors: Sequence[Tensor]) -> Tensor:
-    """One below the other; a single one as it is."""
+    """Tensors concatenated along rows; a single one as it is."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
 def _rows(tensors: Sequence[Tensor]) -> Tensor:
-    """One row each; a view of a single one."""
+    """Tensors stacked, one row each; a view of a single one."""
     return tensors[0][None] if len(tensors) == 1 else torch.stack(list(tensors))
 
 
 def _latents_key(item: Item) -> TensorKey:
-    """Where a denoising step's latents lie."""
+    """The key of a denoising step's latents."""
     return next(ref.key for ref in item.inputs if ref.key.name == "latents")
 
 
 def _sampler_key(item: Item) -> TensorKey:
-    """Where the sampler's state lies, beside the latents."""
+    """The key of the sampler's state, which is stored beside the latents."""
     latents = _latents_key(item)
     return TensorKey(latents.request_id, latents.node, "sampler")
 
 
 def _noise_id(work: Prime | Denoise) -> str:
-    """What a template's noise is kept by: its seed is the content id's alone, and no owner finds another's."""
+    """The key of a template's cached noise. The content id alone seeds it; the salt keeps owners apart."""
     return work.content_id + work.cache_salt
 
 
 def _hidden_key(item: Item, work: Prime) -> TensorKey:
-    """Where the hidden state of a keyframe's pass waits for the next chunk."""
+    """The key of a keyframe's hidden state between chunks."""
     return TensorKey(item.request_id, item.node, f"hidden-{work.sigma}")

@@ -1,7 +1,7 @@
-"""A worker's process: one device, its models, and a loop that does what plans say in the order they come.
+"""The worker process: one device, its models, and a loop that executes the engine's plans in order.
 
-Knows channels, loading and start-up; what a batch computes is the runner's. Everything heavy is imported inside `main`,
-after the settings that PyTorch reads once at import, so that a failing import is reported like any other failed start.
+This module does channels, start-up and loading; `runner.py` computes batches. Heavy imports are inside functions: they
+must follow the settings that PyTorch reads once at import, and one that fails is reported like any other failed start.
 """
 
 from __future__ import annotations
@@ -51,21 +51,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger("stencil.worker")
 
 CACHED_OPERATORS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": 256, "LRU_CACHE_CAPACITY": 32}
-"""Compiled operators that oneDNN keeps, and, of each kind, PyTorch's layer over it. There is one for every shape, and
-masks differ: with their default of 1024 each, a worker of the embedded model grew by 200 MB over some hundred edits,
-and went on. So it grows by 120 MB within 40 varied edits, and by nothing in the next 40. With 256 of each it was 185
-MB, in 0.99 of the processor time; with 128 and 64, 82 MB in 1.02; with 32 of each, 30 MB in 1.12."""
+"""Environment variable -> limit on compiled operators cached: by oneDNN, and by PyTorch, for each kind, on top of it.
+There is one per shape, and masks differ: with the default of 1024 each, a worker with the embedded model grew by 200 MB
+over some hundred edits and kept growing. With these limits it grows by 120 MB within 40 varied edits, and not in the
+next 40. With 256 of each it was 185 MB, in 0.99 of the processor time; with 128 and 64, 82 MB in 1.02; with 32 of each,
+30 MB in 1.12."""
 
 
 def main(config: bytes, fds: list[int]) -> None:
-    """Entry point of `core.ipc.process.spawn`: `config` is a WorkerConfig, `fds` channel memory, channel socket, arena,
-    page arena.
+    """Entry point for `core.ipc.process.spawn`. config: an encoded WorkerConfig. fds: channel memory, channel socket,
+    arena, page arena.
 
-    Returns when told to shut down or when the engine is gone.
+    Returns after a Shutdown message, or when the engine is gone.
     """
-    # A supervisor signals the whole group: the parent leads the shutdown, and running edits are still to be finished.
+    # A supervisor signals the whole process group, but the parent leads the shutdown: running edits must finish first.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    die_with_parent()  # a worker that hangs in a kernel must not outlive an engine that was killed
+    die_with_parent()  # also a worker that hangs in a kernel must not outlive a killed engine
     settings = msgspec.msgpack.decode(config, type=WorkerConfig)
     link = EngineLink(Channel.attach(fds[0], fds[1]))
     with suppress(PeerClosedError):
@@ -74,13 +75,13 @@ def main(config: bytes, fds: list[int]) -> None:
             with closing(_start(settings, link, *arenas)) as worker:
                 worker.run()
         except PeerClosedError:
-            raise  # nobody is left to tell
-        except Exception as error:  # the actor's edge: the engine is told why there is no worker any more
+            raise  # there is no engine to report to
+        except Exception as error:  # the process's outermost handler: report to the engine why the worker failed
             link.send(WorkerFailed(rank=settings.rank, failure=Failure.of(error, traceback.format_exc())))
 
 
 def _start(settings: WorkerConfig, link: EngineLink, arena: Arena, page_arena: Arena) -> Worker:
-    """Load everything, run every stage once, report ready."""
+    """Load the models, run every stage once, measure, and report ready."""
     num_threads = settings.models[0].threads or default_threads(settings.num_workers)
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(num_threads)
     for cache, capacity in CACHED_OPERATORS.items():
@@ -88,7 +89,7 @@ def _start(settings: WorkerConfig, link: EngineLink, arena: Arena, page_arena: A
     os.environ.setdefault("TRITON_CACHE_DIR", str(user_cache_folder(os.environ) / "triton"))
     if any(model.kernels == "compile" for model in settings.models):
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(user_cache_folder(os.environ) / "inductor"))
-    # diffusers' import makes the folder that this names, and by default one that stays behind; nothing is compiled.
+    # Importing diffusers creates this folder, by default one that is left behind; nothing is compiled into it.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
     from model_executor.page_cache.page_store import PageStore
     from model_executor.worker.cost_probe import known_or_probed
@@ -112,7 +113,7 @@ def _start(settings: WorkerConfig, link: EngineLink, arena: Arena, page_arena: A
     ready = models.ready(settings.rank)
     page_bytes = device_page_bytes(gauge, models.families, ready.models, settings.cache, settings.scheduler)
     ready = msgspec.structs.replace(ready, device_page_bytes=page_bytes)
-    if settings.rank == 0:  # the others would only disturb its measurements
+    if settings.rank == 0:  # measuring in several workers at once would disturb the measurements
         kernels = {model.name: model.kernels for model in settings.models}
         samples = known_or_probed(models.families, ready.models, user_cache_folder(os.environ), kernels)
         ready = msgspec.structs.replace(ready, samples=samples)
@@ -127,7 +128,7 @@ def _start(settings: WorkerConfig, link: EngineLink, arena: Arena, page_arena: A
 
 
 def _page_files(cache: CacheConfig) -> PageFiles | None:
-    """The disk tier, where one was asked for."""
+    """The disk tier, None if it is off."""
     from model_executor.page_cache.page_files import PageFiles
 
     if cache.disk_bytes <= 0:
@@ -136,25 +137,24 @@ def _page_files(cache: CacheConfig) -> PageFiles | None:
 
 
 def default_threads(num_workers: int) -> int:
-    """An equal share of the cores this process may use, but one: that is left to the server's other processes.
+    """An equal share of the available cores, less one, which is left to the server's other processes.
 
-    Threads of one operator wait for each other at its end, so a core that is shared with anything busy stalls them all:
-    beside another process on 2 cores, a step took 2 to 10 times as long with 2 threads as with 1.
+    Threads of one operator wait for each other at its end, so one core that is shared with a busy process stalls all of
+    them: beside another process on 2 cores, a step took 2 to 10 times as long with 2 threads as with 1.
     """
     return max(1, (len(os.sched_getaffinity(0)) - 1) // num_workers)
 
 
 class EngineLink:
-    """The channel to the engine, for both threads of a worker: a channel takes one sender at a time."""
+    """The channel to the engine, shared by the worker's two threads: a lock keeps their messages apart."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._sending = threading.Lock()
 
     def send(self, message: FromWorker) -> None:
-        """Raises PeerClosedError when the engine is gone. An item's result that cannot be encoded fails its own
-        request.
-        """
+        """Send a message. A result that cannot be encoded fails its own request. Raises PeerClosedError when the engine
+        is gone."""
         try:
             payload = encode(message)
         except MessageError as error:
@@ -166,7 +166,7 @@ class EngineLink:
             self._channel.send(payload)
 
     def report(self, copied: PageCopied) -> None:
-        """`send` for the I/O thread: that the engine is gone is the main thread's to notice."""
+        """`send` for the I/O thread, which leaves it to the main thread to notice that the engine is gone."""
         with suppress(PeerClosedError):
             self.send(copied)
 
@@ -176,7 +176,7 @@ class EngineLink:
 
 
 class Worker:
-    """The loop: one plan after the other, one result per batch as soon as it is done."""
+    """The worker's loop: executes one plan after the other, and sends each batch's result as soon as it is done."""
 
     def __init__(
         self,
@@ -197,14 +197,15 @@ class Worker:
         self._withheld = WithheldItems()
 
     def run(self) -> None:
-        """Until Shutdown. Raises PeerClosedError when the engine is gone, and whatever a plan cannot do that is not
-        one request's: a component that does not load, a tensor to move that is not here."""
+        """Execute plans until a Shutdown. Raises PeerClosedError when the engine is gone, and errors that do not belong
+        to one request: a component that does not load, a tensor to move that is missing."""
         while isinstance(plan := self._next(), StepPlan):
             self._execute(plan)
         assert isinstance(plan, Shutdown)
 
     def _next(self) -> ToWorker:
-        """The next message that says anything; what can be done of a plan that cannot be decoded."""
+        """The next message. Of a plan that cannot be decoded, the part that can be executed; if there is none, skips
+        it."""
         while True:
             payload = self._link.recv()
             try:
@@ -219,11 +220,11 @@ class Worker:
                 return saved.plan
 
     def close(self) -> None:
-        """End the I/O thread; copies that wait are dropped."""
+        """End the I/O thread; queued copies are dropped."""
         self._pages.close()
 
     def _execute(self, plan: StepPlan) -> None:
-        """The order that StepPlan promises."""
+        """Execute a plan in the order that StepPlan defines."""
         for component in plan.load:
             self._models.load(component)
         self._pages.forget(plan.forget)
