@@ -67,7 +67,7 @@ def subset_of(blocks: Blocks) -> tuple[bool, ...]:
 
 
 def test_pages_of_blocks_that_take_several() -> None:
-    """Where loading decides, the blocks go in full that save least for what they load."""
+    """If loading is the bottleneck, the blocks that save least for what they load are computed in full."""
     runs = (BlockRun(2, 4, 0.1), BlockRun(4, 1, 0.15), BlockRun(1, 4, 0.2))
     assert plan_blocks(runs, 16, 1.0, 0.2, 0.0) == ()
     assert plan_blocks(runs, 16, 1.0, 0.2, 1e9) == tuple(range(16))
@@ -110,7 +110,7 @@ def test_on_equal_blocks_the_papers_rule_is_never_faster(blocks: Blocks) -> None
 
 
 def test_the_papers_rule_is_slower_somewhere() -> None:
-    """It takes the first load that does not hurt at once, though waiting for it costs later blocks."""
+    """It takes the first load that does not delay its own block, although waiting for it delays later ones."""
     blocks = [4.0] * 4, [1.0] * 4, [3.0] * 4
     assert prefix_end(blocks) < finish_time(algorithm_1(*blocks), *blocks)
 
@@ -146,7 +146,7 @@ def test_the_subset_of_runs_is_the_best_of_all_subsets(blocks: Blocks) -> None:
 
 
 def test_a_subset_can_beat_every_prefix_and_the_papers_rule() -> None:
-    """One block in the middle takes long to load, and little to compute."""
+    """One block in the middle takes long to load and is fast to compute."""
     blocks = [2.0, 2.0, 0.5, 2.0], [0.5, 0.5, 0.4, 0.5], [0.5, 0.5, 9.0, 0.5]
     end = finish_time(subset_of(blocks), *blocks)
     assert subset_of(blocks) == (True, True, False, True)
@@ -154,7 +154,7 @@ def test_a_subset_can_beat_every_prefix_and_the_papers_rule() -> None:
 
 
 def test_among_equals_the_fewest_blocks_are_computed_in_full() -> None:
-    """Loads of no time and computing that gains nothing: cached, since full blocks change pixels."""
+    """Loads that take no time and save nothing: blocks are cached, since full blocks change pixels."""
     assert plan_prefix([1.0] * 5, [1.0] * 5, [0.0] * 5) == 0
 
 
