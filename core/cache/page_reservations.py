@@ -81,7 +81,7 @@ class PageReservations:
     _job_ids: Iterator[int] = field(default_factory=count)
     num_chunks: int = 0  # since start
 
-    # ------------------------------------------------------------------------------------------------- holds
+    # ------------------------------------------------------------------------------------------------- reservations
 
     def reserve(self, reservation: Reservation) -> bool:
         """Pin all entries of the reservation, or none; missing ones are loaded or primed. False: no room yet."""

@@ -192,7 +192,7 @@ class CostModel:
         return tuple(line.coefficients().tolist()) if line else (0.0,) * len(FEATURES)
 
     def lines(self) -> dict[CostKey, tuple[float, ...]]:
-        """All that was seen, with the seconds per feature."""
+        """The seconds per feature of every kind of work observed."""
         return {key: self.coefficients(key) for key in self._lines}
 
     def copy_lines(self) -> dict[Tier, tuple[float, ...]]:

@@ -44,7 +44,7 @@ class ImageBacklog:
         return sum(share.seconds for share in self._shares.values())
 
     def before(self, newcomer: Share) -> float:
-        """Seconds of one image processor spent on other work before a newcomer's is done: its owner's work that is due
+        """Seconds of one image processor spent on other work before a new edit's is done: its owner's work that is due
         earlier, and of each other owner all work of higher classes and, of its own class, at most as much as its own
         owner gets by then (`core.scheduling.fair_queue`).
         """

@@ -29,7 +29,7 @@ class Progress:
     steps_done: int = 0
     done: set[str] = field(default_factory=set)  # `once` nodes that finished, and the loop when all its steps did
     in_flight: dict[str, int] = field(default_factory=dict)  # node -> batches out with it
-    previews_done: int = 0  # the first so many previews have been made
+    previews_done: int = 0  # number of previews made, in their order
     pending_preview: int | None = None  # index of the preview whose `clean` is being made, waits or is decoded
     is_restarting: bool = False  # nothing more is scheduled: it restarts once nothing is in flight
 

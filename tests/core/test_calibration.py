@@ -1,4 +1,4 @@
-"""Calibration files: what is read of older ones, what is refused."""
+"""Calibration files: older ones can be read, invalid ones are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FreeList: chunks never overlap, neighbours merge, and a copy is apart from its original."""
+"""FreeList: chunks never overlap, neighbours merge, and a copy is independent of its original."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ NBYTES = st.one_of(st.integers(1, 300), st.integers(1, 3 * 4096), st.integers(15
 
 @given(st.lists(st.one_of(NBYTES, st.integers(-40, -1)), max_size=80))
 def test_against_a_model(actions: list[int]) -> None:
-    """A positive action allocates so many bytes, a negative one frees a live chunk. The model marks every 64 bytes."""
+    """A positive action allocates this many bytes, a negative one frees a live chunk. The model marks each 64 bytes."""
     free = FreeList(SIZE)
     live: list[tuple[int, int]] = []
     for action in actions:

@@ -1,4 +1,4 @@
-"""What is left of a device's memory for pages: within every limit, and an error that names the remedy."""
+"""Device memory left for pages: within every limit, and an error that names the remedy."""
 
 from __future__ import annotations
 

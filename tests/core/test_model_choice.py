@@ -1,4 +1,4 @@
-"""Which model a request means."""
+"""Choosing the model that a request names."""
 
 from __future__ import annotations
 

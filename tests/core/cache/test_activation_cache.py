@@ -1,4 +1,4 @@
-"""ActivationCacheManager, sentence by sentence; tests/core/cache/test_cache_policy.py has all orders of events."""
+"""ActivationCacheManager, one property per test; tests/core/cache/test_cache_policy.py tries any order of events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ARENA = 9
 
 @dataclass
 class Cache:
-    """A manager, and a worker that carries out its orders when told. Entries are 640 bytes unless said otherwise."""
+    """A manager, with a worker that carries out its orders on request. Entries are 640 bytes by default."""
 
     manager: ActivationCacheManager
     disk: set[str] = field(default_factory=set)
@@ -28,14 +28,14 @@ class Cache:
         return self.manager.reserve([Want(key, nbytes, 64) for key in keys], lambda tier, size: loads)
 
     def prime(self, *keys: str, nbytes: int = 640) -> None:
-        """Reserve and fill; the disk is looked at in vain."""
+        """Reserve and fill; the load from disk fails."""
         assert self.reserve(*keys, nbytes=nbytes)
         self.carry_out()
         for key in keys:
             self.manager.fill(key)
 
     def use(self, *keys: str, nbytes: int = 640) -> None:
-        """One edit, from reservation to release, with all copies it causes."""
+        """One edit from reservation to release, with all copies that it causes."""
         assert self.reserve(*keys, nbytes=nbytes)
         self.carry_out()
         for key in keys:
@@ -45,7 +45,7 @@ class Cache:
         self.carry_out()
 
     def carry_out(self) -> list[tuple[str, Tier, Tier]]:
-        """Do all that is ordered, and what follows from it; returns the copies begun: (key, source, target)."""
+        """Carry out all orders and those that follow from them; returns the copies begun: (key, source, target)."""
         copies: list[tuple[str, Tier, Tier]] = []
         while (orders := self.take()) or self.in_flight:
             if orders is not None:
@@ -56,7 +56,7 @@ class Cache:
         return copies
 
     def take(self) -> CacheOrders | None:
-        """Orders as a worker gets them; None if there are none."""
+        """The orders that a worker gets; None if there are none."""
         orders = self.manager.take_orders()
         self.in_flight += orders.copies
         return orders if orders.copies or orders.forget or orders.delete else None
@@ -74,7 +74,7 @@ class Cache:
 
 @pytest.fixture
 def caches() -> Iterator[list[Cache]]:
-    """Every cache of a test, checked at its end."""
+    """Makes caches, and checks their integrity at the end of the test."""
     made: list[Cache] = []
     yield made
     for cache in made:
@@ -86,7 +86,7 @@ class Maker:
         self._caches = caches
 
     def __call__(self, *budgets: tuple[Tier, int], disk: bool = False, keep_all: bool = True) -> Cache:
-        """budgets: (tier, how many entries of 640 bytes it holds)."""
+        """budgets: (tier, size in entries of 640 bytes)."""
         sizes = [TierBudget(tier, number * 640) for tier, number in budgets]
         cache = Cache(ActivationCacheManager(sizes, has_disk=disk, page_arena_id=ARENA, keep_all=keep_all))
         self._caches.append(cache)
@@ -218,7 +218,7 @@ def test_what_came_again_goes_too_when_nothing_else_is_left(make: Maker) -> None
 
 
 def test_old_favourites_leave(make: Maker) -> None:
-    """Four fifths of five places are for what came again; a fifth such entry makes the oldest one as any other."""
+    """Four fifths of five places are for proven entries; a fifth proven entry makes the oldest one ordinary."""
     cache = make(("host", 5))
     for key in "abcde":
         cache.use(key)
@@ -271,7 +271,7 @@ def test_only_what_is_empty_can_be_filled(make: Maker) -> None:
 
 
 def test_scattered_room_is_made_whole_by_evicting_further(make: Maker) -> None:
-    """Every second place is free in sum, yet no two neighbours: the pinned ones stay, one more idle one goes."""
+    """Half of the places are free, but no two adjacent ones: pinned entries stay, one more idle entry is evicted."""
     cache = make(("host", 6))
     for key in "abcdef":
         cache.prime(key)
@@ -296,7 +296,7 @@ def test_who_would_make_way_for_nothing_stays(make: Maker) -> None:
 
 
 def test_wanted_entries_in_the_way_are_moved_rather_than_waited_for(make: Maker) -> None:
-    """The one in the middle is wanted too; with nothing pinned no release would ever help."""
+    """The entry in the middle is wanted, too; with nothing pinned, no release would ever help."""
     cache = make(("host", 5))
     cache.prime("a", "b", "middle", "c", "d")
     cache.manager.release(["a", "b", "middle", "c", "d"])
@@ -346,7 +346,7 @@ def test_a_load_that_does_not_pay_is_not_made(make: Maker) -> None:
 
 
 def test_the_disk_is_asked_again_once_an_entry_has_left_memory(make: Maker) -> None:
-    """Another engine may have written it meanwhile."""
+    """Another engine may have written the file meanwhile."""
     cache = make(("host", 1), disk=True)
     cache.use("a")
     cache.use("b")

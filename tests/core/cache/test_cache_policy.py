@@ -30,7 +30,7 @@ DEVICE_BYTES = 8000
 
 
 @dataclass
-class Hold:
+class Reserved:
     """What one request reserved."""
 
     wants: list[Want]
@@ -38,7 +38,7 @@ class Hold:
 
 @dataclass
 class Model:
-    """Memory and disk as workers would see them."""
+    """The workers' memory and disk."""
 
     pins: Counter[str] = field(default_factory=Counter)
     device: dict[str, bool] = field(default_factory=dict)  # key -> whether its bytes are right
@@ -48,13 +48,13 @@ class Model:
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Rules common to all tier set-ups; those are subclasses."""
+    """The rules common to all combinations of tiers, which are subclasses."""
 
     budgets: tuple[TierBudget, ...]
     has_disk: bool
     keep_all: bool
 
-    holds = Bundle("holds")
+    reservations = Bundle("reservations")
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class AnyOrder(RuleBasedStateMachine):
         )
         self.model = Model()
         self.registered: set[str] = set()
-        self.told: dict[str, tuple[int, int]] = {}  # template -> (ready, below) as last told
+        self.reported: dict[str, tuple[int, int]] = {}  # template -> (ready, below) as last reported
 
     @property
     def on_device(self) -> bool:
@@ -72,18 +72,18 @@ class AnyOrder(RuleBasedStateMachine):
     # ------------------------------------------------------------------------------------------------- rules
 
     @rule(
-        target=holds,
+        target=reservations,
         template=st.sampled_from(sorted(WANTS)),
         part=st.sets(st.integers(0, 2), min_size=1),
         winners=st.sets(st.sampled_from(["host", "disk"])),
     )
-    def reserve(self, template: str, part: set[int], winners: set[Tier]) -> Hold:
+    def reserve(self, template: str, part: set[int], winners: set[Tier]) -> Reserved:
         wants = [WANTS[template][number] for number in sorted(part)]
         before = {want.key: self.manager.state(want.key) for want in wants}
         if not self.manager.reserve(wants, lambda tier, _: tier in winners):
             assert {want.key: self.manager.state(want.key) for want in wants} == before
             assert sum(self.model.pins.values()) or self.model.in_flight or not self.manager.fits(wants)
-            return Hold([])
+            return Reserved([])
         self.model.pins.update(want.key for want in wants)
         self.carry_out_orders()
         for want in wants:
@@ -92,7 +92,7 @@ class AnyOrder(RuleBasedStateMachine):
                 assert self.manager.tier_of(want.key) in winners
             if before[want.key] is not EntryState.ABSENT and self.model.pins[want.key] > 1:
                 assert state is before[want.key]
-        return Hold(wants)
+        return Reserved(wants)
 
     @precondition(lambda self: self.empty())
     @rule(data=st.data())
@@ -101,9 +101,9 @@ class AnyOrder(RuleBasedStateMachine):
         self.write(key)
         self.manager.fill(key)
 
-    @rule(hold=consumes(holds))
-    def release(self, hold: Hold) -> None:
-        keys = [want.key for want in hold.wants]
+    @rule(reserved=consumes(reservations))
+    def release(self, reserved: Reserved) -> None:
+        keys = [want.key for want in reserved.wants]
         self.model.pins.subtract(keys)
         self.manager.release(keys)
 
@@ -143,7 +143,7 @@ class AnyOrder(RuleBasedStateMachine):
     # ------------------------------------------------------------------------------------------------- the workers
 
     def empty(self) -> list[str]:
-        """Entries that somebody waits for and that are to be primed."""
+        """Pinned entries that have to be primed."""
         pinned = sorted(key for key, pins in self.model.pins.items() if pins)
         return [key for key in pinned if self.manager.state(key) is EntryState.EMPTY]
 
@@ -166,7 +166,7 @@ class AnyOrder(RuleBasedStateMachine):
                 self.scribble(copy.key, copy.host)
 
     def copied(self, copy: PageCopy, ok: bool) -> PageCopied:
-        """Do what the copy says; from a disk that lacks the file it cannot work."""
+        """Carry out a copy; it fails if the disk does not have the file."""
         ok = ok and (copy.source != "disk" or copy.key in self.model.disk)
         if copy.source == "host":
             assert copy.host is not None
@@ -197,7 +197,7 @@ class AnyOrder(RuleBasedStateMachine):
             self.model.host[ref.host] = key
 
     def scribble(self, key: str, region: ArrayRef | None) -> None:
-        """An entry's region of the arena is written to: nothing that is copied may be hit; what lived there is gone."""
+        """Write to an entry's region of the arena: it must not overlap a copy in flight; its former content is lost."""
         assert region is not None
         assert region.arena == ARENA
         assert region.offset >= 0
@@ -221,14 +221,14 @@ class AnyOrder(RuleBasedStateMachine):
         self.residency_is_told()
 
     def residency_is_told(self) -> None:
-        """Whoever has heard every report knows what is here now."""
-        self.told |= {told.template: (told.num_ready, told.num_below) for told in self.manager.take_residency()}
+        """The sum of all residency reports is the current content."""
+        self.reported |= {told.template: (told.num_ready, told.num_below) for told in self.manager.take_residency()}
         for template, wants in WANTS.items():
             keys = [want.key for want in wants if want.key != latents_key(template)]
             states = {key: self.manager.state(key) for key in keys}
             ready = sum(state is EntryState.READY for state in states.values())
             below = sum(states[key] is not EntryState.READY and self.manager.tier_of(key) == "host" for key in keys)
-            assert self.told.get(template, (0, 0)) == (ready, below)
+            assert self.reported.get(template, (0, 0)) == (ready, below)
 
     def a_pinned_entry_is_there(self, key: str) -> None:
         state = self.manager.state(key)
@@ -241,7 +241,7 @@ class AnyOrder(RuleBasedStateMachine):
             assert self.copies_of(key)
 
     def budgets_are_kept(self) -> None:
-        """By what workers hold and were promised, not by the manager's word."""
+        """Counted from the workers' memory and orders, not by the manager's own count."""
         pinned = [key for key, pins in self.model.pins.items() if pins]
         if self.on_device:
             assert sum(SIZES[key[0]] for key in {*pinned, *self.model.device}) <= DEVICE_BYTES
@@ -255,7 +255,7 @@ class AnyOrder(RuleBasedStateMachine):
             assert ends[-1] <= HOST_BYTES
 
     def teardown(self) -> None:
-        """Once all is over, only what is to be kept is there."""
+        """At the end only entries that are to be kept are left."""
         while self.model.in_flight:
             self.manager.finish_copy(self.copied(self.model.in_flight.pop(), True))
             self.carry_out_orders()

@@ -97,7 +97,7 @@ def make_registration(request_id: str, content: str = "c0", *, is_idle_work: boo
 
 
 class Engine:
-    """A scheduler on fake workers, with a cache of so many bytes."""
+    """A scheduler on fake workers, with a cache of this many bytes."""
 
     def __init__(
         self,
@@ -269,7 +269,7 @@ def test_an_abort_while_a_worker_reads_its_template_is_answered_after_that() -> 
 
 @pytest.mark.parametrize("model", [MODEL, SEEING])
 def test_priming_reads_a_template_that_the_text_encoder_sees(model: ModelInfo) -> None:
-    """Lent by an edit that waits, for as long as the chunk takes, though its own pages come from elsewhere by then."""
+    """A waiting edit lends them for as long as the chunk takes, even if its own pages are loaded meanwhile."""
     engine = Engine(model=model)
     engine.scheduler.add(make_masked("a"))
     works: list[Prime] = []
@@ -318,7 +318,7 @@ def test_a_dropped_template_is_primed_anew() -> None:
 
 
 def test_owners_have_pages_of_their_own() -> None:
-    """Not even a job under way is shared, and each drops its own."""
+    """Not even a job in flight is shared, and each drops only its own pages."""
     engine = Engine()
     edits = [msgspec.structs.replace(make_masked(f"{salt}-0"), cache_salt=salt) for salt in ("mine", "yours", "")]
     for edit in edits:
@@ -422,7 +422,7 @@ def test_a_step_whose_pages_get_lost_is_done_again() -> None:
 
 
 def lose(engine: Engine, ends: str) -> None:
-    """End the loads of pages whose keys end so: their files are gone."""
+    """Fail the loads of pages with this key suffix: their files are missing."""
     pages = engine.workers.pages
     for key in [copy.key for copy in pages.copies if copy.key.endswith(ends)]:
         pages.files.discard(key)
@@ -456,7 +456,7 @@ def test_an_edit_that_must_prime_after_all_begins_again_over_whole_pages(full_st
 
 
 def test_a_cold_edit_waits_for_its_pages_however_late_missing_files_are_noticed() -> None:
-    """Its latents are known to be missing, and are made; of its pages nothing is known yet."""
+    """Its latents are known to be missing and are computed; its pages are still being loaded."""
     engine = make_auto_engine()
     engine.scheduler.add(make_masked("cold", content="new"))
     while not engine.workers.pages.copies:
@@ -506,7 +506,7 @@ def test_dead_workers_end_edits_and_registrations() -> None:
 
 
 def keep_busy(engine: Engine, running: int, number: int) -> int:
-    """Top exact edits up to so many; the number of the next one."""
+    """Add exact edits up to this number; returns the number of the next one."""
     here = sum(f"x{i}" in engine.scheduler._requests for i in range(number))
     for i in range(number, number + running - here):
         engine.scheduler.add(make_edit(f"x{i}", arrival=1.0 + i))
@@ -617,7 +617,7 @@ def test_pages_come_up_from_disk_while_an_edit_waits_for_a_place() -> None:
 
 
 class MaskAwareMachine(RuleBasedStateMachine):
-    """Edits, template_requests, aborts, drops and copies in any order; FakePages checks every read and write."""
+    """Edits, template requests, aborts, drops and copies in any order; FakePages checks every read and write."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ Seconds = Callable[[Work], float]
 
 
 def seconds(work: Work, scale: float = 1.0) -> float:
-    """A machine that does what the features say."""
+    """A machine whose times are an exact line of the features."""
     return scale * float(work.features() @ [0.004, 0.001, 0.03, 0.2, 0.0005, 0.004])
 
 
@@ -54,7 +54,7 @@ def test_it_recovers_a_line() -> None:
 
 
 def test_small_work_is_predicted_as_well_as_large() -> None:
-    """Noise of a share of the work must not drown the small ones."""
+    """Noise in proportion to large batches must not spoil predictions for small ones."""
     random = np.random.default_rng(0)
     model = trained(batches(200), lambda work: seconds(work) * random.lognormal(0, 0.05))
     for work in (Work((TEXT + 3,), (TEXT + IMAGE,)), Work.of([TEXT + IMAGE] * 8)):

@@ -1,4 +1,4 @@
-"""What image work goes before a newcomer's."""
+"""ImageBacklog: how much image work goes before that of a new edit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def share(owner: str, seconds: float, *, priority: int = 0, arrival: float = 0.0
 
 @pytest.fixture
 def backlog() -> ImageBacklog:
-    """Of an owner that wants much."""
+    """Many edits of one owner."""
     backlog = ImageBacklog()
     for index in range(8):
         backlog.set(f"a{index}", share("a", 10.0, arrival=float(index)))

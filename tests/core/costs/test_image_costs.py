@@ -1,4 +1,4 @@
-"""What image work is predicted to cost: by pixels, learnt, and sane where nothing like it was seen."""
+"""ImageCosts: predictions depend on pixels, are learnt, and stay plausible for sizes never observed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_before_anything_is_known_more_pixels_cost_more(kind: Kind) -> None:
 
 
 def test_thumbnails_say_little_of_photos() -> None:
-    """What they cost is hardly their pixels': 0.3 s per megapixel by their own account, 40 times too much."""
+    """Their cost is hardly due to pixels: attributed to them it would be 0.3 s per megapixel, 40 times too much."""
     costs = ImageCosts()
     before = costs.predict(ImageWork("png", 12.0, 12.0))
     for index in range(2000):

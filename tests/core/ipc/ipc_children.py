@@ -1,4 +1,4 @@
-"""What the child processes of the ipc tests run; imported by name in the child, so it is no test module."""
+"""The targets of child processes in the ipc tests; imported by name in the child, so this is not a test module."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def echo_asyncio(config: bytes, fds: list[int]) -> None:
 
 
 def say_and_die(config: bytes, fds: list[int]) -> None:
-    """Send `config` in three frames and be gone without closing anything."""
+    """Send `config` in three frames and exit without closing anything."""
     channel = Channel.attach(*fds)
     for _ in range(3):
         channel.send(config)
@@ -58,7 +58,7 @@ def fill_array(config: bytes, fds: list[int]) -> None:
 
 
 def report(config: bytes, fds: list[int]) -> None:
-    """Write what the child sees of itself to the pipe fds[0]."""
+    """Write what the child knows about itself to the pipe fds[0]."""
     fds_open = sorted(int(fd) for fd in os.listdir("/proc/self/fd") if Path(f"/proc/self/fd/{fd}").exists())
     seen = {
         "config": config.decode(),
@@ -132,7 +132,7 @@ def family_member(config: bytes, fds: list[int]) -> None:
 
 
 def log_and_spawn(config: bytes, fds: list[int]) -> None:
-    """Log a line of ours and two of a library's, and have as many generations as `config` says do the same."""
+    """Log a line of the project and two of a library, in as many generations of children as `config` says."""
     logging.getLogger("stencil.test").info("ours")
     logging.getLogger("library").info("not heard")
     logging.getLogger("library").warning("theirs")

@@ -1,4 +1,4 @@
-"""Log lines: whose request they belong to, their two formats, and that children log as their parent does."""
+"""Log lines: their request ids, their two formats, and that children log as their parent does."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ async def test_tasks_log_for_the_request_they_were_started_by() -> None:
 
 
 def child_lines(level: str, form: str) -> list[str]:
-    """What a process that logs so, and its child and grandchild, write to stderr."""
+    """The stderr of a process with this configuration, its child and its grandchild."""
     code = f"""
 import logging, ipc_children
 from core.ipc import logs

@@ -1,4 +1,4 @@
-"""Child processes: what they are given, how their end is seen, and that they never outlive their parent."""
+"""Child processes: what they inherit, how their end is noticed, and that they never outlive their parent."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def open_fds() -> set[str]:
 
 @pytest.fixture
 def report() -> Iterator[dict[str, Any]]:
-    """What a child with a long name and a secret config sees of itself."""
+    """What a child with a long name and a secret config knows about itself."""
     read_end, write_end = os.pipe()
     child = spawn(f"{ipc_children.__name__}:report", b"the prompt\nin two lines", [write_end], "stencil-worker-0 of 2")
     os.close(write_end)
@@ -136,7 +136,7 @@ async def test_stop_kills_at_last(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_stop_gives_up_on_what_the_kernel_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A child that SIGKILL does not end cannot be made to order; here the signal is withheld."""
+    """A child that survives SIGKILL cannot be made; here the signal is withheld."""
     for limit in ("_TERM_SECONDS", "_KILL_SECONDS"):
         monkeypatch.setattr(process, limit, 0.05)
     child = child_of("sleep")

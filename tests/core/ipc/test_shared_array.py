@@ -161,9 +161,9 @@ SIZES = st.one_of(st.integers(1, 300), st.integers(1, 3 * PAGE), st.integers(15 
 
 @given(st.lists(st.one_of(SIZES, st.integers(-40, -1)), max_size=60))
 def test_allocator_against_a_model(actions: list[int]) -> None:
-    """A positive action allocates so many bytes, a negative one frees a live chunk. The model: a dict of live chunks.
+    """A positive action allocates that many bytes, a negative one frees a live chunk. The model: a dict of live chunks.
 
-    Chunks never overlap, keep their content, and a page holds memory only if a live chunk lies on it.
+    Chunks never overlap, keep their content, and a page takes memory only if it is part of a live chunk.
     """
     arena = Arena.create(3, 64 * PAGE)
     allocator = ArenaAllocator(arena)

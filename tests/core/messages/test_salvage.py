@@ -1,4 +1,4 @@
-"""A message that cannot be encoded or decoded costs the requests in it, and nobody else."""
+"""A message that cannot be encoded or decoded fails the requests in it and no others."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_of_a_plan_that_cannot_be_decoded_all_that_is_sound_is_done() -> None:
     members = msgspec.msgpack.decode(encode(whole))
     members["batches"][0]["items"][1]["work"]["max_sequence_length"] = 8.0
     members["batches"][1]["ranks"] = "all"
-    members["batches"][2] = 3  # names nobody
+    members["batches"][2] = 3  # names no request
     members["copies"][1]["block_bytes"] = None
     members["transfers"].append("nonsense")
     payload = msgspec.msgpack.encode(members)

@@ -1,4 +1,4 @@
-"""Admission: who is let in, who is refused, and when those are told to come back."""
+"""Admission: which edits are admitted, which are refused, and with which retry-after."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from core.routing.admission import Outlook, Terms, judge
 
 
 def margin_of(*ratios: float) -> PredictionMargin:
-    """What is left after many such outcomes."""
+    """A margin after many such outcomes."""
     margin = PredictionMargin()
     for _ in range(100):
         for ratio in ratios:

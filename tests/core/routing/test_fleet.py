@@ -1,4 +1,4 @@
-"""Fleet: what is known of engines is what they reported, what was sent to them since, and the time that has passed."""
+"""Fleet: an engine's state follows from its reports, what was sent to it since, and the time that has passed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SCHEME = PageScheme(
 
 
 def brute_force(loads: list[tuple[float, float]], num_slots: int, base: float) -> tuple[float, list[float]]:
-    """Seconds until a place is free, and steps left in the others, by making one step after the other."""
+    """Seconds until a slot is free, and steps left in the others, computed step by step."""
     waiting, running, elapsed = [list(one) for one in loads], [], 0.0
     while True:
         while waiting and len(running) < num_slots:

@@ -1,4 +1,4 @@
-"""Goodput in simulated time: the door and the deadlines keep at twice the load what the server does at its knee."""
+"""Goodput in simulated time: with admission control and deadlines it is kept at twice the load of full capacity."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONE = 28 * (0.006 + 0.1 * (0.15 * 4096 + 512) / 4608)
 
 @dataclass(frozen=True)
 class SlowMachine(Machine):
-    """Takes longer than it tells the cost model, as where others use the same cores."""
+    """A worker that is slower than its cost model was taught, as when other programs use the same cores."""
 
     bias: float = 1.4
 
@@ -40,7 +40,7 @@ def test_twice_the_load_keeps_the_goodput() -> None:
 
 
 def test_without_a_door_the_goodput_is_gone() -> None:
-    """What the door is for, and that the other test could fail."""
+    """Shows what admission control is for, and that the other test could fail."""
     slo = 8 * LONE
     assert measure(2.0, slo, is_refusing=False).goodput < 0.6 * measure(2.0, slo).goodput
 
@@ -54,6 +54,6 @@ def test_predictions_that_are_far_too_short_are_made_up_for() -> None:
 
 @pytest.mark.parametrize("times", [0.5, 20.0])
 def test_a_calm_server_refuses_nobody(times: float) -> None:
-    """Also under an objective that nobody can meet: whoever finds it idle is served."""
+    """Even an objective that no edit can meet does not stop an idle server from serving."""
     goodput = measure(0.001, times * LONE)
     assert set(goodput.ends) <= {"in time", "finished"}

@@ -1,4 +1,4 @@
-"""Token buckets: what passes in any stretch of time, what callers are told, and that memory stays bounded."""
+"""Token buckets: what passes in any interval, what callers are told, and that memory stays bounded."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_burst_then_an_even_flow() -> None:
     start=st.floats(0, 1e6),
 )
 def test_what_passes(limit: int, gaps: list[float], start: float) -> None:
-    """In no stretch of time more than its share; whoever comes when it was told to passes, and not earlier."""
+    """In no interval more than its share passes; a caller passes exactly from its retry_after on."""
     limiter, now, passed = RateLimiter(limit), start, []
     for gap in gaps:
         now += gap
@@ -50,7 +50,7 @@ def test_what_passes(limit: int, gaps: list[float], start: float) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.floats(0, 30)), max_size=200))
 def test_forgetting_full_buckets_changes_nothing(calls: list[tuple[int, float]]) -> None:
-    """Against one limiter for each caller, that never hears of others."""
+    """Compared with a separate limiter for each caller."""
     limiter, alone, now = RateLimiter(2), {}, 0.0
     for caller, gap in calls:
         now += gap
@@ -72,7 +72,7 @@ def test_memory_is_bounded() -> None:
 
 @pytest.mark.parametrize("limit", [1, 7, 60, 1000])
 def test_the_share_of_a_minute(limit: int) -> None:
-    """Asked every 10 ms for two minutes: a full bucket, and what flows in."""
+    """Asked every 10 ms for two minutes: a full bucket and its refills pass."""
     limiter = RateLimiter(limit)
     passed = sum(limiter.take("a", step / 100).is_allowed for step in range(12_000))
     assert 3 * limit - 1 <= passed <= 3 * limit

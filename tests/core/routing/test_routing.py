@@ -1,4 +1,4 @@
-"""Policies: where an edit goes, and what is predicted of it, against engines that are run step by step."""
+"""Policies: the chosen engine and the predicted times, compared with engines simulated step by step."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Loads = list[tuple[int, float]]
 
 
 def finish_by_hand(requests: list[list[float | None]], num_slots: int) -> list[float]:
-    """When each request of a FIFO queue is done, by making one step after the other. A request is what each of its
-    steps adds; None: it holds a place and does not compute.
+    """When each request of a FIFO queue is done, computed step by step. A request is what each of its
+    steps adds; None: it has a slot and does not compute.
     """
     done, now = [0.0] * len(requests), 0.0
     waiting, running, passed = list(range(len(requests))), list[int](), [0] * len(requests)
@@ -42,7 +42,7 @@ def finish_by_hand(requests: list[list[float | None]], num_slots: int) -> list[f
 
 
 def held_steps(loads: Loads, num_slots: int) -> list[list[float | None]]:
-    """Those who are in places have one step more, which has just begun as the report is made."""
+    """Requests in slots have one more step, which has just begun when the report is made."""
     return [[seconds] * (steps + (place < num_slots)) for place, (steps, seconds) in enumerate(loads)]
 
 
@@ -61,7 +61,7 @@ def fleet_of(*engines: Loads, num_slots: int = 8, **report: object) -> Fleet:
     num_steps=st.integers(1, 12),
 )
 def test_the_forecast_is_what_a_step_by_step_run_gives(loads: Loads, num_slots: int, num_steps: int) -> None:
-    """The newcomer waits for the step under way or for a place, and is encoded beside another step."""
+    """The new request waits for the running step or for a slot, and is encoded beside another step."""
     held = held_steps(loads, num_slots)
     is_queued = len(loads) >= num_slots
     newcomer: list[float | None] = [None] * (1 if is_queued else 2) + [STEP] * num_steps
@@ -95,7 +95,7 @@ def test_what_is_sent_is_forecast_as_what_is_reported() -> None:
 
 
 def test_a_mask_makes_the_difference() -> None:
-    """One large edit is more than two small ones, unlike to a policy that counts requests."""
+    """One large edit counts more than two small ones, unlike for a policy that counts requests."""
     fleet = fleet_of([(28, 0.1)], [(28, 0.01), (28, 0.01)])
     assert make_policy("mask-aware").choose(make_shape(), fleet, 0.0).engine == 1
     assert make_policy("least-requests").choose(make_shape(), fleet, 0.0).engine == 0
@@ -140,7 +140,7 @@ def test_pages_that_would_take_longer_to_load_are_primed() -> None:
 
 
 def test_edits_of_one_new_template_go_one_way() -> None:
-    """The second edit of a template follows the first, before any report says that its pages are made."""
+    """The second edit of a template follows the first, before any report includes its pages."""
     shape, policy, fleet = make_shape(template="t"), make_policy("mask-aware"), fleet_of([], [], [])
     first = policy.choose(shape, fleet, 0.0).engine
     fleet.sent(first, make_shape(2, template="t"), 0.0)
@@ -155,7 +155,7 @@ def test_priming_under_way_is_in_the_way() -> None:
 
 
 def test_an_engine_that_learnt_in_a_slow_moment_still_gets_work() -> None:
-    """Costs of its own would keep edits away from it, and so keep it from learning better."""
+    """Costs per engine would keep edits away from it, so that it could not correct itself."""
     policy, fleet, shape = make_policy("mask-aware"), fleet_of([], []), make_shape()
     fleet.observe(0, make_report(costs=SLOW_COSTS), 0.0)
     fleet.observe(1, make_report(costs=COSTS), 0.0)

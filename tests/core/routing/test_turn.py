@@ -1,4 +1,4 @@
-"""What a newcomer overtakes of a queue that it knows from a load report."""
+"""Which requests of an engine's queue a new one overtakes, decided from the load report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deadlines: what can no longer be done in time is given up, and nobody joins a batch at others' cost."""
+"""Deadlines: requests that cannot finish in time are given up, and none joins a batch if that makes others late."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def test_ends_are_those_of_a_run_made_step_by_step(requests: list[tuple[int, flo
 
 
 @given(st.integers(0, 5), st.integers(1, 20), st.integers(1, 6))
-def test_the_next_place_is_never_predicted_too_late(num_running: int, steps: int, num_slots: int) -> None:
-    """It is what is given up by: with a free place it is exact, else it counts the wait for one."""
+def test_the_next_slot_is_never_predicted_too_late(num_running: int, steps: int, num_slots: int) -> None:
+    """Requests are given up by it: with a free slot it is exact, otherwise it includes the wait for one."""
     running, newcomer = [load(3 + index, 0.5) for index in range(num_running)], load(steps, 0.25, other=0.1)
     seconds = SlotForecast(running, num_slots, 0.1).seconds(newcomer)
     assert seconds >= alone(newcomer, 0.1) - 1e-9
@@ -73,14 +73,14 @@ def test_who_is_late_anyway_holds_nobody_up() -> None:
 
 @dataclass
 class Engine:
-    """A scheduler that knows its costs, and a clock that goes on by what each batch takes."""
+    """A scheduler that knows its costs, and a clock that advances by the time of each batch."""
 
     scheduler: StepScheduler
     workers: FakeWorkers
     now: float = 0.0
 
     def run(self, until: float = 1e9) -> dict[str, Output]:
-        """Request id -> terminal output, of those that have ended by then."""
+        """Request id -> terminal output of the requests that have ended by then."""
         outputs: dict[str, Output] = {}
         while self.scheduler.num_requests and self.now < until:
             plan = self.scheduler.schedule(self.now)
@@ -119,7 +119,7 @@ def kind(output: Output) -> str:
 
 
 def test_a_waiting_request_that_cannot_make_it_gives_way_to_one_that_can(engine: Engine) -> None:
-    """Two at a time take 2 s; whoever waits for that has until 2.5 s, or 3.5 s."""
+    """Two at a time take 2 s; the waiting ones have until 2.5 s, or 3.5 s."""
     for name, objective in (("a", 2.1), ("b", 2.2), ("hopeless", 2.5), ("can", 3.5)):
         engine.scheduler.add(edit(name, objective=objective))
     outputs = engine.run()

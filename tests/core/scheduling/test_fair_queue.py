@@ -1,4 +1,4 @@
-"""Fair queueing: owners get equal shares, nobody starves, and with one owner it is the order of urgency alone."""
+"""Fair queueing: owners get equal shares, none starves, and with one owner the order is by urgency alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def claim(name: str, owner: str, seconds: float = 1.0, *, priority: int = 0, arr
 
 @dataclass
 class Server:
-    """One place; work is done in the queue's order. got: owner -> seconds of work begun."""
+    """One slot; work is done in the queue's order. got: owner -> seconds of work begun."""
 
     queue: FairQueue[str] = field(default_factory=FairQueue)
     claims: dict[str, Claim[str]] = field(default_factory=dict)
@@ -81,7 +81,7 @@ def test_owners_who_always_want_more_get_the_same_but_for_one_piece_of_work(work
 def test_a_newcomer_waits_for_one_piece_of_work_at_most(
     num_waiting: int, seconds: float, before: list[float], num_served: int
 ) -> None:
-    """However much another owner asks for, and has been served, and whatever the newcomer had got before that."""
+    """Regardless of another owner's demand and earlier work, and of the new owner's earlier work."""
     server = Server()
     for own in before:
         server.add("b", own)
@@ -97,7 +97,7 @@ def test_a_newcomer_waits_for_one_piece_of_work_at_most(
 @given(st.lists(st.tuples(OWNERS, SECONDS, st.integers(-1, 1)), min_size=1, max_size=20), st.floats(5.0, 20.0))
 @settings(deadline=None)
 def test_nobody_starves(work: list[tuple[str, float, int]], seconds: float) -> None:
-    """However many classes lower: an endless flood gets a bounded amount of work first."""
+    """For any number of classes: an endless flood of higher ones gets only a bounded amount of work first."""
     server = Server()
     waiting = {server.add(owner, cost, priority) for owner, cost, priority in work}
     limit = sum(cost for _, cost, _ in work) + 3 * CLASS_SECONDS + 2 * seconds

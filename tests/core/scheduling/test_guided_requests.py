@@ -1,4 +1,4 @@
-"""What guidance and the solver make of a request's size: rows of a step, steps of a run, tokens and seconds."""
+"""How guidance and the solver change a request's size: rows of a step, steps of a run, tokens and seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Halving: only who is at fault fails, and is found in few attempts; and what fits into a step is learnt."""
+"""Halving: only the item at fault fails, and is found in few attempts; and the step limit is learnt."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make_items(number: int) -> list[Item]:
 
 
 class Device:
-    """Computes items together unless `fails` says why it cannot."""
+    """Computes items together unless `fails` returns a failure."""
 
     def __init__(self, fails: Callable[[Sequence[Item]], Failure | None]) -> None:
         self._fails = fails
@@ -127,7 +127,7 @@ def test_a_step_limit_never_rises_by_a_failure_nor_falls_to_nothing() -> None:
 
 @pytest.mark.parametrize("is_anybodys_fault", [False, True])
 def test_after_a_step_in_parts_fewer_share_one(is_anybodys_fault: bool) -> None:
-    """Unless it was because of a request that failed alone, and is gone now."""
+    """Unless the cause was a request that failed by itself and is gone now."""
     scheduler, workers = StepScheduler(SchedulerConfig(), {"m": MODEL}), FakeWorkers()
     for i in range(4):
         scheduler.add(make_edit(f"r{i}", steps=8))

@@ -1,4 +1,4 @@
-"""The budget of results: memory stays bounded, one owner leaves room for others, and every edit comes to its end."""
+"""ResultBudget: memory stays bounded, one owner leaves room for others, and every edit can finish."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_who_joins_twice_or_leaves_without_having_joined_changes_nothing() -> No
 def test_every_edit_gets_all_its_results_and_memory_stays_bounded(
     edits: list[tuple[str, int, int]], random: object
 ) -> None:
-    """Whoever may go next; an edit frees its memory only when it has all of its results."""
+    """Any edit may go next; an edit frees its memory only when it has all of its results."""
     budget = ResultBudget(TOTAL, PER_OWNER)
     size = {f"{owner}{index}": nbytes for index, (owner, _, nbytes) in enumerate(edits)}
     left = {f"{owner}{index}": number for index, (owner, number, _) in enumerate(edits)}

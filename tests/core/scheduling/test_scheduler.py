@@ -1,4 +1,4 @@
-"""StepScheduler: batches form and re-form at every step, limits hold, and every request ends exactly once."""
+"""StepScheduler: batches are re-formed at every step, limits are kept, and every request ends exactly once."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def denoise_batch(plan: StepPlan | None) -> list[str]:
 
 
 def step(scheduler: StepScheduler, workers: FakeWorkers) -> list[str]:
-    """One iteration; who denoised in it."""
+    """One iteration; returns the ids of the requests that denoised in it."""
     plan = scheduler.schedule(now=0.0)
     if plan is not None:
         workers.submit(plan)
@@ -340,7 +340,7 @@ def test_no_preview_is_late_because_steps_are_sent_ahead() -> None:
 
 
 def steps_kept(plan: StepPlan) -> list[int]:
-    """Steps whose clean prediction a preview is to show."""
+    """Steps of which a preview shows the clean prediction."""
     works = [item.work for batch in plan.batches for item in batch.items]
     return [work.step for work in works if isinstance(work, Denoise) and work.keep_clean]
 
@@ -433,7 +433,7 @@ def test_every_request_ends_exactly_once(
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Requests, aborts, failures, plans and results in any order: the books always balance."""
+    """Requests, aborts, failures, plans and results in any order: all counts always agree."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -16,7 +16,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from core.errors import InvalidRequestError
+from core.sampling_params import SamplingParams
 from entrypoints.openai.fields import EDIT_FIELDS
+
+BOUNDED = sorted({name for name, field in EDIT_FIELDS.items() if field.high} & {*SamplingParams.__struct_fields__})
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_a_field_has_the_upper_bound_of_its_sampling_parameter(name: str) -> None:
+    high = EDIT_FIELDS[name].high
+    assert high is not None
+    SamplingParams(**{name: high})
+    with pytest.raises(InvalidRequestError):
+        SamplingParams(**{name: high + 1})
 
 
 async def test_plain_edit(client: httpx.AsyncClient, engine: FakeEngine) -> None:
