@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from core.config import StencilConfig
 from core.costs.image_backlog import ImageBacklog, Share
 from core.costs.prediction_margin import PredictionMargin
 from core.errors import DeadlineExceededError, EngineDeadError, InvalidRequestError, OverloadedError
-from core.routing.admission import Outlook, RefusedFor, Verdict
+from core.routing.admission import Outlook, RefusedFor, Terms, Verdict, judge
 from core.routing.fleet import EditShape
 from engine.client.edit_types import EditInput
 from engine.client.image_work import ImageSeconds
@@ -29,6 +29,18 @@ RECENT_EDITS = 32
 
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
 """Bounds of the retry-after of a refusal; clients of the OpenAI SDK ignore more than 120 s."""
+
+
+@dataclass(frozen=True, slots=True)
+class EditWork:
+    """What an edit asks of the server. shape: of one image, for the engines. share: what its image work adds to the
+    backlog.
+    """
+
+    shape: EditShape
+    num_images: int
+    images: ImageSeconds
+    share: Share
 
 
 class AdmissionController:
@@ -90,32 +102,36 @@ class AdmissionController:
         due = arrival + min(limits) if limits else None
         return Caller(edit_id, edit.owner, edit.sampling.priority, arrival, due)
 
-    def outlook_of_upload(
-        self, shape: EditShape, num_images: int, images: ImageSeconds, share: Share
-    ) -> Outlook | None:
-        """What is predicted of an edit whose images have yet to be prepared; None while nobody knows. share: what it
-        will add to the image backlog.
+    def check_upload_time(self, work: EditWork, terms: Terms) -> None:
+        """Whether to let in an edit whose images have yet to be prepared. Raises as `check_edit_time`."""
+        ahead = self._router.outlook(work.shape)
+        if ahead is not None:
+            engines = max(work.images.prepare + ahead.alone, ahead.seconds + sum(self.preparing.values()))
+            self._judge(self._outlook(work, replace(ahead, seconds=engines)), terms)
+
+    def check_edit_time(self, work: EditWork, terms: Terms) -> tuple[Outlook | None, Verdict]:
+        """Whether to let in an edit that is prepared; what is predicted of it, None while nobody knows. Raises
+        OverloadedError, and DeadlineExceededError where even an idle server would miss its timeout.
         """
-        ahead = self._router.outlook(shape)
+        ahead = self._router.outlook(work.shape)
         if ahead is None:
-            return None
-        engines = max(images.prepare + ahead.alone, ahead.seconds + sum(self.preparing.values()))
-        return self._outlook(shape, num_images, images, share, replace(ahead, seconds=engines))
+            return None, Verdict()
+        outlook = self._outlook(work, ahead)
+        return outlook, self._judge(outlook, terms)
 
-    def outlook_of_edit(self, shape: EditShape, num_images: int, images: ImageSeconds, share: Share) -> Outlook | None:
-        """Likewise, of one that is prepared."""
-        ahead = self._router.outlook(shape)
-        return None if ahead is None else self._outlook(shape, num_images, images, share, ahead)
+    def _judge(self, outlook: Outlook, terms: Terms) -> Verdict:
+        verdict = judge(outlook, terms, self.margin)
+        if verdict.refused:
+            raise self._refuse(verdict.refused, outlook, verdict)
+        return verdict
 
-    def _outlook(
-        self, shape: EditShape, num_images: int, images: ImageSeconds, share: Share, engines: Outlook
-    ) -> Outlook:
+    def _outlook(self, work: EditWork, engines: Outlook) -> Outlook:
         """engines: until they are done with its first picture. Files are made while others are computed: what takes
         longer counts.
         """
-        done = engines.seconds + (num_images - 1) * self.work_seconds(shape) + images.compose
-        alone = images.prepare + engines.alone + images.composes
-        wait = self.image_backlog.before(share) / self._image_workers
+        done = engines.seconds + (work.num_images - 1) * self.work_seconds(work.shape) + work.images.compose
+        alone = work.images.prepare + engines.alone + work.images.composes
+        wait = self.image_backlog.before(work.share) / self._image_workers
         is_idle = engines.is_idle and not self.preparing and not self.image_backlog
         return Outlook(max(done, wait + alone), alone, is_idle)
 
@@ -128,7 +144,9 @@ class AdmissionController:
         """How much later the engines are done for one image."""
         return self._router.work_seconds(shape)
 
-    def refuse(self, reason: RefusedFor, outlook: Outlook, verdict: Verdict) -> OverloadedError | DeadlineExceededError:
+    def _refuse(
+        self, reason: RefusedFor, outlook: Outlook, verdict: Verdict
+    ) -> OverloadedError | DeadlineExceededError:
         """Count it, and say why."""
         self._metrics.observe_rejected("slo" if reason == "slo" else "timeout")
         if reason == "hopeless":

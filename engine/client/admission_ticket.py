@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from core.routing.admission import Outlook, Terms, Verdict, judge
+from core.routing.admission import Terms
 from core.routing.fleet import EditShape
-from engine.client.admission_controller import AdmissionController
+from engine.client.admission_controller import AdmissionController, EditWork
 from engine.client.image_work import ImageSeconds
 from engine.images.image_jobs import Caller
 
@@ -38,7 +38,8 @@ class AdmissionTicket:
         share = self._caller.share(images.prepare + images.composes)
         if self._is_bound and self._controller.sizes:
             shape = _guess(shape, *min(self._controller.sizes))
-            self._judge(self._controller.outlook_of_upload(shape, self._num_images, images, share))
+            work = EditWork(shape, self._num_images, images, share)
+            self._controller.check_upload_time(work, self._terms())
             self._controller.preparing[self] = self._num_images * self._controller.work_seconds(shape)
         self._controller.image_backlog.set(self._caller.edit_id, share)
 
@@ -49,8 +50,9 @@ class AdmissionTicket:
         self._compose_seconds = images.compose
         share = self._caller.share(images.composes)
         if self._is_bound:
-            outlook = self._controller.outlook_of_edit(shape, self._num_images, images, share)
-            if self._judge(outlook).has_objective:
+            work = EditWork(shape, self._num_images, images, share)
+            outlook, verdict = self._controller.check_edit_time(work, self._terms())
+            if verdict.has_objective:
                 self.objective = self._goal
             if outlook is not None:
                 self._foretold = time.monotonic(), outlook.seconds
@@ -100,14 +102,6 @@ class AdmissionTicket:
     @property
     def _is_bound(self) -> bool:
         return self.deadline is not None or self._goal is not None
-
-    def _judge(self, outlook: Outlook | None) -> Verdict:
-        if outlook is None:
-            return Verdict()
-        verdict = judge(outlook, self._terms(), self._controller.margin)
-        if verdict.refused:
-            raise self._controller.refuse(verdict.refused, outlook, verdict)
-        return verdict
 
     def _terms(self) -> Terms:
         now = time.monotonic()

@@ -63,17 +63,11 @@ class EditDelivery:
         """The file of a final image, with its report; counts it. Raises as `partial`."""
         start = time.monotonic()
         composed = await self._compose(image, image.request.pixels[-1])
-        postprocess_seconds = time.monotonic() - start
+        seconds = time.monotonic() - start
         ready_at = image.request.arrival
         self._span.child("queue", ready_at, ready_at + output.ms["queue"] / 1e3, {"stencil.image": image.index})
-        report = self._prepared.make_report(
-            output,
-            engine=image.engine,
-            template_id=await self._keep(composed),
-            colour_lost=composed.colour_lost,
-            preprocess_seconds=ready_at - self._caller.arrival,
-            postprocess_seconds=postprocess_seconds,
-        )
+        template_id = await self._keep(composed)
+        report = self._make_report(image, output, composed, seconds, template_id)
         self._services.metrics.observe_finished(
             self._prepared.model.name,
             seconds=time.monotonic() - self._caller.arrival,
@@ -83,6 +77,42 @@ class EditDelivery:
             num_inference_steps=report.num_inference_steps,
         )
         return self._make_output(image, composed, report=report)
+
+    def _make_report(
+        self, image: EditImage, output: Finished, composed: ComposedImage, seconds: float, template_id: str | None
+    ) -> EditReport:
+        """seconds: that the file took. template_id: of what the image became, if it did."""
+        known, prepared, ms = self._prepared, self._prepared.prepared, output.ms
+        return EditReport(
+            mask_ratio=known.mask_ratio,
+            active_tokens=known.num_tokens if known.exact_reason else prepared.active.size,
+            image_tokens=known.num_tokens,
+            text_tokens=output.text_tokens,
+            prompt_truncated=output.prompt_truncated,
+            unmasked=prepared.unmasked,
+            num_inference_steps=known.sampling.num_denoising_steps,
+            guidance_scale=known.sampling.guidance_scale if known.model.has_guidance else None,
+            exact_reason=known.exact_reason,
+            cache=output.cache,
+            tier=output.tier,
+            primed=output.is_primed,
+            full_steps=known.num_full_steps,
+            full_blocks=output.full_blocks,
+            partial_images=known.num_partial_images,
+            engine=image.engine,
+            template_id=template_id,
+            crop=prepared.crop,
+            colour_lost=composed.colour_lost,
+            ms={
+                "queue": ms["queue"],
+                "preprocess": (image.request.arrival - self._caller.arrival) * 1e3,
+                "encode": ms["text_encode"] + ms["image_encode"],
+                "prime": ms["prime"],
+                "denoise": ms["denoise"],
+                "decode": ms["decode"],
+                "postprocess": seconds * 1e3,
+            },
+        )
 
     async def _keep(self, composed: ComposedImage) -> str | None:
         """Make a template of a result whose every token was to be computed; its id, if it became one."""

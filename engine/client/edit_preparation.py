@@ -15,7 +15,7 @@ from engine.client.edit_images import EditImage
 from engine.client.edit_types import EditInput
 from engine.client.image_work import ImageSeconds, compose_work, num_files, prepare_work
 from engine.client.mask_aware import resolve_margin
-from engine.client.prepared_edit import PreparedEdit, smallest_shape
+from engine.client.prepared_edit import PreparedEdit
 from engine.client.sampling_defaults import resolve
 from engine.client.services import Services
 from engine.client.session_memory import SessionMemory
@@ -55,7 +55,19 @@ class EditPreparation:
     @property
     def smallest_shape(self) -> EditShape:
         """The least that this edit can be for the engines."""
-        return smallest_shape(self._sampling, self._model, self._edit.owner)
+        sampling, model = self._sampling, self._model
+        steps = model.num_steps(sampling)
+        return EditShape(
+            model.name,
+            steps,
+            full_steps=steps if not sampling.mask_aware or model.page_scheme is None else 0,
+            image_tokens=1,
+            active_tokens=1,
+            text_tokens=model.num_text_tokens(sampling.max_sequence_length),
+            priority=sampling.priority,
+            num_rows=sampling.num_rows,
+            owner=self._edit.owner,
+        )
 
     @property
     def image_seconds(self) -> ImageSeconds:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -59,8 +58,7 @@ class EditSession(Session):
         self._memory = SessionMemory(services)
         self._preparation = EditPreparation(services, self._caller, edit, model, self._memory, self._span)
         self._ticket = AdmissionTicket(services.admission, self._caller, edit.sampling.timeout, self.num_images)
-        self._images = EditImages(services.router)
-        self._outputs: asyncio.Queue[RequestOutput] = asyncio.Queue()
+        self._images = EditImages(services.router, self.done)
         self._delivery: EditDelivery | None = None  # once it is prepared
 
     # ---------------------------------------------------------------------------------- to the engine
@@ -82,16 +80,8 @@ class EditSession(Session):
         self._ticket.look_at_edit(EditShape.of_edit(images[0].request, self._model), self._delivery.image_seconds)
         for image in images:
             image.request = msgspec.structs.replace(image.request, objective=self._ticket.worker_objective)
-            self._services.router.submit(image.request, self._hear)
-            self._images.add(image)
+            self._images.submit(image)
             self.is_submitted = True
-
-    def _hear(self, output: RequestOutput) -> None:
-        if not isinstance(output, PartialImage):
-            self._images.note_end(output, time.monotonic())
-            if not self._images.running:
-                self.done.set()
-        self._outputs.put_nowait(output)
 
     @property
     def can_be_displaced(self) -> bool:
@@ -113,17 +103,16 @@ class EditSession(Session):
         num_left = self.num_images
         while num_left:
             async with self._deadline():
-                output = await self._outputs.get()
-                image = await self._deliver(self._delivery, output)
+                image, output = await self._images.next_output()
+                file = await self._deliver(self._delivery, image, output)
             num_left -= isinstance(output, Finished)
             if not num_left:
                 self._teach()
             self._ticket.note_image_work(0.0)  # none is done while the reader has it, for as long as it likes
-            yield image
+            yield file
             self._ticket.note_image_work(self._delivery.image_seconds.composes)
 
-    async def _deliver(self, delivery: EditDelivery, output: RequestOutput) -> ImageOutput:
-        image = self._images[output.request_id]
+    async def _deliver(self, delivery: EditDelivery, image: EditImage, output: RequestOutput) -> ImageOutput:
         match output:
             case PartialImage():
                 return await delivery.partial(image, output)

@@ -1,4 +1,4 @@
-"""PreparedEdit: all that is known of an edit before it runs, and what follows from it: its requests and its reports."""
+"""PreparedEdit: all that is known of an edit before it runs, and its requests to the engines."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from core.config import EngineConfig
 from core.graph.progress import preview_steps
 from core.handles import ArrayRef
 from core.ipc.shared_array import carve
-from core.messages.engine import EditRequest, Finished
+from core.messages.engine import EditRequest
 from core.messages.image_processor import PreparedImages
 from core.model_info import ModelInfo
-from core.routing.fleet import EditShape
 from core.sampling_params import SamplingParams
-from engine.client.edit_types import EditInput, EditReport
+from engine.client.edit_types import EditInput
 from engine.client.mask_aware import ExactReason, resolve_full_steps, why_exact
 
 
@@ -65,7 +64,7 @@ class PreparedEdit:
         return len(preview_steps(self.model.num_steps(self.sampling), self.edit.partial_images))
 
     @property
-    def _num_full_steps(self) -> int:
+    def num_full_steps(self) -> int:
         """Steps that compute every token."""
         assert self.sampling.full_steps is not None
         return self.model.num_steps(self.sampling) if self.exact_reason else self.sampling.full_steps
@@ -114,57 +113,3 @@ class PreparedEdit:
             cache_salt=self.config.cache.salt(self.edit.owner),
             owner=self.edit.owner,
         )
-
-    def make_report(
-        self,
-        output: Finished,
-        *,
-        engine: int | None,
-        template_id: str | None,
-        colour_lost: tuple[str, ...],
-        preprocess_seconds: float,
-        postprocess_seconds: float,
-    ) -> EditReport:
-        """On one of its images. engine: which made it. template_id: of what it became, if it did. colour_lost: of the
-        file."""
-        prepared, ms = self.prepared, output.ms
-        return EditReport(
-            mask_ratio=self.mask_ratio,
-            active_tokens=self.num_tokens if self.exact_reason else prepared.active.size,
-            image_tokens=self.num_tokens,
-            text_tokens=output.text_tokens,
-            prompt_truncated=output.prompt_truncated,
-            unmasked=prepared.unmasked,
-            num_inference_steps=self.sampling.num_denoising_steps,
-            guidance_scale=self.sampling.guidance_scale if self.model.has_guidance else None,
-            exact_reason=self.exact_reason,
-            cache=output.cache,
-            tier=output.tier,
-            primed=output.is_primed,
-            full_steps=self._num_full_steps,
-            full_blocks=output.full_blocks,
-            partial_images=self.num_partial_images,
-            engine=engine,
-            template_id=template_id,
-            crop=prepared.crop,
-            colour_lost=colour_lost,
-            ms={
-                "queue": ms["queue"],
-                "preprocess": preprocess_seconds * 1e3,
-                "encode": ms["text_encode"] + ms["image_encode"],
-                "prime": ms["prime"],
-                "denoise": ms["denoise"],
-                "decode": ms["decode"],
-                "postprocess": postprocess_seconds * 1e3,
-            },
-        )
-
-
-def smallest_shape(sampling: SamplingParams, model: ModelInfo, owner: str) -> EditShape:
-    """What is known of an edit before its images are prepared. sampling: as `sampling_defaults.resolve` leaves it."""
-    text_tokens = model.num_text_tokens(sampling.max_sequence_length)
-    is_exact = not sampling.mask_aware or model.page_scheme is None
-    steps = model.num_steps(sampling)
-    full_steps = steps if is_exact else 0
-    priority, rows = sampling.priority, sampling.num_rows
-    return EditShape(model.name, steps, full_steps, 1, 1, text_tokens, priority=priority, num_rows=rows, owner=owner)

@@ -26,7 +26,7 @@ from core.messages.image_processor import ComposedImage, ComposeImage, PreparedI
 from core.routing.fleet import EditShape
 from core.sampling_params import SamplingParams
 from core.scheduling.deadlines import TOO_LATE
-from engine.client import admission_ticket, edit_delivery, edit_preparation, edit_session, session
+from engine.client import admission_ticket, edit_delivery, edit_images, edit_preparation, session
 from engine.client.async_engine import AsyncEngine
 from engine.client.edit_session import EditSession
 from engine.client.edit_types import EditInput, ImageOutput
@@ -141,7 +141,7 @@ class Server:
 @pytest.fixture
 async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Server]:
     clock = SimpleNamespace(now=1e9)  # no timeout passes on the event loop's own
-    for module in (session, admission_ticket, edit_preparation, edit_delivery, edit_session, router):
+    for module in (session, admission_ticket, edit_preparation, edit_delivery, edit_images, router):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
     monkeypatch.setattr(router, "EngineReplica", Replica)
     served = Server(clock)
