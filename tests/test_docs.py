@@ -150,6 +150,12 @@ def test_every_added_field_is_documented() -> None:
     assert not [name for name in EDIT_FIELDS if name not in OPENAI_FIELDS and f"`{name}`" not in text]
 
 
+def test_the_benchmarks_end_with_what_is_written_by_hand() -> None:
+    """The rest of the page is written by `make bench`, which appends this file."""
+    by_hand = (ROOT / "benchmarks" / "evidence" / "measuring.md").read_text()
+    assert (ROOT / "docs" / "benchmarks.md").read_text().endswith(by_hand)
+
+
 def test_every_page_is_linked() -> None:
     linked = {
         (page.parent / link.partition("#")[0]).resolve() for page in PAGES for link in _LINK.findall(text_of(page))

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md: every number in it comes out of a file of results."""
+"""docs/benchmarks.md: every number comes out of a file of results, but for those of measuring.md, its end."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from benchmarks.evidence.results import Result, Results
 
 Rows = Iterable[Sequence[str]]
 
+MEASURING = Path(__file__).with_name("measuring.md")
+"""The end of the page: single runs and how to measure, written by hand."""
+
 ENOUGH = 100
 """Arrivals, from which on it shows whether a system keeps up."""
 
@@ -23,7 +26,7 @@ def write_document(results: Results, folder: Path) -> None:
 
     plots = write_plots(results, folder)
     sections = [section(results, plots) for section in _SECTIONS]
-    whole = "\n".join([text.HEAD, *(section for section in sections if section)])
+    whole = "\n".join([text.HEAD, *(section for section in sections if section), MEASURING.read_text()])
     (folder / "benchmarks.md").write_text(whole.rstrip() + "\n")
 
 

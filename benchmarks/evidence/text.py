@@ -97,8 +97,8 @@ what floating-point operations allow.
 
 BATCHING = """## Batching and routing
 
-As FlashPS's figure 16. Left: photos of 1 to 12 megapixels at random times ([image_processors.md](image_processors.md)
-explains it). Right: 8 simulated engines ([routing.md](routing.md)).
+As FlashPS's figure 16. Left: photos of 1 to 12 megapixels at random times
+([reliability.md](reliability.md#image-processors) explains it). Right: 8 simulated engines ([routing.md](routing.md)).
 """
 
 COST_MODEL = """## Cost model
