@@ -1,4 +1,4 @@
-"""docs/benchmarks.md: prose and tables' columns from page.md, every figure from a file of results."""
+"""docs/benchmarks.md: prose and tables' columns from page.md, figures from a file of results; measuring.md ends it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ PAGE = Path(__file__).with_name("page.md")
 RUNS = {"public_8": "public-8", "production_8": "flashps-prod-8", "public_28": "public-28"}
 """Columns and tables of throughput -> the names of their results."""
 
+MEASURING = Path(__file__).with_name("measuring.md")
+"""The end of the page: single runs and how to measure, written by hand."""
+
 ENOUGH = 100
 """Arrivals from which on a run shows whether a system keeps up."""
 
@@ -31,7 +34,8 @@ def write_document(results: Results, folder: Path) -> None:
     for section in (_throughput, _headline, _rates, _stages, _quality, _others):
         values |= section(results)
     filled = {name: value for name, value in values.items() if value}
-    (folder / "benchmarks.md").write_text(fill(PAGE.read_text(), filled))
+    page = fill(PAGE.read_text(), filled) + "\n" + MEASURING.read_text()
+    (folder / "benchmarks.md").write_text(page.rstrip() + "\n")
 
 
 # ------------------------------------------------------------------------------------------------------------- serving

@@ -19,7 +19,7 @@ from fastapi import FastAPI
 from benchmarks.baselines.edit_app import server_config
 from benchmarks.baselines.systems import SYSTEMS, Setting
 from benchmarks.benchmark_serving import as_json
-from benchmarks.evidence.document import write_document
+from benchmarks.evidence.document import MEASURING, write_document
 from benchmarks.evidence.markdown import fill
 from benchmarks.evidence.plan import SHORT
 from benchmarks.evidence.results import Result, Results
@@ -105,6 +105,7 @@ def test_the_document_says_what_the_files_say(results: Results, tmp_path: Path) 
     assert "| prime | 50.0 |" in text
     assert "| **worker, all** | **200.0** |" in text
     assert "## Quality" not in text  # nothing was measured
+    assert text.endswith(MEASURING.read_text())
 
 
 class CountingServer(ThreadingHTTPServer):
