@@ -25,7 +25,7 @@ from benchmarks.quality.sheet import write_sheet
 from benchmarks.report import print_report
 from benchmarks.serving.pipeline_loop import DTYPES
 from core.config import EMBEDDED_MODEL
-from entrypoints.calibration.similarity import mask_box, ssim, ssim_in_box
+from entrypoints.calibration.similarity import box_with_margin, ssim, ssim_in_box
 from tools.train_embedded import seeds
 from tools.train_embedded.cases import Case, MaskKind, cases
 from tools.train_embedded.masks import Mask
@@ -85,7 +85,9 @@ def judge(asked: Sequence[Case], reference: Made, made: Made) -> dict[str, float
     return {
         "ssim_box_mean": float(np.mean(in_box)),
         "ssim_box_p10": float(np.percentile(in_box, 10)),
-        "psnr_box_mean_db": float(np.mean([_psnr(a[mask_box(c.mask)], b[mask_box(c.mask)]) for c, a, b in triples])),
+        "psnr_box_mean_db": float(
+            np.mean([_psnr(a[box_with_margin(c.mask)], b[box_with_margin(c.mask)]) for c, a, b in triples])
+        ),
         "ssim_whole_mean": float(np.mean([ssim(a, b) for a, b in raw])),
         "ssim_whole_pasted_mean": float(np.mean([ssim(a, b) for _, a, b in triples])),
         "colour": accuracy.colour,

@@ -118,7 +118,7 @@ def _view_of(upload: _Upload, job: PrepareImages) -> tuple[Size, Box | None]:
         message = "Invalid 'padding_mask_crop': there is no mask to crop around; give one, or an image with a "
         raise InvalidRequestError(message + "transparent area.", param="padding_mask_crop")
     frame = crop_size(*size, native_size, token_size, job.max_side)
-    return frame, crop_region(mask_box(upload.keep), job.padding_mask_crop, size, frame)
+    return frame, crop_region(edited_box(upload.keep), job.padding_mask_crop, size, frame)
 
 
 def compose(job: ComposeImage, pixels: Bytes, image: Bytes | None, mask: Bytes | None, out: Bytes) -> Composed:
@@ -330,7 +330,7 @@ def paste_generated(canvas: Image.Image, pixels: Bytes, keep: Bytes, crop: Box |
     Only the box around the mask is touched, and without a crop nothing more resized, so a small edit of a large photo
     costs little.
     """
-    box = left, top, right, bottom = mask_box(keep)
+    box = left, top, right, bottom = edited_box(keep)
     painted, geometry = Image.fromarray(pixels), CropGeometry(canvas.size)
     if crop is None:
         generated = _scaled_part(painted, geometry, box)
@@ -361,7 +361,7 @@ def _part_of_scaled(picture: Image.Image, geometry: CropGeometry, box: Box) -> I
     return resized.crop((box[0] - x, box[1] - y, box[2] - x, box[3] - y))
 
 
-def mask_box(keep: Bytes) -> Box:
+def edited_box(keep: Bytes) -> Box:
     """The smallest (left, top, right, bottom) around all pixels with keep < 255; there is at least one."""
     rows = np.flatnonzero(keep.min(axis=1) < 255)
     columns = np.flatnonzero(keep[rows[0] : rows[-1] + 1].min(axis=0) < 255)

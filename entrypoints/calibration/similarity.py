@@ -47,11 +47,11 @@ def ssim_in_box(a: Pixels, b: Pixels, mask: Mask) -> float:
 
     mask: [height, width], true where the picture was edited. Raises ValueError for a mask that is false everywhere.
     """
-    box = mask_box(mask)
+    box = box_with_margin(mask)
     return ssim(a[box], b[box])
 
 
-def mask_box(mask: Mask) -> tuple[slice, slice]:
+def box_with_margin(mask: Mask) -> tuple[slice, slice]:
     """Rows and columns of the mask's bounding box, grown by BOX_MARGIN within the picture."""
     rows, columns = np.nonzero(mask)
     if len(rows) == 0:

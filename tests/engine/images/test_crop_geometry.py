@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from engine.images.crop_geometry import covering, crop_region, fitted, lay
-from engine.images.image_ops import mask_box
+from engine.images.image_ops import edited_box
 
 SIDE = st.integers(1, 90)
 FRAME = st.tuples(st.integers(1, 12), st.integers(1, 12)).map(lambda grid: (grid[0] * 16, grid[1] * 16))
@@ -36,7 +36,7 @@ def test_the_region_is_diffusers_own_and_within_the_picture(
     right, bottom = (data.draw(st.integers(first + 1, side)) for first, side in zip((left, top), size, strict=True))
     keep = np.full((size[1], size[0]), 255, np.uint8)
     keep[top:bottom, left:right] = 0
-    region = crop_region(mask_box(keep), padding, size, frame)
+    region = crop_region(edited_box(keep), padding, size, frame)
     assert region == processor.get_crop_region(Image.fromarray(255 - keep), *frame, pad=padding)
     assert 0 <= region[0] <= left < right <= region[2] <= size[0]
     assert 0 <= region[1] <= top < bottom <= region[3] <= size[1]

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from entrypoints.calibration.similarity import BOX_MARGIN, mask_box, ssim, ssim_in_box
+from entrypoints.calibration.similarity import BOX_MARGIN, box_with_margin, ssim, ssim_in_box
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -77,7 +77,7 @@ def test_only_the_box_counts() -> None:
 def test_the_box_ends_at_the_picture() -> None:
     mask = np.zeros((24, 31), bool)
     mask[0, 30] = True
-    assert mask_box(mask) == (slice(0, 5), slice(26, 35))
+    assert box_with_margin(mask) == (slice(0, 5), slice(26, 35))
     assert ssim_in_box(picture(6), picture(6), mask) == pytest.approx(1.0, abs=1e-12)
 
 
