@@ -105,6 +105,11 @@ def _pasted(case: Case, picture: Pixels) -> Pixels:
     return np.where(case.mask[..., None], picture, case.template)
 
 
+def _psnr_in_box(mask: Mask, a: Pixels, b: Pixels) -> float:
+    box = box_with_margin(mask)
+    return _psnr(a[box], b[box])
+
+
 def _psnr(a: Pixels, b: Pixels) -> float:
     """Decibels; equal pictures count as 60."""
     error = float(np.mean((a.astype(np.float64) - b) ** 2))
