@@ -1,4 +1,4 @@
-"""What a caller of AsyncEngine hands in and gets back; plain values."""
+"""The input and output of an edit, as callers of AsyncEngine see them: plain values."""
 
 from __future__ import annotations
 
@@ -14,75 +14,71 @@ from engine.client.upload import Upload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EditInput:
-    """One edit: an image, what to change of it, and how the result is to look.
+    """One edit as a caller asks for it: a picture, what to change in it, and how results are encoded."""
 
-    image: None for a generation, on an empty canvas of `canvas_size` (width, height; None = the model's native square).
-    model, lora: see `core.model_choice.choose_model`. template_id: a registered template of `owner`, instead of an
-    image; a template made of the result is `owner`'s, too. mask, mask_kind and padding_mask_crop (0..65535): see
-    `core.messages.image_processor`. output_size: (width, height), None = the upload's. compression: 0..100, jpeg and
-    webp. partial_images: previews per image, 0..3; there are at most as many as steps before the last. base64: outputs
-    as base64 text, not file bytes.
-    """
-
+    # What to paint. Set by the caller.
     prompt: str
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    model: str = ""  # "" = the first model served
-    lora: str = ""  # "" = no adapter
+    # With which model.
+    model: str = ""  # served name; "" = the first model served
+    lora: str = ""  # name of an adapter; "" = none
+    # In which picture: at most one of image and template_id; neither = an empty canvas.
     image: Upload | None = None
-    template_id: str | None = None
-    owner: str = ""
+    template_id: str | None = None  # a registered template of `owner`
+    canvas_size: tuple[int, int] | None = None  # (width, height) of the canvas; None = the model's native square
+    # Where in the picture, see `PrepareImages`.
     mask: Upload | None = None
     mask_kind: MaskKind = "alpha"
-    padding_mask_crop: int | None = None
-    canvas_size: tuple[int, int] | None = None
-    output_size: tuple[int, int] | None = None
+    padding_mask_crop: int | None = None  # pixels, 0..MAX_PADDING_MASK_CROP
+    # Whose the edit is: digest of the API key, "" without keys. A template made of the result is this owner's.
+    owner: str = ""
+    # Results.
+    output_size: tuple[int, int] | None = None  # (width, height); None = the upload's
     output_format: OutputFormat = "png"
-    compression: int = 100
-    partial_images: int = 0
-    base64: bool = False
+    compression: int = 100  # 0..100, of jpeg and webp
+    partial_images: int = 0  # previews per image, 0..3; there are at most as many as steps before the last
+    base64: bool = False  # base64 text instead of file bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EditReport:
-    """How one image came about. mask_ratio: tokens under the mask and its margin / image tokens. active_tokens: those
-    computed per step, which are all in an exact run. exact_reason: why it was one; None: it ran mask-aware. full_steps:
-    steps that computed every token. cache, tier, primed, full_blocks: see `core.messages.engine.Finished`.
-    partial_images: previews that came before it. ms: milliseconds by part. engine: the number of the engine that made
-    it. template_id: the template that the image became, if it did. crop: the part of the upload that was edited, and
-    that all token counts are of; None: the whole. colour_lost: see `engine.images.colour.Colour.lost_in`.
-    """
+    """How one image was made. Set by EditDelivery when the image is finished."""
 
-    mask_ratio: float
-    active_tokens: int
+    # What was asked for, as resolved for the model.
+    num_inference_steps: int
+    guidance_scale: float | None
+    unmasked: bool  # there was no mask: every token was edited
+    crop: Box | None = None  # part of the upload that was edited, which all token counts are of; None = the whole
+    # Tokens.
+    mask_ratio: float  # tokens under the mask and its margin / image tokens
+    active_tokens: int  # computed per mask-aware step; all image tokens in an exact run
     image_tokens: int
     text_tokens: int
     prompt_truncated: bool
-    unmasked: bool
-    num_inference_steps: int
-    guidance_scale: float | None
-    ms: dict[str, float]
-    exact_reason: ExactReason | None = None
+    # Mask-aware execution and the activation cache, see `core.messages.engine.Finished`.
+    exact_reason: ExactReason | None = None  # why every token was computed; None = the edit ran mask-aware
     cache: Literal["hit", "miss", "off"] = "off"
     tier: Tier | None = None
     primed: bool = False
-    full_steps: int = 0
+    full_steps: int = 0  # steps that computed every token
     full_blocks: int = 0
-    partial_images: int = 0
-    engine: int | None = None
-    template_id: str | None = None
-    crop: Box | None = None
-    colour_lost: tuple[str, ...] = ()
+    # The result.
+    partial_images: int = 0  # previews that came before it
+    template_id: str | None = None  # template that the image has become, if it has
+    colour_lost: tuple[str, ...] = ()  # colour information that the file cannot hold, see `Colour.lost_in`
+    # Where and how long.
+    engine: int | None = None  # number of the engine that made it
+    ms: dict[str, float]  # milliseconds by part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageOutput:
-    """A finished or partial image. data: the encoded file or its base64 text in shared memory, valid until the edit's
-    context is left. partial_index: None for a final image, which alone has a report."""
+    """A finished or partial image."""
 
-    image_index: int
-    partial_index: int | None
-    data: memoryview
+    image_index: int  # 0..n-1
+    partial_index: int | None  # 0, 1, ...; None = the final image
+    data: memoryview  # the encoded file or its base64 text, in shared memory; valid until the edit's context is left
     width: int
     height: int
     seed: int
-    report: EditReport | None = None
+    report: EditReport | None = None  # of a final image
