@@ -278,7 +278,7 @@ def test_a_full_disk_is_not_ok_and_leaves_nothing(tmp_path: Path) -> None:
 import resource, signal
 from pathlib import Path
 import numpy as np
-from model_executor import page_files
+from model_executor.page_cache import page_files
 from model_executor.page_cache.page_files import PageFiles
 page_files.RETRY_SECONDS = 0.0
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
