@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import model_executor
+import model_executor.kernels
 from core.errors import ConfigError
 from model_executor.kernels import gpu_attention, gpu_operators, gpu_tables
 from model_executor.kernels.gpu_attention import Together, attend_alike, attend_each, best_attend, varlen_attend
@@ -415,7 +415,7 @@ def test_without_kernels_that_work_pytorch_computes_and_the_log_says_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kernels: Callable[[], Any], cause: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "model_executor.kernels.triton_kernels", kernels())
-    monkeypatch.setattr(model_executor, "triton_kernels", kernels(), raising=False)
+    monkeypatch.setattr(model_executor.kernels, "triton_kernels", kernels(), raising=False)
     chosen = gpu_operators.gpu_operators.__wrapped__(torch.device("cpu"))
     assert type(chosen) is GpuOperators
     assert cause in caplog.text
