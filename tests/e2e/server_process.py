@@ -60,7 +60,20 @@ def spawn(scratch: Path, *flags: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "TMPDIR": str(scratch), "PYTHONUNBUFFERED": "1"}
     environment.pop("TORCHINDUCTOR_CACHE_DIR", None)  # set by diffusers' import in the tests themselves
     with scratch.with_suffix(".log").open("a") as log:
-        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=log, text=True)
+        return subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            preexec_fn=_notice_hangups,  # noqa: PLW1509 - a system call alone, which takes no lock
+        )
+
+
+def _notice_hangups() -> None:
+    """In the child: tests that run under `nohup` would have it ignore them."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def start(scratch: Path, *flags: str) -> ServerProcess:
