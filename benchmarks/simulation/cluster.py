@@ -15,7 +15,7 @@ from itertools import count
 
 import msgspec
 
-from benchmarks.simulation.machine import TEXT_TOKENS, Machine, SettledCosts
+from benchmarks.simulation.machine import TEXT_TOKENS, FrozenCosts, Machine
 from benchmarks.simulation.scenario import MODEL, Scenario, make_trace, prime_template
 from core.config import RouterPolicy, SchedulerConfig
 from core.costs.cost_model import CostModel
@@ -61,11 +61,11 @@ class VirtualEngine:
     ) -> None:
         self.busy_seconds = 0.0
         config = SchedulerConfig(max_num_seqs=scenario.max_num_seqs)
-        cost = CostModel() if scenario.learns else SettledCosts()
+        cost = CostModel() if scenario.learns else FrozenCosts()
         self.scheduler = StepScheduler(config, {MODEL.name: MODEL}, cache=scenario.cache, cost=cost)
         self.scheduler.learn(machine.samples(MODEL.name))
-        if isinstance(cost, SettledCosts):
-            cost.settle()
+        if isinstance(cost, FrozenCosts):
+            cost.freeze()
         self._clock = clock
         self._machine = machine
         self._tell = tell

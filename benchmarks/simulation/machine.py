@@ -90,18 +90,18 @@ def _step_tokens(item: Item, edits: dict[str, EditRequest]) -> int:
     return TEXT_TOKENS + (IMAGE_TOKENS if is_exact else edits[item.request_id].active.size)
 
 
-class SettledCosts(CostModel):
-    """Learns of work until it is settled: a machine that does not drift has nothing to teach after that, and learning
+class FrozenCosts(CostModel):
+    """Learns of work until it is frozen: a machine that does not drift has nothing to teach after that, and learning
     takes half of a simulated step.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._is_settled = False
+        self._is_frozen = False
 
     def observe(self, key: CostKey, work: Work, seconds: float) -> None:
-        if not self._is_settled:
+        if not self._is_frozen:
             super().observe(key, work, seconds)
 
-    def settle(self) -> None:
-        self._is_settled = True
+    def freeze(self) -> None:
+        self._is_frozen = True

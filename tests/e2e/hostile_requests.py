@@ -98,7 +98,7 @@ class Request:
 
 
 def request(method: str, path: str, headers: Sequence[tuple[str, str]], body: bytes) -> Request:
-    lines = [f"{method} {path} HTTP/1.1", "host: a", "connection: close", f"content-length: {len(body)}"]
+    lines = [f"{method} {path} HTTP/1.1", "host: localhost", "connection: close", f"content-length: {len(body)}"]
     lines += [f"{name}: {value}" for name, value in headers]
     return Request("\r\n".join([*lines, "", ""]).encode("utf-8", "surrogateescape"), body)
 
@@ -362,10 +362,10 @@ RAW = [
     b"GET",
     b"GET /\r\n\r\n",
     b"GET / HTTP/9.9\r\n\r\n",
-    b"GET / HTTP/1.1\nhost: a\n\n",
+    b"GET / HTTP/1.1\nhost: localhost\n\n",
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
-    b"GET / HTTP/1.1\r\nhost: a\r\nx:y:z\r\n y\r\n\r\n",
+    b"GET / HTTP/1.1\r\nhost: localhost\r\nx:y:z\r\n y\r\n\r\n",
     POST + b"content-length: -1\r\n\r\n",
     b"POST / HTTP/1.1\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\nab",
     POST + b"content-length: 99999999999999999999999\r\n\r\n",

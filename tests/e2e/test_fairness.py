@@ -18,7 +18,7 @@ import pytest
 from pictures import alpha_mask, encode
 from server_process import ServerProcess, start
 
-from benchmarks.process_tree import pss_bytes
+from benchmarks.load.process_tree import pss_bytes
 
 HEAVY, LIGHT = {"authorization": "Bearer sk-heavy"}, {"authorization": "Bearer sk-light"}
 KEYS = ("--api-key", "sk-heavy", "--api-key", "sk-light")

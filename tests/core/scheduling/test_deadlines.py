@@ -10,7 +10,7 @@ from fakes import MODEL, FakeWorkers, make_edit
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.simulation.machine import SettledCosts
+from benchmarks.simulation.machine import FrozenCosts
 from core.config import SchedulerConfig
 from core.costs.batch_forecast import BatchForecast, Member, ends
 from core.costs.cost_model import Work
@@ -100,7 +100,7 @@ class Engine:
 
 @pytest.fixture
 def engine() -> Engine:
-    cost = SettledCosts()
+    cost = FrozenCosts()
     scheduler = StepScheduler(SchedulerConfig(max_num_seqs=2), {"m": MODEL}, cost=cost)
     key = scheduler.cost_key(ModelKey("m", "transformer"), "denoise")
     for number in (1, 2, 3, 4, 1, 2, 3, 4):
