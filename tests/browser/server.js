@@ -16,7 +16,7 @@ export const [OPEN_URL, GUARDED_URL] = [process.env.OPEN_URL, process.env.GUARDE
 /** Started and ready: {url, stop()}. stop() fails unless it leaves with status 0. */
 export async function startServer(...flags) {
   const environment = { ...process.env, PYTHONUNBUFFERED: "1", PYTHONPATH: ROOT };
-  const command = ["-m", "entrypoints.serve", "--port", "0", "--threads", "1", "--log-level", "warning", ...flags];
+  const command = ["-m", "entrypoints.serve", "--port", "0", "--threads", "1", "--log-level", "warning", "--allowed-host", "stencil.test", ...flags];
   const child = spawn(PYTHON, command, { cwd: ROOT, env: environment, stdio: ["ignore", "pipe", "inherit"] });
   const url = await readyUrl(child);
   return {
