@@ -10,8 +10,12 @@ import numpy.typing as npt
 
 from core.handles import ArrayRef, ModelKey, TensorKey, TensorRef
 from core.ipc.shared_array import Arena, ArenaAllocator, carve
-from core.messages.worker import Batch, Decode, Denoise, ImageEncode, Item, StageWork, StepPlan, TextEncode
+from core.messages.worker import Batch, Item, StageWork, StepPlan
 from core.sampling_params import SamplingParams
+from core.scheduling.ops.decode import Decode
+from core.scheduling.ops.denoise import Denoise
+from core.scheduling.ops.image_encode import ImageEncode
+from core.scheduling.ops.text_encode import TextEncode
 
 SIZE = (96, 64)
 """width, height in pixels."""
@@ -109,7 +113,7 @@ class Edit:
 
     def decode_plan(self, rank: int = 0, latents: TensorRef | None = None) -> StepPlan:
         """Decode and free. latents: where they lie, when not in the store of `rank`."""
-        work = Decode(width=self.size[0], height=self.size[1], partial=False, pixels=self.pixels)
+        work = Decode(width=self.size[0], height=self.size[1], pixels=self.pixels)
         item = Item(self.request_id, "decode", work, (latents or self._ref("image_encode", "latents"),))
         batch = self._batch("decode", "vae", [item], rank)
         return StepPlan(seq=next(_numbers), batches=(batch,), free=(TensorKey(self.request_id, "", ""),))
@@ -122,7 +126,6 @@ class Edit:
     def _denoise_item(self, step: int, keep_clean: bool) -> Item:
         work = Denoise(
             step=step,
-            num_inference_steps=self.steps,
             width=self.size[0],
             height=self.size[1],
             active=None,

@@ -8,23 +8,14 @@ from dataclasses import dataclass, field
 from core.failure import Failure
 from core.handles import ArrayRef, EntryRef, TensorKey
 from core.messages.engine import EditRequest
-from core.messages.worker import (
-    Batch,
-    BatchResult,
-    Decode,
-    Denoise,
-    EncodeTemplate,
-    ImageEncode,
-    Item,
-    ItemResult,
-    PageCopied,
-    PageCopy,
-    Prime,
-    StepPlan,
-    TransferDone,
-)
+from core.messages.worker import Batch, BatchResult, Item, ItemResult, PageCopied, PageCopy, StepPlan, TransferDone
 from core.model_info import ModelInfo
 from core.sampling_params import SamplingParams
+from core.scheduling.ops.decode import Decode
+from core.scheduling.ops.denoise import Denoise
+from core.scheduling.ops.image_encode import ImageEncode
+from core.scheduling.ops.prime import Prime
+from core.scheduling.ops.template_encode import TemplateEncode
 
 MODEL = ModelInfo(
     name="m",
@@ -186,7 +177,7 @@ class FakeWorkers:
                 self.next_step[item.request_id] = 0
                 steps = work.num_inference_steps
                 return tuple(1 - i / steps for i in range(steps - work.num_denoising_steps, steps + 1))
-            case EncodeTemplate() as work:
+            case TemplateEncode() as work:
                 self.pages.write(work.out, range(1))
                 self.encoded_templates += 1
             case Prime() as work:

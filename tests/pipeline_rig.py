@@ -18,6 +18,7 @@ from core.config import AdapterConfig, ModelConfig, Quantization
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages.worker import BatchResult, PageCopied, StepPlan
 from model_executor.page_cache.page_store import PageStore
+from model_executor.worker.ops.context import WorkerContext
 from model_executor.worker.resident import ResidentModels
 from model_executor.worker.runner import Runner
 from model_executor.worker.tensor_store import TensorStore
@@ -59,7 +60,7 @@ class Rig:
         self.store = TensorStore(0, models.device, arena)
         copied: list[PageCopied] = []
         self.pages = PageStore(models.device, arena, None, copied.append)
-        self.runner = Runner(0, models.families, self.store, arena, self.pages, models.prompts_of)
+        self.runner = Runner(0, WorkerContext(models.families, self.store, arena, self.pages, models.prompts_of))
         self.family = models.families["tiny"]
         self.pipeline = pipeline.from_pretrained(checkpoint, **parts)
         self.pipeline.set_progress_bar_config(disable=True)

@@ -61,6 +61,7 @@ class Model:
         from model_executor.page_cache.page_files import PageFiles
         from model_executor.page_cache.page_store import PageStore
         from model_executor.worker.cost_probe import known_or_probed
+        from model_executor.worker.ops.context import WorkerContext
         from model_executor.worker.resident import ResidentModels, quiet_libraries, set_threads
         from model_executor.worker.runner import Runner
         from model_executor.worker.tensor_store import TensorStore
@@ -84,7 +85,7 @@ class Model:
         self._copied: queue.SimpleQueue[PageCopied] = queue.SimpleQueue()
         files = PageFiles(Path(cache.directory), cache.disk_bytes) if cache.disk_bytes else None
         self._pages = PageStore(models.device, page_arena, files, self._copied.put)
-        self._runner = Runner(0, models.families, self._store, arena, self._pages)
+        self._runner = Runner(0, WorkerContext(models.families, self._store, arena, self._pages))
 
     def step(self) -> list[BatchResult]:
         """One iteration of the engine: what its batches came to. Waits for a copy where nothing can be computed."""
@@ -97,7 +98,7 @@ class Model:
                 self._pages.start(copy)
             for batch in plan.batches:
                 results.append(self._runner.run(batch))
-                self.denoised = time.perf_counter() if batch.stage == "denoise" else self.denoised
+                self.denoised = time.perf_counter() if batch.op == "denoise" else self.denoised
                 self.scheduler.apply(results[-1])
             for key in plan.free:
                 self._store.free(key)

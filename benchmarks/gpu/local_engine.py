@@ -22,6 +22,7 @@ from engine.client.sampling_defaults import resolve
 from engine.images.image_ops import content_id
 from model_executor.models.base import Family
 from model_executor.page_cache.page_store import PageStore
+from model_executor.worker.ops.context import WorkerContext
 from model_executor.worker.resident import ResidentModels
 from model_executor.worker.runner import Runner
 from model_executor.worker.tensor_store import TensorStore
@@ -57,7 +58,7 @@ class LocalEngine:
         self._pages = PageStore(models.device, self._arenas.pages, None, self._copied.put)
         self._tensors = TensorStore(0, models.device, self._arenas)
         families = {"checked": self.family}
-        self.runner = Runner(0, families, self._tensors, self._arenas, self._pages)
+        self.runner = Runner(0, WorkerContext(families, self._tensors, self._arenas, self._pages))
         self._num_edits = 0
 
     def close(self) -> None:

@@ -22,9 +22,13 @@ from benchmarks.command import command
 from benchmarks.report import Value, print_report
 from benchmarks.turns import timed
 from core.config import EMBEDDED_MODEL, ModelConfig
-from core.costs.cost_model import CostKey, CostModel, Work
+from core.costs.cost_model import CostKey, CostModel
+from core.graph.op import OPS, Op
+from core.graph.work import Work
 from core.handles import ModelKey
 from core.messages.worker import CostSample
+from core.scheduling.ops.denoise import DENOISE
+from core.scheduling.ops.prime import PRIME
 from model_executor.worker.cost_probe import BUDGET_SECONDS, Batches, Timed, probe
 from model_executor.worker.resident import ResidentModels, quiet_libraries, set_threads
 
@@ -37,7 +41,7 @@ EXACT_SHARE, PRIME_SHARE = 0.25, 0.2
 class Timing:
     """A batch that was run."""
 
-    stage: str
+    op: Op
     work: Work
     seconds: float
 
@@ -56,7 +60,7 @@ class Accuracy:
     @classmethod
     def of(cls, model: CostModel, timings: Sequence[Timing]) -> Accuracy:
         seconds = np.array([timing.seconds for timing in timings])
-        predicted = np.array([model.predict(_key(timing.stage), timing.work) for timing in timings])
+        predicted = np.array([model.predict(_key(timing.op), timing.work) for timing in timings])
         errors = np.abs(predicted - seconds)
         r_squared = 1.0 - (errors**2).sum() / ((seconds - seconds.mean()) ** 2).sum()
         relative = errors / seconds
@@ -66,7 +70,7 @@ class Accuracy:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command(__doc__, model=EMBEDDED_MODEL, dtype="float32", threads=1, seed=0)
     parser.add_argument("--num-batches", type=int, default=200, help="held-out batches, and as many training batches")
-    parser.add_argument("--pairs", type=Path, help="file for (stage, seconds, predicted seconds) of held-out batches")
+    parser.add_argument("--pairs", type=Path, help="file for (op, seconds, predicted seconds) of held-out batches")
     args = parser.parse_args(argv)
     set_threads(args.threads)
     batches, samples, probe_seconds = _open(args.model, args.dtype)
@@ -77,12 +81,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         "probe alone, all": Accuracy.of(probed, held_out),
         "after training batches, all": Accuracy.of(trained, held_out),
     }
-    for stage in ("denoise", "prime"):
-        of_stage = [timing for timing in held_out if timing.stage == stage]
-        accuracies[f"after training batches, {stage}"] = Accuracy.of(trained, of_stage)
+    for op in (DENOISE, PRIME):
+        of_op = [timing for timing in held_out if timing.op is op]
+        accuracies[f"after training batches, {op.name}"] = Accuracy.of(trained, of_op)
     _report(args, accuracies, len(samples), probe_seconds, _microseconds(trained, held_out))
     if args.pairs is not None:
-        pairs = [(t.stage, t.seconds, trained.predict(_key(t.stage), t.work)) for t in held_out]
+        pairs = [(t.op.name, t.seconds, trained.predict(_key(t.op), t.work)) for t in held_out]
         args.pairs.write_text(json.dumps(pairs) + "\n")
 
 
@@ -115,35 +119,35 @@ def _draw_share(dice: random.Random) -> float:
 
 def _time(batch_of: Timed) -> Timing:
     """The second of two calls: a request's later steps, which are most of them."""
-    stage, work, batch = batch_of
+    op, work, batch = batch_of
     batch()
-    return Timing(stage, work, timed(batch)())
+    return Timing(op, work, timed(batch)())
 
 
 def _fitted(samples: Sequence[CostSample], training: Sequence[Timing]) -> CostModel:
     model = CostModel()
     for sample in samples:
-        model.observe(_key(sample.stage), sample.work, sample.seconds)
+        model.observe(_key(OPS[sample.op]), sample.work, sample.seconds)
     for timing in training:
-        model.observe(_key(timing.stage), timing.work, timing.seconds)
+        model.observe(_key(timing.op), timing.work, timing.seconds)
     return model
 
 
-def _key(stage: str) -> CostKey:
-    return CostKey(ModelKey("model", "transformer"), stage, "cpu", 1)
+def _key(op: Op) -> CostKey:
+    return CostKey(ModelKey("model", op.component), op.cost_name, "cpu", 1)
 
 
 def _microseconds(model: CostModel, timings: Sequence[Timing]) -> tuple[float, float]:
     """(predicting, observing and predicting) one batch, in microseconds."""
 
     def learn(timing: Timing) -> None:
-        model.observe(_key(timing.stage), timing.work, timing.seconds)
-        model.predict(_key(timing.stage), timing.work)
+        model.observe(_key(timing.op), timing.work, timing.seconds)
+        model.predict(_key(timing.op), timing.work)
 
     def mean(call: Callable[[Timing], object]) -> float:
         return timed(lambda: [call(timing) for timing in timings])() / len(timings) * 1e6
 
-    return mean(lambda timing: model.predict(_key(timing.stage), timing.work)), mean(learn)
+    return mean(lambda timing: model.predict(_key(timing.op), timing.work)), mean(learn)
 
 
 def _report(

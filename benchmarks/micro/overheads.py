@@ -31,7 +31,8 @@ from core.ipc.process import spawn
 from core.ipc.ring import Channel, PeerClosedError
 from core.ipc.shared_array import Arena
 from core.messages.engine import Finished
-from core.messages.worker import BatchResult, Denoise, StepPlan
+from core.messages.worker import BatchResult, StepPlan
+from core.scheduling.ops.denoise import Denoise
 from core.scheduling.scheduler import StepScheduler
 
 BATCH = 8

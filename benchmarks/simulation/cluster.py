@@ -253,7 +253,7 @@ def _moved(edit: EditRequest, seconds: float) -> EditRequest:
 
 def item_results(batch: Batch) -> tuple[ItemResult, ...]:
     """What a worker says of a batch that it ran."""
-    if batch.stage != "image_encode":
+    if batch.op != "image_encode":
         return tuple(ItemResult(item.request_id, item.node) for item in batch.items)
     return tuple(
         ItemResult(item.request_id, item.node, sigmas=_sigmas(getattr(item.work, "num_inference_steps", 0)))

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from core.costs.cost_model import CostKey, CostModel, Work
+from core.costs.cost_model import CostKey, CostModel
+from core.graph.op import OPS
+from core.graph.work import Work
 from core.handles import ModelKey
 from core.messages.engine import EditRequest
-from core.messages.worker import Batch, CostSample, Denoise, Item, PageCopy, Prime
+from core.messages.worker import Batch, CostSample, Item, PageCopy
 from core.page_scheme import PageLayout, PageScheme
+from core.scheduling.ops.denoise import Denoise
+from core.scheduling.ops.prime import Prime
 
 IMAGE_TOKENS, TEXT_TOKENS = 4096, 512
 
@@ -23,14 +27,6 @@ SCHEME = PageScheme(
     full_steps=0,
 )
 """Pages of FLUX.1: 1.5 GB a keyframe of 1024 x 1024 px."""
-
-_COMPONENTS = {
-    "text_encode": "text_encoder",
-    "image_encode": "vae",
-    "decode": "vae",
-    "denoise": "transformer",
-    "prime": "transformer",
-}
 
 
 @dataclass(frozen=True)
@@ -53,7 +49,7 @@ class Machine:
         if isinstance(work, Prime):
             share = (work.blocks[1] - work.blocks[0]) / SCHEME.layout.num_blocks
             return share * self.step_seconds(len(batch.items) * (IMAGE_TOKENS + TEXT_TOKENS))
-        return self._alone(batch.stage) * len(batch.items)
+        return self._alone(OPS[batch.op].cost_name) * len(batch.items)
 
     def step_seconds(self, tokens: int) -> float:
         return (self.step + self.token * tokens) / self.speed
@@ -73,16 +69,16 @@ class Machine:
             share = blocks / SCHEME.layout.num_blocks
             work = Work.of_pairs([(int(share * every), every)])
             yield self._sample(model, "prime", work, share * self.step_seconds(every))
-        for stage, tokens in (("text_encode", TEXT_TOKENS), ("image_encode", IMAGE_TOKENS), ("decode", IMAGE_TOKENS)):
+        for op, tokens in (("text_encode", TEXT_TOKENS), ("image_encode", IMAGE_TOKENS), ("decode", IMAGE_TOKENS)):
             for number in (1, 2):
-                yield self._sample(model, stage, Work.of([tokens] * number), number * self._alone(stage))
+                yield self._sample(model, op, Work.of([tokens] * number), number * self._alone(op))
 
-    def _alone(self, stage: str) -> float:
-        seconds: float = getattr(self, stage)
+    def _alone(self, op: str) -> float:
+        seconds: float = getattr(self, op)
         return seconds / self.speed
 
-    def _sample(self, model: str, stage: str, work: Work, seconds: float) -> CostSample:
-        return CostSample(ModelKey(model, _COMPONENTS[stage]), stage, work, seconds)
+    def _sample(self, model: str, op: str, work: Work, seconds: float) -> CostSample:
+        return CostSample(ModelKey(model, OPS[op].component), op, work, seconds)
 
 
 def _step_tokens(item: Item, edits: dict[str, EditRequest]) -> int:

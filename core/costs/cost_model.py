@@ -1,18 +1,19 @@
 """CostModel: predicts how long work takes, by a linear model per kind of work that every result refines.
 
 Seconds are predicted from a few features of a batch (requests, tokens, attention, a constant), and for a copy from its
-bytes. A kind of work is named by everything that changes its line: model component, stage, device, number of ranks.
+bytes. A kind of work is named by everything that changes its line: model component, op, device, number of ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from core.graph.work import Work
 from core.handles import ModelKey, Tier
 
 Vector = npt.NDArray[np.floating[Any]]
@@ -49,40 +50,18 @@ class CostKey(msgspec.Struct, frozen=True):
     """The kind of work that one fitted line predicts."""
 
     model: ModelKey
-    stage: str
+    op: str  # name of the cost line, see Op
     device: str
     degree: int  # ranks that share the work
 
 
-class Work(msgspec.Struct, frozen=True):
-    """The size of a batch, one entry per request and row."""
-
-    queries: tuple[int, ...]  # computed tokens
-    keys: tuple[int, ...]  # tokens that these attend to
-
-    @classmethod
-    def of(cls, tokens: Iterable[int]) -> Work:
-        """Work in which every token attends to all tokens of its own request."""
-        queries = tuple(tokens)
-        return cls(queries, queries)
-
-    @classmethod
-    def of_pairs(cls, pairs: Iterable[tuple[int, int]]) -> Work:
-        """Work of requests given as (queries, keys)."""
-        pairs = tuple(pairs)
-        return cls(tuple(q for q, _ in pairs), tuple(k for _, k in pairs))
-
-    def __add__(self, other: Work) -> Work:
-        """Both in one batch."""
-        return Work(self.queries + other.queries, self.keys + other.keys)
-
-    def features(self) -> Vector:
-        """Shape [6], in the order of FEATURES."""
-        pairs = list(zip(self.queries, self.keys, strict=True))
-        attention = sum(q * k for q, k in pairs) / 1e6
-        cached = [k - q for q, k in pairs if k > q]
-        tokens = sum(self.queries) / 1e3
-        return np.array([1.0, len(pairs), tokens, attention, len(cached), sum(cached) / 1e3])
+def features_of(work: Work) -> Vector:
+    """A batch's features, shape [6], in the order of FEATURES."""
+    pairs = list(zip(work.queries, work.keys, strict=True))
+    attention = sum(q * k for q, k in pairs) / 1e6
+    cached = [k - q for q, k in pairs if k > q]
+    tokens = sum(work.queries) / 1e3
+    return np.array([1.0, len(pairs), tokens, attention, len(cached), sum(cached) / 1e3])
 
 
 def extra_seconds(coefficients: Sequence[float], queries: int, keys: int) -> float:
@@ -171,12 +150,12 @@ class CostModel:
         self._copies: dict[tuple[Tier, Tier], Line] = {}
 
     def observe(self, key: CostKey, work: Work, seconds: float) -> None:
-        self._lines.setdefault(key, Line(len(FEATURES))).observe(work.features(), seconds)
+        self._lines.setdefault(key, Line(len(FEATURES))).observe(features_of(work), seconds)
 
     def predict(self, key: CostKey, work: Work) -> float:
         """Seconds that this work will take; 0 if its kind was never observed."""
         line = self._lines.get(key)
-        return line.predict(work.features()) if line else 0.0
+        return line.predict(features_of(work)) if line else 0.0
 
     def observe_copy(self, source: Tier, target: Tier, nbytes: int, seconds: float) -> None:
         self._copies.setdefault((source, target), Line(len(COPY_FEATURES))).observe(_copy_features(nbytes), seconds)

@@ -38,10 +38,10 @@ class Residency(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CostLine(msgspec.Struct, frozen=True, array_like=True):
-    """The fitted line of one stage: how long its batches take."""
+    """The fitted line of one op: how long its batches take."""
 
     model: ModelKey
-    stage: str
+    op: str  # name of the line, see Op
     coefficients: tuple[float, ...]  # of core.costs.cost_model.FEATURES
 
 
@@ -115,16 +115,16 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Statistics of an engine, made by its Reporter."""
 
     # Now.
-    stage_seconds: dict[str, float]  # stage -> predicted work left
+    op_seconds: dict[str, float]  # op -> predicted work left
     resident_models: tuple[ModelKey, ...]  # loaded components
-    r_squared: dict[str, float]  # stage -> quality of its predictions, 1 = exact
+    r_squared: dict[str, float]  # op -> quality of its predictions, 1 = exact
     # Since start.
     steps: int
     batch_tokens: int  # tokens computed, summed over steps
     batch_requests: int  # images in the batch, summed over steps
     tokens_skipped: int  # image tokens that mask-aware execution left out
     prime_chunks: int
-    busy_seconds: dict[str, float]  # stage -> worker time, of all ranks
+    busy_seconds: dict[str, float]  # op -> worker time, of all ranks
     # Since the last message.
     recent_steps: tuple[StepSample, ...] = ()  # without steps that were done in parts, which have no prediction
     # Since start and now.

@@ -1,4 +1,4 @@
-"""Workflow: the stages of making an image as a graph of nodes, their inputs, and which of them repeat.
+"""Workflow: the ops of making an image as a graph of nodes, their inputs, and which of them repeat.
 
 A workflow is data: nodes with inputs, one of which is a loop. A request's progress (`core.graph.progress`) is its set
 of finished nodes and a loop counter that catches up with its step count; there is no phase enum, so new graphs need no
@@ -15,9 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
-StageName = Literal["text_encode", "image_encode", "denoise", "decode"]
+from core.graph.op import OPS, Op
+
 NodeKind = Literal["once", "loop", "side"]
 
 
@@ -27,6 +29,7 @@ class Edge:
 
     source: str  # the node that makes the tensor
     name: str  # of the tensor
+    is_carried: bool = False  # the reader, a loop, replaces the tensor at every round
     deferred: bool = False  # read late in the node's work: the source only has to be running on the same rank
 
 
@@ -35,13 +38,12 @@ class Node:
     """One vertex of the graph."""
 
     name: str
-    stage: StageName
-    component: str  # the part of the model that it needs, see ModelKey
+    op: str  # name of its Op
     inputs: tuple[Edge, ...] = ()
     kind: NodeKind = "once"  # once per request; loop: per denoising step; side: per preview of the loop's current state
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Workflow:
     """A directed graph of nodes, in topological order, ending in `output`."""
 
@@ -65,34 +67,56 @@ class Workflow:
                 return node
         raise KeyError(name)
 
-    @property
+    @cached_property
     def loop(self) -> Node:
         """The loop region's node."""
         return next(node for node in self.nodes if node.kind == "loop")
+
+    @cached_property
+    def carried(self) -> frozenset[tuple[str, str]]:
+        """(node, name) of the tensors that the loop replaces at every round."""
+        return frozenset((edge.source, edge.name) for edge in self.loop.inputs if edge.is_carried)
+
+    @cached_property
+    def constant(self) -> tuple[str, ...]:
+        """Names of the nodes whose results do not depend on the loop: they are kept when the loop restarts."""
+        carried = {source for source, _ in self.carried}
+        once = (node for node in self.nodes if node.kind == "once" and node.name not in carried)
+        return tuple(node.name for node in once if not self.reads_loop(node))
+
+    def reads_loop(self, node: Node) -> bool:
+        """Whether a node outside the loop reads what the loop has made or replaced."""
+        return node.kind != "loop" and any(
+            edge.source == self.loop.name or (edge.source, edge.name) in self.carried for edge in node.inputs
+        )
+
+
+def op_of(node: Node) -> Op:
+    """A node's op. Raises KeyError if none of this name is registered."""
+    return OPS[node.op]
 
 
 INPAINT = Workflow(
     name="inpaint",
     nodes=(
-        Node("text_encode", "text_encode", "text_encoder"),
-        Node("image_encode", "image_encode", "vae"),
+        Node("text_encode", "text_encode"),
+        Node("image_encode", "image_encode"),
         Node(
             "denoise",
             "denoise",
-            "transformer",
             inputs=(
                 Edge("text_encode", "prompt_embeds"),
                 Edge("text_encode", "text_lengths"),
                 Edge("text_encode", "pooled_prompt_embeds"),
-                Edge("image_encode", "latents"),
+                Edge("image_encode", "latents", is_carried=True),
                 Edge("image_encode", "condition"),
                 Edge("image_encode", "outside"),
                 Edge("image_encode", "sigmas"),
             ),
             kind="loop",
         ),
-        Node("preview", "decode", "vae", inputs=(Edge("denoise", "clean"),), kind="side"),
-        Node("decode", "decode", "vae", inputs=(Edge("image_encode", "latents"),)),
+        Node("preview", "decode", inputs=(Edge("denoise", "clean"),), kind="side"),
+        Node("decode", "decode", inputs=(Edge("image_encode", "latents"),)),
     ),
     output="decode",
 )
@@ -104,5 +128,7 @@ Placement = Mapping[str, int]
 
 
 def place(workflow: Workflow, num_workers: int) -> Placement:
-    """Decoding goes to the last worker, all else to the first, so that a decode never delays other requests' steps."""
-    return {node.name: num_workers - 1 if node.stage == "decode" else 0 for node in workflow.nodes}
+    """What reads the loop's results (decoding) goes to the last worker, all else to the first, so that a decode never
+    delays other requests' steps.
+    """
+    return {node.name: num_workers - 1 if workflow.reads_loop(node) else 0 for node in workflow.nodes}

@@ -7,12 +7,20 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from core.errors import MessageError, StencilError
+from core.graph.op import OPS, OpWork
 from core.messages.message import Message
 
 T = TypeVar("T")
 
 ENCODE_ERRORS = (TypeError, ValueError, OverflowError, RecursionError)  # UnicodeEncodeError is a ValueError
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, StencilError)
+
+
+def decode_member(kind: type, members: Any) -> Any:
+    """msgspec's hook for types that it does not know: the messages of ops."""
+    if kind is not OpWork:
+        raise NotImplementedError(f"{kind.__name__} is not a type that messages carry")
+    return OPS.decode(members)
 
 
 def encode(message: Message) -> bytes:
@@ -27,7 +35,7 @@ class MessageDecoder(Generic[T]):
     """Decodes messages of one union, such as `core.messages.engine.ToEngine`."""
 
     def __init__(self, union: Any) -> None:
-        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(union)
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(union, dec_hook=decode_member)
 
     def decode(self, payload: bytes) -> T:
         """The message. Raises MessageError; its cause is a StencilError if a value is out of its field's range."""

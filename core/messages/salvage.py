@@ -15,7 +15,7 @@ import msgspec
 from core.errors import MessageError, StencilError
 from core.failure import Failure
 from core.handles import Tier
-from core.messages.codec import DECODE_ERRORS, ENCODE_ERRORS, MessageDecoder, encode
+from core.messages.codec import DECODE_ERRORS, ENCODE_ERRORS, MessageDecoder, decode_member, encode
 from core.messages.engine import Aborted, EngineFailed, EngineOutputs, Failed, Finished, PartialImage, TemplatePrimed
 from core.messages.worker import Batch, BatchResult, Item, ItemResult, PageCopied, StepPlan
 
@@ -239,6 +239,6 @@ def _elements(payload: bytes, name: str, kind: type[T]) -> list[tuple[T | None, 
 
 def _read(payload: bytes | msgspec.Raw, kind: type[T]) -> T | None:
     try:
-        return msgspec.msgpack.decode(payload, type=kind)
+        return msgspec.msgpack.decode(payload, type=kind, dec_hook=decode_member)
     except DECODE_ERRORS:
         return None

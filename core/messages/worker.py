@@ -5,78 +5,13 @@ from __future__ import annotations
 import msgspec
 
 from core.config import CacheConfig, ModelConfig, SchedulerConfig
-from core.costs.cost_model import Work
 from core.failure import Failure
+from core.graph.op import OpWork
+from core.graph.work import Work
 from core.handles import ArrayRef, EntryRef, ModelKey, TensorKey, TensorRef, Tier
 from core.messages.message import Message
 from core.model_info import ModelInfo
 from core.page_scheme import PageDtype
-
-
-class TextEncode(Message, frozen=True):
-    """prompt -> `prompt_embeds` [text tokens of all rows, width], `text_lengths` int64 [rows] and
-    `pooled_prompt_embeds` [rows, width] under this item's node: a row for the prompt, and one for the negative prompt
-    if there is one.
-    """
-
-    prompt: str
-    max_sequence_length: int
-    negative_prompt: str | None = None
-    template: ArrayRef | None = None  # the picture, for encoders that see it
-    content_id: str = ""  # of the picture
-    cache_salt: str = ""  # embeddings are cached, and reused only with the same salt
-
-
-class ImageEncode(Message, frozen=True):
-    """template and mask -> `latents` (initial noise), `condition` (the denoiser's input from template and mask),
-    `outside` (with which the sampler restores the template outside the mask), `sigmas`, and the sampler's state.
-
-    Random numbers are drawn as the family's diffusers pipeline does, in the same order, from
-    ``torch.Generator("cpu").manual_seed(seed)``.
-    """
-
-    template: ArrayRef
-    mask: ArrayRef
-    width: int
-    height: int
-    seed: int
-    num_inference_steps: int
-    num_denoising_steps: int  # number of steps run, the last ones
-
-
-class EncodeTemplate(Message, frozen=True):
-    """template -> its clean latents (the posterior's mode), [image tokens, latent width] in the compute dtype, written
-    to `out`.
-    """
-
-    template: ArrayRef
-    width: int
-    height: int
-    out: EntryRef
-
-
-class Prime(Message, frozen=True):
-    """One chunk of a keyframe's pass: all image tokens of a template at noise level `sigma` through a range of blocks;
-    their keys and values are written to the pages of `out`. Between chunks the hidden state is in the tensor store. Set
-    by `core.scheduling.stage_work`.
-    """
-
-    # The noisy template.
-    latents: EntryRef  # its clean latents
-    content_id: str  # seeds the noise
-    sigma: float
-    width: int  # px
-    height: int  # px
-    # The conditioning, from the PageScheme.
-    prompt: str
-    max_sequence_length: int
-    guidance_scale: float
-    # The work.
-    blocks: tuple[int, int]  # [start, stop)
-    dtype: PageDtype  # of the pages
-    out: EntryRef
-    template: ArrayRef | None = None  # its pixels, for text encoders that see them
-    cache_salt: str = ""  # embeddings are cached, and reused only with the same salt
 
 
 class PageSpan(msgspec.Struct, frozen=True):
@@ -90,58 +25,20 @@ class PageSpan(msgspec.Struct, frozen=True):
     weight: float
 
 
-class Denoise(Message, frozen=True):
-    """One step: reads `latents`, `condition`, `outside`, `sigmas` of `image_encode` and the text encoder's outputs;
-    replaces `latents`. Set by `core.scheduling.stage_work`.
-    """
-
-    # Every step.
-    step: int  # from 0
-    num_inference_steps: int
-    width: int  # px
-    height: int  # px
-    active: ArrayRef | None  # int32 indices of the tokens to compute; None: all, without pages
-    guidance_scale: float
-    keep_clean: bool  # also store `clean`, the predicted clean latents (z - sigma * v), for a partial image
-    true_cfg_scale: float = 1.0  # of classifier-free guidance, with a negative prompt
-    # Mask-aware steps: where inactive tokens come from.
-    pages: PageSpan | None = None
-    full_blocks: tuple[int, ...] = ()  # compute all tokens nevertheless; leading ones if pages hold keys and values
-    # In full blocks inactive tokens are made as in priming, from:
-    template: EntryRef | None = None  # its clean latents
-    content_id: str = ""
-    cache_salt: str = ""
-
-
-class Decode(Message, frozen=True):
-    """Latents (`clean` for a partial image, else `latents`) -> `pixels`."""
-
-    width: int
-    height: int
-    partial: bool
-    pixels: ArrayRef  # uint8 [height, width, 3] in shared memory, written by the worker
-    active: ArrayRef | None = None  # int32 indices of the computed tokens; None: all
-    template_latents: EntryRef | None = None  # the latents of all other tokens
-    template: ArrayRef | None = None  # pixels far from every active token are copied from it
-
-
-StageWork = TextEncode | ImageEncode | EncodeTemplate | Prime | Denoise | Decode
-
-
 class Item(msgspec.Struct, frozen=True):
-    """One request's part in a batch: which node of its stage graph runs, on which tensors."""
+    """One request's part in a batch: which node of its workflow runs, on which tensors."""
 
     request_id: str
     node: str
-    work: StageWork
+    work: OpWork  # of the batch's op
     inputs: tuple[TensorRef, ...]
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """The unit of dispatch: one stage of one model over one or more items, on these ranks."""
+    """The unit of dispatch: one op of one model over one or more items, on these ranks."""
 
     id: int
-    stage: str
+    op: str  # name
     model: ModelKey
     ranks: tuple[int, ...]
     items: tuple[Item, ...]
@@ -210,7 +107,7 @@ class CostSample(msgspec.Struct, frozen=True):
     """A measured batch, from which the cost model starts."""
 
     model: ModelKey
-    stage: str
+    op: str  # name of its cost line, see Op
     work: Work
     seconds: float
 

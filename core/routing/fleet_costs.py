@@ -13,14 +13,20 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from core.costs.cost_model import COPY_FEATURES, FEATURES
+from core.costs.cost_model import COPY_FEATURES, FEATURES, features_of
 from core.costs.load_report import EngineCosts
+from core.graph.workflow import INPAINT, op_of
 from core.handles import Tier
+from core.scheduling.ops.prime import PRIME
+from core.scheduling.ops.template_encode import TEMPLATE_ENCODE
 
 Vector = npt.NDArray[np.float64]
 
-STAGES = ("denoise", "text_encode", "image_encode", "decode", "prime")
-"""Stages in the order of their coefficients in a model's column."""
+WORKFLOW = INPAINT
+"""The workflow of the edits that are routed."""
+
+LINES = tuple(dict.fromkeys(op.cost_name for op in (op_of(WORKFLOW.loop), *map(op_of, WORKFLOW.nodes), PRIME)))
+"""Names of the cost lines, see Op, in the order of their coefficients in a model's column; the loop's is the first."""
 
 GUESS_PER_KILOTOKEN = 0.02
 """Seconds per 1000 tokens before the first report."""
@@ -35,7 +41,7 @@ Features = tuple[float, ...]
 """One value for each of `core.costs.cost_model.FEATURES`."""
 
 _NUM_FEATURES = len(FEATURES)
-_STARTS = {stage: index * _NUM_FEATURES for index, stage in enumerate(STAGES)}
+_STARTS = {line: index * _NUM_FEATURES for index, line in enumerate(LINES)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +62,7 @@ def work_features(queries: int, keys: int, constant: float = 1.0) -> Features:
 
 
 class FleetCosts:
-    """A column of coefficients per model, shape [stages * features], and one for copies."""
+    """A column of coefficients per model, shape [lines * features], and one for copies."""
 
     def __init__(self) -> None:
         self._columns: dict[str, Vector] = {}  # model -> coefficients
@@ -97,38 +103,51 @@ class FleetCosts:
         return self._columns.get(model, _GUESS)
 
 
+@dataclass(frozen=True, slots=True)
+class _TokenSizes:
+    """The sizes of a request with one row whose steps compute all tokens."""
+
+    num_tokens: int
+    num_condition_tokens: int
+    num_text_tokens: int
+    num_rows: int = 1
+
+    @property
+    def num_all_tokens(self) -> int:
+        return self.num_tokens + self.num_condition_tokens + self.num_text_tokens
+
+    @property
+    def num_step_tokens(self) -> int:
+        return self.num_all_tokens
+
+
 @lru_cache(MAX_SIZES)
 def _size_weights(image_tokens: int, condition_tokens: int, text_tokens: int) -> Vector:
-    """The factors of a model's column for the first four fields of SizeCosts, shape [4, stages * features]."""
-    every = image_tokens + condition_tokens + text_tokens
-    text, image = work_features(text_tokens, text_tokens), work_features(image_tokens, image_tokens)
-    fields = (
-        {"denoise": (1.0,) + (0.0,) * (_NUM_FEATURES - 1)},
-        {"text_encode": text, "image_encode": image, "decode": image},
-        {"prime": work_features(every, every)},
-        {"image_encode": image},
-    )
-    weights = np.zeros((len(fields), len(STAGES), _NUM_FEATURES))
-    for field, by_stage in zip(weights, fields, strict=True):
-        for stage, features in by_stage.items():
-            field[STAGES.index(stage)] = features
-    return weights.reshape(len(fields), -1)
+    """The factors of a model's column for the first four fields of SizeCosts, shape [4, lines * features]."""
+    sizes = _TokenSizes(image_tokens, condition_tokens, text_tokens)
+    once = [op_of(node) for node in WORKFLOW.nodes if node.kind == "once"]
+    weights = np.zeros((4, len(LINES), _NUM_FEATURES))
+    weights[0, 0, FEATURES.index("constant")] = 1.0
+    for field, ops in zip(weights[1:], (once, [PRIME], [TEMPLATE_ENCODE]), strict=True):
+        for op in ops:
+            field[LINES.index(op.cost_name)] = features_of(op.size(sizes))
+    return weights.reshape(len(weights), -1)
 
 
 def _columns(costs: EngineCosts) -> dict[str, Vector]:
     """Model -> its column of coefficients."""
     columns: dict[str, Vector] = {}
     for line in costs.lines:
-        start = _STARTS.get(line.stage)
+        start = _STARTS.get(line.op)
         if start is not None:
-            column = columns.setdefault(line.model.model, np.zeros(len(STAGES) * _NUM_FEATURES))
+            column = columns.setdefault(line.model.model, np.zeros(len(LINES) * _NUM_FEATURES))
             column[start : start + _NUM_FEATURES] = line.coefficients
     return columns
 
 
 def _guessed() -> Vector:
-    column = np.zeros((len(STAGES), _NUM_FEATURES))
-    column[[STAGES.index("denoise"), STAGES.index("prime")], FEATURES.index("kilotokens")] = GUESS_PER_KILOTOKEN
+    column = np.zeros((len(LINES), _NUM_FEATURES))
+    column[[0, LINES.index(PRIME.cost_name)], FEATURES.index("kilotokens")] = GUESS_PER_KILOTOKEN
     return column.reshape(-1)
 
 

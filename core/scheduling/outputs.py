@@ -13,7 +13,7 @@ def finished(request: Request) -> Finished:
     assert request.started is not None
     reservation = request.reservation
     ms = {"queue": (request.started - request.edit.arrival) * 1e3}
-    ms |= {stage: seconds * 1e3 for stage, seconds in request.stage_seconds.items()}
+    ms |= {part: seconds * 1e3 for part, seconds in request.part_seconds.items()}
     ms["prime"] = reservation.prime_seconds * 1e3 if reservation else 0.0
     return Finished(
         request_id=request.id,

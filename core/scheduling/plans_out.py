@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from core.cache.priming import Chunk, PrimingJob
-from core.costs.cost_model import Work
+from core.graph.op import OPS
+from core.graph.work import Work
 from core.handles import TensorKey
 from core.messages.worker import Batch, BatchResult, Transfer, TransferDone
 
@@ -18,6 +19,11 @@ class Flight:
     batch: Batch
     work: Work  # its size, for the cost model
     job: tuple[PrimingJob, Chunk | None] | None = None  # what it primes; chunk None: it encodes the job's template
+
+    @property
+    def is_step(self) -> bool:
+        """Whether it is a round of its requests' loops, which share a pass."""
+        return self.job is None and OPS[self.batch.op].sharing == "together"
 
 
 class PlansOut:

@@ -9,13 +9,16 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from core.cache.block_plan import plan_blocks
 from core.cache.priming import TemplateInfo
-from core.costs.cost_model import CostKey, CostModel, Work, extra_seconds
+from core.costs.cost_model import CostKey, CostModel, extra_seconds
 from core.costs.load_report import RequestLoad
-from core.graph.workflow import Node, Workflow
+from core.graph.op import Op
+from core.graph.work import Work
+from core.graph.workflow import Node, Workflow, op_of
 from core.handles import ModelKey, Tier
 from core.model_info import ModelInfo
+from core.scheduling.batch_items import node_work
+from core.scheduling.ops.prime import PRIME
 from core.scheduling.request import Request, Status
-from core.scheduling.stage_work import node_work
 
 
 class Predictor:
@@ -26,12 +29,12 @@ class Predictor:
         self._models = models
         self._workflow = workflow
 
-    def key(self, model: ModelKey, stage: str) -> CostKey:
-        return CostKey(model, stage, self._models[model.model].device, 1)
+    def key(self, model: str, op: Op) -> CostKey:
+        return CostKey(ModelKey(model, op.component), op.cost_name, self._models[model].device, 1)
 
-    def of_node(self, model: str, node: Node, work: Work) -> float:
-        """Time to run a node of the workflow once over this much work."""
-        return self.cost.predict(self.key(ModelKey(model, node.component), node.stage), work)
+    def of_op(self, model: str, op: Op, work: Work) -> float:
+        """Time to run an op once over this much work."""
+        return self.cost.predict(self.key(model, op), work)
 
     def of_priming(self, template: TemplateInfo, tokens: int) -> float:
         """Time to compute `tokens` tokens of a template's priming passes."""
@@ -57,13 +60,13 @@ class Predictor:
         return request.edit.sampling.num_rows * (num_full * full + (steps - num_full) * masked)
 
     def others_of(self, request: Request) -> Iterable[tuple[str, float]]:
-        """(stage, seconds) of a request's remaining work other than its steps."""
+        """(op, seconds) of a request's remaining work other than its steps."""
         for node in self._workflow.nodes:
             if node.kind != "loop" and (times := request.progress.times_left(node)):
                 line = self._coefficients(request, node)
                 work = node_work(request, node)
                 pairs = zip(work.queries, work.keys, strict=True)
-                yield node.stage, times * (line[0] + sum(extra_seconds(line, *pair) for pair in pairs))
+                yield node.op, times * (line[0] + sum(extra_seconds(line, *pair) for pair in pairs))
 
     def base_seconds(self, requests: Sequence[Request]) -> float:
         """The constant part of a step's time, whichever requests are in it; 0 without requests."""
@@ -92,11 +95,11 @@ class Predictor:
     def full_blocks(self, request: Request, loading: Sequence[tuple[Tier, int]]) -> tuple[int, ...]:
         """The blocks to compute in full at the request's next step while entries of (tier, bytes) are being loaded."""
         assert request.reservation is not None
-        node, model = self._workflow.loop, request.edit.model
+        op, model = op_of(self._workflow.loop), request.edit.model
         every, active = request.num_all_tokens, request.num_active_tokens
         num_rows = request.edit.sampling.num_rows
-        full = self.of_node(model, node, Work.of([every] * num_rows))
-        cached = self.of_node(model, node, Work.of_pairs([(active, every)] * num_rows))
+        full = self.of_op(model, op, Work.of([every] * num_rows))
+        cached = self.of_op(model, op, Work.of_pairs([(active, every)] * num_rows))
         load = sum(self.cost.predict_copy(tier, nbytes) for tier, nbytes in loading)
         if not full:
             return ()  # no prediction yet
@@ -104,7 +107,7 @@ class Predictor:
         return plan_blocks(self._models[model].block_runs, num_blocks, full, cached, load)
 
     def _coefficients(self, request: Request, node: Node) -> tuple[float, ...]:
-        return self.cost.coefficients(self.key(ModelKey(request.edit.model, node.component), node.stage))
+        return self.cost.coefficients(self.key(request.edit.model, op_of(node)))
 
     def _prime_key(self, template: TemplateInfo) -> CostKey:
-        return self.key(ModelKey(template.model, self._workflow.loop.component), "prime")
+        return self.key(template.model, PRIME)

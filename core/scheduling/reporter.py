@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 
 from core.cache.page_reservations import PageReservations
 from core.config import SchedulerConfig
-from core.costs.cost_model import CostKey, Work, token_seconds
+from core.costs.cost_model import CostKey, token_seconds
 from core.costs.load_report import CopyLine, CostLine, EngineCosts, EngineStats, LoadReport, RequestLoad, StepSample
-from core.graph.workflow import Workflow
+from core.graph.work import Work
+from core.graph.workflow import Workflow, op_of
 from core.handles import ModelKey
 from core.messages.worker import BatchResult, PageCopied
 from core.model_info import ModelInfo
+from core.scheduling.ops.prime import PRIME
 from core.scheduling.predictor import Predictor
 from core.scheduling.request import Request
 
@@ -31,7 +33,7 @@ class Counters:
     batch_tokens: int = 0  # computed tokens, summed over steps
     batch_requests: int = 0  # requests, summed over steps
     tokens_skipped: int = 0  # tokens that mask-aware steps read from pages
-    busy_seconds: dict[str, float] = field(default_factory=dict)  # stage -> worker seconds
+    busy_seconds: dict[str, float] = field(default_factory=dict)  # op -> worker seconds
 
 
 class Reporter:
@@ -67,12 +69,14 @@ class Reporter:
         """Note that these edits run from now on."""
         self._begun += request_ids
 
-    def note_batch(self, key: CostKey, work: Work, result: BatchResult, *, is_ok: bool) -> None:
-        """Note a finished batch. The cost model is trained with it, unless part of it failed."""
+    def note_batch(self, key: CostKey, work: Work, result: BatchResult, *, is_ok: bool, is_step: bool) -> None:
+        """Note a finished batch. The cost model is trained with it, unless part of it failed. is_step: it was a round
+        of its requests' loops.
+        """
         busy = self._counters.busy_seconds
-        busy[key.stage] = busy.get(key.stage, 0.0) + result.seconds
+        busy[key.op] = busy.get(key.op, 0.0) + result.seconds
         self._batches_since_costs += 1
-        if key.stage == "denoise":
+        if is_step:
             self._note_step(key, work, result)
         if is_ok:
             self._cost.observe(key, work, result.seconds)
@@ -134,9 +138,9 @@ class Reporter:
         counters = self._counters
         recent, self._recent_steps = tuple(self._recent_steps), []
         return EngineStats(
-            stage_seconds=self._stage_seconds_left(requests),
+            op_seconds=self._op_seconds_left(requests),
             resident_models=self._resident_models(),
-            r_squared={key.stage: value for key, value in self._cost.r_squared().items()},
+            r_squared={key.op: value for key, value in self._cost.r_squared().items()},
             steps=counters.steps,
             batch_tokens=counters.batch_tokens,
             batch_requests=counters.batch_requests,
@@ -156,12 +160,12 @@ class Reporter:
         if self._batches_since_costs < COSTS_EVERY:
             return None
         self._batches_since_costs = 0
-        lines = tuple(CostLine(key.model, key.stage, line) for key, line in self._cost.lines().items())
+        lines = tuple(CostLine(key.model, key.op, line) for key, line in self._cost.lines().items())
         copies = tuple(CopyLine(source, line) for source, line in self._cost.copy_lines().items())
         return EngineCosts(lines, copies)
 
     def _resident_models(self) -> tuple[ModelKey, ...]:
-        components = sorted({node.component for node in self._workflow.nodes})
+        components = sorted({op_of(node).component for node in self._workflow.nodes})
         return tuple(ModelKey(name, component) for name in self._models for component in components)
 
     def _priming_seconds(self) -> float:
@@ -170,16 +174,16 @@ class Reporter:
             self._predictor.of_priming(job.template, self._pages.tokens_left(job)) for job in self._pages.all_jobs()
         )
 
-    def _stage_seconds_left(self, requests: Sequence[Request]) -> dict[str, float]:
-        """Predicted worker time left per stage, assuming batches as full as the queue allows."""
+    def _op_seconds_left(self, requests: Sequence[Request]) -> dict[str, float]:
+        """Predicted worker time left per op, assuming batches as full as the queue allows."""
         live = [request for request in requests if request.is_live]
-        left = {"prime": self._priming_seconds(), "denoise": self._denoise_seconds_left(live)}
+        left = {PRIME.name: self._priming_seconds(), self._workflow.loop.op: self._loop_seconds_left(live)}
         for request in live:
-            for stage, seconds in self._predictor.others_of(request):
-                left[stage] = left.get(stage, 0.0) + seconds
-        return {stage: seconds for stage, seconds in left.items() if seconds}
+            for op, seconds in self._predictor.others_of(request):
+                left[op] = left.get(op, 0.0) + seconds
+        return {op: seconds for op, seconds in left.items() if seconds}
 
-    def _denoise_seconds_left(self, live: Sequence[Request]) -> float:
+    def _loop_seconds_left(self, live: Sequence[Request]) -> float:
         steps = sum(request.progress.steps_left for request in live)
         together = min(self._config.max_num_seqs, max(1, len(live)))
         return sum(map(self._predictor.steps_of, live)) + steps * self._predictor.base_seconds(live) / together

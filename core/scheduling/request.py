@@ -49,7 +49,7 @@ class Request:
     status: Status = Status.WAITING
     # Set by the scheduler from results of batches.
     started: float | None = None  # when a worker began its first stage, monotonic seconds
-    stage_seconds: dict[str, float] = field(default_factory=dict)  # stage -> worker seconds spent in it
+    part_seconds: dict[str, float] = field(default_factory=dict)  # Part -> worker seconds spent in it
     # tensor -> where it lies in shared memory, for a node on another rank
     exported: dict[TensorKey, ArrayRef] = field(default_factory=dict)
     exporting: TensorKey | None = None  # set by the SchedulingPass: the transfer in flight, if any
@@ -65,6 +65,21 @@ class Request:
     @property
     def id(self) -> str:
         return self.edit.request_id
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a step, see SamplingParams."""
+        return self.edit.sampling.num_rows
+
+    @property
+    def num_tokens(self) -> int:
+        """Image tokens."""
+        return self.edit.num_tokens
+
+    @property
+    def num_text_tokens(self) -> int:
+        """Text tokens of a row."""
+        return self.edit.num_text_tokens
 
     @property
     def num_all_tokens(self) -> int:
@@ -112,7 +127,7 @@ class Request:
 
     def begin_again_if_spoilt(self, workflow: Workflow) -> None:
         """Restart at the first step if `is_spoilt`. With something in flight that happens at a later call; until then
-        nothing more is scheduled. The text encoders' results are kept.
+        nothing more is scheduled. Results that the loop does not replace are kept.
         """
         if not self.is_spoilt:
             return
@@ -122,7 +137,7 @@ class Request:
         assert self.reservation is not None
         self.reservation.full_blocks, self.full_blocks = (), 0
         self.exported.clear()
-        self.progress.restart(node.name for node in workflow.nodes if node.stage == "text_encode")
+        self.progress.restart(workflow.constant)
 
     def move_to(self, status: Status) -> None:
         """Change status; an illegal transition raises ValueError."""

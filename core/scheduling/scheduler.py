@@ -24,14 +24,16 @@ from core.config import CacheConfig, SchedulerConfig
 from core.costs.cost_model import CostKey, CostModel
 from core.costs.load_report import EngineStats, LoadReport
 from core.failure import NEVER_BEGUN, Failure
+from core.graph.op import OPS
 from core.graph.progress import Progress, preview_steps
-from core.graph.workflow import INPAINT, Node, Placement, Workflow, place
-from core.handles import PAGE_ARENA, ModelKey, TensorKey
+from core.graph.workflow import INPAINT, Node, Placement, Workflow, op_of, place
+from core.handles import PAGE_ARENA, TensorKey
 from core.messages.engine import Aborted, DropTemplate, EditRequest, Failed, PartialImage, PrimeTemplate
 from core.messages.worker import BatchResult, CostSample, ItemResult, PageCopied, StepPlan, TransferDone
 from core.model_info import ModelInfo
 from core.page_scheme import latents_key, page_key
 from core.scheduling.deadlines import Deadlines
+from core.scheduling.ops.request_op import request_op
 from core.scheduling.outputs import Output, finished
 from core.scheduling.plans_out import Flight, PlansOut
 from core.scheduling.predictor import Predictor
@@ -90,7 +92,8 @@ class StepScheduler:
     def learn(self, samples: Iterable[CostSample]) -> None:
         """Train the cost model with what was measured before the first batch."""
         for sample in samples:
-            self.cost.observe(self.cost_key(sample.model, sample.stage), sample.work, sample.seconds)
+            device = self.models[sample.model.model].device
+            self.cost.observe(CostKey(sample.model, sample.op, device, 1), sample.work, sample.seconds)
 
     # ------------------------------------------------------------------------------------------------- requests
 
@@ -177,7 +180,7 @@ class StepScheduler:
             self.placement,
             self.pages,
             *self._open_ranks(),
-            self._predictor.of_node,
+            self._predictor.of_op,
             self._predictor.full_blocks if self._may_plan_blocks else None,
             self._batch_ids,
             self._step_limit.tokens,
@@ -198,10 +201,10 @@ class StepScheduler:
     def apply(self, result: BatchResult) -> None:
         """Process the result of one batch. An unknown batch raises KeyError."""
         flight = self._out.land(result)
-        key = self.cost_key(flight.batch.model, flight.batch.stage)
-        is_ok = not any(item.failure for item in result.items)
-        self._reporter.note_batch(key, flight.work, result, is_ok=is_ok and result.num_parts == 1)
-        if is_ok and key.stage == "denoise":
+        is_ok, is_step = not any(item.failure for item in result.items), flight.is_step
+        key = self.cost_key(flight.batch.model.model, flight.batch.op)
+        self._reporter.note_batch(key, flight.work, result, is_ok=is_ok and result.num_parts == 1, is_step=is_step)
+        if is_ok and is_step:
             self._step_limit.note(sum(flight.work.queries), result.num_parts)
         if flight.job is not None:
             self._apply_job(*flight.job, result)
@@ -243,12 +246,13 @@ class StepScheduler:
         """Busy ranks, with the predicted seconds of the work that they have."""
         seconds = dict.fromkeys(self._out.busy_ranks(), 0.0)
         for flight in self._out.flights:
-            key = self.cost_key(flight.batch.model, flight.batch.stage)
-            seconds[flight.batch.ranks[0]] += self.cost.predict(key, flight.work) or UNKNOWN_SECONDS
+            predicted = self.cost.predict(self.cost_key(flight.batch.model.model, flight.batch.op), flight.work)
+            seconds[flight.batch.ranks[0]] += predicted or UNKNOWN_SECONDS
         return seconds
 
-    def cost_key(self, model: ModelKey, stage: str) -> CostKey:
-        return self._predictor.key(model, stage)
+    def cost_key(self, model: str, op: str) -> CostKey:
+        """The key by which the cost model knows an op of a model."""
+        return self._predictor.key(model, OPS[op])
 
     def load_report(self) -> LoadReport:
         """The current load. Changes since the last report are contained once."""
@@ -299,8 +303,8 @@ class StepScheduler:
 
     def _apply_item(self, request: Request, item: ItemResult, result: BatchResult) -> None:
         node = self.workflow.node(item.node)
-        seconds = request.stage_seconds
-        seconds[node.stage] = seconds.get(node.stage, 0.0) + result.seconds
+        seconds, part = request.part_seconds, op_of(node).part
+        seconds[part] = seconds.get(part, 0.0) + result.seconds
         request.started = min(request.started or result.started, result.started)
         if item.failure is not None and item.failure.kind == "pages_lost":
             request.progress.retry(node)
@@ -316,10 +320,7 @@ class StepScheduler:
     def _advance(self, request: Request, node: Node, item: ItemResult) -> None:
         preview = request.progress.pending_preview
         request.progress.finish(node)
-        if node.stage == "text_encode":
-            request.text_tokens, request.prompt_truncated = item.text_tokens, item.prompt_truncated
-        if node.stage == "image_encode":
-            request.sigmas = item.sigmas
+        request_op(node).note(request, item)
         if node.kind == "loop":
             request.note_step()
         if not request.is_live:
@@ -330,7 +331,7 @@ class StepScheduler:
             return  # it restarts
         elif node.name == self.workflow.output:
             self._finish(request)
-        elif node.stage == "image_encode" and request.edit.is_mask_aware:
+        elif item.sigmas and request.edit.is_mask_aware:
             self._prefetcher.need(request)
         elif node.kind == "loop":
             self._prefetcher.trim(request)

@@ -12,16 +12,19 @@ from dataclasses import dataclass, field
 from core.cache.page_reservations import PageReservations
 from core.cache.priming import Chunk, PrimingJob
 from core.config import PRIME_SHARE, SchedulerConfig
-from core.costs.cost_model import Work
-from core.graph.workflow import Node, Placement, Workflow
+from core.graph.op import Op
+from core.graph.work import Work
+from core.graph.workflow import Node, Placement, Workflow, op_of
 from core.handles import ModelKey, TensorKey, TensorRef, Tier
 from core.messages.worker import Batch, Item, Transfer
+from core.scheduling.batch_items import chunk_items, chunk_work, exports_needed, latents_item, make_item, node_work
 from core.scheduling.deadlines import MayJoin
+from core.scheduling.ops.prime import PRIME
+from core.scheduling.ops.template_encode import TEMPLATE_ENCODE
 from core.scheduling.request import Request, Status
-from core.scheduling.stage_work import chunk_items, chunk_work, exports_needed, latents_item, make_item, node_work
 
-PredictWork = Callable[[str, Node, Work], float]
-"""(model, node, work) -> predicted seconds of running the node once."""
+PredictWork = Callable[[str, Op, Work], float]
+"""(model, op, work) -> predicted seconds of running the op once."""
 
 BlockPlan = Callable[[Request, list[tuple[Tier, int]]], tuple[int, ...]]
 """The blocks to compute in full at a request's next step while entries of (tier, bytes) are being loaded."""
@@ -110,9 +113,10 @@ class SchedulingPass:
     def _has_pages(self, request: Request, node: Node) -> bool:
         """Whether the cached activations that the node reads are available."""
         reservation, step = request.reservation, request.progress.steps_scheduled
-        if node.stage == "decode":
+        use = op_of(node).pages
+        if use == "latents":
             return reservation is None or (reservation.is_reserved and self.pages.has_latents(reservation.template))
-        if node.kind != "loop" or not request.is_masked_step(step):
+        if use == "none" or not request.is_masked_step(step):
             return True
         if reservation is None or not reservation.is_reserved or not self.pages.has_latents(reservation.template):
             return False
@@ -131,7 +135,7 @@ class SchedulingPass:
             self.begun.append(request.id)
 
     def _predict_alone(self, request: Request, node: Node) -> float:
-        return self.predict(request.edit.model, node, node_work(request, node))
+        return self.predict(request.edit.model, op_of(node), node_work(request, node))
 
     def _spend_stage_ms(self, rank: int, ms: float) -> bool:
         """Charge predicted milliseconds to a rank's time budget; False if they exceed what is left."""
@@ -195,28 +199,30 @@ class SchedulingPass:
                 self._encode_template(job)
 
     def _can_prime(self, job: PrimingJob) -> bool:
-        rank, is_idle_work = self.placement[self.workflow.loop.name], self.pages.is_idle_work(job)
+        rank, is_idle_work = self._job_rank, self.pages.is_idle_work(job)
         has_time = rank in self.idle_ranks and not self.batches if is_idle_work else rank in self.open_ranks
         return has_time and self.pages.can_start(job)
 
     def _encode_template(self, job: PrimingJob) -> None:
-        node = next(node for node in self.workflow.nodes if node.stage == "image_encode")
-        rank = self.placement[node.name]
         work = Work.of([job.template.num_tokens])
-        if self._spend_stage_ms(rank, self.predict(job.template.model, node, work) * 1e3):
-            self._add_job(job, None, node, (latents_item(job, self.pages),), work)
+        if self._spend_stage_ms(self._job_rank, self.predict(job.template.model, TEMPLATE_ENCODE, work) * 1e3):
+            self._add_job(job, None, TEMPLATE_ENCODE, (latents_item(job, self.pages),), work)
 
     def _prime(self, job: PrimingJob, budget: int) -> int:
         """Add the job's next chunk; returns its tokens."""
         chunk = self.pages.start_chunk(job, budget)
-        self._add_job(job, chunk, self.workflow.loop, chunk_items(job, chunk, self.pages), chunk_work(job, chunk))
+        self._add_job(job, chunk, PRIME, chunk_items(job, chunk, self.pages), chunk_work(job, chunk))
         return chunk.tokens
 
-    def _add_job(self, job: PrimingJob, chunk: Chunk | None, node: Node, items: tuple[Item, ...], work: Work) -> None:
+    @property
+    def _job_rank(self) -> int:
+        """The rank whose page tier jobs fill: that of the loop, which reads them."""
+        return self.placement[self.workflow.loop.name]
+
+    def _add_job(self, job: PrimingJob, chunk: Chunk | None, op: Op, items: tuple[Item, ...], work: Work) -> None:
         """Add a batch for this job alone, since chunks of different jobs end at different times."""
-        stage = node.stage if chunk is None else "prime"
-        model, ranks = ModelKey(job.template.model, node.component), (self.placement[node.name],)
-        batch = Batch(next(self.batch_ids), stage, model, ranks, items)
+        model = ModelKey(job.template.model, op.component)
+        batch = Batch(next(self.batch_ids), op.name, model, (self._job_rank,), items)
         self.batches.append(batch)
         self.works[batch.id], self.jobs[batch.id] = work, (job, chunk)
 
@@ -232,7 +238,7 @@ class SchedulingPass:
 
     def _is_handle_free(self, request: Request) -> bool:
         """Whether nothing writes or reads the request's region in shared memory."""
-        readers = (node for node in self.workflow.nodes if node.stage == "decode")
+        readers = (node for node in self.workflow.nodes if self.workflow.reads_loop(node))
         return request.exporting is None and not any(node.name in request.progress.in_flight for node in readers)
 
     def _export(self, request: Request, key: TensorKey) -> None:
@@ -245,20 +251,20 @@ class SchedulingPass:
     # ------------------------------------------------------------------------------------------------ batches
 
     def _add(self, node: Node, requests: Sequence[Request]) -> None:
-        """Add the requests' items to the batch of the same stage, model and rank; create it if there is none."""
+        """Add the requests' items to the batch of the same op, model and rank; create it if there is none."""
         items = tuple(make_item(request, node, self.placement, self.pages) for request in requests)
         work = sum((node_work(request, node) for request in requests), Work((), ()))
         for request in requests:
             request.progress.start(node)
-        batch = self._take_batch(node, ModelKey(requests[0].edit.model, node.component))
+        batch = self._take_batch(node, ModelKey(requests[0].edit.model, op_of(node).component))
         self.works[batch.id] = self.works.get(batch.id, Work((), ())) + work
-        self.batches.append(Batch(batch.id, batch.stage, batch.model, batch.ranks, batch.items + items))
+        self.batches.append(Batch(batch.id, batch.op, batch.model, batch.ranks, batch.items + items))
 
     def _take_batch(self, node: Node, model: ModelKey) -> Batch:
         """Remove and return the batch chosen so far that takes such items; without one, a new empty batch."""
         ranks = (self.placement[node.name],)
         for batch in self.batches:
-            if (batch.stage, batch.model, batch.ranks) == (node.stage, model, ranks) and batch.id not in self.jobs:
+            if (batch.op, batch.model, batch.ranks) == (node.op, model, ranks) and batch.id not in self.jobs:
                 self.batches.remove(batch)
                 return batch
-        return Batch(next(self.batch_ids), node.stage, model, ranks, ())
+        return Batch(next(self.batch_ids), node.op, model, ranks, ())

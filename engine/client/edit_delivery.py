@@ -106,7 +106,7 @@ class EditDelivery:
             ms={
                 "queue": ms["queue"],
                 "preprocess": (image.request.arrival - self._caller.arrival) * 1e3,
-                "encode": ms["text_encode"] + ms["image_encode"],
+                "encode": ms["encode"],
                 "prime": ms["prime"],
                 "denoise": ms["denoise"],
                 "decode": ms["decode"],

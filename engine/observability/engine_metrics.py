@@ -9,12 +9,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, get_args
+from typing import Any
 
 from prometheus_client import Gauge
 
 from core.costs.load_report import CacheStats, EngineStats, LoadReport, StepSample
-from core.graph.workflow import StageName
+from core.scheduling.ops import BUILT_IN
 from engine.observability.metric_registry import MetricRegistry
 
 STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -22,7 +22,7 @@ _BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 _STEP_TOKENS = tuple(2.0**power for power in range(4, 18))
 
 _NO_STATS = EngineStats(
-    stage_seconds={},
+    op_seconds={},
     resident_models=(),
     r_squared={},
     steps=0,
@@ -45,7 +45,7 @@ _NO_CACHE = CacheStats(
     budget_bytes={},
     load_seconds=0.0,
 )
-_WORKER_STAGES: tuple[str, ...] = (*get_args(StageName), "prime")
+_OP_NAMES = tuple(dict.fromkeys(op.cost_name for op in BUILT_IN))  # a name may cover several ops
 _TOTALS = {  # field of EngineStats -> name, text
     "steps": ("steps", "Denoising steps run."),
     "batch_tokens": ("tokens_computed", "Tokens computed in denoising steps."),
@@ -123,7 +123,7 @@ class EngineMetrics:
         for engine in range(num_engines):
             for collector in (self._alive, self._restarts, *self._load_gauges()):
                 collector.labels(str(engine))
-            for stage in _WORKER_STAGES:
+            for stage in _OP_NAMES:
                 self._busy_seconds.labels(str(engine), stage)
 
     def observe(self, engine: int, load: LoadReport, stats: EngineStats | None) -> None:

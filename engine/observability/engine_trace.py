@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from core.graph.op import OPS, Op
 from core.messages.engine import EditRequest, Failed, Finished, PartialImage, ToEngine
 from core.messages.worker import Batch, BatchResult, FromWorker, StepPlan
 from core.scheduling.outputs import Output
@@ -40,8 +41,8 @@ class _Traced:
     span: Span
     steps: _Steps = field(default_factory=_Steps)
 
-    def add(self, node: str, stage: str, result: BatchResult, num_requests: int) -> None:
-        if stage == "denoise":
+    def add(self, node: str, op: Op, result: BatchResult, num_requests: int) -> None:
+        if op.sharing == "together":
             self.steps.add(result, num_requests)
         else:
             ended = result.started + result.seconds
@@ -93,4 +94,4 @@ class EngineTrace:
     def _note(self, batch: Batch, result: BatchResult) -> None:
         for item in batch.items:
             if traced := self._traced.get(item.request_id):
-                traced.add(item.node, batch.stage, result, len(batch.items))
+                traced.add(item.node, OPS[batch.op], result, len(batch.items))

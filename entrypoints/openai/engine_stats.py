@@ -55,7 +55,7 @@ def _engine(index: int, alive: bool, load: LoadReport | None, stats: EngineStats
         "index": index,
         "alive": alive,
         "load": None if load is None or not alive else {field: getattr(load, field) for field in _LOAD_FIELDS},
-        "stage_seconds": None if stats is None else stats.stage_seconds,
+        "stage_seconds": None if stats is None else stats.op_seconds,
         "resident_models": None if stats is None else msgspec.to_builtins(stats.resident_models),
         "totals": None if stats is None else _totals([stats]),
         "cost_model": None if stats is None else {"r_squared": stats.r_squared},

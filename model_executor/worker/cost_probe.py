@@ -22,12 +22,17 @@ import torch
 from torch import Tensor
 
 from core.config import KernelChoice
-from core.costs.cost_model import Work
-from core.graph.workflow import INPAINT
+from core.graph.op import Op
+from core.graph.work import Work
 from core.handles import ModelKey
 from core.ipc.atomic_file import write_atomically
 from core.messages.worker import CostSample
 from core.model_info import ModelInfo
+from core.scheduling.ops.decode import DECODE
+from core.scheduling.ops.denoise import DENOISE
+from core.scheduling.ops.image_encode import IMAGE_ENCODE
+from core.scheduling.ops.prime import PRIME
+from core.scheduling.ops.text_encode import TEXT_ENCODE
 from model_executor.kernels.operators import chosen_operators
 from model_executor.models.base import EncodedImage, EncodedText, Family, PrimeRow, Row
 from model_executor.page_cache.pages import Pages
@@ -45,10 +50,8 @@ PRIMINGS = ((1, 0.5), (1, 1.0), (2, 1.0))
 PICTURES = (0.5, 1.0)
 """Pictures to encode and decode: their side as a share of the native one."""
 
-_COMPONENTS = {node.stage: node.component for node in INPAINT.nodes} | {"prime": INPAINT.loop.component}
-
-Timed = tuple[str, Work, Callable[[], object]]
-"""(stage, size of the batch, function that runs it)."""
+Timed = tuple[Op, Work, Callable[[], object]]
+"""(op, size of the batch, function that runs it)."""
 
 
 def known_or_probed(
@@ -78,18 +81,18 @@ def known_or_probed(
 
 @torch.inference_mode()
 def probe(family: Family, info: ModelInfo, budget_seconds: float) -> list[CostSample]:
-    """Time batches of every stage, small ones first, until the time budget is spent."""
+    """Time batches of every op, small ones first, until the time budget is spent."""
     ends = time.monotonic() + budget_seconds
     samples: list[CostSample] = []
-    for stage, work, batch in Batches(family, info).all():
+    for op, work, batch in Batches(family, info).all():
         try:
-            seconds = _time(batch, ends, _expected(samples, stage, work))
+            seconds = _time(batch, ends, _expected(samples, op, work))
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             continue  # such a batch cannot be scheduled either
         if seconds is not None:
-            samples.append(CostSample(ModelKey(info.name, _COMPONENTS[stage]), stage, work, seconds))
+            samples.append(CostSample(ModelKey(info.name, op.component), op.cost_name, work, seconds))
     return samples
 
 
@@ -135,31 +138,31 @@ def _time(batch: Callable[[], object], ends: float, expected: float) -> float | 
     return expected
 
 
-def _expected(samples: Sequence[CostSample], stage: str, work: Work) -> float:
-    """Expected seconds: those of the stage's last sample, in proportion to the tokens; 0 without one."""
+def _expected(samples: Sequence[CostSample], op: Op, work: Work) -> float:
+    """Expected seconds: those of the op's last sample, in proportion to the tokens; 0 without one."""
     for sample in reversed(samples):
-        if sample.stage == stage:
+        if sample.op == op.cost_name:
             return sample.seconds * sum(work.queries) / sum(sample.work.queries)
     return 0.0
 
 
 @dataclass
 class Batches:
-    """Makes batches of every stage, over an empty picture of the native size."""
+    """Makes batches of every op, over an empty picture of the native size."""
 
     family: Family
     info: ModelInfo
 
     def all(self) -> Iterator[Timed]:
-        """All batches, stages in turn and smaller ones first, so that every stage is sampled even if time runs out."""
-        stages: list[list[Timed]] = [
-            [("text_encode", Work.of([self._text_tokens]), self._encode_text)],
+        """All batches, ops in turn and smaller ones first, so that every op is sampled even if time runs out."""
+        by_op: list[list[Timed]] = [
+            [(TEXT_ENCODE, Work.of([self._text_tokens]), self._encode_text)],
             [self.denoise(mix) for mix in MIXES if self._has_pages or min(mix) == 1.0],
             [self.prime(*priming) for priming in PRIMINGS if self._has_pages],
-            [self._picture("image_encode", self._encode_image, share) for share in PICTURES],
-            [self._picture("decode", self._decode, share) for share in PICTURES],
+            [self._picture(IMAGE_ENCODE, self._encode_image, share) for share in PICTURES],
+            [self._picture(DECODE, self._decode, share) for share in PICTURES],
         ]
-        return (batch for turn in zip_longest(*stages) for batch in turn if batch is not None)
+        return (batch for turn in zip_longest(*by_op) for batch in turn if batch is not None)
 
     @property
     def most_rows(self) -> int:
@@ -183,9 +186,9 @@ class Batches:
 
     # ------------------------------------------------------------------------------------------------ encode, decode
 
-    def _picture(self, stage: str, run: Callable[[int], object], share: float) -> Timed:
+    def _picture(self, op: Op, run: Callable[[int], object], share: float) -> Timed:
         side = self._side(share)
-        return stage, Work.of([(side // self.info.token_size) ** 2]), partial(run, side)
+        return op, Work.of([(side // self.info.token_size) ** 2]), partial(run, side)
 
     def _encode_text(self) -> EncodedText:
         side = self._side(1.0)
@@ -210,7 +213,7 @@ class Batches:
         blocks = max(1, int(num_blocks * share))
         tokens = self.num_row_tokens
         work = Work((tokens * blocks // num_blocks,) * keyframes, (tokens,) * keyframes)
-        return "prime", work, lambda: self.family.prime([self._prime_row] * keyframes, (0, blocks))
+        return PRIME, work, lambda: self.family.prime([self._prime_row] * keyframes, (0, blocks))
 
     def denoise(self, mix: Sequence[float]) -> Timed:
         """One denoising step of requests with these shares of active tokens; 1 is an exact request."""
@@ -218,7 +221,7 @@ class Batches:
         keys = self.num_row_tokens
         queries = [keys if row.active is None else self._text_tokens + len(row.active) for row in rows]
         work = Work.of_pairs((number, keys) for number in queries)
-        return "denoise", work, lambda: self.family.predict(rows)
+        return DENOISE, work, lambda: self.family.predict(rows)
 
     def _row(self, share: float) -> Row:
         """The row of a request with this share of its tokens active, or of an exact one."""

@@ -27,8 +27,6 @@ logger = logging.getLogger("stencil.worker")
 
 Run = Callable[[], object]
 
-PICTURE_STAGES = ("text_encode", "image_encode", "decode")
-
 
 class Gauge(Protocol):
     """Reads a device's memory use, in bytes. Create it before weights are loaded."""
@@ -134,8 +132,8 @@ def _peak(gauge: Gauge, runs: Iterable[Run]) -> int:
 
 
 def heaviest(batches: Batches, limits: SchedulerConfig) -> Iterator[Run]:
-    """The largest batches of every stage that the scheduler's limits allow, at the native size."""
-    yield from (run for stage, _, run in batches.all() if stage in PICTURE_STAGES)
+    """The largest batches of every op that the scheduler's limits allow, at the native size."""
+    yield from (run for op, _, run in batches.all() if op.sharing == "single")
     info, tokens = batches.info, batches.num_row_tokens
     most_rows = limits.max_num_seqs * batches.most_rows
     yield batches.denoise((1.0,) * _within(limits.max_num_batched_tokens // tokens, most_rows))[2]

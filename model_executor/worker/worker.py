@@ -81,7 +81,7 @@ def main(config: bytes, fds: list[int]) -> None:
 
 
 def _start(settings: WorkerConfig, link: EngineLink, arena: Arena, page_arena: Arena) -> Worker:
-    """Load the models, run every stage once, measure, and report ready."""
+    """Load the models, run every op once, measure, and report ready."""
     num_threads = settings.models[0].threads or default_threads(settings.num_workers)
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(num_threads)
     for cache, capacity in CACHED_OPERATORS.items():
@@ -94,6 +94,7 @@ def _start(settings: WorkerConfig, link: EngineLink, arena: Arena, page_arena: A
     from model_executor.page_cache.page_store import PageStore
     from model_executor.worker.cost_probe import known_or_probed
     from model_executor.worker.memory_probe import device_page_bytes, gauge_of, room_for
+    from model_executor.worker.ops.context import WorkerContext
     from model_executor.worker.resident import ResidentModels, quiet_libraries, set_threads
     from model_executor.worker.runner import Runner
     from model_executor.worker.tensor_store import TensorStore
@@ -122,7 +123,7 @@ def _start(settings: WorkerConfig, link: EngineLink, arena: Arena, page_arena: A
     pages = PageStore(
         models.device, page_arena, files, link.report, settings.rank, has_device_tier=ready.device_page_bytes > 0
     )
-    runner = Runner(settings.rank, models.families, store, arena, pages, models.prompts_of)
+    runner = Runner(settings.rank, WorkerContext(models.families, store, arena, pages, models.prompts_of))
     link.send(ready)
     return Worker(settings.rank, link, models, store, pages, runner)
 

@@ -148,7 +148,7 @@ def test_the_examples_are_listed_with_what_they_need() -> None:
 
 
 STATS = EngineStats(
-    stage_seconds={},
+    op_seconds={},
     resident_models=(),
     r_squared={},
     steps=2,

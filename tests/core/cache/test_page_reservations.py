@@ -14,9 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from core.cache.page_reservations import Bracket, bracket, keyframes_needed
 from core.config import CacheConfig, SchedulerConfig
-from core.costs.cost_model import Work
 from core.failure import Failure
-from core.handles import ArrayRef, ModelKey
+from core.graph.work import Work
+from core.handles import ArrayRef
 from core.messages.engine import (
     Aborted,
     DropTemplate,
@@ -27,9 +27,12 @@ from core.messages.engine import (
     PrimeTemplate,
     TemplatePrimed,
 )
-from core.messages.worker import BatchResult, Denoise, ItemResult, Prime, StepPlan, TextEncode
+from core.messages.worker import BatchResult, ItemResult, StepPlan
 from core.model_info import ModelInfo
 from core.page_scheme import PageLayout, PageScheme
+from core.scheduling.ops.denoise import Denoise
+from core.scheduling.ops.prime import Prime
+from core.scheduling.ops.text_encode import TextEncode
 from core.scheduling.scheduler import StepScheduler
 from core.vision_tokens import VisionTokens
 
@@ -168,7 +171,7 @@ def test_priming_keeps_to_what_fitted_into_a_step() -> None:
     passes = []
     while engine.scheduler.num_requests:
         plan = engine.step()
-        passes += [len(batch.items) for batch in plan.batches if batch.stage == "prime"] if plan else []
+        passes += [len(batch.items) for batch in plan.batches if batch.op == "prime"] if plan else []
     assert passes == [2, 2, 1], "of 280 tokens each, where the last steps had 560"
 
 
@@ -382,7 +385,7 @@ def make_auto_engine() -> Engine:
     for name, content in [("a1", "a"), ("a2", "a"), ("b", "b")]:
         engine.scheduler.add(make_masked(name, content=content))
         engine.run()
-    prime = engine.scheduler.cost_key(ModelKey("m", "transformer"), "prime")
+    prime = engine.scheduler.cost_key("m", "prime")
     for _ in range(50):
         engine.scheduler.cost.observe_copy("disk", "host", LAYOUT.entry_bytes(256), 0.04)
         engine.scheduler.cost.observe(prime, Work.of([280]), 1.0)
@@ -520,7 +523,7 @@ def test_idle_work_is_not_sent_behind_a_step() -> None:
     engine.scheduler.add(make_edit("a", steps=2))
     engine.step()
     plans = [engine.scheduler.schedule(now=0.0) for _ in range(2)]
-    assert [batch.stage for plan in plans if plan for batch in plan.batches] == ["denoise", "denoise"]
+    assert [batch.op for plan in plans if plan for batch in plan.batches] == ["denoise", "denoise"]
     for plan in plans:
         assert plan is not None
         engine.workers.submit(plan)

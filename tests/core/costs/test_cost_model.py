@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.costs.cost_model import CostKey, CostModel, Work
+from core.costs.cost_model import CostKey, CostModel, features_of
+from core.graph.work import Work
 from core.handles import ModelKey
 
 KEY = CostKey(ModelKey("m", "transformer"), "denoise", "cpu", 1)
@@ -20,7 +21,7 @@ Seconds = Callable[[Work], float]
 
 def seconds(work: Work, scale: float = 1.0) -> float:
     """A machine whose times are an exact line of the features."""
-    return scale * float(work.features() @ [0.004, 0.001, 0.03, 0.2, 0.0005, 0.004])
+    return scale * float(features_of(work) @ [0.004, 0.001, 0.03, 0.2, 0.0005, 0.004])
 
 
 def batches(count: int, seed: int = 0) -> list[Work]:

@@ -36,10 +36,10 @@ from core.messages.worker import (
     PageCopied,
     PageCopy,
     StepPlan,
-    TextEncode,
     ToWorker,
     Transfer,
 )
+from core.scheduling.ops.text_encode import TextEncode
 
 ERROR = MessageError("a test")
 LOAD = LoadReport(num_received=1, num_running=0, num_waiting=0)

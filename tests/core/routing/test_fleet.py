@@ -12,9 +12,10 @@ from load_reports import COSTS, SLOW_COSTS, load, make_report, make_shape
 from msgspec.structs import replace
 
 from core.config import CLASS_SECONDS
-from core.costs.cost_model import FEATURES, CostKey, CostModel, Work
+from core.costs.cost_model import FEATURES, CostKey, CostModel, features_of
 from core.costs.load_report import EngineCosts, Residency
 from core.costs.slot_forecast import until_free
+from core.graph.work import Work
 from core.handles import ModelKey
 from core.messages.engine import PrimeTemplate
 from core.page_scheme import PageLayout, PageScheme
@@ -63,7 +64,7 @@ def test_a_place_is_free_when_a_step_by_step_run_says_so(
 
 def test_features_are_those_of_the_cost_model() -> None:
     work = Work.of_pairs([(300, 1024)])
-    assert work_features(300, 1024) == pytest.approx(work.features().tolist())
+    assert work_features(300, 1024) == pytest.approx(features_of(work).tolist())
     assert len(FEATURES) == len(work_features(1, 1))
 
 

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from benchmarks.simulation.machine import FrozenCosts
 from core.config import SchedulerConfig
 from core.costs.batch_forecast import BatchForecast, Member, ends
-from core.costs.cost_model import Work
 from core.costs.load_report import RequestLoad
 from core.costs.slot_forecast import SlotForecast, alone
-from core.handles import ModelKey
+from core.graph.work import Work
 from core.messages.engine import EditRequest, Failed, Finished
 from core.messages.worker import BatchResult
 from core.scheduling.outputs import Output
@@ -88,7 +87,7 @@ class Engine:
             if plan is None:
                 continue
             self.workers.submit(plan)
-            sizes = [len(batch.items) for batch in plan.batches if batch.stage == "denoise"]
+            sizes = [len(batch.items) for batch in plan.batches if batch.op == "denoise"]
             self.now += STEP * sum(sizes)
             for result in self.workers.run_one(0):
                 assert isinstance(result, BatchResult)
@@ -102,7 +101,7 @@ class Engine:
 def engine() -> Engine:
     cost = FrozenCosts()
     scheduler = StepScheduler(SchedulerConfig(max_num_seqs=2), {"m": MODEL}, cost=cost)
-    key = scheduler.cost_key(ModelKey("m", "transformer"), "denoise")
+    key = scheduler.cost_key("m", "denoise")
     for number in (1, 2, 3, 4, 1, 2, 3, 4):
         scheduler.cost.observe(key, Work.of([TOKENS] * number), number * STEP)
     cost.freeze()  # these workers take no time of their own

@@ -8,9 +8,10 @@ from fakes import MODEL, FakeWorkers, make_edit
 
 from core.config import SchedulerConfig
 from core.messages.engine import EditRequest, Finished
-from core.messages.worker import Denoise, TextEncode
 from core.routing.fleet import EditShape
 from core.sampling_params import SamplingParams
+from core.scheduling.ops.denoise import Denoise
+from core.scheduling.ops.text_encode import TextEncode
 from core.scheduling.scheduler import StepScheduler
 
 GUIDED = {"true_cfg_scale": 4.0, "negative_prompt": "a hat"}

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from core.config import SchedulerConfig
 from core.failure import Failure
-from core.messages.worker import BatchResult, Item, ItemResult, TextEncode
+from core.messages.worker import BatchResult, Item, ItemResult
 from core.scheduling.halving import Attempt, attempt_in_halves
+from core.scheduling.ops.text_encode import TextEncode
 from core.scheduling.scheduler import StepScheduler
 from core.scheduling.step_limit import RAISE_BY, StepLimit
 
@@ -136,7 +137,7 @@ def test_after_a_step_in_parts_fewer_share_one(is_anybodys_fault: bool) -> None:
         plan = scheduler.schedule(now=0.0)
         if plan is not None:
             workers.submit(plan)
-            sizes += [len(batch.items) for batch in plan.batches if batch.stage == "denoise"]
+            sizes += [len(batch.items) for batch in plan.batches if batch.op == "denoise"]
         workers.fail = {"r0"} if is_anybodys_fault and len(sizes) == 1 else set()
         for result in workers.run_one(0):
             assert isinstance(result, BatchResult)

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from core.config import SchedulerConfig
-from core.costs.cost_model import Work
 from core.failure import Failure
-from core.handles import ModelKey
+from core.graph.work import Work
 from core.messages.engine import Aborted, Failed, Finished, PartialImage
-from core.messages.worker import BatchResult, Decode, Denoise, StepPlan
+from core.messages.worker import BatchResult, StepPlan
+from core.scheduling.ops.decode import Decode
+from core.scheduling.ops.denoise import Denoise
 from core.scheduling.scheduler import StepScheduler
 
 TERMINAL = (Finished, Failed, Aborted)
@@ -55,7 +56,7 @@ def run(scheduler: StepScheduler, workers: FakeWorkers, iterations: int = 10_000
 def denoise_batch(plan: StepPlan | None) -> list[str]:
     """Ids of the requests that denoise a step in this plan."""
     batches = plan.batches if plan else ()
-    return [item.request_id for batch in batches if batch.stage == "denoise" for item in batch.items]
+    return [item.request_id for batch in batches if batch.op == "denoise" for item in batch.items]
 
 
 def step(scheduler: StepScheduler, workers: FakeWorkers) -> list[str]:
@@ -73,7 +74,7 @@ def test_one_request_goes_through_all_stages() -> None:
     (finished,) = run(scheduler, workers)
     assert isinstance(finished, Finished)
     assert finished.text_tokens == 3
-    assert set(finished.ms) == {"queue", "text_encode", "image_encode", "prime", "denoise", "decode"}
+    assert set(finished.ms) == {"queue", "encode", "prime", "denoise", "decode"}
     assert workers.next_step["a"] == 3
     assert scheduler.schedule(now=0.0) is not None, "its tensors are freed even when nothing else is to be done"
 
@@ -311,7 +312,7 @@ def test_every_preview_is_told_whatever_the_order_in_which_workers_come_round(
 def test_newcomers_do_not_hold_up_a_preview() -> None:
     scheduler, workers = make_scheduler(max_stage_ms=0.001), FakeWorkers()
     for name in ("text_encode", "image_encode", "decode"):
-        key = scheduler.cost_key(ModelKey("m", "text_encoder" if name == "text_encode" else "vae"), name)
+        key = scheduler.cost_key("m", name)
         for _ in range(50):
             scheduler.cost.observe(key, Work.of([256]), 0.05)
     scheduler.add(make_edit("a", steps=4, partial_images=3))
@@ -353,7 +354,7 @@ def test_stage_work_beyond_the_time_budget_waits() -> None:
         scheduler.add(make_edit(f"r{i}", arrival=float(i)))
     plan = scheduler.schedule(now=0.0)
     assert plan is not None
-    encoded = [item.request_id for batch in plan.batches if batch.stage == "image_encode" for item in batch.items]
+    encoded = [item.request_id for batch in plan.batches if batch.op == "image_encode" for item in batch.items]
     assert encoded == ["r0"], "one item always goes, a second would exceed 15 ms"
 
 
@@ -401,8 +402,8 @@ def test_the_load_report_counts_and_predicts() -> None:
     scheduler.add(make_edit("b", steps=4))
     report, stats = scheduler.load_report(), scheduler.stats()
     assert (report.num_running, report.num_waiting, report.num_received, stats.steps) == (0, 1, 2, 4)
-    assert stats.stage_seconds["denoise"] == pytest.approx(0.04, rel=0.05)
-    assert report.drain_seconds == pytest.approx(sum(stats.stage_seconds.values()))
+    assert stats.op_seconds["denoise"] == pytest.approx(0.04, rel=0.05)
+    assert report.drain_seconds == pytest.approx(sum(stats.op_seconds.values()))
     (left,) = report.requests
     assert left.steps_left == 4
     assert left.steps_left * (left.step_seconds + report.base_seconds) == pytest.approx(0.04, rel=0.05)

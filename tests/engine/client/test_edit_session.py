@@ -53,7 +53,7 @@ class Replica:
 
     def finish_first(self) -> None:
         request, waiter = self.sent.pop(0)
-        stages = ("queue", "text_encode", "image_encode", "prime", "denoise", "decode")
+        stages = ("queue", "encode", "prime", "denoise", "decode")
         waiter(Finished(request.request_id, dict.fromkeys(stages, 0.0), 3, False, "off", None, False, 0))
 
     def abort(self, request_ids: tuple[str, ...]) -> None:

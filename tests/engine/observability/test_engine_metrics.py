@@ -35,7 +35,7 @@ def engine_stats(
     samples: tuple[StepSample, ...] = (),
 ) -> EngineStats:
     return EngineStats(
-        stage_seconds={},
+        op_seconds={},
         resident_models=(),
         r_squared=r_squared or {},
         steps=steps,

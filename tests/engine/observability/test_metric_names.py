@@ -38,7 +38,7 @@ CACHE = CacheStats(
     load_seconds=0.0,
 )
 STATS = EngineStats(
-    stage_seconds={},
+    op_seconds={},
     resident_models=(),
     r_squared={"denoise": 1.0},
     steps=1,

@@ -240,7 +240,7 @@ CACHE = CacheStats(
     load_seconds=0.25,
 )
 STATS = EngineStats(
-    stage_seconds={"denoise": 1.25},
+    op_seconds={"denoise": 1.25},
     resident_models=(),
     r_squared={"denoise": 0.98, "prime": float("nan")},
     steps=4,

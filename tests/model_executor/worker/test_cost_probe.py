@@ -7,7 +7,8 @@ from pathlib import Path
 import msgspec
 
 from core.config import ModelConfig
-from core.costs.cost_model import CostKey, CostModel, Work
+from core.costs.cost_model import CostKey, CostModel
+from core.graph.work import Work
 from core.handles import ModelKey
 from core.messages.worker import CostSample
 from core.model_info import ModelInfo
@@ -22,7 +23,7 @@ PLENTY = 60.0  # seconds
 
 def test_every_stage_is_measured(family: Family, info: ModelInfo) -> None:
     samples = probe(family, info, PLENTY)
-    assert {(sample.model.component, sample.stage) for sample in samples} == {
+    assert {(sample.model.component, sample.op) for sample in samples} == {
         ("text_encoder", "text_encode"),
         ("vae", "image_encode"),
         ("vae", "decode"),
@@ -30,7 +31,7 @@ def test_every_stage_is_measured(family: Family, info: ModelInfo) -> None:
         ("transformer", "denoise"),
     }
     assert all(sample.seconds > 0 for sample in samples)
-    denoising = [sample.work for sample in samples if sample.stage == "denoise"]
+    denoising = [sample.work for sample in samples if sample.op == "denoise"]
     assert any(work.queries == work.keys for work in denoising), "an exact step"
     assert any(max(work.queries) < min(work.keys) for work in denoising), "a mask-aware one"
     assert max(len(work.queries) for work in denoising) == 8
@@ -55,8 +56,8 @@ def test_what_is_timed_is_what_is_counted(tmp_path: Path) -> None:
 
 def test_a_model_without_pages_has_exact_steps_alone(family: Family, info: ModelInfo) -> None:
     samples = probe(family, msgspec.structs.replace(info, page_scheme=None), PLENTY)
-    assert "prime" not in {sample.stage for sample in samples}
-    denoising = [sample.work for sample in samples if sample.stage == "denoise"]
+    assert "prime" not in {sample.op for sample in samples}
+    denoising = [sample.work for sample in samples if sample.op == "denoise"]
     assert denoising
     assert all(work.queries == work.keys for work in denoising)
 
@@ -68,7 +69,7 @@ def test_no_time_no_samples(family: Family, info: ModelInfo) -> None:
 def test_the_cost_model_starts_from_them(family: Family, info: ModelInfo) -> None:
     model, key = CostModel(), CostKey(TINY, "denoise", "cpu", 1)
     for sample in probe(family, info, PLENTY):
-        model.observe(CostKey(sample.model, sample.stage, "cpu", 1), sample.work, sample.seconds)
+        model.observe(CostKey(sample.model, sample.op, "cpu", 1), sample.work, sample.seconds)
     assert 0.0 < model.predict(key, Work.of([24])) < model.predict(key, Work.of([24] * 8)) < 10.0
 
 

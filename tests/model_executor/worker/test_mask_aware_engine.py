@@ -14,8 +14,8 @@ import pytest
 from adapters import make_lora
 
 from core.config import AdapterConfig, CacheConfig, ModelConfig, SchedulerConfig
-from core.costs.cost_model import Work
-from core.handles import PAGE_ARENA, ArrayRef, ModelKey
+from core.graph.work import Work
+from core.handles import PAGE_ARENA, ArrayRef
 from core.ipc.shared_array import Arena, ArenaAllocator, carve
 from core.messages.engine import EditRequest, Finished
 from core.messages.worker import PageCopied
@@ -24,6 +24,7 @@ from core.scheduling.scheduler import StepScheduler
 from engine.images.image_ops import content_id
 from model_executor.page_cache.page_files import PageFiles
 from model_executor.page_cache.page_store import PageStore
+from model_executor.worker.ops.context import WorkerContext
 from model_executor.worker.resident import ResidentModels
 from model_executor.worker.runner import Runner
 from model_executor.worker.tensor_store import SharedMemory, TensorStore
@@ -77,7 +78,7 @@ class Rig:
         self.store = PageStore(models.device, pages, files, self.copied.put)
         memory: SharedMemory = Arenas(self._arena)
         tensors = TensorStore(0, models.device, memory)
-        self._runner = Runner(0, models.families, tensors, memory, self.store, models.prompts_of)
+        self._runner = Runner(0, WorkerContext(models.families, tensors, memory, self.store, models.prompts_of))
         self._info = next(iter(infos.values()))
 
     def edit(self, name: str, template: Pixels, *, mask_aware: bool = True, model: str = "") -> tuple[Pixels, Finished]:
@@ -243,10 +244,9 @@ def teach_costs(scheduler: StepScheduler, *, load: float) -> None:
     (info,) = scheduler.models.values()
     assert info.page_scheme is not None
     nbytes = info.page_scheme.layout.entry_bytes(NUM_TOKENS)
-    transformer = ModelKey(info.name, "transformer")
     every, active = NUM_TOKENS + info.max_text_tokens, len(ACTIVE) + info.max_text_tokens
     for _ in range(50):
         scheduler.cost.observe_copy("disk", "host", nbytes, load)
-        scheduler.cost.observe(scheduler.cost_key(transformer, "prime"), Work.of([every]), 100.0)
-        scheduler.cost.observe(scheduler.cost_key(transformer, "denoise"), Work.of([every]), 0.012)
-        scheduler.cost.observe(scheduler.cost_key(transformer, "denoise"), Work.of_pairs([(active, every)]), 0.004)
+        scheduler.cost.observe(scheduler.cost_key(info.name, "prime"), Work.of([every]), 100.0)
+        scheduler.cost.observe(scheduler.cost_key(info.name, "denoise"), Work.of([every]), 0.012)
+        scheduler.cost.observe(scheduler.cost_key(info.name, "denoise"), Work.of_pairs([(active, every)]), 0.004)

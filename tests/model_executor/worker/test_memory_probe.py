@@ -148,7 +148,7 @@ def test_what_a_request_keeps_is_what_the_tensor_store_holds_of_it(tiny_checkpoi
         info = engine.info
         picture = np.zeros((info.native_size, info.native_size, 3), np.uint8)
         engine.begin(picture, SamplingParams(num_inference_steps=info.default_num_inference_steps))
-        while not any(batch.stage == "denoise" for batch in engine.step()):
+        while not any(batch.op == "denoise" for batch in engine.step()):
             pass
         (held,) = engine.runner._store._tensors.values()
         kept = Batches(engine.family, info).kept_bytes()

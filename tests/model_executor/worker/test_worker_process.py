@@ -20,7 +20,6 @@ from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages.worker import (
     Batch,
     BatchResult,
-    EncodeTemplate,
     Item,
     PageCopied,
     PageCopy,
@@ -29,6 +28,7 @@ from core.messages.worker import (
     TransferDone,
     WorkerFailed,
 )
+from core.scheduling.ops.template_encode import TemplateEncode
 from model_executor.executor import Executor
 
 PATIENCE = 60.0
@@ -211,7 +211,7 @@ async def test_components_are_loaded_and_unloaded(executor: Executor, arena: Are
 
 def latents_plan(edit: Edit, out: EntryRef) -> StepPlan:
     """The clean latents of an edit's template, written to `out`."""
-    work = EncodeTemplate(template=edit.template, width=edit.size[0], height=edit.size[1], out=out)
+    work = TemplateEncode(template=edit.template, width=edit.size[0], height=edit.size[1], out=out)
     item = Item(edit.request_id, "encode_template", work, ())
     return StepPlan(
         seq=0, batches=(Batch(id=1, stage="encode_template", model=ModelKey("tiny", "vae"), ranks=(0,), items=(item,)),)

@@ -1,0 +1,14 @@
+"""The built-in ops, one per file. Importing this package registers them."""
+
+from core.graph.op import OPS
+from core.scheduling.ops.decode import DECODE
+from core.scheduling.ops.denoise import DENOISE
+from core.scheduling.ops.image_encode import IMAGE_ENCODE
+from core.scheduling.ops.prime import PRIME
+from core.scheduling.ops.template_encode import TEMPLATE_ENCODE
+from core.scheduling.ops.text_encode import TEXT_ENCODE
+
+BUILT_IN = (TEXT_ENCODE, IMAGE_ENCODE, DENOISE, DECODE, PRIME, TEMPLATE_ENCODE)
+
+for op in BUILT_IN:
+    OPS.register(op)

@@ -1,0 +1,57 @@
+"""The op decode: latents to pixels, of a result or a preview."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from core.graph.op import OpWork, Sizes
+from core.graph.work import Work
+from core.graph.workflow import Node
+from core.handles import ArrayRef, EntryRef
+from core.messages.message import Message
+from core.scheduling.ops.request_op import RequestOp
+
+if TYPE_CHECKING:
+    from core.cache.page_reservations import PageReservations
+    from core.scheduling.request import Request
+
+
+class Decode(Message, OpWork, frozen=True):
+    """Latents (`clean` for a partial image, else `latents`) -> `pixels`."""
+
+    width: int
+    height: int
+    pixels: ArrayRef  # uint8 [height, width, 3] in shared memory, written by the worker
+    active: ArrayRef | None = None  # int32 indices of the computed tokens; None: all
+    template_latents: EntryRef | None = None  # the latents of all other tokens
+    template: ArrayRef | None = None  # pixels far from every active token are copied from it
+
+
+def _size(sizes: Sizes) -> Work:
+    return Work.of([sizes.num_tokens])
+
+
+def _make(request: Request, node: Node, pages: PageReservations) -> Decode:
+    edit, index = request.edit, request.progress.pending_preview
+    is_preview = node.kind == "side"
+    assert not is_preview or index is not None
+    return Decode(
+        width=edit.width,
+        height=edit.height,
+        pixels=edit.pixels[index] if is_preview and index is not None else edit.pixels[-1],
+        active=edit.active if request.reservation else None,
+        template_latents=pages.latents(request.reservation.template) if request.reservation else None,
+        template=edit.template if request.reservation else None,
+    )
+
+
+DECODE = RequestOp(
+    name="decode",
+    component="vae",
+    message=Decode,
+    size=_size,
+    part="decode",
+    inputs=("latents",),
+    pages="latents",
+    make=_make,
+)

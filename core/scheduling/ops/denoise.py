@@ -1,0 +1,86 @@
+"""The op denoise: one denoising step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from core.graph.op import OpWork, Sizes
+from core.graph.work import Work
+from core.graph.workflow import Node
+from core.handles import ArrayRef, EntryRef
+from core.messages.message import Message
+from core.messages.worker import PageSpan
+from core.scheduling.ops.request_op import RequestOp
+
+if TYPE_CHECKING:
+    from core.cache.page_reservations import PageReservations
+    from core.scheduling.request import Request
+
+
+class Denoise(Message, OpWork, frozen=True):
+    """One step: reads `latents`, `condition`, `outside`, `sigmas` of `image_encode` and the text encoder's outputs;
+    replaces `latents`.
+    """
+
+    # Every step.
+    step: int  # from 0
+    width: int  # px
+    height: int  # px
+    active: ArrayRef | None  # int32 indices of the tokens to compute; None: all, without pages
+    guidance_scale: float
+    keep_clean: bool  # also store `clean`, the predicted clean latents (z - sigma * v), for a partial image
+    true_cfg_scale: float = 1.0  # of classifier-free guidance, with a negative prompt
+    # Mask-aware steps: where inactive tokens come from.
+    pages: PageSpan | None = None
+    full_blocks: tuple[int, ...] = ()  # compute all tokens nevertheless; leading ones if pages hold keys and values
+    # In full blocks inactive tokens are made as in priming, from:
+    template: EntryRef | None = None  # its clean latents
+    content_id: str = ""
+    cache_salt: str = ""
+
+
+def _size(sizes: Sizes) -> Work:
+    return Work.of_pairs([(sizes.num_step_tokens, sizes.num_all_tokens)] * sizes.num_rows)
+
+
+def _make(request: Request, node: Node, pages: PageReservations) -> Denoise:
+    edit, progress = request.edit, request.progress
+    assert edit.sampling.guidance_scale is not None
+    step = progress.steps_scheduled
+    reservation = request.reservation if request.is_masked_step(step) else None
+    return Denoise(
+        step=step,
+        width=edit.width,
+        height=edit.height,
+        active=edit.active if reservation else None,
+        guidance_scale=edit.sampling.guidance_scale,
+        true_cfg_scale=edit.sampling.true_cfg_scale or 1.0,
+        keep_clean=progress.is_preview_next,
+        pages=pages.span(reservation, request.sigmas[step], may_load=True) if reservation else None,
+        full_blocks=reservation.full_blocks if reservation else (),
+        template=pages.latents(reservation.template) if reservation else None,
+        content_id=edit.content_id,
+        cache_salt=edit.cache_salt,
+    )
+
+
+DENOISE = RequestOp(
+    name="denoise",
+    component="transformer",
+    message=Denoise,
+    size=_size,
+    part="denoise",
+    sharing="together",
+    inputs=(
+        "prompt_embeds",
+        "text_lengths",
+        "pooled_prompt_embeds",
+        "latents",
+        "condition",
+        "outside",
+        "sigmas",
+    ),
+    outputs=("latents", "clean"),
+    pages="span",
+    make=_make,
+)

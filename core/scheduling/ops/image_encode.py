@@ -1,0 +1,69 @@
+"""The op image_encode: initial noise, the denoiser's condition and the sampler's state, from template and mask."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from core.graph.op import OpWork, Sizes
+from core.graph.work import Work
+from core.graph.workflow import Node
+from core.handles import ArrayRef
+from core.messages.message import Message
+from core.scheduling.ops.request_op import RequestOp
+
+if TYPE_CHECKING:
+    from core.cache.page_reservations import PageReservations
+    from core.messages.worker import ItemResult
+    from core.scheduling.request import Request
+
+
+class ImageEncode(Message, OpWork, frozen=True):
+    """template and mask -> `latents` (initial noise), `condition` (the denoiser's input from template and mask),
+    `outside` (with which the sampler restores the template outside the mask), `sigmas`, and the sampler's state.
+
+    Random numbers are drawn as the family's diffusers pipeline does, in the same order, from
+    ``torch.Generator("cpu").manual_seed(seed)``.
+    """
+
+    template: ArrayRef
+    mask: ArrayRef
+    width: int
+    height: int
+    seed: int
+    num_inference_steps: int
+    num_denoising_steps: int  # number of steps run, the last ones
+
+
+def _size(sizes: Sizes) -> Work:
+    return Work.of([sizes.num_tokens])
+
+
+def _make(request: Request, node: Node, pages: PageReservations) -> ImageEncode:
+    edit, sampling = request.edit, request.edit.sampling
+    assert sampling.seed is not None
+    assert sampling.num_inference_steps is not None
+    return ImageEncode(
+        template=edit.template,
+        mask=edit.mask,
+        width=edit.width,
+        height=edit.height,
+        seed=sampling.seed,
+        num_inference_steps=sampling.num_inference_steps,
+        num_denoising_steps=sampling.num_denoising_steps,
+    )
+
+
+def _note(request: Request, result: ItemResult) -> None:
+    request.sigmas = result.sigmas
+
+
+IMAGE_ENCODE = RequestOp(
+    name="image_encode",
+    component="vae",
+    message=ImageEncode,
+    size=_size,
+    part="encode",
+    outputs=("latents", "condition", "outside", "sigmas"),
+    make=_make,
+    note=_note,
+)

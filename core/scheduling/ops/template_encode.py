@@ -1,0 +1,33 @@
+"""The op template_encode: a template's clean latents. It runs for the activation cache."""
+
+from __future__ import annotations
+
+from core.graph.op import Op, OpWork, Sizes
+from core.graph.work import Work
+from core.handles import ArrayRef, EntryRef
+from core.messages.message import Message
+
+
+class TemplateEncode(Message, OpWork, frozen=True):
+    """template -> its clean latents (the posterior's mode), [image tokens, latent width] in the compute dtype, written
+    to `out`.
+    """
+
+    template: ArrayRef
+    width: int
+    height: int
+    out: EntryRef
+
+
+def _size(sizes: Sizes) -> Work:
+    return Work.of([sizes.num_tokens])
+
+
+TEMPLATE_ENCODE = Op(
+    name="template_encode",
+    component="vae",
+    message=TemplateEncode,
+    size=_size,
+    part="prime",
+    costs_as="image_encode",  # both run the same encoder; measured as one
+)

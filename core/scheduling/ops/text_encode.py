@@ -1,0 +1,63 @@
+"""The op text_encode: the prompt's embeddings."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from core.graph.op import OpWork, Sizes
+from core.graph.work import Work
+from core.graph.workflow import Node
+from core.handles import ArrayRef
+from core.messages.message import Message
+from core.scheduling.ops.request_op import RequestOp
+
+if TYPE_CHECKING:
+    from core.cache.page_reservations import PageReservations
+    from core.messages.worker import ItemResult
+    from core.scheduling.request import Request
+
+
+class TextEncode(Message, OpWork, frozen=True):
+    """prompt -> `prompt_embeds` [text tokens of all rows, width], `text_lengths` int64 [rows] and
+    `pooled_prompt_embeds` [rows, width] under this item's node: a row for the prompt, and one for the negative prompt
+    if there is one.
+    """
+
+    prompt: str
+    max_sequence_length: int
+    negative_prompt: str | None = None
+    template: ArrayRef | None = None  # the picture, for encoders that see it
+    content_id: str = ""  # of the picture
+    cache_salt: str = ""  # embeddings are cached, and reused only with the same salt
+
+
+def _size(sizes: Sizes) -> Work:
+    return Work.of([sizes.num_text_tokens] * sizes.num_rows)
+
+
+def _make(request: Request, node: Node, pages: PageReservations) -> TextEncode:
+    edit = request.edit
+    return TextEncode(
+        prompt=edit.prompt,
+        max_sequence_length=edit.max_text_tokens,
+        negative_prompt=edit.sampling.negative_prompt,
+        template=edit.template,
+        content_id=edit.content_id,
+        cache_salt=edit.cache_salt,
+    )
+
+
+def _note(request: Request, result: ItemResult) -> None:
+    request.text_tokens, request.prompt_truncated = result.text_tokens, result.prompt_truncated
+
+
+TEXT_ENCODE = RequestOp(
+    name="text_encode",
+    component="text_encoder",
+    message=TextEncode,
+    size=_size,
+    part="encode",
+    outputs=("prompt_embeds", "text_lengths", "pooled_prompt_embeds"),
+    make=_make,
+    note=_note,
+)

@@ -1,0 +1,31 @@
+"""What a worker computes for each op, one file per op. The ops themselves are in `core.scheduling.ops`."""
+
+from collections.abc import Callable, Sequence
+
+from core.messages.worker import Item, ItemResult
+from core.scheduling.ops.decode import DECODE
+from core.scheduling.ops.denoise import DENOISE
+from core.scheduling.ops.image_encode import IMAGE_ENCODE
+from core.scheduling.ops.prime import PRIME
+from core.scheduling.ops.template_encode import TEMPLATE_ENCODE
+from core.scheduling.ops.text_encode import TEXT_ENCODE
+from model_executor.worker.ops.context import WorkerContext
+from model_executor.worker.ops.decode import decode
+from model_executor.worker.ops.denoise import denoise
+from model_executor.worker.ops.image_encode import encode_image
+from model_executor.worker.ops.prime import prime
+from model_executor.worker.ops.template_encode import encode_template
+from model_executor.worker.ops.text_encode import encode_text
+
+Handler = Callable[[WorkerContext, str, Sequence[Item]], list[ItemResult]]
+"""(context, model, items) -> their results. It gets all items of a batch if the op's items share a pass, else one."""
+
+HANDLERS: dict[str, Handler] = {
+    TEXT_ENCODE.name: encode_text,
+    IMAGE_ENCODE.name: encode_image,
+    DENOISE.name: denoise,
+    DECODE.name: decode,
+    PRIME.name: prime,
+    TEMPLATE_ENCODE.name: encode_template,
+}
+"""Op name -> its handler."""

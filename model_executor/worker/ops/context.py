@@ -1,0 +1,59 @@
+"""WorkerContext: what the ops of one worker compute with: models, tensors, pages, shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from core.handles import ArrayRef, EntryRef, TensorKey, TensorRef
+from core.messages.worker import Item
+from model_executor.models.base import Family
+from model_executor.page_cache.page_store import PageStore
+from model_executor.worker.prompt_cache import PromptCache
+from model_executor.worker.tensor_store import SharedMemory, TensorStore
+
+_NONE: Mapping[str, str] = MappingProxyType({})
+
+
+class WorkerContext:
+    """The state of one worker that its ops share. Ops themselves have none.
+
+    models: name -> family, whose components the worker loads. prompts_of: adapter -> the model with the same text
+    encoders, whose prompt cache it shares.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, Family],
+        store: TensorStore,
+        arena: SharedMemory,
+        pages: PageStore,
+        prompts_of: Mapping[str, str] = _NONE,
+    ) -> None:
+        self.models = models
+        self.store = store
+        self.pages = pages
+        self._arena = arena
+        prompts = {name: PromptCache(family) for name, family in models.items() if name not in prompts_of}
+        self.prompts = {name: prompts[prompts_of.get(name, name)] for name in models}  # model -> its prompt cache
+        self._dtypes = {name: getattr(torch, family.info(name).dtype) for name, family in models.items()}
+
+    def shared(self, ref: ArrayRef) -> Tensor:
+        """A tensor over an array in shared memory, without a copy."""
+        return torch.from_numpy(self._arena.view(ref))
+
+    def put(self, item: Item, named: Mapping[str, Tensor]) -> tuple[TensorRef, ...]:
+        """Store tensors as outputs of the item's node."""
+        return tuple(self.store.put(TensorKey(item.request_id, item.node, name), t) for name, t in named.items())
+
+    def clean_latents(self, model: str, ref: EntryRef, num_tokens: int) -> Tensor:
+        """A template's clean latents, [image tokens, latent width], read-only."""
+        return self.pages.entry(ref).view(self._dtypes[model]).view(num_tokens, -1)
+
+
+def noise_id(content_id: str, cache_salt: str) -> str:
+    """The key of a template's cached noise. The content id alone seeds it; the salt keeps owners apart."""
+    return content_id + cache_salt

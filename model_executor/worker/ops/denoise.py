@@ -1,0 +1,187 @@
+"""Runs the op denoise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from core.handles import ArrayRef, TensorKey
+from core.messages.worker import Item, ItemResult, PageSpan
+from core.scheduling.ops.denoise import Denoise
+from model_executor.models.base import Family, Row, Sample
+from model_executor.models.boxes import Box, around
+from model_executor.page_cache.pages import Pages
+from model_executor.samplers.sampling import State
+from model_executor.worker.ops.context import WorkerContext, noise_id
+
+
+def denoise(context: WorkerContext, model: str, items: Sequence[Item]) -> list[ItemResult]:
+    """Predict, combine guidance, advance; results are stored only after all three."""
+    family = context.models[model]
+    steps = [_step(context, model, item) for item in items]
+    predictions = iter(family.predict([row for step in steps for row in step.rows]))
+    guided = [family.combine_guidance([next(predictions) for _ in step.rows], step.scale) for step in steps]
+    outputs = [step.outputs(family, prediction) for step, prediction in zip(steps, guided, strict=True)]
+    return [_put_step(context, item, *output) for item, output in zip(items, outputs, strict=True)]
+
+
+def _step(context: WorkerContext, model: str, item: Item) -> _Step:
+    work, inputs = item.work, {ref.key.name: context.store.resolve(ref) for ref in item.inputs}
+    assert isinstance(work, Denoise)
+    family = context.models[model]
+    grid, sigma = family.grid(work.width, work.height), inputs["sigmas"][work.step]
+    sample = Sample(
+        latents=inputs["latents"],
+        outside=inputs["outside"],
+        sigmas=inputs["sigmas"],
+        step=work.step,
+        state=context.store.get_series(_sampler_key(item)),
+        grid=grid,
+    )
+    latents, condition = family.denoiser_input(sample), inputs["condition"]
+    active, box = (None, None) if work.active is None else _active(context, item, work.active, grid, latents.device)
+    if active is not None and (work.full_blocks or family.sees_all_latents):
+        latents, condition = _fill_inactive(context, model, work, sigma, active, latents, condition)
+    lengths = inputs["text_lengths"].long().tolist()
+    prompts = zip(inputs["prompt_embeds"].split(lengths), inputs["pooled_prompt_embeds"], strict=True)
+    pages = None if work.pages is None else _page_span(context, family, work, work.pages)
+    rows = [
+        Row(
+            latents=latents,
+            condition=condition,
+            prompt_embeds=embeds,
+            pooled_prompt_embeds=pooled,
+            sigma=sigma,
+            guidance_scale=work.guidance_scale,
+            grid=grid,
+            active=active,
+            box=box,
+            pages=pages,
+            full_blocks=work.full_blocks,
+            modulation=_modulation(context, family, item, work, (number, len(lengths)), pooled, inputs["sigmas"]),
+        )
+        for number, (embeds, pooled) in enumerate(prompts)
+    ]
+    return _Step(rows, sample, work.true_cfg_scale, work.keep_clean)
+
+
+def _modulation(
+    context: WorkerContext,
+    family: Family,
+    item: Item,
+    work: Denoise,
+    row: tuple[int, int],
+    pooled: Tensor,
+    sigmas: Tensor,
+) -> Tensor | None:
+    """The row of the family's modulation table for this step, None if it keeps no table. row: (index, count) of the
+    request's rows. The table is computed for the whole run at its first step."""
+    number, num_rows = row
+    key = TensorKey(item.request_id, item.node, f"modulation-{number}")
+    if not (kept := context.store.get_series(key)):
+        table = family.modulation(pooled, work.guidance_scale, sigmas[:-1], num_rows)
+        kept = () if table is None else (table,)
+        context.store.put_series(key, kept)
+    return kept[0][work.step : work.step + 1] if kept else None
+
+
+def _fill_inactive(
+    context: WorkerContext, model: str, work: Denoise, sigma: Tensor, active: Tensor, latents: Tensor, condition: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Latents and condition in which inactive tokens are replaced by the template's, as in priming."""
+    assert work.template is not None
+    clean = context.clean_latents(model, work.template, latents.shape[0])
+    primed, own = (
+        context.models[model].prime_inputs(clean, noise_id(work.content_id, work.cache_salt), sigma),
+        (latents, condition),
+    )
+    filled = [its.index_copy(0, active, mine[active]) for its, mine in zip(primed, own, strict=True)]
+    return filled[0], filled[1]
+
+
+def _page_span(context: WorkerContext, family: Family, work: Denoise, span: PageSpan) -> Pages:
+    """The pages of a step. Entries still being loaded are copied in the order that the step reads their blocks."""
+    rows, columns = family.grid(work.width, work.height)
+    refs = [span.near] if span.far is None else [span.near, span.far]
+    coming = [ref.key for ref in refs if context.pages.is_loading(ref.key)]
+    for key in coming:
+        context.pages.put_last(key, work.full_blocks)
+    near, *far = (context.pages.entry(ref) for ref in refs)
+    return Pages(
+        layout=family.page_layout(span.dtype),
+        num_tokens=rows * columns,
+        near=near,
+        far=far[0] if far else None,
+        weight=span.weight,
+        wait=partial(_await_pages, context, coming) if coming else None,
+    )
+
+
+def _await_pages(context: WorkerContext, keys: Sequence[str], block: int) -> None:
+    """Wait until a block of these entries may be read."""
+    for key in keys:
+        context.pages.wait_block(key, block)
+
+
+def _active(
+    context: WorkerContext, item: Item, ref: ArrayRef, grid: tuple[int, int], device: torch.device
+) -> tuple[Tensor, Box]:
+    """Token indices, int64 on the device, and the box around them, found on the host. Computed at the run's first
+    step only: uploading waits for a GPU, and finding the box takes time."""
+    key = TensorKey(item.request_id, item.node, "active")
+    if not (kept := context.store.get_series(key)):
+        tokens = context.shared(ref).long()
+        kept = (tokens.to(device), torch.tensor(around(tokens, grid[1])))
+        context.store.put_series(key, kept)
+    active, (left, top, right, bottom) = kept[0], kept[1].tolist()
+    return active, (left, top, right, bottom)
+
+
+def _put_step(context: WorkerContext, item: Item, named: Mapping[str, Tensor], state: State) -> ItemResult:
+    """Store a step's results: latents and sampler state replace those that were read, the clean prediction belongs
+    to this node."""
+    keys = {"latents": _latents_key(item), "clean": TensorKey(item.request_id, item.node, "clean")}
+    context.store.put_series(_sampler_key(item), state)
+    refs = tuple(context.store.put(keys[name], tensor) for name, tensor in named.items())
+    return ItemResult(item.request_id, item.node, refs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One request's denoising step: its inputs, and how its prediction advances the sampler."""
+
+    rows: Sequence[Row]  # one for each prompt
+    sample: Sample
+    scale: float  # of classifier-free guidance, for two rows
+    keep_clean: bool  # whether to output the clean prediction too, for a preview
+
+    def outputs(self, family: Family, prediction: Tensor) -> tuple[dict[str, Tensor], State]:
+        """(`latents` after the step and, with keep_clean, `clean`; the sampler's state). Tokens that are not active are
+        unchanged. prediction: of the active tokens."""
+        sample, active = self.sample, self.rows[0].active
+        if active is not None:
+            prediction = prediction.new_zeros(sample.latents.shape).index_copy_(0, active, prediction)
+        moved, state = family.advance(sample, prediction)
+        named = {"latents": self._of_active(moved)}
+        if self.keep_clean:
+            named["clean"] = self._of_active(family.predict_clean(sample, prediction))
+        return named, state
+
+    def _of_active(self, moved: Tensor) -> Tensor:
+        latents, active = self.sample.latents, self.rows[0].active
+        return moved if active is None else latents.index_copy(0, active, moved[active])
+
+
+def _latents_key(item: Item) -> TensorKey:
+    """The key of a denoising step's latents."""
+    return next(ref.key for ref in item.inputs if ref.key.name == "latents")
+
+
+def _sampler_key(item: Item) -> TensorKey:
+    """The key of the sampler's state, which is stored beside the latents."""
+    latents = _latents_key(item)
+    return TensorKey(latents.request_id, latents.node, "sampler")

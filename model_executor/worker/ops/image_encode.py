@@ -1,0 +1,28 @@
+"""Runs the op image_encode."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from core.handles import TensorKey
+from core.messages.worker import Item, ItemResult
+from core.scheduling.ops.image_encode import ImageEncode
+from model_executor.worker.ops.context import WorkerContext
+
+
+def encode_image(context: WorkerContext, model: str, items: Sequence[Item]) -> list[ItemResult]:
+    """Encode one item's template and mask, and draw its noise."""
+    (item,) = items
+    work = item.work
+    assert isinstance(work, ImageEncode)
+    image = context.models[model].encode_image(
+        context.shared(work.template),
+        context.shared(work.mask),
+        seed=work.seed,
+        num_inference_steps=work.num_inference_steps,
+        num_denoising_steps=work.num_denoising_steps,
+    )
+    context.store.put_series(TensorKey(item.request_id, item.node, "sampler"), image.state)
+    names = ("latents", "condition", "outside", "sigmas")
+    tensors = context.put(item, {name: getattr(image, name) for name in names})
+    return [ItemResult(item.request_id, item.node, tensors, sigmas=tuple(image.sigmas.tolist()))]

@@ -1,0 +1,50 @@
+"""Runs the op prime."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from core.handles import TensorKey
+from core.messages.worker import Item, ItemResult
+from core.scheduling.ops.prime import Prime
+from model_executor.models.base import PrimeRow
+from model_executor.worker.ops.context import WorkerContext, noise_id
+
+
+def prime(context: WorkerContext, model: str, items: Sequence[Item]) -> list[ItemResult]:
+    """Prime one chunk: all keyframes of the batch through the same blocks. Stores hidden states for the next."""
+    works = [work for item in items if isinstance(work := item.work, Prime)]
+    rows = [_prime_row(context, model, item, work) for item, work in zip(items, works, strict=True)]
+    hidden = context.models[model].prime(rows, works[0].blocks)
+    for item, work, tensors in zip(items, works, hidden, strict=True):
+        context.store.put_series(_hidden_key(item, work), tensors)
+    return [ItemResult(item.request_id, item.node) for item in items]
+
+
+def _prime_row(context: WorkerContext, model: str, item: Item, work: Prime) -> PrimeRow:
+    family, cache = context.models[model], context.prompts[model]
+    template = None if work.template is None else context.shared(work.template)
+    text = cache.encode(work.prompt, work.max_sequence_length, work.content_id, template, work.cache_salt)
+    grid = family.grid(work.width, work.height)
+    sigma = torch.tensor(work.sigma, dtype=torch.float32, device=text.prompt_embeds.device)
+    clean = context.clean_latents(model, work.latents, grid[0] * grid[1])
+    latents, condition = family.prime_inputs(clean, noise_id(work.content_id, work.cache_salt), sigma)
+    is_first = work.blocks[0] == 0
+    return PrimeRow(
+        latents=latents,
+        condition=condition,
+        prompt_embeds=text.prompt_embeds,
+        pooled_prompt_embeds=text.pooled_prompt_embeds,
+        sigma=sigma,
+        guidance_scale=work.guidance_scale,
+        grid=grid,
+        hidden=None if is_first else context.store.get_series(_hidden_key(item, work)),
+        entry=context.pages.create(work.out) if is_first else context.pages.entry(work.out),
+    )
+
+
+def _hidden_key(item: Item, work: Prime) -> TensorKey:
+    """The key of a keyframe's hidden state between chunks."""
+    return TensorKey(item.request_id, item.node, f"hidden-{work.sigma}")
