@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+import msgspec
+
 from core.failure import Failure
+from core.graph.workflow import INPAINT
 from core.handles import ArrayRef, EntryRef, TensorKey
-from core.messages.engine import EditRequest
+from core.messages.engine import EditSpec, EngineRequest
 from core.messages.worker import Batch, BatchResult, Item, ItemResult, PageCopied, PageCopy, StepPlan, TransferDone
 from core.model_info import ModelInfo
 from core.sampling_params import SamplingParams
@@ -45,27 +48,36 @@ def make_edit(
     deadline: float | None = None,
     num_tokens: int = 256,
     owner: str = "",
-) -> EditRequest:
+) -> EngineRequest:
     """A request as an AsyncEngine would send it; its handles point nowhere."""
-    return EditRequest(
+    return EngineRequest(
         request_id=request_id,
         model="m",
-        prompt="a red shirt",
-        sampling=SamplingParams(num_inference_steps=steps, guidance_scale=30.0, seed=0, priority=priority),
-        width=256,
-        height=256,
-        template=PIXELS,
-        mask=ArrayRef(0, 0, (256, 256), "uint8"),
-        active=ArrayRef(0, 0, (num_tokens,), "int32"),
-        content_id="0",
-        num_tokens=num_tokens,
-        max_text_tokens=24,
-        pixels=(PIXELS,) * (partial_images + 1),
-        latents=ArrayRef(0, 0, (num_tokens, 64), "float32"),
         arrival=arrival,
         deadline=deadline,
         owner=owner,
+        workflow=INPAINT.name,
+        priority=priority,
+        spec=EditSpec(
+            prompt="a red shirt",
+            sampling=SamplingParams(num_inference_steps=steps, guidance_scale=30.0, seed=0, priority=priority),
+            width=256,
+            height=256,
+            template=PIXELS,
+            mask=ArrayRef(0, 0, (256, 256), "uint8"),
+            active=ArrayRef(0, 0, (num_tokens,), "int32"),
+            content_id="0",
+            num_tokens=num_tokens,
+            max_text_tokens=24,
+            pixels=(PIXELS,) * (partial_images + 1),
+            latents=ArrayRef(0, 0, (num_tokens, 64), "float32"),
+        ),
     )
+
+
+def with_spec(request: EngineRequest, **changes: object) -> EngineRequest:
+    """The request with other values in fields of its spec."""
+    return msgspec.structs.replace(request, spec=msgspec.structs.replace(request.spec, **changes))
 
 
 @dataclass

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from core.costs.load_report import CopyLine, CostLine, EngineCosts, LoadReport, RequestLoad, Residency
 from core.handles import ModelKey
-from core.routing.fleet import EditShape
+from core.routing.fleet import RequestShape
 
 PER_KILOTOKEN = 0.1 / 4.608
 BASE = 0.006
@@ -59,8 +59,8 @@ def make_shape(
     template: str | None = None,
     num_keyframes: int = 3,
     image_tokens: int = 4096,
-) -> EditShape:
+) -> RequestShape:
     is_exact = template is None and active_tokens == image_tokens
     full_steps = num_steps if is_exact else 0
     pages = (template, num_keyframes, 10**9) if template is not None else (None, 0, 0)
-    return EditShape("m", num_steps, full_steps, active_tokens, image_tokens, 512, *pages)
+    return RequestShape("m", num_steps, full_steps, active_tokens, image_tokens, 512, *pages)

@@ -22,7 +22,7 @@ from core.cache_folder import user_cache_folder
 from core.config import CacheConfig, EngineConfig, ImageConfig, ModelConfig, SchedulerConfig
 from core.handles import PAGE_ARENA, ArrayRef
 from core.ipc.shared_array import Arena, ArenaAllocator
-from core.messages.engine import EditRequest, Finished
+from core.messages.engine import EngineRequest, Finished
 from core.messages.image_processor import ComposedImage, ComposeImage, PreparedImages, PrepareImages
 from core.messages.worker import BatchResult, PageCopied
 from core.model_info import ModelInfo
@@ -127,7 +127,7 @@ class InlineEdit:
     mask: ArrayRef
     regions: list[ArrayRef] = field(default_factory=list)
     upload_size: tuple[int, int] = (0, 0)
-    request: EditRequest | None = None
+    request: EngineRequest | None = None
     mask_ratio: float = 0.0
     begun: float | None = None
     decoded: float | None = None
@@ -255,7 +255,7 @@ class InlineEngine:
         width, height = edit.upload_size
         job = ComposeImage(
             job_id=0,
-            pixels=edit.request.pixels[-1],
+            pixels=edit.request.spec.pixels[-1],
             image=edit.image,
             mask=edit.mask,
             mask_kind=edit.upload.mask_kind,
@@ -272,7 +272,7 @@ class InlineEngine:
             raise RuntimeError(f"a result was not encoded: {answer}")
         return bytes(self._arena.view(answer.encoded).data)
 
-    def _request(self, edit: InlineEdit, prepared: PreparedImages, asked_for: SamplingParams | None) -> EditRequest:
+    def _request(self, edit: InlineEdit, prepared: PreparedImages, asked_for: SamplingParams | None) -> EngineRequest:
         info, upload = self._model.info, edit.upload
         own = SamplingParams(num_inference_steps=upload.steps, seed=upload.seed)
         sampling = resolve(asked_for or own, info)

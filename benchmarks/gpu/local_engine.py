@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from core.config import CacheConfig, ModelConfig, SchedulerConfig
+from core.graph.workflow import INPAINT
 from core.handles import PAGE_ARENA, ArrayRef
 from core.ipc.shared_array import Arena, ArenaAllocator, carve
-from core.messages.engine import EditRequest, Finished
+from core.messages.engine import EditSpec, EngineRequest, Finished
 from core.messages.worker import Batch, BatchResult, PageCopied
 from core.sampling_params import SamplingParams
 from core.scheduling.scheduler import StepScheduler
@@ -77,9 +78,9 @@ class LocalEngine:
                 if not isinstance(output, Finished):
                     raise RuntimeError(f"an edit failed: {output}")
                 left.discard(output.request_id)
-        return [self._arenas.own.view(request.pixels[-1]).copy() for request in requests]
+        return [self._arenas.own.view(request.spec.pixels[-1]).copy() for request in requests]
 
-    def begin(self, template: Pixels, sampling: SamplingParams) -> EditRequest:
+    def begin(self, template: Pixels, sampling: SamplingParams) -> EngineRequest:
         """Add an edit to the scheduler."""
         request = self._request(template, resolve(sampling, self.info))
         self.scheduler.add(request)
@@ -104,32 +105,35 @@ class LocalEngine:
         """Run a batch as the worker does."""
         return self.runner.run(batch)
 
-    def _request(self, template: Pixels, sampling: SamplingParams) -> EditRequest:
+    def _request(self, template: Pixels, sampling: SamplingParams) -> EngineRequest:
         info, (height, width) = self.info, template.shape[:2]
         self._num_edits += 1
         mask = np.zeros((height, width), np.uint8)
         top, left = (int(side * (1 - MASKED_SHARE) / 2) for side in (height, width))
         mask[top:-top, left:-left] = 1
         tokens = mask.reshape(height // info.token_size, info.token_size, width // info.token_size, -1).any(axis=(1, 3))
-        return EditRequest(
+        return EngineRequest(
             request_id=f"edit-{self._num_edits}",
             model=info.name,
-            prompt="a red striped shirt",
-            sampling=msgspec.structs.replace(sampling, full_steps=0),
-            width=width,
-            height=height,
-            template=self._share(template),
-            mask=self._share(mask),
-            active=self._share(np.flatnonzero(tokens).astype(np.int32)),
-            content_id=content_id(template),
-            num_tokens=tokens.size,
-            max_text_tokens=info.max_text_tokens,
-            extra_text_tokens=info.text_tokens_beside(width, height),
-            num_condition_tokens=info.conditions_per_token * tokens.size,
-            pixels=(self._share(np.zeros_like(template)),),
-            latents=self._share(np.zeros((tokens.size, info.latent_width), np.float32)),
             arrival=time.monotonic(),
-            is_mask_aware=sampling.mask_aware and info.page_scheme is not None,
+            workflow=INPAINT.name,
+            spec=EditSpec(
+                prompt="a red striped shirt",
+                sampling=msgspec.structs.replace(sampling, full_steps=0),
+                width=width,
+                height=height,
+                template=self._share(template),
+                mask=self._share(mask),
+                active=self._share(np.flatnonzero(tokens).astype(np.int32)),
+                content_id=content_id(template),
+                num_tokens=tokens.size,
+                max_text_tokens=info.max_text_tokens,
+                extra_text_tokens=info.text_tokens_beside(width, height),
+                num_condition_tokens=info.conditions_per_token * tokens.size,
+                pixels=(self._share(np.zeros_like(template)),),
+                latents=self._share(np.zeros((tokens.size, info.latent_width), np.float32)),
+                is_mask_aware=sampling.mask_aware and info.page_scheme is not None,
+            ),
         )
 
     def _share(self, array: npt.NDArray[np.generic]) -> ArrayRef:

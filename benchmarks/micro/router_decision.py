@@ -19,13 +19,13 @@ from benchmarks.simulation.cluster import Cluster, Outcome
 from benchmarks.simulation.scenario import MODEL, SCENARIOS, Scenario
 from core.config import RouterPolicy
 from core.costs.load_report import LoadReport
-from core.messages.engine import EditRequest
-from core.routing.fleet import EditShape, Fleet
+from core.messages.engine import EngineRequest
+from core.routing.fleet import Fleet, RequestShape
 from core.routing.policies import make_policy
 
 REPEATS = 5
 
-Event = tuple[float, int, LoadReport] | tuple[float, int, EditRequest]
+Event = tuple[float, int, LoadReport] | tuple[float, int, EngineRequest]
 """When, which engine, and what it reported or was sent."""
 
 
@@ -39,7 +39,7 @@ class Recorder(Cluster):
     def note_report(self, engine: int, report: LoadReport) -> None:
         self.events.append((self.clock.now, engine, report))
 
-    def note_sent(self, engine: int, edit: EditRequest) -> None:
+    def note_sent(self, engine: int, edit: EngineRequest) -> None:
         self.events.append((self.clock.now, engine, edit))
 
 
@@ -51,13 +51,13 @@ def record(scenario: str) -> tuple[Recorder, Outcome, float]:
     return cluster, outcome, time.process_time() - start
 
 
-def replay(events: list[Event], fleet: Fleet, choose: Callable[[EditShape, float], object]) -> None:
+def replay(events: list[Event], fleet: Fleet, choose: Callable[[RequestShape, float], object]) -> None:
     """Edits go where they went in the recording: policies are compared on the same state."""
     for now, engine, what in events:
         if isinstance(what, LoadReport):
             fleet.observe(engine, what, now)
         else:
-            shape = EditShape.of_edit(what, MODEL)
+            shape = RequestShape.of_request(what, MODEL)
             choose(shape, now)
             fleet.sent(engine, shape, now)
 
@@ -71,7 +71,7 @@ def decision_times(events: list[Event], scenario: Scenario, policy: RouterPolicy
 def _decision_times(events: list[Event], fleet: Fleet, policy: RouterPolicy) -> list[float]:
     chooser, times = make_policy(policy), list[float]()
 
-    def choose(shape: EditShape, now: float) -> None:
+    def choose(shape: RequestShape, now: float) -> None:
         start = time.perf_counter()
         chooser.choose(shape, fleet, now)
         times.append(time.perf_counter() - start)

@@ -20,9 +20,9 @@ from benchmarks.simulation.scenario import MODEL, Scenario, make_trace, prime_te
 from core.config import RouterPolicy, SchedulerConfig
 from core.costs.cost_model import CostModel
 from core.costs.load_report import LoadReport
-from core.messages.engine import EditRequest, Finished, TemplatePrimed
+from core.messages.engine import EngineRequest, Finished, TemplatePrimed
 from core.messages.worker import Batch, BatchResult, ItemResult, PageCopied, PageCopy, StepPlan
-from core.routing.fleet import EditShape, Fleet
+from core.routing.fleet import Fleet, RequestShape
 from core.routing.policies import make_policy
 from core.scheduling.outputs import Output
 from core.scheduling.scheduler import StepScheduler
@@ -69,7 +69,7 @@ class VirtualEngine:
         self._clock = clock
         self._machine = machine
         self._tell = tell
-        self._edits: dict[str, EditRequest] = {}
+        self._edits: dict[str, EngineRequest] = {}
         self._told_counts = (0, 0)
         self._link_free: dict[str, float] = {"device": 0.0, "host": 0.0}  # by target: each way has its own link
         self._reports = 0  # sent so far: a timer that finds another number is void
@@ -79,7 +79,7 @@ class VirtualEngine:
         self.scheduler.add_template(prime_template(template))
         self._step()
 
-    def receive(self, edit: EditRequest) -> None:
+    def receive(self, edit: EngineRequest) -> None:
         self._edits[edit.request_id] = edit
         self.scheduler.add(edit)
         self._step()
@@ -194,7 +194,7 @@ class Cluster:
     def note_report(self, engine: int, report: LoadReport) -> None:
         """A report has arrived; for who records them."""
 
-    def note_sent(self, engine: int, edit: EditRequest) -> None:
+    def note_sent(self, engine: int, edit: EngineRequest) -> None:
         """An edit was sent; likewise."""
 
     def _engine(self, index: int) -> VirtualEngine:
@@ -208,9 +208,9 @@ class Cluster:
         for engine in self.engines:
             engine.busy_seconds = 0.0
 
-    def _route(self, edit: EditRequest) -> None:
+    def _route(self, edit: EngineRequest) -> None:
         index, now = int(edit.request_id), self.clock.now
-        shape = EditShape.of_edit(edit, MODEL)
+        shape = RequestShape.of_request(edit, MODEL)
         choice = self._policy.choose(shape, self.fleet, now)
         self.fleet.sent(choice.engine, shape, now)
         self.note_sent(choice.engine, edit)
@@ -246,7 +246,7 @@ class Cluster:
         )
 
 
-def _moved(edit: EditRequest, seconds: float) -> EditRequest:
+def _moved(edit: EngineRequest, seconds: float) -> EngineRequest:
     """The same edit, so much later."""
     return msgspec.structs.replace(edit, arrival=edit.arrival + seconds)
 
@@ -285,8 +285,8 @@ def latencies_moving_freely(scenario: Scenario, seed: int) -> list[float]:
         now = min(end, arrival)
         if arrival <= end:
             edit, position = edits[position], position + 1
-            tokens = edit.active.size + TEXT_TOKENS
-            steps = float(edit.sampling.num_denoising_steps)
+            tokens = edit.spec.active.size + TEXT_TOKENS
+            steps = float(edit.spec.sampling.num_denoising_steps)
             running.append([steps, machine.step_seconds(tokens) - machine.step_seconds(0), arrival])
         latencies += [now - one[2] for one in running if one[0] <= 1e-9]
         running = [one for one in running if one[0] > 1e-9]

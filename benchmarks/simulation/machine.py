@@ -9,7 +9,7 @@ from core.costs.cost_model import CostKey, CostModel
 from core.graph.op import OPS
 from core.graph.work import Work
 from core.handles import ModelKey
-from core.messages.engine import EditRequest
+from core.messages.engine import EngineRequest
 from core.messages.worker import Batch, CostSample, Item, PageCopy
 from core.page_scheme import PageLayout, PageScheme
 from core.scheduling.ops.denoise import Denoise
@@ -41,7 +41,7 @@ class Machine:
     copy_bytes_per_second: float = 25e9
     speed: float = 1.0
 
-    def batch_seconds(self, batch: Batch, edits: dict[str, EditRequest]) -> float:
+    def batch_seconds(self, batch: Batch, edits: dict[str, EngineRequest]) -> float:
         """edits: those that the engine holds, by id."""
         work = batch.items[0].work
         if isinstance(work, Denoise):
@@ -81,9 +81,9 @@ class Machine:
         return CostSample(ModelKey(model, OPS[op].component), op, work, seconds)
 
 
-def _step_tokens(item: Item, edits: dict[str, EditRequest]) -> int:
+def _step_tokens(item: Item, edits: dict[str, EngineRequest]) -> int:
     is_exact = isinstance(item.work, Denoise) and item.work.active is None
-    return TEXT_TOKENS + (IMAGE_TOKENS if is_exact else edits[item.request_id].active.size)
+    return TEXT_TOKENS + (IMAGE_TOKENS if is_exact else edits[item.request_id].spec.active.size)
 
 
 class FrozenCosts(CostModel):

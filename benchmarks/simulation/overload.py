@@ -22,10 +22,10 @@ from benchmarks.simulation.masks import MASKS
 from benchmarks.simulation.scenario import MODEL, REFERENCE, Scenario, make_trace
 from core.costs.load_report import LoadReport
 from core.costs.prediction_margin import PredictionMargin
-from core.messages.engine import EditRequest, Finished
+from core.messages.engine import EngineRequest, Finished
 from core.messages.worker import Batch
 from core.routing.admission import Terms, judge
-from core.routing.fleet import EditShape
+from core.routing.fleet import RequestShape
 from core.routing.policies import outlook
 from core.scheduling.outputs import Output
 
@@ -75,11 +75,11 @@ class OverloadedCluster(Cluster):
         assert sum(ends.values()) == len(trace), "every edit ends once"
         return Goodput(len(trace) / trace[-1].arrival, ends["in time"] / seconds, ends, self._margin.high)
 
-    def _route(self, edit: EditRequest) -> None:
+    def _route(self, edit: EngineRequest) -> None:
         index, now = int(edit.request_id), self.clock.now
         self._arrivals[index] = now
         if self._slo is not None:
-            ahead = outlook(EditShape.of_edit(edit, MODEL), self.fleet, self._policy, now)
+            ahead = outlook(RequestShape.of_request(edit, MODEL), self.fleet, self._policy, now)
             assert ahead is not None
             verdict = judge(ahead, Terms(None, self._slo), self._margin)
             if verdict.refused:
@@ -113,7 +113,7 @@ class UnknownMachine(Machine):
     bias: float = 1.0
     noise: float = 0.0
 
-    def batch_seconds(self, batch: Batch, edits: dict[str, EditRequest]) -> float:
+    def batch_seconds(self, batch: Batch, edits: dict[str, EngineRequest]) -> float:
         seconds = super().batch_seconds(batch, edits) * self.bias
         return seconds * float(np.exp(self.noise * np.random.default_rng(batch.id).standard_normal()))
 

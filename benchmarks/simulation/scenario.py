@@ -9,8 +9,9 @@ import numpy as np
 from benchmarks.simulation.machine import IMAGE_TOKENS, SCHEME, TEXT_TOKENS, Machine
 from benchmarks.simulation.masks import MASKS
 from core.config import CacheConfig
+from core.graph.workflow import INPAINT
 from core.handles import ArrayRef
-from core.messages.engine import EditRequest, PrimeTemplate
+from core.messages.engine import EditSpec, EngineRequest, PrimeTemplate
 from core.model_info import ModelInfo
 from core.sampling_params import SamplingParams
 
@@ -126,7 +127,7 @@ SCENARIOS: dict[str, Scenario] = {
 }
 
 
-def make_trace(scenario: Scenario, seed: int) -> list[EditRequest]:
+def make_trace(scenario: Scenario, seed: int) -> list[EngineRequest]:
     """The edits in the order they come; the same seed draws the same."""
     random = np.random.default_rng(seed)
     number = scenario.num_warm_up + scenario.num_edits
@@ -145,22 +146,25 @@ def prime_template(template: int) -> PrimeTemplate:
     return PrimeTemplate(f"prime {template}", MODEL.name, PIXELS, SIDE, SIDE, str(template), IMAGE_TOKENS, 0.0)
 
 
-def _edit(index: int, arrival: float, active: int, steps: int, template: int) -> EditRequest:
-    return EditRequest(
+def _edit(index: int, arrival: float, active: int, steps: int, template: int) -> EngineRequest:
+    return EngineRequest(
         request_id=str(index),
         model=MODEL.name,
-        prompt="",
-        sampling=SamplingParams(num_inference_steps=steps, guidance_scale=30.0, seed=0, full_steps=0),
-        width=SIDE,
-        height=SIDE,
-        template=PIXELS,
-        mask=_MASK,
-        active=ArrayRef(0, 0, (active,), "int32"),
-        content_id=str(template),
-        num_tokens=IMAGE_TOKENS,
-        max_text_tokens=TEXT_TOKENS,
-        pixels=(PIXELS,),
-        latents=_LATENTS,
         arrival=arrival,
-        is_mask_aware=True,
+        workflow=INPAINT.name,
+        spec=EditSpec(
+            prompt="",
+            sampling=SamplingParams(num_inference_steps=steps, guidance_scale=30.0, seed=0, full_steps=0),
+            width=SIDE,
+            height=SIDE,
+            template=PIXELS,
+            mask=_MASK,
+            active=ArrayRef(0, 0, (active,), "int32"),
+            content_id=str(template),
+            num_tokens=IMAGE_TOKENS,
+            max_text_tokens=TEXT_TOKENS,
+            pixels=(PIXELS,),
+            latents=_LATENTS,
+            is_mask_aware=True,
+        ),
     )

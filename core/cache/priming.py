@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from core.page_scheme import PageScheme, latents_key
 
 if TYPE_CHECKING:
-    from core.messages.engine import EditRequest, PrimeTemplate
+    from core.messages.engine import EditSpec, PrimeTemplate
     from core.model_info import ModelInfo
 
 
@@ -38,12 +38,12 @@ class TemplateInfo:
     cache_salt: str = ""  # see CacheConfig.salt
 
     @classmethod
-    def of(cls, asked: EditRequest | PrimeTemplate, info: ModelInfo) -> TemplateInfo:
-        """The template of an edit or a template request. info: of its model, which must have a page scheme."""
+    def of(cls, asked: EditSpec | PrimeTemplate, info: ModelInfo) -> TemplateInfo:
+        """The template of a request or a template request. info: of its model, which must have a page scheme."""
         assert info.page_scheme is not None
         return cls(
             info.page_scheme.template_key(asked.content_id, asked.cache_salt),
-            asked.model,
+            info.name,
             info.page_scheme,
             asked.content_id,
             asked.width,

@@ -21,7 +21,7 @@ class RequestLoad(msgspec.Struct, frozen=True, array_like=True):
     priority: int = 0  # lower goes first
     is_running: bool = False  # it keeps its slot; new requests cannot overtake it
     arrival: float = 0.0  # monotonic seconds
-    owner: str = ""  # see EditRequest
+    owner: str = ""  # see EngineRequest
 
     @property
     def seconds(self) -> float:

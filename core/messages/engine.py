@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+import msgspec
+
 from core.costs.load_report import EngineStats, LoadReport
 from core.failure import Failure
 from core.handles import ArrayRef, Tier
@@ -12,46 +14,39 @@ from core.model_info import ModelInfo
 from core.sampling_params import SamplingParams
 
 
-class EditRequest(Message, frozen=True):
-    """One image to make. Every array is in the sender's arena and stays valid until the terminal message.
-
-    template, mask, active: as in PreparedImages. pixels: uint8 [height, width, 3], one per requested partial image and
-    the final one last; written by the worker. latents: float32 [image tokens, latent_width], scratch for moving the
-    sampler's state between ranks. num_tokens: image tokens; num_condition_tokens: condition tokens, which no mask-aware
-    step computes. max_text_tokens: length to which the prompt is padded or cut. extra_text_tokens: see
-    `ModelInfo.text_tokens_beside`. sampling: resolved, without a None that the model needs. is_mask_aware: steps after
-    the first `sampling.full_steps` compute only the active tokens, over the template's pages; decided from the request
-    and the server's flags alone. deadline: absolute, or None. objective: when the worker must be done to meet the
-    server's latency objective, absolute; None: it has none, or was admitted although it will miss it. cache_salt: see
-    `CacheConfig.salt`. trace_context: W3C traceparent of the parent of the engine's spans; "" = not traced. runs_alone:
-    no other request runs beside it, because it was running when engines died. owner: digest of its API key, "" = none;
-    owners get equal shares of the engine.
+class EditSpec(msgspec.Struct, frozen=True, tag="edit"):
+    """An image to make from a template and a mask. Every array is in the sender's arena and stays valid until the
+    request's terminal message.
     """
 
-    request_id: str
-    model: str
+    # The user's wishes.
     prompt: str
-    sampling: SamplingParams
-    width: int
-    height: int
+    sampling: SamplingParams  # resolved, without a None that the model needs
+    # The picture, from PreparedImages.
+    width: int  # px
+    height: int  # px
     template: ArrayRef
     mask: ArrayRef
     active: ArrayRef
     content_id: str
-    num_tokens: int
-    max_text_tokens: int
-    pixels: tuple[ArrayRef, ...]
-    latents: ArrayRef
-    arrival: float
-    num_condition_tokens: int = 0
-    deadline: float | None = None
-    objective: float | None = None
-    is_mask_aware: bool = False
-    runs_alone: bool = False
-    trace_context: str = ""
-    extra_text_tokens: int = 0
-    cache_salt: str = ""
-    owner: str = ""
+    # Sizes, from the model and the picture.
+    num_tokens: int  # image tokens
+    max_text_tokens: int  # length to which the prompt is padded or cut
+    # Memory for results.
+    pixels: tuple[ArrayRef, ...]  # uint8 [height, width, 3], one per partial image and the final one last
+    latents: ArrayRef  # float32 [image tokens, latent_width], scratch for moving the sampler's state between ranks
+    num_condition_tokens: int = 0  # condition tokens, which no mask-aware step computes
+    extra_text_tokens: int = 0  # see `ModelInfo.text_tokens_beside`
+    # Mask-aware execution, decided from the request and the server's flags alone.
+    is_mask_aware: bool = (
+        False  # steps after the first `sampling.full_steps` compute only the active tokens, over pages
+    )
+    cache_salt: str = ""  # see `CacheConfig.salt`
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a step, see SamplingParams."""
+        return self.sampling.num_rows
 
     @property
     def num_text_tokens(self) -> int:
@@ -59,8 +54,49 @@ class EditRequest(Message, frozen=True):
         return self.max_text_tokens + self.extra_text_tokens
 
     @property
+    def num_all_tokens(self) -> int:
+        """Image, condition and text tokens: what a step's tokens attend to, and what a full step computes."""
+        return self.num_tokens + self.num_condition_tokens + self.num_text_tokens
+
+    @property
+    def num_active_tokens(self) -> int:
+        """Tokens that a mask-aware step computes: active image tokens and text tokens."""
+        return self.active.size + self.num_text_tokens
+
+    @property
+    def num_full_steps(self) -> int:
+        """Leading steps of a mask-aware run that compute all tokens."""
+        return self.sampling.full_steps or 0
+
+    @property
     def num_partial_images(self) -> int:
         return len(self.pixels) - 1
+
+    def is_masked_step(self, step: int) -> bool:
+        """Whether `step` computes only the active tokens."""
+        return self.is_mask_aware and step >= self.num_full_steps
+
+
+Spec = EditSpec
+"""What a request asks for: one type per kind of request."""
+
+
+class EngineRequest(Message, frozen=True):
+    """One request to an engine: a head that all kinds of request have, and the spec. Sent by the API server."""
+
+    request_id: str
+    model: str  # name of a served model
+    workflow: str  # name, see core.graph.catalog
+    spec: Spec
+    # When and for whom. Times are monotonic seconds.
+    arrival: float
+    priority: int = 0  # lower goes first
+    deadline: float | None = None  # after it the result is useless
+    objective: float | None = None  # when the worker must be done to meet the latency objective; None: it has none, or
+    # was admitted although it will miss it
+    owner: str = ""  # digest of its API key, "" = none; owners get equal shares of the engine
+    runs_alone: bool = False  # no other request runs beside it, because it was running when engines died
+    trace_context: str = ""  # W3C traceparent of the parent of the engine's spans; "" = not traced
 
 
 class PrimeTemplate(Message, frozen=True):
@@ -100,7 +136,7 @@ class Drain(Message, frozen=True):
     """Finish all accepted requests, then exit. New ones are refused by the sender, not here."""
 
 
-ToEngine = EditRequest | PrimeTemplate | DropTemplate | Abort | Drain
+ToEngine = EngineRequest | PrimeTemplate | DropTemplate | Abort | Drain
 
 
 class EngineReady(Message, frozen=True):

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from core.costs.load_report import LoadReport, RequestLoad
 from core.costs.slot_forecast import Slot, until_free
-from core.messages.engine import EditRequest, PrimeTemplate
+from core.messages.engine import EngineRequest, PrimeTemplate
 from core.model_info import ModelInfo
 from core.routing.fleet_costs import Features, FleetCosts, SizeCosts, Vector, work_features
 from core.routing.template_map import Counts, TemplateMap, TemplateResidency
@@ -32,9 +32,9 @@ TINY = 1e-9
 
 
 @dataclass(frozen=True)
-class EditShape:
+class RequestShape:
     """The properties of an edit that routing needs, or of a template to prime (which has no steps). Made from the
-    request by `of_edit` and `of_template`.
+    request by `of_request` and `of_template`.
     """
 
     model: str
@@ -53,44 +53,45 @@ class EditShape:
     priority: int = 0  # lower goes first
     num_rows: int = 1  # of a step, see SamplingParams
     condition_tokens: int = 0  # of a row; computed by full steps alone
-    owner: str = ""  # see EditRequest
+    owner: str = ""  # see EngineRequest
 
     @classmethod
-    def of_edit(cls, edit: EditRequest, info: ModelInfo) -> EditShape:
-        num_steps, num_tokens, scheme = info.num_steps(edit.sampling), edit.num_tokens, info.page_scheme
-        priority, rows = edit.sampling.priority, edit.sampling.num_rows
-        if not edit.is_mask_aware or scheme is None:
+    def of_request(cls, request: EngineRequest, info: ModelInfo) -> RequestShape:
+        spec, scheme = request.spec, info.page_scheme
+        num_steps, num_tokens = info.num_steps(spec.sampling), spec.num_tokens
+        priority, rows = request.priority, spec.num_rows
+        if not spec.is_mask_aware or scheme is None:
             return cls(
-                edit.model,
+                request.model,
                 num_steps,
                 num_steps,
                 num_tokens,
                 num_tokens,
-                edit.num_text_tokens,
+                spec.num_text_tokens,
                 priority=priority,
                 num_rows=rows,
-                condition_tokens=edit.num_condition_tokens,
-                owner=edit.owner,
+                condition_tokens=spec.num_condition_tokens,
+                owner=request.owner,
             )
-        full_steps = min(num_steps, edit.sampling.full_steps or 0)
+        full_steps = min(num_steps, spec.num_full_steps)
         return cls(
-            edit.model,
+            request.model,
             num_steps,
             full_steps,
-            edit.active.size,
+            spec.active.size,
             num_tokens,
-            edit.num_text_tokens,
-            scheme.template_key(edit.content_id, edit.cache_salt),
+            spec.num_text_tokens,
+            scheme.template_key(spec.content_id, spec.cache_salt),
             len(scheme.keyframes) or num_steps - full_steps,
             scheme.layout.entry_bytes(num_tokens),
             priority,
             rows,
-            edit.num_condition_tokens,
-            edit.owner,
+            spec.num_condition_tokens,
+            request.owner,
         )
 
     @classmethod
-    def of_template(cls, prime: PrimeTemplate, info: ModelInfo) -> EditShape:
+    def of_template(cls, prime: PrimeTemplate, info: ModelInfo) -> RequestShape:
         """The model must have a page scheme with keyframes."""
         scheme = info.page_scheme
         assert scheme is not None
@@ -176,7 +177,7 @@ class Fleet:
         self._reported[engine] = now, report.requests
         self._set_loads(engine, now, self._loads(engine))
 
-    def sent(self, engine: int, shape: EditShape, now: float) -> None:
+    def sent(self, engine: int, shape: RequestShape, now: float) -> None:
         """Note what was just sent to an engine; it counts until the engine's own report includes it."""
         self._num_sent[engine] += 1
         self.last_sent[engine] = self._num_sends
@@ -240,16 +241,16 @@ class Fleet:
 
     # ------------------------------------------------------------------------------------------------- queries
 
-    def step_seconds(self, shape: EditShape) -> float:
+    def step_seconds(self, shape: RequestShape) -> float:
         """Seconds that the edit adds to a step."""
         return self.costs.step(shape.model, shape.step_features)
 
-    def size_costs(self, shape: EditShape) -> SizeCosts:
+    def size_costs(self, shape: RequestShape) -> SizeCosts:
         """The costs that do not depend on its mask; valid until the next report."""
         tokens = (shape.image_tokens, shape.condition_tokens, shape.text_tokens)
         return self.costs.of_size((shape.model, *tokens, shape.entry_bytes))
 
-    def pages(self, shape: EditShape) -> TemplateResidency | None:
+    def pages(self, shape: RequestShape) -> TemplateResidency | None:
         """The engines that have its template's pages; None for an exact edit. Valid until the next call."""
         return None if shape.template is None else self.templates.pages(shape.template, shape.num_keyframes)
 
@@ -266,7 +267,7 @@ class Fleet:
         start = max(now, float(self.free_at[engine]))
         self._set_slots(engine, start, [*self._slots(engine, now), _slot(load)])
 
-    def _make_sent(self, engine: int, shape: EditShape, now: float) -> Sent:
+    def _make_sent(self, engine: int, shape: RequestShape, now: float) -> Sent:
         number, priming = self._num_sent[engine], self._expect_pages(engine, shape)
         if not shape.num_steps:
             return Sent(number, None, 0.0, priming, now)
@@ -274,7 +275,7 @@ class Fleet:
         load = RequestLoad(shape.num_steps, step, costs.other, shape.priority, arrival=now, owner=shape.owner)
         return Sent(number, load, costs.base, priming, now)
 
-    def _expect_pages(self, engine: int, shape: EditShape) -> float:
+    def _expect_pages(self, engine: int, shape: RequestShape) -> float:
         """Note the pages that the engine will have to prime for it; returns the seconds that takes."""
         if shape.template is None:
             return 0.0

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from core.config import PRIME_SHARE, RouterPolicy
 from core.errors import EngineDeadError
 from core.routing.admission import Outlook
-from core.routing.fleet import TINY, EditShape, Fleet
+from core.routing.fleet import TINY, Fleet, RequestShape
 from core.routing.fleet_costs import SizeCosts, Vector
 from core.routing.template_map import TemplateResidency
 
@@ -34,7 +34,7 @@ class Choice(NamedTuple):
 
 
 class RoutingPolicy(Protocol):
-    def choose(self, shape: EditShape, fleet: Fleet, now: float) -> Choice:
+    def choose(self, shape: RequestShape, fleet: Fleet, now: float) -> Choice:
         """Raises EngineDeadError if no engine is alive."""
         ...
 
@@ -47,7 +47,7 @@ class Forecast(NamedTuple):
     priming: Vector  # worker time spent on its template's pages
 
 
-def forecast(shape: EditShape, fleet: Fleet, now: float) -> Forecast:
+def forecast(shape: RequestShape, fleet: Fleet, now: float) -> Forecast:
     """Predict the request's times on each engine.
 
     It waits for a slot, is encoded, waits for pages (a load runs beside the others' steps, priming takes a share of
@@ -87,7 +87,7 @@ class Priming(NamedTuple):
 
 
 def _priming(
-    shape: EditShape, fleet: Fleet, pages: TemplateResidency, steps: Matrix, costs: SizeCosts, base: Vector
+    shape: RequestShape, fleet: Fleet, pages: TemplateResidency, steps: Matrix, costs: SizeCosts, base: Vector
 ) -> Priming:
     """Jobs are primed one after the other, in a share of each step's time, or at full speed where no steps are made."""
     own_first, later = pages.prime_first * costs.prime + pages.is_new * costs.template, pages.prime_later * costs.prime
@@ -106,14 +106,14 @@ def _priming(
 class RoundRobin:
     """Each engine in turn."""
 
-    def choose(self, shape: EditShape, fleet: Fleet, now: float) -> Choice:
+    def choose(self, shape: RequestShape, fleet: Fleet, now: float) -> Choice:
         return Choice(cheapest(np.zeros(fleet.num_engines), fleet))
 
 
 class LeastRequests:
     """The engine with the fewest requests (FlashPS, section 6.5: request-granularity load balance)."""
 
-    def choose(self, shape: EditShape, fleet: Fleet, now: float) -> Choice:
+    def choose(self, shape: RequestShape, fleet: Fleet, now: float) -> Choice:
         return Choice(cheapest(fleet.num_requests, fleet))
 
 
@@ -123,7 +123,7 @@ class LeastTokens:
     Engines report seconds, which stand for tokens, since all engines have the same cost per token.
     """
 
-    def choose(self, shape: EditShape, fleet: Fleet, now: float) -> Choice:
+    def choose(self, shape: RequestShape, fleet: Fleet, now: float) -> Choice:
         return Choice(cheapest(fleet.held_seconds, fleet))
 
 
@@ -135,7 +135,7 @@ class BatchCost:
     an engine count as one batch.
     """
 
-    def choose(self, shape: EditShape, fleet: Fleet, now: float) -> Choice:
+    def choose(self, shape: RequestShape, fleet: Fleet, now: float) -> Choice:
         base = np.maximum(fleet.size_costs(shape).base, fleet.base_seconds)
         batch_seconds = base + fleet.held_seconds + fleet.step_seconds(shape)
         has_slack = (fleet.num_requests < fleet.max_num_seqs) & fleet.is_alive
@@ -151,7 +151,7 @@ class MaskAware:
     edits gather where its pages are, as long as that pays.
     """
 
-    def choose(self, shape: EditShape, fleet: Fleet, now: float) -> Choice:
+    def choose(self, shape: RequestShape, fleet: Fleet, now: float) -> Choice:
         ahead = forecast(shape, fleet, now)
         engine = cheapest(ahead.finish + ahead.imposed + fleet.mean_held * ahead.priming, fleet)
         return Choice(engine, float(ahead.finish[engine]) if fleet.costs.is_known(shape.model) else None)
@@ -189,7 +189,7 @@ def _after(steps: Matrix, passed: Vector) -> Matrix:
     return left
 
 
-def outlook(shape: EditShape, fleet: Fleet, policy: RoutingPolicy, now: float) -> Outlook | None:
+def outlook(shape: RequestShape, fleet: Fleet, policy: RoutingPolicy, now: float) -> Outlook | None:
     """The prediction for an edit on the engine that the policy chooses; None before any engine has reported costs.
     Raises EngineDeadError if no engine is alive.
     """
@@ -202,7 +202,7 @@ def outlook(shape: EditShape, fleet: Fleet, policy: RoutingPolicy, now: float) -
     return Outlook(float(forecast(shape, fleet, now).finish[engine]), alone, not fleet.num_requests[engine])
 
 
-def work_seconds(shape: EditShape, fleet: Fleet) -> float:
+def work_seconds(shape: RequestShape, fleet: Fleet) -> float:
     """Engine time that an edit takes while batches are full."""
     costs = fleet.size_costs(shape)
     return costs.other + shape.num_steps * (costs.base / fleet.max_num_seqs + fleet.step_seconds(shape))

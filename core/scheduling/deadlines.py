@@ -16,7 +16,7 @@ from core.costs.prediction_margin import CERTAIN
 from core.costs.slot_forecast import SlotForecast, alone
 from core.errors import DeadlineExceededError
 from core.failure import Failure
-from core.messages.engine import EditRequest
+from core.messages.engine import EngineRequest
 from core.scheduling.fair_queue import Urgency, counts_as_due
 from core.scheduling.request import Request, Status
 
@@ -25,15 +25,15 @@ TOO_LATE = Failure.of(DeadlineExceededError("The request was given up: it could 
 MISSED = Failure("overloaded", "The server fell behind: the request would have missed the latency objective.")
 
 
-def due(edit: EditRequest) -> float | None:
+def due(head: EngineRequest) -> float | None:
     """The earlier of deadline and objective, in monotonic seconds; None: it has neither."""
-    return min((time for time in (edit.deadline, edit.objective) if time is not None), default=None)
+    return min((time for time in (head.deadline, head.objective) if time is not None), default=None)
 
 
 def urgency(request: Request) -> Urgency:
     """Sort key among one owner's requests: priority and due time, then arrival, then id, which makes it total."""
-    edit = request.edit
-    return counts_as_due(edit.arrival, due(edit), edit.sampling.priority), edit.arrival, edit.request_id
+    head = request.head
+    return counts_as_due(head.arrival, due(head), head.priority), head.arrival, head.request_id
 
 
 MayJoin = Callable[[Request], bool]
@@ -63,7 +63,7 @@ class Deadlines:
         staying: list[RequestLoad] = []
         for request in running:
             load = self.left(request)
-            failure = _why_stop(request.edit, now, now + CERTAIN * alone(load, base))
+            failure = _why_stop(request.head, now, now + CERTAIN * alone(load, base))
             if failure is None:
                 staying.append(load)
             else:
@@ -76,15 +76,15 @@ class Deadlines:
         slot_forecast = SlotForecast(running, self.max_num_seqs, base)
         num_looked_at = 0
         for request in waiting:
-            edit = request.edit
-            if due(edit) is None:
+            head = request.head
+            if due(head) is None:
                 continue
-            if edit.deadline is not None and edit.deadline <= now:
+            if head.deadline is not None and head.deadline <= now:
                 yield request, PASSED
             elif num_looked_at < self.max_num_seqs:
                 num_looked_at += 1
                 seconds = slot_forecast.seconds(self.left(request))
-                failure = _why_drop(edit, now + seconds) if running else _why_stop(edit, now, now + CERTAIN * seconds)
+                failure = _why_drop(head, now + seconds) if running else _why_stop(head, now, now + CERTAIN * seconds)
                 if failure is not None:
                     yield request, failure
 
@@ -99,23 +99,23 @@ class Deadlines:
         return lambda request: forecast.admit(self._member(request, now))
 
     def _member(self, request: Request, now: float) -> Member:
-        time = due(request.edit)
+        time = due(request.head)
         return Member(self.left(request), None if time is None else time - now)
 
 
-def _why_stop(edit: EditRequest, now: float, end: float) -> Failure | None:
+def _why_stop(head: EngineRequest, now: float, end: float) -> Failure | None:
     """Why to stop a request that is useful until its timeout. end: the earliest time at which it could finish."""
-    if edit.deadline is None or end <= edit.deadline:
+    if head.deadline is None or end <= head.deadline:
         return None
-    return PASSED if edit.deadline <= now else TOO_LATE
+    return PASSED if head.deadline <= now else TOO_LATE
 
 
-def _why_drop(edit: EditRequest, end: float) -> Failure | None:
+def _why_drop(head: EngineRequest, end: float) -> Failure | None:
     """Why to drop a waiting request that is predicted to finish at `end` while it delays others."""
-    if edit.deadline is not None and end > edit.deadline:
+    if head.deadline is not None and end > head.deadline:
         return TOO_LATE
-    return MISSED if edit.objective is not None and end > edit.objective else None
+    return MISSED if head.objective is not None and end > head.objective else None
 
 
 def _any_due(requests: Sequence[Request]) -> bool:
-    return any(due(request.edit) is not None for request in requests)
+    return any(due(request.head) is not None for request in requests)

@@ -12,7 +12,7 @@ def finished(request: Request) -> Finished:
     """The terminal message of a request whose last node is done."""
     assert request.started is not None
     reservation = request.reservation
-    ms = {"queue": (request.started - request.edit.arrival) * 1e3}
+    ms = {"queue": (request.started - request.head.arrival) * 1e3}
     ms |= {part: seconds * 1e3 for part, seconds in request.part_seconds.items()}
     ms["prime"] = reservation.prime_seconds * 1e3 if reservation else 0.0
     return Finished(

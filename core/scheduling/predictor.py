@@ -50,14 +50,14 @@ class Predictor:
 
     def steps_of(self, request: Request) -> float:
         """Time that its remaining steps add to the steps of its batch."""
-        progress, every, active = request.progress, request.num_all_tokens, request.num_active_tokens
+        progress, every, active = request.progress, request.spec.num_all_tokens, request.spec.num_active_tokens
         steps = progress.steps_left
         num_full = steps
-        if request.edit.is_mask_aware:
-            num_full = min(steps, max(0, (request.edit.sampling.full_steps or 0) - progress.steps_scheduled))
+        if request.spec.is_mask_aware:
+            num_full = min(steps, max(0, request.spec.num_full_steps - progress.steps_scheduled))
         line = self._coefficients(request, self._workflow.loop)
         full, masked = extra_seconds(line, every, every), extra_seconds(line, active, every)
-        return request.edit.sampling.num_rows * (num_full * full + (steps - num_full) * masked)
+        return request.spec.num_rows * (num_full * full + (steps - num_full) * masked)
 
     def others_of(self, request: Request) -> Iterable[tuple[str, float]]:
         """(op, seconds) of a request's remaining work other than its steps."""
@@ -79,9 +79,8 @@ class Predictor:
         step_seconds = self.steps_of(request) / steps if steps else 0.0
         other_seconds = sum(seconds for _, seconds in self.others_of(request))
         is_running = request.status is Status.RUNNING
-        edit = request.edit
-        priority = edit.sampling.priority
-        return RequestLoad(steps, step_seconds, other_seconds, priority, is_running, edit.arrival, edit.owner)
+        head = request.head
+        return RequestLoad(steps, step_seconds, other_seconds, head.priority, is_running, head.arrival, head.owner)
 
     # ------------------------------------------------------------------------------------------------- which way
 
@@ -95,9 +94,9 @@ class Predictor:
     def full_blocks(self, request: Request, loading: Sequence[tuple[Tier, int]]) -> tuple[int, ...]:
         """The blocks to compute in full at the request's next step while entries of (tier, bytes) are being loaded."""
         assert request.reservation is not None
-        op, model = op_of(self._workflow.loop), request.edit.model
-        every, active = request.num_all_tokens, request.num_active_tokens
-        num_rows = request.edit.sampling.num_rows
+        op, model = op_of(self._workflow.loop), request.head.model
+        every, active = request.spec.num_all_tokens, request.spec.num_active_tokens
+        num_rows = request.spec.num_rows
         full = self.of_op(model, op, Work.of([every] * num_rows))
         cached = self.of_op(model, op, Work.of_pairs([(active, every)] * num_rows))
         load = sum(self.cost.predict_copy(tier, nbytes) for tier, nbytes in loading)
@@ -107,7 +106,7 @@ class Predictor:
         return plan_blocks(self._models[model].block_runs, num_blocks, full, cached, load)
 
     def _coefficients(self, request: Request, node: Node) -> tuple[float, ...]:
-        return self.cost.coefficients(self.key(request.edit.model, op_of(node)))
+        return self.cost.coefficients(self.key(request.head.model, op_of(node)))
 
     def _prime_key(self, template: TemplateInfo) -> CostKey:
         return self.key(template.model, PRIME)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from core.graph.progress import Progress
     from core.graph.workflow import Workflow
     from core.handles import ArrayRef, TensorKey
-    from core.messages.engine import EditRequest
+    from core.messages.engine import EngineRequest, Spec
 
 
 class Status(enum.Enum):
@@ -44,7 +44,7 @@ class Request:
     """The scheduler's record of one image being made. Written only by the StepScheduler and its parts."""
 
     # Set when it is added.
-    edit: EditRequest  # as received; never changed
+    head: EngineRequest  # as received; never changed
     progress: Progress  # position in its workflow; written by the scheduler and its passes
     status: Status = Status.WAITING
     # Set by the scheduler from results of batches.
@@ -64,42 +64,37 @@ class Request:
 
     @property
     def id(self) -> str:
-        return self.edit.request_id
+        return self.head.request_id
+
+    @property
+    def spec(self) -> Spec:
+        return self.head.spec
 
     @property
     def num_rows(self) -> int:
         """Rows of a step, see SamplingParams."""
-        return self.edit.sampling.num_rows
+        return self.spec.num_rows
 
     @property
     def num_tokens(self) -> int:
         """Image tokens."""
-        return self.edit.num_tokens
+        return self.spec.num_tokens
 
     @property
     def num_text_tokens(self) -> int:
         """Text tokens of a row."""
-        return self.edit.num_text_tokens
+        return self.spec.num_text_tokens
 
     @property
     def num_all_tokens(self) -> int:
-        """Image, condition and text tokens: what a step's tokens attend to, and what a full step computes."""
-        return self.edit.num_tokens + self.edit.num_condition_tokens + self.edit.num_text_tokens
-
-    @property
-    def num_active_tokens(self) -> int:
-        """Tokens that a mask-aware step computes: active image tokens and text tokens."""
-        return self.edit.active.size + self.edit.num_text_tokens
-
-    def is_masked_step(self, step: int) -> bool:
-        """Whether `step` computes only the active tokens."""
-        return self.edit.is_mask_aware and step >= (self.edit.sampling.full_steps or 0)
+        """Image, condition and text tokens of a row."""
+        return self.spec.num_all_tokens
 
     @property
     def num_step_tokens(self) -> int:
         """Tokens that its next denoising step computes, of each row."""
-        is_masked = self.is_masked_step(self.progress.steps_scheduled)
-        return self.num_active_tokens if is_masked else self.num_all_tokens
+        is_masked = self.spec.is_masked_step(self.progress.steps_scheduled)
+        return self.spec.num_active_tokens if is_masked else self.spec.num_all_tokens
 
     @property
     def is_in_flight(self) -> bool:
@@ -115,7 +110,7 @@ class Request:
     @property
     def is_spoilt(self) -> bool:
         """Whether it must restart: it computed blocks in full instead of waiting for their pages, and some of these
-        pages then had to be primed. The picture of an edit that primes must be the one that its pages give, however
+        pages then had to be primed. The picture of a request that primes must be the one that its pages give, however
         early a missing or damaged file is noticed.
         """
         return self.is_live and self.full_blocks > 0 and self.reservation is not None and self.reservation.is_primed

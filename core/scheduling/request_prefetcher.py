@@ -37,7 +37,7 @@ class RequestPrefetcher:
         template = self._template_of(request)
         needed = keyframes_needed(template.scheme.keyframes, _masked_sigmas(request, 0))
         if request.reservation is None:
-            request.reservation = Reservation(request.id, template, request.edit.template, needed)
+            request.reservation = Reservation(request.id, template, request.spec.template, needed)
         else:
             self._pages.narrow(request.reservation, needed)
 
@@ -51,7 +51,7 @@ class RequestPrefetcher:
         requests: all live ones, in this order. is_idle: the scheduler holds no edit, live or ending.
         """
         for request in requests[: self._num_prefetched]:
-            if request.reservation is None and request.status is Status.WAITING and request.edit.is_mask_aware:
+            if request.reservation is None and request.status is Status.WAITING and request.spec.is_mask_aware:
                 self._prefetch(request)
         reservations = [request.reservation for request in requests if request.reservation is not None]
         for reservation in [*reservations, *self._template_requests.wanting_room(is_idle=is_idle)]:
@@ -62,7 +62,7 @@ class RequestPrefetcher:
         """Prepare a reservation of all keyframes, since the edit's noise levels are not known yet."""
         template = self._template_of(request)
         if template.scheme.keyframes:
-            request.reservation = Reservation(request.id, template, request.edit.template, template.scheme.keyframes)
+            request.reservation = Reservation(request.id, template, request.spec.template, template.scheme.keyframes)
             request.reservation.is_prefetch = True
 
     def _reserve(self, reservation: Reservation) -> bool:
@@ -72,9 +72,9 @@ class RequestPrefetcher:
         )
 
     def _template_of(self, request: Request) -> TemplateInfo:
-        return TemplateInfo.of(request.edit, self._models[request.edit.model])
+        return TemplateInfo.of(request.spec, self._models[request.head.model])
 
 
 def _masked_sigmas(request: Request, first: int) -> tuple[float, ...]:
     """Noise levels of the mask-aware steps from `first` on."""
-    return request.sigmas[max(first, request.edit.sampling.full_steps or 0) : -1]
+    return request.sigmas[max(first, request.spec.num_full_steps) : -1]

@@ -19,8 +19,8 @@ class RequestQueue:
 
     def add(self, request: Request, seconds: float) -> None:
         """Enqueue a request. seconds: predicted time of all its work, 0 = unknown."""
-        edit = request.edit
-        claim = Claim(request, edit.owner, edit.sampling.priority, urgency(request), seconds)
+        head = request.head
+        claim = Claim(request, head.owner, head.priority, urgency(request), seconds)
         self._claims[request.id] = claim
         self._queue.add(claim)
         self._order = None

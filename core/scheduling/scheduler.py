@@ -28,7 +28,7 @@ from core.graph.op import OPS
 from core.graph.progress import Progress, preview_steps
 from core.graph.workflow import INPAINT, Node, Placement, Workflow, op_of, place
 from core.handles import PAGE_ARENA, TensorKey
-from core.messages.engine import Aborted, DropTemplate, EditRequest, Failed, PartialImage, PrimeTemplate
+from core.messages.engine import Aborted, DropTemplate, EngineRequest, Failed, PartialImage, PrimeTemplate
 from core.messages.worker import BatchResult, CostSample, ItemResult, PageCopied, StepPlan, TransferDone
 from core.model_info import ModelInfo
 from core.page_scheme import latents_key, page_key
@@ -97,14 +97,14 @@ class StepScheduler:
 
     # ------------------------------------------------------------------------------------------------- requests
 
-    def add(self, edit: EditRequest) -> None:
+    def add(self, head: EngineRequest) -> None:
         """Add a request. A duplicate id raises ValueError."""
-        if edit.request_id in self._requests:
-            raise ValueError(f"request {edit.request_id} is here already")
+        if head.request_id in self._requests:
+            raise ValueError(f"request {head.request_id} is here already")
         self._reporter.note_received()
-        num_steps = self.models[edit.model].num_steps(edit.sampling)
-        progress = Progress(num_steps, preview_steps(num_steps, edit.num_partial_images))
-        request = Request(edit, progress)
+        num_steps = self.models[head.model].num_steps(head.spec.sampling)
+        progress = Progress(num_steps, preview_steps(num_steps, head.spec.num_partial_images))
+        request = Request(head, progress)
         self._requests[request.id] = request
         self._queue.add(request, self._predictor.left_of(request).seconds)
 
@@ -331,7 +331,7 @@ class StepScheduler:
             return  # it restarts
         elif node.name == self.workflow.output:
             self._finish(request)
-        elif item.sigmas and request.edit.is_mask_aware:
+        elif item.sigmas and request.spec.is_mask_aware:
             self._prefetcher.need(request)
         elif node.kind == "loop":
             self._prefetcher.trim(request)

@@ -71,7 +71,7 @@ class SchedulingPass:
         waits; one with `runs_alone` waits until nothing runs. No later request overtakes either of them.
         """
         requests = list(requests)
-        if any(r.edit.runs_alone and r.status is Status.RUNNING for r in requests):
+        if any(r.head.runs_alone and r.status is Status.RUNNING for r in requests):
             return [r for r in requests if r.status is Status.RUNNING]
         stepping = sum(r.status is Status.RUNNING and r.progress.steps_left > 0 for r in requests)
         slots = self.config.max_num_seqs - stepping
@@ -80,7 +80,7 @@ class SchedulingPass:
         for request in requests:
             if request.status is Status.RUNNING:
                 admitted.append(request)
-            elif request.edit.runs_alone:
+            elif request.head.runs_alone:
                 if is_idle and not admitted:
                     return [request]
                 slots = 0
@@ -116,7 +116,7 @@ class SchedulingPass:
         use = op_of(node).pages
         if use == "latents":
             return reservation is None or (reservation.is_reserved and self.pages.has_latents(reservation.template))
-        if use == "none" or not request.is_masked_step(step):
+        if use == "none" or not request.spec.is_masked_step(step):
             return True
         if reservation is None or not reservation.is_reserved or not self.pages.has_latents(reservation.template):
             return False
@@ -135,7 +135,7 @@ class SchedulingPass:
             self.begun.append(request.id)
 
     def _predict_alone(self, request: Request, node: Node) -> float:
-        return self.predict(request.edit.model, op_of(node), node_work(request, node))
+        return self.predict(request.head.model, op_of(node), node_work(request, node))
 
     def _spend_stage_ms(self, rank: int, ms: float) -> bool:
         """Charge predicted milliseconds to a rank's time budget; False if they exceed what is left."""
@@ -156,11 +156,11 @@ class SchedulingPass:
         for request, ready in self._candidates:
             if loop not in ready or not self._can_run(request, loop):
                 continue
-            tokens = num_tokens + request.num_step_tokens * request.edit.sampling.num_rows
+            tokens = num_tokens + request.num_step_tokens * request.spec.num_rows
             if num_seqs == self.config.max_num_seqs or (num_seqs and tokens > self.max_step_tokens):
                 break
             self._plan_blocks(request)
-            chosen.setdefault(request.edit.model, []).append(request)
+            chosen.setdefault(request.head.model, []).append(request)
             num_seqs, num_tokens = num_seqs + 1, tokens
         for requests in chosen.values():
             self._add(loop, requests)
@@ -169,7 +169,7 @@ class SchedulingPass:
     def _plan_blocks(self, request: Request) -> None:
         """Decide which blocks its next step computes in full because their pages are still being loaded."""
         reservation, step = request.reservation, request.progress.steps_scheduled
-        if reservation is not None and self.block_plan is not None and request.is_masked_step(step):
+        if reservation is not None and self.block_plan is not None and request.spec.is_masked_step(step):
             loading = self.pages.loading(reservation, request.sigmas[step])
             reservation.full_blocks = self.block_plan(request, loading) if loading else ()
 
@@ -246,7 +246,7 @@ class SchedulingPass:
         if rank in self.open_ranks:
             request.exported.clear()
             request.exporting = key
-            self.transfers.append(Transfer(TensorRef(key, rank, handle=request.edit.latents), rank))
+            self.transfers.append(Transfer(TensorRef(key, rank, handle=request.spec.latents), rank))
 
     # ------------------------------------------------------------------------------------------------ batches
 
@@ -256,7 +256,7 @@ class SchedulingPass:
         work = sum((node_work(request, node) for request in requests), Work((), ()))
         for request in requests:
             request.progress.start(node)
-        batch = self._take_batch(node, ModelKey(requests[0].edit.model, op_of(node).component))
+        batch = self._take_batch(node, ModelKey(requests[0].head.model, op_of(node).component))
         self.works[batch.id] = self.works.get(batch.id, Work((), ())) + work
         self.batches.append(Batch(batch.id, batch.op, batch.model, batch.ranks, batch.items + items))
 

@@ -15,7 +15,7 @@ from core.costs.image_backlog import ImageBacklog, Share
 from core.costs.prediction_margin import PredictionMargin
 from core.errors import DeadlineExceededError, EngineDeadError, InvalidRequestError, OverloadedError
 from core.routing.admission import Outlook, RefusedFor, Terms, Verdict, judge
-from core.routing.fleet import EditShape
+from core.routing.fleet import RequestShape
 from engine.client.edit_types import EditInput
 from engine.client.image_work import ImageSeconds
 from engine.client.running_sessions import RunningSessions
@@ -37,7 +37,7 @@ class EditWork:
     backlog.
     """
 
-    shape: EditShape
+    shape: RequestShape
     num_images: int
     images: ImageSeconds
     share: Share
@@ -140,7 +140,7 @@ class AdmissionController:
         """Predicted time until all image work is done."""
         return self.image_backlog.seconds / self._image_workers
 
-    def work_seconds(self, shape: EditShape) -> float:
+    def work_seconds(self, shape: RequestShape) -> float:
         """How much later the engines are done for one image."""
         return self._router.work_seconds(shape)
 

@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 
 from core.routing.admission import Terms
-from core.routing.fleet import EditShape
+from core.routing.fleet import RequestShape
 from engine.client.admission_controller import AdmissionController, EditWork
 from engine.client.image_work import ImageSeconds
 from engine.images.image_jobs import Caller
@@ -30,7 +30,7 @@ class AdmissionTicket:
         self._foretold: tuple[float, float] | None = None  # when it was let in, and the seconds then predicted
         self._allowed = 0.0  # seconds that these were taken to be with the margin
 
-    def look_at_upload(self, shape: EditShape, images: ImageSeconds) -> None:
+    def look_at_upload(self, shape: RequestShape, images: ImageSeconds) -> None:
         """Before its images are prepared: the sizes in `shape` are replaced by the smallest of late.
 
         Raises OverloadedError, DeadlineExceededError.
@@ -43,7 +43,7 @@ class AdmissionTicket:
             self._controller.preparing[self] = self._num_images * self._controller.work_seconds(shape)
         self._controller.image_backlog.set(self._caller.edit_id, share)
 
-    def look_at_edit(self, shape: EditShape, images: ImageSeconds) -> None:
+    def look_at_edit(self, shape: RequestShape, images: ImageSeconds) -> None:
         """Once it is prepared. Raises OverloadedError, DeadlineExceededError."""
         self.leave()
         self._controller.sizes.append((shape.image_tokens, shape.active_tokens))
@@ -109,6 +109,6 @@ class AdmissionTicket:
         return Terms(timeout, slo)
 
 
-def _guess(shape: EditShape, image_tokens: int, active_tokens: int) -> EditShape:
+def _guess(shape: RequestShape, image_tokens: int, active_tokens: int) -> RequestShape:
     is_exact = shape.full_steps == shape.num_steps
     return replace(shape, image_tokens=image_tokens, active_tokens=image_tokens if is_exact else active_tokens)

@@ -55,14 +55,14 @@ class EditDelivery:
 
     async def partial(self, image: EditImage, output: PartialImage) -> ImageOutput:
         """The file of a preview. Raises OverloadedError, EngineError."""
-        composed = await self._compose(image, image.request.pixels[output.index])
+        composed = await self._compose(image, image.request.spec.pixels[output.index])
         image.num_partials += 1
         return self._make_output(image, composed, partial_index=image.num_partials - 1)
 
     async def finished(self, image: EditImage, output: Finished) -> ImageOutput:
         """The file of a final image, with its report; counts it. Raises as `partial`."""
         start = time.monotonic()
-        composed = await self._compose(image, image.request.pixels[-1])
+        composed = await self._compose(image, image.request.spec.pixels[-1])
         seconds = time.monotonic() - start
         ready_at = image.request.arrival
         self._span.child("queue", ready_at, ready_at + output.ms["queue"] / 1e3, {"stencil.image": image.index})

@@ -6,7 +6,7 @@ import asyncio
 import time
 from dataclasses import dataclass
 
-from core.messages.engine import Aborted, EditRequest, Failed, Finished, PartialImage, TemplatePrimed
+from core.messages.engine import Aborted, EngineRequest, Failed, Finished, PartialImage, TemplatePrimed
 from engine.router.engine_client import RequestOutput
 from engine.router.router import Router
 
@@ -20,7 +20,7 @@ class EditImage:
 
     index: int
     seed: int
-    request: EditRequest
+    request: EngineRequest
     engine: int | None = None  # where it was done, once it is
     num_partials: int = 0  # partial images handed out so far
     is_done: bool = False  # its terminal output has come

@@ -8,7 +8,7 @@ from core.errors import InvalidRequestError
 from core.messages.image_processor import PreparedImages, PrepareImages
 from core.model_choice import kin
 from core.model_info import ModelInfo
-from core.routing.fleet import EditShape
+from core.routing.fleet import RequestShape
 from core.sampling_params import MAX_PADDING_MASK_CROP, MAX_PROMPT_CHARACTERS
 from core.validation import check_integer, check_length
 from engine.client.edit_images import EditImage
@@ -53,11 +53,11 @@ class EditPreparation:
         self._ready_at = 0.0  # when the images were prepared, seconds of CLOCK_MONOTONIC
 
     @property
-    def smallest_shape(self) -> EditShape:
+    def smallest_shape(self) -> RequestShape:
         """The least that this edit can be for the engines."""
         sampling, model = self._sampling, self._model
         steps = model.num_steps(sampling)
-        return EditShape(
+        return RequestShape(
             model.name,
             steps,
             full_steps=steps if not sampling.mask_aware or model.page_scheme is None else 0,
@@ -137,8 +137,8 @@ class EditPreparation:
             deadline=deadline,
             trace_context=self._span.traceparent,
         )
-        assert request.sampling.seed is not None
-        return EditImage(index, request.sampling.seed, request)
+        assert request.spec.sampling.seed is not None
+        return EditImage(index, request.spec.sampling.seed, request)
 
 
 def _find_template(edit: EditInput, templates: TemplateStore) -> Template | None:

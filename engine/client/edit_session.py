@@ -16,7 +16,7 @@ import msgspec
 from core.errors import DeadlineExceededError, OverloadedError, StencilError
 from core.messages.engine import Aborted, Failed, Finished, PartialImage, TemplatePrimed
 from core.model_info import ModelInfo
-from core.routing.fleet import EditShape
+from core.routing.fleet import RequestShape
 from engine.client.admission_ticket import AdmissionTicket
 from engine.client.edit_delivery import EditDelivery
 from engine.client.edit_images import EditImage, EditImages
@@ -77,7 +77,7 @@ class EditSession(Session):
         self._delivery = EditDelivery(
             self._services, self._results, self._caller, uploads, prepared, self._memory, self._span
         )
-        self._ticket.look_at_edit(EditShape.of_edit(images[0].request, self._model), self._delivery.image_seconds)
+        self._ticket.look_at_edit(RequestShape.of_request(images[0].request, self._model), self._delivery.image_seconds)
         for image in images:
             image.request = msgspec.structs.replace(image.request, objective=self._ticket.worker_objective)
             self._images.submit(image)

@@ -9,9 +9,10 @@ import msgspec
 
 from core.config import EngineConfig
 from core.graph.progress import preview_steps
+from core.graph.workflow import INPAINT
 from core.handles import ArrayRef
 from core.ipc.shared_array import carve
-from core.messages.engine import EditRequest
+from core.messages.engine import EditSpec, EngineRequest
 from core.messages.image_processor import PreparedImages
 from core.model_info import ModelInfo
 from core.sampling_params import SamplingParams
@@ -78,8 +79,8 @@ class PreparedEdit:
         arrival: float,
         deadline: float | None,
         trace_context: str,
-    ) -> EditRequest:
-        """That for its image `index`. alloc: takes so many bytes of shared memory. The rest: as in EditRequest."""
+    ) -> EngineRequest:
+        """That for its image `index`. alloc: takes so many bytes of shared memory. The rest: as in EngineRequest."""
         model, prepared, num_tokens = self.model, self.prepared, self.num_tokens
         width, height = prepared.width, prepared.height
         assert self.sampling.seed is not None
@@ -87,29 +88,33 @@ class PreparedEdit:
         num_pictures = self.num_partial_images + 1
         pixels = alloc(num_pictures * height * width * 3)
         latents = alloc(num_tokens * model.latent_width * 4)
-        return EditRequest(
+        return EngineRequest(
             request_id=request_id,
             model=model.name,
-            prompt=self.edit.prompt,
-            sampling=sampling,
-            width=width,
-            height=height,
-            template=prepared.template,
-            mask=prepared.mask,
-            active=prepared.active,
-            content_id=prepared.content_id,
-            num_tokens=num_tokens,
-            max_text_tokens=sampling.max_sequence_length or model.max_text_tokens,
-            extra_text_tokens=model.text_tokens_beside(width, height),
-            num_condition_tokens=model.conditions_per_token * num_tokens,
-            pixels=tuple(
-                carve(pixels, i * height * width * 3, (height, width, 3), "uint8") for i in range(num_pictures)
-            ),
-            latents=carve(latents, 0, (num_tokens, model.latent_width), "float32"),
             arrival=arrival,
             deadline=deadline,
-            is_mask_aware=self.exact_reason is None,
             trace_context=trace_context,
-            cache_salt=self.config.cache.salt(self.edit.owner),
             owner=self.edit.owner,
+            workflow=INPAINT.name,
+            priority=sampling.priority,
+            spec=EditSpec(
+                prompt=self.edit.prompt,
+                sampling=sampling,
+                width=width,
+                height=height,
+                template=prepared.template,
+                mask=prepared.mask,
+                active=prepared.active,
+                content_id=prepared.content_id,
+                num_tokens=num_tokens,
+                max_text_tokens=sampling.max_sequence_length or model.max_text_tokens,
+                extra_text_tokens=model.text_tokens_beside(width, height),
+                num_condition_tokens=model.conditions_per_token * num_tokens,
+                pixels=tuple(
+                    carve(pixels, i * height * width * 3, (height, width, 3), "uint8") for i in range(num_pictures)
+                ),
+                latents=carve(latents, 0, (num_tokens, model.latent_width), "float32"),
+                is_mask_aware=self.exact_reason is None,
+                cache_salt=self.config.cache.salt(self.edit.owner),
+            ),
         )

@@ -21,9 +21,9 @@ from core.messages.engine import (
     Abort,
     Drain,
     DropTemplate,
-    EditRequest,
     EngineFailed,
     EngineOutputs,
+    EngineRequest,
     FromEngine,
     PrimeTemplate,
     ToEngine,
@@ -156,7 +156,7 @@ class EngineCore:
     def _take(self, message: ToEngine | FromWorker) -> None:
         self._trace.received(message)
         match message:
-            case EditRequest():
+            case EngineRequest():
                 self._scheduler.add(message)
             case PrimeTemplate():
                 self._scheduler.add_template(message)

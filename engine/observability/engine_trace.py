@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from core.graph.op import OPS, Op
-from core.messages.engine import EditRequest, Failed, Finished, PartialImage, ToEngine
+from core.messages.engine import EngineRequest, Failed, Finished, PartialImage, ToEngine
 from core.messages.worker import Batch, BatchResult, FromWorker, StepPlan
 from core.scheduling.outputs import Output
 from engine.observability.tracing import Event, Span, Tracer
@@ -37,7 +37,7 @@ class _Steps:
 class _Traced:
     """A request that is in the engine."""
 
-    request: EditRequest
+    request: EngineRequest
     span: Span
     steps: _Steps = field(default_factory=_Steps)
 
@@ -73,7 +73,7 @@ class EngineTrace:
     def received(self, message: ToEngine | FromWorker) -> None:
         """A message came out of the mailbox."""
         match message:
-            case EditRequest(trace_context=context) if context:
+            case EngineRequest(trace_context=context) if context:
                 span = self._tracer.begin("engine", "internal", {"traceparent": context}, time.monotonic())
                 self._traced[message.request_id] = _Traced(message, span)
             case BatchResult(batch_id=batch_id) if batch_id in self._batches:

@@ -30,11 +30,11 @@ from core.messages.engine import (
     Aborted,
     Drain,
     DropTemplate,
-    EditRequest,
     EngineAlive,
     EngineFailed,
     EngineOutputs,
     EngineReady,
+    EngineRequest,
     Failed,
     Finished,
     FromEngine,
@@ -205,7 +205,7 @@ class EngineClient:
 
     # ---------------------------------------------------------------------------------- messages
 
-    def submit(self, request: EditRequest | PrimeTemplate, waiter: Waiter) -> None:
+    def submit(self, request: EngineRequest | PrimeTemplate, waiter: Waiter) -> None:
         """Hand a request over; `waiter` hears every output, the last one terminal. Raises EngineDeadError; MessageError
         for a request that cannot be encoded, of which nothing is kept.
         """

@@ -19,7 +19,7 @@ from core.costs.load_report import EngineStats, LoadReport
 from core.errors import ConfigError, EngineDeadError, StencilError
 from core.ipc.logs import of_request
 from core.ipc.shared_array import Arena
-from core.messages.engine import DropTemplate, EditRequest, PrimeTemplate
+from core.messages.engine import DropTemplate, EngineRequest, PrimeTemplate
 from core.model_info import ModelInfo
 from engine.router.engine_client import EngineClient, Waiter
 
@@ -203,7 +203,7 @@ class EngineReplica:
 
     # ---------------------------------------------------------------------------------- messages
 
-    def submit(self, request: EditRequest | PrimeTemplate, waiter: Waiter) -> None:
+    def submit(self, request: EngineRequest | PrimeTemplate, waiter: Waiter) -> None:
         """Hand a request over; `waiter` hears every output, the last one terminal. Raises EngineDeadError."""
         self._client.submit(request, waiter)
 

@@ -23,10 +23,10 @@ from core.errors import ConfigError, EngineDeadError, MessageError, StencilError
 from core.failure import NEVER_BEGUN, Failure
 from core.ipc.logs import of_request
 from core.ipc.shared_array import Arena
-from core.messages.engine import Aborted, DropTemplate, EditRequest, Failed, Finished, PartialImage, PrimeTemplate
+from core.messages.engine import Aborted, DropTemplate, EngineRequest, Failed, Finished, PartialImage, PrimeTemplate
 from core.model_info import ModelInfo
 from core.routing.admission import Outlook
-from core.routing.fleet import EditShape, Fleet
+from core.routing.fleet import Fleet, RequestShape
 from core.routing.policies import make_policy, outlook, work_seconds
 from core.scheduling.reporter import MAX_RECENT_STEPS
 from engine.observability.metrics import Metrics
@@ -47,7 +47,7 @@ class RoutedRequest:
     was then predicted to take.
     """
 
-    message: EditRequest | PrimeTemplate
+    message: EngineRequest | PrimeTemplate
     waiter: Waiter
     engine: int | None = None
     sent: float = 0.0
@@ -195,13 +195,13 @@ class Router:
         routed = self._placements.get(request_id)
         return routed is None or routed.has_begun
 
-    def outlook(self, shape: EditShape) -> Outlook | None:
+    def outlook(self, shape: RequestShape) -> Outlook | None:
         """What is predicted of an edit if it is submitted now; None while nobody knows, or no engine is alive."""
         if not self._fleet.num_alive:
             return None
         return outlook(shape, self._fleet, self._policy, time.monotonic())
 
-    def work_seconds(self, shape: EditShape) -> float:
+    def work_seconds(self, shape: RequestShape) -> float:
         """How much later all engines together are done, for an edit."""
         return work_seconds(shape, self._fleet) / max(1, self._fleet.num_alive)
 
@@ -217,7 +217,7 @@ class Router:
 
     # ---------------------------------------------------------------------------------- messages
 
-    def submit(self, request: EditRequest | PrimeTemplate, waiter: Waiter) -> None:
+    def submit(self, request: EngineRequest | PrimeTemplate, waiter: Waiter) -> None:
         """Hand a request to an engine; `waiter` hears every output, the last one terminal. Raises EngineDeadError when
         all are gone for good, and MessageError for a request that cannot be sent; of what raises, nothing is kept.
         """
@@ -276,11 +276,11 @@ class Router:
         except MessageError as error:
             self._end(routed, Failed(request_id=routed.message.request_id, failure=Failure.of(error)))
 
-    def _shape(self, request: EditRequest | PrimeTemplate) -> EditShape:
+    def _shape(self, request: EngineRequest | PrimeTemplate) -> RequestShape:
         info = self._models[request.model]
         if isinstance(request, PrimeTemplate):
-            return EditShape.of_template(request, info)
-        return EditShape.of_edit(request, info)
+            return RequestShape.of_template(request, info)
+        return RequestShape.of_request(request, info)
 
     def _hear(self, engine: int, output: RequestOutput) -> None:
         routed = self._placements[output.request_id]
@@ -320,7 +320,7 @@ class Router:
         else:
             self._metrics.observe_retried()
             routed.was_retried = True
-            if routed.num_deaths >= SUSPECT_DEATHS and isinstance(routed.message, EditRequest):
+            if routed.num_deaths >= SUSPECT_DEATHS and isinstance(routed.message, EngineRequest):
                 routed.message = msgspec.structs.replace(routed.message, runs_alone=True)
             self._place_again(routed)
 

@@ -149,7 +149,7 @@ def test_bytes_that_are_no_message_end_neither_the_engine_nor_its_client(engine:
     async def send() -> None:
         client._waiters["lost"] = heard.append
         client._send_bytes(b"nonsense")
-        client._send_bytes(msgspec.msgpack.encode({"type": "EditRequest", "request_id": "lost", "model": 3}))
+        client._send_bytes(msgspec.msgpack.encode({"type": "EngineRequest", "request_id": "lost", "model": 3}))
         client._handle_unreadable(b"nonsense", EngineError("a test"))  # type: ignore[arg-type]
 
     engine._run(send())

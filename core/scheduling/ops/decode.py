@@ -32,16 +32,16 @@ def _size(sizes: Sizes) -> Work:
 
 
 def _make(request: Request, node: Node, pages: PageReservations) -> Decode:
-    edit, index = request.edit, request.progress.pending_preview
+    spec, index = request.spec, request.progress.pending_preview
     is_preview = node.kind == "side"
     assert not is_preview or index is not None
     return Decode(
-        width=edit.width,
-        height=edit.height,
-        pixels=edit.pixels[index] if is_preview and index is not None else edit.pixels[-1],
-        active=edit.active if request.reservation else None,
+        width=spec.width,
+        height=spec.height,
+        pixels=spec.pixels[index] if is_preview and index is not None else spec.pixels[-1],
+        active=spec.active if request.reservation else None,
         template_latents=pages.latents(request.reservation.template) if request.reservation else None,
-        template=edit.template if request.reservation else None,
+        template=spec.template if request.reservation else None,
     )
 
 

@@ -44,23 +44,23 @@ def _size(sizes: Sizes) -> Work:
 
 
 def _make(request: Request, node: Node, pages: PageReservations) -> Denoise:
-    edit, progress = request.edit, request.progress
-    assert edit.sampling.guidance_scale is not None
+    spec, progress = request.spec, request.progress
+    assert spec.sampling.guidance_scale is not None
     step = progress.steps_scheduled
-    reservation = request.reservation if request.is_masked_step(step) else None
+    reservation = request.reservation if request.spec.is_masked_step(step) else None
     return Denoise(
         step=step,
-        width=edit.width,
-        height=edit.height,
-        active=edit.active if reservation else None,
-        guidance_scale=edit.sampling.guidance_scale,
-        true_cfg_scale=edit.sampling.true_cfg_scale or 1.0,
+        width=spec.width,
+        height=spec.height,
+        active=spec.active if reservation else None,
+        guidance_scale=spec.sampling.guidance_scale,
+        true_cfg_scale=spec.sampling.true_cfg_scale or 1.0,
         keep_clean=progress.is_preview_next,
         pages=pages.span(reservation, request.sigmas[step], may_load=True) if reservation else None,
         full_blocks=reservation.full_blocks if reservation else (),
         template=pages.latents(reservation.template) if reservation else None,
-        content_id=edit.content_id,
-        cache_salt=edit.cache_salt,
+        content_id=spec.content_id,
+        cache_salt=spec.cache_salt,
     )
 
 

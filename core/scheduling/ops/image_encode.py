@@ -39,14 +39,14 @@ def _size(sizes: Sizes) -> Work:
 
 
 def _make(request: Request, node: Node, pages: PageReservations) -> ImageEncode:
-    edit, sampling = request.edit, request.edit.sampling
+    spec, sampling = request.spec, request.spec.sampling
     assert sampling.seed is not None
     assert sampling.num_inference_steps is not None
     return ImageEncode(
-        template=edit.template,
-        mask=edit.mask,
-        width=edit.width,
-        height=edit.height,
+        template=spec.template,
+        mask=spec.mask,
+        width=spec.width,
+        height=spec.height,
         seed=sampling.seed,
         num_inference_steps=sampling.num_inference_steps,
         num_denoising_steps=sampling.num_denoising_steps,

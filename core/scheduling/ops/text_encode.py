@@ -36,14 +36,14 @@ def _size(sizes: Sizes) -> Work:
 
 
 def _make(request: Request, node: Node, pages: PageReservations) -> TextEncode:
-    edit = request.edit
+    spec = request.spec
     return TextEncode(
-        prompt=edit.prompt,
-        max_sequence_length=edit.max_text_tokens,
-        negative_prompt=edit.sampling.negative_prompt,
-        template=edit.template,
-        content_id=edit.content_id,
-        cache_salt=edit.cache_salt,
+        prompt=spec.prompt,
+        max_sequence_length=spec.max_text_tokens,
+        negative_prompt=spec.sampling.negative_prompt,
+        template=spec.template,
+        content_id=spec.content_id,
+        cache_salt=spec.cache_salt,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from fakes import MODEL, FakePages, FakeWorkers, make_edit
+from fakes import MODEL, FakePages, FakeWorkers, make_edit, with_spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -20,7 +20,7 @@ from core.handles import ArrayRef
 from core.messages.engine import (
     Aborted,
     DropTemplate,
-    EditRequest,
+    EngineRequest,
     Failed,
     Finished,
     PartialImage,
@@ -83,20 +83,20 @@ def test_only_keyframes_that_steps_read_are_needed() -> None:
 
 def make_masked(
     request_id: str, *, content: str = "c0", steps: int = 8, active: int = 26, full_steps: int = 0, arrival: float = 0.0
-) -> EditRequest:
+) -> EngineRequest:
     edit = make_edit(request_id, steps=steps, arrival=arrival)
-    return msgspec.structs.replace(
+    return with_spec(
         edit,
         content_id=content,
         active=ArrayRef(0, 0, (active,), "int32"),
         is_mask_aware=True,
-        sampling=msgspec.structs.replace(edit.sampling, full_steps=full_steps),
+        sampling=msgspec.structs.replace(edit.spec.sampling, full_steps=full_steps),
     )
 
 
 def make_registration(request_id: str, content: str = "c0", *, is_idle_work: bool = False) -> PrimeTemplate:
     edit = make_edit(request_id)
-    return PrimeTemplate(request_id, "m", edit.template, 256, 256, content, 256, 0.0, is_idle_work)
+    return PrimeTemplate(request_id, "m", edit.spec.template, 256, 256, content, 256, 0.0, is_idle_work)
 
 
 class Engine:
@@ -323,7 +323,7 @@ def test_a_dropped_template_is_primed_anew() -> None:
 def test_owners_have_pages_of_their_own() -> None:
     """Not even a job in flight is shared, and each drops only its own pages."""
     engine = Engine()
-    edits = [msgspec.structs.replace(make_masked(f"{salt}-0"), cache_salt=salt) for salt in ("mine", "yours", "")]
+    edits = [with_spec(make_masked(f"{salt}-0"), cache_salt=salt) for salt in ("mine", "yours", "")]
     for edit in edits:
         engine.scheduler.add(edit)
     engine.run()
@@ -331,9 +331,9 @@ def test_owners_have_pages_of_their_own() -> None:
     assert sum(stop - start for _, start, stop in engine.workers.primed) == 3 * len(GRID) * LAYOUT.num_blocks
     engine.scheduler.drop_template(DropTemplate("m", "c0", "mine"))
     for edit in edits:
-        engine.scheduler.add(msgspec.structs.replace(edit, request_id=edit.cache_salt + "-1"))
+        engine.scheduler.add(msgspec.structs.replace(edit, request_id=edit.spec.cache_salt + "-1"))
     engine.run()
-    assert [engine.finished(f"{edit.cache_salt}-1").cache for edit in edits] == ["miss", "hit", "hit"]
+    assert [engine.finished(f"{edit.spec.cache_salt}-1").cache for edit in edits] == ["miss", "hit", "hit"]
 
 
 def test_a_registration_primes_its_owners_pages() -> None:
@@ -341,14 +341,14 @@ def test_a_registration_primes_its_owners_pages() -> None:
     engine.scheduler.add_template(msgspec.structs.replace(make_registration("t"), cache_salt="mine"))
     engine.run()
     for salt in ("yours", "mine"):
-        engine.scheduler.add(msgspec.structs.replace(make_masked(salt), cache_salt=salt))
+        engine.scheduler.add(with_spec(make_masked(salt), cache_salt=salt))
     engine.run()
     assert [engine.finished(salt).cache for salt in ("yours", "mine")] == ["miss", "hit"]
 
 
 def test_workers_are_told_whose_prompts_and_templates_they_keep() -> None:
     engine = Engine(cache=msgspec.structs.replace(ROOMY, block_plan="auto"))
-    engine.scheduler.add(msgspec.structs.replace(make_masked("a"), cache_salt="mine"))
+    engine.scheduler.add(with_spec(make_masked("a"), cache_salt="mine"))
     seen = set()
     while plan := engine.step():
         works = [item.work for batch in plan.batches for item in batch.items]
@@ -593,7 +593,7 @@ def test_a_preview_waits_for_latents_that_are_held() -> None:
     for _ in range(6):
         engine.step()
     waiting = make_masked("v", full_steps=3, arrival=1.0)
-    engine.scheduler.add(msgspec.structs.replace(waiting, pixels=waiting.pixels * 4))
+    engine.scheduler.add(with_spec(waiting, pixels=waiting.spec.pixels * 4))
     for _ in range(30):
         plan = engine.step()
         reservation = engine.scheduler._requests["v"].reservation

@@ -98,7 +98,7 @@ def test_a_request_with_any_field_of_another_type_still_says_its_id(data: st.Dat
 
 def test_a_value_out_of_range_is_told_as_what_it_is() -> None:
     members = msgspec.msgpack.decode(encode(make_edit("r")))
-    members["sampling"]["n"] = 11
+    members["spec"]["sampling"]["n"] = 11
     with pytest.raises(MessageError) as caught:
         MessageDecoder[ToEngine](ToEngine).decode(msgspec.msgpack.encode(members))
     error = failure_of(caught.value).to_error()

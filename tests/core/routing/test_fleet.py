@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from fakes import MODEL, PIXELS, make_edit
+from fakes import MODEL, PIXELS, make_edit, with_spec
 from hypothesis import given
 from hypothesis import strategies as st
 from load_reports import COSTS, SLOW_COSTS, load, make_report, make_shape
@@ -19,7 +19,7 @@ from core.graph.work import Work
 from core.handles import ModelKey
 from core.messages.engine import PrimeTemplate
 from core.page_scheme import PageLayout, PageScheme
-from core.routing.fleet import EditShape, Fleet
+from core.routing.fleet import Fleet, RequestShape
 from core.routing.fleet_costs import MAX_SIZES, work_features
 from core.routing.template_map import MAX_EXPECTED
 
@@ -84,27 +84,25 @@ def test_a_shape_costs_what_the_cost_model_predicts() -> None:
 
 def test_the_shape_of_an_edit() -> None:
     info = type(MODEL)(**{field: getattr(MODEL, field) for field in MODEL.__struct_fields__} | {"page_scheme": SCHEME})
-    exact = EditShape.of_edit(make_edit("a", steps=7), info)
+    exact = RequestShape.of_request(make_edit("a", steps=7), info)
     assert (exact.num_steps, exact.full_steps, exact.template, exact.num_keyframes) == (7, 7, None, 0)
-    edit = make_edit("a", steps=7)
-    masked = type(edit)(**{f: getattr(edit, f) for f in edit.__struct_fields__} | {"is_mask_aware": True})
-    shape = EditShape.of_edit(masked, info)
+    shape = RequestShape.of_request(with_spec(make_edit("a", steps=7), is_mask_aware=True), info)
     assert shape.template == SCHEME.template_key("0")
     assert (shape.full_steps, shape.num_keyframes) == (0, 3)
     assert shape.entry_bytes == SCHEME.layout.entry_bytes(256)
     prime = PrimeTemplate("t", "m", PIXELS, 256, 256, "0", 256, 0.0)
-    assert EditShape.of_template(prime, info).template == shape.template
-    assert EditShape.of_template(prime, info).num_steps == 0
+    assert RequestShape.of_template(prime, info).template == shape.template
+    assert RequestShape.of_template(prime, info).num_steps == 0
 
 
 def test_another_owners_pages_draw_no_edit_to_an_engine() -> None:
     info = replace(MODEL, page_scheme=SCHEME)
-    edit = replace(make_edit("a"), is_mask_aware=True)
+    edit = with_spec(make_edit("a"), is_mask_aware=True)
     prime = PrimeTemplate("t", "m", PIXELS, 256, 256, "0", 256, 0.0)
     shapes = {
         salt: (
-            EditShape.of_edit(replace(edit, cache_salt=salt), info).template,
-            EditShape.of_template(replace(prime, cache_salt=salt), info).template,
+            RequestShape.of_request(with_spec(edit, cache_salt=salt), info).template,
+            RequestShape.of_template(replace(prime, cache_salt=salt), info).template,
         )
         for salt in ("", "mine", "yours")
     }
@@ -115,10 +113,14 @@ def test_another_owners_pages_draw_no_edit_to_an_engine() -> None:
 
 def test_text_tokens_beyond_the_prompts_count() -> None:
     info = replace(MODEL, page_scheme=SCHEME, extra_text_tokens=77)
-    edit = replace(make_edit("a"), extra_text_tokens=77)
-    masked = replace(edit, is_mask_aware=True)
+    edit = with_spec(make_edit("a"), extra_text_tokens=77)
+    masked = with_spec(edit, is_mask_aware=True)
     prime = PrimeTemplate("t", "m", PIXELS, 256, 256, "0", 256, 0.0)
-    shapes = [EditShape.of_edit(edit, info), EditShape.of_edit(masked, info), EditShape.of_template(prime, info)]
+    shapes = [
+        RequestShape.of_request(edit, info),
+        RequestShape.of_request(masked, info),
+        RequestShape.of_template(prime, info),
+    ]
     assert [shape.text_tokens for shape in shapes] == [24 + 77] * 3
 
 

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.simulation.machine import Machine
 from benchmarks.simulation.overload import Goodput, OverloadedCluster
 from benchmarks.simulation.scenario import REFERENCE
-from core.messages.engine import EditRequest
+from core.messages.engine import EngineRequest
 from core.messages.worker import Batch
 
 LONE = 28 * (0.006 + 0.1 * (0.15 * 4096 + 512) / 4608)
@@ -22,7 +22,7 @@ class SlowMachine(Machine):
 
     bias: float = 1.4
 
-    def batch_seconds(self, batch: Batch, edits: dict[str, EditRequest]) -> float:
+    def batch_seconds(self, batch: Batch, edits: dict[str, EngineRequest]) -> float:
         return self.bias * super().batch_seconds(batch, edits)
 
 

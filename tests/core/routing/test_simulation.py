@@ -21,7 +21,7 @@ def test_a_lone_edit_takes_its_steps() -> None:
     scenario = replace(SMALL, num_edits=1)
     (edit,) = make_trace(scenario, 0)
     outcome = Cluster(scenario, "mask-aware", 0).run()
-    steps = 28 * (0.006 + 0.1 * (edit.active.size + TEXT_TOKENS) / 4608)
+    steps = 28 * (0.006 + 0.1 * (edit.spec.active.size + TEXT_TOKENS) / 4608)
     assert outcome.latencies == [pytest.approx(steps + 2 * MESSAGE_SECONDS)]
     assert outcome.predicted == [pytest.approx(steps, rel=0.01)]
     assert sum(outcome.busy_seconds) == pytest.approx(steps)
@@ -29,7 +29,7 @@ def test_a_lone_edit_takes_its_steps() -> None:
 
 def test_a_lone_edit_has_nowhere_to_move() -> None:
     (edit,) = make_trace(replace(SMALL, num_edits=1), 0)
-    steps = 28 * (0.006 + 0.1 * (edit.active.size + TEXT_TOKENS) / 4608)
+    steps = 28 * (0.006 + 0.1 * (edit.spec.active.size + TEXT_TOKENS) / 4608)
     assert latencies_moving_freely(replace(SMALL, num_edits=1), 0) == [pytest.approx(steps)]
     assert len(latencies_moving_freely(SMALL, 0)) == 40
 
@@ -37,7 +37,7 @@ def test_a_lone_edit_has_nowhere_to_move() -> None:
 def test_every_edit_is_answered_once_and_work_is_conserved() -> None:
     trace, outcome = make_trace(SMALL, 3), Cluster(SMALL, "least-requests", 3).run()
     assert len(outcome.latencies) == len(trace) == 40
-    tokens = sum(28 * (edit.active.size + TEXT_TOKENS) for edit in trace)
+    tokens = sum(28 * (edit.spec.active.size + TEXT_TOKENS) for edit in trace)
     least, most = 0.1 * tokens / 4608, 0.1 * tokens / 4608 + 0.006 * 28 * 40
     assert least < sum(outcome.busy_seconds) < most, "all tokens once, and a step's constant at most once an edit"
     assert all(busy <= outcome.seconds for busy in outcome.busy_seconds)

@@ -16,7 +16,7 @@ from core.costs.batch_forecast import BatchForecast, Member, ends
 from core.costs.load_report import RequestLoad
 from core.costs.slot_forecast import SlotForecast, alone
 from core.graph.work import Work
-from core.messages.engine import EditRequest, Failed, Finished
+from core.messages.engine import EngineRequest, Failed, Finished
 from core.messages.worker import BatchResult
 from core.scheduling.outputs import Output
 from core.scheduling.scheduler import StepScheduler
@@ -108,7 +108,7 @@ def engine() -> Engine:
     return Engine(scheduler, FakeWorkers())
 
 
-def edit(name: str, *, objective: float | None = None, deadline: float | None = None, steps: int = 10) -> EditRequest:
+def edit(name: str, *, objective: float | None = None, deadline: float | None = None, steps: int = 10) -> EngineRequest:
     made = make_edit(name, steps=steps, deadline=deadline, arrival=0.0)
     return msgspec.structs.replace(made, objective=objective)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from fakes import MODEL, FakeWorkers, make_edit
+from fakes import MODEL, FakeWorkers, make_edit, with_spec
 
 from core.config import SchedulerConfig
-from core.messages.engine import EditRequest, Finished
-from core.routing.fleet import EditShape
+from core.messages.engine import EngineRequest, Finished
+from core.routing.fleet import RequestShape
 from core.sampling_params import SamplingParams
 from core.scheduling.ops.denoise import Denoise
 from core.scheduling.ops.text_encode import TextEncode
@@ -17,12 +17,12 @@ from core.scheduling.scheduler import StepScheduler
 GUIDED = {"true_cfg_scale": 4.0, "negative_prompt": "a hat"}
 
 
-def guided(request_id: str, steps: int = 4) -> EditRequest:
+def guided(request_id: str, steps: int = 4) -> EngineRequest:
     edit = make_edit(request_id, steps=steps)
-    return msgspec.structs.replace(edit, sampling=msgspec.structs.replace(edit.sampling, **GUIDED))
+    return with_spec(edit, sampling=msgspec.structs.replace(edit.spec.sampling, **GUIDED))
 
 
-def plans(scheduler: StepScheduler, *edits: EditRequest) -> list[list[tuple[str, object]]]:
+def plans(scheduler: StepScheduler, *edits: EngineRequest) -> list[list[tuple[str, object]]]:
     """Run the edits to their ends; (request id, work) of each plan."""
     workers, seen = FakeWorkers(), []
     for edit in edits:
@@ -66,7 +66,7 @@ def test_a_guided_step_counts_as_one_image() -> None:
 
 
 def test_routing_counts_both_rows() -> None:
-    plain, both = (EditShape.of_edit(edit, MODEL).step_features for edit in (make_edit("a"), guided("b")))
+    plain, both = (RequestShape.of_request(edit, MODEL).step_features for edit in (make_edit("a"), guided("b")))
     assert both == tuple(2 * feature for feature in plain)
 
 
@@ -74,8 +74,8 @@ def test_routing_counts_both_rows() -> None:
 def test_a_second_order_solver_takes_two_steps_but_one_at_the_last(strength: float, steps: int) -> None:
     model = msgspec.structs.replace(MODEL, solver_order=2)
     edit = make_edit("a", steps=5)
-    sampling = msgspec.structs.replace(edit.sampling, strength=strength)
-    seen = plans(StepScheduler(SchedulerConfig(), {"m": model}), msgspec.structs.replace(edit, sampling=sampling))
+    sampling = msgspec.structs.replace(edit.spec.sampling, strength=strength)
+    seen = plans(StepScheduler(SchedulerConfig(), {"m": model}), with_spec(edit, sampling=sampling))
     done = [work.step for plan in seen for _, work in plan if isinstance(work, Denoise)]
     assert done == list(range(steps))
     assert model.num_steps(SamplingParams(num_inference_steps=5, strength=strength)) == steps

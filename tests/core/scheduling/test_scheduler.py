@@ -7,7 +7,7 @@ from random import Random
 
 import msgspec
 import pytest
-from fakes import MODEL, FakeWorkers, make_edit
+from fakes import MODEL, FakeWorkers, make_edit, with_spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -124,7 +124,7 @@ def test_text_tokens_beyond_the_prompts_count_in_the_budget() -> None:
     for extra, together in ((0, ["a", "b"]), (77, ["a"])):
         scheduler, workers = make_scheduler(max_num_batched_tokens=560), FakeWorkers()
         for name in "ab":
-            scheduler.add(msgspec.structs.replace(make_edit(name), extra_text_tokens=extra))
+            scheduler.add(with_spec(make_edit(name), extra_text_tokens=extra))
         steps = [step(scheduler, workers) for _ in range(4)]
         assert max(steps, key=len) == together
         (request, *_) = scheduler.in_order()

@@ -21,9 +21,9 @@ from core.errors import DeadlineExceededError, InvalidRequestError, OverloadedEr
 from core.failure import NEVER_BEGUN, Failure
 from core.handles import ArrayRef
 from core.ipc.shared_array import Arena
-from core.messages.engine import Aborted, EditRequest, Failed, Finished
+from core.messages.engine import Aborted, EngineRequest, Failed, Finished
 from core.messages.image_processor import ComposedImage, ComposeImage, PreparedImages, PrepareImages
-from core.routing.fleet import EditShape
+from core.routing.fleet import RequestShape
 from core.sampling_params import SamplingParams
 from core.scheduling.deadlines import TOO_LATE
 from engine.client import admission_ticket, edit_delivery, edit_images, edit_preparation, session
@@ -45,10 +45,10 @@ class Replica:
 
     def __init__(self, config: EngineConfig, arena: Arena, watcher: Router) -> None:
         self.error: StencilError | None = None
-        self.sent: list[tuple[EditRequest, Waiter]] = []
+        self.sent: list[tuple[EngineRequest, Waiter]] = []
         self.aborted: tuple[str, ...] = ()
 
-    def submit(self, request: EditRequest, waiter: Waiter) -> None:
+    def submit(self, request: EngineRequest, waiter: Waiter) -> None:
         self.sent.append((request, waiter))
 
     def finish_first(self) -> None:
@@ -210,9 +210,9 @@ async def test_what_was_let_in_on_doubt_and_did_not_make_it_teaches_nothing(serv
     assert server.learnt() == []
 
 
-def _shape_of(session: EditSession) -> EditShape:
+def _shape_of(session: EditSession) -> RequestShape:
     (picture,) = session._images._by_id.values()
-    return EditShape.of_edit(picture.request, MODEL)
+    return RequestShape.of_request(picture.request, MODEL)
 
 
 async def test_more_images_than_the_queue_ever_has_room_for_are_no_matter_of_trying_again(server: Server) -> None:

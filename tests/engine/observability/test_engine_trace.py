@@ -13,7 +13,7 @@ from fakes import MODEL, FakeWorkers, make_edit
 from core.config import SchedulerConfig
 from core.errors import ConfigError
 from core.failure import Failure
-from core.messages.engine import EditRequest
+from core.messages.engine import EngineRequest
 from core.messages.worker import BatchResult
 from core.scheduling.scheduler import StepScheduler
 from engine.observability.engine_trace import EngineTrace
@@ -78,7 +78,7 @@ class Engine:
         self.scheduler = StepScheduler(SchedulerConfig(), {"m": MODEL})
         self.workers = FakeWorkers()
 
-    def add(self, request_id: str, context: str = CONTEXT, *, steps: int = 3) -> EditRequest:
+    def add(self, request_id: str, context: str = CONTEXT, *, steps: int = 3) -> EngineRequest:
         request = msgspec.structs.replace(make_edit(request_id, steps=steps), trace_context=context)
         self.trace.received(request)
         self.scheduler.add(request)

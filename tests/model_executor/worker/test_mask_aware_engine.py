@@ -15,9 +15,10 @@ from adapters import make_lora
 
 from core.config import AdapterConfig, CacheConfig, ModelConfig, SchedulerConfig
 from core.graph.work import Work
+from core.graph.workflow import INPAINT
 from core.handles import PAGE_ARENA, ArrayRef
 from core.ipc.shared_array import Arena, ArenaAllocator, carve
-from core.messages.engine import EditRequest, Finished
+from core.messages.engine import EditSpec, EngineRequest, Finished
 from core.messages.worker import PageCopied
 from core.sampling_params import SamplingParams
 from core.scheduling.scheduler import StepScheduler
@@ -90,7 +91,7 @@ class Rig:
             for output in self.scheduler.take_outputs():
                 assert isinstance(output, Finished), output
                 self.scheduler.check_integrity()
-                return self._arena.view(request.pixels[-1]).copy(), output
+                return self._arena.view(request.spec.pixels[-1]).copy(), output
 
     def run_until_idle(self) -> None:
         """Wait until all pages that are going down have arrived."""
@@ -111,26 +112,29 @@ class Rig:
         while not self.copied.empty():
             self.scheduler.apply_copy(self.copied.get())
 
-    def _request(self, name: str, template: Pixels, mask_aware: bool, model: str) -> EditRequest:
+    def _request(self, name: str, template: Pixels, mask_aware: bool, model: str) -> EngineRequest:
         mask = np.zeros((SIDE, SIDE), np.uint8)
         mask[34:60, 34:60] = 1
-        return EditRequest(
+        return EngineRequest(
             request_id=name,
             model=model,
-            prompt="a red hat",
-            sampling=SamplingParams(num_inference_steps=4, guidance_scale=30.0, seed=3, full_steps=0),
-            width=SIDE,
-            height=SIDE,
-            template=self._share(template),
-            mask=self._share(mask),
-            active=self._share(ACTIVE),
-            content_id=content_id(template),
-            num_tokens=NUM_TOKENS,
-            max_text_tokens=self._info.max_text_tokens,
-            pixels=(self._share(np.zeros_like(template)),),
-            latents=self._share(np.zeros((NUM_TOKENS, self._info.latent_width), np.float32)),
             arrival=time.monotonic(),
-            is_mask_aware=mask_aware,
+            workflow=INPAINT.name,
+            spec=EditSpec(
+                prompt="a red hat",
+                sampling=SamplingParams(num_inference_steps=4, guidance_scale=30.0, seed=3, full_steps=0),
+                width=SIDE,
+                height=SIDE,
+                template=self._share(template),
+                mask=self._share(mask),
+                active=self._share(ACTIVE),
+                content_id=content_id(template),
+                num_tokens=NUM_TOKENS,
+                max_text_tokens=self._info.max_text_tokens,
+                pixels=(self._share(np.zeros_like(template)),),
+                latents=self._share(np.zeros((NUM_TOKENS, self._info.latent_width), np.float32)),
+                is_mask_aware=mask_aware,
+            ),
         )
 
     def _share(self, array: npt.NDArray[np.generic]) -> ArrayRef:

@@ -1,0 +1,8 @@
+"""The catalog: workflows by name."""
+
+from __future__ import annotations
+
+from core.graph.workflow import INPAINT, Workflow
+
+WORKFLOWS: dict[str, Workflow] = {workflow.name: workflow for workflow in (INPAINT,)}
+"""Name -> workflow, for all that requests may name."""
