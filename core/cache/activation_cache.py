@@ -23,8 +23,9 @@ from core.cache.entry_table import USES_TO_PROVE, EntryTable
 from core.cache.memory_tier import MemoryTier
 from core.cache.orders import CacheOrders, PendingOrders
 from core.cache.tally import CacheTally
+from core.config import CacheConfig
 from core.costs.load_report import CacheStats, Residency
-from core.handles import EntryRef, Tier
+from core.handles import PAGE_ARENA, EntryRef, Tier
 from core.messages.worker import PageCopied, PageCopy
 
 LoadWins = Callable[[Tier, int], bool]
@@ -56,6 +57,15 @@ class ActivationCacheManager:
         self._orders = PendingOrders(has_disk=has_disk)
         self._tally = CacheTally(tiers, has_disk=has_disk)
         self._table = EntryTable(tiers, self._tally, self._orders, page_arena_id=page_arena_id, keep_all=keep_all)
+
+    @classmethod
+    def of(cls, config: CacheConfig) -> ActivationCacheManager:
+        """The cache with these settings."""
+        budgets = [TierBudget("host", config.host_bytes)]
+        if config.device_bytes:
+            budgets.insert(0, TierBudget("device", config.device_bytes))
+        keep_all = config.admission == "always"
+        return cls(budgets, has_disk=config.disk_bytes > 0, page_arena_id=PAGE_ARENA, keep_all=keep_all)
 
     # ------------------------------------------------------------------------------------------------- use
 

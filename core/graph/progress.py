@@ -69,8 +69,9 @@ class Progress:
         if node.kind == "loop":
             return self.steps_left > 0 and not (self.is_preview_out and self.is_preview_next)
         # The loop replaces the tensors it iterates on in place: their readers outside it wait for its end.
-        is_early = node.name == workflow.output and (workflow.loop.name not in self.done or self.is_preview_out)
-        return not (is_early or self.in_flight.get(node.name))
+        is_early = workflow.reads_loop(node) and workflow.loop.name not in self.done
+        has_preview_ahead = node.name == workflow.output and self.is_preview_out
+        return not (is_early or has_preview_ahead or self.in_flight.get(node.name))
 
     def _inputs_done(self, node: Node) -> bool:
         return all(edge.deferred or edge.source in self.done for edge in node.inputs)

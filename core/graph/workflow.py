@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Literal
 
 from core.graph.op import OPS, Op
@@ -127,6 +127,7 @@ Placement = Mapping[str, int]
 """Node name -> rank of the worker that runs it."""
 
 
+@cache
 def place(workflow: Workflow, num_workers: int) -> Placement:
     """What reads the loop's results (decoding) goes to the last worker, all else to the first, so that a decode never
     delays other requests' steps.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from core.cache.page_reservations import PageReservations
 from core.cache.priming import Chunk, PrimingJob
 from core.graph.work import Work
-from core.graph.workflow import Node, Placement, op_of
+from core.graph.workflow import Node, op_of
 from core.handles import ArrayRef, TensorKey, TensorRef
 from core.messages.worker import Item
 from core.scheduling.ops.prime import PRIME, Prime
@@ -14,9 +14,9 @@ from core.scheduling.ops.template_encode import TEMPLATE_ENCODE, TemplateEncode
 from core.scheduling.request import Request
 
 
-def make_item(request: Request, node: Node, placement: Placement, pages: PageReservations) -> Item:
+def make_item(request: Request, node: Node, pages: PageReservations) -> Item:
     """The request's item in a batch that runs `node` next."""
-    return Item(request.id, node.name, request_op(node).make(request, node, pages), _inputs(request, node, placement))
+    return Item(request.id, node.name, request_op(node).make(request, node, pages), _inputs(request, node))
 
 
 def latents_item(job: PrimingJob, pages: PageReservations) -> Item:
@@ -41,12 +41,12 @@ def chunk_work(job: PrimingJob, chunk: Chunk) -> Work:
     return Work((share,) * len(chunk.sigmas), (tokens,) * len(chunk.sigmas))
 
 
-def exports_needed(request: Request, node: Node, placement: Placement) -> list[TensorKey]:
+def exports_needed(request: Request, node: Node) -> list[TensorKey]:
     """Inputs of `node` from another rank that are not in shared memory yet."""
     keys = [
         TensorKey(request.id, edge.source, edge.name)
         for edge in node.inputs
-        if placement[edge.source] != placement[node.name]
+        if request.placement[edge.source] != request.placement[node.name]
     ]
     return [key for key in keys if key not in request.exported]
 
@@ -56,9 +56,9 @@ def node_work(request: Request, node: Node) -> Work:
     return op_of(node).size(request)
 
 
-def _inputs(request: Request, node: Node, placement: Placement) -> tuple[TensorRef, ...]:
+def _inputs(request: Request, node: Node) -> tuple[TensorRef, ...]:
     keys = (TensorKey(request.id, edge.source, edge.name) for edge in node.inputs)
-    return tuple(TensorRef(key, placement[key.node], handle=request.exported.get(key)) for key in keys)
+    return tuple(TensorRef(key, request.placement[key.node], handle=request.exported.get(key)) for key in keys)
 
 
 def _prime(job: PrimingJob, chunk: Chunk, sigma: float, pages: PageReservations, pixels: ArrayRef | None) -> Prime:

@@ -13,7 +13,7 @@ from core.costs.cost_model import CostKey, CostModel, extra_seconds
 from core.costs.load_report import RequestLoad
 from core.graph.op import Op
 from core.graph.work import Work
-from core.graph.workflow import Node, Workflow, op_of
+from core.graph.workflow import Node, op_of
 from core.handles import ModelKey, Tier
 from core.model_info import ModelInfo
 from core.scheduling.batch_items import node_work
@@ -24,10 +24,9 @@ from core.scheduling.request import Request, Status
 class Predictor:
     """All results are seconds; 0 for work unlike anything observed so far."""
 
-    def __init__(self, cost: CostModel, models: Mapping[str, ModelInfo], workflow: Workflow) -> None:
+    def __init__(self, cost: CostModel, models: Mapping[str, ModelInfo]) -> None:
         self.cost = cost
         self._models = models
-        self._workflow = workflow
 
     def key(self, model: str, op: Op) -> CostKey:
         return CostKey(ModelKey(model, op.component), op.cost_name, self._models[model].device, 1)
@@ -55,13 +54,13 @@ class Predictor:
         num_full = steps
         if request.spec.is_mask_aware:
             num_full = min(steps, max(0, request.spec.num_full_steps - progress.steps_scheduled))
-        line = self._coefficients(request, self._workflow.loop)
+        line = self._coefficients(request, request.workflow.loop)
         full, masked = extra_seconds(line, every, every), extra_seconds(line, active, every)
         return request.spec.num_rows * (num_full * full + (steps - num_full) * masked)
 
     def others_of(self, request: Request) -> Iterable[tuple[str, float]]:
         """(op, seconds) of a request's remaining work other than its steps."""
-        for node in self._workflow.nodes:
+        for node in request.workflow.nodes:
             if node.kind != "loop" and (times := request.progress.times_left(node)):
                 line = self._coefficients(request, node)
                 work = node_work(request, node)
@@ -72,7 +71,7 @@ class Predictor:
         """The constant part of a step's time, whichever requests are in it; 0 without requests."""
         if not requests:
             return 0.0
-        return self._coefficients(requests[0], self._workflow.loop)[0]
+        return self._coefficients(requests[0], requests[0].workflow.loop)[0]
 
     def _make_request_load(self, request: Request) -> RequestLoad:
         steps = request.progress.steps_left
@@ -94,7 +93,7 @@ class Predictor:
     def full_blocks(self, request: Request, loading: Sequence[tuple[Tier, int]]) -> tuple[int, ...]:
         """The blocks to compute in full at the request's next step while entries of (tier, bytes) are being loaded."""
         assert request.reservation is not None
-        op, model = op_of(self._workflow.loop), request.head.model
+        op, model = op_of(request.workflow.loop), request.head.model
         every, active = request.spec.num_all_tokens, request.spec.num_active_tokens
         num_rows = request.spec.num_rows
         full = self.of_op(model, op, Work.of([every] * num_rows))

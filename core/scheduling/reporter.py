@@ -43,13 +43,13 @@ class Reporter:
         self,
         config: SchedulerConfig,
         models: Mapping[str, ModelInfo],
-        workflow: Workflow,
+        workflows: Iterable[Workflow],
         predictor: Predictor,
         pages: PageReservations,
     ) -> None:
         self._config = config
         self._models = models
-        self._workflow = workflow
+        self._components = sorted({op_of(node).component for workflow in workflows for node in workflow.nodes})
         self._predictor = predictor
         self._cost = predictor.cost
         self._pages = pages
@@ -165,8 +165,7 @@ class Reporter:
         return EngineCosts(lines, copies)
 
     def _resident_models(self) -> tuple[ModelKey, ...]:
-        components = sorted({op_of(node).component for node in self._workflow.nodes})
-        return tuple(ModelKey(name, component) for name in self._models for component in components)
+        return tuple(ModelKey(name, component) for name in self._models for component in self._components)
 
     def _priming_seconds(self) -> float:
         """Predicted time of the priming that is left."""
@@ -177,16 +176,19 @@ class Reporter:
     def _op_seconds_left(self, requests: Sequence[Request]) -> dict[str, float]:
         """Predicted worker time left per op, assuming batches as full as the queue allows."""
         live = [request for request in requests if request.is_live]
-        left = {PRIME.name: self._priming_seconds(), self._workflow.loop.op: self._loop_seconds_left(live)}
+        left = {PRIME.name: self._priming_seconds()}
+        by_loop: dict[str, list[Request]] = {}
         for request in live:
+            by_loop.setdefault(request.workflow.loop.op, []).append(request)
             for op, seconds in self._predictor.others_of(request):
                 left[op] = left.get(op, 0.0) + seconds
+        left |= {op: self._loop_seconds_left(members, len(live)) for op, members in by_loop.items()}
         return {op: seconds for op, seconds in left.items() if seconds}
 
-    def _loop_seconds_left(self, live: Sequence[Request]) -> float:
-        steps = sum(request.progress.steps_left for request in live)
-        together = min(self._config.max_num_seqs, max(1, len(live)))
-        return sum(map(self._predictor.steps_of, live)) + steps * self._predictor.base_seconds(live) / together
+    def _loop_seconds_left(self, requests: Sequence[Request], num_live: int) -> float:
+        steps = sum(request.progress.steps_left for request in requests)
+        together = min(self._config.max_num_seqs, num_live)
+        return sum(map(self._predictor.steps_of, requests)) + steps * self._predictor.base_seconds(requests) / together
 
 
 def _drain_seconds(loads: Sequence[RequestLoad], base_seconds: float, max_num_seqs: int) -> float:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from core.cache.reservation import Reservation
     from core.costs.load_report import RequestLoad
     from core.graph.progress import Progress
-    from core.graph.workflow import Workflow
+    from core.graph.workflow import Placement, Workflow
     from core.handles import ArrayRef, TensorKey
     from core.messages.engine import EngineRequest, Spec
 
@@ -45,6 +45,8 @@ class Request:
 
     # Set when it is added.
     head: EngineRequest  # as received; never changed
+    workflow: Workflow
+    placement: Placement  # rank of each node
     progress: Progress  # position in its workflow; written by the scheduler and its passes
     status: Status = Status.WAITING
     # Set by the scheduler from results of batches.
@@ -120,7 +122,7 @@ class Request:
         if self.reservation is not None:
             self.full_blocks = max(self.full_blocks, len(self.reservation.full_blocks))
 
-    def begin_again_if_spoilt(self, workflow: Workflow) -> None:
+    def begin_again_if_spoilt(self) -> None:
         """Restart at the first step if `is_spoilt`. With something in flight that happens at a later call; until then
         nothing more is scheduled. Results that the loop does not replace are kept.
         """
@@ -132,7 +134,7 @@ class Request:
         assert self.reservation is not None
         self.reservation.full_blocks, self.full_blocks = (), 0
         self.exported.clear()
-        self.progress.restart(workflow.constant)
+        self.progress.restart(self.workflow.constant)
 
     def move_to(self, status: Status) -> None:
         """Change status; an illegal transition raises ValueError."""

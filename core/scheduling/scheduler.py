@@ -14,7 +14,7 @@ from itertools import count
 
 import msgspec
 
-from core.cache.activation_cache import ActivationCacheManager, TierBudget
+from core.cache.activation_cache import ActivationCacheManager
 from core.cache.orders import CacheOrders
 from core.cache.page_reservations import PageReservations
 from core.cache.priming import Chunk, PrimingJob, TemplateInfo
@@ -23,11 +23,13 @@ from core.cache.template_requests import TemplateRequests
 from core.config import CacheConfig, SchedulerConfig
 from core.costs.cost_model import CostKey, CostModel
 from core.costs.load_report import EngineStats, LoadReport
+from core.errors import InvalidRequestError
 from core.failure import NEVER_BEGUN, Failure
+from core.graph.catalog import WORKFLOWS
 from core.graph.op import OPS
 from core.graph.progress import Progress, preview_steps
-from core.graph.workflow import INPAINT, Node, Placement, Workflow, op_of, place
-from core.handles import PAGE_ARENA, TensorKey
+from core.graph.workflow import Node, op_of, place
+from core.handles import TensorKey
 from core.messages.engine import Aborted, DropTemplate, EngineRequest, Failed, PartialImage, PrimeTemplate
 from core.messages.worker import BatchResult, CostSample, ItemResult, PageCopied, StepPlan, TransferDone
 from core.model_info import ModelInfo
@@ -56,20 +58,18 @@ class StepScheduler:
         config: SchedulerConfig,
         models: Mapping[str, ModelInfo],
         num_workers: int = 1,
-        workflow: Workflow = INPAINT,
         cache: CacheConfig | None = None,
         cost: CostModel | None = None,
     ) -> None:
         """cost: the model to predict with and to train; by default an empty one."""
         self.config = config
         self.models = dict(models)
-        self.workflow = workflow
-        self.placement: Placement = place(workflow, num_workers)
+        self.workflows = dict(WORKFLOWS)
         self.cost = cost or CostModel()
-        self._predictor = Predictor(self.cost, self.models, workflow)
+        self._predictor = Predictor(self.cost, self.models)
         self._step_limit = StepLimit(config.max_num_batched_tokens)
         cache = cache or CacheConfig()
-        self.pages = PageReservations(_cache_manager(cache), self._predictor.load_wins)
+        self.pages = PageReservations(ActivationCacheManager.of(cache), self._predictor.load_wins)
         self._may_plan_blocks = cache.block_plan == "auto"
         # A step whose pages get lost is repeated, so no later step of the same request may be in flight.
         self._max_plans_out = 1 if self._may_plan_blocks else config.max_plans_in_flight
@@ -84,7 +84,7 @@ class StepScheduler:
         self._out = PlansOut(num_workers)
         self._free: list[TensorKey] = []
         self._outputs: list[Output] = []
-        self._reporter = Reporter(config, self.models, workflow, self._predictor, self.pages)
+        self._reporter = Reporter(config, self.models, self.workflows.values(), self._predictor, self.pages)
         self._deadlines = Deadlines(config.max_num_seqs, self._predictor.left_of, self._predictor.base_seconds)
         self._plan_seqs = count()
         self._batch_ids = count()
@@ -101,10 +101,14 @@ class StepScheduler:
         """Add a request. A duplicate id raises ValueError."""
         if head.request_id in self._requests:
             raise ValueError(f"request {head.request_id} is here already")
+        workflow = self.workflows.get(head.workflow)
+        if workflow is None:
+            error = InvalidRequestError(f"there is no workflow {head.workflow!r}", param="workflow")
+            return self.refuse(head.request_id, Failure.of(error))
         self._reporter.note_received()
         num_steps = self.models[head.model].num_steps(head.spec.sampling)
         progress = Progress(num_steps, preview_steps(num_steps, head.spec.num_partial_images))
-        request = Request(head, progress)
+        request = Request(head, workflow, place(workflow, self.num_workers), progress)
         self._requests[request.id] = request
         self._queue.add(request, self._predictor.left_of(request).seconds)
 
@@ -176,8 +180,6 @@ class StepScheduler:
         self._outputs += self._template_requests.take_answers()
         chosen = SchedulingPass(
             self.config,
-            self.workflow,
-            self.placement,
             self.pages,
             *self._open_ranks(),
             self._predictor.of_op,
@@ -219,7 +221,7 @@ class StepScheduler:
         assert done.ref.handle is not None
         request.exporting = None
         request.exported[done.ref.key] = done.ref.handle
-        request.begin_again_if_spoilt(self.workflow)
+        request.begin_again_if_spoilt()
         self._finish_ending(request)
 
     def apply_copy(self, done: PageCopied) -> None:
@@ -229,7 +231,7 @@ class StepScheduler:
         self.pages.finish_copy(done)
         self._outputs += self._template_requests.take_answers()
         for request in () if done.ok else tuple(self.in_order()):
-            request.begin_again_if_spoilt(self.workflow)
+            request.begin_again_if_spoilt()
 
     def take_outputs(self) -> tuple[Output, ...]:
         """Messages for clients since the last call, in order."""
@@ -302,7 +304,7 @@ class StepScheduler:
         )
 
     def _apply_item(self, request: Request, item: ItemResult, result: BatchResult) -> None:
-        node = self.workflow.node(item.node)
+        node = request.workflow.node(item.node)
         seconds, part = request.part_seconds, op_of(node).part
         seconds[part] = seconds.get(part, 0.0) + result.seconds
         request.started = min(request.started or result.started, result.started)
@@ -314,7 +316,7 @@ class StepScheduler:
                 self._end(request, Status.FAILED, Failed(request_id=request.id, failure=item.failure))
         else:
             self._advance(request, node, item)
-        request.begin_again_if_spoilt(self.workflow)
+        request.begin_again_if_spoilt()
         self._finish_ending(request)
 
     def _advance(self, request: Request, node: Node, item: ItemResult) -> None:
@@ -329,7 +331,7 @@ class StepScheduler:
             self._finish_preview(request, node, preview)
         elif request.is_spoilt:
             return  # it restarts
-        elif node.name == self.workflow.output:
+        elif node.name == request.workflow.output:
             self._finish(request)
         elif item.sigmas and request.spec.is_mask_aware:
             self._prefetcher.need(request)
@@ -390,11 +392,3 @@ class StepScheduler:
                 self._template_requests.fail(reservation.owner_id, failure)
             elif request.is_live:
                 self._end(request, Status.FAILED, Failed(request_id=request.id, failure=failure))
-
-
-def _cache_manager(cache: CacheConfig) -> ActivationCacheManager:
-    budgets = [TierBudget("host", cache.host_bytes)]
-    if cache.device_bytes:
-        budgets.insert(0, TierBudget("device", cache.device_bytes))
-    keep_all = cache.admission == "always"
-    return ActivationCacheManager(budgets, has_disk=cache.disk_bytes > 0, page_arena_id=PAGE_ARENA, keep_all=keep_all)

@@ -14,7 +14,7 @@ from core.cache.priming import Chunk, PrimingJob
 from core.config import PRIME_SHARE, SchedulerConfig
 from core.graph.op import Op
 from core.graph.work import Work
-from core.graph.workflow import Node, Placement, Workflow, op_of
+from core.graph.workflow import Node, op_of
 from core.handles import ModelKey, TensorKey, TensorRef, Tier
 from core.messages.worker import Batch, Item, Transfer
 from core.scheduling.batch_items import chunk_items, chunk_work, exports_needed, latents_item, make_item, node_work
@@ -22,6 +22,9 @@ from core.scheduling.deadlines import MayJoin
 from core.scheduling.ops.prime import PRIME
 from core.scheduling.ops.template_encode import TEMPLATE_ENCODE
 from core.scheduling.request import Request, Status
+
+PAGE_RANK = 0
+"""The rank that has the page tier: jobs of the activation cache run there."""
 
 PredictWork = Callable[[str, Op, Work], float]
 """(model, op, work) -> predicted seconds of running the op once."""
@@ -36,8 +39,6 @@ class SchedulingPass:
 
     # Inputs, all from the scheduler.
     config: SchedulerConfig
-    workflow: Workflow
-    placement: Placement
     pages: PageReservations
     open_ranks: set[int]  # ranks that may be given work
     idle_ranks: set[int]  # those of them that have none
@@ -59,7 +60,7 @@ class SchedulingPass:
     def run(self, requests: Iterable[Request]) -> None:
         """Choose among live requests, given most urgent first: work that finishes requests (it frees memory), template
         encodings, other encodings and previews, the step, and priming beside it."""
-        self._candidates = [(request, request.progress.ready(self.workflow)) for request in self._admit(requests)]
+        self._candidates = [(request, request.progress.ready(request.workflow)) for request in self._admit(requests)]
         self._choose_transfers()
         self._choose_stage_work(self._is_output)
         self._choose_template_encodes()
@@ -93,22 +94,22 @@ class SchedulingPass:
 
     # ------------------------------------------------------------------------------------------------ stage work
 
-    def _choose_stage_work(self, is_wanted: Callable[[Node], bool]) -> None:
+    def _choose_stage_work(self, is_wanted: Callable[[Request, Node], bool]) -> None:
         for request, ready in self._candidates:
-            nodes = [node for node in ready if is_wanted(node) and self._can_run(request, node)]
+            nodes = [node for node in ready if is_wanted(request, node) and self._can_run(request, node)]
             if nodes:
                 self._choose_nodes(request, nodes)
 
-    def _is_output(self, node: Node) -> bool:
-        return node.name == self.workflow.output
+    def _is_output(self, request: Request, node: Node) -> bool:
+        return node.name == request.workflow.output
 
-    def _is_source_or_side(self, node: Node) -> bool:
+    def _is_source_or_side(self, request: Request, node: Node) -> bool:
         """Chosen together, so that encodings of new requests do not delay a preview that its request waits for."""
-        return node.kind != "loop" and not self._is_output(node)
+        return node.kind != "loop" and not self._is_output(request, node)
 
     def _can_run(self, request: Request, node: Node) -> bool:
-        is_open = self.placement[node.name] in self.open_ranks
-        return is_open and not exports_needed(request, node, self.placement) and self._has_pages(request, node)
+        is_open = request.placement[node.name] in self.open_ranks
+        return is_open and not exports_needed(request, node) and self._has_pages(request, node)
 
     def _has_pages(self, request: Request, node: Node) -> bool:
         """Whether the cached activations that the node reads are available."""
@@ -125,11 +126,11 @@ class SchedulingPass:
 
     def _choose_nodes(self, request: Request, nodes: Sequence[Node]) -> None:
         """Choose all of these nodes, or none if they exceed the rank's time budget. The first choice always fits."""
-        rank = self.placement[nodes[0].name]
+        rank = request.placement[nodes[0].name]
         if not self._spend_stage_ms(rank, sum(self._predict_alone(request, node) for node in nodes) * 1e3):
             return
         for node in nodes:
-            self._add(node, [request])
+            self._add([(request, node)])
         if request.status is Status.WAITING:
             request.move_to(Status.RUNNING)
             self.begun.append(request.id)
@@ -148,22 +149,23 @@ class SchedulingPass:
     # ------------------------------------------------------------------------------------------------ the step
 
     def _choose_step(self) -> int:
-        """Choose the most urgent requests that fit, in one batch per model. A request above the token budget runs by
-        itself. Returns the step's tokens."""
-        loop = self.workflow.loop
-        chosen: dict[str, list[Request]] = {}  # model -> requests
+        """Choose the most urgent requests that fit, in one batch per model and op. A request above the token budget runs
+        by itself. Returns the step's tokens.
+        """
+        chosen: dict[tuple[str, str], list[Request]] = {}  # (model, op of the loop) -> requests
         num_seqs = num_tokens = 0
         for request, ready in self._candidates:
+            loop = request.workflow.loop
             if loop not in ready or not self._can_run(request, loop):
                 continue
             tokens = num_tokens + request.num_step_tokens * request.spec.num_rows
             if num_seqs == self.config.max_num_seqs or (num_seqs and tokens > self.max_step_tokens):
                 break
             self._plan_blocks(request)
-            chosen.setdefault(request.head.model, []).append(request)
+            chosen.setdefault((request.head.model, loop.op), []).append(request)
             num_seqs, num_tokens = num_seqs + 1, tokens
         for requests in chosen.values():
-            self._add(loop, requests)
+            self._add([(request, request.workflow.loop) for request in requests])
         return num_tokens
 
     def _plan_blocks(self, request: Request) -> None:
@@ -199,13 +201,13 @@ class SchedulingPass:
                 self._encode_template(job)
 
     def _can_prime(self, job: PrimingJob) -> bool:
-        rank, is_idle_work = self._job_rank, self.pages.is_idle_work(job)
+        rank, is_idle_work = PAGE_RANK, self.pages.is_idle_work(job)
         has_time = rank in self.idle_ranks and not self.batches if is_idle_work else rank in self.open_ranks
         return has_time and self.pages.can_start(job)
 
     def _encode_template(self, job: PrimingJob) -> None:
         work = Work.of([job.template.num_tokens])
-        if self._spend_stage_ms(self._job_rank, self.predict(job.template.model, TEMPLATE_ENCODE, work) * 1e3):
+        if self._spend_stage_ms(PAGE_RANK, self.predict(job.template.model, TEMPLATE_ENCODE, work) * 1e3):
             self._add_job(job, None, TEMPLATE_ENCODE, (latents_item(job, self.pages),), work)
 
     def _prime(self, job: PrimingJob, budget: int) -> int:
@@ -214,15 +216,10 @@ class SchedulingPass:
         self._add_job(job, chunk, PRIME, chunk_items(job, chunk, self.pages), chunk_work(job, chunk))
         return chunk.tokens
 
-    @property
-    def _job_rank(self) -> int:
-        """The rank whose page tier jobs fill: that of the loop, which reads them."""
-        return self.placement[self.workflow.loop.name]
-
     def _add_job(self, job: PrimingJob, chunk: Chunk | None, op: Op, items: tuple[Item, ...], work: Work) -> None:
         """Add a batch for this job alone, since chunks of different jobs end at different times."""
         model = ModelKey(job.template.model, op.component)
-        batch = Batch(next(self.batch_ids), op.name, model, (self._job_rank,), items)
+        batch = Batch(next(self.batch_ids), op.name, model, (PAGE_RANK,), items)
         self.batches.append(batch)
         self.works[batch.id], self.jobs[batch.id] = work, (job, chunk)
 
@@ -232,17 +229,17 @@ class SchedulingPass:
         """Export tensors that ready nodes on other ranks read. A request has one region in shared memory for that."""
         for request, ready in self._candidates:
             for node in ready:
-                missing = exports_needed(request, node, self.placement)
+                missing = exports_needed(request, node)
                 if missing and self._is_handle_free(request):
                     self._export(request, missing[0])
 
     def _is_handle_free(self, request: Request) -> bool:
         """Whether nothing writes or reads the request's region in shared memory."""
-        readers = (node for node in self.workflow.nodes if self.workflow.reads_loop(node))
+        readers = (node for node in request.workflow.nodes if request.workflow.reads_loop(node))
         return request.exporting is None and not any(node.name in request.progress.in_flight for node in readers)
 
     def _export(self, request: Request, key: TensorKey) -> None:
-        rank = self.placement[key.node]
+        rank = request.placement[key.node]
         if rank in self.open_ranks:
             request.exported.clear()
             request.exporting = key
@@ -250,21 +247,22 @@ class SchedulingPass:
 
     # ------------------------------------------------------------------------------------------------ batches
 
-    def _add(self, node: Node, requests: Sequence[Request]) -> None:
-        """Add the requests' items to the batch of the same op, model and rank; create it if there is none."""
-        items = tuple(make_item(request, node, self.placement, self.pages) for request in requests)
-        work = sum((node_work(request, node) for request in requests), Work((), ()))
-        for request in requests:
+    def _add(self, invocations: Sequence[tuple[Request, Node]]) -> None:
+        """Add items for nodes of one op, model and rank to the batch of these; create it if there is none."""
+        items = tuple(make_item(request, node, self.pages) for request, node in invocations)
+        work = sum((node_work(request, node) for request, node in invocations), Work((), ()))
+        for request, node in invocations:
             request.progress.start(node)
-        batch = self._take_batch(node, ModelKey(requests[0].head.model, op_of(node).component))
+        request, node = invocations[0]
+        model = ModelKey(request.head.model, op_of(node).component)
+        batch = self._take_batch(node.op, model, (request.placement[node.name],))
         self.works[batch.id] = self.works.get(batch.id, Work((), ())) + work
         self.batches.append(Batch(batch.id, batch.op, batch.model, batch.ranks, batch.items + items))
 
-    def _take_batch(self, node: Node, model: ModelKey) -> Batch:
+    def _take_batch(self, op: str, model: ModelKey, ranks: tuple[int, ...]) -> Batch:
         """Remove and return the batch chosen so far that takes such items; without one, a new empty batch."""
-        ranks = (self.placement[node.name],)
         for batch in self.batches:
-            if (batch.op, batch.model, batch.ranks) == (node.op, model, ranks) and batch.id not in self.jobs:
+            if (batch.op, batch.model, batch.ranks) == (op, model, ranks) and batch.id not in self.jobs:
                 self.batches.remove(batch)
                 return batch
-        return Batch(next(self.batch_ids), node.op, model, ranks, ())
+        return Batch(next(self.batch_ids), op, model, ranks, ())

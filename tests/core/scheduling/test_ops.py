@@ -1,0 +1,138 @@
+"""The table of ops: a new one runs through scheduler and messages after one registration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+from fakes import MODEL, FakeWorkers, make_edit
+
+from core.config import SchedulerConfig
+from core.costs.cost_model import CostKey
+from core.errors import MessageError
+from core.graph.catalog import WORKFLOWS
+from core.graph.op import OPS, OpWork, Sizes
+from core.graph.work import Work
+from core.graph.workflow import INPAINT, Edge, Node, Workflow
+from core.handles import ModelKey
+from core.messages.codec import MessageDecoder, encode
+from core.messages.engine import Failed, Finished
+from core.messages.message import Message
+from core.messages.worker import Batch, BatchResult, CostSample, Item, StepPlan, ToWorker
+from core.scheduling.ops import BUILT_IN
+from core.scheduling.ops.request_op import RequestOp
+from core.scheduling.scheduler import StepScheduler
+from model_executor.worker.ops import HANDLERS
+
+
+class Sharpen(Message, OpWork, frozen=True):
+    """The message of an op that this test adds."""
+
+    strength: float
+
+
+def half_the_tokens(sizes: Sizes) -> Work:
+    return Work.of([sizes.num_tokens // 2])
+
+
+SHARPEN = RequestOp(
+    name="sharpen",
+    component="vae",
+    message=Sharpen,
+    size=half_the_tokens,
+    part="decode",
+    inputs=("latents",),
+    make=lambda request, node, pages: Sharpen(strength=0.5),
+)
+SHARPENED = Workflow(
+    name="sharpened",
+    nodes=(
+        *(node for node in INPAINT.nodes if node.name != "preview"),
+        Node("sharpen", "sharpen", inputs=(Edge("decode", "pixels"),)),
+    ),
+    output="sharpen",
+)
+
+
+@pytest.fixture
+def sharpen() -> Iterator[RequestOp]:
+    OPS.register(SHARPEN)
+    yield SHARPEN
+    OPS.unregister("sharpen")
+
+
+def in_workflow(request_id: str, workflow: str) -> object:
+    return msgspec.structs.replace(make_edit(request_id), workflow=workflow)
+
+
+def test_a_new_op_runs_beside_ordinary_edits_after_one_registration(
+    sharpen: RequestOp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(WORKFLOWS, "sharpened", SHARPENED)
+    scheduler, workers = StepScheduler(SchedulerConfig(), {"m": MODEL}), FakeWorkers()
+    scheduler.learn([CostSample(ModelKey("m", "vae"), "sharpen", Work.of([128]), 0.5)])
+    scheduler.add(in_workflow("a", "sharpened"))  # type: ignore[arg-type]
+    scheduler.add(make_edit("b"))
+    batches: list[Batch] = []
+    outputs = []
+    while scheduler.num_requests:
+        plan = scheduler.schedule(0.0)
+        if plan is not None:
+            batches += plan.batches
+            workers.submit(plan)
+        for result in workers.run_one(0):
+            assert isinstance(result, BatchResult)
+            scheduler.apply(result)
+        outputs += scheduler.take_outputs()
+    assert {output.request_id for output in outputs if isinstance(output, Finished)} == {"a", "b"}
+    assert [batch.op for batch in batches if any(item.request_id == "a" for item in batch.items)] == [
+        "text_encode",
+        "image_encode",
+        *["denoise"] * 4,
+        "decode",
+        "sharpen",
+    ]
+    (sharpened,) = (batch for batch in batches if batch.op == "sharpen")
+    assert [(item.request_id, item.work) for item in sharpened.items] == [("a", Sharpen(strength=0.5))]
+    denoised = [sorted(item.request_id for item in batch.items) for batch in batches if batch.op == "denoise"]
+    assert denoised == [["a", "b"]] * 4  # requests of different workflows share steps
+    assert scheduler.cost_key("m", "sharpen") == CostKey(ModelKey("m", "vae"), "sharpen", "cpu", 1)
+    scheduler.check_integrity()
+
+
+def test_a_new_ops_message_is_decoded(sharpen: RequestOp) -> None:
+    item = Item("a", "sharpen", Sharpen(strength=0.25), ())
+    plan = StepPlan(seq=0, batches=(Batch(0, "sharpen", ModelKey("m", "vae"), (0,), (item,)),))
+    assert MessageDecoder[ToWorker](ToWorker).decode(encode(plan)) == plan
+
+
+def test_a_message_of_no_op_cannot_be_decoded() -> None:
+    item = Item("a", "sharpen", Sharpen(strength=0.25), ())
+    plan = StepPlan(seq=0, batches=(Batch(0, "sharpen", ModelKey("m", "vae"), (0,), (item,)),))
+    with pytest.raises(MessageError, match="no op has messages tagged 'Sharpen'"):
+        MessageDecoder[ToWorker](ToWorker).decode(encode(plan))
+
+
+def test_a_name_is_registered_once(sharpen: RequestOp) -> None:
+    with pytest.raises(ValueError, match="an op named sharpen"):
+        OPS.register(SHARPEN)
+
+
+def test_a_request_for_an_unknown_workflow_is_refused() -> None:
+    scheduler = StepScheduler(SchedulerConfig(), {"m": MODEL})
+    scheduler.add(in_workflow("a", "nonsense"))  # type: ignore[arg-type]
+    (failed,) = scheduler.take_outputs()
+    assert isinstance(failed, Failed)
+    assert "nonsense" in failed.failure.message
+    assert scheduler.num_requests == 0
+
+
+def test_a_worker_runs_every_built_in_op() -> None:
+    assert set(HANDLERS) == {op.name for op in BUILT_IN}
+
+
+def test_nodes_read_what_their_ops_make() -> None:
+    for node in INPAINT.nodes:
+        for edge in node.inputs:
+            assert edge.name in OPS[INPAINT.node(edge.source).op].outputs
