@@ -1,7 +1,7 @@
-"""EditSession: the life of one edit: prepared, submitted, delivered; its deadline, its failures, and its memory.
+"""EditSession: runs one edit in the API server: preparation, submission, delivery; enforces its deadline.
 
-Memory is freed only when nothing can touch it any more: after the terminal output of every image and the end of every
-image job. `close` waits for that, so it runs in the background, after the caller has left.
+It owns the edit's shared memory, which is freed only when no process can touch it any more: after the terminal output
+of every image and the end of every image job. `close` waits for that in the background, after the caller has left.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ logger = logging.getLogger("stencil.engine")
 
 
 class EditSession(Session):
-    """begin, outputs; then give_up and close. One caller.
+    """Called in this order: begin, outputs, give_up, close. One caller.
 
-    What it holds of shared memory, all of it until `close`:
+    Its shared memory, all of it held until `close`:
 
         what             how many               written by           read by
         image, mask      one each               this process         image processors, to prepare and to paste back
@@ -64,8 +64,8 @@ class EditSession(Session):
     # ---------------------------------------------------------------------------------- to the engine
 
     async def begin(self) -> None:
-        """Have the uploads prepared, and hand one request per image to the engines. Raises InvalidRequestError and
-        below, OverloadedError and DeadlineExceededError where it would come too late.
+        """Prepare the uploads and submit one request per image. Raises InvalidRequestError and its subclasses,
+        OverloadedError; DeadlineExceededError if its timeout passes or is certain to be missed.
         """
         self._ticket.look_at_upload(self._preparation.smallest_shape, self._preparation.image_seconds)
         async with self._deadline():
@@ -85,19 +85,19 @@ class EditSession(Session):
 
     @property
     def can_be_displaced(self) -> bool:
-        """Whether no worker has begun any of it."""
+        """Whether no worker has begun any of its images."""
         return not self.is_displaced and not self._images.has_begun
 
     def displace(self) -> None:
-        """The caller is told as soon as possible."""
+        """Abort its requests, so that its caller gets the error as soon as possible."""
         super().displace()
         self._services.router.abort(self._images.ids)
 
     # ---------------------------------------------------------------------------------- from the engine
 
     async def outputs(self) -> AsyncIterator[ImageOutput]:
-        """Every partial and final image, encoded, as it comes; ends after the last final one. Raises the first
-        failure.
+        """Yield every partial and final image, encoded, as soon as it is made; ends after the last final one. Raises
+        the first failure.
         """
         assert self._delivery is not None, "its images are not prepared"
         num_left = self.num_images
@@ -108,7 +108,7 @@ class EditSession(Session):
             num_left -= isinstance(output, Finished)
             if not num_left:
                 self._teach()
-            self._ticket.note_image_work(0.0)  # none is done while the reader has it, for as long as it likes
+            self._ticket.note_image_work(0.0)  # none is done while the caller reads the file, which may take long
             yield file
             self._ticket.note_image_work(self._delivery.image_seconds.composes)
 
@@ -135,7 +135,7 @@ class EditSession(Session):
         if is_met is not None:
             self._services.metrics.observe_objective(is_met=is_met)
 
-    # ---------------------------------------------------------------------------------- what goes wrong
+    # ---------------------------------------------------------------------------------- failures
 
     @asynccontextmanager
     async def _deadline(self) -> AsyncIterator[None]:
@@ -170,9 +170,9 @@ class EditSession(Session):
         self._services.metrics.observe_dropped(reason)
 
     def _teach(self) -> None:
-        """Have admission learn from it. A reader may take as long as it likes over the pictures that workers have
-        finished: that says nothing of the server. Nor does what an engine's death has cost say anything of edits to
-        come.
+        """Have admission compare its prediction with the actual time. That ends when the workers have finished, as a
+        slow reader says nothing about the server. A retried edit is left out: the time lost with an engine's death
+        does not predict later edits.
         """
         if self._images.was_retried:
             return
