@@ -167,7 +167,7 @@ class Runner:
         assert work.template_latents is not None
         active, template = self._shared(work.active).long().to(latents.device), self._shared(work.template)
         whole = self._clean(model, work.template_latents, latents.shape[0]).to(latents.device, copy=True)
-        whole[active] = latents[active].to(whole.dtype)  # what another rank exported has widened to float32
+        whole[active] = latents[active].to(whole.dtype)  # float32 if another rank has exported them
         region, (left, top, right, bottom) = family.decode_region(whole, active, work.width, work.height)
         pixels.copy_(template)
         pixels[top:bottom, left:right] = region
