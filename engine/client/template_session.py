@@ -30,7 +30,7 @@ class TemplateSession(Session):
     """Called in this order: prepare, prime, give_up, close. One caller.
 
     is_idle_work: computed while there is no other work, takes no place in the queue, and claims no pages, since its
-    template is in the store already.
+    template was registered before.
     """
 
     def __init__(

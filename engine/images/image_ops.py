@@ -43,7 +43,7 @@ __all__ = [
 CONTENT_FORMAT = 1  # part of every content id: increase it when the same upload gives a different template
 ALIGNMENT = 64  # bytes, of each array carved from a scratch region
 MAX_COVER_PIXELS = 2**26
-"""Most pixels to which generated pixels are scaled as a whole to be pasted into a crop: 0.2 GB in RGB."""
+"""Largest picture, in pixels, to which generated pixels are scaled as a whole for a crop: 0.2 GB in RGB."""
 _GREY = (128, 128, 128)  # of an empty canvas: a model sees a fully masked picture as mid-grey anyway
 
 
