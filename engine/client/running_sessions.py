@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator
+from collections.abc import Collection, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from core.errors import StencilError
+from core.routing.queue_places import Newcomer, displaced_by
 from engine.client.session import Session
+from engine.client.upload_place import UploadPlace
 
 
 class RunningSessions:
@@ -86,31 +88,30 @@ class RunningSessions:
         """Images that take a place in the queue: from admission until their caller has left and their memory is
         free.
         """
-        return sum(session.num_images for session in self._sessions if not session.is_displaced)
+        return sum(session.num_images for session in self._admitted)
 
     @property
     def num_in_preparation(self) -> int:
         """Images of sessions of which no engine has anything yet."""
         return sum(session.num_images for session in self._sessions if not session.is_submitted)
 
-    def num_displaceable(self, priority: int) -> int:
-        """Images in the queue that would make room for a request of this class."""
-        return sum(session.num_images for session in self._lower_than(priority))
+    def make_room(self, session: Session, num_missing: int) -> bool:
+        """Have waiting edits leave the queue to a new session, as core's rule chooses them; none, if too few may."""
+        newcomer = Newcomer(session.owner, session.num_images, session.priority)
+        leaving = displaced_by(newcomer, self._admitted, num_missing)
+        for other in leaving or ():
+            other.displace("class" if other.owner == session.owner else "owner")
+        return leaving is not None
 
-    def make_room(self, num_images: int, priority: int) -> bool:
-        """Have waiting edits of lower classes leave the queue, the lowest and latest first; none, if that is not
-        enough.
+    def uploads_leaving_for(
+        self, newcomer: Newcomer, num_missing: int, uploads: Collection[UploadPlace]
+    ) -> list[UploadPlace] | None:
+        """Which of the bodies being read have to be given up, so that one more may be; None where none may be. No
+        session leaves before the whole body is there.
         """
-        leaving, num_places = [], 0
-        for session in sorted(self._lower_than(priority), key=lambda session: (-session.priority, -session.arrival)):
-            if num_places < num_images:
-                leaving.append(session)
-                num_places += session.num_images
-        if num_places < num_images:
-            return False
-        for session in leaving:
-            session.displace()
-        return True
+        leaving = displaced_by(newcomer, [*self._admitted, *uploads], num_missing)
+        return None if leaving is None else [holder for holder in leaving if isinstance(holder, UploadPlace)]
 
-    def _lower_than(self, priority: int) -> Iterator[Session]:
-        return (session for session in self._sessions if session.priority > priority and session.can_be_displaced)
+    @property
+    def _admitted(self) -> list[Session]:
+        return [session for session in self._sessions if not session.displaced_for]
