@@ -18,6 +18,7 @@ from core.messages.engine import Aborted, Failed, Finished, PartialImage, Templa
 from core.model_info import ModelInfo
 from core.routing.fleet import EditShape
 from engine.client.admission_ticket import AdmissionTicket
+from engine.client.cancel_scope import CancelScope
 from engine.client.edit_delivery import EditDelivery
 from engine.client.edit_images import EditImage, EditImages
 from engine.client.edit_preparation import EditPreparation
@@ -58,6 +59,7 @@ class EditSession(Session):
         self._memory = SessionMemory(services)
         self._preparation = EditPreparation(services, self._caller, edit, model, self._memory, self._span)
         self._ticket = AdmissionTicket(services.admission, self._caller, edit.sampling.timeout, self.num_images)
+        self._in_preparation = CancelScope()  # by `displace`
         self._images = EditImages(services.router, self.done)
         self._delivery: EditDelivery | None = None  # once it is prepared
 
@@ -68,7 +70,7 @@ class EditSession(Session):
         below, OverloadedError and DeadlineExceededError where it would come too late.
         """
         self._ticket.look_at_upload(self._preparation.smallest_shape, self._preparation.image_seconds)
-        async with self._deadline():
+        async with self._deadline(), self._in_preparation:
             uploads = await self._preparation.store()
             prepared = await self._preparation.prepare(uploads)
         if self.displaced_for:
@@ -91,6 +93,7 @@ class EditSession(Session):
     def displace(self, reason: DisplacedFor) -> None:
         """The caller is told as soon as possible."""
         super().displace(reason)
+        self._in_preparation.cancel()
         self._services.router.abort(self._images.ids)
 
     # ---------------------------------------------------------------------------------- from the engine

@@ -109,7 +109,8 @@ class RunningSessions:
         """Which of the bodies being read have to be given up, so that one more may be; None where none may be. No
         session leaves before the whole body is there.
         """
-        leaving = displaced_by(newcomer, [*self._admitted, *uploads], num_missing)
+        holders: list[Session | UploadPlace] = [*self._admitted, *uploads]
+        leaving = displaced_by(newcomer, holders, num_missing)
         return None if leaving is None else [holder for holder in leaving if isinstance(holder, UploadPlace)]
 
     @property

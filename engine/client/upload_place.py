@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 from core.errors import OverloadedError
+from engine.client.cancel_scope import CancelScope
 
 
 class UploadPlace:
-    """reading, refuse. A `Holder` of one place; its class is not known yet and counts as the highest, so that waiting
-    edits leave before it.
+    """A `Holder` of one place. Its class is not known yet and counts as the highest: waiting edits leave before it.
+
+    reading: in which the body is read. refusal: set by `refuse`.
     """
 
     num_images = 1
@@ -23,21 +22,10 @@ class UploadPlace:
     def __init__(self, owner: str) -> None:
         self.owner = owner
         self.arrival = time.monotonic()
-        self.refusal: OverloadedError | None = None  # set by `refuse`
-        self._limit = asyncio.timeout(None)
-
-    @asynccontextmanager
-    async def reading(self) -> AsyncIterator[None]:
-        """The body is read inside, by the current task. Raises the refusal as soon as there is one."""
-        try:
-            async with self._limit:
-                yield
-        except TimeoutError as error:
-            if self.refusal is None:
-                raise
-            raise self.refusal from error
+        self.reading = CancelScope()
+        self.refusal: OverloadedError | None = None
 
     def refuse(self, error: OverloadedError) -> None:
-        """Give it up, only while it is being read."""
+        """Have the body read no further."""
         self.refusal = error
-        self._limit.reschedule(asyncio.get_running_loop().time())
+        self.reading.cancel()

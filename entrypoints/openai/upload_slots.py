@@ -29,7 +29,7 @@ class UploadSlots:
         self._check_upload(owner, [place for place in self._taken if not place.refusal])
         place = UploadPlace(owner)
         try:
-            async with place.reading():
+            async with place.reading:
                 self._taken.add(place)
                 yield
         except NoDiskError:
@@ -37,3 +37,5 @@ class UploadSlots:
             raise
         finally:
             self._taken.discard(place)
+        if place.refusal and place.reading.cancelled_caught:
+            raise place.refusal

@@ -78,9 +78,12 @@ class Images:
     """Image processors that take no time, and say that they take COMPOSE_SECONDS."""
 
     def __init__(self) -> None:
+        self.gate = asyncio.Event()  # preparations wait for it
+        self.gate.set()
         self.costs = SimpleNamespace(predict=lambda work: 0.0 if work.kind == "prepare" else COMPOSE_SECONDS)
 
     async def prepare(self, job: PrepareImages, caller: Caller) -> PreparedImages:
+        await self.gate.wait()
         pixels, tokens = ArrayRef(0, 0, (256, 256, 3), "uint8"), ArrayRef(0, 0, (256,), "int32")
         return PreparedImages(0, 256, 256, 256, 256, pixels, ArrayRef(0, 0, (256, 256), "uint8"), tokens, "c", True)
 
@@ -104,7 +107,8 @@ class Server:
         services = Services.create(
             config, self.engine.metrics, self.engine._served, self.engine._sessions, self.engine.templates
         )
-        self.services = replace(services, images=Images())  # type: ignore[arg-type]
+        self.images = Images()
+        self.services = replace(services, images=self.images)  # type: ignore[arg-type]
         self.results = ResultTemplates(self.services)
         self.engine.services, self.engine._results = self.services, self.results
         self.admission, self.router = services.admission, services.router
@@ -306,6 +310,27 @@ async def test_the_latest_waiting_edit_of_a_key_that_fills_the_queue_leaves_to_a
                     async with engine.edit("too many", make_input(owner=owner, n=2)):
                         pass
             assert tracking.end_aborted() == []
+    assert 'reason="displaced"} 1.0' in engine.metrics.exposition().decode()
+
+
+async def test_an_edit_that_is_displaced_while_it_is_prepared_ends_at_once(tracking: Server) -> None:
+    """Image work that waits for nothing would pile up beyond the queue's places."""
+    engine, gate = tracking.engine, tracking.images.gate
+    gate.clear()
+
+    async def submit(owner: str, n: int) -> None:
+        async with engine.edit(owner, make_input(n=n, owner=owner)):
+            pass
+
+    heavy = [asyncio.create_task(submit("heavy", 2)) for _ in range(2)]
+    while engine.num_admitted < 4:
+        await asyncio.sleep(0)
+    light = asyncio.create_task(submit("light", 1))
+    done, waiting = await asyncio.wait(heavy, return_when=asyncio.FIRST_COMPLETED, timeout=5)
+    assert [type(task.exception()) for task in done] == [OverloadedError]
+    assert len(waiting) == 1
+    gate.set()
+    await asyncio.gather(*waiting, light)
     assert 'reason="displaced"} 1.0' in engine.metrics.exposition().decode()
 
 
