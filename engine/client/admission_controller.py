@@ -7,7 +7,7 @@ recent one, and once its mask is known. The rule is in core/routing/admission.py
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass, replace
 
 from core.config import StencilConfig
@@ -16,10 +16,12 @@ from core.costs.prediction_margin import PredictionMargin
 from core.errors import DeadlineExceededError, EngineDeadError, InvalidRequestError, OverloadedError
 from core.routing.admission import Outlook, RefusedFor, Terms, Verdict, judge
 from core.routing.fleet import EditShape
+from core.routing.queue_places import Newcomer
 from engine.client.edit_types import EditInput
 from engine.client.image_work import ImageSeconds
 from engine.client.running_sessions import RunningSessions
 from engine.client.session import Session
+from engine.client.upload_place import UploadPlace
 from engine.images.image_jobs import Caller
 from engine.observability.metrics import Metrics
 from engine.router.router import Router
@@ -64,7 +66,8 @@ class AdmissionController:
     # ---------------------------------------------------------------------------------- places in the queue
 
     def check_queue(self, session: Session) -> None:
-        """Check that the queue has a place for each image of a session; sessions of lower classes are displaced.
+        """Check that the queue has a place for each image of a session; sessions of lower classes, or of owners that
+        hold more places, are displaced.
 
         Raises EngineDeadError, InvalidRequestError for more images than the whole queue holds, OverloadedError.
         """
@@ -75,20 +78,27 @@ class AdmissionController:
             message = f"Invalid 'n': {session.num_images} images; this server takes at most {self._max_queue}, "
             raise InvalidRequestError(message + "as many as its queue holds (--max-queue).", param="n")
         num_missing = self._sessions.num_admitted + session.num_images - self._max_queue
-        if num_missing > 0 and not self._sessions.make_room(num_missing, session.priority):
+        if num_missing > 0 and not self._sessions.make_room(session, num_missing):
             raise self._queue_full()
 
-    def check_upload(self, num_uploads: int) -> None:
-        """Check whether one more request body may be read while `num_uploads` others are. Raises OverloadedError if the
-        queue would be full even with all of them of the highest class seen so far.
+    def check_upload(self, owner: str, uploads: Collection[UploadPlace]) -> None:
+        """Check whether one more body, of this owner, may be read while `uploads` are; those of owners that hold more
+        places are refused for it. Raises OverloadedError if the queue would be full even with all of them of the
+        highest class seen so far.
         """
-        num_places = self._max_queue + self._sessions.num_displaceable(self._highest_class)
-        if self._sessions.num_admitted + num_uploads >= num_places:
+        num_missing = self._sessions.num_admitted + len(uploads) + 1 - self._max_queue
+        if num_missing <= 0:
+            return
+        newcomer = Newcomer(owner, 1, self._highest_class)
+        leaving = self._sessions.uploads_leaving_for(newcomer, num_missing, uploads)
+        if leaving is None:
             raise self._queue_full()
+        for upload in leaving:
+            upload.refuse(self._queue_full(" A request of another API key, which holds fewer places, goes first."))
 
-    def _queue_full(self) -> OverloadedError:
+    def _queue_full(self, why: str = "") -> OverloadedError:
         self._metrics.observe_rejected("queue_full")
-        return OverloadedError("The queue is full.", retry_after=self.retry_after())
+        return OverloadedError(f"The queue is full.{why}", retry_after=self.retry_after())
 
     def retry_after(self) -> float:
         """Retry-after in seconds: the predicted time until the present work is done, within the bounds above."""

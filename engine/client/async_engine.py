@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager, suppress
 
 import msgspec
@@ -32,6 +32,7 @@ from engine.client.services import Services
 from engine.client.template_session import TemplateSession
 from engine.client.template_store import Template, TemplateStore
 from engine.client.upload import KeptUpload, Upload
+from engine.client.upload_place import UploadPlace
 from engine.observability.metrics import Metrics
 from engine.router.engine_replica import ReplicaState
 
@@ -140,9 +141,11 @@ class AsyncEngine:
             await session.begin()
             yield session.outputs()
 
-    def check_upload(self, num_uploads: int) -> None:
-        """Check whether one more edit's body may be read while `num_uploads` others are. Raises OverloadedError."""
-        self.services.admission.check_upload(num_uploads)
+    def check_upload(self, owner: str, uploads: Collection[UploadPlace]) -> None:
+        """Check whether one more body, of this owner, may be read while `uploads` are; some of other owners may be
+        refused for it. Raises OverloadedError.
+        """
+        self.services.admission.check_upload(owner, uploads)
 
     def _choose_model(self, name: str, lora: str) -> ModelInfo:
         if self.is_closing:

@@ -18,13 +18,14 @@ from core.messages.engine import Aborted, Failed, Finished, PartialImage, Templa
 from core.model_info import ModelInfo
 from core.routing.fleet import EditShape
 from engine.client.admission_ticket import AdmissionTicket
+from engine.client.cancel_scope import CancelScope
 from engine.client.edit_delivery import EditDelivery
 from engine.client.edit_images import EditImage, EditImages
 from engine.client.edit_preparation import EditPreparation
 from engine.client.edit_types import EditInput, ImageOutput
 from engine.client.result_templates import ResultTemplates
 from engine.client.services import Services
-from engine.client.session import Session
+from engine.client.session import DisplacedFor, Session
 from engine.client.session_memory import SessionMemory
 from engine.observability.metrics import DropReason
 from engine.observability.tracing import current_span
@@ -49,7 +50,7 @@ class EditSession(Session):
         self, services: Services, results: ResultTemplates, request_id: str, edit: EditInput, model: ModelInfo
     ) -> None:
         """Raises InvalidRequestError, TemplateNotFoundError."""
-        super().__init__(edit.sampling.n, edit.sampling.priority)
+        super().__init__(edit.owner, edit.sampling.n, edit.sampling.priority)
         self._services = services
         self._results = results
         self._model = model
@@ -58,6 +59,7 @@ class EditSession(Session):
         self._memory = SessionMemory(services)
         self._preparation = EditPreparation(services, self._caller, edit, model, self._memory, self._span)
         self._ticket = AdmissionTicket(services.admission, self._caller, edit.sampling.timeout, self.num_images)
+        self._in_preparation = CancelScope()  # by `displace`
         self._images = EditImages(services.router, self.done)
         self._delivery: EditDelivery | None = None  # once it is prepared
 
@@ -68,11 +70,11 @@ class EditSession(Session):
         OverloadedError; DeadlineExceededError if its timeout passes or is certain to be missed.
         """
         self._ticket.look_at_upload(self._preparation.smallest_shape, self._preparation.image_seconds)
-        async with self._deadline():
+        async with self._deadline(), self._in_preparation:
             uploads = await self._preparation.store()
             prepared = await self._preparation.prepare(uploads)
-        if self.is_displaced:
-            raise self._displaced()
+        if self.displaced_for:
+            raise self._displaced(self.displaced_for)
         images = self._preparation.make_images(prepared, self._ticket.deadline)
         self._delivery = EditDelivery(
             self._services, self._results, self._caller, uploads, prepared, self._memory, self._span
@@ -86,11 +88,12 @@ class EditSession(Session):
     @property
     def can_be_displaced(self) -> bool:
         """Whether no worker has begun any of its images."""
-        return not self.is_displaced and not self._images.has_begun
+        return not self.displaced_for and not self._images.has_begun
 
-    def displace(self) -> None:
-        """Abort its requests, so that its caller gets the error as soon as possible."""
-        super().displace()
+    def displace(self, reason: DisplacedFor) -> None:
+        """Abort its requests, or its preparation, so that its caller gets the error as soon as possible."""
+        super().displace(reason)
+        self._in_preparation.cancel()
         self._services.router.abort(self._images.ids)
 
     # ---------------------------------------------------------------------------------- from the engine
@@ -122,8 +125,8 @@ class EditSession(Session):
                 return file
             case Failed():
                 raise self._failed(output)
-            case Aborted() if self.is_displaced:
-                raise self._displaced()
+            case Aborted() if self.displaced_for:
+                raise self._displaced(self.displaced_for)
             case Aborted():
                 raise OverloadedError("The server shut down before the request finished.", retry_after=1.0)
             case TemplatePrimed():
@@ -159,9 +162,10 @@ class EditSession(Session):
             logger.error("%s: %s\n%s", output.request_id, failure.message, failure.detail)
         return failure.to_error()
 
-    def _displaced(self) -> OverloadedError:
+    def _displaced(self, reason: DisplacedFor) -> OverloadedError:
         self._note_dropped("displaced")
-        message = "The queue is full, and a request of a higher class has taken this one's place."
+        whose = "of a higher class" if reason == "class" else "of another API key, which holds fewer places,"
+        message = f"The queue is full, and a request {whose} has taken this one's place."
         return OverloadedError(message, retry_after=self._services.admission.retry_after())
 
     def _note_dropped(self, reason: DropReason) -> None:

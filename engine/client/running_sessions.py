@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator
+from collections.abc import Collection, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from core.errors import StencilError
+from core.routing.queue_places import Newcomer, displaced_by
 from engine.client.session import Session
+from engine.client.upload_place import UploadPlace
 
 
 class RunningSessions:
@@ -84,31 +86,33 @@ class RunningSessions:
     @property
     def num_admitted(self) -> int:
         """Images that have a place in the queue: from admission until they are displaced or their memory is freed."""
-        return sum(session.num_images for session in self._sessions if not session.is_displaced)
+        return sum(session.num_images for session in self._admitted)
 
     @property
     def num_in_preparation(self) -> int:
         """Images of sessions that have not been submitted to an engine."""
         return sum(session.num_images for session in self._sessions if not session.is_submitted)
 
-    def num_displaceable(self, priority: int) -> int:
-        """Images in the queue that a request of this class could displace."""
-        return sum(session.num_images for session in self._lower_than(priority))
-
-    def make_room(self, num_images: int, priority: int) -> bool:
-        """Displace waiting edits of lower classes, the lowest and latest first, until `num_images` places are free. If
-        there are too few of them, displaces none and returns False.
+    def make_room(self, session: Session, num_missing: int) -> bool:
+        """Displace waiting edits until `num_missing` places are free for a new session, as `displaced_by` chooses them.
+        If too few may be displaced, displaces none and returns False.
         """
-        leaving, num_places = [], 0
-        for session in sorted(self._lower_than(priority), key=lambda session: (-session.priority, -session.arrival)):
-            if num_places < num_images:
-                leaving.append(session)
-                num_places += session.num_images
-        if num_places < num_images:
-            return False
-        for session in leaving:
-            session.displace()
-        return True
+        newcomer = Newcomer(session.owner, session.num_images, session.priority)
+        leaving = displaced_by(newcomer, self._admitted, num_missing)
+        for other in leaving or ():
+            other.displace("class" if other.owner == session.owner else "owner")
+        return leaving is not None
 
-    def _lower_than(self, priority: int) -> Iterator[Session]:
-        return (session for session in self._sessions if session.priority > priority and session.can_be_displaced)
+    def uploads_leaving_for(
+        self, newcomer: Newcomer, num_missing: int, uploads: Collection[UploadPlace]
+    ) -> list[UploadPlace] | None:
+        """The bodies being read that must be refused so that one more may be read; None if too few may be. No session
+        is displaced before the whole body has arrived.
+        """
+        holders: list[Session | UploadPlace] = [*self._admitted, *uploads]
+        leaving = displaced_by(newcomer, holders, num_missing)
+        return None if leaving is None else [holder for holder in leaving if isinstance(holder, UploadPlace)]
+
+    @property
+    def _admitted(self) -> list[Session]:
+        return [session for session in self._sessions if not session.displaced_for]

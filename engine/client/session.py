@@ -5,33 +5,39 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
+from typing import Literal
+
+DisplacedFor = Literal["class", "owner"]
+"""Who has a session's places: a request of a higher class, or one of another owner that holds fewer."""
 
 
 class Session(ABC):
     """The interface that `RunningSessions` uses to count, displace, give up and close requests.
 
-    num_images: places that it takes in the queue. priority: its class, 0 = the default, lower = more urgent.
-    is_idle_work: computed while there is no other work, given up at shutdown. arrival: seconds of CLOCK_MONOTONIC.
+    owner: see EditInput. num_images: places that it takes in the queue. priority: its class, 0 = the default, lower =
+    more urgent. is_idle_work: computed while there is no other work, given up at shutdown. arrival: seconds of
+    CLOCK_MONOTONIC.
     """
 
-    def __init__(self, num_images: int, priority: int = 0, *, is_idle_work: bool = False) -> None:
+    def __init__(self, owner: str, num_images: int, priority: int = 0, *, is_idle_work: bool = False) -> None:
+        self.owner = owner
         self.num_images = num_images
         self.priority = priority
         self.is_idle_work = is_idle_work
         self.arrival = time.monotonic()
         self.is_submitted = False  # a request of it was sent to the router; set by the subclass
-        self.is_displaced = False  # it lost its queue places to a higher class; set by `displace`
+        self.displaced_for: DisplacedFor | None = None  # why it lost its queue places; set by `displace`
         self.has_failed = False  # ended by an error, not by its caller; set by RunningSessions
         self.done = asyncio.Event()  # no engine works on it any more; set by the subclass
 
     @property
     def can_be_displaced(self) -> bool:
-        """Whether a request of a higher class may take its queue places."""
+        """Whether another request may take its queue places."""
         return False
 
-    def displace(self) -> None:
-        """Give its queue places to a request of a higher class. Only if `can_be_displaced`."""
-        self.is_displaced = True
+    def displace(self, reason: DisplacedFor) -> None:
+        """Give its queue places to another request. Only if `can_be_displaced`."""
+        self.displaced_for = reason
 
     @abstractmethod
     def give_up(self) -> None:

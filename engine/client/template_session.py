@@ -43,10 +43,9 @@ class TemplateSession(Session):
         owner: str,
         is_idle_work: bool = False,
     ) -> None:
-        super().__init__(num_images=0 if is_idle_work else 1, is_idle_work=is_idle_work)
+        super().__init__(owner, num_images=0 if is_idle_work else 1, is_idle_work=is_idle_work)
         self._services = services
         self._id = request_id
-        self._owner = owner
         self._upload = upload
         self._model = model
         self._cache_salt = services.served.cache.salt(owner)
@@ -72,7 +71,7 @@ class TemplateSession(Session):
             max_side=model.max_side,
         )
         self._prepared = await self._services.images.prepare(
-            message, Caller(self._id, self._owner, arrival=self.arrival)
+            message, Caller(self._id, self.owner, arrival=self.arrival)
         )
         self._span.child("prepare", self.arrival, time.monotonic(), {})
         return self._prepared
