@@ -1,4 +1,4 @@
-# Stencil on CPUs. docs/docker.md says how to build it and run it.
+# Stencil on CPUs. docs/observability.md says how to build it and run it.
 
 ARG PYTHON_VERSION=3.11
 FROM python:${PYTHON_VERSION}-slim-bookworm AS base

@@ -1,4 +1,4 @@
-"""The exception tree of Stencil. Knows nothing of HTTP, processes or torch.
+"""The exception tree of Stencil, independent of HTTP, processes and torch.
 
     StencilError
     |-- ConfigError            a flag, model directory or environment that cannot work; reported once at start-up

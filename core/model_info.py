@@ -19,7 +19,7 @@ class BlockRun(msgspec.Struct, frozen=True):
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about a loaded model, sent up in the Ready messages. Set by its family when the worker loads it, unless a
-    comment says else.
+    comment says otherwise.
     """
 
     # Identity.

@@ -2,6 +2,6 @@
 
 import logging
 
-# diffusers imports torchao wherever it is installed, which then warns of kernels for processors that are not there.
+# diffusers imports torchao if it is installed, which then warns that it has no kernels for this machine's processors.
 for _name in ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer"):
     logging.getLogger(_name).setLevel(logging.ERROR)

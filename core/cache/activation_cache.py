@@ -163,7 +163,7 @@ class ActivationCacheManager:
             self._table.registered.discard(key)
             entry = self._table.entries[key]
             if entry.copy is not None and "disk" in (entry.copy.source, entry.copy.target):
-                entry.is_file_doomed = True  # the copy may not have begun: what it writes goes when it is over
+                entry.is_file_doomed = True  # the copy may be yet to write it: deleted when the copy is over
             entry.is_doomed, entry.was_on_disk, entry.has_sunk = True, False, False
             self._table.judge(entry)
             self._table.release_unused(entry)
@@ -218,7 +218,7 @@ class ActivationCacheManager:
         """Raise AssertionError unless the table agrees with itself and orders with the copies in flight."""
         self._table.check_integrity()
         in_flight = [entry.copy for entry in self._table.entries.values() if entry.copy is not None]
-        assert all(copy in in_flight for copy in self._orders.copies), "an order for a copy that nobody waits for"
+        assert all(copy in in_flight for copy in self._orders.copies), "an order for a copy that is not in flight"
 
     # ------------------------------------------------------------------------------------------------- making places
 

@@ -153,7 +153,7 @@ class EntryTable:
         assert key in self.compute or is_below, f"{key} is nowhere"
         assert entry.pins >= 0
         assert entry.pins == 0 or entry.ref is not None, f"{key} is pinned without a place"
-        assert entry.state is not EntryState.EMPTY or entry.pins or entry.copy, f"{key} is empty and nobody's"
+        assert entry.state is not EntryState.EMPTY or entry.pins or entry.copy, f"{key} is EMPTY and has no user"
         assert (entry.state is EntryState.LOADING) <= (entry.copy is not None), f"{key} waits for no copy"
         may_go = not entry.pins and entry.copy is None
         assert self.compute.is_idle(key) == (may_go and entry.ref is not None), f"{key}: pins and LRU differ"

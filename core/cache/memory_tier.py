@@ -68,7 +68,7 @@ class ByteCount:
 
 
 PROVEN_SHARE = 0.8
-"""Share of the budget for idle proven entries; beyond it the oldest become ordinary, so that old favourites leave."""
+"""Share of the budget for idle proven entries; beyond it the oldest become ordinary, and are evicted sooner."""
 
 
 class MemoryTier:

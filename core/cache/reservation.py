@@ -13,7 +13,7 @@ from core.page_scheme import page_key
 
 @dataclass(slots=True)
 class Reservation:
-    """The entries that an edit or a template request needs. Written by PageReservations unless a comment says else."""
+    """The entries that an edit or a template request needs. Written by PageReservations unless commented otherwise."""
 
     # Set by its maker: the RequestPrefetcher, or the scheduler for a template request.
     owner_id: str  # id of the edit or template request

@@ -40,7 +40,7 @@ MIN_SECONDS = 1e-6
 """Shorter times count as this, since errors are relative."""
 
 SPREAD_FORGET = 0.95
-"""As FORGET, for the usual deviation: a machine that did become slower is believed within a few tens of steps."""
+"""As FORGET, for the usual deviation: if a machine becomes slower, its times count in full after some tens of steps."""
 
 
 _NEXT_FASTER: dict[Tier, Tier] = {"disk": "host", "host": "device"}

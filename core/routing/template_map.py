@@ -115,7 +115,7 @@ class TemplateMap:
             self._give_up(engine, next(iter(expected)))
 
     def clear_expected(self, engine: int) -> None:
-        """Drop what is expected of an idle engine: it will not be primed any more."""
+        """Drop the keyframes expected from an idle engine: they will not be primed any more."""
         for template in list(self._expected[engine]):
             self._give_up(engine, template)
 

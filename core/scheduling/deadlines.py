@@ -90,7 +90,7 @@ class Deadlines:
 
     def joining(self, requests: Sequence[Request], now: float) -> MayJoin | None:
         """A predicate that decides whether a request may join the running ones and those that it has accepted before;
-        None where no request has a due time.
+        None if no request has a due time.
         """
         if not _any_due(requests):
             return None

@@ -1,7 +1,7 @@
 """StepScheduler: decides which requests denoise one step together, and which other stage work runs beside it.
 
 Step-level continuous batching: the batch is re-formed at every iteration, so a request joins at the next step and
-leaves right after its last. Pure: time is an argument, effects are the returned plan. It knows nothing of tensors,
+leaves right after its last. Pure: time is an argument, effects are the returned plan. It handles no tensors,
 processes or HTTP.
 
 One iteration is schedule -> (a worker runs the plan) -> apply; `take_outputs` returns the messages for clients.

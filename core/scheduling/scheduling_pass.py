@@ -149,8 +149,8 @@ class SchedulingPass:
     # ------------------------------------------------------------------------------------------------ the step
 
     def _choose_step(self) -> int:
-        """Choose the most urgent requests that fit, in one batch per model and op. A request above the token budget runs
-        by itself. Returns the step's tokens.
+        """Choose the most urgent requests that fit, in one batch per model and op; returns the step's tokens. A request
+        above the token budget runs by itself.
         """
         chosen: dict[tuple[str, str], list[Request]] = {}  # (model, op of the loop) -> requests
         num_seqs = num_tokens = 0

@@ -1,1 +1,1 @@
-"""The API server's side of the engine: admission, preparation, submission and delivery of edits."""
+"""The part of the engine that runs in the API server: admission, preparation, submission and delivery of edits."""

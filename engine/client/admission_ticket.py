@@ -1,4 +1,4 @@
-"""AdmissionTicket: one edit's way through admission, from its arrival to what the server learns from its end."""
+"""AdmissionTicket: one edit's state in admission, from arrival to comparing its prediction with its actual time."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from engine.images.image_jobs import Caller
 
 
 class AdmissionTicket:
-    """One edit's way through the door: look_at_upload, look_at_edit, finished or missed; leave at any time.
+    """Called by EditSession: look_at_upload, look_at_edit, then finished or missed; leave at any time.
 
-    deadline: when its own timeout ends, None = never. objective: when its pictures are to be finished, None = whenever;
-    known after look_at_edit. Both absolute. caller: whose the edit is.
+    deadline: end of its own timeout, None = none. objective: when its pictures should be finished, None = no limit; set
+    by look_at_edit. Both are seconds of CLOCK_MONOTONIC.
     """
 
     def __init__(self, admission: AdmissionController, caller: Caller, timeout: float | None, num_images: int) -> None:
@@ -27,11 +27,11 @@ class AdmissionTicket:
         self._num_images = num_images
         self._caller = caller
         self._compose_seconds = 0.0  # of one file
-        self._foretold: tuple[float, float] | None = None  # when it was let in, and the seconds then predicted
-        self._allowed = 0.0  # seconds that these were taken to be with the margin
+        self._foretold: tuple[float, float] | None = None  # time of admission, and the seconds predicted then
+        self._allowed = 0.0  # these seconds with the margin
 
     def look_at_upload(self, shape: RequestShape, images: ImageSeconds) -> None:
-        """Before its images are prepared: the sizes in `shape` are replaced by the smallest of late.
+        """First check, before its images are prepared. The sizes in `shape` are replaced by the smallest recent ones.
 
         Raises OverloadedError, DeadlineExceededError.
         """
@@ -44,7 +44,7 @@ class AdmissionTicket:
         self._controller.image_backlog.set(self._caller.edit_id, share)
 
     def look_at_edit(self, shape: RequestShape, images: ImageSeconds) -> None:
-        """Once it is prepared. Raises OverloadedError, DeadlineExceededError."""
+        """Second check, once it is prepared. Raises OverloadedError, DeadlineExceededError."""
         self.leave()
         self._controller.sizes.append((shape.image_tokens, shape.active_tokens))
         self._compose_seconds = images.compose
@@ -60,21 +60,21 @@ class AdmissionTicket:
         self._controller.image_backlog.set(self._caller.edit_id, share)
 
     def note_image_work(self, seconds: float) -> None:
-        """So much of its image work is left."""
+        """Set how many seconds of its image work are left."""
         self._controller.image_backlog.set(self._caller.edit_id, self._caller.share(seconds))
 
     @property
     def worker_objective(self) -> float | None:
-        """When a worker is to be done with it, so that its file is made in time."""
+        """The latest time for a worker to finish, so that there is time left to encode the file."""
         return None if self.objective is None else self.objective - self._compose_seconds
 
     def finished(self, ended: float) -> None:
-        """Workers were done with its last picture at `ended`: learn how far off the prediction was."""
+        """Learn from an edit whose last picture the workers finished at `ended`."""
         self._learn(ended + self._compose_seconds)
 
     def missed(self) -> None:
-        """It is given up, since it would be too late: it would have taken all the time that it had. Where that is less
-        than was allowed for, since an idle server lets in on doubt, it says nothing: the real time is not known.
+        """Learn from an edit that was given up for lateness: it took at least all the time it had. Nothing is learnt if
+        that is less than the prediction with its margin (an idle server admits such edits): the real time is unknown.
         """
         if self._foretold is None:
             return
@@ -89,13 +89,13 @@ class AdmissionTicket:
             self._controller.margin.observe(predicted, end - start)
 
     def is_met(self, ended: float) -> bool | None:
-        """Whether a picture that workers were done with at `ended` met the server's objective; None where there is
-        none. Its file counts as made in the time that this takes on average: the real one waits for the reader.
+        """Whether a picture that workers finished at `ended` met the server's objective; None if the server has none.
+        Its encoding counts with the predicted time: the actual one includes waiting for a slow reader.
         """
         return None if self._goal is None else ended + self._compose_seconds <= self._goal
 
     def leave(self) -> None:
-        """It is not being prepared any more, or given up."""
+        """Remove it from the edits in preparation and from the image backlog."""
         self._controller.preparing.pop(self, None)
         self._controller.image_backlog.drop(self._caller.edit_id)
 

@@ -1,8 +1,8 @@
-"""AsyncEngine: the client side of the engine. Admits edits, has their images prepared, submits, streams, cleans up.
+"""AsyncEngine: the engine as the API server uses it. Admits edits, runs them in sessions and streams their results.
 
 Owns the shared arena, the image processors and the router with its engines (`Services`); one EditSession per edit owns
 that edit's memory. The same object serves HTTP (entrypoints/openai) and offline use (entrypoints/image_engine.py).
-Never loads torch.
+Never imports torch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager, suppress
 
 import msgspec
@@ -32,13 +32,14 @@ from engine.client.services import Services
 from engine.client.template_session import TemplateSession
 from engine.client.template_store import Template, TemplateStore
 from engine.client.upload import KeptUpload, Upload
+from engine.client.upload_place import UploadPlace
 from engine.observability.metrics import Metrics
 from engine.router.engine_replica import ReplicaState
 
 logger = logging.getLogger("stencil.engine")
 
 SETTLE_SECONDS = 4.0
-"""How long callers may hold on to their last outputs once the engine has stopped."""
+"""How long shutdown waits for callers to take their last outputs."""
 
 
 class AsyncEngine:
@@ -78,7 +79,7 @@ class AsyncEngine:
         self._actor = asyncio.create_task(self._run(), name="async-engine")
 
     async def ready(self) -> None:
-        """Wait until edits are served. Raises what kept the engine from starting."""
+        """Wait until edits are served. Raises the error that kept the engine from starting."""
         router = self.services.router
         models = await router.ready()
         self.metrics.expect(models, self.config.engine.data_parallel_size)
@@ -86,20 +87,20 @@ class AsyncEngine:
         self._served.set(models, msgspec.structs.replace(self.config.engine, cache=router.cache))
 
     async def shutdown(self, drain_seconds: float) -> None:
-        """Refuse new edits, let running ones finish within `drain_seconds`, leave no process and no memory behind."""
-        await self._sessions.drain(drain_seconds)  # what is left then is aborted by the engine's end
+        """Refuse new edits, let running ones finish within `drain_seconds`, then end all processes, free all memory."""
+        await self._sessions.drain(drain_seconds)  # sessions that still run are aborted when the engine stops
         self._stopping.set()
         if self._actor is not None:
             await self._actor
 
     async def failed(self) -> StencilError:
-        """Wait until the last engine is gone for good and return why; never returns while one serves or is started
-        anew.
+        """Wait until the last engine is given up and return the reason. Does not return while any engine serves or is
+        being restarted.
         """
         return await self.services.router.failed()
 
     async def _run(self) -> None:
-        """The actor: every background task of the engine lives in this group, and whatever ends it ends the engine."""
+        """The actor: all background tasks of the engine are in this task group; its end is the engine's end."""
         router, images = self.services.router, self.services.images
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -107,19 +108,19 @@ class AsyncEngine:
                 tasks.create_task(router.run())
                 tasks.create_task(images.closed())
                 await self._stopping.wait()
-                # By the router's end every request has its terminal output; callers get a moment to take it.
+                # When the router has stopped, every request has its terminal output; callers get time to take it.
                 await asyncio.gather(router.stop(), self._sessions.wait_idle(SETTLE_SECONDS))
                 await images.stop()
-        except Exception as error:  # the actor's edge: unheard, a bug here would leave every caller waiting
+        except Exception as error:  # the actor's edge: swallowed, a bug here would leave every caller waiting
             logger.exception("the engine's client failed")
             router.fail(EngineError(f"internal error: {error}"))
         finally:
             await self._dismantle()
 
     async def _dismantle(self) -> None:
-        """End what still runs and free what is held; after an orderly end there is little left to do."""
+        """End all processes and free all memory, in whatever state the engine is."""
         await self.services.router.close()
-        with suppress(Exception):  # its failure, if it failed, is what brought us here
+        with suppress(Exception):  # its failure was raised by `start` or logged by `_run`
             await self.services.images.stop()
         self.services.arena.close()
 
@@ -128,9 +129,9 @@ class AsyncEngine:
     @asynccontextmanager
     async def edit(self, request_id: str, edit: EditInput) -> AsyncIterator[AsyncIterator[ImageOutput]]:
         """Run one edit. Entering admits it, checks and prepares its images and submits it; iterating yields outputs as
-        they come; leaving early aborts it.
+        they are finished; leaving early aborts it.
 
-        Raises on entering: InvalidRequestError and below, OverloadedError (full, too busy for it, loading or shutting
+        Raises on entering: InvalidRequestError and its subclasses, OverloadedError (full, too busy, loading or shutting
         down), DeadlineExceededError. While iterating: DeadlineExceededError, OverloadedError, EngineError.
         """
         model, services = self._choose_model(edit.model, edit.lora), self.services
@@ -140,9 +141,11 @@ class AsyncEngine:
             await session.begin()
             yield session.outputs()
 
-    def check_upload(self, num_uploads: int) -> None:
-        """Whether the body of one more edit may be read while `num_uploads` are. Raises OverloadedError."""
-        self.services.admission.check_upload(num_uploads)
+    def check_upload(self, owner: str, uploads: Collection[UploadPlace]) -> None:
+        """Check whether one more body, of this owner, may be read while `uploads` are; some of other owners may be
+        refused for it. Raises OverloadedError.
+        """
+        self.services.admission.check_upload(owner, uploads)
 
     def _choose_model(self, name: str, lora: str) -> ModelInfo:
         if self.is_closing:
@@ -158,10 +161,10 @@ class AsyncEngine:
     async def prime_template(
         self, request_id: str, image: Upload, *, model: str = "", lora: str = "", owner: str = ""
     ) -> Template:
-        """Register an image as a template of `owner` and make its pages, which edits by its id with the same adapter,
-        or likewise none, then find.
+        """Register an image as a template of `owner` and prime its pages. Edits that name its id with the same model
+        and adapter then find them cached.
 
-        Raises InvalidRequestError and below, OverloadedError, EngineError; nothing is registered then.
+        Raises InvalidRequestError and its subclasses, OverloadedError, EngineError; then nothing is registered.
         """
         info = self._choose_model(model, lora)
         self.templates.check_size(image.size)
@@ -185,28 +188,28 @@ class AsyncEngine:
                 page_bytes=page_bytes,
                 cache_salt=self._served.cache.salt(owner),
             )
-            services.templates.add(template)  # before the session closes, which drops what nobody keeps
+            services.templates.add(template)  # before the session closes: that drops pages that no template has
         return template
 
     def delete_template(self, template_id: str, owner: str) -> None:
-        """Forget a template and its pages. Raises TemplateNotFoundError."""
+        """Delete a template and its pages. Raises TemplateNotFoundError."""
         self.services.templates.remove(template_id, owner)
 
-    # ---------------------------------------------------------------------------------- what it knows
+    # ---------------------------------------------------------------------------------- state
 
     @property
     def models(self) -> dict[str, ModelInfo]:
-        """Name -> info; empty until ready."""
+        """Served models by name; empty until ready."""
         return self._served.by_name
 
     @property
     def cache(self) -> CacheConfig:
-        """With what the engines found they have, once ready."""
+        """Limits of cached pages; once ready, with the device memory that the engines found."""
         return self._served.cache
 
     @property
     def is_closing(self) -> bool:
-        """Whether new edits are refused for good."""
+        """Whether the engine is shutting down; new edits are refused."""
         return self._sessions.is_closing
 
     @property
@@ -215,12 +218,12 @@ class AsyncEngine:
 
     @property
     def alive(self) -> tuple[bool, ...]:
-        """Which engines serve."""
+        """For each engine, whether it serves."""
         return tuple(self.services.router.alive)
 
     @property
     def replicas(self) -> tuple[tuple[ReplicaState, int], ...]:
-        """How each engine is, and how often it was started anew in a row."""
+        """State and number of restarts in a row of each engine."""
         return tuple(self.services.router.replicas)
 
     @property
@@ -230,7 +233,7 @@ class AsyncEngine:
 
     @property
     def stats(self) -> tuple[EngineStats | None, ...]:
-        """What each engine has done; None before the first report."""
+        """The last statistics of each engine; None before the first report."""
         return tuple(self.services.router.stats)
 
     @property
@@ -240,7 +243,7 @@ class AsyncEngine:
 
     @property
     def num_admitted(self) -> int:
-        """Images that take a place in the queue."""
+        """Images that have a place in the queue."""
         return self._sessions.num_admitted
 
     @property
@@ -249,5 +252,5 @@ class AsyncEngine:
 
     @property
     def num_requests_waiting(self) -> int:
-        """Images that no worker has begun: queued in the engine, or still in preparation."""
+        """Images that no worker has begun: queued in an engine, waiting for one, or in preparation."""
         return self._sessions.num_in_preparation + self.services.router.num_waiting

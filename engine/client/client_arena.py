@@ -1,4 +1,4 @@
-"""ClientArena: the shared memory of the API server, where uploads, pixels and encoded files lie."""
+"""ClientArena: the API server's shared memory for uploads, pixels and encoded files."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from core.handles import ArrayRef
 from core.ipc.shared_array import Arena, ArenaAllocator
 
 RELEASE_BYTES = 2 * 1024 * 1024
-"""Shared memory given back between two turns of the event loop, about 0.7 ms of work; whole pages."""
+"""Bytes given back to the kernel per turn of the event loop: about 0.7 ms of work. A multiple of the page size."""
 
 
 class ClientArena:
-    """An arena with its allocator. shared: the arena, for the processes that map it as well."""
+    """An arena with its allocator. shared: the arena itself, for the other processes that map it."""
 
     def __init__(self, size: int) -> None:
-        """size: bytes of address space. Raises ConfigError where the system has no room for it."""
+        """size: bytes of address space. Raises ConfigError if the system cannot provide it."""
         self.shared = Arena.create(0, size)
         self._allocator = ArenaAllocator(self.shared)
 
@@ -32,7 +32,7 @@ class ClientArena:
         return self.shared.view(ref)
 
     def alloc(self, nbytes: int) -> ArrayRef:
-        """A region, uint8 [nbytes], content undefined. Raises OutOfMemoryError when there is no room."""
+        """Allocate a region, uint8 [nbytes], content undefined. Raises OutOfMemoryError if there is no room."""
         return self._allocator.alloc(nbytes)
 
     def trim(self, region: ArrayRef, nbytes: int) -> ArrayRef:
@@ -51,5 +51,5 @@ class ClientArena:
         self._allocator.check_integrity()
 
     def close(self) -> None:
-        """Refuse new views; the memory itself goes with the last process that maps it."""
+        """Refuse new views; the kernel frees the memory with the last process that maps it."""
         self.shared.close()

@@ -1,4 +1,4 @@
-"""EditDelivery: an edit from the engines' pixels to encoded files with their reports."""
+"""EditDelivery: turns the pixels that the engines made for one edit into encoded files with their reports."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from engine.images.image_jobs import Caller, Room
 from engine.observability.tracing import Span
 
 NOWHERE = ArrayRef(0, 0, (0,), "uint8")
-"""Where a result goes whose room is taken when its turn comes."""
+"""Placeholder for the result's memory, which is allocated only when the job's turn comes (see `Room`)."""
 
 
 class EditDelivery:
-    """partial or finished, once for each output; one caller, one file at a time."""
+    """EditSession calls `partial` or `finished` once for each output, one at a time."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class EditDelivery:
         memory: SessionMemory,
         span: Span,
     ) -> None:
-        """uploads: the job that prepared them. memory: where files lie, and the uploads still do."""
+        """uploads: the job that prepared them. memory: holds the uploads, and the files that are made."""
         self._services = services
         self._results = results
         self._caller = caller
@@ -49,18 +49,18 @@ class EditDelivery:
 
     @property
     def image_seconds(self) -> ImageSeconds:
-        """What is predicted of the files that are not made yet."""
+        """Predicted time of the files that are not made yet."""
         compose = self._services.images.costs.predict(compose_work(self._prepared.edit, self._upload_size))
         return ImageSeconds(0.0, compose, self._num_files_left * compose)
 
     async def partial(self, image: EditImage, output: PartialImage) -> ImageOutput:
-        """The file of a preview. Raises OverloadedError, EngineError."""
+        """Make the file of a preview. Raises OverloadedError, EngineError."""
         composed = await self._compose(image, image.request.spec.pixels[output.index])
         image.num_partials += 1
         return self._make_output(image, composed, partial_index=image.num_partials - 1)
 
     async def finished(self, image: EditImage, output: Finished) -> ImageOutput:
-        """The file of a final image, with its report; counts it. Raises as `partial`."""
+        """Make the file of a final image, with its report, and count it in the metrics. Raises as `partial`."""
         start = time.monotonic()
         composed = await self._compose(image, image.request.spec.pixels[-1])
         seconds = time.monotonic() - start
@@ -81,7 +81,7 @@ class EditDelivery:
     def _make_report(
         self, image: EditImage, output: Finished, composed: ComposedImage, seconds: float, template_id: str | None
     ) -> EditReport:
-        """seconds: that the file took. template_id: of what the image became, if it did."""
+        """seconds: time to make the file. template_id: of the template that the image became, or None."""
         known, prepared, ms = self._prepared, self._prepared.prepared, output.ms
         return EditReport(
             mask_ratio=known.mask_ratio,
@@ -115,7 +115,7 @@ class EditDelivery:
         )
 
     async def _keep(self, composed: ComposedImage) -> str | None:
-        """Make a template of a result whose every token was to be computed; its id, if it became one."""
+        """Make a template of a result if its request, not a server limit, had all tokens computed; its id, or None."""
         prepared = self._prepared
         if prepared.exact_reason not in ("asked", "mask_covers_all"):
             return None
@@ -137,7 +137,7 @@ class EditDelivery:
         work = compose_work(edit, self._upload_size)
         job = self._make_job(pixels)
         composed = await self._services.images.compose(job, work, self._caller, Room(nbytes, take))
-        # The room for the worst case is many times what most pictures take, and all outputs stay until the end.
+        # The worst-case size is many times that of most pictures, and all outputs are kept until the edit ends.
         self._memory.trim(out, composed.encoded.size)
         self._num_files_left -= 1
         self._span.child("compose", start, time.monotonic(), {"stencil.image": image.index})

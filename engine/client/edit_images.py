@@ -1,4 +1,4 @@
-"""The n images of one edit: which request makes which, what has become of each, and what waits to be delivered."""
+"""EditImages: the n images of one edit, with the request, the state and the undelivered outputs of each."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ Ending = Finished | TemplatePrimed | Failed | Aborted
 
 @dataclass(slots=True)
 class EditImage:
-    """One of them."""
+    """One image of an edit."""
 
     index: int
     seed: int
     request: EngineRequest
-    engine: int | None = None  # where it was done, once it is
-    num_partials: int = 0  # partial images handed out so far
-    is_done: bool = False  # its terminal output has come
-    ended: float | None = None  # when that was, if it is finished
-    was_retried: bool = False  # an engine that had it has died
+    engine: int | None = None  # the engine that ended it, once it has ended
+    num_partials: int = 0  # partial images delivered so far
+    is_done: bool = False  # its terminal output was received
+    ended: float | None = None  # when it was received, seconds of CLOCK_MONOTONIC; None unless it was Finished
+    was_retried: bool = False  # it was sent again after an engine's death
 
 
 class EditImages:
-    """By the id of their request; empty until they are submitted."""
+    """The images by request id; empty until they are submitted."""
 
     def __init__(self, router: Router, done: asyncio.Event) -> None:
-        """done: set once all have their terminal output."""
+        """done: set here once all images have their terminal output."""
         self._router = router
         self._done = done
         self._outputs: asyncio.Queue[RequestOutput] = asyncio.Queue()
@@ -42,12 +42,12 @@ class EditImages:
         return bool(self._by_id)
 
     def submit(self, image: EditImage) -> None:
-        """Hand its request to the engines. Raises EngineDeadError, MessageError."""
+        """Send an image's request to an engine. Raises EngineDeadError, MessageError."""
         self._router.submit(image.request, self.hear)
         self._by_id[image.request.request_id] = image
 
     def hear(self, output: RequestOutput) -> None:
-        """An output comes from the router."""
+        """Callback of the router for every output of these requests."""
         if not isinstance(output, PartialImage):
             self._note_end(output)
             if not self.running:
@@ -55,7 +55,7 @@ class EditImages:
         self._outputs.put_nowait(output)
 
     def _note_end(self, output: Ending) -> None:
-        """The router is asked for what it forgets once it has told a terminal output."""
+        """Note how a request ended. The router forgets the request after this callback, so it is asked now."""
         image = self._by_id[output.request_id]
         image.is_done = True
         image.ended = time.monotonic() if isinstance(output, Finished) else None
@@ -63,33 +63,33 @@ class EditImages:
         image.was_retried = self._router.was_retried(output.request_id)
 
     async def next_output(self) -> tuple[EditImage, RequestOutput]:
-        """Wait for the next output that was not delivered yet; with the image that it is of."""
+        """Wait for the next output; returns it with its image."""
         output = await self._outputs.get()
         return self._by_id[output.request_id], output
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """Of their requests."""
+        """Ids of all requests."""
         return tuple(self._by_id)
 
     @property
     def running(self) -> tuple[str, ...]:
-        """Ids of those whose terminal output has yet to come."""
+        """Ids of the requests without a terminal output so far."""
         return tuple(request_id for request_id, image in self._by_id.items() if not image.is_done)
 
     @property
     def last_ended(self) -> float | None:
-        """When the last of them was finished; None unless all of them are."""
+        """When the last image was finished; None unless all are."""
         ends = [image.ended for image in self._by_id.values()]
         return None if None in ends else max((end for end in ends if end is not None), default=None)
 
     @property
     def has_begun(self) -> bool:
-        """Whether a worker has begun any of them."""
+        """Whether a worker has begun any image."""
         return any(map(self._router.has_begun, self._by_id))
 
     @property
     def was_retried(self) -> bool:
-        """Whether an engine has died that had one of them."""
+        """Whether any image was sent again after its engine died."""
         images = self._by_id.items()
         return any(image.was_retried or self._router.was_retried(request_id) for request_id, image in images)

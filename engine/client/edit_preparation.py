@@ -1,4 +1,4 @@
-"""EditPreparation: an edit from its upload to its requests. It waits for an image processor, never for an engine."""
+"""EditPreparation: turns one edit's uploads into requests to the engines. It waits for an image processor at most."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from engine.observability.tracing import Span
 
 
 class EditPreparation:
-    """store, prepare, make_images, once each and in this order. The properties are what is known at the arrival."""
+    """EditSession calls store, prepare and make_images once each, in this order. The properties may be read before."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class EditPreparation:
         memory: SessionMemory,
         span: Span,
     ) -> None:
-        """memory: where everything lies. Raises InvalidRequestError, TemplateNotFoundError."""
+        """memory: for all that it allocates. Raises InvalidRequestError, TemplateNotFoundError."""
         self._services = services
         self._caller = caller
         self._edit = edit
@@ -54,7 +54,7 @@ class EditPreparation:
 
     @property
     def smallest_shape(self) -> RequestShape:
-        """The least that this edit can be for the engines."""
+        """The least work that this edit can be for the engines; its tokens are not known yet."""
         sampling, model = self._sampling, self._model
         steps = model.num_steps(sampling)
         return RequestShape(
@@ -71,7 +71,7 @@ class EditPreparation:
 
     @property
     def image_seconds(self) -> ImageSeconds:
-        """What is predicted of all its image work."""
+        """Predicted time of all its image work."""
         costs, edit = self._services.images.costs, self._edit
         prepare = costs.predict(prepare_work(self._upload, edit.mask, self._canvas_size))
         compose = costs.predict(compose_work(edit, self._canvas_size))
@@ -79,13 +79,13 @@ class EditPreparation:
 
     @property
     def _canvas_size(self) -> tuple[int, int] | None:
-        """(width, height) of the empty canvas of a generation; None where there is a picture."""
+        """(width, height) of the empty canvas; None if there is a picture to edit."""
         if self._upload is not None:
             return None
         return self._edit.canvas_size or (self._model.native_size, self._model.native_size)
 
     async def store(self) -> PrepareImages:
-        """Copy the uploads to shared memory; the job that reads them. Raises InvalidRequestError, OverloadedError."""
+        """Copy the uploads to shared memory; the job for `prepare`. Raises InvalidRequestError, OverloadedError."""
         edit, model = self._edit, self._model
         return PrepareImages(
             job_id=0,
@@ -103,8 +103,8 @@ class EditPreparation:
         )
 
     async def prepare(self, job: PrepareImages) -> PreparedEdit:
-        """Have the uploads checked and turned into template, mask and tokens. Raises InvalidRequestError,
-        OverloadedError, EngineError.
+        """Have an image processor check the uploads and turn them into template, mask and active tokens. Raises
+        InvalidRequestError, EngineError.
         """
         images = await self._services.images.prepare(job, self._caller)
         prepared = PreparedEdit.of(self._edit, self._model, self._sampling, images, self._services.served.engine)
@@ -115,7 +115,7 @@ class EditPreparation:
         return prepared
 
     def _note_content(self, images: PreparedImages) -> None:
-        """What pages the registered template has from now on, if the edit is of one."""
+        """Note the content id on the registered template, if the edit is of one, so that its pages go with it."""
         template, templates = self._template, self._services.templates.store
         if template is None or template.model not in kin(self._services.served.by_name, self._model.name):
             return
@@ -125,7 +125,7 @@ class EditPreparation:
             templates.add_crop(template.id, images.content_id)
 
     def make_images(self, prepared: PreparedEdit, deadline: float | None) -> list[EditImage]:
-        """One for each of its n images, with room for the pixels. Raises OverloadedError."""
+        """Make the n images with their requests, and allocate their pixels. Raises OverloadedError."""
         return [self._make_image(prepared, deadline, index) for index in range(self._edit.sampling.n)]
 
     def _make_image(self, prepared: PreparedEdit, deadline: float | None, index: int) -> EditImage:
@@ -142,7 +142,7 @@ class EditPreparation:
 
 
 def _find_template(edit: EditInput, templates: TemplateStore) -> Template | None:
-    """Raises TemplateNotFoundError; InvalidRequestError where an image came as well."""
+    """Raises TemplateNotFoundError; InvalidRequestError if an image was given as well."""
     if edit.template_id is None:
         return None
     if edit.image is not None:

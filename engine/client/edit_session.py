@@ -1,7 +1,7 @@
-"""EditSession: the life of one edit: prepared, submitted, delivered; its deadline, its failures, and its memory.
+"""EditSession: runs one edit in the API server: preparation, submission, delivery; enforces its deadline.
 
-Memory is freed only when nothing can touch it any more: after the terminal output of every image and the end of every
-image job. `close` waits for that, so it runs in the background, after the caller has left.
+It owns the edit's shared memory, which is freed only when no process can touch it any more: after the terminal output
+of every image and the end of every image job. `close` waits for that in the background, after the caller has left.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from core.messages.engine import Aborted, Failed, Finished, PartialImage, Templa
 from core.model_info import ModelInfo
 from core.routing.fleet import RequestShape
 from engine.client.admission_ticket import AdmissionTicket
+from engine.client.cancel_scope import CancelScope
 from engine.client.edit_delivery import EditDelivery
 from engine.client.edit_images import EditImage, EditImages
 from engine.client.edit_preparation import EditPreparation
 from engine.client.edit_types import EditInput, ImageOutput
 from engine.client.result_templates import ResultTemplates
 from engine.client.services import Services
-from engine.client.session import Session
+from engine.client.session import DisplacedFor, Session
 from engine.client.session_memory import SessionMemory
 from engine.observability.metrics import DropReason
 from engine.observability.tracing import current_span
@@ -34,9 +35,9 @@ logger = logging.getLogger("stencil.engine")
 
 
 class EditSession(Session):
-    """begin, outputs; then give_up and close. One caller.
+    """Called in this order: begin, outputs, give_up, close. One caller.
 
-    What it holds of shared memory, all of it until `close`:
+    Its shared memory, all of it held until `close`:
 
         what             how many               written by           read by
         image, mask      one each               this process         image processors, to prepare and to paste back
@@ -49,7 +50,7 @@ class EditSession(Session):
         self, services: Services, results: ResultTemplates, request_id: str, edit: EditInput, model: ModelInfo
     ) -> None:
         """Raises InvalidRequestError, TemplateNotFoundError."""
-        super().__init__(edit.sampling.n, edit.sampling.priority)
+        super().__init__(edit.owner, edit.sampling.n, edit.sampling.priority)
         self._services = services
         self._results = results
         self._model = model
@@ -58,21 +59,22 @@ class EditSession(Session):
         self._memory = SessionMemory(services)
         self._preparation = EditPreparation(services, self._caller, edit, model, self._memory, self._span)
         self._ticket = AdmissionTicket(services.admission, self._caller, edit.sampling.timeout, self.num_images)
+        self._in_preparation = CancelScope()  # by `displace`
         self._images = EditImages(services.router, self.done)
         self._delivery: EditDelivery | None = None  # once it is prepared
 
     # ---------------------------------------------------------------------------------- to the engine
 
     async def begin(self) -> None:
-        """Have the uploads prepared, and hand one request per image to the engines. Raises InvalidRequestError and
-        below, OverloadedError and DeadlineExceededError where it would come too late.
+        """Prepare the uploads and submit one request per image. Raises InvalidRequestError and its subclasses,
+        OverloadedError; DeadlineExceededError if its timeout passes or is certain to be missed.
         """
         self._ticket.look_at_upload(self._preparation.smallest_shape, self._preparation.image_seconds)
-        async with self._deadline():
+        async with self._deadline(), self._in_preparation:
             uploads = await self._preparation.store()
             prepared = await self._preparation.prepare(uploads)
-        if self.is_displaced:
-            raise self._displaced()
+        if self.displaced_for:
+            raise self._displaced(self.displaced_for)
         images = self._preparation.make_images(prepared, self._ticket.deadline)
         self._delivery = EditDelivery(
             self._services, self._results, self._caller, uploads, prepared, self._memory, self._span
@@ -85,19 +87,20 @@ class EditSession(Session):
 
     @property
     def can_be_displaced(self) -> bool:
-        """Whether no worker has begun any of it."""
-        return not self.is_displaced and not self._images.has_begun
+        """Whether no worker has begun any of its images."""
+        return not self.displaced_for and not self._images.has_begun
 
-    def displace(self) -> None:
-        """The caller is told as soon as possible."""
-        super().displace()
+    def displace(self, reason: DisplacedFor) -> None:
+        """Abort its requests, or its preparation, so that its caller gets the error as soon as possible."""
+        super().displace(reason)
+        self._in_preparation.cancel()
         self._services.router.abort(self._images.ids)
 
     # ---------------------------------------------------------------------------------- from the engine
 
     async def outputs(self) -> AsyncIterator[ImageOutput]:
-        """Every partial and final image, encoded, as it comes; ends after the last final one. Raises the first
-        failure.
+        """Yield every partial and final image, encoded, as soon as it is made; ends after the last final one. Raises
+        the first failure.
         """
         assert self._delivery is not None, "its images are not prepared"
         num_left = self.num_images
@@ -108,7 +111,7 @@ class EditSession(Session):
             num_left -= isinstance(output, Finished)
             if not num_left:
                 self._teach()
-            self._ticket.note_image_work(0.0)  # none is done while the reader has it, for as long as it likes
+            self._ticket.note_image_work(0.0)  # none is done while the caller reads the file, which may take long
             yield file
             self._ticket.note_image_work(self._delivery.image_seconds.composes)
 
@@ -122,8 +125,8 @@ class EditSession(Session):
                 return file
             case Failed():
                 raise self._failed(output)
-            case Aborted() if self.is_displaced:
-                raise self._displaced()
+            case Aborted() if self.displaced_for:
+                raise self._displaced(self.displaced_for)
             case Aborted():
                 raise OverloadedError("The server shut down before the request finished.", retry_after=1.0)
             case TemplatePrimed():
@@ -135,7 +138,7 @@ class EditSession(Session):
         if is_met is not None:
             self._services.metrics.observe_objective(is_met=is_met)
 
-    # ---------------------------------------------------------------------------------- what goes wrong
+    # ---------------------------------------------------------------------------------- failures
 
     @asynccontextmanager
     async def _deadline(self) -> AsyncIterator[None]:
@@ -159,9 +162,10 @@ class EditSession(Session):
             logger.error("%s: %s\n%s", output.request_id, failure.message, failure.detail)
         return failure.to_error()
 
-    def _displaced(self) -> OverloadedError:
+    def _displaced(self, reason: DisplacedFor) -> OverloadedError:
         self._note_dropped("displaced")
-        message = "The queue is full, and a request of a higher class has taken this one's place."
+        whose = "of a higher class" if reason == "class" else "of another API key, which holds fewer places,"
+        message = f"The queue is full, and a request {whose} has taken this one's place."
         return OverloadedError(message, retry_after=self._services.admission.retry_after())
 
     def _note_dropped(self, reason: DropReason) -> None:
@@ -170,9 +174,9 @@ class EditSession(Session):
         self._services.metrics.observe_dropped(reason)
 
     def _teach(self) -> None:
-        """Have admission learn from it. A reader may take as long as it likes over the pictures that workers have
-        finished: that says nothing of the server. Nor does what an engine's death has cost say anything of edits to
-        come.
+        """Have admission compare its prediction with the actual time. That ends when the workers have finished, as a
+        slow reader says nothing about the server. A retried edit is left out: the time lost with an engine's death
+        does not predict later edits.
         """
         if self._images.was_retried:
             return

@@ -1,4 +1,4 @@
-"""The input and output of an edit, as callers of AsyncEngine see them: plain values."""
+"""Input and output of `AsyncEngine.edit`: EditInput, ImageOutput and EditReport, plain values."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from engine.client.upload import Upload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EditInput:
-    """One edit as a caller asks for it: a picture, what to change in it, and how results are encoded."""
+    """One edit as requested by a caller: a picture, what to change in it, and how to encode the results."""
 
     # What to paint. Set by the caller.
     prompt: str
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    # With which model.
+    # The model.
     model: str = ""  # served name; "" = the first model served
     lora: str = ""  # name of an adapter; "" = none
-    # In which picture: at most one of image and template_id; neither = an empty canvas.
+    # The picture: at most one of image and template_id; neither = an empty canvas.
     image: Upload | None = None
     template_id: str | None = None  # a registered template of `owner`
     canvas_size: tuple[int, int] | None = None  # (width, height) of the canvas; None = the model's native square
-    # Where in the picture, see `PrepareImages`.
+    # The part to edit, see `PrepareImages`.
     mask: Upload | None = None
     mask_kind: MaskKind = "alpha"
     padding_mask_crop: int | None = None  # pixels, 0..MAX_PADDING_MASK_CROP
-    # Whose the edit is: digest of the API key, "" without keys. A template made of the result is this owner's.
+    # Digest of the API key, "" without keys. A template made of the result has the same owner.
     owner: str = ""
     # Results.
     output_size: tuple[int, int] | None = None  # (width, height); None = the upload's
     output_format: OutputFormat = "png"
     compression: int = 100  # 0..100, of jpeg and webp
-    partial_images: int = 0  # previews per image, 0..3; there are at most as many as steps before the last
+    partial_images: int = 0  # previews per image, 0..3; at most one for each step before the last
     base64: bool = False  # base64 text instead of file bytes
 
 
@@ -44,11 +44,11 @@ class EditInput:
 class EditReport:
     """How one image was made. Set by EditDelivery when the image is finished."""
 
-    # What was asked for, as resolved for the model.
+    # The request, with the model's defaults.
     num_inference_steps: int
     guidance_scale: float | None
     unmasked: bool  # there was no mask: every token was edited
-    crop: Box | None = None  # part of the upload that was edited, which all token counts are of; None = the whole
+    crop: Box | None = None  # part of the upload that was edited; None = the whole. Token counts are of this part
     # Tokens.
     mask_ratio: float  # tokens under the mask and its margin / image tokens
     active_tokens: int  # computed per mask-aware step; all image tokens in an exact run
@@ -63,10 +63,10 @@ class EditReport:
     full_steps: int = 0  # steps that computed every token
     full_blocks: int = 0
     # The result.
-    partial_images: int = 0  # previews that came before it
-    template_id: str | None = None  # template that the image has become, if it has
+    partial_images: int = 0  # previews that were planned for it
+    template_id: str | None = None  # template made of this image, if any
     colour_lost: tuple[str, ...] = ()  # colour information that the file cannot hold, see `Colour.lost_in`
-    # Where and how long.
+    # Execution.
     engine: int | None = None  # number of the engine that made it
     ms: dict[str, float]  # milliseconds by part
 

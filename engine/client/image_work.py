@@ -1,4 +1,4 @@
-"""The image work of one edit: how large its jobs are, and what they are predicted to take."""
+"""The image work of one edit (decoding its uploads, encoding its results): the size and predicted time of its jobs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from engine.client.upload import Upload
 
 @dataclass(frozen=True, slots=True)
 class ImageSeconds:
-    """Predicted time of one image processor for an edit. prepare: its upload. compose: one file of its. composes: all
-    its files, one after the other.
+    """Predicted seconds of one image processor for an edit. prepare: its uploads. compose: one of its files. composes:
+    all of its files, one after the other.
     """
 
     prepare: float
@@ -21,21 +21,21 @@ class ImageSeconds:
 
 
 def prepare_work(upload: Upload | None, mask: Upload | None, canvas_size: tuple[int, int] | None) -> ImageWork:
-    """Of an upload before it is read. canvas_size: (width, height) of an empty canvas, None where there is a picture.
-    Only the size that was asked for is known: a picture counts as small.
+    """Size of preparing an upload that has not been decoded. canvas_size: (width, height) of an empty canvas, None if
+    there is a picture, whose pixels are unknown and count as 0.
     """
     nbytes = sum(file.size for file in (upload, mask) if file is not None)
     return ImageWork("prepare", nbytes / 1e6, _megapixels(canvas_size))
 
 
 def compose_work(edit: EditInput, upload_size: tuple[int, int] | None) -> ImageWork:
-    """Of one file. upload_size: (width, height), None while it is not known."""
+    """Size of making one file. upload_size: (width, height), None if not known yet."""
     output = _megapixels(edit.output_size or upload_size)
     return ImageWork(edit.output_format, _megapixels(upload_size), output)
 
 
 def num_files(edit: EditInput) -> int:
-    """Files that it is predicted to make, partial images included."""
+    """Files that the edit makes at most, partial images included."""
     return edit.sampling.n * (1 + edit.partial_images)
 
 

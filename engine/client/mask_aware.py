@@ -1,6 +1,6 @@
-"""Whether an edit runs mask-aware: decided once, from the request and the server's flags alone.
+"""Decides whether an edit runs mask-aware: once, from the request and the server's flags alone.
 
-Load, tiers and what is cached have no say, or the same request would give another picture another time.
+Load, tiers and the cache's content do not matter, so that the same request always gives the same picture.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from core.page_scheme import PageScheme
 from core.sampling_params import SamplingParams
 
 ExactReason = Literal["asked", "disabled", "unsafe", "mask_covers_all", "too_large", "full_steps"]
-"""Why an edit computes every token. asked: by the request. disabled: by the server. unsafe: the checkpoint's
-calibration found no setting that keeps the picture, or its family has no mask-aware execution. mask_covers_all: the
-mask, grown by its margin, touches every token. too_large: the picture's pages exceed the cache. full_steps: no step is
-left for it.
+"""Why an edit computes every token. asked: the request says so. disabled: the server's flags say so. unsafe: the
+checkpoint's calibration found no setting that keeps the picture, or its family has no mask-aware execution.
+mask_covers_all: the mask with its margin touches every token. too_large: the picture's pages exceed the cache.
+full_steps: all steps are full steps.
 """
 
 
 def resolve_margin(sampling: SamplingParams, model: ModelInfo) -> int:
-    """Pixels by which the computed area grows; 0 where every token is computed anyway."""
+    """Pixels at generation size by which the mask is grown; 0 if every token is computed anyway."""
     if model.page_scheme is None or not sampling.mask_aware:
         return 0
     return model.page_scheme.mask_margin if sampling.mask_margin is None else sampling.mask_margin
 
 
 def resolve_full_steps(sampling: SamplingParams, model: ModelInfo, mask_ratio: float) -> int:
-    """Leading steps that compute every token. sampling: with its number of steps. mask_ratio: active tokens / image
-    tokens, margin included.
+    """Number of leading steps that compute every token. sampling: with num_inference_steps set. mask_ratio: active
+    tokens / image tokens, margin included.
     """
     if sampling.full_steps is not None:
         return sampling.full_steps
@@ -39,7 +39,7 @@ def resolve_full_steps(sampling: SamplingParams, model: ModelInfo, mask_ratio: f
 def why_exact(
     sampling: SamplingParams, model: ModelInfo, engine: EngineConfig, num_active: int, num_tokens: int
 ) -> ExactReason | None:
-    """Why an edit with `num_active` of `num_tokens` tokens to compute runs exact; None: it runs mask-aware.
+    """Why an edit with `num_active` active of `num_tokens` image tokens runs exactly; None if it runs mask-aware.
 
     sampling: resolved.
     """
@@ -58,16 +58,16 @@ def why_exact(
 
 
 def fits(scheme: PageScheme, cache: CacheConfig, num_tokens: int, num_steps: int) -> bool:
-    """Whether all pages of one template fit the tier that computes from them. num_steps counts where pages are kept at
-    every step.
+    """Whether all pages of one template fit the tier that edits compute from. num_steps matters only for a scheme
+    that keeps pages of every step.
     """
     budget = cache.device_bytes or cache.host_bytes
     return scheme.template_bytes(num_tokens, len(scheme.keyframes) or num_steps) <= budget
 
 
 def can_prime_ahead(model: ModelInfo, cache: CacheConfig, num_tokens: int) -> bool:
-    """Whether a template's pages can be made before any edit of it. Those of every step's own noise level cannot: the
-    edit's step count says which they are.
+    """Whether a template's pages can be primed before any edit of it. Pages of every step cannot: their noise levels
+    depend on the edit's number of steps.
     """
     scheme = model.page_scheme
     return scheme is not None and bool(scheme.keyframes) and fits(scheme, cache, num_tokens, num_steps=0)

@@ -1,4 +1,4 @@
-"""Whether cached pages could lie on disk where they are to: asked once, before anything is loaded."""
+"""Checks, before anything is loaded, that cached pages can be stored in the configured folder."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ logger = logging.getLogger("stencil.engine")
 
 
 def check_page_folder(cache: CacheConfig) -> None:
-    """Raises ConfigError for a folder that is none, or that nobody here can make. Changes nothing.
+    """Raises ConfigError if the path is not a folder, or the folder cannot be created. Changes nothing.
 
-    What happens to a folder later is a fault to be lived with: edits then prime what they do not find.
+    A folder that fails later is tolerated: edits prime the pages that they do not find.
     """
     if not (cache.disk_bytes or cache.directory):
         return
@@ -32,7 +32,7 @@ def check_page_folder(cache: CacheConfig) -> None:
 
 
 def _why_unusable(folder: Path) -> str | None:
-    """Raises OSError where that cannot be seen."""
+    """The reason, None if it is usable. Raises OSError if the file system does not say."""
     nearest = next(path for path in (folder, *folder.parents) if path.is_symlink() or path.exists())
     if not nearest.is_dir():
         return f"{nearest} is no folder"

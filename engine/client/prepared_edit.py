@@ -1,4 +1,4 @@
-"""PreparedEdit: all that is known of an edit before it runs, and its requests to the engines."""
+"""PreparedEdit: an edit after its uploads were prepared; decides how it runs and makes its requests to the engines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from engine.client.mask_aware import ExactReason, resolve_full_steps, why_exact
 
 @dataclass(frozen=True, slots=True)
 class PreparedEdit:
-    """An edit whose images are prepared. sampling: of its first image; nothing in it is None that the model needs."""
+    """sampling: of its first image, resolved: all values that the model needs are set. config: of the engines."""
 
     edit: EditInput
     model: ModelInfo
@@ -34,7 +34,7 @@ class PreparedEdit:
     def of(
         cls, edit: EditInput, model: ModelInfo, sampling: SamplingParams, prepared: PreparedImages, config: EngineConfig
     ) -> PreparedEdit:
-        """sampling: as `engine.client.sampling_defaults.resolve` leaves it, which knows nothing of the mask."""
+        """sampling: as returned by `sampling_defaults.resolve`; its full_steps are set here, from the mask."""
         known = cls(edit, model, sampling, prepared, config)
         full_steps = resolve_full_steps(sampling, model, known.mask_ratio)
         return cls(edit, model, msgspec.structs.replace(sampling, full_steps=full_steps), prepared, config)
@@ -51,17 +51,17 @@ class PreparedEdit:
 
     @property
     def mask_ratio(self) -> float:
-        """Tokens under the mask and its margin / image tokens."""
+        """Tokens under the mask with its margin / image tokens, 0..1."""
         return self.prepared.active.size / self.num_tokens
 
     @property
     def exact_reason(self) -> ExactReason | None:
-        """Why it does not run mask-aware; None: it does."""
+        """Why it does not run mask-aware; None if it does."""
         return why_exact(self.sampling, self.model, self.config, self.prepared.active.size, self.num_tokens)
 
     @property
     def num_partial_images(self) -> int:
-        """Previews of each image: as many as asked for, but one for each step before the last at most."""
+        """Previews of each image: as many as asked for, at most one for each step before the last."""
         return len(preview_steps(self.model.num_steps(self.sampling), self.edit.partial_images))
 
     @property
@@ -80,7 +80,20 @@ class PreparedEdit:
         deadline: float | None,
         trace_context: str,
     ) -> EngineRequest:
-        """That for its image `index`. alloc: takes so many bytes of shared memory. The rest: as in EngineRequest."""
+        """The request for image `index`. alloc: allocates bytes of shared memory. The rest: as in EngineRequest."""
+        return EngineRequest(
+            request_id=request_id,
+            model=self.model.name,
+            workflow=INPAINT.name,
+            spec=self._make_spec(index, alloc),
+            arrival=arrival,
+            priority=self.sampling.priority,
+            deadline=deadline,
+            owner=self.edit.owner,
+            trace_context=trace_context,
+        )
+
+    def _make_spec(self, index: int, alloc: Callable[[int], ArrayRef]) -> EditSpec:
         model, prepared, num_tokens = self.model, self.prepared, self.num_tokens
         width, height = prepared.width, prepared.height
         assert self.sampling.seed is not None
@@ -88,33 +101,23 @@ class PreparedEdit:
         num_pictures = self.num_partial_images + 1
         pixels = alloc(num_pictures * height * width * 3)
         latents = alloc(num_tokens * model.latent_width * 4)
-        return EngineRequest(
-            request_id=request_id,
-            model=model.name,
-            arrival=arrival,
-            deadline=deadline,
-            trace_context=trace_context,
-            owner=self.edit.owner,
-            workflow=INPAINT.name,
-            priority=sampling.priority,
-            spec=EditSpec(
-                prompt=self.edit.prompt,
-                sampling=sampling,
-                width=width,
-                height=height,
-                template=prepared.template,
-                mask=prepared.mask,
-                active=prepared.active,
-                content_id=prepared.content_id,
-                num_tokens=num_tokens,
-                max_text_tokens=sampling.max_sequence_length or model.max_text_tokens,
-                extra_text_tokens=model.text_tokens_beside(width, height),
-                num_condition_tokens=model.conditions_per_token * num_tokens,
-                pixels=tuple(
-                    carve(pixels, i * height * width * 3, (height, width, 3), "uint8") for i in range(num_pictures)
-                ),
-                latents=carve(latents, 0, (num_tokens, model.latent_width), "float32"),
-                is_mask_aware=self.exact_reason is None,
-                cache_salt=self.config.cache.salt(self.edit.owner),
+        return EditSpec(
+            prompt=self.edit.prompt,
+            sampling=sampling,
+            width=width,
+            height=height,
+            template=prepared.template,
+            mask=prepared.mask,
+            active=prepared.active,
+            content_id=prepared.content_id,
+            num_tokens=num_tokens,
+            max_text_tokens=sampling.max_sequence_length or model.max_text_tokens,
+            extra_text_tokens=model.text_tokens_beside(width, height),
+            num_condition_tokens=model.conditions_per_token * num_tokens,
+            pixels=tuple(
+                carve(pixels, i * height * width * 3, (height, width, 3), "uint8") for i in range(num_pictures)
             ),
+            latents=carve(latents, 0, (num_tokens, model.latent_width), "float32"),
+            is_mask_aware=self.exact_reason is None,
+            cache_salt=self.config.cache.salt(self.edit.owner),
         )

@@ -1,8 +1,8 @@
-"""ResultTemplates: what the engine has painted becomes a template, so that editing what was just made starts warm.
+"""ResultTemplates: registers finished results as templates, so that an edit of a result finds its pages cached.
 
-The pages come from priming the finished picture, not from the run that made it: that run's keys and values depend on
-its prompt, its mask and its noise, and an edit's picture would then depend on what happened to be made before. Primed
-pages are a function of the picture alone, so an edit of it is the same whether it was captured or not.
+The pages are primed from the finished picture, not taken from the run that made it: that run's keys and values depend
+on its prompt, its mask and its noise. Primed pages are a function of the picture alone, so an edit of it is the same
+whether it was captured or not.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from engine.images.image_ops import generation_size
 logger = logging.getLogger("stencil.engine")
 
 MAX_IN_FLIGHT = 4
-"""Results that may wait for idle time at once, since each holds its picture in shared memory. Others are kept as
-templates all the same, and primed by the first edit that uses them."""
+"""Results that may wait for idle time at once, as each occupies shared memory. Further ones become templates too, and
+are primed by the first edit that uses them."""
 
 
 class ResultTemplates:
-    """Registers finished pictures and primes them in the background, when no edit wants to compute."""
+    """Registers finished pictures and primes them in the background, while no edit is to be computed."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._num_in_flight = 0  # background tasks begun and not over
+        self._num_in_flight = 0  # background tasks that run
 
     async def keep(self, image: ComposedImage, model: ModelInfo, owner: str, *, is_base64: bool) -> str | None:
-        """The id of the template that `image` becomes; None where the server's flags leave no use or no room for it."""
+        """Register `image`; returns the template's id, or None if the server's flags leave no use or no room for it."""
         num_tokens = _num_tokens(image, model)
         if not self._is_useful(model, num_tokens) or not self._is_readable(image):
             return None
@@ -69,11 +69,11 @@ class ResultTemplates:
         return cache.admission == "always" and can_prime_ahead(model, cache, num_tokens)
 
     def _is_readable(self, image: ComposedImage) -> bool:
-        """Whether an edit could decode it: `size` may have made it larger than any upload."""
+        """Whether an edit could decode it: with `size` a result may be larger than any upload may be."""
         return image.width * image.height <= self._services.config.image.max_pixels
 
     async def _prime(self, template: Template, model: ModelInfo) -> None:
-        """Its failure hurts nobody: the first edit of the template primes it then."""
+        """Prime a template in idle time. A failure is only logged: the first edit of the template primes it then."""
         name, upload, owner = f"capture-{template.id}", template.upload, template.owner
         session = TemplateSession(self._services, name, upload, model, owner=owner, is_idle_work=True)
         try:
@@ -95,6 +95,6 @@ class ResultTemplates:
 
 
 def _num_tokens(image: ComposedImage, model: ModelInfo) -> int:
-    """Image tokens of a picture that is uploaded again."""
+    """Image tokens of the picture if it were uploaded."""
     width, height = generation_size(image.width, image.height, model.native_size, model.token_size, model.max_side)
     return model.num_image_tokens(width, height)

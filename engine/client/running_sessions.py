@@ -1,18 +1,20 @@
-"""RunningSessions: every session that has begun and is not cleaned up yet, and the queue places that they take."""
+"""RunningSessions: the sessions (edits and templates) that are not cleaned up yet, and their places in the queue."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator
+from collections.abc import Collection, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from core.errors import StencilError
+from core.routing.queue_places import Newcomer, displaced_by
 from engine.client.session import Session
+from engine.client.upload_place import UploadPlace
 
 
 class RunningSessions:
-    """A registry. A session's memory is freed in the background, after its caller has left."""
+    """One per AsyncEngine. A session's memory is freed by a background task, after its caller has left."""
 
     def __init__(self) -> None:
         self.is_closing = False  # no new sessions; set by `drain`
@@ -26,8 +28,8 @@ class RunningSessions:
 
     @contextmanager
     def track(self, session: Session) -> Iterator[None]:
-        """Count a session among those that run. When its caller leaves, what still runs of it is ended, and its memory
-        freed as soon as nothing can touch it any more.
+        """Register a session. When its caller leaves the context, its work is aborted, and its memory freed as soon as
+        no process can touch it any more.
         """
         self._sessions.add(session)
         self._idle.clear()
@@ -51,11 +53,11 @@ class RunningSessions:
     # ---------------------------------------------------------------------------------- background work
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
-        """tasks: where background work runs from now on."""
+        """tasks: the task group for background work."""
         self._tasks = tasks
 
     def run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        """A task of the engine's own; dropped once the engine has ended, and the arena with it."""
+        """Run `work` as a task of the engine; dropped once the engine has ended, as its arena is closed then."""
         assert self._tasks is not None, "the engine was not started"
         try:
             self._tasks.create_task(work)
@@ -63,7 +65,7 @@ class RunningSessions:
             work.close()
 
     async def drain(self, seconds: float) -> None:
-        """Accept no more sessions, end idle work, and wait at most `seconds` for the results of the others."""
+        """Accept no more sessions, give up idle work, and wait at most `seconds` for the others."""
         self.is_closing = True
         for session in self:
             if session.is_idle_work:
@@ -83,34 +85,34 @@ class RunningSessions:
 
     @property
     def num_admitted(self) -> int:
-        """Images that take a place in the queue: from admission until their caller has left and their memory is
-        free.
-        """
-        return sum(session.num_images for session in self._sessions if not session.is_displaced)
+        """Images that have a place in the queue: from admission until they are displaced or their memory is freed."""
+        return sum(session.num_images for session in self._admitted)
 
     @property
     def num_in_preparation(self) -> int:
-        """Images of sessions of which no engine has anything yet."""
+        """Images of sessions that have not been submitted to an engine."""
         return sum(session.num_images for session in self._sessions if not session.is_submitted)
 
-    def num_displaceable(self, priority: int) -> int:
-        """Images in the queue that would make room for a request of this class."""
-        return sum(session.num_images for session in self._lower_than(priority))
-
-    def make_room(self, num_images: int, priority: int) -> bool:
-        """Have waiting edits of lower classes leave the queue, the lowest and latest first; none, if that is not
-        enough.
+    def make_room(self, session: Session, num_missing: int) -> bool:
+        """Displace waiting edits until `num_missing` places are free for a new session, as `displaced_by` chooses them.
+        If too few may be displaced, displaces none and returns False.
         """
-        leaving, num_places = [], 0
-        for session in sorted(self._lower_than(priority), key=lambda session: (-session.priority, -session.arrival)):
-            if num_places < num_images:
-                leaving.append(session)
-                num_places += session.num_images
-        if num_places < num_images:
-            return False
-        for session in leaving:
-            session.displace()
-        return True
+        newcomer = Newcomer(session.owner, session.num_images, session.priority)
+        leaving = displaced_by(newcomer, self._admitted, num_missing)
+        for other in leaving or ():
+            other.displace("class" if other.owner == session.owner else "owner")
+        return leaving is not None
 
-    def _lower_than(self, priority: int) -> Iterator[Session]:
-        return (session for session in self._sessions if session.priority > priority and session.can_be_displaced)
+    def uploads_leaving_for(
+        self, newcomer: Newcomer, num_missing: int, uploads: Collection[UploadPlace]
+    ) -> list[UploadPlace] | None:
+        """The bodies being read that must be refused so that one more may be read; None if too few may be. No session
+        is displaced before the whole body has arrived.
+        """
+        holders: list[Session | UploadPlace] = [*self._admitted, *uploads]
+        leaving = displaced_by(newcomer, holders, num_missing)
+        return None if leaving is None else [holder for holder in leaving if isinstance(holder, UploadPlace)]
+
+    @property
+    def _admitted(self) -> list[Session]:
+        return [session for session in self._sessions if not session.displaced_for]

@@ -1,4 +1,4 @@
-"""What a model makes of an edit's parameters: its defaults for what was not given, and a seed."""
+"""Resolves an edit's sampling parameters for its model: defaults for what was not given, and a random seed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from core.sampling_params import MAX_IMAGES, SamplingParams
 from core.validation import check_integer
 
 MAX_RANDOM_SEED = 2**53 - MAX_IMAGES
-"""Below what a JSON number holds exactly in every language, for each of an edit's seeds."""
+"""Keeps all seeds of an edit (one per image) below 2**53, which every language reads exactly from a JSON number."""
 
 
 def resolve(sampling: SamplingParams, model: ModelInfo) -> SamplingParams:
-    """Fill in the model's defaults, but those that depend on the mask, and draw a seed. Raises InvalidRequestError for
-    what the model cannot take.
+    """Fill in the model's defaults, except full_steps and mask_margin, and draw a seed if there is none. Raises
+    InvalidRequestError for values that the model does not support.
     """
     length = sampling.max_sequence_length or model.max_text_tokens
     check_integer("max_sequence_length", length, high=model.max_text_tokens)
@@ -42,15 +42,15 @@ def resolve(sampling: SamplingParams, model: ModelInfo) -> SamplingParams:
 
 
 def _resolve_strength(strength: float, steps: int) -> float:
-    """A share of the steps that comes to what diffusers' pipelines of UNets do of them: whole ones, none begun."""
-    return max(int(steps * strength) - 0.5, 0.0) / steps  # up to the middle of the last: no rounding error adds one
+    """The strength at which as many steps run as in diffusers' UNet pipelines, which round their number down."""
+    return max(int(steps * strength) - 0.5, 0.0) / steps  # half a step less, so that no rounding error adds one
 
 
 def _classifier_free(
     sampling: SamplingParams, model: ModelInfo, guidance: float
 ) -> tuple[float, str] | tuple[None, None]:
-    """Scale and negative prompt of classifier-free guidance, as diffusers' pipelines decide: none up to 1, and in a
-    model whose guidance is an embedding none without a negative prompt."""
+    """Scale and negative prompt of classifier-free guidance as in diffusers' pipelines: none for a scale up to 1, and
+    without a negative prompt none for a model whose guidance is an embedding."""
     if model.is_guidance_cfg:
         scale, negative_prompt = guidance, sampling.negative_prompt or ""
     elif model.has_true_cfg and sampling.negative_prompt is not None:

@@ -1,4 +1,4 @@
-"""ServedModels: what the engines serve, and the limits that they found they have."""
+"""ServedModels: the models that the engines serve, and the engines' configuration with its measured limits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from core.model_info import ModelInfo
 
 
 class ServedModels:
-    """Empty, with the limits of the command line, until every engine is ready.
+    """Empty, with the command line's limits, until every engine is ready.
 
     by_name: name -> info, adapters included. engine: the engines' configuration.
     """
@@ -22,5 +22,5 @@ class ServedModels:
         return self.engine.cache
 
     def set(self, models: dict[str, ModelInfo], engine: EngineConfig) -> None:
-        """The engines are ready."""
+        """Set what the engines reported; called once, when all are ready."""
         self.by_name, self.engine = models, engine

@@ -1,4 +1,4 @@
-"""Services: what sessions use of the engine. One record per AsyncEngine, handed to each session instead of it."""
+"""Services: the parts of an AsyncEngine that its sessions use. Sessions get this record, never the engine itself."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from engine.router.router import Router
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """Made by `AsyncEngine.start`; the services themselves change, the record does not."""
+    """Made by `AsyncEngine.start`, one per engine."""
 
-    config: StencilConfig  # the server's flags; what the engines made of them is in `served`
+    config: StencilConfig  # from the server's flags; limits that the engines measured are in `served`
     metrics: Metrics
     served: ServedModels  # the models, once the engines are ready
-    sessions: RunningSessions  # edits and templates that have begun
+    sessions: RunningSessions  # all running edits and templates
     arena: ClientArena  # all shared memory of sessions
     images: ImagePool  # decodes uploads, encodes files
-    router: Router  # to the engines
+    router: Router  # sends requests to the engines
     templates: TemplateRegistry  # registered templates and their pages
-    admission: AdmissionController  # who may enter, and when to come again
+    admission: AdmissionController  # admits or refuses requests
 
     @classmethod
     def create(
@@ -39,7 +39,7 @@ class Services:
         sessions: RunningSessions,
         templates: TemplateStore,
     ) -> Services:
-        """With an arena of its own, and no process started. Raises ConfigError where there is no room for the arena."""
+        """Make all services; starts no process. Raises ConfigError if there is no room for the arena."""
         arena = ClientArena(config.arena_bytes)
         router = Router(config, arena.shared, metrics)
         return cls(

@@ -1,4 +1,4 @@
-"""The shared memory of one session: taken piece by piece, given back at its end."""
+"""SessionMemory: the shared memory of one session, allocated piece by piece and freed at the session's end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.client.upload import Upload
 
 
 class SessionMemory:
-    """Regions of the arena. The owner calls `release` once nothing can touch them any more."""
+    """Regions of the API server's arena. The session calls `release` once no process can touch them any more."""
 
     def __init__(self, services: Services) -> None:
         self._arena = services.arena
@@ -23,7 +23,7 @@ class SessionMemory:
         self._regions: list[ArrayRef] = []  # everything to free at the end
 
     def alloc(self, nbytes: int) -> ArrayRef:
-        """uint8 [nbytes], content undefined. Raises OverloadedError when there is no room."""
+        """Allocate a region, uint8 [nbytes], content undefined. Raises OverloadedError if there is no room."""
         try:
             region = self._arena.alloc(nbytes)
         except OutOfMemoryError as error:
@@ -33,13 +33,13 @@ class SessionMemory:
         return region
 
     def trim(self, region: ArrayRef, nbytes: int) -> None:
-        """Give back all of a region but its first `nbytes`."""
+        """Free all of a region but its first `nbytes`."""
         self._regions.remove(region)
         self._regions.append(self._arena.trim(region, nbytes))
 
     async def store(self, upload: Upload | None) -> ArrayRef | None:
-        """Copy an upload into the arena, giving way to others between pieces. Raises InvalidRequestError when it is
-        larger than the server accepts.
+        """Copy an upload into the arena, uint8 [bytes], yielding to the event loop between pieces. Raises
+        InvalidRequestError if it is larger than the server accepts, OverloadedError if there is no room.
         """
         if upload is None:
             return None
@@ -57,6 +57,6 @@ class SessionMemory:
         return ref
 
     async def release(self) -> None:
-        """Free everything."""
+        """Free all regions."""
         while self._regions:
             await self._arena.release(self._regions.pop())

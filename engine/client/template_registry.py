@@ -1,4 +1,4 @@
-"""TemplateRegistry: the registered templates together with their cached pages, which go when no template wants them."""
+"""TemplateRegistry: the registered templates with their cached pages, which are dropped with the last template."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from engine.router.router import Router
 
 
 class TemplateRegistry:
-    """store: the templates. Pages are wanted while a template of the store has them, or a registration that runs has
-    claimed them.
+    """store: the templates. Their pages are kept while a template in the store has them, or a registration in progress
+    has claimed them.
     """
 
     def __init__(self, store: TemplateStore, served: ServedModels, router: Router) -> None:
         self.store = store
         self._served = served
         self._router = router
-        self._claims: Counter[Pages] = Counter()  # pages -> registrations that run and will keep them
+        self._claims: Counter[Pages] = Counter()  # pages -> registrations in progress that claim them
 
     def add(self, template: Template) -> None:
-        """Register a template; what it displaces goes with its pages."""
+        """Register a template. Templates that it evicts lose their pages."""
         for gone in self.store.add(template):
             self._drop_all(gone)
 
     def remove(self, template_id: str, owner: str) -> None:
-        """Forget a template and its pages. Raises TemplateNotFoundError."""
+        """Delete a template and its pages. Raises TemplateNotFoundError."""
         self._drop_all(self.store.remove(template_id, owner))
 
     def claim(self, pages: Pages) -> None:
-        """These pages are being made for a template that is registered afterwards."""
+        """Keep these pages, which are primed for a template that will be registered."""
         self._claims[pages] += 1
 
     def release(self, pages: Pages) -> None:
@@ -42,8 +42,8 @@ class TemplateRegistry:
             del self._claims[pages]
 
     def drop_unwanted(self, pages: Pages) -> None:
-        """Have all engines forget pages unless they are wanted. An empty content id is of a template that never was
-        prepared, and has none.
+        """Have all engines drop pages that no template has and no registration claims. An empty content id belongs to
+        a template that was never prepared, and has no pages.
         """
         model, content_id, cache_salt = pages
         has_pages = content_id and self._served.by_name[model].page_scheme is not None
@@ -51,7 +51,7 @@ class TemplateRegistry:
             self._router.drop(DropTemplate(model, content_id, cache_salt))
 
     def _drop_all(self, gone: Template) -> None:
-        """Those of edits with other adapters as well."""
+        """Drop all pages of a template, those of edits with other adapters included."""
         for model in kin(self._served.by_name, gone.model):
             for content_id in gone.content_ids:
                 self.drop_unwanted((model, content_id, gone.cache_salt))

@@ -1,6 +1,6 @@
-"""TemplateSession: one template from its upload to its pages, and all the shared memory that takes.
+"""TemplateSession: prepares one template's upload and has an engine prime its pages; owns the shared memory for that.
 
-As with an edit, memory is freed only when nothing can touch it any more; `close` waits for that.
+As with an edit, memory is freed only when no process can touch it any more; `close` waits for that.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ logger = logging.getLogger("stencil.engine")
 
 
 class TemplateSession(Session):
-    """prepare, prime; then give_up and close. One caller.
+    """Called in this order: prepare, prime, give_up, close. One caller.
 
-    cache_salt: of its pages, see `CacheConfig.salt`. is_idle_work: computed when no edit wants to, takes no place in
-    the queue, and keeps no pages: its template is registered already, or deleted.
+    is_idle_work: computed while there is no other work, takes no place in the queue, and claims no pages, since its
+    template was registered before.
     """
 
     def __init__(
@@ -43,20 +43,19 @@ class TemplateSession(Session):
         owner: str,
         is_idle_work: bool = False,
     ) -> None:
-        super().__init__(num_images=0 if is_idle_work else 1, is_idle_work=is_idle_work)
+        super().__init__(owner, num_images=0 if is_idle_work else 1, is_idle_work=is_idle_work)
         self._services = services
         self._id = request_id
-        self._owner = owner
         self._upload = upload
         self._model = model
         self._cache_salt = services.served.cache.salt(owner)
-        self._span = NO_SPAN if is_idle_work else current_span()  # whose answer has left when idle work begins
+        self._span = NO_SPAN if is_idle_work else current_span()  # the request's span has ended when idle work begins
         self._memory = SessionMemory(services)
         self._prepared: PreparedImages | None = None
         self._answer: RequestOutput | None = None
 
     async def prepare(self) -> PreparedImages:
-        """Have the upload checked and turned into a template. Raises InvalidRequestError, OverloadedError."""
+        """Have the upload checked and made a template. Raises InvalidRequestError, OverloadedError, EngineError."""
         model = self._model
         message = PrepareImages(
             job_id=0,
@@ -72,24 +71,24 @@ class TemplateSession(Session):
             max_side=model.max_side,
         )
         self._prepared = await self._services.images.prepare(
-            message, Caller(self._id, self._owner, arrival=self.arrival)
+            message, Caller(self._id, self.owner, arrival=self.arrival)
         )
         self._span.child("prepare", self.arrival, time.monotonic(), {})
         return self._prepared
 
     @property
     def num_tokens(self) -> int:
-        """The template's image tokens."""
+        """Image tokens of the template; valid after `prepare`."""
         assert self._prepared is not None
         return self._model.num_image_tokens(self._prepared.width, self._prepared.height)
 
     @property
     def can_prime(self) -> bool:
-        """Whether this template has pages that can be made now, and fit."""
+        """Whether this template's pages can be primed now, and fit the cache."""
         return can_prime_ahead(self._model, self._services.served.cache, self.num_tokens)
 
     async def prime(self) -> TemplatePrimed:
-        """Have its pages made. Raises EngineError, or OverloadedError when the server shuts down."""
+        """Have an engine prime its pages. Raises EngineError, or OverloadedError when the server shuts down."""
         start = time.monotonic()
         self._services.router.submit(self._make_request(), self._hear)
         self.is_submitted = True
@@ -140,8 +139,8 @@ class TemplateSession(Session):
         return self._model.name, self._prepared.content_id, self._cache_salt
 
     async def close(self) -> None:
-        """Wait for the terminal output, then free the memory. Pages that no template was kept for go: an abort comes
-        too late once they are there, and a captured template may be deleted before.
+        """Wait for the terminal output, then free the memory. Pages without a template are dropped: an abort may come
+        after they were made, and a captured template may be deleted while it is primed.
         """
         await self.done.wait()
         if self.is_submitted:

@@ -1,6 +1,6 @@
-"""The templates that clients have registered: encoded uploads by id, under a byte budget, with LRU.
+"""TemplateStore: registered templates (encoded uploads) by id, under a byte budget, evicted least recently used first.
 
-Knows who owns what. What becomes of their pages is the caller's business: it is told which templates had to go.
+It checks owners, and knows nothing of pages: `add` returns the evicted templates, and the caller drops their pages.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from core.errors import InvalidRequestError, TemplateNotFoundError
 from engine.client.upload import KeptUpload
 
 MAX_CROPS = 1000
-"""Crops of one template that are remembered, so that their pages go with it; of more, the latest."""
+"""Crops remembered per template, the latest ones, so that their pages are dropped with it."""
 
 
 Pages = tuple[str, str, str]
-"""A template's pages: its model, its content id, its cache salt."""
+"""Identifies a template's pages: model, content id, cache salt."""
 
 
 def _new_id() -> str:
@@ -26,10 +26,10 @@ def _new_id() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Template:
-    """One registered image. owner: digest of the API key it came with, "" without keys. width, height: the upload's own
-    pixels. image_tokens: at its generation size. content_id: see PreparedImages; "" until it was prepared. crops:
-    content ids of parts of it that were edited by themselves, the latest last. created: Unix seconds. primed: its pages
-    were computed, and took `page_bytes`. is_captured: a picture that the engine painted, which no edit has named yet.
+    """One registered image. owner: digest of its API key, "" without keys. width, height: pixels of the upload.
+    image_tokens: at its generation size. content_id: see PreparedImages; "" before preparation. crops: content ids of
+    parts that were edited with `padding_mask_crop`, the latest last. created: Unix seconds. primed: its pages were
+    computed and take `page_bytes`. is_captured: a result that was registered automatically and not used by an edit yet.
     cache_salt: of its pages, see `CacheConfig.salt`.
     """
 
@@ -50,24 +50,24 @@ class Template:
 
     @property
     def content_ids(self) -> tuple[str, ...]:
-        """Of all that has pages, or may have."""
+        """Content ids of the whole and its crops, all of which may have pages."""
         return self.content_id, *self.crops
 
 
 class TemplateStore:
-    """Templates of all owners, `budget` bytes of uploads in all.
+    """Templates of all owners, at most `budget` bytes of uploads in total.
 
-    Captured ones make room first, the oldest first, and never displace others: nobody asked for them. One that an edit
-    names is from then on as one that was registered.
+    Captured ones are evicted first, oldest first, and never evict others, as no client asked for them. Once an edit
+    names one, it counts as registered by its client.
     """
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.used_bytes = 0
         self._templates: dict[str, Template] = {}  # id -> template, least recently used first
-        self._captured: dict[str, int] = {}  # id -> size of those that are captured, oldest first
+        self._captured: dict[str, int] = {}  # id -> bytes of captured templates, oldest first
         self._captured_bytes = 0
-        self._num_sharing: Counter[Pages] = Counter()  # whose pages -> templates that have them
+        self._num_sharing: Counter[Pages] = Counter()  # pages -> number of templates that have them
 
     def __len__(self) -> int:
         return len(self._templates)
@@ -76,7 +76,7 @@ class TemplateStore:
         return template_id in self._templates
 
     def check_size(self, nbytes: int) -> None:
-        """Raises InvalidRequestError for an upload that could not be kept."""
+        """Raises InvalidRequestError for an upload larger than the budget."""
         if nbytes > self.budget:
             message = (
                 f"Invalid 'image': {nbytes} bytes are more than the {self.budget} that the server keeps for templates"
@@ -85,8 +85,8 @@ class TemplateStore:
             raise InvalidRequestError(f"{message}; {remedy}.", param="image", code="image_too_large")
 
     def add(self, template: Template) -> list[Template]:
-        """Keep a new template; returns those that made room for it: a captured one itself, if only others could. Raises
-        as `check_size`.
+        """Add a template; returns the evicted ones. A captured one that would evict registered ones is not added and is
+        returned itself. Raises as `check_size`.
         """
         size = template.upload.size
         self.check_size(size)
@@ -99,11 +99,11 @@ class TemplateStore:
         return gone
 
     def get(self, template_id: str, owner: str) -> Template:
-        """Raises TemplateNotFoundError for an id that is unknown or another's."""
+        """Raises TemplateNotFoundError for an id that is unknown or belongs to another owner."""
         return self._find(template_id, owner, None)
 
     def use(self, template_id: str, owner: str) -> Template:
-        """`get` for an edit's `template_id`: the template becomes the most recently used one."""
+        """As `get`, for an edit's `template_id`; the template becomes the most recently used one."""
         template = self._find(template_id, owner, "template_id")
         self._captured_bytes -= self._captured.pop(template_id, 0)
         del self._templates[template_id]
@@ -111,24 +111,24 @@ class TemplateStore:
         return used
 
     def remove(self, template_id: str, owner: str) -> Template:
-        """Raises as `get`."""
+        """Remove and return a template. Raises as `get`."""
         self._find(template_id, owner, None)
         return self._take_out(template_id)
 
     def set_content(self, template_id: str, content_id: str) -> None:
-        """What is known once it was prepared; nothing happens to one that is gone."""
+        """Set the content id, known after preparation; no effect if the template was removed."""
         template = self._templates.get(template_id)
         if template is not None and content_id != template.content_id:
             self._set(replace(template, content_id=content_id))
 
     def add_crop(self, template_id: str, content_id: str) -> None:
-        """A part of it was prepared for an edit; nothing happens where that is known, or the template is gone."""
+        """Note a crop that was prepared for an edit; no effect if it is known, or the template was removed."""
         template = self._templates.get(template_id)
         if template is not None and content_id not in template.crops:
             self._set(replace(template, crops=(*template.crops, content_id)[-MAX_CROPS:]))
 
     def set_primed(self, template_id: str, page_bytes: int) -> None:
-        """What is known once it was primed; nothing happens to one that is gone."""
+        """Mark a template as primed; no effect if it was removed."""
         if template_id in self._templates:
             self._templates[template_id] = replace(self._templates[template_id], primed=True, page_bytes=page_bytes)
 
@@ -137,7 +137,7 @@ class TemplateStore:
         return (model, content_id, cache_salt) in self._num_sharing
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the books agree with the templates."""
+        """Raise AssertionError unless all counts agree with the templates."""
         templates = self._templates.values()
         assert self.used_bytes == sum(template.upload.size for template in templates) <= self.budget
         assert self._num_sharing == Counter(content for template in templates for content in _contents(template))
@@ -168,7 +168,7 @@ class TemplateStore:
         return template
 
     def _set(self, template: Template) -> None:
-        """Replace one that is there by itself with other contents."""
+        """Replace a template by a copy with other content ids."""
         self._forget_contents(self._templates[template.id])
         self._templates[template.id] = template
         self._num_sharing.update(_contents(template))

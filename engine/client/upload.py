@@ -1,4 +1,4 @@
-"""An encoded file on its way into shared memory, whatever it comes from."""
+"""Upload: an encoded file, read in small pieces so that copying it to shared memory does not block the event loop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 CHUNK_BYTES = 256 * 1024
-"""Copied between two turns of the event loop: about 0.1 ms of memcpy and page faults."""
+"""Bytes copied per turn of the event loop: about 0.1 ms of memcpy and page faults."""
 
 
 class Upload(Protocol):
@@ -36,7 +36,7 @@ class BytesUpload:
 
 
 class KeptUpload:
-    """A file that is kept, in the pieces it came in: no piece takes long to copy or to free."""
+    """A copy of a file, kept in pieces, so that none takes long to copy or to free."""
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
         self._pieces = tuple(pieces)
@@ -49,8 +49,8 @@ class KeptUpload:
 
     @classmethod
     async def of_output(cls, data: memoryview, *, is_base64: bool) -> KeptUpload:
-        """A copy of an encoded file, or of the file that base64 text stands for, giving way to others between
-        pieces.
+        """A copy of an encoded file in shared memory, decoded first if it is base64 text. Yields to the event loop
+        between pieces.
         """
         pieces = []
         for start in range(0, data.nbytes, CHUNK_BYTES):  # a multiple of 4 characters each

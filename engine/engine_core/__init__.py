@@ -1,1 +1,1 @@
-"""The process that schedules: its loop, its socket and its watchdogs."""
+"""The engine process: its loop (EngineCore), its socket and its watchdogs."""

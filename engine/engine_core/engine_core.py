@@ -1,7 +1,7 @@
-"""EngineCore: the loop that every edit goes through. Drain the mailbox, schedule, execute; apply, emit.
+"""EngineCore: the loop of the engine process: drain the mailbox, schedule plans and submit them, emit results.
 
-One actor owns the scheduler; requests, aborts and results reach it only through its mailbox. It knows no sockets,
-signals or processes (engine_process.py does) and never touches a pixel.
+One actor owns the scheduler; requests, aborts and results reach it only through its mailbox. Sockets, signals and
+processes are in engine_process.py. It never touches a pixel.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from engine.observability.tracing import NoTracer
 logger = logging.getLogger("stencil.engine")
 
 REPORT_SECONDS = 1.0
-"""How old what an engine says of itself may get while it works."""
+"""How old an engine's last report may get while it works."""
 
 
 class PlanSink(Protocol):
-    """Where plans go; `model_executor.executor.Executor` is the real one."""
+    """Sends plans to the workers; implemented by `model_executor.executor.Executor`."""
 
     def submit(self, plan: StepPlan) -> None: ...
     def kill(self, rank: int) -> None: ...
@@ -50,18 +50,18 @@ class PlanSink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RefusedRequest:
-    """A request whose message could not be decoded, but for its id."""
+    """A request whose message could not be decoded, except for its id."""
 
     request_id: str
     failure: Failure
 
 
 class _ReportDue:
-    """A note to itself: something has changed that was not told at once."""
+    """Sent by EngineCore to itself: changes that were not reported at once are to be reported now."""
 
 
 class EngineCore:
-    """Runs until it has drained or its workers are gone. `emit` must not block."""
+    """`emit` sends a message to the API server and must not block. hang_seconds: see Watchdog."""
 
     def __init__(
         self,
@@ -85,8 +85,8 @@ class EngineCore:
         self._stats_sent = -REPORT_SECONDS
 
     async def run(self) -> None:
-        """Serve until told to drain and all is done. Raises EngineDeadError, after every request got its answer, when a
-        worker dies."""
+        """Serve until a Drain message was received and all requests have ended. Raises EngineDeadError when a worker
+        dies, after every request got its terminal output."""
         self._send_report()
         try:
             while not (self._is_draining and self._scheduler.num_requests == 0):
@@ -107,12 +107,12 @@ class EngineCore:
                 self._watchdog.expect(rank, seconds)
 
     def _on_hang(self, rank: int, seconds: float) -> None:
-        logger.error("worker %d has given no answer in %.1f s, and is killed", rank, seconds, extra=of_request(""))
+        logger.error("worker %d gave no answer in %.1f s and is killed", rank, seconds, extra=of_request(""))
         self._executor.kill(rank)
 
     def _report(self) -> None:
-        """Say what there is to say: at once what clients wait for and who has begun, all else within REPORT_SECONDS.
-        That a request has come is known to whoever sent it.
+        """Report outputs and requests that begin at once, and all else within REPORT_SECONDS. A new request need not be
+        reported, as the router knows what it has sent.
         """
         outputs = self._scheduler.take_outputs()
         num_running, _ = self._scheduler.counts
@@ -124,7 +124,7 @@ class EngineCore:
                 REPORT_SECONDS, self.mailbox.put_nowait, _ReportDue()
             )
         was_idle, self._is_idle = self._is_idle, self._scheduler.num_requests == 0
-        if self._is_idle and not was_idle:  # it walks over all that is cached: not at every message that comes later
+        if self._is_idle and not was_idle:  # once per idle period: it visits all cached entries
             self._scheduler.check_integrity()
 
     def _send_report(self, outputs: tuple[Output, ...] = ()) -> None:
@@ -139,7 +139,7 @@ class EngineCore:
         self._emit(EngineOutputs(outputs=outputs, load=self._scheduler.load_report(), stats=stats))
 
     async def _drain_mailbox(self) -> None:
-        """Wait for a message, then take all that are there: one scheduling pass serves them all."""
+        """Wait for a message, then take all that have arrived: one scheduling pass serves them all."""
         self._receive(await self.mailbox.get())
         while not self.mailbox.empty():
             self._receive(self.mailbox.get_nowait())
@@ -180,13 +180,13 @@ class EngineCore:
                 raise AssertionError(f"worker {message.rank} said twice that it is ready")
 
     def _fail(self, message: WorkerFailed) -> None:
-        # The other workers must not touch any request's memory once its end has been told.
+        # The other workers must not touch a request's memory once its terminal output was sent.
         for rank in range(self._scheduler.num_workers):
             self._executor.kill(rank)
-        # Whatever ended the worker: to its requests the engine is dead, and another one may do them.
+        # "engine_dead" whatever ended the worker, so that the router retries the requests on another engine.
         self._scheduler.fail_all(Failure("engine_dead", message.failure.message))
         outputs = self._scheduler.take_outputs()
         self._trace.said(outputs)
-        # In one message: a report of its own would say that the engine is idle, and be sent what has just failed.
+        # In one message: after a separate report, the router would take the engine for idle and send it the retries.
         self._emit(EngineFailed(failure=message.failure, outputs=outputs))
         raise EngineDeadError(message.failure.message)

@@ -1,6 +1,6 @@
-"""The process an EngineCore lives in: its socket, its workers, its signals; nothing of what it decides.
+"""The engine process, which runs an EngineCore: its entry point, its socket to the API server, its workers and signals.
 
-Started by engine_client.py through core.ipc.process; leaves when drained, when a worker dies, or with its parent.
+Started by EngineClient through core.ipc.process; exits when drained, when a worker dies, or with its parent.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from model_executor.executor import Executor
 logger = logging.getLogger("stencil.engine")
 
 LINGER_MS = 2000
-"""How long last words may take to reach the parent at exit."""
+"""How long the last messages may take to reach the parent at exit."""
 
 MAX_BEAT_SECONDS = 1.0
-"""From one sign of life to the next: so often, or eight times in `hang_seconds`."""
+"""Longest interval between EngineAlive messages; an eighth of `hang_seconds` if that is shorter."""
 
 
 class EngineProcessConfig(msgspec.Struct, frozen=True):
-    """What an engine process is started with; its one file descriptor is the arena's."""
+    """Start parameters of an engine process. It inherits one file descriptor, the arena's."""
 
     engine: EngineConfig
     address: str  # the ZeroMQ endpoint to connect to
@@ -55,7 +55,7 @@ class EngineProcessConfig(msgspec.Struct, frozen=True):
 
 def main(config: bytes, fds: list[int]) -> None:
     """Entry point of the process."""
-    # A terminal or supervisor signals the whole group; draining is led by the parent, which says Drain.
+    # A terminal or supervisor signals the whole process group; the parent leads the shutdown, and sends Drain.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     settings = msgspec.msgpack.decode(config, type=EngineProcessConfig)
     engine = settings.engine
@@ -68,14 +68,14 @@ async def _serve(settings: EngineProcessConfig, arena_fd: int, trace: EngineTrac
         socket.setsockopt(zmq.LINGER, LINGER_MS)
         socket.set_hwm(0)
         await connect(socket, settings.address)
-        die_with_parent()  # not before: its lifeline would have had to remove the socket's folder
+        die_with_parent()  # not earlier: its SIGKILL would keep the lifeline's thread from removing the socket's folder
         with closing(_Link(socket, settings.engine.hang_seconds)) as link:
             await _run_workers(settings, arena_fd, link, trace)
 
 
 async def connect(socket: zmq.asyncio.Socket, address: str) -> None:
-    """Returns when the connection stands. The file of an `ipc://` address, and its folder, are gone then: whoever is
-    killed from now on leaves nothing behind.
+    """Connect, wait until the connection is established, and remove the socket's file with its folder, so that they
+    are not left behind if a process is killed later.
     """
     with socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED) as monitor:
         socket.connect(address)
@@ -85,7 +85,7 @@ async def connect(socket: zmq.asyncio.Socket, address: str) -> None:
 
 
 async def _run_workers(settings: EngineProcessConfig, arena_fd: int, link: _Link, trace: EngineTrace) -> None:
-    """All that the process is for; says how it failed, if it does."""
+    """Run the workers and the EngineCore until it ends; a failure is reported as EngineFailed."""
     try:
         with closing(_page_arena(settings.engine)) as pages:
             async with Executor(settings.engine, settings.arena_id, arena_fd, pages.id, pages.fd) as executor:
@@ -93,13 +93,13 @@ async def _run_workers(settings: EngineProcessConfig, arena_fd: int, link: _Link
     except StencilError as error:
         link.emit(EngineFailed(failure=Failure.of(error)))
     except BaseExceptionGroup as group:
-        # The actor's edge: whatever broke the engine reaches every waiter as a message.
+        # The actor's edge: any error becomes a message, and through it a failure of every waiting request.
         logger.error("engine failed\n%s", traceback.format_exc())
         link.emit(EngineFailed(failure=Failure.of(_first(group))))
 
 
 def _page_arena(config: EngineConfig) -> Arena:
-    """The host tier's memory: address space only, until pages are written."""
+    """The host tier's memory; physical memory is taken only when pages are written."""
     return Arena.create(PAGE_ARENA, max(1, -(-config.cache.host_bytes // mmap.PAGESIZE)) * mmap.PAGESIZE)
 
 
@@ -124,7 +124,7 @@ async def _feed_results(executor: Executor, core: EngineCore) -> None:
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first plain exception in a group, for one line of explanation."""
+    """The first plain exception in a group, for a one-line message."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
@@ -132,13 +132,13 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 def _check_sent(sent: asyncio.Future[Any]) -> None:
-    """A send without a high-water mark fails only when the socket is broken: the loop's handler logs it."""
+    """Raise a send's error, which the event loop logs; without a high-water mark it means that the socket is broken."""
     if not sent.cancelled():
         sent.result()
 
 
 class _Link:
-    """The engine's end of the socket to its client. Until it is closed, it tells that the event loop turns."""
+    """The engine's end of the socket to its EngineClient. Sends EngineAlive regularly until it is closed."""
 
     def __init__(self, socket: zmq.asyncio.Socket, hang_seconds: float) -> None:
         self._socket = socket
@@ -150,12 +150,12 @@ class _Link:
         self._next_beat = asyncio.get_running_loop().call_later(seconds, self._beat, seconds)
 
     def close(self) -> None:
-        """Give no more signs of life; what has been said still goes out."""
+        """Send no more EngineAlive; messages already queued are still sent."""
         self._next_beat.cancel()
 
     def emit(self, message: FromEngine) -> None:
-        """Queue a message; never blocks, since the socket has no high-water mark. An output that cannot be encoded
-        fails its own request.
+        """Queue a message; never blocks, as the socket has no high-water mark. A terminal output that cannot be encoded
+        is replaced by a Failed.
         """
         try:
             payload = encode(message)

@@ -1,7 +1,7 @@
-"""Watchdogs: they notice workers that are alive but give no answer, and engines that give no sign of life.
+"""Watchdogs that detect hanging processes: Watchdog for an engine's workers, SilenceWatch for an engine itself.
 
-Their patience is counted in parts, each by a timer of its own: where this process itself was stopped for a while, the
-first part may be over at once, but those watched get the others to answer in.
+A time limit is split over several timers in a row: if this process itself was suspended, only the first one expires
+when it resumes, and the watched process has the rest of the time to answer.
 """
 
 from __future__ import annotations
@@ -10,40 +10,40 @@ import asyncio
 from collections.abc import Callable
 
 PATIENCE = 20.0
-"""How many times longer than predicted work may take."""
+"""How many times longer than predicted a worker's answer may take."""
 
 LOOKS = 4
-"""How often in its time a silence is looked at."""
+"""Checks of a SilenceWatch per time limit."""
 
 
 class Watchdog:
-    """One timer per worker that has work. `on_hang` is called with the rank of one that gave no answer in
-    max(hang_seconds, PATIENCE * predicted seconds), and with these seconds.
+    """Runs in the engine, with one timer per worker that has work. `on_hang` is called with the rank of a worker that
+    gave no answer within max(hang_seconds, PATIENCE * predicted seconds), and with this time in seconds.
     """
 
     def __init__(self, hang_seconds: float, on_hang: Callable[[int, float], None]) -> None:
         self._hang_seconds = hang_seconds
         self._on_hang = on_hang
-        self._timers: dict[int, asyncio.TimerHandle] = {}  # rank -> half of its patience
+        self._timers: dict[int, asyncio.TimerHandle] = {}  # rank -> timer of half its time limit
 
     def is_watching(self, rank: int) -> bool:
-        """Whether an answer of this worker is awaited."""
+        """Whether an answer from this worker is expected."""
         return rank in self._timers
 
     def expect(self, rank: int, predicted_seconds: float) -> None:
-        """The worker has work, of which the next answer is predicted to come so soon."""
+        """Start a worker's time limit. predicted_seconds: predicted time of the work that it has."""
         self.heard(rank)
         seconds = max(self._hang_seconds, PATIENCE * predicted_seconds)
         self._timers[rank] = asyncio.get_running_loop().call_later(seconds / 2, self._half_over, rank, seconds)
 
     def heard(self, rank: int) -> None:
-        """The worker has answered."""
+        """Stop a worker's time limit: it has answered."""
         timer = self._timers.pop(rank, None)
         if timer is not None:
             timer.cancel()
 
     def close(self) -> None:
-        """Await nothing any more."""
+        """Stop all timers."""
         for rank in list(self._timers):
             self.heard(rank)
 
@@ -52,25 +52,25 @@ class Watchdog:
 
 
 class SilenceWatch:
-    """Calls `on_silence`, once, when nothing was heard for `seconds`, or up to a quarter longer. Begins when something
-    is heard for the first time.
+    """Runs in the API server. Calls `on_silence` once when an engine has sent nothing for `seconds` to 1.25 times as
+    long. Starts with the first call of `heard`.
     """
 
     def __init__(self, seconds: float, on_silence: Callable[[], None]) -> None:
         self._seconds_per_look = seconds / LOOKS
         self._on_silence = on_silence
-        self._silent_looks = 0  # since something was heard
+        self._silent_looks = 0  # checks since the last message
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
 
     def heard(self) -> None:
-        """There was a sign of life."""
+        """Note a message from the engine."""
         self._silent_looks = 0
         if self._timer is None and not self._is_closed:
             self._look_later()
 
     def close(self) -> None:
-        """Await nothing any more."""
+        """Stop watching."""
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -80,7 +80,7 @@ class SilenceWatch:
 
     def _look(self) -> None:
         self._silent_looks += 1
-        if self._silent_looks <= LOOKS:  # something may have been heard just before the first
+        if self._silent_looks <= LOOKS:  # `<=`: the last message may have come just before the first check
             self._look_later()
         else:
             self._on_silence()

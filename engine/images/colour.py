@@ -1,13 +1,13 @@
-"""Colour: what a file says of how its RGB values are to be displayed, carried over from an upload to its results.
+"""Colour: a file's colour information (how to display its RGB values), copied from an upload to its results.
 
-Edits change no pixel outside their mask, and these are to look as before. A PNG file has four ways to say what its
-values mean, of which the first that is there counts: cICP (coding-independent code points, as in video: HDR, Display
-P3), iCCP (an ICC profile), sRGB, and gAMA with cHRM (gamma and chromaticities); mDCV and cLLI describe the display that
-an HDR picture was made on, and its brightest light. All of them are kept, as they came. WebP and JPEG files have an ICC
-profile and nothing else.
+Edits change no pixel outside their mask, and these must look as before. A PNG file can state its colour space in four
+ways, of which the first present counts: cICP (coding-independent code points, as in video: HDR, Display P3), iCCP (an
+ICC profile), sRGB, and gAMA with cHRM (gamma and chromaticities); mDCV and cLLI describe the display on which an HDR
+picture was mastered, and its brightest light. All of them are copied unchanged. WebP and JPEG files have only an ICC
+profile.
 
-Not kept: sBIT, the number of bits that were significant in the samples' source, which changes nothing on a display and
-is not true of generated pixels.
+Not copied: sBIT, the number of significant bits in the samples' source: it does not affect the display, and is wrong
+for generated pixels.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from engine.images.png_chunks import Bytes, chunks_before_pixels
 MAX_ICC_BYTES = 512 * 1024  # a larger profile is not carried over, so that `encoded_bytes` can be a bound
 
 _CHUNK_BYTES = {b"cICP": 4, b"sRGB": 1, b"gAMA": 4, b"cHRM": 32, b"mDCV": 24, b"cLLI": 8}
-"""PNG's chunks that are kept -> their length."""
+"""PNG chunks that are copied -> their length in bytes."""
 
 _SRGB = {
     b"cICP": bytes((1, 13, 0, 1)),
     b"gAMA": pack(">I", 45455),
     b"cHRM": pack(">8I", 31270, 32900, 64000, 33000, 30000, 60000, 15000, 6000),
 }
-"""What says no more than that values are sRGB, as they are taken where nothing is said."""
+"""Chunk contents that mean sRGB, which is also the default of a file without colour information."""
 
 PngChunk = tuple[bytes, bytes]  # type, content
 
 
 @dataclass(frozen=True, slots=True)
 class Colour:
-    """icc_profile: an RGB one. chunks: a PNG file's other chunks, in its order, one of a type. has_unusable_profile:
-    there was one that no result can have."""
+    """icc_profile: an RGB one. chunks: a PNG file's other chunks, in its order, one per type. has_unusable_profile: the
+    file has a profile that results cannot have: not RGB, or larger than MAX_ICC_BYTES."""
 
     icc_profile: bytes | None = None
     chunks: tuple[PngChunk, ...] = ()
@@ -46,17 +46,17 @@ class Colour:
 
     @classmethod
     def of(cls, file: Image.Image, data: Bytes) -> Colour:
-        """Of an opened file, uint8 [bytes]. A profile for another colour space than RGB is left out, as it would be
-        wrong for the result; so are chunks of the wrong length."""
+        """Colour of an opened file. data: its bytes, uint8 [bytes]. Profiles for other colour spaces than RGB, which
+        would be wrong for results, and chunks of the wrong length are left out."""
         profile = _rgb_profile(file)
         chunks = _chunks(data) if file.format == "PNG" else {}
         if profile is not None:
-            chunks.pop(b"sRGB", None)  # a PNG file may have one of both
+            chunks.pop(b"sRGB", None)  # a PNG file may have only one of the two
         return cls(profile, tuple(chunks.items()), profile is None and bool(file.info.get("icc_profile")))
 
     def lost_in(self, output_format: OutputFormat) -> tuple[str, ...]:
-        """What of this a file of this format does not hold, and is displayed differently without: an ICC profile,
-        or PNG's chunks by their names."""
+        """Information that the format cannot hold and without which the picture is displayed differently: "ICC profile"
+        or names of PNG chunks."""
         told = dict(self.chunks)
         if self.has_unusable_profile and b"cICP" not in told:
             return ("ICC profile",)
@@ -66,7 +66,7 @@ class Colour:
 
     @property
     def _what_counts(self) -> tuple[bytes, ...]:
-        """The chunks that a display goes by, without those that do no more than an ICC profile or than nothing."""
+        """Types of the chunks that determine the display; none if an ICC profile or sRGB does."""
         kinds = {kind for kind, _ in self.chunks}
         if b"cICP" in kinds:
             return (b"cICP",)
@@ -74,7 +74,7 @@ class Colour:
 
 
 NO_COLOUR = Colour()
-"""Of a file that says nothing: sRGB."""
+"""Of a file without colour information: sRGB."""
 
 
 def _rgb_profile(file: Image.Image) -> bytes | None:

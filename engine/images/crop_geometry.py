@@ -1,5 +1,5 @@
-"""Where a picture lies in a frame: the region of an upload that an edit with `padding_mask_crop` sees, and the way
-there and back. As diffusers' VaeImageProcessor does it, rounding included.
+"""Geometry of edits with `padding_mask_crop`: the crop of the upload, and how it is placed in the frame at generation
+size and pasted back. As in diffusers' VaeImageProcessor, rounding included.
 
 Sizes are (width, height), offsets (x, y), boxes (left, top, right, bottom), all in pixels.
 """
@@ -17,19 +17,19 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class CropGeometry:
-    """A picture scaled to `size`, with its upper left corner at `offset` of a frame, which it need not fill and may
-    exceed."""
+    """A picture scaled to `size`, with its upper left corner at `offset` in a frame. It may be smaller or larger than
+    the frame."""
 
     size: Size
     offset: tuple[int, int] = (0, 0)
 
     def moved(self, x: int, y: int) -> CropGeometry:
-        """The same, further right and down."""
+        """The same, moved right by x and down by y."""
         return CropGeometry(self.size, (self.offset[0] + x, self.offset[1] + y))
 
 
 def fitted(picture: Size, frame: Size) -> CropGeometry:
-    """All of the picture as large as the frame holds it, in its middle: `_resize_and_fill`."""
+    """The whole picture, as large as fits into the frame, centred: diffusers' `_resize_and_fill`."""
     (width, height), (frame_width, frame_height) = picture, frame
     if frame_width / frame_height < width / height:
         return _centred((frame_width, max(1, height * frame_width // width)), frame)
@@ -37,7 +37,7 @@ def fitted(picture: Size, frame: Size) -> CropGeometry:
 
 
 def covering(picture: Size, frame: Size) -> CropGeometry:
-    """The picture as small as covers the frame, its middle in the frame's: `_resize_and_crop`."""
+    """The picture, as small as covers the frame, centred: diffusers' `_resize_and_crop`."""
     (width, height), (frame_width, frame_height) = picture, frame
     if frame_width / frame_height > width / height:
         return _centred((frame_width, height * frame_width // width), frame)
@@ -49,7 +49,7 @@ def _centred(size: Size, frame: Size) -> CropGeometry:
 
 
 def lay(picture: Image.Image, frame: Size, geometry: CropGeometry) -> Image.Image:
-    """The picture (Lanczos) in a frame of its own; what it leaves free on two sides repeats its edges."""
+    """The picture resized (Lanczos) in a new frame; free space on two sides is filled by repeating its edges."""
     (width, height), (x, y) = geometry.size, geometry.offset
     resized = picture.resize(geometry.size, Image.Resampling.LANCZOS)
     if geometry.size == frame:
@@ -66,8 +66,8 @@ def lay(picture: Image.Image, frame: Size, geometry: CropGeometry) -> Image.Imag
 
 
 def crop_region(mask: Box, padding: int, picture: Size, frame: Size) -> Box:
-    """The part of a picture that is edited: the box of its mask, `padding` pixels larger on each side, and then widened
-    to the aspect of `frame` as far as the picture reaches: `get_crop_region`.
+    """The part of a picture that is edited: the mask's box, `padding` pixels larger on each side, widened to the aspect
+    of `frame` within the picture: diffusers' `get_crop_region`.
     """
     (left, top, right, bottom), (width, height) = mask, picture
     left, right = max(left - padding, 0), min(right + padding, width)
@@ -81,7 +81,7 @@ def crop_region(mask: Box, padding: int, picture: Size, frame: Size) -> Box:
 
 
 def _widened(start: int, end: int, more: int, limit: int) -> tuple[int, int]:
-    """`more` pixels more, equally on both sides, but within 0..limit."""
+    """The range start..end made `more` pixels longer, equally on both sides, moved and cut to stay within 0..limit."""
     start -= more // 2
     end += more - more // 2
     start, end = start - max(0, end - limit), min(end, limit)

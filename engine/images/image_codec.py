@@ -1,7 +1,7 @@
-"""Encoded files to pixels and back: what an upload may be, and how a result is written.
+"""Decodes uploads and encodes results (PNG, WebP, JPEG); runs in the image processors.
 
-Knows nothing of masks, jobs or processes. Uploads are hostile: the size in the header is checked before a pixel is
-decoded, and whatever a decoder raises becomes an InvalidImageError that names the field.
+Uploads are untrusted: the size in the header is checked before a pixel is decoded, and any error of a decoder becomes
+an InvalidImageError that names the field.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import IO, Any, Literal, cast
 import numpy as np
 import numpy.typing as npt
 
-# Registers the formats: without these, Pillow would import all of its plugins for the first WebP.
+# Registers the formats: otherwise Pillow would import all of its plugins at the first WebP file.
 from PIL import Image, JpegImagePlugin, PngImagePlugin, WebPImagePlugin  # noqa: F401
 
 from core.errors import EngineError, InvalidImageError, InvalidRequestError
@@ -33,7 +33,7 @@ Field = Literal["image", "mask", "mask_image"]  # the request field that a file 
 FORMATS = ("PNG", "WEBP", "JPEG")
 MAX_SIDE: dict[OutputFormat, int] = {"png": 2**31 - 1, "webp": 16383, "jpeg": 65500}
 
-# What Pillow's decoders raise on damaged files (found by cutting and flipping bytes of every format).
+# Errors that Pillow's decoders raise for damaged files (found by cutting and flipping bytes of every format).
 _DECODE_ERRORS = (
     OSError,
     SyntaxError,
@@ -62,8 +62,8 @@ _EXIF_ORIENTATION = 0x0112
 class DecodedImage:
     """A decoded upload, upright. image: mode RGB, or RGBA if the file has transparency of any kind; 8 bits a channel.
 
-    colour: what its values mean, as the file says. is_turned: its EXIF data had it turned by 90 degrees, so that width
-    and height are not the file's.
+    colour: the file's colour information. is_turned: it was rotated by 90 degrees because of its EXIF orientation, so
+    its width and height differ from the file's.
     """
 
     image: Image.Image
@@ -75,7 +75,7 @@ class DecodedImage:
 
 
 def decode(data: Bytes, field: Field, max_pixels: int) -> DecodedImage:
-    """Decode a PNG, WebP or JPEG file (uint8 [bytes]), told by its content alone; the first frame of an animation.
+    """Decode a PNG, WebP or JPEG file (uint8 [bytes]), recognised by its content; of an animation, the first frame.
 
     EXIF orientation is applied. Palettes, grey, CMYK and 16-bit files become 8-bit RGB(A), 16 bits by their high byte.
     Raises InvalidImageError (not such a file, or damaged) and InvalidRequestError (more than `max_pixels` pixels, found
@@ -102,7 +102,7 @@ def check_pixels(size: tuple[int, int], field: str, max_pixels: int) -> None:
 
 
 def unreadable(field: Field) -> InvalidImageError:
-    """The error for a file that is none of the three formats or is damaged, in the images API's words."""
+    """The error for a damaged file or one of another format, with the messages of OpenAI's images API."""
     if field == "image":
         message = "Invalid image file or mode for image 1, please check your image file: PNG, WebP and JPEG are read."
         return InvalidImageError(message, param=field, code="invalid_image_file")
@@ -116,7 +116,7 @@ def _too_large(reason: str, field: str) -> InvalidRequestError:
 
 @contextmanager
 def _pillow_limits(max_pixels: int) -> Iterator[None]:
-    """Pillow's own bomb check (which comes before WebP's decoder takes memory) at our limit, its warnings off."""
+    """Set Pillow's decompression bomb check, which precedes the memory use of WebP's decoder, to `max_pixels`."""
     before = Image.MAX_IMAGE_PIXELS
     Image.MAX_IMAGE_PIXELS = max_pixels
     try:
@@ -143,8 +143,8 @@ def _to_rgb(file: Image.Image, data: Bytes) -> Image.Image:
 
 
 def _at_8_bits(named: int | tuple[int, ...], depth: int) -> int | tuple[int, ...]:
-    """A PNG file's transparent colour, which it names at its own bit depth, as its pixels are decoded. Higher bits mean
-    nothing."""
+    """A PNG file's transparent colour, converted from the file's bit depth to decoded 8-bit values. Bits above the
+    depth are ignored."""
     if isinstance(named, tuple):
         return tuple(value & 255 for value in named)
     largest: int = (1 << depth) - 1
@@ -152,7 +152,7 @@ def _at_8_bits(named: int | tuple[int, ...], depth: int) -> int | tuple[int, ...
 
 
 def _from_rgb_16(file: Image.Image, data: Bytes, transparent: tuple[int, ...]) -> Image.Image:
-    """A 16-bit RGB PNG; its transparent colour is compared in full."""
+    """A 16-bit RGB PNG as RGBA; its transparent colour is compared with all 16 bits."""
     named = np.array(transparent, np.uint16)
     matches = (np.asarray(file) == named >> 8).all(axis=2) & (low_bytes(data) == named & 255).all(axis=2)
     image = file.convert("RGB")
@@ -162,7 +162,7 @@ def _from_rgb_16(file: Image.Image, data: Bytes, transparent: tuple[int, ...]) -
 
 
 def _from_grey_16(file: Image.Image) -> Image.Image:
-    """A 16-bit grey PNG; its transparent colour, if it names one, is compared in full."""
+    """A 16-bit grey PNG as RGB or RGBA; its transparent colour, if any, is compared with all 16 bits."""
     values = np.asarray(file)
     grey = Image.fromarray((values >> 8).astype(np.uint8))
     transparent = file.info.get("transparency")
@@ -173,7 +173,7 @@ def _from_grey_16(file: Image.Image) -> Image.Image:
 
 
 def _upright(file: Image.Image, image: Image.Image) -> Image.Image:
-    """`image` turned as the EXIF data of `file` says; EXIF data that cannot be parsed says nothing."""
+    """`image` rotated by the EXIF orientation of `file`; unchanged if the EXIF data cannot be parsed."""
     try:
         orientation = file.getexif().get(_EXIF_ORIENTATION)
     except _DECODE_ERRORS:
@@ -188,11 +188,11 @@ def _upright(file: Image.Image, image: Image.Image) -> Image.Image:
 def encoded_bytes(
     width: int, height: int, channels: int, base64: bool, output_format: OutputFormat | None = None
 ) -> int:
-    """Room for any picture of this size after `encode`, in bytes; without a format, for the largest of the three.
+    """Upper bound in bytes of any picture of this size after `encode`; without a format, of the largest of the three.
 
-    In bytes of pixels, sides rounded up to 16: PNG noise becomes stored deflate blocks, 1.0003. WebP: noise takes
-    1.0003 lossless, 0/255 noise 1.05 lossy. JPEG: 0/255 noise at quality 100 takes 1.58, but its Huffman codes allow 26
-    bits a coefficient, 3.25, and this bound must hold.
+    Relative to the bytes of its pixels, sides rounded up to 16: PNG noise becomes stored deflate blocks, 1.0003. WebP:
+    noise takes 1.0003 lossless, 0/255 noise 1.05 lossy. JPEG: 0/255 noise at quality 100 takes 1.58, but its Huffman
+    codes allow 26 bits per coefficient, 3.25, and the bound must be safe.
     """
     factor = {"png": 1.01, "webp": 1.25, "jpeg": 3.5, None: 3.5}[output_format]
     pixels = (width + 15) // 16 * 16 * ((height + 15) // 16 * 16) * channels
@@ -202,7 +202,7 @@ def encoded_bytes(
 
 
 def check_output_size(width: int, height: int, output_format: OutputFormat) -> None:
-    """Raise InvalidRequestError if the format cannot hold a picture of this size."""
+    """Raise InvalidRequestError if the format cannot hold a picture of width x height pixels."""
     if max(width, height) > MAX_SIDE[output_format]:
         message = f"Invalid 'output_format': {output_format} holds at most {MAX_SIDE[output_format]} pixels a side, "
         raise InvalidRequestError(message + f"not {width}x{height}; use 'png'.", param="output_format")
@@ -218,10 +218,10 @@ def encode(
 ) -> int:
     """Write `image` (mode RGB or RGBA) as a file into `out`, uint8 [bytes]; returns the bytes written.
 
-    compression: 0..100, quality of jpeg and webp; webp at 100 is lossless, hidden colours included. JPEG has no
-    transparency: it is flattened on white. colour: as far as the format can say it. base64: write the file as base64
-    text. Raises EngineError if `out` is too small (nothing is written outside it), InvalidRequestError if the format
-    cannot hold the size.
+    compression: 0..100, quality of jpeg and webp; webp at 100 is lossless, colours of transparent pixels included.
+    JPEG has no transparency: the image is flattened on white. colour: written as far as the format supports it. base64:
+    write base64 text. Raises EngineError if `out` is too small (nothing is written outside it), InvalidRequestError if
+    the format cannot hold the size.
     """
     check_output_size(*image.size, output_format)
     sink = _Sink(out, base64)
@@ -232,9 +232,9 @@ def encode(
             profile = colour.icc_profile or b""
             image.save(cast(IO[bytes], sink), "WEBP", icc_profile=profile, **_webp_options(compression))
         case "jpeg":
-            # 4:2:0 would smear the edge of a saturated edit at qualities asked for its sake.
+            # 4:2:0 would blur the edges of saturated edits, which a high quality is asked for to keep.
             sampling = 0 if compression >= 90 else 2
-            # Pillow takes 0 as "not given".
+            # Pillow reads 0 as "not given".
             quality = max(1, compression)
             options = {"quality": quality, "subsampling": sampling, "icc_profile": colour.icc_profile}
             _flatten(image).save(cast(IO[bytes], sink), "JPEG", **options)
@@ -242,8 +242,8 @@ def encode(
 
 
 def _webp_options(compression: int) -> dict[str, Any]:
-    # Methods by measurement, 12 MP on one core: lossless 0 takes 1.4 s (1: 2.8 s, a fifth smaller); lossy 1 takes
-    # 0.45 s (4, the default: 1.1 s, no smaller).
+    # Methods chosen by measurement, 12 MP on one core: lossless 0 takes 1.4 s (1: 2.8 s, a fifth smaller); lossy 1
+    # takes 0.45 s (4, the default: 1.1 s, no smaller).
     if compression == 100:
         return {"lossless": True, "exact": True, "quality": 0, "method": 0}
     return {"quality": compression, "method": 1}
@@ -258,7 +258,7 @@ def _flatten(image: Image.Image) -> Image.Image:
 
 
 class _Sink(io.RawIOBase):
-    """A file in a fixed region, written as is or as base64; refuses to write past its end."""
+    """Writes a file into a fixed region, as is or as base64; raises EngineError instead of writing past its end."""
 
     _PIECE = 3 * 256 * 1024
 
@@ -266,7 +266,7 @@ class _Sink(io.RawIOBase):
         self._out = out.data
         self._base64 = base64
         self._written = 0
-        self._rest = b""  # bytes short of a group of three
+        self._rest = b""  # bytes not written yet: base64 encodes groups of three
 
     def writable(self) -> bool:
         return True
@@ -281,7 +281,7 @@ class _Sink(io.RawIOBase):
         return len(view)
 
     def finish(self) -> int:
-        """Write what is held back; returns the bytes written in all."""
+        """Write the bytes held back; returns the total number of bytes written."""
         self._put(b2a_base64(self._rest, newline=False))
         return self._written
 
@@ -298,11 +298,11 @@ class _Sink(io.RawIOBase):
         self._written = end
 
 
-# A PNG writer of our own. For 12 MP of photo-like pixels with sensor noise, on one core, Pillow takes 0.99 s and 19.9
-# MB at level 1, 4.3 s and 16.9 MB at level 6. Here every row is filtered by "up" and deflated with run lengths and
-# Huffman codes only, in 0.36 s and 17.1 MB (without run lengths 0.31 s, but flat areas cannot fall below one bit a
-# byte). The price is drawings: one of flat shapes and text takes 245 kB instead of 189. Strips bound the memory and
-# suit the cache.
+# A PNG writer of our own, for speed: 12 MP of photo-like pixels with sensor noise, on one core, take Pillow 0.99 s and
+# 19.9 MB at level 1, 4.3 s and 16.9 MB at level 6. Here every row is filtered by "up" and deflated with run lengths and
+# Huffman codes only, in 0.36 s and 17.1 MB (without run lengths 0.31 s, but flat areas take at least one bit per byte).
+# The price: drawings get larger; one of flat shapes and text takes 245 kB instead of 189. Strips bound the memory and
+# fit the CPU's cache.
 _STRIP_BYTES = 1024 * 1024
 _UP_FILTER = 2
 
@@ -325,7 +325,7 @@ def _write_png(image: Image.Image, colour: Colour, sink: _Sink) -> None:
 
 
 def _filtered_strips(image: Image.Image) -> Iterator[Bytes]:
-    """The rows from top to bottom, each less the row above it behind its filter byte: uint8 [rows, 1 + row bytes]."""
+    """Strips of rows from top to bottom, uint8 [rows, 1 + row bytes]: the filter byte, then the row less that above."""
     width, height = image.size
     row_bytes = width * len(image.getbands())
     strip_rows = max(1, _STRIP_BYTES // row_bytes)

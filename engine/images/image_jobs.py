@@ -1,4 +1,4 @@
-"""Jobs for the image processors, and whose turn it is. Knows nothing of processes."""
+"""JobQueue: the jobs for the image processors and their order. ImagePool owns it and assigns the jobs to processes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ from core.scheduling.fair_queue import Claim, FairQueue, counts_as_due
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whose a job is and how urgent: as of the edit or template that it is for. arrival, due: seconds of
-    CLOCK_MONOTONIC.
-    """
+    """The edit or template that a job is for; decides the job's order. arrival, due: seconds of CLOCK_MONOTONIC."""
 
     edit_id: str = ""
     owner: str = ""
@@ -34,13 +32,13 @@ class Caller:
         return counts_as_due(self.arrival, self.due, self.priority)
 
     def share(self, seconds: float) -> Share:
-        """Its entry in the backlog, with so much left."""
+        """Its entry in the image backlog. seconds: image work left."""
         return Share(self.owner, self.priority, self.counts_as_due, seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Shared memory for a result, taken when its turn comes. nbytes: of what `take` returns."""
+    """Shared memory for a result, allocated by `take` when the job's turn comes. nbytes: its size."""
 
     nbytes: int
     take: Callable[[], ArrayRef]
@@ -48,35 +46,34 @@ class Room:
 
 @dataclass(eq=False, slots=True)
 class ImageJob:
-    """work: its size. seconds: what it is predicted to take."""
+    """One job, from submission to its answer. work: its size. seconds: its predicted time."""
 
     message: ToImageProcessor
     answer: asyncio.Future[PreparedImages | ComposedImage]
     work: ImageWork
     seconds: float = 0.0
     caller: Caller = field(default_factory=Caller)
-    room: Room | None = None  # None: none is needed, or it was taken
-    held: int = 0  # bytes of the room that was taken
-    request_id: str = field(default_factory=current_request)  # whose it is, for the log
-    deaths: int = 0  # processors that died with it in hand
-    is_abandoned: bool = False  # its caller was cancelled: not worth a second try
+    room: Room | None = None  # None: not needed, or already taken
+    held: int = 0  # bytes of the room after it was taken
+    request_id: str = field(default_factory=current_request)  # for log lines
+    deaths: int = 0  # processors that died while they had it
+    is_abandoned: bool = False  # its caller was cancelled, so it is not retried
 
     @property
     def is_result(self) -> bool:
         return isinstance(self.message, ComposeImage)
 
     def fail(self, error: Exception) -> None:
-        """Answer its caller with `error`."""
+        """Raise `error` in its caller."""
         self.answer.set_exception(error)
 
 
 class JobQueue:
-    """Jobs from `push` until `remove`: those that wait, and those that processors have.
+    """Holds jobs from `push` until `remove`: those that wait, and those that a processor has.
 
-    Owners share the processors' time fairly (`FairQueue`), and among one owner's jobs the order is that of the
-    edits, but that results go before uploads of the same class that came less than PATIENCE_SECONDS before. A result is
-    the last of its request's work, and frees its memory; behind a burst of uploads, a finished edit would wait for all
-    of them.
+    Owners share the processors' time fairly (`FairQueue`). One owner's jobs are in the order of its edits, except that
+    results go before uploads of the same class that arrived up to PATIENCE_SECONDS earlier: a result ends its request
+    and frees memory, and should not wait for a burst of uploads.
     """
 
     def __init__(self) -> None:
@@ -89,7 +86,7 @@ class JobQueue:
         return sum(not claim.has_begun for claim in self._claims.values())
 
     def push(self, job: ImageJob) -> None:
-        """Line up."""
+        """Enqueue a job."""
         caller = job.caller
         due = caller.counts_as_due - (PATIENCE_SECONDS if job.is_result else 0.0)
         urgency = due, caller.arrival, f"{next(self._numbers):020}"
@@ -97,21 +94,21 @@ class JobQueue:
         self._queue.add(claim)
 
     def next(self, may_begin: Callable[[ImageJob], bool]) -> ImageJob | None:
-        """The first one that waits and may begin."""
+        """The first waiting job for which `may_begin` is true; None if there is none."""
         waiting = (job for job in self._queue.in_order() if not self._claims[job].has_begun)
         return next(filter(may_begin, waiting), None)
 
     def begin(self, job: ImageJob) -> None:
-        """A processor has it."""
+        """Note that a processor has the job."""
         self._queue.begin(self._claims[job])
 
     def give_back(self, job: ImageJob) -> None:
-        """Its processor died: it waits again, where it would be had it not begun."""
+        """Undo `begin` after its processor died; the job waits again at its former place."""
         self._queue.give_back(self._claims[job])
 
     def remove(self, job: ImageJob, took: float | None = None) -> None:
-        """It is answered, after so many seconds if it was done, or nobody wants it. Raises KeyError when it is not
-        here.
+        """Remove a job that is answered or abandoned. took: seconds that it took, if it was done. Raises KeyError if it
+        is not in the queue.
         """
         self._queue.remove(self._claims.pop(job), took)
 
@@ -120,7 +117,7 @@ class JobQueue:
 
 
 def upload_work(message: PrepareImages) -> ImageWork:
-    """The size of the work on an upload."""
+    """The size of the work of a PrepareImages job."""
     nbytes = sum(ref.size for ref in (message.image, message.mask) if ref is not None)
     width, height = message.canvas_size or (0, 0)
     return ImageWork("prepare", nbytes / 1e6, width * height / 1e6)

@@ -1,8 +1,8 @@
-"""What is made of an upload before the engine sees it, and of the engine's pixels after: pure numpy and Pillow.
+"""The pixel operations of the image processors: `prepare` makes template, mask and active tokens from an upload,
+`compose` pastes generated pixels into the upload and encodes the result. Numpy and Pillow only.
 
-Sizes are (width, height) in pixels; arrays are [height, width(, channels)]. `keep` is a mask as the paste-back uses
-it: uint8 [height, width] at upload size, 255 = leave the pixel exactly as it came, 0 = take the generated one, between
-= blend.
+Sizes are (width, height) in pixels; arrays are [height, width(, channels)]. `keep` is the mask used to paste back:
+uint8 [height, width] at upload size, 255 = keep the upload's pixel, 0 = take the generated one, between = blend.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ __all__ = [
     "scratch_bytes",
 ]
 
-CONTENT_FORMAT = 1  # part of every content id: raise it when the same upload would make another template
+CONTENT_FORMAT = 1  # part of every content id: increase it when the same upload gives a different template
 ALIGNMENT = 64  # bytes, of each array carved from a scratch region
 MAX_COVER_PIXELS = 2**26
-"""What a crop is scaled to as a whole: 0.2 GB in RGB."""
-_GREY = (128, 128, 128)  # an empty canvas: what the model sees of a fully masked picture is mid-grey in any case
+"""Largest picture, in pixels, to which generated pixels are scaled as a whole for a crop: 0.2 GB in RGB."""
+_GREY = (128, 128, 128)  # of an empty canvas: a model sees a fully masked picture as mid-grey anyway
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedArrays:
-    """What the engine needs of an upload; the fields are those of PreparedImages."""
+    """The arrays that the engine needs; the fields are those of PreparedImages."""
 
     upload_size: tuple[int, int]
     template: Bytes  # [height, width, 3] RGB at generation size
@@ -57,12 +57,12 @@ class PreparedArrays:
     active: npt.NDArray[np.int32]  # [active tokens], row-major, ascending
     content_id: str
     unmasked: bool
-    crop: Box | None  # the part of the upload that the template shows, None: all of it
+    crop: Box | None  # the part of the upload that the template shows; None: all of it
 
 
 @dataclass(frozen=True, slots=True)
 class Composed:
-    """A result that has been written, of so many bytes. The fields are ComposedImage's."""
+    """A result that was written into `out`, `nbytes` long. The other fields are those of ComposedImage."""
 
     nbytes: int
     size: Size
@@ -73,7 +73,7 @@ class Composed:
 class _Upload:
     picture: DecodedImage
     keep: Bytes
-    own_mask: bool  # the mask is the picture's own transparency, or there is none at all
+    own_mask: bool  # the mask is the picture's own transparency, or there is no mask
     unmasked: bool
 
 
@@ -81,11 +81,11 @@ class _Upload:
 
 
 def prepare(job: PrepareImages, image: Bytes | None, mask: Bytes | None) -> PreparedArrays:
-    """Decode and check the files of `job` (encoded bytes, uint8 [bytes]) and make what the engine needs of them.
+    """Decode and check the files of `job` (uint8 [bytes]) and make the arrays that the engine needs.
 
-    The template is resized as diffusers' VaeImageProcessor does it (Pillow, Lanczos, in uint8). With padding_mask_crop
-    it is a crop around the mask, and mask and active tokens are the crop's. Raises InvalidImageError and
-    InvalidRequestError, with param the field at fault (a mask that selects nothing: the field it came in).
+    The template is resized as in diffusers' VaeImageProcessor (Pillow, Lanczos, in uint8). With padding_mask_crop it is
+    a crop around the mask, and mask and active tokens are those of the crop. Raises InvalidImageError and
+    InvalidRequestError; `param` is the field at fault.
     """
     upload = _read(image, mask, job.mask_kind, job.canvas_size, job.max_pixels)
     size, crop = _view_of(upload, job)
@@ -110,7 +110,7 @@ def prepare(job: PrepareImages, image: Bytes | None, mask: Bytes | None) -> Prep
 
 
 def _view_of(upload: _Upload, job: PrepareImages) -> tuple[Size, Box | None]:
-    """Generation size, and the part of the upload that is edited at it; None: all of it."""
+    """Generation size, and the part of the upload that is edited; None: all of it."""
     size, native_size, token_size = upload.picture.image.size, job.native_size, job.token_size
     if job.padding_mask_crop is None:
         return generation_size(*size, native_size, token_size, job.max_side), None
@@ -122,13 +122,13 @@ def _view_of(upload: _Upload, job: PrepareImages) -> tuple[Size, Box | None]:
 
 
 def compose(job: ComposeImage, pixels: Bytes, image: Bytes | None, mask: Bytes | None, out: Bytes) -> Composed:
-    """Paste `pixels` (uint8 [height, width, 3], generation size) into the original upload; encode that into `out`.
+    """Paste `pixels` (uint8 [height, width, 3], generation size) into the original upload and encode it into `out`.
 
-    Every channel of a pixel is ``round(source * a / 255 + generated * (1 - a / 255))`` with a its `keep`, so a = 255
-    leaves it bit for bit. With an explicit mask the upload's alpha channel stays, and generated pixels are opaque in
-    this formula: an edit is visible where the upload was transparent. Where the upload's own transparency was the mask,
-    or nothing was masked, the result is opaque RGB. Palettes and 16-bit files leave as 8-bit RGB(A). `job.output_size`
-    resizes after all that. Raises as `prepare` and `encode` do.
+    Every channel is ``round(source * a / 255 + generated * (1 - a / 255))`` with the pixel's `keep` as a, so a = 255
+    leaves it bit for bit. With an explicit mask the upload keeps its alpha channel, and generated pixels count as
+    opaque: an edit is visible where the upload was transparent. If the upload's own transparency was the mask, or there
+    was none, the result is opaque RGB. Palettes and 16-bit files become 8-bit RGB(A). `job.output_size` resizes last.
+    Raises as `prepare` and `encode` do.
     """
     upload = _read(image, mask, job.mask_kind, job.canvas_size, job.max_pixels)
     canvas = upload.picture.image.convert("RGB") if upload.own_mask else upload.picture.image
@@ -140,7 +140,7 @@ def compose(job: ComposeImage, pixels: Bytes, image: Bytes | None, mask: Bytes |
 
 
 def scratch_bytes(native_size: int, token_size: int) -> int:
-    """Bytes that the arrays of any PreparedImages take at most, alignment included."""
+    """Most bytes that the arrays of a PreparedImages take, alignment included."""
     tokens = (native_size // token_size) ** 2
     # Template and mask take 4 bytes a pixel, a token's index 4 bytes.
     return tokens * (4 * token_size**2 + 4) + 3 * ALIGNMENT
@@ -196,7 +196,7 @@ def _size_mismatch(mask_size: Size, picture: DecodedImage) -> str:
 
 
 def _keep_of_luminance(mask: Image.Image) -> Bytes:
-    # By way of RGB: transparency in a mask_image means nothing.
+    # By way of RGB: transparency in a mask_image is ignored.
     return np.where(np.asarray(mask.convert("RGB").convert("L")) >= 128, 0, 255).astype(np.uint8)
 
 
@@ -205,11 +205,11 @@ def _bad_mask(reason: str, field: Field) -> InvalidImageError:
 
 
 def model_mask(keep: Bytes, size: Size, geometry: CropGeometry | None = None) -> Bytes:
-    """The mask as the model sees it: uint8 [height, width] at generation size, 1 = edit.
+    """The model's mask: uint8 [height, width] at generation size, 1 = edit.
 
-    As FluxFillPipeline's mask processor makes it: 255 - keep resized (Pillow, Lanczos), then 1 from one half on. A mask
-    too small or too faint to leave a pixel by that rule selects every pixel it touches instead: an edit of nothing is
-    never meant. placement: where the picture lies at generation size, if it is a crop.
+    As in FluxFillPipeline's mask processor: 255 - keep resized (Pillow, Lanczos), then 1 from one half on. If that
+    leaves no pixel of a small or faint mask, every pixel that it touches is selected, as an empty edit is never meant.
+    geometry: where the picture lies at generation size, if it is a crop.
     """
     grey = lay(Image.fromarray(255 - keep), size, geometry or CropGeometry(size))
     mask = (np.asarray(grey) >= 128).astype(np.uint8)
@@ -224,13 +224,13 @@ def active_tokens(
     """Indices of the tokens to compute, int32 [active tokens], row-major, ascending.
 
     A token is active if a pixel of the upload with keep < 255, grown by `margin` pixels of generation size on each side
-    (a square), covers any part of it. placement: as for `model_mask`.
+    (a square), covers any part of it. geometry: as for `model_mask`.
     """
     return np.flatnonzero(touched_cells(keep, size, token_size, margin, geometry)).astype(np.int32)
 
 
 def _masked_tokens(mask: Bytes, token_size: int) -> npt.NDArray[np.int32]:
-    """Tokens with a pixel of the model's mask, which a small picture's, made larger, may reach beyond its pixels."""
+    """Tokens with a pixel of the model's mask: that of an enlarged small picture may reach beyond the upload's mask."""
     height, width = mask.shape
     cells = mask.reshape(height // token_size, token_size, width // token_size, token_size)
     return np.flatnonzero(cells.any(axis=(1, 3))).astype(np.int32)
@@ -239,8 +239,8 @@ def _masked_tokens(mask: Bytes, token_size: int) -> npt.NDArray[np.int32]:
 def touched_cells(
     keep: Bytes, size: Size, cell: int, margin: int, geometry: CropGeometry | None = None
 ) -> npt.NDArray[np.bool_]:
-    """Which cells of `cell` px the mask touches once placed in `size` and grown by `margin`: bool [rows, columns].
-    placement: of the mask, which by default fills `size`."""
+    """The cells of `cell` px that the mask touches, scaled to `size` and grown by `margin` px: bool [rows, columns].
+    geometry: where the mask lies in `size`; by default it fills it."""
     (width, height), (x, y) = (geometry.size, geometry.offset) if geometry else (size, (0, 0))
     rows = _any_in_windows(keep < 255, *_windows(keep.shape[0], height, y, size[1] // cell, cell, margin))
     across = _windows(keep.shape[1], width, x, size[0] // cell, cell, margin)
@@ -252,8 +252,8 @@ def _windows(
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """For each of `count` cells along a side: the first source pixel that touches it, and the one after the last.
 
-    Exact, in integers. Source pixel x covers [x, x + 1) * scaled / source + offset at generation size, and `margin`
-    more on both ends; the first and the last one also what lies beyond them, where a crop repeats its edges.
+    Exact integer arithmetic. Source pixel x covers [x, x + 1) * scaled / source + offset at generation size, and
+    `margin` more on both ends; the first and last pixels also cover all beyond them, where a crop repeats its edges.
     """
     left = np.arange(count, dtype=np.int64) * cell - margin - offset
     right = left + cell + 2 * margin
@@ -280,8 +280,8 @@ def generation_size(width: int, height: int, native_size: int, token_size: int, 
     """The size at which a picture is edited: multiples of token_size, area at most native_size squared, no side longer
     than max_side tokens.
 
-    Both sides rounded to the nearest multiple (at least one) where that fits. Else, of all sizes that fit, the one
-    nearest to the picture scaled to the full area; near in the logarithm of both sides, so aspect and area count alike.
+    Both sides are rounded to the nearest multiple (at least one) if that fits. Otherwise it is the size nearest to the
+    picture scaled to the full area, by the logarithms of both sides, so that aspect and area count equally.
     """
     columns, rows = (max(1, (side + token_size // 2) // token_size) for side in (width, height))
     if columns * rows > (native_size // token_size) ** 2:
@@ -290,8 +290,8 @@ def generation_size(width: int, height: int, native_size: int, token_size: int, 
 
 
 def crop_size(width: int, height: int, native_size: int, token_size: int, max_side: int | None = None) -> Size:
-    """The size at which a crop of a picture of width x height is edited: the picture's aspect on the model's full area,
-    however small the picture."""
+    """The size at which a crop of a width x height picture is edited: the picture's aspect at the model's full area,
+    also for small pictures."""
     columns, rows = _nearest_grid(width / height, (native_size // token_size) ** 2)
     return _within(columns, rows, width, height, token_size, max_side)
 
@@ -325,10 +325,10 @@ def content_id(template: Bytes) -> str:
 
 
 def paste_generated(canvas: Image.Image, pixels: Bytes, keep: Bytes, crop: Box | None = None) -> None:
-    """Blend `pixels` (uint8 [height, width, 3]), scaled to the canvas (RGB or RGBA) or to its `crop`, into it.
+    """Blend `pixels` (uint8 [height, width, 3]), scaled to the canvas (RGB or RGBA) or to its `crop`, into the canvas.
 
-    Only the box around the mask is touched, and without a crop nothing more resized, so a small edit of a large photo
-    costs little.
+    Only the box around the mask is changed, and without a crop only that box is resized, so a small edit of a large
+    photo costs little.
     """
     box = left, top, right, bottom = edited_box(keep)
     painted, geometry = Image.fromarray(pixels), CropGeometry(canvas.size)
@@ -337,12 +337,12 @@ def paste_generated(canvas: Image.Image, pixels: Bytes, keep: Bytes, crop: Box |
     else:
         geometry = covering(painted.size, (crop[2] - crop[0], crop[3] - crop[1])).moved(crop[0], crop[1])
         generated = _part_of_scaled(painted, geometry, box)
-    # Pillow's paste rounds (source * a + generated * (255 - a)) / 255 to the nearest, in every band.
+    # Pillow's paste rounds (source * a + generated * (255 - a)) / 255 to the nearest integer, in every band.
     canvas.paste(generated.convert(canvas.mode), box, Image.fromarray(255 - keep[top:bottom, left:right]))
 
 
 def _scaled_part(picture: Image.Image, geometry: CropGeometry, box: Box) -> Image.Image:
-    """What is in `box` of a placed picture; nothing else is resized."""
+    """The part of a placed picture inside `box`; only this part is resized."""
     (width, height), (x, y) = geometry.size, geometry.offset
     across, down = picture.width / width, picture.height / height
     source = ((box[0] - x) * across, (box[1] - y) * down, (box[2] - x) * across, (box[3] - y) * down)
@@ -350,9 +350,9 @@ def _scaled_part(picture: Image.Image, geometry: CropGeometry, box: Box) -> Imag
 
 
 def _part_of_scaled(picture: Image.Image, geometry: CropGeometry, box: Box) -> Image.Image:
-    """The same, of all of it resized: diffusers' own pixels. In a part alone Pillow may scale rows before columns, and
-    rounds and clips between the two; 40 of 255 was measured where neighbours are black and white. A crop hardly exceeds
-    its frame, but a line of pixels: to fill that, most of the picture would be scaled in vain.
+    """As `_scaled_part`, but resizes the whole picture first, which gives diffusers' pixels. For a part, Pillow may
+    scale rows before columns, with rounding and clipping between: a difference of 40 of 255 was measured where black
+    meets white. A very thin crop would need an enormous picture: above MAX_COVER_PIXELS only the part is resized.
     """
     (width, height), (x, y) = geometry.size, geometry.offset
     if width * height > MAX_COVER_PIXELS:
@@ -362,7 +362,7 @@ def _part_of_scaled(picture: Image.Image, geometry: CropGeometry, box: Box) -> I
 
 
 def edited_box(keep: Bytes) -> Box:
-    """The smallest (left, top, right, bottom) around all pixels with keep < 255; there is at least one."""
+    """The smallest box around all pixels with keep < 255, of which there must be at least one."""
     rows = np.flatnonzero(keep.min(axis=1) < 255)
     columns = np.flatnonzero(keep[rows[0] : rows[-1] + 1].min(axis=0) < 255)
     return int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1

@@ -1,11 +1,11 @@
-"""The image processors as seen from the API server: one actor that queues jobs, runs them and survives their deaths.
+"""ImagePool: the API server's image processors: queues jobs, assigns them to the processes, replaces dead ones.
 
-It owns the processes and the queue, and knows nothing of pixels. A job is answered exactly once. When its caller has an
-answer or an exception, cancellation included, no processor touches the job's memory any more: the caller may free it.
+A job is answered exactly once. When its caller has an answer or an exception, cancellation included, no processor
+touches the job's memory any more: the caller may free it.
 
-What a job may take is bounded: processor time and memory by the kernel (see ImageProcessorConfig), a standstill by
-STALL_SECONDS, a cancelled one by CANCEL_SECONDS, results that lie in memory by RESULT_BYTES. How many may wait is not
-decided here: the AsyncEngine admits edits, and each has one job at a time.
+Jobs are limited: CPU time and memory by the kernel (see ImageProcessorConfig), hanging by STALL_SECONDS, the wait for a
+cancelled one by CANCEL_SECONDS, results in memory by RESULT_BYTES. The number of waiting jobs is limited by admission:
+each edit has one job at a time.
 """
 
 from __future__ import annotations
@@ -44,48 +44,48 @@ from engine.images.processor_handle import ProcessorHandle
 logger = logging.getLogger("stencil.images")
 
 ANYBODY = Caller()
-"""Of no edit, owner and class in particular."""
+"""Default caller: no edit, no owner, default class."""
 
 CPU_SECONDS, CPU_SECONDS_PER_PIXEL = 10.0, 1e-6
-"""Processor time that one job may take, by the most pixels a file may have. 64 megapixels: 15 s at worst (decoded from
-WebP, encoded to lossless WebP) of the 77 allowed."""
+"""CPU time limit of one job: a constant, and an amount per pixel of the largest file allowed. At 64 megapixels the
+limit is 77 s, and the slowest job (decode WebP, encode lossless WebP) takes 15 s."""
 MEMORY_BYTES, MEMORY_BYTES_PER_PIXEL = 768 * 1024**2, 40
-"""Memory of one processor, likewise: 28 bytes a pixel were the most that a job took. The first part is for results that
-are larger than any upload may be."""
+"""Memory limit of one processor, in the same way; the most that a job took was 28 bytes per pixel. The constant part is
+for results larger than any upload may be."""
 CANCEL_SECONDS = 1.0
-"""A cancelled caller waits no longer for its processor, which is killed then: a new one takes 0.3 s to start."""
+"""How long a cancelled caller waits for its processor before this is killed; a new one takes 0.3 s to start."""
 STOP_SECONDS = 1.0
-"""How long a processor may take to leave when its channel is closed; it has nothing to clean up."""
+"""How long a processor may take to exit after its channel was closed; it has nothing to clean up."""
 MAX_DEATHS = 2
-"""How many processors a job may take with it before it is given up."""
+"""A job is failed when this many processors have died with it."""
 RESULT_BYTES, RESULT_BYTES_PER_OWNER = 768 * 1024**2, 384 * 1024**2
-"""Results in memory that clients do not have yet, see `ResultBudget`. One edit may have 10 of 90 MB at most."""
+"""Limits of results in memory that clients have not received, see `ResultBudget`. An edit has at most 10 of 90 MB."""
 SHORT_SECONDS = 0.25
-"""A job that is predicted to take no longer may have a processor beyond `image_workers`, see `ImagePool`."""
+"""Jobs predicted to take at most this long are short: they may use the spare processor, see `ImagePool`."""
 
 
 class ImagePool:
-    """`config.image_workers` processes, one job in flight each; whose turn it is, the JobQueue knows.
+    """`config.image_workers` processes with one job each; JobQueue has the order of the jobs.
 
-    No job is interrupted, and one may take seconds. So that an owner's short job does not wait for others' long ones,
-    there is one processor more, once an owner with a key has had a long job: it does short ones of owners that have
-    nothing under way, while all others are busy and one of them with a long job.
+    Jobs are not interrupted and may take seconds. So that a short job of one owner does not wait for long ones of
+    others, a spare processor is started at the first long job of an owner with a key. It does short jobs of owners that
+    have no job running, while all other processors are busy, at least one of them with a long job.
 
-    A processor that dies is replaced when the next job needs one; its job is tried once more, then fails with
-    EngineDeadError, so that one poisonous upload cannot keep all of them down. One that used up its processor time is
-    not tried again: InvalidRequestError for an upload, EngineError for a result.
+    A dead processor is replaced when the next job needs one. Its job is retried once, then fails with EngineDeadError,
+    so that a malicious upload cannot kill one processor after another. A job that exceeded its CPU time is not retried:
+    InvalidRequestError for an upload, EngineError for a result.
     """
 
     def __init__(self, config: ImageConfig, arena: Arena) -> None:
-        """arena: where all handles in jobs point to; it stays the caller's."""
-        self.num_deaths = 0  # processors that ended unasked, since start
-        self.num_retries = 0  # jobs tried again after such a death, since start
+        """arena: of all handles in jobs; closed by the caller."""
+        self.num_deaths = 0  # processors that died unexpectedly since start
+        self.num_retries = 0  # jobs retried after such a death since start
         self.costs = ImageCosts()
         self.results = ResultBudget(RESULT_BYTES, RESULT_BYTES_PER_OWNER)
         self._config = config
         self._arena = arena
         self._queue = JobQueue()
-        self._processors: list[ProcessorHandle] = []  # alive, as far as is known
+        self._processors: list[ProcessorHandle] = []  # not known to be dead
         self._last_job_id = 0
         self._stopping = asyncio.Event()
         self._stopping.set()  # until started
@@ -94,23 +94,23 @@ class ImagePool:
 
     @property
     def num_waiting(self) -> int:
-        """Jobs in the queue."""
+        """Jobs that wait for a processor."""
         return self._queue.num_waiting
 
     @property
     def num_running(self) -> int:
-        """Processors at work."""
+        """Processors that have a job."""
         return sum(processor.job is not None for processor in self._processors)
 
     @property
     def result_bytes(self) -> int:
-        """Of results that lie in memory until their clients have them."""
+        """Bytes of results in memory that clients have not received yet."""
         return self.results.used_bytes
 
     # ------------------------------------------------------------------------------------------------- life
 
     async def start(self) -> None:
-        """Start the processors; does not wait until they run (jobs may be given at once). Raises EngineError."""
+        """Spawn the processors and return; jobs may be submitted at once. Raises EngineError."""
         ready = asyncio.Event()
         self._stopping.clear()
         self._main = asyncio.create_task(self._run(ready), name="image-pool")
@@ -123,18 +123,18 @@ class ImagePool:
             raise EngineError(f"cannot start an image processor: {error}") from error
 
     async def stop(self) -> None:
-        """End the processors; jobs not yet answered fail with EngineDeadError. Harmless when repeated."""
+        """End the processors; unanswered jobs fail with EngineDeadError. May be called again."""
         self._stopping.set()
         if self._main is not None:
             await self._main
 
     async def closed(self) -> None:
-        """Wait for the pool's end; raises what ended it, if it was not told to."""
+        """Wait until the pool has stopped; raises the error that ended it, if one did."""
         assert self._main is not None
         await asyncio.shield(self._main)
 
     async def prepare(self, job: PrepareImages, caller: Caller = ANYBODY) -> PreparedImages:
-        """Do `job`, whose job_id is ignored. Raises what the processor says: InvalidRequestError or EngineError."""
+        """Do `job`, whose job_id is ignored. Raises InvalidRequestError, EngineError."""
         answer = await self._submit(job, upload_work(job), caller)
         assert isinstance(answer, PreparedImages)
         return answer
@@ -142,8 +142,8 @@ class ImagePool:
     async def compose(
         self, job: ComposeImage, work: ImageWork, caller: Caller = ANYBODY, room: Room | None = None
     ) -> ComposedImage:
-        """As `prepare`. work: its size. room: where the result goes instead of `job.out`; it counts in `results` until
-        `forget`, and what taking it raises is raised.
+        """As `prepare`. work: the job's size. room: memory for the result instead of `job.out`, counted in `results`
+        until `forget`; errors of its `take` are raised here.
         """
         if room is not None:
             self.results.join(caller.edit_id, caller.owner)
@@ -152,7 +152,7 @@ class ImagePool:
         return answer
 
     def forget(self, edit_id: str) -> None:
-        """The memory of an edit's results is free."""
+        """Note that the memory of an edit's results was freed; other jobs may begin."""
         self.results.leave(edit_id)
         self._dispatch()
 
@@ -190,7 +190,7 @@ class ImagePool:
         return job.answer.result()
 
     async def _abandon(self, job: ImageJob) -> None:
-        """Take a cancelled caller's job off the queue, or wait until no processor works on it."""
+        """Remove a cancelled caller's job from the queue, or wait until no processor works on it."""
         job.is_abandoned = True
         if self._queue.is_waiting(job):
             self._queue.remove(job)
@@ -200,7 +200,7 @@ class ImagePool:
             with contextlib.suppress(asyncio.CancelledError):  # again: the memory is still in use
                 await asyncio.wait([job.answer])
         patience.cancel()
-        job.answer.exception()  # seen, though by nobody
+        job.answer.exception()  # marks it as retrieved
 
     def _dismiss(self, job: ImageJob) -> None:
         for processor in self._processors:
@@ -208,7 +208,7 @@ class ImagePool:
                 processor.dismiss()
 
     def _dispatch(self) -> None:
-        """Hand queued jobs to idle processors, replacing dead ones first."""
+        """Assign queued jobs to idle processors; dead ones are replaced."""
         while self._has_place and not self._stopping.is_set():
             job = self._queue.next(self._may_begin)
             if job is None or (processor := self._idle_processor()) is None:
@@ -221,7 +221,7 @@ class ImagePool:
             except MessageError as error:
                 self._queue.remove(job)
                 job.fail(error)
-            except PeerClosedError:  # it died idle, which is not the job's fault; its task will notice, too
+            except PeerClosedError:  # it died while idle, which does not count for the job; `_watch` notices, too
                 self._processors.remove(processor)
                 self._queue.give_back(job)
         self._start_spare()
@@ -231,7 +231,7 @@ class ImagePool:
         return self.num_running < self._config.image_workers + self._has_long_job
 
     def _may_begin(self, job: ImageJob) -> bool:
-        """Whether there is a processor for a waiting job, and room for its result."""
+        """Whether a processor may take a waiting job now, and there is room for its result."""
         if self.num_running >= self._config.image_workers and not self._may_have_spare(job):
             return False
         return job.room is None or self.results.has_room(job.caller.edit_id, job.room.nbytes)
@@ -242,12 +242,12 @@ class ImagePool:
 
     @property
     def _has_long_job(self) -> bool:
-        """Whether a processor is busy with a long one of an owner's; without owners nobody is in another's way."""
+        """Whether a processor has a long job of an owner with a key; without keys, no other owners wait for it."""
         jobs = (processor.job for processor in self._processors)
         return any(job is not None and job.caller.owner and job.seconds > SHORT_SECONDS for job in jobs)
 
     def _take_room(self, job: ImageJob) -> bool:
-        """Take the shared memory for its result, if it needs any. False: there is none, and its caller is told."""
+        """Allocate the memory for a job's result, if it needs any. Returns False if that failed; the job fails then."""
         if job.room is None:
             return True
         try:
@@ -270,17 +270,17 @@ class ImagePool:
             if processor.job is None and not processor.is_dismissed:
                 return processor
         if len(self._processors) >= self._config.image_workers + self._has_long_job:
-            return None  # one of them is dismissed, and about to be replaced
+            return None  # one of them is dismissed, and will be replaced when it is dead
         try:
             return self._start_processor()
         except OSError as error:
             logger.error("cannot replace an image processor: %s", error, extra=of_request(""))
-            if not self._processors:  # else one of them comes back for the queue
+            if not self._processors:  # otherwise one of them takes the next job when it is idle
                 self._fail_queue("no image processor can be started")
             return None
 
     def _start_spare(self) -> None:
-        """Start the processor for short jobs ahead of the first one: that takes 0.3 s."""
+        """Start the spare processor before the first short job needs it, as a start takes 0.3 s."""
         is_wanted = self._has_long_job and not self._stopping.is_set()
         if is_wanted and len(self._processors) == self._config.image_workers:
             try:
@@ -309,7 +309,7 @@ class ImagePool:
     # ------------------------------------------------------------------------------------------------- processors
 
     def _start_processor(self) -> ProcessorHandle:
-        """Takes a few milliseconds; the process itself needs a few hundred until it takes its first job."""
+        """Takes a few milliseconds; the process needs a few hundred more until it reads its first job."""
         assert self._tasks is not None
         channel, channel_fds = Channel.create()
         config = msgspec.msgpack.encode(_limits(self._arena.id, self._config.max_pixels))
@@ -326,7 +326,7 @@ class ImagePool:
         return processor
 
     async def _watch(self, processor: ProcessorHandle) -> None:
-        """Take a processor's answers until it dies or is stopped; then settle what it had in hand."""
+        """Take a processor's answers until it dies or is stopped; then retry or fail its job."""
         decoder: MessageDecoder[FromImageProcessor] = MessageDecoder(FromImageProcessor)
         try:
             async for payload in processor.channel.messages():
@@ -334,14 +334,14 @@ class ImagePool:
                     self._take_answer(processor, answer)
                 self._dispatch()
         except BaseException:
-            self._stopping.set()  # a bug ends the pool: nobody may queue for what is going away
+            self._stopping.set()  # a bug ends the pool: no more jobs may be queued
             raise
         finally:
             await self._bury(processor)
         self._dispatch()
 
     async def _bury(self, processor: ProcessorHandle) -> None:
-        """See a processor's end; only then can its job's memory be anybody else's."""
+        """Wait until a processor is dead; only then may its job's memory be used for something else."""
         processor.channel.close()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(processor.child.wait(), STOP_SECONDS)
@@ -356,7 +356,7 @@ class ImagePool:
             self._retry_or_fail(job, has_run_out=processor.child.returncode == -signal.SIGPROF)
 
     def _retry_or_fail(self, job: ImageJob, *, has_run_out: bool) -> None:
-        """Decide on a job whose processor is dead. has_run_out: the kernel ended it, for using up its time."""
+        """Requeue or fail the job of a dead processor. has_run_out: the job exceeded its CPU time."""
         job.deaths += 1
         if not (has_run_out or self._stopping.is_set() or job.is_abandoned or job.deaths == MAX_DEATHS):
             self.num_retries += 1
@@ -369,7 +369,7 @@ class ImagePool:
 def _read_answer(
     decoder: MessageDecoder[FromImageProcessor], payload: bytes, processor: ProcessorHandle
 ) -> FromImageProcessor | None:
-    """An answer that cannot be decoded is a failure of the one job that its processor has, if it has one."""
+    """Decode an answer. One that cannot be decoded becomes a JobFailed for the processor's job; None if it has none."""
     try:
         return decoder.decode(payload)
     except MessageError as error:
@@ -389,6 +389,6 @@ def _limits(arena_id: int, max_pixels: int) -> ImageProcessorConfig:
 
 def _out_of_time(job: ImageJob) -> InvalidRequestError | EngineError:
     if isinstance(job.message, PrepareImages):
-        message = "Invalid 'image' or mask: it takes too long to decode; save it anew, with fewer pixels."
+        message = "Invalid 'image' or mask: it takes too long to decode; save it again, with fewer pixels."
         return InvalidRequestError(message, param="image", code="image_too_large")
     return EngineError("the result takes too long to encode")

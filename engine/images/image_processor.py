@@ -1,8 +1,8 @@
-"""The process that handles pixels for the API server: a blocking loop over jobs, one at a time, numpy and Pillow only.
+"""The image processor: a process that decodes and encodes images for the API server, one job at a time.
 
-It owns nothing: uploads and results lie in the arena by handle, and decoded pixels live no longer than their job. It
-gives way to the server's other processes: to a worker's step when all cores are busy, and first of all when memory runs
-out, since another can do its job again.
+It keeps no state: uploads and results are in the arena, and decoded pixels are freed with their job. The server's other
+processes take precedence: it runs at a lower priority than a worker's step, and is the first to be killed when memory
+runs out, since another one can repeat its job.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from engine.images.image_codec import Bytes
 logger = logging.getLogger("stencil.images")
 
 NICENESS = 5
-"""Above the server's own. On 2 cores with 6 other busy processes, a step beside two jobs took 3.2 times its time alone
-at equal niceness, 1.7 times at 5, 1.2 times at 10; the jobs went at 1.1, 0.9 and 0.25 a second, so 5 is where an
-edit of 28 steps is fastest from end to end. An idle core is used all the same."""
+"""Added to the server's own niceness. On 2 cores with 6 other busy processes, a step beside two jobs took 3.2 times as
+long as alone at equal niceness, 1.7 times at 5 and 1.2 times at 10, while 1.1, 0.9 and 0.25 jobs were done per second:
+at 5 an edit of 28 steps is fastest from end to end. An idle core is used in any case."""
 OOM_SCORE = "500"
-"""Half of all memory counts as this process's own when the kernel looks for one to kill."""
+"""When the kernel chooses a process to kill, half of all memory is added to what this one uses."""
 
 
 class ImageProcessorConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What a processor is started with; its descriptors are the arena's and its channel's two.
+    """Start parameters of a processor. It inherits three file descriptors: the arena's and its channel's two.
 
-    cpu_seconds: processor time of one job; the process ends by SIGPROF beyond it. memory_bytes: private memory that a
-    job may take; one that needs more fails with OutOfMemoryError.
+    cpu_seconds: CPU time that one job may take; beyond it, SIGPROF ends the process. memory_bytes: private memory that
+    a job may take; one that needs more fails with OutOfMemoryError.
     """
 
     arena_id: int
@@ -63,10 +63,10 @@ class ImageProcessorConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def main(config: bytes, fds: list[int]) -> None:
-    """Entry point of the process: answer jobs until the pool closes the channel or is gone."""
-    # A supervisor signals the whole group: while the server drains, its last images are still to be encoded.
+    """Entry point of the process: answer jobs until the pool closes the channel or the API server ends."""
+    # A supervisor signals the whole process group, but images must still be encoded while the server drains.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    die_with_parent()  # one that is stopped, or stuck in a library, too
+    die_with_parent()  # also when suspended, or stuck in a library
     return_freed_memory()
     settings = msgspec.msgpack.decode(config, type=ImageProcessorConfig)
     _give_way(settings.memory_bytes)
@@ -76,7 +76,7 @@ def main(config: bytes, fds: list[int]) -> None:
 
 def _give_way(memory_bytes: int) -> None:
     os.nice(NICENESS)
-    # Private memory only: the arena does not count. What libraries have mapped by now grows with the number of cores.
+    # RLIMIT_DATA counts private memory only, not the arena. What libraries have mapped by now grows with the cores.
     limit = _data_bytes() + memory_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     with contextlib.suppress(OSError):  # some sandboxes have no such file
@@ -84,14 +84,14 @@ def _give_way(memory_bytes: int) -> None:
 
 
 def _data_bytes() -> int:
-    """Private writable memory that is mapped now."""
+    """Bytes of private writable memory that are mapped now."""
     return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
 
 
 def serve(arena: Arena, channel: Channel, cpu_seconds: float) -> None:
     """Answer every job on the channel with exactly one message, until its other end closes.
 
-    A job that takes more than `cpu_seconds` of processor time ends the process: no decoder can be told to stop.
+    A job that takes more than `cpu_seconds` of CPU time ends the process, as decoders cannot be interrupted.
     """
     decoder: MessageDecoder[ToImageProcessor] = MessageDecoder(ToImageProcessor)
     with contextlib.suppress(PeerClosedError):
@@ -102,14 +102,14 @@ def serve(arena: Arena, channel: Channel, cpu_seconds: float) -> None:
             except MessageError as error:
                 _refuse(channel, payload, error)
                 continue
-            signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # SIGPROF, which nobody catches
+            signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # SIGPROF, which is not caught
             answer = perform(arena, job)
             signal.setitimer(signal.ITIMER_PROF, 0.0)
             channel.send(_encoded(answer))
 
 
 def _refuse(channel: Channel, payload: bytes, error: MessageError) -> None:
-    """Answer a job that cannot be decoded, but for its id."""
+    """Answer a job that cannot be decoded, except for its id."""
     job_id = read_member(payload, "job_id", int)
     if job_id is None:
         logger.error("%s", error, extra=of_request(""))
@@ -125,7 +125,7 @@ def _encoded(answer: FromImageProcessor) -> bytes:
 
 
 def perform(arena: Arena, job: ToImageProcessor) -> FromImageProcessor:
-    """Do one job; whatever goes wrong becomes a JobFailed."""
+    """Do one job; any error becomes a JobFailed."""
     try:
         match job:
             case PrepareImages():

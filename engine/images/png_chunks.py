@@ -1,6 +1,6 @@
-"""What of a PNG file Pillow does not hand over as it is: the bit depth, chunks by their names, low bytes of samples.
+"""Reads parts of a PNG file that Pillow does not expose: bit depth, raw chunks, low bytes of 16-bit samples.
 
-For files that Pillow has opened, and whose chunks up to the pixels it has thereby checked.
+Only for files that Pillow has opened: that checks the chunks before the pixels, and nothing is checked here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PIXELS = (b"IDAT", b"fdAT", b"IEND")
 
 
 def chunks_before_pixels(data: Bytes) -> Iterator[tuple[bytes, memoryview]]:
-    """(type, content) of each chunk of a file, uint8 [bytes], up to the first with pixels."""
+    """(type, content) of each chunk before the pixels. data: the file, uint8 [bytes]."""
     content, start = data.data, _SIGNATURE_BYTES
     while True:
         length, kind = struct.unpack_from(">I4s", content, start)
@@ -35,13 +35,13 @@ def chunks_before_pixels(data: Bytes) -> Iterator[tuple[bytes, memoryview]]:
 
 
 def bit_depth(data: Bytes) -> int:
-    """Bits of a sample (1, 2, 4, 8, 16), or of an index into the palette."""
+    """Bits per sample, or per palette index: 1, 2, 4, 8 or 16."""
     return next(content[8] for kind, content in chunks_before_pixels(data) if kind == b"IHDR")
 
 
 def low_bytes(data: Bytes) -> Bytes:
-    """The low bytes of the samples of a 16-bit RGB file, uint8 [height, width, 3]; Pillow gives the high ones. Its
-    decoder for the other byte order takes them for high ones."""
+    """The low bytes of a 16-bit RGB file's samples, uint8 [height, width, 3]. Pillow returns the high bytes; with its
+    decoder for the other byte order (16L), these are the low ones."""
     with Image.open(io.BytesIO(data.data), formats=("PNG",)) as opened:
         file: PngImageFile = opened  # type: ignore[assignment]
         file.tile = [tile._replace(args="RGB;16L") for tile in file.tile]

@@ -1,4 +1,4 @@
-"""ProcessorHandle: one image processor as its pool sees it. It sends jobs and watches that the process moves."""
+"""ProcessorHandle: ImagePool's handle of one image processor. Sends it jobs, and kills it if it hangs."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from engine.images.image_jobs import ImageJob
 logger = logging.getLogger("stencil.images")
 
 STALL_SECONDS = 5.0
-"""A processor with a job that uses no processor time for so long hangs, and is killed. A working one that gets little
-of a full machine is not: at its niceness it still gets 1 % of a core beside ten busy processes. It is counted
-in two halves: where this process was itself stopped, with all its children, the first one is over at once."""
+"""A processor that has a job and uses no CPU time for this long is killed as hanging. On a busy machine a working one
+is not: beside ten busy processes, its niceness still gives it 1 % of a core. Checked in two halves: if this process and
+its children were suspended, only the first half expires at once."""
 PROGRESS_SECONDS = 0.001
-"""Processor time that counts as some."""
+"""Least CPU time per half that counts as progress."""
 
 
 @dataclass(eq=False, slots=True)
 class ProcessorHandle:
-    """A processor and the job it has."""
+    """A processor and the job that it has."""
 
     child: ChildProcess
     channel: Channel
-    job: ImageJob | None = None  # what it works on now
-    stall: asyncio.TimerHandle | None = None  # the next look at whether it moves
-    cpu_seconds: float = 0.0  # used at the last look
-    is_standing: bool = False  # it had used none since the look before
-    began: float = 0.0  # when it took its job
-    is_dismissed: bool = False  # killed because nobody wants its job's result any more
+    job: ImageJob | None = None  # the job it works on
+    stall: asyncio.TimerHandle | None = None  # timer of the next progress check
+    cpu_seconds: float = 0.0  # CPU time used until the last check
+    is_standing: bool = False  # no progress at the last check
+    began: float = 0.0  # when it took its job, seconds of CLOCK_MONOTONIC
+    is_dismissed: bool = False  # killed because its job's caller was cancelled
 
     def take(self, job: ImageJob) -> None:
-        """Send it a job. Raises PeerClosedError when it is gone, and MessageError for a job that cannot be encoded."""
+        """Send it a job. Raises PeerClosedError if it is dead, MessageError for a job that cannot be encoded."""
         self.channel.send(encode(job.message))
         self.job = job
         self.cpu_seconds, self.is_standing = self._read_cpu_seconds(), False
@@ -46,38 +46,38 @@ class ProcessorHandle:
         self._look_later()
 
     def drop_job(self) -> ImageJob | None:
-        """It is done with its job, one way or another."""
+        """Take its job away, done or not; returns it."""
         job, self.job = self.job, None
         if self.stall is not None:
             self.stall.cancel()
         return job
 
     def dismiss(self) -> None:
-        """Kill it in the middle of a job that nobody wants any more."""
+        """Kill it in the middle of a job whose caller was cancelled."""
         self.is_dismissed = True
         self.child.kill()
 
     @property
     def log_extra(self) -> dict[str, str]:
-        """A line about it is one about the request that it works for; tasks and timers run in anybody's context."""
+        """`extra` of log lines: the request it works for, as tasks and timers may run in the context of another one."""
         return of_request(self.job.request_id if self.job else "")
 
     def _look_later(self) -> None:
         self.stall = asyncio.get_running_loop().call_later(STALL_SECONDS / 2, self._look)
 
     def _look(self) -> None:
-        """Kill it if it stands still: stopped, or stuck in the kernel."""
+        """Kill it if it makes no progress: suspended, or stuck in the kernel."""
         before, self.cpu_seconds = self.cpu_seconds, self._read_cpu_seconds()
         was_standing, self.is_standing = self.is_standing, self.cpu_seconds - before < PROGRESS_SECONDS
         if was_standing and self.is_standing:
             extra = self.log_extra
-            logger.error("%s (pid %d) stands still and is killed", self.child.name, self.child.pid, extra=extra)
+            logger.error("%s (pid %d) makes no progress and is killed", self.child.name, self.child.pid, extra=extra)
             self.child.kill()
         else:
             self._look_later()
 
     def _read_cpu_seconds(self) -> float:
-        """Processor time it has used so far; 0 when it is gone, as its channel is about to say."""
+        """CPU time that it has used; 0 if it is dead, which its channel will report."""
         clock = ~self.child.pid << 3 | 2  # clock_getcpuclockid(3), which Python has for threads only
         with contextlib.suppress(OSError):
             return time.clock_gettime(clock)

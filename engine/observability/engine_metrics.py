@@ -1,6 +1,6 @@
-"""What the engines say of themselves, as metrics: steps, tokens, the cost model, the activation cache.
+"""EngineMetrics: Prometheus metrics from the engines' reports: steps, tokens, the cost model, the activation cache.
 
-Series are sums over the engines; those that show how evenly work is spread have one value per engine.
+Series are sums over the engines, except those that show how evenly work is spread: these have one value per engine.
 """
 
 from __future__ import annotations
@@ -53,26 +53,26 @@ _TOTALS = {  # field of EngineStats -> name, text
     "prime_chunks": ("prime_chunks", "Chunks of priming run."),
 }
 _CACHE_TOTALS = {
-    "misses": "Entries asked for that were on no tier.",
+    "misses": "Entries requested that were on no tier.",
     "primed": "Entries computed.",
     "failed_loads": "Loads that found a file missing, torn or foreign.",
-    "failed_stores": "Copies to a slower tier that it did not take, such as a full disk.",
+    "failed_stores": "Copies to a slower tier that failed, such as to a full disk.",
     "load_seconds": "Time spent copying entries into a faster tier.",
 }
 _CACHE_TIER_TOTALS = {
-    "hits": "Entries asked for that were there.",
-    "evictions": "Entries given up for others.",
+    "hits": "Entries requested that were on the tier.",
+    "evictions": "Entries evicted to make room for others.",
     "loads": "Entries copied into a faster tier.",
 }
 _CACHE_TIER_LEVELS = {
     "entries": "Entries held.",
-    "used_bytes": "Bytes that they take.",
-    "budget_bytes": "Bytes that they may take at most.",
+    "used_bytes": "Bytes of the entries held.",
+    "budget_bytes": "Most bytes that entries may take.",
 }
 
 
 class EngineMetrics:
-    """Collectors fed by load reports. `expect` first, then `observe` in any order of engines."""
+    """Collectors that are set from load reports. Call `expect` first."""
 
     def __init__(self, registry: MetricRegistry) -> None:
         self._stats: dict[int, EngineStats] = {}  # engine -> the last one it sent
@@ -109,7 +109,7 @@ class EngineMetrics:
         )
 
     def _make_cache_collectors(self, registry: MetricRegistry) -> None:
-        """Each by the field of CacheStats that it shows."""
+        """One collector per field of CacheStats."""
         self._cache_totals = {field: registry.counter(f"cache_{field}", text) for field, text in _CACHE_TOTALS.items()}
         self._cache_tier_totals = {
             field: registry.counter(f"cache_{field}", text, "tier") for field, text in _CACHE_TIER_TOTALS.items()
@@ -119,7 +119,7 @@ class EngineMetrics:
         }
 
     def expect(self, num_engines: int) -> None:
-        """Have the series of engines 0..num_engines - 1 from now on."""
+        """Create the series of engines 0..num_engines - 1, before any report."""
         for engine in range(num_engines):
             for collector in (self._alive, self._restarts, *self._load_gauges()):
                 collector.labels(str(engine))
@@ -127,7 +127,7 @@ class EngineMetrics:
                 self._busy_seconds.labels(str(engine), stage)
 
     def observe(self, engine: int, load: LoadReport, stats: EngineStats | None) -> None:
-        """Take over what engine number `engine` says; totals that went down belong to a restarted one."""
+        """Take over an engine's report. An engine with totals lower than before has been restarted."""
         self._alive.labels(str(engine)).set(1)
         self._running.labels(str(engine)).set(load.num_running)
         self._waiting.labels(str(engine)).set(load.num_waiting)
@@ -140,11 +140,11 @@ class EngineMetrics:
             self._move_levels(last.cache or _NO_CACHE, stats.cache or _NO_CACHE)
 
     def observe_restart(self, engine: int) -> None:
-        """An engine is started anew."""
+        """Count a restart of an engine."""
         self._restarts.labels(str(engine)).inc()
 
     def observe_lost(self, engine: int) -> None:
-        """An engine has ended, and holds nothing any more."""
+        """Set an engine that has died to 0: it has no requests and no cache entries any more."""
         for gauge in (self._alive, *self._load_gauges()):
             gauge.labels(str(engine)).set(0)
         gone = self._stats.pop(engine, _NO_STATS)
@@ -171,8 +171,8 @@ class EngineMetrics:
         self._bound_seconds.inc(sum(step.bound_seconds for step in steps))
 
     def _watch_r_squared(self, r_squared: Mapping[str, float]) -> None:
-        """Have a series of each stage for which it is known (not NaN). The worst one is looked for when scraped: at
-        every report that would cost the number of engines squared.
+        """Create a series for each stage with a known value (not NaN). The minimum over the engines is computed at each
+        scrape: at each report it would cost the square of the number of engines.
         """
         for stage, value in r_squared.items():
             if stage not in self._watched_stages and not math.isnan(value):
@@ -192,7 +192,7 @@ class EngineMetrics:
                 by_tier.labels(tier).inc(value - before.get(tier, 0))
 
     def _move_levels(self, before: CacheStats, now: CacheStats) -> None:
-        """An engine holds what `now` says instead of what `before` did."""
+        """Replace an engine's part of the gauges, `before`, by `now`."""
         for field, level in self._cache_tier_levels.items():
             held, holds = getattr(before, field), getattr(now, field)
             for tier in held | holds:
@@ -200,12 +200,12 @@ class EngineMetrics:
 
 
 def _is_less_busy(stats: EngineStats, last: EngineStats) -> bool:
-    """Whether any stage has less worker time than before."""
+    """Whether any stage has less worker time than in the last report."""
     return any(stats.busy_seconds.get(stage, 0.0) < seconds for stage, seconds in last.busy_seconds.items())
 
 
 def sum_cache_stats(every: Iterable[CacheStats | None]) -> CacheStats:
-    """One CacheStats that counts what all of `every` did and hold; None counts nothing."""
+    """The sum of all fields over `every`; None counts as zero."""
     known = [stats or _NO_CACHE for stats in every]
     return CacheStats(
         **{field: _sum([getattr(stats, field) for stats in known]) for field in CacheStats.__struct_fields__}
@@ -213,11 +213,11 @@ def sum_cache_stats(every: Iterable[CacheStats | None]) -> CacheStats:
 
 
 def sum_by_key(every: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Of each key the sum over all that have it."""
+    """For each key, the sum over the mappings that have it."""
     known = list(every)
     return {key: sum(values.get(key, 0) for values in known) for key in dict.fromkeys(chain.from_iterable(known))}
 
 
 def _sum(values: Sequence[Any]) -> Any:
-    """Of numbers, or of dictionaries of numbers by key."""
+    """Sum of numbers, or of dictionaries of numbers by key."""
     return sum_by_key(values) if any(isinstance(value, dict) for value in values) else sum(values)

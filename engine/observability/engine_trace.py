@@ -1,6 +1,6 @@
-"""EngineTrace: the spans of an engine's requests, made from what its EngineCore takes in, plans and hears back.
+"""EngineTrace: records trace spans of an engine's requests, from the messages, plans and outputs of its EngineCore.
 
-Below each request's span one per stage, as the worker timed them; all denoising steps are one span with an event each.
+Each request's span has one child per stage, timed by the worker; its denoising steps are one span with an event each.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Steps:
 
 @dataclass(slots=True)
 class _Traced:
-    """A request that is in the engine."""
+    """A traced request in the engine."""
 
     request: EngineRequest
     span: Span
@@ -63,15 +63,15 @@ class _Traced:
 
 
 class EngineTrace:
-    """One per EngineCore, which tells it of everything in the order it happens."""
+    """One per EngineCore, which calls it for everything in order. Requests without trace context are ignored."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
-        self._traced: dict[str, _Traced] = {}  # request id -> what is recorded of it
-        self._batches: dict[int, Batch] = {}  # id -> batch on its way that holds a traced request
+        self._traced: dict[str, _Traced] = {}  # by request id
+        self._batches: dict[int, Batch] = {}  # id -> submitted batch with a traced request
 
     def received(self, message: ToEngine | FromWorker) -> None:
-        """A message came out of the mailbox."""
+        """EngineCore has taken a message from its mailbox."""
         match message:
             case EngineRequest(trace_context=context) if context:
                 span = self._tracer.begin("engine", "internal", {"traceparent": context}, time.monotonic())
@@ -80,13 +80,13 @@ class EngineTrace:
                 self._note(self._batches.pop(batch_id), message)
 
     def planned(self, plan: StepPlan) -> None:
-        """A plan went to the workers."""
+        """EngineCore has submitted a plan to the workers."""
         for batch in plan.batches:
             if any(item.request_id in self._traced for item in batch.items):
                 self._batches[batch.id] = batch
 
     def said(self, outputs: Iterable[Output]) -> None:
-        """These are on their way to whoever waits."""
+        """EngineCore has sent outputs to the API server."""
         for output in outputs:
             if not isinstance(output, PartialImage) and (traced := self._traced.pop(output.request_id, None)):
                 traced.end(output)

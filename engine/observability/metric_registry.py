@@ -1,4 +1,4 @@
-"""MetricRegistry: makes Prometheus collectors under the project's prefix and writes them out."""
+"""MetricRegistry: creates Prometheus collectors with the prefix ``stencil:`` and exports them in text format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class MetricRegistry:
-    """Each has collectors of its own, so that two engines in one process (tests, offline use) never share a counter."""
+    """Each instance has its own collectors, so that two engines in one process (tests, offline use) share none."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -29,7 +29,7 @@ class MetricRegistry:
         return Histogram(PREFIX + name, text, labels, buckets=buckets, registry=self._registry)
 
     def watched_counter(self, name: str, text: str, value: Callable[[], float]) -> None:
-        """A counter that somebody else keeps: `value` is called at each scrape."""
+        """A counter kept by other code; `value` is called at each scrape."""
         self._registry.register(_WatchedCounter(PREFIX + name, text, value))
 
     def exposition(self) -> bytes:

@@ -1,7 +1,7 @@
-"""The Prometheus metrics of one AsyncEngine: what is counted, under which names.
+"""Metrics: the Prometheus metrics of one AsyncEngine; called by the engine's client, the router and the API server.
 
-Names follow vLLM's under the prefix ``stencil:``. What gateways look for (llm-d, production-stack) they find under
-vLLM's own prefix as well. Knows nothing of HTTP; docs/observability.md lists all names.
+Names follow vLLM's under the prefix ``stencil:``; those that gateways read (llm-d, production-stack) are exported under
+vLLM's own prefix as well. docs/observability.md lists all names.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ DropReason = Literal["timeout", "slo", "displaced"]
 FinishedReason = Literal["stop", "abort", "error"]
 
 GATEWAYS = "vllm:"
-"""The prefix that gateways know."""
+"""The prefix of the metrics that gateways read."""
 
 STAGES = ("preprocess", "encode", "prime", "denoise", "decode", "postprocess")
-"""Parts of the response's `stencil.ms`, but for queue."""
+"""Parts of the response's `stencil.ms`, except queue."""
 
 _LATENCY_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0, 600.0)
 _STAGE_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0, 300.0)
@@ -37,7 +37,7 @@ _ERRORS = (-0.75, -0.5, -0.3, -0.2, -0.1, -0.05, 0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 
 
 
 class ImageProcessors(Protocol):
-    """What is shown of the image processors; `engine.images.image_pool.ImagePool` is the real one."""
+    """The values exported for the image processors; implemented by `engine.images.image_pool.ImagePool`."""
 
     @property
     def num_waiting(self) -> int: ...
@@ -52,7 +52,7 @@ class ImageProcessors(Protocol):
 
 
 class Metrics:
-    """Collectors of one AsyncEngine. Every method is cheap and may be called from the event loop."""
+    """Collectors of one AsyncEngine. All methods are cheap enough for the event loop."""
 
     def __init__(self) -> None:
         self._registry = MetricRegistry()
@@ -83,7 +83,7 @@ class Metrics:
         self._cache_results = registry.counter(
             "request_cache_result", "Images by whether all the pages they needed were there.", "model_name", "result"
         )
-        self._rejects = registry.counter("request_rejects", "Requests refused at the door.", "reason")
+        self._rejects = registry.counter("request_rejects", "Requests refused before they were accepted.", "reason")
         for reason in get_args(RejectReason):
             self._rejects.labels(reason)
         self._drops = registry.counter("request_drops", "Requests given up after they were accepted.", "reason")
@@ -96,7 +96,7 @@ class Metrics:
     def _make_router_collectors(self, registry: MetricRegistry) -> None:
         self._routed = registry.counter("router_requests", "Images by the engine they were sent to.", "engine")
         self._retries = registry.counter(
-            "request_retries", "Images and templates begun anew after the death of the engine that had them."
+            "request_retries", "Images and templates sent again after the death of the engine that had them."
         )
         self._prediction_error = registry.histogram(
             "router_prediction_error_ratio",
@@ -105,22 +105,22 @@ class Metrics:
         )
 
     def _make_gateway_collectors(self, registry: MetricRegistry) -> None:
-        """A gateway's view of adapters, whose absence it takes for a broken server."""
+        """The adapters as gateways read them: without this metric they take a server for broken."""
         labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
         self._adapters = registry.gauge(
             "lora_requests_info", "Adapters; the time of the scrape.", *labels, prefix=GATEWAYS
         )
         self.name_adapters(())
 
-    # ---------------------------------------------------------------------------------- what is there
+    # ---------------------------------------------------------------------------------- set-up
 
     def name_adapters(self, names: Sequence[str]) -> None:
-        """These are loaded, and there is room for no other."""
+        """Export these adapters as loaded, and their number as the maximum."""
         self._adapters.clear()
         self._adapters.labels(str(len(names)), ",".join(names), "").set_function(time.time)
 
     def expect(self, models: Iterable[str], num_engines: int) -> None:
-        """Have the series of these models, and of engines 0..num_engines - 1, from now on, before anything happens."""
+        """Create the series of these models and of engines 0..num_engines - 1, so that they exist before any event."""
         for model in models:
             for histogram in (self._e2e_seconds, self._queue_seconds, self._mask_ratio, self._inference_steps):
                 histogram.labels(model)
@@ -135,33 +135,33 @@ class Metrics:
         self._engines.expect(num_engines)
 
     def watch_queue(self, running: Callable[[], int], waiting: Callable[[], int]) -> None:
-        """Read the queue gauges from these at each scrape. Waiting includes images queued inside the scheduler."""
+        """Export these as queue gauges, read at each scrape. waiting: includes images queued inside the scheduler."""
         for prefix in (PREFIX, GATEWAYS):
             for name, value in (("running", running), ("waiting", waiting)):
                 gauge = self._registry.gauge(f"num_requests_{name}", f"Images {name}.", prefix=prefix)
                 gauge.set_function(value)
 
     def watch_image_processors(self, images: ImageProcessors, drain_seconds: Callable[[], float]) -> None:
-        """Read these at each scrape. drain_seconds: until all image work that was let in is done."""
+        """Export these, read at each scrape. drain_seconds: predicted time until all admitted image work is done."""
         registry = self._registry
         waiting = registry.gauge("image_jobs_waiting", "Images that wait to be decoded or encoded.")
         waiting.set_function(lambda: images.num_waiting)
         running = registry.gauge("image_jobs_running", "Images that are decoded or encoded now.")
         running.set_function(lambda: images.num_running)
-        drain = registry.gauge("image_drain_seconds", "Predicted time until all image work that was let in is done.")
+        drain = registry.gauge("image_drain_seconds", "Predicted time until all admitted image work is done.")
         drain.set_function(drain_seconds)
         results = registry.gauge("image_result_bytes", "Encoded results in memory until their clients have them.")
         results.set_function(lambda: images.result_bytes)
         registry.watched_counter(
             "image_processor_deaths",
-            "Image processors that ended unasked; each is replaced.",
+            "Image processors that died; each is replaced.",
             lambda: images.num_deaths,
         )
         registry.watched_counter(
             "image_job_retries", "Jobs tried again after their processor's death.", lambda: images.num_retries
         )
 
-    # ---------------------------------------------------------------------------------- what happens
+    # ---------------------------------------------------------------------------------- events
 
     def observe_finished(
         self,
@@ -173,8 +173,8 @@ class Metrics:
         cache: CacheResult,
         num_inference_steps: int,
     ) -> None:
-        """One image left whole. `seconds`: submission to encoded file; `ms`, `cache`: the response's `stencil.ms` and
-        `stencil.cache`.
+        """One image was finished. seconds: from submission to the encoded file. ms, cache: the response's `stencil.ms`
+        and `stencil.cache`.
         """
         self._success.labels(model, "stop").inc()
         self._e2e_seconds.labels(model).observe(seconds)
@@ -183,11 +183,11 @@ class Metrics:
         self._cache_results.labels(model, cache).inc()
         self._inference_steps.labels(model).observe(num_inference_steps)
         for stage in STAGES:
-            if stage != "prime" or ms[stage] > 0:  # most edits are primed by nobody, which says nothing of priming
+            if stage != "prime" or ms[stage] > 0:  # 0: the edit primed nothing, which is no priming time
                 self._stage_seconds.labels(model, stage).observe(ms[stage] / 1e3)
 
     def observe_aborted(self, model: str) -> None:
-        """One accepted image was given up by its client."""
+        """One accepted image was aborted by its client."""
         self._success.labels(model, "abort").inc()
 
     def observe_failed(self, model: str) -> None:
@@ -199,37 +199,35 @@ class Metrics:
         self._rejects.labels(reason).inc()
 
     def observe_dropped(self, reason: DropReason) -> None:
-        """One accepted request was given up: its time had passed or could not be kept, or it made room."""
+        """One accepted request was dropped: it was late, would have been late, or was displaced by a higher class."""
         self._drops.labels(reason).inc()
 
     def observe_objective(self, *, is_met: bool) -> None:
-        """One image was finished within the server's latency objective, or later."""
+        """One image was finished, within the server's latency objective or not."""
         self._objective.labels("met" if is_met else "missed").inc()
 
     def observe_routed(self, engine: int) -> None:
-        """One image was sent to engine number `engine`."""
+        """One image was sent to engine `engine`, a number from 0."""
         self._routed.labels(str(engine)).inc()
 
     def observe_prediction(self, predicted_seconds: float, actual_seconds: float) -> None:
-        """One image has finished `actual_seconds` > 0 after it was routed; the router had predicted
-        `predicted_seconds`.
-        """
+        """One image has finished `actual_seconds` (> 0) after it was routed; `predicted_seconds` were predicted."""
         self._prediction_error.observe(predicted_seconds / actual_seconds - 1)
 
     def observe_load(self, engine: int, load: LoadReport, stats: EngineStats | None) -> None:
-        """Take over what engine number `engine` says of itself."""
+        """Take over an engine's report."""
         self._engines.observe(engine, load, stats)
 
     def observe_retried(self) -> None:
-        """One image is begun anew, since the engine that had it has died."""
+        """One image or template is sent again, because its engine died."""
         self._retries.inc()
 
     def observe_restart(self, engine: int) -> None:
-        """Engine number `engine` is started anew."""
+        """Engine `engine` is restarted."""
         self._engines.observe_restart(engine)
 
     def observe_lost(self, engine: int) -> None:
-        """Engine number `engine` has ended; nothing is sent there until it serves again."""
+        """Engine `engine` has died."""
         self._engines.observe_lost(engine)
 
     def exposition(self) -> bytes:

@@ -1,7 +1,7 @@
-"""Spans by OpenTelemetry, sent by OTLP over HTTP. Imported only where traces are asked for.
+"""OtlpTracer: sends spans by OTLP over HTTP with OpenTelemetry. Imported only if traces are enabled.
 
-The provider is this process's own, not OpenTelemetry's global one. The usual environment variables hold:
-OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS, OTEL_BSP_SCHEDULE_DELAY and their kind.
+Uses a provider of its own, not OpenTelemetry's global one. The usual environment variables apply: OTEL_SERVICE_NAME,
+OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS, OTEL_BSP_SCHEDULE_DELAY and so on.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SERVICE = "stencil"
 
 
 class OtlpTracer:
-    """Recording costs the caller some microseconds a span; a thread of the SDK's sends them."""
+    """A Tracer. Recording a span takes some microseconds; a thread of OpenTelemetry's SDK sends it."""
 
     def __init__(self, endpoint: str, process: str) -> None:
         name = os.environ.get("OTEL_SERVICE_NAME", _SERVICE)
@@ -34,7 +34,7 @@ class OtlpTracer:
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
         self._tracer = self._provider.get_tracer(_SERVICE)
-        self._offset_ns = time.time_ns() - time.monotonic_ns()  # of the wall clock to ours
+        self._offset_ns = time.time_ns() - time.monotonic_ns()  # wall clock minus CLOCK_MONOTONIC
 
     def begin(self, name: str, kind: SpanKind, carrier: Mapping[str, str], start: float) -> Span:
         context = _PROPAGATOR.extract(carrier)
@@ -46,18 +46,18 @@ class OtlpTracer:
         return self._tracer.start_span(name, context, start_time=self.wall_ns(start))
 
     def wall_ns(self, moment: float) -> int:
-        """A moment of CLOCK_MONOTONIC as nanoseconds since 1970."""
+        """A time of CLOCK_MONOTONIC in seconds as nanoseconds since 1970."""
         return int(moment * 1e9) + self._offset_ns
 
     def close(self) -> None:
-        # The SDK waits up to 30 s for a collector that does not answer.
+        # In a thread: the SDK waits up to 30 s for a collector that does not answer.
         closing = threading.Thread(target=self._provider.shutdown, name="otlp-close", daemon=True)
         closing.start()
         closing.join(FLUSH_SECONDS)
 
 
 class OtlpSpan:
-    """See Span."""
+    """Implements `Span`."""
 
     def __init__(self, tracer: OtlpTracer, span: trace.Span) -> None:
         self._tracer = tracer

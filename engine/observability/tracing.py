@@ -1,7 +1,8 @@
-"""Traces: what a request passed, when and for how long, as spans. Without an endpoint nothing is recorded.
+"""Tracing: the interfaces Tracer and Span, and the span of the current request. Records only if an endpoint is given.
 
-Spans are told with their times once these are known, never opened around code: they come from the same clock readings
-as the response's `stencil.ms`. Times are seconds of CLOCK_MONOTONIC. Only `otlp_tracing` imports OpenTelemetry.
+Child spans are recorded with start and end once these are known, not opened around code, so that they use the same
+clock readings as the response's `stencil.ms`. Times are seconds of CLOCK_MONOTONIC. Only `otlp_tracing` imports
+OpenTelemetry.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ SpanKind = Literal["server", "internal"]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened at one moment of a span."""
+    """An event at one moment of a span."""
 
     name: str
     time: float
@@ -32,33 +33,33 @@ class Span(Protocol):
 
     @property
     def traceparent(self) -> str:
-        """W3C trace context, to be handed to whoever goes on with the work; "" where nothing is recorded."""
+        """W3C trace context, to be sent along with the work to other processes; "" if nothing is recorded."""
 
     def child(
         self, name: str, start: float, end: float, attributes: Mapping[str, Value], events: Sequence[Event] = ()
     ) -> None:
-        """Record a part of it that is over."""
+        """Record a child span that has ended."""
 
     def end(self, time: float, attributes: Mapping[str, Value], error: str = "") -> None:
-        """It is over; error: why it failed, if it did. Attributes begin with `stencil.` or are OpenTelemetry's own."""
+        """End it. error: why it failed, if it did. Attributes begin with `stencil.` or are OpenTelemetry's own."""
 
 
 class Tracer(Protocol):
     """Records the spans of one process."""
 
     def begin(self, name: str, kind: SpanKind, carrier: Mapping[str, str], start: float) -> Span:
-        """A span below the one that the carrier's `traceparent` names, if it names one. Carriers are headers."""
+        """Begin a span. carrier: HTTP headers; if they have a `traceparent`, it names the parent span."""
 
     def close(self) -> None:
-        """Send what is recorded; takes at most FLUSH_SECONDS."""
+        """Send the recorded spans; takes at most FLUSH_SECONDS."""
 
 
 FLUSH_SECONDS = 2.0
-"""How long the last spans may take to reach the collector; an engine has 5 s to leave."""
+"""How long sending the last spans may take; an engine has 5 s to exit."""
 
 
 class NoSpan:
-    """Records nothing."""
+    """A Span that records nothing."""
 
     traceparent = ""
 
@@ -72,7 +73,7 @@ class NoSpan:
 
 
 class NoTracer:
-    """Records nothing."""
+    """A Tracer that records nothing."""
 
     def begin(self, name: str, kind: SpanKind, carrier: Mapping[str, str], start: float) -> Span:
         return NO_SPAN
@@ -86,8 +87,8 @@ _current: ContextVar[Span] = ContextVar("span", default=NO_SPAN)
 
 
 def create_tracer(endpoint: str, process: str) -> Tracer:
-    """A tracer that sends to an OTLP/HTTP `endpoint`, ``http://host:4318/v1/traces``; "" = none. process: what the
-    spans are said to come from. Raises ConfigError where OpenTelemetry is not installed.
+    """A tracer that sends to an OTLP/HTTP `endpoint`, such as ``http://host:4318/v1/traces``; "" = no tracing. process:
+    name of this process in the spans. Raises ConfigError if OpenTelemetry is not installed.
     """
     if not endpoint:
         return NoTracer()
@@ -101,7 +102,7 @@ def create_tracer(endpoint: str, process: str) -> Tracer:
 
 @contextmanager
 def span_context(span: Span) -> Iterator[None]:
-    """Code inside, and tasks started inside, work for this span."""
+    """Make `span` the current one for the code inside and for tasks started inside."""
     token = _current.set(span)
     try:
         yield
@@ -110,5 +111,5 @@ def span_context(span: Span) -> Iterator[None]:
 
 
 def current_span() -> Span:
-    """Whom work done here is for."""
+    """The span of the request that the calling code works for."""
     return _current.get()

@@ -1,1 +1,1 @@
-"""Several engines as one: routing, connections, restarts."""
+"""The API server's side of its engines: routing, connections, restarts."""

@@ -1,6 +1,6 @@
-"""EngineClient: one engine process as the API server sees it. Spawns it, carries messages, routes outputs to who waits.
+"""EngineClient: the API server's connection to one engine process. Spawns it, sends requests, delivers its outputs.
 
-Owns the map request id -> waiter. A death of the engine, or of anything below it, reaches every waiter.
+Owns the map request id -> waiter. When the engine or one of its workers dies, every waiter gets a Failed output.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ from engine.engine_core.watchdog import SilenceWatch
 logger = logging.getLogger("stencil.engine")
 
 STOP_SECONDS = 5.0
-"""How long an engine with nothing left to do may take to leave before it is killed."""
+"""How long an engine may take to exit once it has nothing left to do, before it is killed."""
 
 LAST_WORDS_SECONDS = 0.1
-"""How long after an engine's end its last messages may still come out of the socket."""
+"""How long the socket is read after the engine's exit, for its last messages."""
 
 RequestOutput = PartialImage | Finished | TemplatePrimed | Failed | Aborted
 Waiter = Callable[[RequestOutput], None]
@@ -62,17 +62,17 @@ Waiter = Callable[[RequestOutput], None]
 
 
 OnReady = Callable[[dict[str, ModelInfo], int], None]
-"""Called once, with the models by name and the bytes that pages may take on the device, before anything else that the
-engine says is handed out."""
+"""Called once, with the models by name and the device memory for pages in bytes, before any report or output is
+delivered."""
 
 OnReport = Callable[[LoadReport, EngineStats | None], None]
-"""Called with what an engine says of itself, before its outputs are handed out."""
+"""Called with an engine's load and statistics, before the outputs of the same message are delivered."""
 
 
 class EngineClient:
-    """start, ready, submit and abort, stop, close. One task (`run`) of the owner's group drives it.
+    """Called in this order: start, ready, submit and abort, stop, close. The owner runs `run` as a task.
 
-    start_seconds: the engine is killed that does not serve after so long.
+    start_seconds: the engine is killed if it is not ready after this time.
     """
 
     def __init__(
@@ -82,23 +82,23 @@ class EngineClient:
         self._arena = arena
         self._on_ready = on_ready
         self._on_report = on_report
-        self._runtime_dir: Path | None = None  # holds the socket until the engine has connected, and removed it
+        self._runtime_dir: Path | None = None  # holds the socket; removed by the engine when it has connected
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._process: ChildProcess | None = None
-        self._waiters: dict[str, Waiter] = {}  # request id -> who hears of it
+        self._waiters: dict[str, Waiter] = {}  # request id -> its callback
         self._ready: asyncio.Future[dict[str, ModelInfo]] = asyncio.get_running_loop().create_future()
         self._gone = asyncio.Event()
         self._start_seconds = start_seconds
-        self._start_timer: asyncio.TimerHandle | None = None  # until it serves
+        self._start_timer: asyncio.TimerHandle | None = None  # until it is ready
         self._silence = SilenceWatch(config.hang_seconds, self._on_silence)
-        self._killed_for = ""  # why it was killed from here, if it was
-        self.error: StencilError | None = None  # why it is gone, once it is
+        self._killed_for = ""  # why it was killed by this class, if it was
+        self.error: StencilError | None = None  # why it is gone; None while it is not
 
     # ---------------------------------------------------------------------------------- life
 
     def start(self) -> None:
-        """Spawn the process; the model loads while this process goes on. Raises ConfigError."""
+        """Spawn the process and return; see `ready`. Raises ConfigError."""
         self._runtime_dir = Path(tempfile.mkdtemp(prefix="stencil-"))  # mode 0700
         address = f"ipc://{self._runtime_dir}/engine"
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -117,12 +117,12 @@ class EngineClient:
         self._start_timer = asyncio.get_running_loop().call_later(self._start_seconds, self._on_slow_start)
 
     async def run(self) -> None:
-        """Receive until the process is gone; then fail whoever still waits."""
+        """Receive until the process is gone; then fail all requests that still wait."""
         assert self._process is not None
         async with asyncio.TaskGroup() as tasks:
             receiver = tasks.create_task(self._receive())
             await self._process.wait()
-            await asyncio.sleep(LAST_WORDS_SECONDS)  # they say more than its exit code
+            await asyncio.sleep(LAST_WORDS_SECONDS)  # its last messages say more than its exit code
             receiver.cancel()
         self._unwatch()
         why = self._killed_for or f"the engine process died ({self._process.describe_exit()})"
@@ -135,8 +135,8 @@ class EngineClient:
         self._kill(f"the engine gave no sign of life in {self._config.hang_seconds:g} s and was killed")
 
     def _kill(self, why: str) -> None:
-        """End a process that hangs, and with it its workers; those who wait are told once it is gone, as nothing may
-        touch their memory any more."""
+        """Kill a process that hangs, and with it its workers. Waiters are failed only when it is gone (`run`): until
+        then it may still touch their memory."""
         assert self._process is not None
         logger.error("%s", why, extra=of_request(""))
         self._killed_for = why
@@ -151,11 +151,11 @@ class EngineClient:
         self._serves_in_time()
 
     async def ready(self) -> dict[str, ModelInfo]:
-        """Wait until the models are loaded; name -> info. Raises what kept the engine from starting."""
+        """Wait until the models are loaded; name -> info. Raises the error that kept the engine from starting."""
         return await asyncio.shield(self._ready)
 
     async def failed(self) -> StencilError:
-        """Wait for the engine's end and return why it came; never returns while all is well."""
+        """Wait until the engine is gone and return the reason."""
         await self._gone.wait()
         assert self.error is not None
         return self.error
@@ -165,18 +165,18 @@ class EngineClient:
         return self._ready.done() and self.error is None
 
     async def stop(self) -> None:
-        """Abort what still runs and leave no process behind. One that has failed is leaving by itself."""
+        """Abort all requests and end the process. An engine that has failed is already exiting."""
         if self._process is None:
             return
         if self.is_ready:
             self.abort(tuple(self._waiters))
             self._send(Drain())
         elif self.error is None:
-            self._process.kill()  # it is loading and reads no messages; its workers leave with it
+            self._process.kill()  # while loading it reads no messages; its workers end with it
         await self._process.stop(STOP_SECONDS)
 
     async def close(self) -> None:
-        """Kill the process if it still runs, and free the socket; nobody waits for anything any more."""
+        """Kill the process if it still runs, fail all requests and close the socket."""
         self._unwatch()
         if self._process is not None:
             self._process.kill()
@@ -187,15 +187,15 @@ class EngineClient:
         self._remove_runtime_dir()
 
     def fail(self, error: StencilError) -> None:
-        """Tell everyone who waits that the engine is gone, once: the first reason is the one that counts."""
+        """Mark the engine as gone and fail all waiters. Only the first call counts, so `error` is the first reason."""
         if self.error is not None:
             return
         self.error = error
         self._gone.set()
         if not self._ready.done():
             self._ready.set_exception(error)
-            self._ready.exception()  # not everyone waits for readiness: mark it as seen
-        failure = Failure.of(EngineDeadError(str(error)))  # whatever ended the engine: to its requests it is dead
+            self._ready.exception()  # marks it as retrieved: `ready` may never be called
+        failure = Failure.of(EngineDeadError(str(error)))  # of this kind for any reason, so that requests are retried
         for request_id in list(self._waiters):
             self._deliver(Failed(request_id=request_id, failure=failure))
 
@@ -206,8 +206,8 @@ class EngineClient:
     # ---------------------------------------------------------------------------------- messages
 
     def submit(self, request: EngineRequest | PrimeTemplate, waiter: Waiter) -> None:
-        """Hand a request over; `waiter` hears every output, the last one terminal. Raises EngineDeadError; MessageError
-        for a request that cannot be encoded, of which nothing is kept.
+        """Send a request; `waiter` is called with every output, the last one terminal. Raises EngineDeadError;
+        MessageError for a request that cannot be encoded, which is not registered then.
         """
         if self.error is not None:
             raise EngineDeadError(str(self.error))
@@ -216,12 +216,12 @@ class EngineClient:
         self._send_bytes(payload)
 
     def drop(self, template: DropTemplate) -> None:
-        """Have a template's pages forgotten on every tier."""
+        """Have the engine drop a template's pages on every tier."""
         if self.error is None:
             self._send(template)
 
     def abort(self, request_ids: tuple[str, ...]) -> None:
-        """Ask for an early end; the terminal output still comes."""
+        """Abort requests; the terminal output of each still follows."""
         if self.error is None:
             self._send(Abort(request_ids=request_ids))
 
@@ -229,7 +229,7 @@ class EngineClient:
         self._send_bytes(encode(message))
 
     def _send_bytes(self, payload: bytes) -> None:
-        """Without a high-water mark a send succeeds at once or not at all."""
+        """Without a high-water mark, a send succeeds or fails at once."""
         sent = self._socket.send(payload, zmq.NOBLOCK)
         asyncio.ensure_future(sent).add_done_callback(self._check_sent)
 
@@ -249,7 +249,7 @@ class EngineClient:
                 self._handle(message)
 
     def _handle_unreadable(self, payload: bytes, error: MessageError) -> None:
-        """Hand out what can be read of it."""
+        """Deliver the outputs that can be decoded; terminal ones that cannot fail their requests."""
         logger.error("%s", error, extra=of_request(""))
         self._silence.heard()
         for output in readable_outputs(payload, error):
@@ -259,7 +259,7 @@ class EngineClient:
     def _handle(self, message: FromEngine) -> None:
         self._silence.heard()
         if self.error is not None:
-            return  # everybody has been told that it is gone
+            return  # all waiters were failed already
         match message:
             case EngineOutputs():
                 self._on_report(message.load, message.stats)
@@ -280,7 +280,7 @@ class EngineClient:
                 self.fail(message.failure.to_error())
 
     def _deliver(self, output: RequestOutput) -> None:
-        """A terminal output ends its waiter's entry; an unknown id is a bug and raises KeyError."""
+        """Call the waiter, which is removed after a terminal output. An unknown id is a bug and raises KeyError."""
         waiter = self._waiters[output.request_id]
         if not isinstance(output, PartialImage):
             del self._waiters[output.request_id]

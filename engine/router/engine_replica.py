@@ -1,6 +1,7 @@
-"""EngineReplica: the place of one engine. Starts it, and anew when it dies, until that has become pointless.
+"""EngineReplica: supervises one engine process: starts it, restarts it with back-off, gives up after MAX_RESTARTS.
 
-What an engine holds dies with it: its requests are the router's to send elsewhere, its pages are made again.
+Runs in the API server, driven by the Router, which sends the requests of a dead engine to another one. Cached pages in
+memory are lost with the process and primed again.
 """
 
 from __future__ import annotations
@@ -26,58 +27,58 @@ from engine.router.engine_client import EngineClient, Waiter
 logger = logging.getLogger("stencil.router")
 
 MAX_RESTARTS = 4
-"""Restarts in a row after which an engine is given up."""
+"""Restarts in a row before an engine is given up."""
 
 FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 1.0, 30.0
-"""Before the second restart in a row, and twice as long before each one more, but no longer than so. The first comes at
-once: most deaths are the only one."""
+"""Wait before the second restart in a row, doubled for each further one, and its upper bound. The first restart is
+immediate, as most deaths are single ones."""
 
 PROVEN_SECONDS = 60.0
-"""How long an engine must have served for its next death not to count as one more in a row."""
+"""An engine that has served for this long starts again with 0 restarts in a row."""
 
 RESTART_PATIENCE, MIN_RESTART_SECONDS = 10.0, 600.0
-"""How much longer than at its first start an engine may take to serve again, and how long at least. Its files are here
-by now: it does not get the hours that a download may take, while its requests wait."""
+"""Time limit of a restart: this multiple of the first start's time, but at least MIN_RESTART_SECONDS. The files are
+downloaded by then, so the limit of the first start, which may be hours, would only keep requests waiting."""
 
 ReplicaState = Literal["loading", "serving", "restarting", "gone"]
-"""loading: for the first time. restarting: after its death, or waiting to be. gone: given up."""
+"""loading: first start. restarting: died, and is starting again or waiting to. gone: given up."""
 
 
 class ReplicaWatcher(Protocol):
-    """Who hears of an engine; `engine.router.router.Router` is the real one. None of these may block or raise."""
+    """Callbacks of an EngineReplica; implemented by `engine.router.router.Router`. They must not block or raise."""
 
     def on_up(self, rank: int) -> None:
-        """It serves, for the first time or again."""
+        """The engine is ready, for the first time or again."""
 
     def on_report(self, rank: int, load: LoadReport, stats: EngineStats | None) -> None:
-        """It says how it is."""
+        """The engine has sent its load, and its statistics unless they are recent."""
 
     def on_down(self, rank: int, error: StencilError) -> None:
-        """It has died. May be said more than once for a death."""
+        """The engine has died. May be called more than once for a death."""
 
     def on_restart(self, rank: int) -> None:
-        """It is started anew."""
+        """The engine is restarted."""
 
     def on_given_up(self, rank: int) -> None:
-        """It has died for the last time: `error` says why."""
+        """The engine is given up and will not be restarted; the replica's `error` says why."""
 
 
 class EngineReplica:
-    """start, ready, submit and abort, stop, close. One task (`run`) of the owner's group drives it."""
+    """Called in this order: start, ready, submit and abort, stop, close. The owner runs `run` as a task."""
 
     def __init__(self, config: EngineConfig, arena: Arena, watcher: ReplicaWatcher) -> None:
         self.rank = config.data_parallel_rank
-        self.error: StencilError | None = None  # why it is never started again, once it is not
-        self.cache = config.cache  # what it was found to have is in it from its first start on
+        self.error: StencilError | None = None  # why it was given up; None while it is not
+        self.cache = config.cache  # after the first start, with the measured device memory
         self._config = config
         self._arena = arena
         self._watcher = watcher
-        self._models: dict[str, ModelInfo] | None = None  # what it served at its first start
-        self._up_since = 0.0  # when it began to serve; 0: not since its last start
+        self._models: dict[str, ModelInfo] | None = None  # served since its first start; None before
+        self._up_since = 0.0  # when it became ready after its last start; 0: not yet
         self._started = 0.0  # when it was started last
-        self._start_seconds = config.start_seconds  # how long its next start may take
+        self._start_seconds = config.start_seconds  # time limit of its next start
         self.num_restarts = 0  # in a row
-        self._late_drops: list[DropTemplate] = []  # to be sent once it serves
+        self._late_drops: list[DropTemplate] = []  # to be sent when it is ready
         self._stopping = asyncio.Event()
         self._gone = asyncio.Event()
         self._client = self._make_client()
@@ -85,12 +86,12 @@ class EngineReplica:
     # ---------------------------------------------------------------------------------- life
 
     def start(self) -> None:
-        """Spawn the process; the model loads while this process goes on. Raises ConfigError."""
+        """Spawn the process and return; see `ready`. Raises ConfigError."""
         self._started = time.monotonic()
         self._client.start()
 
     async def run(self) -> None:
-        """Serve until it is stopped or given up. It has been started."""
+        """Restart the engine when it dies, until it is stopped or given up. Call `start` first."""
         while True:
             error = await self._serve()
             if not self._may_restart():
@@ -102,7 +103,7 @@ class EngineReplica:
         self.give_up(error)
 
     async def _serve(self) -> StencilError:
-        """Until the engine is gone, and all of its processes."""
+        """Wait until the engine and all of its processes are gone; returns the reason."""
         client = self._client
         if client.error is None:
             async with asyncio.TaskGroup() as tasks:
@@ -115,16 +116,16 @@ class EngineReplica:
         return client.error
 
     def _may_restart(self) -> bool:
-        """Whether it is worth it: what never served does not start, and what keeps dying at once goes on so."""
+        """Whether to restart: not if it never was ready or keeps dying, as it would fail again."""
         if self._up_since and time.monotonic() - self._up_since >= PROVEN_SECONDS:
             self.num_restarts = 0
         return not self._stopping.is_set() and self._models is not None and self.num_restarts < MAX_RESTARTS
 
     async def _wait_to_restart(self, error: StencilError) -> None:
-        """What keeps dying at once is given time: whatever it lacks, memory or a device, may come back."""
+        """Back off: an engine may die for lack of memory or a device, which may become available."""
         seconds = wait_before(self.num_restarts)
         self.num_restarts += 1
-        message = "engine %d is started anew in %.0f s, restart %d of at most %d in a row: %s"
+        message = "engine %d is restarted in %.0f s, restart %d of at most %d in a row: %s"
         logger.error(message, self.rank, seconds, self.num_restarts, MAX_RESTARTS, error, extra=of_request(""))
         with suppress(TimeoutError):
             await asyncio.wait_for(self._stopping.wait(), seconds)
@@ -150,7 +151,7 @@ class EngineReplica:
         if self._models is None:
             patience = max(MIN_RESTART_SECONDS, RESTART_PATIENCE * (self._up_since - self._started))
             self._start_seconds = min(self._start_seconds, patience)
-            # Measured once: whether a picture's pages fit must not change with a restart.
+            # Measured only once: a restart must not change whether a picture's pages fit.
             self.cache = msgspec.structs.replace(self.cache, device_bytes=device_page_bytes)
             self._config = msgspec.structs.replace(self._config, cache=self.cache)
         self._models = models
@@ -159,17 +160,17 @@ class EngineReplica:
         self._watcher.on_up(self.rank)
 
     async def ready(self) -> dict[str, ModelInfo]:
-        """Wait until its models are loaded; name -> info. Raises what kept the engine from starting."""
+        """Wait until its models are loaded; name -> info. Raises the error that kept the engine from starting."""
         return await self._client.ready()
 
     async def failed(self) -> StencilError:
-        """Wait until it is given up and return why; never returns while all is well."""
+        """Wait until it is given up and return the reason."""
         await self._gone.wait()
         assert self.error is not None
         return self.error
 
     def give_up(self, error: StencilError) -> None:
-        """Tell everyone who waits that it is gone for good, once: the first reason is the one that counts."""
+        """Give up the engine and fail all waiters. Only the first call counts, so `error` is the first reason."""
         self._stopping.set()
         self._client.fail(error)
         if self.error is None:
@@ -178,19 +179,19 @@ class EngineReplica:
             self._watcher.on_given_up(self.rank)
 
     async def stop(self) -> None:
-        """Abort what still runs and leave no process behind."""
+        """Abort all requests and end the process."""
         self._stopping.set()
         await self._client.stop()
 
     async def close(self) -> None:
-        """Kill what still runs, and free the socket; nobody waits for anything any more."""
+        """Kill the process if it still runs, fail all requests and close the socket."""
         self._stopping.set()
         await self._client.close()
         self.give_up(EngineDeadError("the engine has stopped"))
 
     @property
     def is_alive(self) -> bool:
-        """Whether it serves."""
+        """Whether the engine is ready and not known to be dead."""
         return self._client.is_ready
 
     @property
@@ -204,15 +205,15 @@ class EngineReplica:
     # ---------------------------------------------------------------------------------- messages
 
     def submit(self, request: EngineRequest | PrimeTemplate, waiter: Waiter) -> None:
-        """Hand a request over; `waiter` hears every output, the last one terminal. Raises EngineDeadError."""
+        """Send a request; `waiter` is called with every output, the last one terminal. Raises as EngineClient's."""
         self._client.submit(request, waiter)
 
     def abort(self, request_ids: tuple[str, ...]) -> None:
-        """Ask for an early end; the terminal output still comes."""
+        """Abort requests; the terminal output of each still follows."""
         self._client.abort(request_ids)
 
     def drop(self, template: DropTemplate) -> None:
-        """Have a template's pages forgotten on every tier, now or when it serves again: files outlive an engine."""
+        """Have the engine drop a template's pages on every tier, when it is ready if it is down: files survive it."""
         if self._client.is_ready:
             self._client.drop(template)
         elif self.error is None:
@@ -220,5 +221,5 @@ class EngineReplica:
 
 
 def wait_before(num_restarts: int) -> float:
-    """Seconds to wait before the next restart, after so many in a row: 0, 1, 2, 4, ..."""
+    """Seconds to wait before the next restart after `num_restarts` in a row: 0, 1, 2, 4, ..."""
     return min(MAX_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2 ** (num_restarts - 1)) if num_restarts else 0.0

@@ -1,8 +1,8 @@
-"""Router: N engines as one. Picks an engine for every request, remembers which, and hears them all.
+"""Router: sends every request of the API server to one of its N engines and passes on the outputs.
 
-A request whose engine dies is sent to another one, or waits until one is up again: the same message, so the same
-picture. What it knows of the engines and how it picks is core's (fleet.py, routing.py); their processes are
-EngineReplica's.
+If an engine dies, its requests are sent to another one, or wait until one is up again: the same message, so the same
+picture. The model of the engines' load and the choice of an engine are in core/routing/ (fleet.py, policies.py); the
+engine processes are managed by EngineReplica.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from engine.router.engine_replica import EngineReplica, ReplicaState
 logger = logging.getLogger("stencil.router")
 
 SUSPECT_DEATHS = 2
-"""Deaths of engines after which a request that was there runs alone, so that it can take no others along."""
+"""After this many engines have died while running a request, it runs alone, so that it cannot fail others."""
 
 
 @dataclass(slots=True)
 class RoutedRequest:
-    """A request, from submission to its terminal output.
+    """The state of a request from submission to its terminal output.
 
-    engine: where it is; None: it waits for one to be up. sent: when it was sent there; predicted_seconds: how long it
-    was then predicted to take.
+    engine: the engine that has it; None while it waits for one to be up. sent: when it was sent there, seconds of
+    CLOCK_MONOTONIC; predicted_seconds: its predicted time from then on.
     """
 
     message: EngineRequest | PrimeTemplate
@@ -52,16 +52,16 @@ class RoutedRequest:
     engine: int | None = None
     sent: float = 0.0
     predicted_seconds: float | None = None
-    has_begun: bool = False  # a worker of that engine's has been given it
-    is_bystander: bool = False  # that engine died while others' work was begun, and its own was not
-    num_deaths: int = 0  # of engines that it may have had a part in
-    was_retried: bool = False  # an engine that had it has died, whoever had a part in it
-    is_aborted: bool = False  # nobody wants it any more
-    partials_told: set[int] = field(default_factory=set)  # indices of partial images
+    has_begun: bool = False  # a worker of that engine has begun it
+    is_bystander: bool = False  # that engine died while other requests had begun, and this one had not
+    num_deaths: int = 0  # engine deaths that it may have caused
+    was_retried: bool = False  # sent again after an engine's death, whatever the cause
+    is_aborted: bool = False  # its caller does not want it any more
+    partials_told: set[int] = field(default_factory=set)  # indices of the partial images delivered
 
 
 class Router:
-    """start, ready, submit and abort, stop, close. One task (`run`) of the owner's group drives it."""
+    """Called in this order: start, ready, submit and abort, stop, close. The owner runs `run` as a task."""
 
     def __init__(self, config: StencilConfig, arena: Arena, metrics: Metrics) -> None:
         size = config.engine.data_parallel_size
@@ -78,7 +78,7 @@ class Router:
         self._max_retries = config.max_retries
         self._metrics = metrics
         self._is_stopping = False
-        self._placements: dict[str, RoutedRequest] = {}  # request id -> where it is, until its terminal output
+        self._placements: dict[str, RoutedRequest] = {}  # by request id, until the terminal output
 
     # ---------------------------------------------------------------------------------- life
 
@@ -87,7 +87,7 @@ class Router:
         self._replicas[0].start()
 
     async def run(self) -> None:
-        """Serve until the last engine is gone for good."""
+        """Run all engines until the last one is given up."""
         async with asyncio.TaskGroup() as tasks:
             for replica in self._replicas:
                 tasks.create_task(self._run_engine(replica), name=f"engine-{replica.rank}")
@@ -97,8 +97,8 @@ class Router:
             await replica.run()
 
     async def _follow(self, replica: EngineReplica) -> bool:
-        """Start an engine once the first one is ready: that one measures what work costs, which they all read, and
-        nothing may disturb it. False: there is nothing to follow.
+        """Start an engine once the first one is ready: the first one measures costs, which the others read, and must
+        not be disturbed. Returns False if the first one did not start or the router is stopping.
         """
         try:
             await self._replicas[0].ready()
@@ -111,7 +111,7 @@ class Router:
         return False
 
     async def ready(self) -> dict[str, ModelInfo]:
-        """Wait until every engine serves; model name -> info. Raises what kept one from starting."""
+        """Wait until every engine serves; model name -> info. Raises the error that kept an engine from starting."""
         models, *others = await asyncio.gather(*(replica.ready() for replica in self._replicas))
         if any(other != models for other in others):
             raise ConfigError(
@@ -122,37 +122,37 @@ class Router:
 
     @property
     def cache(self) -> CacheConfig:
-        """The engines' limits, once they are ready: the least device memory for pages that any of them has."""
+        """Limits of cached pages; once the engines are ready, with the least device memory of any of them."""
         return min((replica.cache for replica in self._replicas), key=lambda cache: cache.device_bytes or 0)
 
     async def failed(self) -> StencilError:
-        """Wait until the last engine is given up and return why; never returns while one serves or is started anew."""
+        """Wait until the last engine is given up and return the reason."""
         errors = [await replica.failed() for replica in self._replicas]
         return errors[-1]
 
     def fail(self, error: StencilError) -> None:
-        """Tell everyone who waits that all engines are gone."""
+        """Give up all engines, which fails all requests."""
         self._is_stopping = True
         for replica in self._replicas:
             replica.give_up(error)
 
     async def stop(self) -> None:
-        """Abort what still runs and leave no process behind."""
+        """Abort all requests and end all processes."""
         self._is_stopping = True
         self.abort([request_id for request_id, routed in self._placements.items() if routed.engine is None])
         await asyncio.gather(*(replica.stop() for replica in self._replicas))
 
     async def close(self) -> None:
-        """Kill what still runs, and free the sockets; nobody waits for anything any more."""
+        """Kill all processes that still run, fail all requests and close the sockets."""
         self._is_stopping = True
         for replica in self._replicas:
             await replica.close()
 
-    # ---------------------------------------------------------------------------------- what it knows
+    # ---------------------------------------------------------------------------------- state
 
     @property
     def error(self) -> StencilError | None:
-        """Why nothing is served any more; None while an engine serves or is started anew."""
+        """Why nothing is served any more; None until the last engine is given up."""
         errors = [replica.error for replica in self._replicas]
         return None if None in errors else errors[-1]
 
@@ -163,12 +163,12 @@ class Router:
 
     @property
     def alive(self) -> list[bool]:
-        """Which engines serve. One that tells its requests of its death does not, whatever its process still does."""
+        """For each engine, whether it serves; False from the first sign of its death, even if its process runs."""
         return [replica.is_alive and bool(self._fleet.is_alive[replica.rank]) for replica in self._replicas]
 
     @property
     def replicas(self) -> list[tuple[ReplicaState, int]]:
-        """How each engine is, and how often it was started anew in a row."""
+        """State and number of restarts in a row of each engine."""
         states = zip(self._replicas, self.alive, strict=True)
         return [
             ("restarting" if replica.is_alive and not alive else replica.state, replica.num_restarts)
@@ -177,7 +177,7 @@ class Router:
 
     @property
     def drain_seconds(self) -> float:
-        """Predicted time until an engine has done all that it holds."""
+        """Predicted seconds until the first engine has done all of its requests."""
         return min((load.drain_seconds for load in self.loads if load is not None), default=0.0)
 
     @property
@@ -186,40 +186,41 @@ class Router:
 
     @property
     def num_waiting(self) -> int:
-        """Requests queued in the engines, or waiting for one."""
+        """Requests queued in the engines, or waiting for an engine to be up."""
         num_homeless = sum(routed.engine is None for routed in self._placements.values())
         return num_homeless + sum(load.num_waiting for load in self.loads if load is not None)
 
     def has_begun(self, request_id: str) -> bool:
-        """Whether a worker has been given a request, or it has ended."""
+        """Whether a worker has begun a request, or it has ended."""
         routed = self._placements.get(request_id)
         return routed is None or routed.has_begun
 
     def outlook(self, shape: RequestShape) -> Outlook | None:
-        """What is predicted of an edit if it is submitted now; None while nobody knows, or no engine is alive."""
+        """The prediction for an edit submitted now; None before an engine has reported costs, or if none is alive."""
         if not self._fleet.num_alive:
             return None
         return outlook(shape, self._fleet, self._policy, time.monotonic())
 
     def work_seconds(self, shape: RequestShape) -> float:
-        """How much later all engines together are done, for an edit."""
+        """Seconds by which an edit delays the end of all work, spread over the engines alive."""
         return work_seconds(shape, self._fleet) / max(1, self._fleet.num_alive)
 
     def engine_of(self, request_id: str) -> int | None:
-        """The engine that has a request, its terminal output included; None while it waits for one."""
+        """The engine that has a request, also during the callback for its terminal output; None while it has none."""
         routed = self._placements.get(request_id)
         return routed.engine if routed else None
 
     def was_retried(self, request_id: str) -> bool:
-        """Whether a request was given to an engine that has died since; known until its terminal output is heard."""
+        """Whether a request was sent again after its engine died; known until the callback for its terminal output."""
         routed = self._placements.get(request_id)
         return routed is not None and routed.was_retried
 
     # ---------------------------------------------------------------------------------- messages
 
     def submit(self, request: EngineRequest | PrimeTemplate, waiter: Waiter) -> None:
-        """Hand a request to an engine; `waiter` hears every output, the last one terminal. Raises EngineDeadError when
-        all are gone for good, and MessageError for a request that cannot be sent; of what raises, nothing is kept.
+        """Send a request to an engine; `waiter` is called with every output, the last one terminal. Raises
+        EngineDeadError if all engines are given up, MessageError for a request that cannot be encoded; it is not kept
+        then.
         """
         if self.error is not None:
             raise EngineDeadError(str(self.error))
@@ -231,12 +232,12 @@ class Router:
             raise
 
     def drop(self, template: DropTemplate) -> None:
-        """Have a template's pages forgotten by every engine."""
+        """Have every engine drop a template's pages."""
         for replica in self._replicas:
             replica.drop(template)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Ask for an early end; the terminal output still comes, at once where no engine has the request."""
+        """Abort requests. The terminal output of each still follows, at once if no engine has the request."""
         by_engine: dict[int, list[str]] = {}
         for request_id in request_ids:
             routed = self._placements.get(request_id)
@@ -251,7 +252,7 @@ class Router:
             self._replicas[engine].abort(tuple(ids))
 
     def _place(self, routed: RoutedRequest) -> None:
-        """Send a request to the engine of choice; it waits if there is none."""
+        """Send a request to the engine that the policy chooses; it waits if none is alive."""
         shape = self._shape(routed.message)
         routed.has_begun = routed.is_bystander = False
         while self._fleet.is_alive.any():
@@ -270,7 +271,7 @@ class Router:
         routed.engine = None
 
     def _place_again(self, routed: RoutedRequest) -> None:
-        """Whose caller has left `submit`, and hears of an error as of any other."""
+        """As `_place`, after `submit` has returned: an error becomes a Failed output."""
         try:
             self._place(routed)
         except MessageError as error:
@@ -299,12 +300,12 @@ class Router:
                 self._end(routed, output)
 
     def _end(self, routed: RoutedRequest, output: RequestOutput) -> None:
-        """Hand out a terminal output."""
+        """Deliver a terminal output and forget the request."""
         routed.waiter(output)
         del self._placements[output.request_id]
 
     def _survive(self, routed: RoutedRequest, failure: Failure) -> None:
-        """Begin a request anew whose engine has died, unless that has become pointless."""
+        """Send a request again after its engine died, unless it was aborted, or no retry or no engine is left."""
         request_id = routed.message.request_id
         routed.num_deaths += failure.code != NEVER_BEGUN and not routed.is_bystander
         if routed.is_aborted:
@@ -324,17 +325,17 @@ class Router:
                 routed.message = msgspec.structs.replace(routed.message, runs_alone=True)
             self._place_again(routed)
 
-    # ---------------------------------------------------------------------------------- what engines say of themselves
+    # ---------------------------------------------------------------------------------- callbacks of the replicas
 
     def on_up(self, rank: int) -> None:
-        """Those who wait for an engine go there."""
+        """Send it the requests that wait for an engine."""
         self._fleet.restore(rank)
         for routed in list(self._placements.values()):
             if routed.engine is None:
                 self._place_again(routed)
 
     def on_report(self, rank: int, load: LoadReport, stats: EngineStats | None) -> None:
-        """Take it in."""
+        """Take over an engine's load and statistics."""
         self.loads[rank] = load
         if stats is not None:
             self.stats[rank] = stats
@@ -346,7 +347,7 @@ class Router:
         self._metrics.observe_load(rank, load, stats)
 
     def on_down(self, rank: int, error: StencilError) -> None:
-        """Send nothing there."""
+        """Send no requests to an engine that has died. Called more than once for a death."""
         if self._fleet.is_alive[rank] and self._models and not self._is_stopping:
             logger.error("engine %d is gone: %s", rank, error, extra=of_request(""))
         if self._fleet.is_alive[rank]:
@@ -356,19 +357,19 @@ class Router:
         self._metrics.observe_lost(rank)
 
     def _note_bystanders(self, rank: int) -> None:
-        """An engine that is killed names nobody: of those that were there, who had been begun may have done it. If
-        nobody was reported to have been, each may."""
+        """Decide which requests may have caused an engine's death, which it does not report: those that had begun, or
+        all that it had if none was reported to have begun. The others are bystanders."""
         here = [routed for routed in self._placements.values() if routed.engine == rank]
         if any(routed.has_begun for routed in here):
             for routed in here:
                 routed.is_bystander = not routed.has_begun
 
     def on_restart(self, rank: int) -> None:
-        """Count it."""
+        """Count the restart."""
         self._metrics.observe_restart(rank)
 
     def on_given_up(self, rank: int) -> None:
-        """With the last engine, those who wait for one are told."""
+        """Fail the requests that wait for an engine, if this was the last one."""
         error = self.error
         if error is None:
             return

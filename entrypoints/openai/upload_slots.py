@@ -1,12 +1,13 @@
 """How many bodies are read at once: no more than the queue could take, as each may fill 200 MB of disk. A full queue
-takes as many as would make room if what is read were of a higher class.
+takes as many as would make room for what is read. Places are shared fairly between owners, as those in the queue are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
 
+from engine.client.upload_place import UploadPlace
 from engine.observability.metrics import Metrics
 from entrypoints.openai.errors import NoDiskError
 
@@ -14,21 +15,27 @@ from entrypoints.openai.errors import NoDiskError
 class UploadSlots:
     """The places of the engine's queue that are free, lent to requests whose bodies are still being read."""
 
-    def __init__(self, check_upload: Callable[[int], None], metrics: Metrics) -> None:
+    def __init__(self, check_upload: Callable[[str, Collection[UploadPlace]], None], metrics: Metrics) -> None:
         """check_upload: as `AsyncEngine.check_upload`."""
         self._check_upload = check_upload
         self._metrics = metrics
-        self._num_taken = 0
+        self._taken: set[UploadPlace] = set()
 
-    @contextmanager
-    def take(self) -> Iterator[None]:
-        """Hold one place; raises OverloadedError where there is none, before anything is read."""
-        self._check_upload(self._num_taken)
-        self._num_taken += 1
+    @asynccontextmanager
+    async def take(self, owner: str) -> AsyncIterator[None]:
+        """Hold one place. Raises OverloadedError where there is none, before anything is read, and while it is read
+        where an owner with fewer places takes it.
+        """
+        self._check_upload(owner, [place for place in self._taken if not place.refusal])
+        place = UploadPlace(owner)
         try:
-            yield
+            async with place.reading:
+                self._taken.add(place)
+                yield
         except NoDiskError:
             self._metrics.observe_rejected("no_disk")
             raise
         finally:
-            self._num_taken -= 1
+            self._taken.discard(place)
+        if place.refusal and place.reading.cancelled_caught:
+            raise place.refusal

@@ -1,4 +1,4 @@
-"""Downloads checkpoints from the Hugging Face hub: which files, and what the user reads when that fails."""
+"""Downloads checkpoints from the Hugging Face hub: chooses the files, and explains failures to the user."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ class Checkpoint:
         return self._class_name(part) is not None
 
     def _class_name(self, part: str) -> str | None:
-        """A part's class in the index; None where the index has none."""
+        """A part's class in the index; None if the index has none."""
         match self.index.get(part):
             case [_, str(name)]:
                 return name
@@ -188,7 +188,7 @@ class Checkpoint:
         return tokenizer
 
     def _load_configured(self, cls: Any, part: str) -> Any:
-        """Load a scheduler or a processor. Raises ValueError where its configuration is missing or damaged."""
+        """Load a scheduler or a processor. Raises ValueError if its configuration is missing or damaged."""
         names = CONFIGURATIONS[part]
         if not any((self.path / part / name).is_file() for name in names):
             raise ValueError(f"it has no {' or '.join(names)}; is the checkpoint complete?")
@@ -212,7 +212,7 @@ class Checkpoint:
         return module.eval().requires_grad_(False)
 
     def _read_module(self, cls: Any, part: str, options: Mapping[str, Any]) -> torch.nn.Module:
-        """Load a module with its weights. Raises ValueError where some are missing or of another shape."""
+        """Load a module with its weights. Raises ValueError if some are missing or of another shape."""
         variant = self.variant_of(part)
         try:
             module, report = cls.from_pretrained(
@@ -236,7 +236,7 @@ class Checkpoint:
         return module  # type: ignore[no-any-return]
 
     def variant_of(self, part: str) -> str:
-        """The variant of the weights that a part is loaded from, "" for unnamed ones. Raises ValueError where they
+        """The variant of the weights that a part is loaded from, "" for unnamed ones. Raises ValueError if they
         cannot be used."""
         folder = self.path / part
         check_pickles(folder)
@@ -246,7 +246,7 @@ class Checkpoint:
         return variant
 
     def _check_variant(self) -> None:
-        """Raises ConfigError where no part has the variant that was asked for."""
+        """Raises ConfigError if no part has the variant that was asked for."""
         folders = [self.path / part for part, value in self.index.items() if isinstance(value, list)]
         found = {name for folder in folders for name in variants(folder)}
         if self.variant and self.variant not in found:

@@ -27,7 +27,7 @@ INSTALL = {"torchao": "pip install 'stencil-serve[quantization]'", "bitsandbytes
 
 
 def check_wish(wish: Quantization, part: str, stored: str | None, device: torch.device) -> None:
-    """Raises ConfigError where the denoiser cannot be quantised as asked. part: its name. stored: the method that its
+    """Raises ConfigError if the denoiser cannot be quantised as asked. part: its name. stored: the method that its
     files are already quantised with."""
     if wish == "none":
         return
@@ -85,7 +85,7 @@ def _config(wish: Quantization, dtype: torch.dtype) -> Any:
 
 
 def check_quantized(module: nn.Module, wish: Quantization) -> None:
-    """Raises ValueError where all linear layers are still plain, so that the request was silently ignored. module: as
+    """Raises ValueError if all linear layers are still plain, so that the request was silently ignored. module: as
     returned by `from_pretrained` with `load_options`."""
     if all(is_plain(layer) for layer in module.modules() if isinstance(layer, nn.Linear)):
         raise ValueError(f"--quantization {wish} has changed none of its layers")

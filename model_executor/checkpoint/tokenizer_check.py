@@ -16,7 +16,7 @@ PROBES = ("a", "b", "c")
 
 
 def check_files(folder: Path, cls: Any) -> None:
-    """Raises ValueError where vocabulary files of a tokenizer of class `cls` are missing: it needs either the one file
+    """Raises ValueError if vocabulary files of a tokenizer of class `cls` are missing: it needs either the one file
     that holds everything, or each of the others that the class names."""
     names = dict(cls.vocab_files_names)
     whole = names.pop("tokenizer_file", None)
@@ -28,7 +28,7 @@ def check_files(folder: Path, cls: Any) -> None:
 
 
 def check_json(folder: Path) -> None:
-    """Raises ValueError where a .json file of the folder is not valid JSON, or not an object."""
+    """Raises ValueError if a .json file of the folder is not valid JSON, or not an object."""
     for file in sorted(folder.glob("*.json")):
         try:
             content = json.loads(file.read_text("utf-8"))
@@ -39,7 +39,7 @@ def check_json(folder: Path) -> None:
 
 
 def check_tokenizer(tokenizer: Any, encoder: Mapping[str, Any]) -> None:
-    """Raises ValueError where different prompts give the same tokens, or tokens outside the text encoder's vocabulary,
+    """Raises ValueError if different prompts give the same tokens, or tokens outside the text encoder's vocabulary,
     or more than it can read. encoder: the text encoder's configuration."""
     try:
         ids = [tuple(tokenizer(probe, padding="max_length", max_length=8).input_ids) for probe in PROBES]

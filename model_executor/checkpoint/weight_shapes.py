@@ -10,7 +10,7 @@ from torch import nn
 
 
 def differing_shape(module: nn.Module, files: Iterable[Path]) -> str | None:
-    """A sentence about the first weight whose shape differs from the module's; None where all agree. module: may be
+    """A sentence about the first weight whose shape differs from the module's; None if all agree. module: may be
     without weights."""
     wanted = {_name(name): list(tensor.shape) for name, tensor in module.state_dict().items()}
     for file in files:

@@ -31,13 +31,13 @@ def variant_of(path: Path) -> str:
 
 
 def usual_variant(folder: Path, wanted: str) -> str:
-    """`wanted` where the folder has it, else the unnamed variant, else the first by name; "" where there is none."""
+    """`wanted` if the folder has it, else the unnamed variant, else the first by name; "" if there is none."""
     found = variants(folder)
     return wanted if wanted in found else min(found, default="")  # the empty name sorts first
 
 
 def choose_variant(folder: Path, wanted: str) -> str:
-    """As `usual_variant`, but raises ValueError where there are no weights, or where it would have to guess: several
+    """As `usual_variant`, but raises ValueError if there are no weights, or if it would have to guess: several
     named variants, no unnamed one, and none of them asked for.
     """
     found = variants(folder)
@@ -54,7 +54,7 @@ def weight_files(folder: Path, variant: str) -> list[Path]:
 
 
 def check_pickles(folder: Path) -> None:
-    """Raises ValueError where there are only pickled weights, or where a safetensors index names other files, which
+    """Raises ValueError if there are only pickled weights, or if a safetensors index names other files, which
     diffusers and transformers would unpickle.
     """
     pickles = sorted(name for name in _indexed(folder) if not name.endswith(".safetensors"))
@@ -68,14 +68,14 @@ def check_pickles(folder: Path) -> None:
 
 
 def check_shards(folder: Path, variant: str) -> None:
-    """Raises ValueError where an index names shards of the variant that are missing."""
+    """Raises ValueError if an index names shards of the variant that are missing."""
     named = (name for name in _indexed(folder) if variant_of(Path(name)) == variant)
     if missing := sorted(name for name in named if not (folder / name).is_file()):
         raise ValueError(f"{missing[0]} is missing; is the checkpoint complete?")
 
 
 def check_whole(folder: Path, variant: str) -> None:
-    """Raises ValueError where the header of a file of the variant says that it is damaged or truncated."""
+    """Raises ValueError if the header of a file of the variant says that it is damaged or truncated."""
     for file in weight_files(folder, variant):
         try:
             with safe_open(file, "pt"):

@@ -37,7 +37,7 @@ TILE = 4096
 
 
 LACKING = (AssertionError, ImportError, OSError, RuntimeError, subprocess.SubprocessError)
-"""What Triton raises where it is not installed, or finds no C compiler, no Python header or no driver."""
+"""Raised by Triton if it is not installed, or finds no C compiler, no Python header or no driver."""
 
 CLOSE = 0.05
 """Largest difference to PyTorch's operators for a kernel to count as working: it may round an int8 page differently,
@@ -70,7 +70,7 @@ def _lacking() -> tuple[type[Exception], ...]:
 
 
 def _try_out(operators: Operators, device: torch.device) -> None:
-    """Run every kernel on a few numbers. Raises RuntimeError where results differ from those of PyTorch's operators."""
+    """Run every kernel on a few numbers. Raises RuntimeError if results differ from those of PyTorch's operators."""
     for ours, theirs in zip(_few(operators, device), _few(GpuOperators(), device), strict=True):
         if not torch.allclose(ours, theirs, rtol=0.0, atol=CLOSE):
             raise RuntimeError(f"its kernels compute wrongly on {device}")

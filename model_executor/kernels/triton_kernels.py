@@ -151,8 +151,8 @@ def quantise(
     TOKENS: tl.constexpr,
 ):
     """Symmetric int8 of one head's keys or values at some tokens. x: [2, heads, tokens, WIDTH] by its steps; values:
-    int8 [2, heads, tokens, WIDTH]; scales: float32 [2, heads, tokens], amax / 127. A row whose scale is 0, or none, is
-    zeros. BLOCK: a power of two, >= WIDTH."""
+    int8 [2, heads, tokens, WIDTH]; scales: float32 [2, heads, tokens], amax / 127. A row whose scale is 0 or not
+    finite gets zeros. BLOCK: a power of two, >= WIDTH."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     group = tl.program_id(1)
     kind, head = (group // heads).to(tl.int64), (group % heads).to(tl.int64)

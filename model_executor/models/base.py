@@ -35,7 +35,7 @@ class EncodedText:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedImage:
-    """Where sampling starts, as `Family.encode_image` returns it. Widths of 0 mean that the family does without."""
+    """Where sampling starts, as `Family.encode_image` returns it. A width of 0: the family does not use it."""
 
     latents: Tensor  # [image tokens, latent width], at the first noise level
     condition: Tensor  # [image tokens, condition width], what the denoiser sees of template and mask
@@ -143,11 +143,11 @@ class Family(ABC):
 
     @abstractmethod
     def check_adapter(self, adapter: Adapter) -> None:
-        """Raises ConfigError where the adapter does not fit; needs no weights."""
+        """Raises ConfigError if the adapter does not fit; needs no weights."""
 
     @abstractmethod
     def adapted(self, adapter: Adapter) -> Self:
-        """A copy of this loaded model with an adapter; they share all weights. Raises ConfigError where it does not
+        """A copy of this loaded model with an adapter; they share all weights. Raises ConfigError if it does not
         fit."""
 
     # ------------------------------------------------------------------------------------------------------ encoding
@@ -196,7 +196,7 @@ class Family(ABC):
         self, pooled_prompt_embeds: Tensor, guidance_scale: float, sigmas: Tensor, num_rows: int
     ) -> Tensor | None:
         """What the steps of a run compute from noise level and pooled prompt alone, for all levels at once, [levels,
-        width]: one pass over those weights instead of one per step. None where tables for all `num_rows` rows of the
+        width]: one pass over those weights instead of one per step. None if tables for all `num_rows` rows of the
         request would take too much memory."""
 
     @abstractmethod

@@ -110,7 +110,7 @@ class Stream:
     modulation: Callable[[int], Sequence[Tensor]]  # block number -> its parts, each [requests, hidden]
     sources: Sequence[Source]  # one per request
     joint_attention: Attention  # over text and image together
-    image_attention: Attention | None  # over the image tokens alone, None where no block has it
+    image_attention: Attention | None  # over the image tokens alone, None if no block has it
     operators: Operators
 
     def keep(self, tokens: Sequence[Tensor | None]) -> None:

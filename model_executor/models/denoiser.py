@@ -80,7 +80,7 @@ class Denoiser(ABC):
         self._image_out = self._group(self.module.proj_out)
 
     def adapted(self, adapter: Adapter) -> Self:
-        """This denoiser with an adapter; they share all weights. Raises ConfigError where it does not fit."""
+        """This denoiser with an adapter; they share all weights. Raises ConfigError if it does not fit."""
         twin = copy(self)
         twin._adapter = fitted = FittedAdapter(adapter, self.module, self._device, self.dtype)
         twin._build()
@@ -188,7 +188,7 @@ class Denoiser(ABC):
         self, pooled_prompt_embeds: Tensor, guidance_scale: float, sigmas: Tensor, num_rows: int
     ) -> Tensor | None:
         """All blocks' shifts, scales and gates at each of these noise levels, [levels, width], for `Row.modulation`;
-        bit-identical to what each step would compute. None where the tables of `num_rows` rows would take more than
+        bit-identical to what each step would compute. None if the tables of `num_rows` rows would take more than
         MODULATION_BYTES.
         """
         width = sum(part.width for part in self._modulations)

@@ -81,7 +81,7 @@ class Unet:
         return Layers(self.module, self._operators.compiled)
 
     def adapted(self, adapter: Adapter) -> Self:
-        """A copy of this denoiser with an adapter; they share all weights. Raises ConfigError where it does not fit."""
+        """A copy of this denoiser with an adapter; they share all weights. Raises ConfigError if it does not fit."""
         twin = copy(self)
         twin.module = adapt_module(self.module, adapter.layers, adapter)
         twin._layers = twin._arrange()

@@ -50,7 +50,7 @@ class Layers:
     @property
     def uneven_width(self) -> tuple[int, int] | None:
         """(numbers per token in a block's output that does not fill whole pages, numbers per token in a page); a page
-        holds the smallest output. None where every output is a multiple of the smallest."""
+        holds the smallest output. None if every output is a multiple of the smallest."""
         uneven = (block.width for block in self._kept if block.width % self._unit)
         return next(((width, self._unit) for width in uneven), None)
 

@@ -141,7 +141,7 @@ class VaeFamily(Family):
 
     def _vae_latents(self, latents: Tensor, width: int, height: int) -> Tensor:
         """Packed latents in the VAE's shape, [1, channels, height / 8, width / 8]."""
-        latents = latents.to(self._vae.dtype)  # what another rank exported has widened to float32
+        latents = latents.to(self._vae.dtype)  # float32 if another rank has exported them
         return unpack(latents, self.grid(width, height), self.patch)
 
     # ---------------------------------------------------------------------------------------------------- denoising

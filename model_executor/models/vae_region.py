@@ -59,7 +59,7 @@ class RegionDecoder:
         return self._finish(_Maps((self._whole(latents, len(self._blocks)),)))
 
     def region(self, tokens: Box, grid: tuple[int, int]) -> Region | None:
-        """How to decode a box of tokens of a picture with `grid` (rows, columns) of them; None where decoding the whole
+        """How to decode a box of tokens of a picture with `grid` (rows, columns) of them; None if decoding the whole
         takes no longer, or where the decoder has another number of up blocks than `CELLS_PER_TOKEN` assumes."""
         if self._first != 1:
             return None

@@ -25,7 +25,7 @@ class CopyStream:
     """A stream for one I/O thread. The computing thread calls only `ready` and `wait`."""
 
     def __init__(self, device: torch.device, arena: Tensor) -> None:
-        """arena: all host memory for pages, uint8; registered with CUDA until `close`. Raises ConfigError where that
+        """arena: all host memory for pages, uint8; registered with CUDA until `close`. Raises ConfigError if that
         fails."""
         self._device = device
         self._arena = arena

@@ -2,20 +2,20 @@
 
     <template>-<entry>.page    magic | nbytes | block bytes | key length | key | crc32 per block | crc32 of all before,
                                and then the entry's bytes
-    <the same>.<random>.tmp    being written; its writer holds a lock on it, so that one of a dead process is known
-    lock                       held while the directory is counted, files come in and files go out
+    <the same>.<random>.tmp    being written; its writer holds a lock on it, so that a dead writer's is recognised
+    lock                       held while files are counted, added and removed
 
 <template> and <entry> are the first 128 bits of the SHA-256 of the template's key and of the entry's: names that are
-safe whatever the keys, and all files of a template start alike.
+safe for any keys, with a common prefix for all files of a template.
 
-A reader knows key and sizes, so it knows the whole header but the checksums: whatever differs is not its file. Nothing
-is synced to the disk: after a power cut a file may be torn, which its checksums tell.
+A reader knows key and sizes, and with them the whole header except the checksums: a file that differs is not the one it
+wants. Nothing is synced to the disk: a file that is torn by a power cut is recognised by its checksums.
 
 Where the file system has less room than the budget, entries make room for each other within what there is. A disk that
 cannot be written is left alone for RETRY_SECONDS; then the next entry tries again. Reading goes on meanwhile.
 
 zlib.crc32 reads 6.9 GB/s on one Zen 5 core; blake2b 1.4, sha256 2.0, adler32 4.1. Sums of 64-bit words reach 31
-(memcpy: 45) but do not see words that changed places. Computed on pieces that are still in the processor's cache.
+(memcpy: 45) but do not detect swapped words. Computed on pieces that are still in the processor's cache.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class PageFiles:
     ) -> bool:
         """Fill `out`, uint8 [nbytes], block by block; `on_block` is called with each one that is read and checked.
 
-        order: all blocks; each is requested when the previous one has been read; () for ascending. Returns False where
+        order: all blocks; each is requested when the previous one has been read; () for ascending. Returns False if
         the file is missing or damaged; a damaged file is removed, and blocks already passed to `on_block` are valid all
         the same. Marks the entry as used, for eviction.
         """
@@ -354,7 +354,7 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _touch(path: Path, nbytes: int) -> bool:
-    """Mark a file as just used. Returns False where there is none of this size."""
+    """Mark a file as just used. Returns False if there is none of this size."""
     try:
         status = os.lstat(path)
         if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
@@ -378,7 +378,7 @@ def _is_abandoned(path: Path) -> bool:
 
 
 def _remove(path: Path) -> bool:
-    """Unlink a file. Returns False where that is not possible: it is a directory, or its folder cannot be written."""
+    """Unlink a file. Returns False if that is not possible: it is a directory, or its folder cannot be written."""
     try:
         path.unlink(missing_ok=True)
     except OSError:

@@ -39,7 +39,7 @@ PER_STEP = "per-step"
 def page_scheme(
     config: ModelConfig, checkpoint: Checkpoint, family: Family, info: ModelInfo, cache_folder: Path
 ) -> PageScheme | None:
-    """The scheme of a model whose components are loaded. None where it is served without mask-aware execution: by flag,
+    """The scheme of a model whose components are loaded. None if it is served without mask-aware execution: by flag,
     or because its calibration found edits too different and no flag overrides that. Raises ConfigError for invalid
     flags."""
     if not config.mask_aware:

@@ -94,7 +94,7 @@ class PageStore:
     ) -> None:
         """pages: the page arena. files: None without a disk tier. on_copied: called once for every copy that was
         started, in their order, from the I/O thread (not for those still queued when the store is closed).
-        has_device_tier: whether a GPU's memory may hold pages; the arena is then pinned. Raises ConfigError where
+        has_device_tier: whether a GPU's memory may hold pages; the arena is then pinned. Raises ConfigError if
         pinning fails."""
         self._device = device
         self._pages = pages
@@ -140,7 +140,7 @@ class PageStore:
     def start(self, copy: PageCopy) -> None:
         """Start a copy and return at once. A target in device memory exists when this returns, to be waited for.
 
-        Does not raise where the copy is impossible: its PageCopied then has ok=False.
+        Does not raise if the copy is impossible: its PageCopied then has ok=False.
         """
         load = self._expect(copy) if copy.source != "device" and copy.target != "disk" else None
         if copy.target == "device":

@@ -121,7 +121,7 @@ def quantise(x: Tensor, values: Tensor, scales: Tensor) -> None:
     """Symmetric int8 quantisation per row. x: [..., width]; values: int8 [..., width]; scales: float32 [..., 1], amax /
     127. Writes values and scales.
 
-    x is within half a scale of scales * values. A row of zeros gets scale 0, and so does one whose scale is no float32.
+    x is within half a scale of scales * values. A row of zeros, or whose scale underflows, gets scale 0.
     """
     x = x.float()
     torch.div(x.abs().amax(-1, keepdim=True), INT8_MAX, out=scales)

@@ -23,7 +23,7 @@ yet; then, if it draws noise, the generator's state, uint8."""
 
 class Sampling:
     """Runs the scheduler of a checkpoint. scheduler: a flow-matching scheduler of diffusers, as loaded, which it then
-    owns. Raises ValueError where noise levels do not fall to 0, as with `invert_sigmas`."""
+    owns. Raises ValueError if noise levels do not fall to 0, as with `invert_sigmas`."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler

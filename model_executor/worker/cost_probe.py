@@ -124,7 +124,7 @@ def _cpu_name() -> str:
 
 
 def _time(batch: Callable[[], object], ends: float, expected: float) -> float | None:
-    """Seconds of a batch's second call; None where there is no time for it. The first is not counted: at a new size it
+    """Seconds of a batch's second call; None if there is no time for it. The first is not counted: at a new size it
     took 1.2 to 1.3 times as long (one Zen 5 core), which a request pays once in its many steps.
     """
     for _ in range(2):

@@ -85,7 +85,7 @@ def device_page_bytes(
     scheduler: SchedulerConfig,
 ) -> int:
     """Bytes of device memory for pages: what the configuration asks for, else what is left. 0 without a gauge (on a
-    CPU), and where no model has pages. Raises ConfigError where nothing is left.
+    CPU), and if no model has pages. Raises ConfigError if nothing is left.
     """
     schemes = [(info, info.page_scheme) for info in infos if info.page_scheme is not None and not info.parent]
     if cache.device_bytes is not None or gauge is None or not schemes:
@@ -115,7 +115,7 @@ def room_for(what: str, remedies: str = REMEDIES) -> Iterator[None]:
 @torch.inference_mode()
 def measure(gauge: Gauge, runs: Iterable[Run], kept: int) -> DeviceMemory:
     """Measure the device with the models loaded. Every run is done twice, since the first call also creates what later
-    ones reuse. kept: bytes that running requests keep, as in `DeviceMemory`. Raises ConfigError where a run does not
+    ones reuse. kept: bytes that running requests keep, as in `DeviceMemory`. Raises ConfigError if a run does not
     fit.
     """
     with room_for("the largest batch beside the model"):

@@ -1,15 +1,19 @@
-"""One key's image work does not starve another's: a small edit beside a flood of large results.
+"""One key's image work does not starve another's: a small edit beside a flood of large results. Nor do its requests, in
+the queue or half sent, keep another's out.
 
-The whole check takes minutes, since the flood is what it is: `pytest -m slow tests/e2e/test_fairness.py`. The quick one
-beside it holds the order, not the seconds.
+The check of seconds takes minutes, since the flood is what it is: `pytest -m slow tests/e2e/test_fairness.py`. The
+quick one beside it holds the order, not the seconds.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
+import select
+import socket
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 
 import httpx
 import numpy as np
@@ -125,3 +129,91 @@ async def test_a_flood_of_one_key_is_ahead_of_its_own_edits_and_of_no_others(sha
         assert answer.status_code in {503, 504}, answer.text[:200]
         assert seconds < 5.0
         assert answer.status_code == 504 or int(answer.headers["retry-after"]) >= 1
+
+
+# ------------------------------------------------------------------------------------------------- places in the queue
+
+MAX_QUEUE = 8
+
+
+@pytest.fixture(scope="module")
+def small_queue(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """Two edits run, six wait."""
+    flags = ("--max-queue", str(MAX_QUEUE), "--max-num-seqs", "2")
+    server = start(tmp_path_factory.mktemp("queue") / "scratch", *KEYS, *flags)
+    yield server
+    assert server.stop() == 0, server.log.read_text()
+
+
+async def num_admitted(client: httpx.AsyncClient) -> int:
+    stats = await client.get("/v1/engine/stats", headers=LIGHT)
+    return int(stats.json()["queue"]["admitted"])
+
+
+async def num_displaced(client: httpx.AsyncClient) -> float:
+    (count,) = re.findall(r'request_drops_total{reason="displaced"} (\S+)', (await client.get("/metrics")).text)
+    return float(count)
+
+
+async def send_for_ever(client: httpx.AsyncClient, refusals: list[httpx.Response], **fields: object) -> None:
+    """A client that heeds no retry-after."""
+    while True:
+        _, answer = await send(client, HEAVY, num_inference_steps=100, **fields)
+        if answer.status_code != 200:
+            refusals.append(answer)
+            await asyncio.sleep(0.05)
+
+
+async def test_a_key_that_fills_the_queue_leaves_places_to_another(small_queue: ServerProcess) -> None:
+    refusals: list[httpx.Response] = []
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=small_queue.url, timeout=120, limits=limits) as client:
+        before = await num_displaced(client)
+        kinds: list[dict[str, object]] = [{}, {"priority": 1}, {"stream": "true"}, {"n": 2}]
+        flood = [asyncio.create_task(send_for_ever(client, refusals, **kind)) for kind in kinds * 3]
+        try:
+            for _ in range(3):
+                while await num_admitted(client) < MAX_QUEUE:
+                    await asyncio.sleep(0.02)
+                _, answer = await send(client, LIGHT, num_inference_steps=4)
+                assert answer.status_code == 200, answer.text
+        finally:
+            for task in flood:
+                task.cancel()
+            await asyncio.gather(*flood, return_exceptions=True)
+        assert await num_displaced(client) > before
+        while await num_admitted(client):
+            await asyncio.sleep(0.02)
+    for answer in refusals:
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "server_is_overloaded"
+        assert 1 <= int(answer.headers["retry-after"]) <= 60
+    assert any("another API key" in answer.text for answer in refusals)
+
+
+def half_a_body(server: ServerProcess) -> socket.socket:
+    """A client of the heavy key that sends no more."""
+    host, port = server.url.removeprefix("http://").split(":")
+    client = socket.create_connection((host, int(port)), timeout=30)
+    client.sendall(
+        f"POST /v1/images/edits HTTP/1.1\r\nhost: {host}\r\ncontent-length: 10000\r\n"
+        f"authorization: {HEAVY['authorization']}\r\ncontent-type: multipart/form-data; boundary=b\r\n\r\n"
+        '--b\r\nContent-Disposition: form-data; name="image"; filename="a"\r\n\r\nhalf'.encode()
+    )
+    return client
+
+
+async def test_a_key_that_sends_bodies_slowly_leaves_places_to_another(small_queue: ServerProcess) -> None:
+    async with httpx.AsyncClient(base_url=small_queue.url, timeout=60) as client:
+        with ExitStack() as sockets:
+            slow = [sockets.enter_context(half_a_body(small_queue)) for _ in range(MAX_QUEUE)]
+            while (await send(client, HEAVY, num_inference_steps=1))[1].status_code == 200:
+                await asyncio.sleep(0.02)
+            for _ in range(2):
+                _, answer = await send(client, LIGHT, num_inference_steps=4)
+                assert answer.status_code == 200, answer.text
+            (refused,), _, _ = select.select(slow, [], [], 0)
+            head, _, body = refused.recv(65536).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 503 ")
+            assert b"retry-after: " in head
+            assert b"another API key, which holds fewer places" in body

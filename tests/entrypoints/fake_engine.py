@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -19,6 +19,7 @@ from core.model_info import ModelInfo
 from engine.client.edit_types import EditInput, EditReport, ImageOutput
 from engine.client.template_store import Template, TemplateStore
 from engine.client.upload import KeptUpload, Upload
+from engine.client.upload_place import UploadPlace
 from engine.observability.metrics import Metrics
 
 MODEL = msgspec.structs.replace(fakes.MODEL, name="tiny/fill", native_size=64, max_text_tokens=32)
@@ -72,7 +73,6 @@ class FakeEngine:
         self.replicas: tuple[tuple[str, int], ...] = (("serving", 0), ("serving", 0))
         self.num_requests_running = 2
         self.num_requests_waiting = 1
-        self.num_displaceable = 0
 
     @property
     def last(self) -> EditInput:
@@ -82,8 +82,8 @@ class FakeEngine:
     def num_admitted(self) -> int:
         return self.num_open
 
-    def check_upload(self, num_uploads: int) -> None:
-        if self.num_open + num_uploads >= self.config.max_queue + self.num_displaceable:
+    def check_upload(self, owner: str, uploads: Collection[UploadPlace]) -> None:
+        if self.num_open + len(uploads) >= self.config.max_queue:
             self.metrics.observe_rejected("queue_full")
             raise OverloadedError("The queue is full.", retry_after=3.0)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -32,10 +33,12 @@ from engine.client.edit_session import EditSession
 from engine.client.edit_types import EditInput, ImageOutput
 from engine.client.result_templates import ResultTemplates
 from engine.client.services import Services
+from engine.client.upload_place import UploadPlace
 from engine.images.image_jobs import Caller, Room
 from engine.router import router
 from engine.router.engine_client import Waiter
 from engine.router.router import Router
+from entrypoints.openai.upload_slots import UploadSlots
 
 COMPOSE_SECONDS = 0.5
 
@@ -75,9 +78,12 @@ class Images:
     """Image processors that take no time, and say that they take COMPOSE_SECONDS."""
 
     def __init__(self) -> None:
+        self.gate = asyncio.Event()  # preparations wait for it
+        self.gate.set()
         self.costs = SimpleNamespace(predict=lambda work: 0.0 if work.kind == "prepare" else COMPOSE_SECONDS)
 
     async def prepare(self, job: PrepareImages, caller: Caller) -> PreparedImages:
+        await self.gate.wait()
         pixels, tokens = ArrayRef(0, 0, (256, 256, 3), "uint8"), ArrayRef(0, 0, (256,), "int32")
         return PreparedImages(0, 256, 256, 256, 256, pixels, ArrayRef(0, 0, (256, 256), "uint8"), tokens, "c", True)
 
@@ -101,7 +107,8 @@ class Server:
         services = Services.create(
             config, self.engine.metrics, self.engine._served, self.engine._sessions, self.engine.templates
         )
-        self.services = replace(services, images=Images())  # type: ignore[arg-type]
+        self.images = Images()
+        self.services = replace(services, images=self.images)  # type: ignore[arg-type]
         self.results = ResultTemplates(self.services)
         self.engine.services, self.engine._results = self.services, self.results
         self.admission, self.router = services.admission, services.router
@@ -238,8 +245,12 @@ async def test_an_edit_that_was_given_up_late_counts_as_late(server: Server) -> 
 # ------------------------------------------------------------------------------------------- places in the queue
 
 
-def make_input(n: int = 1, priority: int = 0) -> EditInput:
-    return EditInput(prompt="a cat", sampling=SamplingParams(n=n, priority=priority), model="m")
+def make_input(n: int = 1, priority: int = 0, owner: str = "") -> EditInput:
+    return EditInput(prompt="a cat", sampling=SamplingParams(n=n, priority=priority), model="m", owner=owner)
+
+
+def uploads(count: int, owner: str = "") -> list[UploadPlace]:
+    return [UploadPlace(owner) for _ in range(count)]
 
 
 @pytest.fixture
@@ -258,13 +269,13 @@ async def test_a_full_queue_reads_no_more_uploads_than_would_make_room_for_a_hig
     """What waits of lower classes counts as room only once a request of a higher class has come."""
     engine = tracking.engine
     async with engine.edit("normal", make_input(n=2)):
-        engine.check_upload(1)
+        engine.check_upload("", uploads(1))
         with pytest.raises(OverloadedError, match="queue is full"):
-            engine.check_upload(2)
+            engine.check_upload("", uploads(2))
         async with engine.edit("urgent", make_input(priority=-1)):
-            engine.check_upload(2)
+            engine.check_upload("", uploads(2))
             with pytest.raises(OverloadedError, match="queue is full"):
-                engine.check_upload(3)
+                engine.check_upload("", uploads(3))
     assert 'reason="queue_full"} 2.0' in engine.metrics.exposition().decode()
 
 
@@ -279,6 +290,116 @@ async def test_waiting_edits_of_a_lower_class_leave_a_full_queue_to_a_higher_one
             assert tracking.end_aborted() == [f"low-{index}" for index in range(4)]
             with pytest.raises(OverloadedError, match="has taken this one's place"):
                 await anext(outputs)
+
+
+async def test_the_latest_waiting_edit_of_a_key_that_fills_the_queue_leaves_to_another_key(tracking: Server) -> None:
+    engine = tracking.engine
+    async with AsyncExitStack() as edits:
+        floods = []
+        for index in range(4):
+            tracking.clock.now += 1.0
+            floods.append(await edits.enter_async_context(engine.edit(f"h{index}", make_input(owner="heavy"))))
+        async with engine.edit("light", make_input(owner="light")):
+            assert engine.num_admitted == 4
+            assert tracking.end_aborted() == ["h3-0"]
+            with pytest.raises(OverloadedError, match="another API key, which holds fewer places") as caught:
+                await anext(floods[3])
+            assert caught.value.retry_after >= 1.0
+            for owner in ("heavy", "light"):
+                with pytest.raises(OverloadedError, match="queue is full"):
+                    async with engine.edit("too many", make_input(owner=owner, n=2)):
+                        pass
+            assert tracking.end_aborted() == []
+    assert 'reason="displaced"} 1.0' in engine.metrics.exposition().decode()
+
+
+async def test_an_edit_that_is_displaced_while_it_is_prepared_ends_at_once(tracking: Server) -> None:
+    """Image work that waits for nothing would pile up beyond the queue's places."""
+    engine, gate = tracking.engine, tracking.images.gate
+    gate.clear()
+
+    async def submit(owner: str, n: int) -> None:
+        async with engine.edit(owner, make_input(n=n, owner=owner)):
+            pass
+
+    heavy = [asyncio.create_task(submit("heavy", 2)) for _ in range(2)]
+    while engine.num_admitted < 4:
+        await asyncio.sleep(0)
+    light = asyncio.create_task(submit("light", 1))
+    done, waiting = await asyncio.wait(heavy, return_when=asyncio.FIRST_COMPLETED, timeout=5)
+    assert [type(task.exception()) for task in done] == [OverloadedError]
+    assert len(waiting) == 1
+    gate.set()
+    await asyncio.gather(*waiting, light)
+    assert 'reason="displaced"} 1.0' in engine.metrics.exposition().decode()
+
+
+async def test_an_edit_that_a_worker_has_begun_stays_whoever_comes(tracking: Server) -> None:
+    engine = tracking.engine
+    async with (
+        engine.edit("heavy", make_input(n=2, owner="heavy")),
+        engine.edit("late", make_input(n=2, owner="heavy")),
+    ):
+        for request_id in ("heavy-0", "late-0"):
+            tracking.router._placements[request_id].has_begun = True
+        with pytest.raises(OverloadedError, match="queue is full"):
+            async with engine.edit("light", make_input(owner="light")):
+                pass
+        with pytest.raises(OverloadedError, match="queue is full"):
+            engine.check_upload("light", [])
+
+
+async def test_a_full_queue_reads_a_body_of_a_key_that_holds_fewer_places(tracking: Server) -> None:
+    engine = tracking.engine
+    async with engine.edit("a", make_input(n=2, owner="heavy")), engine.edit("b", make_input(n=2, owner="heavy")):
+        engine.check_upload("light", [])
+        with pytest.raises(OverloadedError, match="queue is full"):
+            engine.check_upload("heavy", [])
+        assert engine.num_admitted == 4, "none leaves before the body is there"
+
+
+# --------------------------------------------------------------------------------------------------- bodies being read
+
+
+async def read(slots: UploadSlots, owner: str, is_sent: asyncio.Event) -> str:
+    """What becomes of a request whose body comes when its client likes."""
+    async with slots.take(owner):
+        await is_sent.wait()
+    return "read"
+
+
+async def outcomes(tasks: list[asyncio.Task[str]]) -> list[str]:
+    return [str(answer) for answer in await asyncio.gather(*tasks, return_exceptions=True)]
+
+
+async def test_slow_bodies_of_one_key_do_not_keep_anothers_out(tracking: Server) -> None:
+    engine, is_sent = tracking.engine, asyncio.Event()
+    slots = UploadSlots(engine.check_upload, engine.metrics)
+    async with engine.edit("begun", make_input(owner="heavy")):
+        tracking.router._placements["begun-0"].has_begun = True
+        heavy = [asyncio.create_task(read(slots, "heavy", is_sent)) for _ in range(4)]
+        await asyncio.sleep(0)
+        light = [asyncio.create_task(read(slots, "light", is_sent)) for _ in range(3)]
+        while sum(task.done() for task in heavy + light) < 4:
+            await asyncio.sleep(0)
+        is_sent.set()
+        first, second, third, late = await outcomes(heavy)
+        assert late == "The queue is full.", "the fifth place"
+        assert first == "read"
+        for refusal in (second, third):
+            assert "another API key, which holds fewer places" in refusal
+        assert await outcomes(light) == ["read", "read", "The queue is full."]
+    assert not slots._taken
+    assert 'reason="queue_full"} 4.0' in engine.metrics.exposition().decode()
+
+
+async def test_bodies_of_one_owner_are_refused_at_the_door_alone(tracking: Server) -> None:
+    engine, is_sent = tracking.engine, asyncio.Event()
+    slots = UploadSlots(engine.check_upload, engine.metrics)
+    tasks = [asyncio.create_task(read(slots, "", is_sent)) for _ in range(8)]
+    await asyncio.sleep(0)
+    is_sent.set()
+    assert await outcomes(tasks) == ["read"] * 4 + ["The queue is full."] * 4
 
 
 # ------------------------------------------------------------------------------------------------------- image work
