@@ -8,9 +8,10 @@ from itertools import count
 import numpy as np
 import numpy.typing as npt
 
+from core.graph.op import OpWork
 from core.handles import ArrayRef, ModelKey, TensorKey, TensorRef
 from core.ipc.shared_array import Arena, ArenaAllocator, carve
-from core.messages.worker import Batch, Item, StageWork, StepPlan
+from core.messages.worker import Batch, Item, StepPlan
 from core.sampling_params import SamplingParams
 from core.scheduling.ops.decode import Decode
 from core.scheduling.ops.denoise import Denoise
@@ -147,7 +148,7 @@ class Edit:
     def _batch(self, stage: str, component: str, items: Sequence[Item], rank: int = 0) -> Batch:
         return Batch(next(_numbers), stage, ModelKey(self.model, component), (rank,), tuple(items))
 
-    def _item(self, node: str, work: StageWork) -> Item:
+    def _item(self, node: str, work: OpWork) -> Item:
         return Item(self.request_id, node, work, ())
 
     def _ref(self, node: str, name: str) -> TensorRef:

@@ -30,6 +30,7 @@ from core.handles import ArrayRef
 from core.ipc.process import spawn
 from core.ipc.ring import Channel, PeerClosedError
 from core.ipc.shared_array import Arena
+from core.messages.codec import MessageDecoder, encode
 from core.messages.engine import Finished
 from core.messages.worker import BatchResult, StepPlan
 from core.scheduling.ops.denoise import Denoise
@@ -39,7 +40,7 @@ BATCH = 8
 SIDE = 1024
 """Of the finished picture."""
 CACHE = CacheConfig(host_bytes=200 * 10**9)
-_PLAN = msgspec.msgpack.Decoder(StepPlan)
+_PLAN: MessageDecoder[StepPlan] = MessageDecoder(StepPlan)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -82,7 +83,7 @@ def _one_step(scheduler: StepScheduler, channel: Channel) -> tuple[float, bool, 
     start = time.perf_counter()
     plan = scheduler.schedule(time.monotonic())
     assert plan is not None
-    channel.send(msgspec.msgpack.encode(plan))
+    channel.send(encode(plan))
     received = _PLAN.decode(channel.recv())
     results = [BatchResult(b.id, b.ranks[0], 0.0, 0.05, item_results(b)) for b in received.batches]
     for result in msgspec.msgpack.decode(msgspec.msgpack.encode(results), type=list[BatchResult]):

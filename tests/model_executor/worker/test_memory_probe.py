@@ -150,7 +150,7 @@ def test_what_a_request_keeps_is_what_the_tensor_store_holds_of_it(tiny_checkpoi
         engine.begin(picture, SamplingParams(num_inference_steps=info.default_num_inference_steps))
         while not any(batch.op == "denoise" for batch in engine.step()):
             pass
-        (held,) = engine.runner._store._tensors.values()
+        (held,) = engine.runner._context.store._tensors.values()
         kept = Batches(engine.family, info).kept_bytes()
         assert 0.99 < kept / sum(tensor.nbytes for tensor in held.values()) <= 1.0
 
