@@ -338,7 +338,7 @@ def _add_tier_flags(group: argparse._ArgumentGroup) -> None:
         default=cache.scope,
         choices=get_args(CacheScope),
         help="owner: reuse activations and embedded prompts only for the API key that they were computed for, so that "
-        "response times do not reveal what other keys have sent; server: reuse them for all keys",
+        "neither times nor answers reveal what other keys have sent; server: reuse them for all keys",
     )
     group.add_argument(
         "--block-plan",

@@ -1,5 +1,5 @@
-"""How many bodies are read at once: no more than the queue could take, as each may fill 200 MB of disk. A full queue
-takes as many as would make room if what is read were of a higher class.
+"""Limits how many request bodies are read at once to the free places of the queue, as each may take 200 MB of disk.
+Queued requests that one of a higher priority class would displace count as free.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from entrypoints.openai.errors import NoDiskError
 
 
 class UploadSlots:
-    """The places of the engine's queue that are free, lent to requests whose bodies are still being read."""
+    """Counts the requests whose bodies are being read, each of which takes a slot."""
 
     def __init__(self, check_upload: Callable[[int], None], metrics: Metrics) -> None:
-        """check_upload: as `AsyncEngine.check_upload`."""
+        """check_upload: `AsyncEngine.check_upload`, which gets the number of slots taken and raises OverloadedError."""
         self._check_upload = check_upload
         self._metrics = metrics
         self._num_taken = 0
 
     @contextmanager
     def take(self) -> Iterator[None]:
-        """Hold one place; raises OverloadedError where there is none, before anything is read."""
+        """Take a slot for the duration of the context. Raises OverloadedError if none is free."""
         self._check_upload(self._num_taken)
         self._num_taken += 1
         try:
