@@ -50,7 +50,7 @@ def rate_limit_headers(share: Share) -> dict[str, str]:
 
 
 def _caller(scope: Scope) -> str:
-    """The key's digest, or without keys the client's IPv4 address or IPv6 network, which often is one client's alone."""
+    """The key's digest, or without keys the client's IPv4 address or IPv6 network, which is usually one client's."""
     if OWNER in scope:
         return str(scope[OWNER])
     host = str((scope.get("client") or ("",))[0])
