@@ -1,4 +1,6 @@
-"""Small random LoRA adapters for the checkpoints of `tools.random_checkpoints`, in the layouts that trainers write."""
+"""Builds small random LoRA adapters for the checkpoints of `tools.random_checkpoints`, in the layouts that trainers
+write.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Python values of every kind that a caller may put into a field, for hypothesis."""
+"""A hypothesis strategy for Python and NumPy values of every kind that a caller may pass as a field."""
 
 from __future__ import annotations
 

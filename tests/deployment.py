@@ -1,4 +1,4 @@
-"""The Dockerfile, compose.yaml and what they mount, read for tests."""
+"""Parses the Dockerfile, compose.yaml and the files that they mount, for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small and full disks: real file systems."""
+"""Small and full disks for tests: real file systems."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One edit as a worker sees it: arrays in an arena, and the plans that take it through every stage."""
+"""Runs one edit as a worker receives it: arrays in an arena, and plans that take it through every stage."""
 
 from __future__ import annotations
 

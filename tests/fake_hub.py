@@ -1,4 +1,4 @@
-"""A Hugging Face hub of one repository on this machine, as far as `snapshot_download` asks it, or one that refuses."""
+"""A local Hugging Face hub with one repository, as far as `snapshot_download` needs it; it can also refuse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stand-ins for what a scheduler talks to: made-up requests, and workers that keep books instead of computing."""
+"""Fakes for the scheduler's tests: requests, and workers that record their work instead of computing."""
 
 from __future__ import annotations
 

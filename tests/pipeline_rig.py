@@ -1,4 +1,4 @@
-"""A runner and diffusers' pipeline side by side, on the same checkpoint: same seed, steps, size; float32."""
+"""Runs a runner and diffusers' pipeline on the same checkpoint, with equal seed, steps and size, in float32."""
 
 from __future__ import annotations
 

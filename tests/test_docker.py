@@ -1,4 +1,4 @@
-"""The image, and the services around it, agree with the project: paths, ports, users, times."""
+"""The container image and compose.yaml agree with the project: paths, ports, users, times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""README.md and docs/: what they name exists, and what a user can set is documented."""
+"""README.md and docs/: everything that they name exists, and everything that users can set is documented."""
 
 from __future__ import annotations
 

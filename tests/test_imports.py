@@ -1,4 +1,4 @@
-"""The import law: who may know of whom, read from the sources with `ast`, wherever in a file an import stands."""
+"""The import law: which package may import which, checked by parsing the sources, with imports in functions."""
 
 from __future__ import annotations
 

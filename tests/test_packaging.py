@@ -1,4 +1,4 @@
-"""pyproject.toml says which releases work, constraints.txt which ones `make` and CI install."""
+"""pyproject.toml's version ranges, and the pinned versions of constraints.txt that `make` and CI install."""
 
 from __future__ import annotations
 

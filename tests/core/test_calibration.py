@@ -1,4 +1,4 @@
-"""Calibration files: older ones can be read, invalid ones are refused."""
+"""Calibration files: files of older versions can be read, invalid ones are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Device memory left for pages: within every limit, and an error that names the remedy."""
+"""The device memory that is left for pages: within every limit, with an error that names the remedy."""
 
 from __future__ import annotations
 

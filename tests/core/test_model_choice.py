@@ -1,4 +1,4 @@
-"""Choosing the model that a request names."""
+"""Choosing the model and adapter that a request names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SamplingParams refuses values out of range, with the API's codes, wherever it is made."""
+"""SamplingParams refuses values out of range, with the API's error codes, wherever it is created."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector that keeps what it is sent."""
+"""An OpenTelemetry collector that stores the spans it receives."""
 
 from __future__ import annotations
 

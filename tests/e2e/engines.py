@@ -1,4 +1,4 @@
-"""An AsyncEngine in this process, on real engines and image processors."""
+"""Starts an AsyncEngine in the test's process, with real engines and image processors."""
 
 from __future__ import annotations
 

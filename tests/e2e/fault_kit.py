@@ -1,4 +1,6 @@
-"""Faults done to the real processes of an AsyncEngine: edits to run meanwhile, and what must be left of them after."""
+"""Injects faults into the real processes of an AsyncEngine: edits to run meanwhile, and checks of what is left
+afterwards.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Strategies for pictures as hostile clients send them: cut, garbled, lying about their size, of other formats."""
+"""Hypothesis strategies for pictures from hostile clients: truncated, corrupt, with a false size, of other formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Strategies for requests as hostile clients send them, down to the bytes on the wire."""
+"""Hypothesis strategies for requests from hostile clients, down to the bytes on the wire."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures and masks as the files that clients send."""
+"""Encoded pictures and masks, as clients send them."""
 
 from __future__ import annotations
 

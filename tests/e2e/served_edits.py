@@ -1,4 +1,4 @@
-"""Edits sent to a server of some small checkpoint, and what must hold of them whatever the model."""
+"""Sends edits to a server with a small checkpoint, and checks what must hold for every model."""
 
 from __future__ import annotations
 

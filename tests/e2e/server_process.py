@@ -1,4 +1,6 @@
-"""The real server as a child process: start, wait until it is ready, end it, and see that nothing is left."""
+"""Runs the real server as a child process: starts it, waits until it is ready, stops it, and checks that nothing is
+left.
+"""
 
 from __future__ import annotations
 

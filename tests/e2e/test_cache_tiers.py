@@ -1,4 +1,4 @@
-"""Pages on disk: the next start needs no priming, and whatever the tiers hold, the picture is the same."""
+"""Cache tiers: pages on disk save the next start from priming, and the tier never changes the picture."""
 
 from __future__ import annotations
 

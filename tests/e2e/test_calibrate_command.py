@@ -1,4 +1,4 @@
-"""`python -m entrypoints.calibrate` on a small checkpoint, and the engine that finds what it saved."""
+"""`python -m entrypoints.calibrate` on a small checkpoint, and an engine that uses its result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a container's surroundings ask of the server: health and metrics, by the very commands and paths they use."""
+"""The server as its container's environment uses it: health check and metrics, with the real commands and paths."""
 
 from __future__ import annotations
 

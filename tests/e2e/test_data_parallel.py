@@ -1,4 +1,6 @@
-"""Two engines behind one router: same pictures, warm templates found. Each test has pictures of its own."""
+"""Two engines behind one router paint the same pictures, and edits find warm templates. Each test uses its own
+pictures.
+"""
 
 from __future__ import annotations
 

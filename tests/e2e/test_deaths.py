@@ -1,4 +1,4 @@
-"""One engine whose processes die again and again: every request ends once, with the picture of an undisturbed run."""
+"""One engine whose processes die repeatedly: every request ends once, with the picture of an undisturbed run."""
 
 from __future__ import annotations
 

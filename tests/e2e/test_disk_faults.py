@@ -1,4 +1,4 @@
-"""Disks that fail under a real server: edits go on, with the same pictures, and a disk is used again once it can be."""
+"""Disks that fail under a real server: edits give the same pictures, and a disk is used again once it works."""
 
 from __future__ import annotations
 

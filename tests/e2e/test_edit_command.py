@@ -1,4 +1,6 @@
-"""`python -m entrypoints.edit`: one picture, one line; what cannot be written is told before anything is computed."""
+"""`python -m entrypoints.edit` prints one line, and refuses an output that cannot be written before it computes
+anything.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """One key's image work does not starve another's: a small edit beside a flood of large results.
 
-The whole check takes minutes, since the flood is what it is: `pytest -m slow tests/e2e/test_fairness.py`. The quick one
-beside it holds the order, not the seconds.
+The check of the seconds takes minutes: `pytest -m slow tests/e2e/test_fairness.py`. The quick test checks only the
+order.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every family behind the API: edits, guidance, previews, a worker that dies."""
+"""Every model family behind the API: edits, guidance, previews, a worker that dies."""
 
 from __future__ import annotations
 

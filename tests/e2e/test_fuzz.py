@@ -1,9 +1,9 @@
-"""Requests as hostile clients send them, to a real server: none crashes it, makes it fail or costs memory.
+"""Hostile requests to a real server: none crashes it, makes it answer 500 or leaks memory.
 
-    make fuzz          5000 and more, then every operation of our own OpenAPI description by schemathesis
+    make fuzz          5000 and more, then every operation of our OpenAPI description by schemathesis
     make test          as many as fit into a minute
 
-Every request's prompt is SECRET, which no log may hold.
+Every request's prompt is SECRET, which must not appear in any log.
 """
 
 from __future__ import annotations

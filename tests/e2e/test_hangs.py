@@ -1,4 +1,6 @@
-"""Engines that hang, at work, idle or while they start: they are killed with their workers, and their edits go on."""
+"""Engines that hang at work, when idle or while they start: they are killed with their workers, and their edits
+continue.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys of one real server, of two engines and with pages on disk: what one has sent is never to be seen by another."""
+"""API keys on a real server with two engines and pages on disk: no key can detect what another key has sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mask-aware edits through every real process: what decides, what is reported, what stays as it came."""
+"""Mask-aware edits through all real processes: when they run mask-aware, what is reported, and which pixels stay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Edits through every real process: what is painted equals diffusers' own pipeline, alone or in company."""
+"""Edits through all real processes equal diffusers' pipeline, alone and in a batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An ImageEngine is robust: whatever it is given, whatever becomes of its process, there is one clear error."""
+"""ImageEngine is robust: invalid arguments and failing processes give one clear error."""
 
 from __future__ import annotations
 

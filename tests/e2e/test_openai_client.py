@@ -1,4 +1,4 @@
-"""The API as the official client sees it, against real processes."""
+"""The API through OpenAI's official client, against real processes."""
 
 from __future__ import annotations
 

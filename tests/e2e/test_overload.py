@@ -1,4 +1,4 @@
-"""More edits than the server may queue: each one finishes or is refused at once, and none is lost."""
+"""More edits than the server's queue can take: each one finishes or is refused at once, and none is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What other users of the machine, and readers of the log, learn from a real server: nothing."""
+"""Other users of the machine, and readers of the log, learn no secrets from a real server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers whose denoiser is quantised, a transformer and a UNet, by torchao on a CPU."""
+"""Servers with a quantised denoiser (torchao on a CPU): a transformer and a UNet."""
 
 from __future__ import annotations
 

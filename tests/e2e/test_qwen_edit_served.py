@@ -1,4 +1,4 @@
-"""Qwen-Image-Edit behind the API, where prompts are embedded with the picture they are for."""
+"""Qwen-Image-Edit behind the API. Its prompts are embedded together with the picture."""
 
 from __future__ import annotations
 

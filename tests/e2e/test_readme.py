@@ -1,4 +1,4 @@
-"""The README's Python examples, run as they stand there, with the embedded model."""
+"""Runs the README's Python examples unchanged, with the embedded model."""
 
 from __future__ import annotations
 

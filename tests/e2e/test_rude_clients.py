@@ -1,4 +1,4 @@
-"""Clients that go away in every way, many at once, beside good ones: on two engines, to real sockets."""
+"""Many clients that disconnect in various ways, beside well-behaved ones: on two engines, over real sockets."""
 
 from __future__ import annotations
 

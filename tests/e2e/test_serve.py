@@ -1,4 +1,4 @@
-"""The server as a process: how it starts, refuses to start, drains and ends; nothing is ever left behind."""
+"""The server as a process: how it starts, refuses to start, drains and ends, without leaving anything behind."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Work that fails while its worker lives: only who is at fault fails, and the others' pictures are as undisturbed.
+"""Work that fails while its worker lives: only the failing request fails, and the others' pictures are unchanged.
 
-One engine for all of them: nobody is killed here, also not for being slow, as the machine may be.
+All tests share one engine. No process is killed here, not even for being slow, since the machine may be slow.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Templates against real processes: registered, edited by id, owned, displaced, deleted; pictures that became one."""
+"""Templates with real processes: registered, edited by id, owned, displaced, deleted; and pictures that become
+templates.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine that only records what it is asked: for tests of the HTTP side alone."""
+"""An engine that only records its calls, for tests of the HTTP side."""
 
 from __future__ import annotations
 

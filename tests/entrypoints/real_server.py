@@ -1,4 +1,4 @@
-"""The application on a fake engine behind real sockets."""
+"""Runs the HTTP application with a fake engine on real sockets."""
 
 from __future__ import annotations
 

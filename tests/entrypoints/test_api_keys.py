@@ -1,4 +1,4 @@
-"""Where keys come from, which files are refused, and what several keys open."""
+"""API keys: where they come from, which files are refused, and what several keys can access."""
 
 from __future__ import annotations
 

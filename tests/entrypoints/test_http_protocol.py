@@ -1,4 +1,4 @@
-"""What comes before a request is one, on real sockets: heads without an end, connections that only take up room."""
+"""Limits on connections, over real sockets: endless heads, and connections that send nothing or too little."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys that change while the server runs: all of them at once, or none."""
+"""Keys that change while the server runs: all of them change, or none."""
 
 from __future__ import annotations
 

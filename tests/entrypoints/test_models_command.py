@@ -1,6 +1,6 @@
-"""`python -m entrypoints.models`: what can be served.
+"""`python -m entrypoints.models`: the families and checkpoints that can be served.
 
-The process that reads checkpoints takes seconds to start: where it is not what matters, it is this one.
+The child process that reads checkpoints takes seconds to start, so most tests run its code in this process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the offline API is given is checked where it is made: whatever the value, it is converted or refused by name."""
+"""The offline API checks values when its objects are created: any value is converted, or refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No request makes the server open a file, look up a host or connect to anything, whatever names it holds."""
+"""No request makes the server open a file, look up a host or connect to anything, whatever names it contains."""
 
 from __future__ import annotations
 

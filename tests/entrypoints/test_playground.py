@@ -1,4 +1,4 @@
-"""The playground's files as they are served: policy, caching, size, and that nothing of them lies elsewhere."""
+"""The playground's files: policy, caching, size, and that they load nothing from other servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients that do not read, on real sockets: they neither keep their place nor hold up the server's end."""
+"""Clients that do not read, over real sockets: they lose their place, and do not delay shutdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The UNet's trainer: it learns, goes on where it was, and what it exports is served."""
+"""The UNet's training: it learns, resumes, and exports a checkpoint that can be served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ActivationCacheManager, one property per test; tests/core/cache/test_cache_policy.py tries any order of events."""
+"""ActivationCacheManager, one property per test; test_cache_policy.py tests it with arbitrary sequences of events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keyframes around a noise level, and mask-aware edits through the scheduler: what they read has been filled."""
+"""Page reservations: which keyframes a noise level needs, and that mask-aware edits read only filled pages."""
 
 from __future__ import annotations
 

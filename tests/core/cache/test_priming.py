@@ -1,4 +1,4 @@
-"""PrimingJob: chunks cover every block of every keyframe once, in the order that steps need them."""
+"""PrimingJob: its chunks cover every block of every keyframe once, in the order in which steps need them."""
 
 from __future__ import annotations
 

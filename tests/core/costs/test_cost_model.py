@@ -1,4 +1,4 @@
-"""CostModel: recovers a line from what it sees, follows drift, forgives outliers, and never predicts below zero."""
+"""CostModel: fits lines to its observations, follows drift, tolerates outliers, and never predicts less than zero."""
 
 from __future__ import annotations
 

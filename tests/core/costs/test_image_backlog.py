@@ -1,4 +1,4 @@
-"""ImageBacklog: how much image work goes before that of a new edit."""
+"""ImageBacklog: how many seconds of queued image work come before a new edit's."""
 
 from __future__ import annotations
 

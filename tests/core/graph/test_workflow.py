@@ -1,4 +1,4 @@
-"""The stage graph: it refuses what cannot run, and a request's progress moves through it in order."""
+"""The stage graph refuses invalid workflows, and a request progresses through it in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log lines: their request ids, their two formats, and that children log as their parent does."""
+"""Log lines: request ids, the two formats, and that child processes log like their parent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Child processes: what they inherit, how their end is noticed, and that they never outlive their parent."""
+"""Child processes: what they inherit, how their exit is noticed, and that they never outlive their parent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rings and channels: a model of the ring, and two real processes under load in both directions."""
+"""Rings and channels: against a model of a ring, and between two real processes under load in both directions."""
 
 from __future__ import annotations
 

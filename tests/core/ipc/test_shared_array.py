@@ -1,4 +1,4 @@
-"""Arenas: handles are checked, memory goes back to the kernel, and the allocator behaves as a simple model of it."""
+"""Arenas: handles are checked, freed memory returns to the kernel, and the allocator behaves like a simple model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A message that cannot be encoded or decoded fails the requests in it and no others."""
+"""A message that cannot be encoded or decoded fails only the requests that are in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which requests of an engine's queue a new one overtakes, decided from the load report."""
+"""Which requests in an engine's queue a new request overtakes, computed from the load report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deadlines: requests that cannot finish in time are given up, and none joins a batch if that makes others late."""
+"""Deadlines: requests that cannot finish in time are dropped, and none joins a batch if that makes others late."""
 
 from __future__ import annotations
 

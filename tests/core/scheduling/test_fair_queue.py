@@ -1,4 +1,4 @@
-"""Fair queueing: owners get equal shares, none starves, and with one owner the order is by urgency alone."""
+"""Fair queueing: owners get equal shares, none starves, and with one owner the order is by urgency only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Halving: only the item at fault fails, and is found in few attempts; and the step limit is learnt."""
+"""Halving failed batches: only the failing item fails and is found in few attempts, and the step limit is learnt."""
 
 from __future__ import annotations
 

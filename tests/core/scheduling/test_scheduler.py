@@ -1,4 +1,4 @@
-"""StepScheduler: batches are re-formed at every step, limits are kept, and every request ends exactly once."""
+"""StepScheduler: batches change at every step, limits hold, and every request ends exactly once."""
 
 from __future__ import annotations
 

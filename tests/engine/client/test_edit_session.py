@@ -1,6 +1,7 @@
-"""What admission learns from an edit: how long it took the server, whatever its reader or a dead engine took.
+"""What admission learns from an edit's duration: only the server's own time, not that of a slow client or a dead
+engine.
 
-Session, admission and router are real; the engine's process and the image processors are replaced, and so is the clock.
+Session, admission and router are real; the engine's process, the image processors and the clock are replaced.
 """
 
 from __future__ import annotations

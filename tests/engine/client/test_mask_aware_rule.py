@@ -1,4 +1,4 @@
-"""Whether an edit runs mask-aware, as the door decides it."""
+"""The decision whether an edit runs mask-aware."""
 
 from __future__ import annotations
 

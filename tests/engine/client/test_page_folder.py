@@ -1,4 +1,4 @@
-"""Where pages lie on disk: never in the working directory by chance, and never in what is no folder."""
+"""The folder of pages on disk: never in the working directory by accident, and refused if it is not a usable folder."""
 
 from __future__ import annotations
 

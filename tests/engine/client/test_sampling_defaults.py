@@ -1,4 +1,4 @@
-"""From what a request asks for to what a model does: which guidance, of what scale, against which prompt."""
+"""How a request's sampling parameters are resolved for a model: kind and scale of guidance, negative prompt, steps."""
 
 from __future__ import annotations
 

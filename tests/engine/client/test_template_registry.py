@@ -1,4 +1,4 @@
-"""Whose pages the engines are told to forget: those that no template has, and no registration that runs will have."""
+"""Which templates' pages engines drop: those that no template and no running registration has any more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The store of registered templates: owners, budget, least recently used first out; and uploads that are kept."""
+"""The store of registered templates: owners, budget, eviction of the least recently used, and the uploads it keeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EngineCore: the loop answers every request, drains, and says it when its workers are gone."""
+"""EngineCore: its loop answers every request, drains, and reports when its workers are gone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SilenceWatch: it calls once when nothing is heard, and not because this process itself was stopped."""
+"""SilenceWatch: it reports a silent process once, and not if this process itself was stopped."""
 
 from __future__ import annotations
 

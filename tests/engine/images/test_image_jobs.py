@@ -1,4 +1,4 @@
-"""Whose turn it is at the image processors."""
+"""The order in which image processors take jobs."""
 
 from __future__ import annotations
 

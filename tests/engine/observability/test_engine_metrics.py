@@ -1,4 +1,4 @@
-"""Metrics as a scraper sees them."""
+"""The metrics that a scraper reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The spans of an engine's requests, however these end, and that nothing of them is kept."""
+"""The spans of an engine's requests, however these end, and that no state of them is kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calibration: the search's choices, the edits it is made on, and what a wrong command says."""
+"""Calibration: the search's choices, the edits that it compares, and error messages of the command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SSIM: equal to its formula window by window, 1 for equal pictures, and blind to what lies outside the box."""
+"""SSIM: it equals its formula for each window, is 1 for equal pictures, and ignores pixels outside the box."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""POST /v1/images/edits and /generations: every field, as it arrives on the wire."""
+"""POST /v1/images/edits and /generations: every field, in multipart and JSON bodies."""
 
 from __future__ import annotations
 

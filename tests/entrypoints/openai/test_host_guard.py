@@ -1,4 +1,4 @@
-"""A name that somebody else has pointed at this machine opens nothing of a server that listens on loopback."""
+"""HostGuard: a foreign name that resolves to this machine gives no access to a server that listens on loopback."""
 
 from __future__ import annotations
 

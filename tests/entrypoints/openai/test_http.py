@@ -1,4 +1,4 @@
-"""What holds for every request: headers, envelope, limits, streaming, keys, disconnects."""
+"""Behaviour of all requests: headers, error envelope, limits, streaming, keys, disconnects."""
 
 from __future__ import annotations
 

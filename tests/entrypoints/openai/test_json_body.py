@@ -1,4 +1,4 @@
-"""Long strings are taken out of a JSON body, whatever the chunks and the escapes."""
+"""Long strings are removed from a JSON body for any split into chunks and any escapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Web pages of other hosts change nothing on a server without keys; everybody else is let through."""
+"""OriginGuard: web pages of other hosts can change nothing on a server without keys; other clients are let through."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rate limit over HTTP: what is counted, for whom, and what clients are told."""
+"""The rate limit over HTTP: what is counted, for which caller, and the headers."""
 
 from __future__ import annotations
 

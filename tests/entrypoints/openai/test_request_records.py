@@ -1,4 +1,4 @@
-"""What every HTTP request leaves behind: one log line, and a count where it was refused."""
+"""What the server records of each HTTP request: one log line, and a count if it was refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Templates, the `stencil` facts of mask-aware execution, and the engine's statistics, over HTTP."""
+"""Templates, the `stencil` object of mask-aware edits, and the engine's statistics, over HTTP."""
 
 from __future__ import annotations
 

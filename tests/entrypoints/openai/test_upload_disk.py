@@ -1,4 +1,4 @@
-"""A temporary folder that takes no uploads: a refusal that clients retry, and all is well when there is room again."""
+"""A temporary folder that takes no uploads: requests are refused for a retry, and succeed once there is room."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are incomplete, come in variants, or lie on the hub: what is read of them, and what is said."""
+"""Checkpoints that are incomplete, have variants, or are on the hub: which files are read, and the error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fingerprints of checkpoints, and the page scheme that flags, calibration and defaults make."""
+"""Fingerprints of checkpoints, and the page scheme that results from flags, calibration and defaults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights are never held twice: the memory of a process that loads a checkpoint, against the checkpoint's size."""
+"""Weights are never in memory twice: the memory of a process that loads a checkpoint, against the checkpoint's size."""
 
 from __future__ import annotations
 

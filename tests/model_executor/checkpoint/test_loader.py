@@ -1,4 +1,4 @@
-"""What a user sees of a checkpoint that cannot be served: one ConfigError of one line that names the cause."""
+"""A checkpoint that cannot be served gives a ConfigError of one line that names the cause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pickles in a checkpoint: one line says that they are not read, and none of them is."""
+"""Pickles in a checkpoint: they are refused in one line and never loaded."""
 
 from __future__ import annotations
 

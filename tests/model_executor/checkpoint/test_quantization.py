@@ -1,4 +1,4 @@
-"""Quantised weights that cannot be had: one line that says why. No package that quantises is needed here."""
+"""Quantisation that is not available gives an error of one line with the cause. Needs no package for quantisation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizers with missing or damaged files: refused in one line, since transformers makes one that knows no words."""
+"""Tokenizers with missing or damaged files are refused in one line; transformers would load them without any words."""
 
 from __future__ import annotations
 

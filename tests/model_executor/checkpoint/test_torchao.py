@@ -1,6 +1,7 @@
-"""Denoisers quantised by torchao: against diffusers' pipelines of the same quantisation, with adapters, and stored.
+"""Denoisers quantised by torchao: against diffusers' pipelines with the same quantisation, with adapters, and loaded
+from quantised checkpoints.
 
-Skipped where the extra `quantization` is not installed; the extra `test` has it.
+Skipped if the extra `quantization` is not installed; the extra `test` includes it.
 """
 
 from __future__ import annotations

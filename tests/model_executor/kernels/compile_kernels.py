@@ -1,7 +1,7 @@
-"""Compiles a GPU's kernels to machine code for it, on a machine without one: `python compile_kernels.py 80 90`, with
-`--all` for every dtype and size that models may ask for.
+"""Compiles the GPU kernels to machine code on a machine without a GPU: `python compile_kernels.py 80 90`, with `--all`
+for every dtype and size that models may use.
 
-A program of its own, since in a process Triton either interprets or compiles. Prints a line for each kernel.
+A separate program, because within a process Triton either interprets or compiles. Prints a line for each kernel.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attention by products, against softmax in float64; queries and keys may come in any number."""
+"""Attention against softmax in float64, for any number of queries and keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled kernels against plain references, and the denoiser on them. Not every machine can have them."""
+"""Compiled CPU kernels against plain references, and a denoiser on them. Skipped if they cannot be compiled."""
 
 from __future__ import annotations
 

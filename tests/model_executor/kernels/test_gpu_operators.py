@@ -1,6 +1,6 @@
-"""A GPU's operators on a machine without one: on the CPU, where PyTorch's can run, and on the meta device, whose
-tensors have shapes and no content. There a pass fails that mixes devices, or that waits for a number to come to the
-host.
+"""A GPU's operators on a machine without one: on the CPU where PyTorch's operators can run there, and on the meta
+device, whose tensors have shapes but no content. A pass that mixes devices, or waits for a value on the host, fails
+there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What only a GPU can show: `TRITON_INTERPRET=0 python -m pytest -m gpu`."""
+"""Tests that need a GPU: `TRITON_INTERPRET=0 python -m pytest -m gpu`."""
 
 from __future__ import annotations
 

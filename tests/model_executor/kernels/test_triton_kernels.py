@@ -1,8 +1,7 @@
-"""A GPU's kernels against plain references: on a CPU by Triton's interpreter; on a GPU, where there is one, compiled
-with `TRITON_INTERPRET=0`.
+"""The GPU kernels against plain references: interpreted on a CPU; on a GPU compiled, with `TRITON_INTERPRET=0`.
 
-What is rounded once is within half a unit in the last place of the exact result, so the tolerance is one: 2^-7 of
-bfloat16, 2^-10 of float16; of float32 1e-5, since sums are taken in another order.
+A value that is rounded once is within half a unit in the last place of the exact result; the tolerance is one unit:
+2^-7 for bfloat16, 2^-10 for float16. For float32 it is 1e-5, since sums have another order.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every family's denoiser: against its diffusers module, in company, and with active tokens over a template's pages."""
+"""Every family's denoiser: against its diffusers module, in a batch, and with active tokens over a template's pages."""
 
 from __future__ import annotations
 

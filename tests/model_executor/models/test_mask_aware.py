@@ -1,4 +1,4 @@
-"""Active tokens over a template's pages, against the same forward with every token computed."""
+"""Active tokens over a template's pages, against a forward pass over all tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""padding_mask_crop: photo to file through the image operations and a runner, against diffusers' own pipelines."""
+"""padding_mask_crop: from photo to file through the image operations and a runner, against diffusers' pipelines."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Convolutions in the box of the active tokens: against diffusers' own forward of whole maps, whose layers' outputs are
-replaced by the template's outside of it.
+"""Convolutions in the box of the active tokens: against diffusers' forward pass over whole maps, in which each layer's
+output outside the box is replaced by the template's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decoding the whole picture against diffusers' own VAE, and a part of it against the whole."""
+"""Decoding a whole picture against diffusers' VAE, and decoding a region against the whole picture."""
 
 from __future__ import annotations
 

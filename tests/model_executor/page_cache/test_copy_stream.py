@@ -1,4 +1,4 @@
-"""Copies beside computing, on a stand-in for a GPU that notes what it is asked for and copies at once."""
+"""Copies during computation, on a fake GPU that records its calls and copies at once."""
 
 from __future__ import annotations
 

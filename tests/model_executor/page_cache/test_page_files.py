@@ -1,4 +1,6 @@
-"""The disk tier, on a real directory: nothing found there may raise, cross the budget or give other bytes."""
+"""The disk tier on a real directory: whatever files it finds, it never raises, exceeds the budget or returns wrong
+bytes.
+"""
 
 from __future__ import annotations
 

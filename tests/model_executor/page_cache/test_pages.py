@@ -1,4 +1,4 @@
-"""Pages: what is written comes back, within what int8 and bfloat16 can hold, and keyframes are interpolated."""
+"""Pages: what is written is read back within the precision of int8 and bfloat16, and keyframes are interpolated."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""LoRA adapters: edits through the runner against diffusers' pipelines with the same adapter loaded, and what is no
-adapter for a model."""
+"""LoRA adapters: edits through the runner against diffusers' pipelines with the same adapter, and files that are
+refused.
+"""
 
 from __future__ import annotations
 

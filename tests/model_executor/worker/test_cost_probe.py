@@ -1,4 +1,4 @@
-"""The cost probe: every stage is timed within the budget, and what was measured is kept for the next start."""
+"""The cost probe: every stage is timed within the budget, and measurements are kept for the next start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which GPU a worker takes, for machines with any number of them."""
+"""The GPU that each worker uses, for any number of GPUs."""
 
 from __future__ import annotations
 

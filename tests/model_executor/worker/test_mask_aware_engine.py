@@ -1,4 +1,4 @@
-"""Scheduler and runner in one process: mask-aware edits, and steps that start while their pages come up."""
+"""Scheduler and runner in one process: mask-aware edits, and steps that start while their pages load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory probe over a CPU: its batches are run, and the tensors that they make counted."""
+"""The memory probe on a CPU: its batches run, and the tensors that they allocate are counted."""
 
 from __future__ import annotations
 

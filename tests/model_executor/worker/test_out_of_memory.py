@@ -1,4 +1,4 @@
-"""A step that runs out of memory gives back what it had computed before the next attempt, and is named."""
+"""A step that runs out of memory frees what it computed before the next attempt, and the error is named."""
 
 from __future__ import annotations
 

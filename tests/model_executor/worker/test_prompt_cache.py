@@ -1,4 +1,4 @@
-"""The prompt cache over a real text encoder: same bits, bounded bytes."""
+"""The prompt cache with a real text encoder: equal bits, bounded bytes."""
 
 from __future__ import annotations
 

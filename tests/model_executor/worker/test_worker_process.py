@@ -1,4 +1,4 @@
-"""A real worker process, driven the way the engine drives it."""
+"""A real worker process, driven as the engine drives it."""
 
 from __future__ import annotations
 
