@@ -31,7 +31,7 @@ from core.sampling_params import MAX_SEED, SamplingParams
         ("timeout", float("inf"), "invalid_value"),
     ],
 )
-def test_out_of_range(name: str, value: Any, code: str) -> None:
+def test_values_out_of_range_are_refused(name: str, value: Any, code: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         SamplingParams(**{name: value})
     assert (caught.value.param, caught.value.code) == (name, code)

@@ -138,7 +138,7 @@ def test_another_templates_pages_are_misses(tiny_checkpoint: Path, tmp_path: Pat
             assert np.array_equal(kept.painted[seed], again)
 
 
-def test_what_the_cache_holds_changes_no_picture(tiny_checkpoint: Path, tmp_path: Path, kept: Kept) -> None:
+def test_the_content_of_the_cache_changes_no_picture(tiny_checkpoint: Path, tmp_path: Path, kept: Kept) -> None:
     one = kept.template_bytes
     tight = {"host_bytes": one, "disk_bytes": 2 * one, "directory": str(tmp_path / "pages")}
     others = set(psutil.Process().children(recursive=True))  # engines that other modules of this run keep for later

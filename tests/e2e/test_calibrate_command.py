@@ -39,7 +39,7 @@ def calibrate(checkpoint: Path, images: Path, *flags: str) -> int:
     return main(["--model", str(checkpoint), "--images", str(images), *FLAGS, *flags])
 
 
-def test_what_it_saves_is_what_the_engine_uses(
+def test_the_engine_uses_the_saved_calibration(
     tiny_checkpoint: Path, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

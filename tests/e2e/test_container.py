@@ -17,7 +17,7 @@ def check_health(port: int) -> int:
     return done.returncode
 
 
-def test_the_health_check_tells_a_server_from_none(server: ServerProcess, unused_tcp_port: int) -> None:
+def test_the_health_check_fails_without_a_server(server: ServerProcess, unused_tcp_port: int) -> None:
     assert check_health(httpx.URL(server.url).port or 0) == 0
     assert check_health(unused_tcp_port) == 1
 

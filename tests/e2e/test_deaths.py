@@ -52,7 +52,7 @@ async def stopped_in_its_work(engine: AsyncEngine, kind: type[ToImageProcessor])
         os.kill(victim.pid, signal.SIGCONT)
 
 
-async def test_an_image_processor_that_dies_in_its_work_changes_nothing(engine: AsyncEngine) -> None:
+async def test_an_image_processor_that_dies_during_a_job_changes_no_result(engine: AsyncEngine) -> None:
     """Decoding an upload, and pasting and encoding a result."""
     edits = {f"r{seed}": make_input(seed, side=1500) for seed in range(3)}
     done = count(engine, "request_success")
@@ -102,7 +102,7 @@ async def test_waiting_for_an_engine_deadlines_hold_and_aborts_are_answered_at_o
     assert engine.num_requests_running == 0
 
 
-async def test_shutdown_while_an_engine_is_started_anew(engine: AsyncEngine) -> None:
+async def test_shutdown_while_an_engine_is_restarted(engine: AsyncEngine) -> None:
     """Last: it ends the engine that the others share."""
     task = asyncio.create_task(run(engine, "r", make_input(steps=200)))
     await until(lambda: engine.num_requests_running == 1)

@@ -71,7 +71,7 @@ def use_until_kept(server: ServerProcess, folder: Path, seed: int, number: int, 
     until(is_kept, RETRY_SECONDS + 20)
 
 
-def test_a_folder_that_cannot_be_is_said_once_and_used_once_it_can_be(
+def test_a_folder_that_cannot_be_made_is_logged_once_and_used_once_it_can(
     cached: ServerProcess, cache_folder: Path
 ) -> None:
     cache_folder.parent.write_text("in the way")  # works against root, too
@@ -112,7 +112,7 @@ def test_a_write_that_fails_in_the_middle_leaves_nothing(
     use_until_kept(cached, cache_folder, 1, 10, pictures.pop())
 
 
-def test_an_upload_that_the_temporary_folder_does_not_take(server: ServerProcess) -> None:
+def test_uploads_are_refused_while_the_temporary_folder_is_full(server: ServerProcess) -> None:
     def send() -> httpx.Response:
         return httpx.post(
             f"{server.base_url}/images/edits", data={"prompt": "p"}, files={"image": large}, headers=KEY, timeout=60

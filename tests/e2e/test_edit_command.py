@@ -59,7 +59,9 @@ def test_formats_that_can_be_lossless_are(tmp_path: Path, name: str, channels: i
 
 
 @pytest.mark.parametrize("name", ["out", "out.gif", "out.pdf", "nowhere/out.png", "folder.png", "locked/out.png"])
-def test_what_cannot_be_written_is_told_at_once(source: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_output_that_cannot_be_written_is_refused_at_once(
+    source: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     source.with_name("folder.png").mkdir()
     source.with_name("locked").mkdir(mode=0o500)
     if name.startswith("locked") and os.geteuid() == 0:
@@ -72,7 +74,7 @@ def test_what_cannot_be_written_is_told_at_once(source: Path, name: str, capsys:
 
 
 @pytest.mark.parametrize(("flag", "value"), [("--prompt", ""), ("--seed", "-1"), ("--padding-mask-crop", "-1")])
-def test_what_the_api_refuses_is_told_before_a_model_is_loaded(
+def test_invalid_arguments_are_refused_before_a_model_is_loaded(
     source: Path, flag: str, value: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = {"--prompt": "p", "-o": str(source.with_name("out.png")), "--model": "/no/such/model", flag: value}

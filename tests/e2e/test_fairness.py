@@ -113,7 +113,7 @@ async def test_a_small_edit_takes_a_second_beside_a_flood_of_large_ones(
         assert max(samples) <= MAX_PSS_BYTES
 
 
-async def test_a_flood_of_one_key_is_ahead_of_its_own_edits_and_of_no_others(shared_server: ServerProcess) -> None:
+async def test_a_flood_of_one_key_delays_only_its_own_edits(shared_server: ServerProcess) -> None:
     """Forty large files of one key take half a minute; another's edits are through long before, and ten more of its own
     that cannot be in time are refused before they would be late."""
     async with flooded(shared_server.url, 4) as client:

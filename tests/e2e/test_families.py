@@ -68,7 +68,7 @@ def test_every_parameter_of_the_family_counts(client: openai.OpenAI, family: str
         assert np.abs(changed.astype(int) - plain).max() > 0, fields
 
 
-def test_what_a_family_cannot_use_is_named(client: openai.OpenAI, family: str) -> None:
+def test_fields_that_a_family_cannot_use_are_named(client: openai.OpenAI, family: str) -> None:
     _, report = edit(client, negative_prompt="a hat")
     assert report["ignored"] == (["negative_prompt"] if family == "flux" else [])
     _, report = edit(client, true_cfg_scale=3.0)

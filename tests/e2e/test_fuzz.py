@@ -209,7 +209,7 @@ def fuzz(server: ServerProcess, num_requests: int) -> Tally:
     return tally
 
 
-def test_hostile_requests(fuzzed: ServerProcess) -> None:
+def test_hostile_requests_are_answered_and_change_nothing(fuzzed: ServerProcess) -> None:
     expected, pids = steady_picture(fuzzed), {child.pid for child in fuzzed.children()}
     process = psutil.Process(fuzzed.process.pid)
     wait_until_idle(fuzzed)

@@ -114,7 +114,7 @@ def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
-def test_what_was_painted_for_another_key_is_new(two: ServerProcess) -> None:
+def test_an_edit_of_another_keys_result_is_a_miss(two: ServerProcess) -> None:
     painted, facts = edit(two, A, 2, mask_aware="false")
     template = facts["template_id"]
     url = f"{two.base_url}/templates/{template}"
@@ -136,7 +136,7 @@ def test_what_was_painted_for_another_key_is_new(two: ServerProcess) -> None:
     assert post(two, B, None, template_id=template).status_code == 404
 
 
-def test_keys_are_read_again_while_edits_run_and_their_pages_stay(two: ServerProcess, folder: Path) -> None:
+def test_keys_are_reloaded_while_edits_run_and_their_pages_stay(two: ServerProcess, folder: Path) -> None:
     expected, _ = edit(two, A, 3)
     keys = folder / "keys"
     keys.write_text(f"{LATER}\n{A}\n")
@@ -159,7 +159,9 @@ def test_keys_are_read_again_while_edits_run_and_their_pages_stay(two: ServerPro
     assert not any(key in log for key in (A, B, LATER))
 
 
-def test_files_of_pages_are_their_owners_across_restarts(flags: tuple[str, ...], folder: Path, tmp_path: Path) -> None:
+def test_files_of_pages_belong_to_their_owner_across_restarts(
+    flags: tuple[str, ...], folder: Path, tmp_path: Path
+) -> None:
     """Another folder of pages: what `two` still writes is not to be waited for."""
     own = (*flags[:-2], "--cache-dir", str(tmp_path / "pages"), "--data-parallel-size", "1")
     server = start(tmp_path / "first", *own)
@@ -181,7 +183,7 @@ def test_files_of_pages_are_their_owners_across_restarts(flags: tuple[str, ...],
         assert server.stop() == 0
 
 
-def test_the_whole_server_may_share_them(flags: tuple[str, ...], tmp_path: Path) -> None:
+def test_pages_may_be_shared_by_all_keys(flags: tuple[str, ...], tmp_path: Path) -> None:
     server = start(tmp_path / "scratch", *flags, "--cache-scope", "server", "--data-parallel-size", "1")
     try:
         assert seen(edit(server, A, 5)[1]) == ("miss", True)

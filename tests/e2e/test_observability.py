@@ -151,7 +151,7 @@ def test_steps_are_events_of_one_span(seen: Seen) -> None:
     assert 0 < denoise.attributes["stencil.ms"] / 1e3 <= seconds
 
 
-def test_the_request_span_tells_what_came_of_it(seen: Seen) -> None:
+def test_the_request_span_has_the_outcome(seen: Seen) -> None:
     root = next(span for span in seen.of(TRACE) if span.parent_id == PARENT)
     assert root.attributes["stencil.request_id"] == seen.answers["edit"].headers["x-request-id"]
     assert root.attributes["http.response.status_code"] == 200
@@ -196,7 +196,7 @@ def test_one_line_per_request(seen: Seen) -> None:
     assert seen.lines_of("no picture")[0]["error"] == "invalid_image_file"
 
 
-def test_a_death_is_nobodys_line(seen: Seen) -> None:
+def test_log_lines_of_a_death_have_no_request_id(seen: Seen) -> None:
     (line,) = [line for line in seen.lines if "image processor died" in line["message"]]
     assert (line["level"], line["logger"]) == ("error", "stencil.images")
     assert not line.get("request_id")

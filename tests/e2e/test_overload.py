@@ -113,7 +113,7 @@ async def test_under_an_objective_every_edit_is_done_or_refused_or_too_late(aimi
     assert objective["met"] + objective["missed"] == ends[200] + 4
 
 
-async def test_a_timeout_that_nobody_could_meet_is_told_at_once(aiming_server: ServerProcess) -> None:
+async def test_a_timeout_that_cannot_be_met_is_refused_at_once(aiming_server: ServerProcess) -> None:
     async with httpx.AsyncClient(base_url=aiming_server.url, timeout=120) as client:
         assert (await send_alone(client)).status_code == 200
         answer = await send_alone(client, timeout=0.01, num_inference_steps=200)

@@ -29,7 +29,7 @@ def quantized_server(
         yield server
 
 
-def test_edits_in_company_paint_what_each_paints_alone(quantized_server: ServerProcess) -> None:
+def test_edits_in_a_batch_equal_those_made_alone(quantized_server: ServerProcess) -> None:
     """Mask-aware and exact, with an adapter and without; and the log has nothing to say of the package."""
     wanted: list[dict[str, Any]] = [
         {},

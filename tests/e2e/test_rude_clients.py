@@ -119,7 +119,7 @@ def arena_bytes(server: ServerProcess) -> int:
     return sum(area.rss for area in maps if area.path.startswith("/memfd:stencil-arena-0"))
 
 
-def test_clients_that_leave_at_once_are_aborted_and_touch_nobody_else(pair: ServerProcess) -> None:
+def test_clients_that_leave_at_once_are_aborted_and_affect_no_other(pair: ServerProcess) -> None:
     expected = {seed: good_edit(pair, seed) for seed in range(6)}
     wait_until_idle(pair)
     before = stats(pair)["steps"]
@@ -152,7 +152,7 @@ def test_an_edit_is_aborted_within_a_few_steps(pair: ServerProcess) -> None:
     assert arena_bytes(pair) == 0
 
 
-def test_sigterm_under_load_finishes_what_it_has(pair: ServerProcess) -> None:
+def test_sigterm_under_load_finishes_running_edits(pair: ServerProcess) -> None:
     """Of two engines; those who leave meanwhile change nothing."""
     results: list[int] = []
 

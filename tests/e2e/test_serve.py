@@ -131,7 +131,7 @@ def kill_engine(server: ServerProcess, killed: set[int]) -> list[psutil.Process]
     return children
 
 
-def test_a_dead_engine_is_started_anew_and_one_that_keeps_dying_ends_the_server(
+def test_a_dead_engine_is_restarted_and_one_that_keeps_dying_ends_the_server(
     server_flags: tuple[str, ...], tmp_path: Path
 ) -> None:
     """In the end the supervisor is told by an exit status, the operator by one line."""
@@ -181,7 +181,7 @@ def test_alive_before_the_model_is_loaded_and_stops_while_it_loads(
     assert server.wait(children) == 0
 
 
-def test_sigterm_is_heard_from_the_first_moment_on(server_flags: tuple[str, ...], tmp_path: Path) -> None:
+def test_sigterm_is_handled_from_the_first_moment_on(server_flags: tuple[str, ...], tmp_path: Path) -> None:
     """By a handler: the kernel gives the first process of a container no other signals."""
     process = spawn(tmp_path / "scratch", *server_flags)
     status = Path(f"/proc/{process.pid}/status")
@@ -214,7 +214,7 @@ def test_unknown_host(server_flags: tuple[str, ...], tmp_path: Path) -> None:
     )
 
 
-def test_host_that_no_name_can_be(server_flags: tuple[str, ...], tmp_path: Path) -> None:
+def test_host_that_is_no_valid_name(server_flags: tuple[str, ...], tmp_path: Path) -> None:
     assert_one_line(run_to_its_end(tmp_path, *server_flags, "--host", "a" * 64), 1, "a" * 64, "--host")
 
 

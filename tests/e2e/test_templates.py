@@ -107,7 +107,7 @@ def test_image_and_template_at_once(client: openai.OpenAI) -> None:
     assert caught.value.param == "template_id"
 
 
-def test_what_is_no_image(client: openai.OpenAI) -> None:
+def test_files_that_are_no_image_are_refused(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         register(client, b"nonsense")
     assert (caught.value.code, caught.value.param) == ("invalid_image_file", "image")
@@ -228,7 +228,7 @@ async def little_room(tiny_checkpoint: Path) -> AsyncIterator[AsyncEngine]:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_owners_displacement_and_pages_that_go_along(little_room: AsyncEngine) -> None:
+async def test_templates_have_owners_and_are_displaced_with_their_pages(little_room: AsyncEngine) -> None:
     a, b, c = (noise(seed) for seed in range(3))
     first = await register_file(little_room, "a", a, owner="me")
     with pytest.raises(TemplateNotFoundError):
@@ -245,7 +245,7 @@ async def test_owners_displacement_and_pages_that_go_along(little_room: AsyncEng
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_captures_displace_nothing_that_was_registered(little_room: AsyncEngine) -> None:
+async def test_captured_results_displace_no_registered_template(little_room: AsyncEngine) -> None:
     """A generation would have room in place of what is registered, but not beside it."""
     templates = [await register_file(little_room, f"asked-{seed}", noise(seed)) for seed in (3, 4)]
     generation = EditInput(prompt="p", sampling=SamplingParams(num_inference_steps=1))
@@ -258,7 +258,7 @@ async def test_captures_displace_nothing_that_was_registered(little_room: AsyncE
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_deletion_takes_pages_along_unless_another_template_has_them(engine: AsyncEngine) -> None:
+async def test_deletion_drops_pages_unless_another_template_has_them(engine: AsyncEngine) -> None:
     first = await register_file(engine, "a", PHOTO, owner="me")
     again = await register_file(engine, "b", PHOTO, owner="me")
     theirs = await register_file(engine, "c", PHOTO, owner="you")
@@ -271,7 +271,7 @@ async def test_deletion_takes_pages_along_unless_another_template_has_them(engin
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_crop_is_a_template_of_its_own_that_goes_with_the_picture(engine: AsyncEngine) -> None:
+async def test_a_crop_is_a_template_of_its_own_that_is_deleted_with_its_picture(engine: AsyncEngine) -> None:
     image = photo_file(70)
     by_image, by_other = small_edit(image, padding_mask_crop=8), small_edit(image, padding_mask_crop=30)
     _, expected = await paint(engine, "crop-0", by_image)
@@ -312,7 +312,7 @@ async def test_an_exact_edit_leaves_a_primed_template_of_its_result(engine: Asyn
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_registration_given_up_at_any_moment_leaves_nothing(engine: AsyncEngine) -> None:
+async def test_a_registration_cancelled_at_any_moment_leaves_nothing(engine: AsyncEngine) -> None:
     image = photo_file(50)
     for index, delay in enumerate((0.0, 0.005, 0.02, 0.05)):
         task = asyncio.create_task(register_file(engine, f"given-up-{index}", image, owner="nobody"))
@@ -335,7 +335,7 @@ async def primed(engine: AsyncEngine) -> None:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_registration_given_up_when_its_pages_are_there_leaves_none(engine: AsyncEngine) -> None:
+async def test_a_registration_cancelled_after_priming_leaves_no_pages(engine: AsyncEngine) -> None:
     image = photo_file(60)
     task = asyncio.create_task(register_file(engine, "too-late", image))
     await primed(engine)
@@ -425,7 +425,7 @@ async def test_pages_that_just_fit_are_made_for_one_template_after_another(just_
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_manual_admission_primes_what_is_registered_alone(just_enough: AsyncEngine) -> None:
+async def test_manual_admission_primes_registered_templates_only(just_enough: AsyncEngine) -> None:
     exact = EditInput(prompt="p", image=BytesUpload(PHOTO), sampling=SamplingParams(mask_aware=False, seed=1))
     output, _ = await paint(just_enough, "manual", exact)
     assert output.report is not None
@@ -435,7 +435,7 @@ async def test_manual_admission_primes_what_is_registered_alone(just_enough: Asy
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_shutdown_ends_captures_that_still_wait(engine: AsyncEngine) -> None:
+async def test_shutdown_ends_waiting_captures_of_results(engine: AsyncEngine) -> None:
     """Last: it ends the shared engine."""
     before = len(engine.templates)
     for index in range(6):

@@ -57,7 +57,7 @@ def edit(client: openai.OpenAI, **fields: Any) -> tuple[Pixels, dict[str, Any]]:
     return decode(base64.b64decode(result.data[0].b64_json or "")), result.stencil  # type: ignore[attr-defined]
 
 
-def test_what_lies_under_the_mask_is_painted_and_all_else_stays(client: openai.OpenAI) -> None:
+def test_only_pixels_under_the_mask_are_painted(client: openai.OpenAI) -> None:
     picture, cold = edit(client)
     again, warm = edit(client)
     np.testing.assert_array_equal(again, picture)

@@ -37,7 +37,7 @@ def test_a_file_that_others_may_read(tmp_path: Path, mode: int) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may give files away")
-def test_a_mounted_secret_is_its_owners_matter(tmp_path: Path) -> None:
+def test_permissions_of_another_owners_file_are_not_checked(tmp_path: Path) -> None:
     path = key_file(tmp_path, "k", 0o644)
     os.chown(path, 12345, 12345)
     assert read_key_file(path) == ["k"]
@@ -143,7 +143,7 @@ async def test_each_key_opens_and_owns_its_templates(engine: FakeEngine) -> None
             assert_refused(await post_edit(client), 401, "invalid_api_key", None)
 
 
-async def test_steps_tell_each_key_its_own_requests_alone(engine: FakeEngine) -> None:
+async def test_recent_steps_show_each_key_only_its_own_request_ids(engine: FakeEngine) -> None:
     app = create_app(engine, ServerSettings(api_keys=("first", "second"), max_upload_bytes=1000))
     ids: dict[str, str] = {}  # key -> its request
     shown: dict[str, list[list[str]]] = {}  # key -> images of each step

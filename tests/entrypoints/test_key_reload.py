@@ -63,7 +63,7 @@ async def rig(engine: FakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixtu
     task.cancel()
 
 
-async def test_new_keys_open_and_those_that_are_gone_do_not(rig: Rig) -> None:
+async def test_new_keys_are_accepted_and_removed_ones_are_not(rig: Rig) -> None:
     assert await rig.opens("flag", "ours-1", "theirs-1", "ours-2") == [True, True, True, False]
     rig.write(0, "# new\nours-2\n")
     assert await rig.opens("ours-1", "ours-2") == [True, False], "nobody has asked yet"
@@ -112,7 +112,7 @@ async def test_a_pipe_is_not_waited_for(rig: Rig) -> None:
     assert await rig.opens("ours-1") == [True]
 
 
-async def test_what_a_key_owns_is_still_its_own(rig: Rig, engine: FakeEngine) -> None:
+async def test_a_key_keeps_what_it_owns(rig: Rig, engine: FakeEngine) -> None:
     rig.client.headers["authorization"] = "Bearer ours-1"
     path = f"/v1/templates/{(await rig.client.post('/v1/templates', files=[IMAGE])).json()['id']}"
     assert (await post_edit(rig.client)).status_code == 200

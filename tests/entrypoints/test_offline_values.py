@@ -58,7 +58,7 @@ def made_or_refused(kind: type, given: dict[str, object]) -> Any:
 @example((SamplingParams, {"guidance_scale": 10**400}))
 @example((SamplingParams, {"seed": 10**5000}))
 @example((SamplingParams, {"negative_prompt": "x" * 40_000}))
-def test_any_value_in_a_struct_is_refused_by_name_or_travels(one: tuple[type, dict[str, object]]) -> None:
+def test_any_value_in_a_struct_is_refused_by_name_or_can_be_encoded(one: tuple[type, dict[str, object]]) -> None:
     kind, given_values = one
     made = made_or_refused(kind, given_values)
     if made is None:
@@ -73,7 +73,7 @@ def test_any_value_in_a_struct_is_refused_by_name_or_travels(one: tuple[type, di
 @example((Edit, {"size": (-512, 512)}))
 @example((Edit, {"size": "512x512"}))
 @example((Edit, {"prompt": ""}))
-def test_any_value_in_an_edit_is_refused_by_name_or_is_what_it_says(one: tuple[type, dict[str, object]]) -> None:
+def test_any_value_in_an_edit_is_refused_by_name_or_has_its_type(one: tuple[type, dict[str, object]]) -> None:
     kind, given_values = one
     made = made_or_refused(kind, given_values)
     pictures = ("image", "mask", "mask_image")
@@ -104,7 +104,7 @@ NUMPY = [
 
 
 @pytest.mark.parametrize(("name", "value", "plain"), NUMPY)
-def test_numpy_scalars_of_the_right_kind_become_pythons_own(name: str, value: Any, plain: object) -> None:
+def test_numpy_scalars_of_the_right_kind_become_python_scalars(name: str, value: Any, plain: object) -> None:
     made = getattr(SamplingParams(**{name: value}), name)
     assert (made, type(made)) == (plain, type(plain))
 
@@ -127,7 +127,7 @@ def test_numpy_scalars_of_the_right_kind_become_pythons_own(name: str, value: An
         ("timeout", np.array([1.0])),
     ],
 )
-def test_values_of_another_kind_are_refused_in_so_many_words(name: str, value: Any) -> None:
+def test_values_of_another_type_are_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(InvalidRequestError, match=f"Invalid type for '{name}': expected `.*`, got `") as caught:
         SamplingParams(**{name: value})
     assert (caught.value.param, caught.value.code) == (name, "invalid_type")

@@ -62,7 +62,7 @@ async def test_a_client_that_does_not_read_is_given_up(
 
 
 @pytest.mark.parametrize("stream", [b"true", b"false"])
-async def test_a_client_that_does_not_read_is_no_traceback_at_the_servers_end(
+async def test_a_client_that_does_not_read_causes_no_traceback_at_shutdown(
     engine: FakeEngine, stream: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running(engine) as (server, address):
@@ -75,7 +75,7 @@ async def test_a_client_that_does_not_read_is_no_traceback_at_the_servers_end(
     assert not [record for record in caplog.records if record.exc_info]
 
 
-async def test_a_body_that_the_servers_end_cuts_short_is_answered(engine: FakeEngine) -> None:
+async def test_a_body_interrupted_by_shutdown_is_answered(engine: FakeEngine) -> None:
     async with running(engine) as (server, address):
         server.config.timeout_graceful_shutdown = 1
         reader, writer = await asyncio.open_connection(*address)
@@ -90,7 +90,7 @@ async def test_a_body_that_the_servers_end_cuts_short_is_answered(engine: FakeEn
 
 
 @pytest.mark.parametrize("host", ["a" * 64, "a..b", "no.such.host.invalid"])
-def test_a_host_that_cannot_be_is_one_line(host: str) -> None:
+def test_an_invalid_host_is_one_line(host: str) -> None:
     with pytest.raises(ConfigError, match=r"cannot listen on .*; choose another --host") as refusal:
         serve.bind(host, 0)
     assert "None" not in str(refusal.value)

@@ -159,7 +159,7 @@ async def take_all(session: EditSession, server: Server, reader_seconds: float) 
     return images
 
 
-async def test_a_slow_reader_is_not_the_servers_slowness(server: Server) -> None:
+async def test_a_slow_client_does_not_count_as_server_time(server: Server) -> None:
     session = await server.begin(n=2)
     outlook = session._ticket._foretold
     assert outlook is not None
@@ -174,7 +174,7 @@ async def test_a_slow_reader_is_not_the_servers_slowness(server: Server) -> None
 
 
 @pytest.mark.parametrize("code", [None, NEVER_BEGUN])
-async def test_the_death_of_an_engine_teaches_nothing(server: Server, code: str | None) -> None:
+async def test_nothing_is_learnt_from_an_edit_whose_engine_died(server: Server, code: str | None) -> None:
     session = await server.begin()
     server.clock.now += 60.0
     server.busy.fail_first(Failure("engine_dead", "gone", code=code))
@@ -184,7 +184,7 @@ async def test_the_death_of_an_engine_teaches_nothing(server: Server, code: str 
     assert server.learnt() == []
 
 
-async def test_nothing_is_learnt_from_an_edit_whose_engine_died_and_that_came_too_late(server: Server) -> None:
+async def test_nothing_is_learnt_from_a_late_edit_whose_engine_died(server: Server) -> None:
     session = await server.begin()
     server.clock.now += 60.0
     server.busy.fail_first(Failure("engine_dead", "gone"))
@@ -194,7 +194,7 @@ async def test_nothing_is_learnt_from_an_edit_whose_engine_died_and_that_came_to
     assert server.learnt() == []
 
 
-async def test_what_was_let_in_on_doubt_and_did_not_make_it_teaches_nothing(server: Server) -> None:
+async def test_nothing_is_learnt_from_a_failed_edit_that_was_admitted_despite_doubt(server: Server) -> None:
     """That it takes less than was predicted is not known of what was given up before."""
     first = await server.begin()
     outlook = server.router.outlook(_shape_of(first))
@@ -216,7 +216,7 @@ def _shape_of(session: EditSession) -> EditShape:
     return EditShape.of_edit(picture.request, MODEL)
 
 
-async def test_more_images_than_the_queue_ever_has_room_for_are_no_matter_of_trying_again(server: Server) -> None:
+async def test_more_images_than_the_whole_queue_are_an_invalid_request(server: Server) -> None:
     edit = EditInput(prompt="a cat", sampling=SamplingParams(n=5))
     with pytest.raises(InvalidRequestError, match=r"at most 4, .*--max-queue") as caught:
         async with server.engine.edit("edit", edit):
@@ -224,7 +224,7 @@ async def test_more_images_than_the_queue_ever_has_room_for_are_no_matter_of_try
     assert caught.value.param == "n"
 
 
-async def test_an_edit_that_was_given_up_late_counts_as_late(server: Server) -> None:
+async def test_an_edit_that_was_dropped_late_counts_as_late(server: Server) -> None:
     session = await server.begin()
     outlook = session._ticket._foretold
     assert outlook is not None
@@ -269,7 +269,7 @@ async def test_a_full_queue_reads_no_more_uploads_than_would_make_room_for_a_hig
     assert 'reason="queue_full"} 2.0' in engine.metrics.exposition().decode()
 
 
-async def test_waiting_edits_of_a_lower_class_leave_a_full_queue_to_a_higher_one(tracking: Server) -> None:
+async def test_waiting_edits_of_a_lower_class_leave_a_full_queue_for_a_higher_one(tracking: Server) -> None:
     engine = tracking.engine
     async with engine.edit("low", make_input(n=4, priority=1)) as outputs:
         with pytest.raises(OverloadedError, match="queue is full"):
@@ -310,7 +310,7 @@ async def test_image_work_of_its_own_key_that_cannot_be_done_in_time_is_refused_
     assert server.admission.retry_after() == pytest.approx((60 + 1) * COMPOSE_SECONDS / 2)
 
 
-async def test_image_work_that_is_done_or_given_up_or_waits_for_a_reader_is_in_nobodys_way(server: Server) -> None:
+async def test_image_work_that_is_done_or_dropped_or_waits_for_its_client_delays_no_other(server: Server) -> None:
     backlog = server.admission.image_backlog
     read, unread, left = [await server.begin(n=2, name=name) for name in ("read", "unread", "left")]
     assert backlog.seconds == 6 * COMPOSE_SECONDS

@@ -121,7 +121,7 @@ class CountingScheduler(StepScheduler):
         super().check_integrity()
 
 
-async def test_the_books_are_checked_when_the_engine_becomes_idle_and_not_while_it_stays_so(
+async def test_integrity_is_checked_when_the_engine_becomes_idle_and_not_while_it_stays_idle(
     said: list[FromEngine],
 ) -> None:
     scheduler, loopback = CountingScheduler(SchedulerConfig(), {"m": MODEL}), Loopback()
@@ -146,7 +146,7 @@ async def test_the_books_are_checked_when_the_engine_becomes_idle_and_not_while_
     assert scheduler.num_checks == 2
 
 
-async def test_it_reports_what_changes_at_once_and_all_else_within_a_second(
+async def test_changes_are_reported_at_once_and_everything_else_within_a_second(
     said: list[FromEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_core, "REPORT_SECONDS", 0.05)
@@ -187,7 +187,7 @@ async def test_a_dead_worker_reaches_every_request(core: EngineCore, said: list[
     assert reports[-1].load.num_running == 2, "it does not say that it is idle, to be sent more"
 
 
-async def test_a_worker_that_gives_no_answer_is_killed_and_no_other(said: list[FromEngine]) -> None:
+async def test_only_the_worker_that_does_not_answer_is_killed(said: list[FromEngine]) -> None:
     loopback = Loopback()
     scheduler = StepScheduler(SchedulerConfig(), {"m": MODEL})
     core = loopback.core = EngineCore(scheduler, loopback, said.append, hang_seconds=0.2)
@@ -209,7 +209,7 @@ async def test_a_worker_that_gives_no_answer_is_killed_and_no_other(said: list[F
     running.cancel()
 
 
-async def test_requests_that_no_worker_had_begun_are_told_so(said: list[FromEngine]) -> None:
+async def test_requests_that_no_worker_had_begun_are_marked_so(said: list[FromEngine]) -> None:
     loopback = Loopback()
     core = loopback.core = EngineCore(
         StepScheduler(SchedulerConfig(max_num_seqs=1), {"m": MODEL}), loopback, said.append

@@ -29,7 +29,7 @@ async def until_silent(silences: list[float]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_silence_is_told_once_and_not_too_early(watch: SilenceWatch, silences: list[float]) -> None:
+async def test_silence_is_reported_once_and_not_too_early(watch: SilenceWatch, silences: list[float]) -> None:
     watch.heard()
     started = time.monotonic()
     await until_silent(silences)
@@ -38,7 +38,7 @@ async def test_silence_is_told_once_and_not_too_early(watch: SilenceWatch, silen
     assert len(silences) == 1
 
 
-async def test_before_the_first_sign_of_life_and_after_the_end_nothing_is_awaited(
+async def test_nothing_is_expected_before_the_first_message_and_after_the_end(
     watch: SilenceWatch, silences: list[float]
 ) -> None:
     await asyncio.sleep(2 * SECONDS)
@@ -49,7 +49,9 @@ async def test_before_the_first_sign_of_life_and_after_the_end_nothing_is_awaite
     assert not silences
 
 
-async def test_while_this_process_was_stopped_nobody_was_silent(watch: SilenceWatch, silences: list[float]) -> None:
+async def test_time_during_which_this_process_was_stopped_does_not_count(
+    watch: SilenceWatch, silences: list[float]
+) -> None:
     """What was said meanwhile is heard after the timers that have run out, which are called first."""
     watch.heard()
     for _ in range(3):

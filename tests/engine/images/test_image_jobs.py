@@ -110,7 +110,7 @@ async def test_a_higher_class_of_another_owner_goes_first() -> None:
     assert drain(queue) == [*range(10, 20), *range(10)]
 
 
-async def test_who_may_not_begin_holds_nobody_up() -> None:
+async def test_a_job_that_may_not_begin_blocks_no_other() -> None:
     queue = JobQueue()
     for job_id in range(3):
         queue.push(await make_job(RESULT, job_id))

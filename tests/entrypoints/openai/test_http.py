@@ -69,7 +69,7 @@ async def test_engine_errors(
     assert engine.num_open == 0
 
 
-async def test_internal_errors_are_told_in_the_log(
+async def test_the_text_of_internal_errors_is_only_in_the_log(
     client: httpx.AsyncClient, engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The client has the request id, the log its reason; what is no fault of the server is not logged as one."""
@@ -131,14 +131,14 @@ async def test_ready_models_and_metrics(client: httpx.AsyncClient) -> None:
     assert "stencil:request_success_total" in (await client.get("/metrics")).text
 
 
-async def test_probes_may_ask_for_the_head_alone(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_probes_may_use_head_requests(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     for path in ("/health", "/ready", "/metrics"):
         assert ((await client.head(path)).status_code, (await client.get(path)).status_code) == (200, 200)
     engine.is_ready = False
     assert (await client.head("/ready")).status_code == 503
 
 
-async def test_a_bad_query_is_told_in_words(client: httpx.AsyncClient) -> None:
+async def test_a_bad_query_has_a_readable_error(client: httpx.AsyncClient) -> None:
     for steps, wrong in (("513", "should be less than or equal to 512"), ("x", "should be a valid integer")):
         response = await client.get(f"/v1/engine/stats?steps={steps}")
         message = assert_refused(response, 400, "invalid_value", "steps")
@@ -262,7 +262,7 @@ def spooled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return written
 
 
-async def test_what_is_not_used_is_not_stored(client: httpx.AsyncClient, spooled: list[int]) -> None:
+async def test_parts_that_are_not_used_are_not_stored(client: httpx.AsyncClient, spooled: list[int]) -> None:
     big = b"y" * 100_000
     files = [(f"image[{i}]", ("a.png", big)) for i in range(16)]
     files += [("unknown", ("a.png", big)), ("markup[]", ("a.png", big)), ("image[]", ("", b""))]
@@ -310,7 +310,9 @@ async def test_no_more_bodies_are_read_than_may_wait(client: httpx.AsyncClient, 
         assert (await post()).status_code == 200
 
 
-async def test_a_body_that_stops_coming_is_given_up(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_that_stops_arriving_is_refused(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(submission, "STALL_SECONDS", 0.05)
 
     async def stalled() -> AsyncIterator[bytes]:

@@ -56,7 +56,7 @@ DOCUMENT = st.recursive(
 
 @given(DOCUMENT, st.integers(1, 150), st.booleans())
 @settings(max_examples=300, deadline=None)
-def test_what_is_taken_out_can_be_put_back(document: Any, size: int, ascii_only: bool) -> None:
+def test_long_strings_and_text_together_are_the_document(document: Any, size: int, ascii_only: bool) -> None:
     data = json.dumps(document, ensure_ascii=ascii_only).replace("/", "\\/").encode()
     text, strings = asyncio.run(split(data, size))
     assert restore(json.loads(text), strings) == document
@@ -91,7 +91,7 @@ async def test_malformed_stays_malformed(data: bytes, size: int) -> None:
     ],
     ids=["short strings", "escaped slashes", "escaped code points", "escaped backslashes"],
 )
-async def test_the_event_loop_goes_on(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_event_loop_is_not_blocked(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """1 MB takes milliseconds, and others have their turn in between, however large the chunks are."""
     monkeypatch.setattr(json_body, "LONG_STRING_BYTES", 512 * 1024)
     monkeypatch.setattr(json_body, "PIECE_BYTES", 64 * 1024)

@@ -88,7 +88,7 @@ async def test_addresses_without_keys(engine: FakeEngine, host: str, other: str,
         assert (await post_edit(second)).status_code == (429 if is_same else 200)
 
 
-async def test_the_openai_client_waits_as_it_is_told(engine: FakeEngine) -> None:
+async def test_the_openai_client_waits_for_retry_after(engine: FakeEngine) -> None:
     """One request a second passes after the burst: with its retries the client gets its answer."""
     async with limited(engine, 60, "k") as [client]:
         api = openai.AsyncOpenAI(base_url="http://test/v1", api_key="k", http_client=client, max_retries=0)

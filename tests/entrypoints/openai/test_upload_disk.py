@@ -80,7 +80,7 @@ async def send_all(client: httpx.AsyncClient) -> list[httpx.Response]:
     ]
 
 
-async def test_uploads_that_the_disk_does_not_take(
+async def test_uploads_that_the_disk_does_not_take_are_refused_until_there_is_room(
     client: httpx.AsyncClient,
     engine: FakeEngine,
     folder: Path,
