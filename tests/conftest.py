@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported, by whatever it is
+os.environ.setdefault("TRITON_INTERPRET", "1")  # read when any module first imports Triton
 
 
 @pytest.fixture(scope="session", autouse=True)

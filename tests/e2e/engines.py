@@ -11,7 +11,7 @@ from engine.client.async_engine import AsyncEngine
 
 @asynccontextmanager
 async def serving_engine(config: StencilConfig) -> AsyncIterator[AsyncEngine]:
-    """Started and ready; shut down at the end, whatever has come."""
+    """A started and ready engine; always shut down at the end."""
     engine = AsyncEngine(config)
     await engine.start()
     try:

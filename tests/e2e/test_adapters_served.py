@@ -24,7 +24,7 @@ CHOICES = ({}, {"lora": "shirt"}, {"lora": "hat"})
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The checkpoint and two adapters of it."""
+    """The checkpoint, and two adapters for it."""
     folder = tmp_path_factory.mktemp("model")
     checkpoint = make_sd3(folder / "sd3")
     shirt = make_lora(folder / "shirt.safetensors", checkpoint)

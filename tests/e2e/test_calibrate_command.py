@@ -68,7 +68,7 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
 def test_every_family_is_compared_with_its_exact_edits(
     family: str, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SD3 with its guidance, whose two rows share pages, and a sampler of two calls a step."""
+    """SD3 with guidance, whose two rows share pages, and a sampler that calls the model twice per step."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     checkpoint = FAMILIES[family](tmp_path / "model")
     save_noise(images, 128 if family == "sdxl" else 64)  # of as many tokens

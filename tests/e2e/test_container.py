@@ -11,7 +11,7 @@ from server_process import ServerProcess
 
 
 def check_health(port: int) -> int:
-    """The exit status of the image's health check, were the server on `port`."""
+    """The exit status of the image's health check for a server on `port`."""
     program = health_command()[-1].replace(":8000/", f":{port}/")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
     return done.returncode

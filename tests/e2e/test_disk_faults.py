@@ -62,7 +62,7 @@ def cached(
 
 
 def use_until_kept(server: ServerProcess, folder: Path, seed: int, number: int, expected: str) -> None:
-    """Edit the same picture until all of its pages lie on the disk, which their next use tries after a while."""
+    """Edit the same picture until all its pages are on the disk, which is tried again after a while."""
 
     def is_kept() -> bool:
         assert picture_of(server, seed) == expected
@@ -94,7 +94,7 @@ def worker(cached: ServerProcess) -> psutil.Process:
 def test_a_write_that_fails_in_the_middle_leaves_nothing(
     cached: ServerProcess, cache_folder: Path, worker: psutil.Process
 ) -> None:
-    """By a limit of the kernel on the size of the worker's files, which fails a write as a full disk does."""
+    """A limit on the size of the worker's files makes a write fail as on a full disk."""
     kept = set(cache_folder.glob("*.page"))
     limit = sorted(path.stat().st_size for path in kept)[-1] - 1000
     os.truncate(cached.log, 0)  # the worker has to write it, too

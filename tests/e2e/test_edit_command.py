@@ -19,7 +19,7 @@ from entrypoints.edit import main, save
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A red square, its middle transparent: without a mask, that is what is edited; with one, it stays."""
+    """A red square with a transparent middle, which is edited without a mask and unchanged with one."""
     pixels = np.full((64, 64, 4), (200, 0, 0, 255), np.uint8)
     pixels[16:48, 16:48, 3] = 0
     path = tmp_path / "in.png"

@@ -107,7 +107,7 @@ def until(server: ServerProcess, is_so: Callable[[dict[str, int]], bool]) -> Non
 
 
 def test_a_worker_that_dies_costs_no_edit(client: openai.OpenAI, family_server: ServerProcess) -> None:
-    """Last: its pages are gone. The picture is that of an undisturbed run."""
+    """The last test, because the pages are lost. The picture equals that of an undisturbed run."""
     steps = 200  # not over by the time that the workers are killed
     expected, _ = edit(client, num_inference_steps=steps)
     workers = [child for child in family_server.children() if "worker" in " ".join(child.cmdline())]

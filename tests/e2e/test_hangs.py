@@ -40,12 +40,12 @@ def inject(module, folder):
 
 
 async def until_restarted(engine: AsyncEngine, times: int) -> None:
-    """Or about to be, for so many times in a row."""
+    """Wait until the engine is restarted, or about to be, for the given number of times in a row."""
     await until(lambda: engine.replicas[0] == ("restarting", times))
 
 
 async def test_an_engine_that_is_stopped_is_killed_with_its_workers(tiny_checkpoint: Path) -> None:
-    """Also a worker that cannot leave by itself."""
+    """Also a worker that cannot exit by itself."""
     async with start(tiny_checkpoint, 2, hang_seconds=5.0) as engine:
         expected = await run_each(engine, BRIEF)
         tasks = await begin(engine, BRIEF)
@@ -88,7 +88,7 @@ async def test_an_engine_that_never_becomes_ready_is_reported(
 async def test_hanging_during_a_restart_counts_as_one_more_death(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """First its worker hangs, then the engine itself; the third start is well, and the edits that waited go on."""
+    """First its worker hangs, then the engine itself; the third start succeeds, and the waiting edits continue."""
     monkeypatch.setattr(engine_replica, "MIN_RESTART_SECONDS", 0.0)
     monkeypatch.setattr(engine_replica, "RESTART_PATIENCE", 2.0)  # as long again as the first start, on this machine
     shim(tmp_path, monkeypatch, STUCK)

@@ -22,7 +22,7 @@ A, B, LATER = "sk-a-1f2e", "sk-b-3d4c", "sk-later-5b6a"
 
 
 def photo_of(seed: int) -> bytes:
-    """Each test has pictures of its own."""
+    """A picture; each test uses its own."""
     return encode(photo(seed=seed))
 
 
@@ -62,7 +62,7 @@ def post(server: ServerProcess, key: str, seed: int | None, **data: str) -> http
 
 
 def edit(server: ServerProcess, key: str, seed: int | None, **data: str) -> tuple[Pixels, dict[str, Any]]:
-    """The picture, and the server's facts about it."""
+    """Run an edit; returns the picture and the answer's `stencil` object."""
     answer = post(server, key, seed, **data)
     assert answer.status_code == 200, answer.text
     body = answer.json()
@@ -70,7 +70,7 @@ def edit(server: ServerProcess, key: str, seed: int | None, **data: str) -> tupl
 
 
 def seen(facts: dict[str, Any]) -> tuple[str, bool]:
-    """What tells whether pages were there. Without time spent on priming nothing was primed, and the reverse."""
+    """Whether pages were found: `cache`, and `primed`, which must agree with the time spent on priming."""
     assert (facts["ms"]["prime"] > 0) == facts["primed"]
     return facts["cache"], facts["primed"]
 
@@ -162,7 +162,7 @@ def test_keys_are_reloaded_while_edits_run_and_their_pages_stay(two: ServerProce
 def test_files_of_pages_belong_to_their_owner_across_restarts(
     flags: tuple[str, ...], folder: Path, tmp_path: Path
 ) -> None:
-    """Another folder of pages: what `two` still writes is not to be waited for."""
+    """Uses another folder of pages, so as not to wait for what `two` still writes."""
     own = (*flags[:-2], "--cache-dir", str(tmp_path / "pages"), "--data-parallel-size", "1")
     server = start(tmp_path / "first", *own)
     try:

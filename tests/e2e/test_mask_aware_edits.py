@@ -45,7 +45,7 @@ def engine_of(checkpoint: Path, **settings: Any) -> Iterator[ImageEngine]:
 
 @pytest.fixture(scope="module")
 def engine(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ImageEngine]:
-    """With a calibration that gives large masks full steps."""
+    """An engine with a calibration that gives large masks full steps."""
     calibrated = tmp_path_factory.mktemp("calibrated") / "tiny"
     shutil.copytree(tiny_checkpoint, calibrated)
     (calibrated / CALIBRATION).write_bytes(msgspec.json.encode(FOUND))

@@ -33,7 +33,7 @@ def post(server: ServerProcess, headers: dict[str, str] | None = None, **fields:
 
 @dataclass
 class Seen:
-    """Everything that was seen of a server that has ended."""
+    """Everything observed of a server that has ended."""
 
     spans: list[SentSpan]
     lines: list[dict[str, Any]]  # of its log
@@ -93,7 +93,7 @@ def kill_an_image_processor(server: ServerProcess) -> bool:
 
 
 def scrape(server: ServerProcess) -> dict[str, float]:
-    """After the engines have said what they did: within a second."""
+    """Read the metrics after the engines have reported, which takes up to a second."""
     deadline = time.monotonic() + 5
     while True:
         families = text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text)
@@ -229,7 +229,7 @@ def test_metrics_of_two_engines(seen: Seen) -> None:
 def test_without_an_endpoint_no_process_imports_opentelemetrys_sdk(
     server_flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Python tells every import on stderr, in children, too. FastAPI imports the API package itself."""
+    """Python lists every import on stderr, in children too. FastAPI imports OpenTelemetry's API package itself."""
     monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
     server = start(tmp_path / "scratch", *server_flags)
     assert post(server, {"traceparent": f"00-{TRACE}-{PARENT}-01"}).status_code == 200

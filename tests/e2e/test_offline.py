@@ -133,7 +133,7 @@ def test_less_strength_starts_from_the_picture_and_runs_fewer_steps(
 def test_a_cropped_edit_equals_the_pipelines_pasted_back(
     engine: ImageEngine, pipeline: FluxFillPipeline, padding: int
 ) -> None:
-    """FluxFillPipeline has no padding_mask_crop; this is what the pipelines that have it do."""
+    """FluxFillPipeline has no padding_mask_crop; this does what the pipelines that have it do."""
     whole = make_edit(300, 220)
     assert isinstance(whole.image, np.ndarray)
     assert isinstance(whole.mask_image, np.ndarray)
@@ -249,7 +249,7 @@ def test_an_array_of_one_channel_is_grey(engine: ImageEngine) -> None:
 
 @contextmanager
 def interrupted_after(seconds: float) -> Iterator[None]:
-    """Ctrl-C, in the midst of what the block waits for."""
+    """Send Ctrl-C while the block waits for something."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -375,7 +375,7 @@ async def test_partial_images_approach_the_final_one(one_worker: AsyncEngine) ->
 
 
 def num_steps(engine: AsyncEngine) -> int:
-    """Steps done, as of the last request that ended."""
+    """Steps done so far, as of the last request that ended."""
     (stats,) = engine.stats
     return stats.steps if stats else 0
 

@@ -111,7 +111,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_message_fails_only_its_own_edit_and_leaves_no_trace(engine: ImageEngine, name: str) -> None:
-    """What the doors should never let through: sound edits beside it do not notice, and nothing remembers it."""
+    """A message that validation should never let through does not affect other edits, and no state of it is left."""
     before, inner = processes(), engine._engine
 
     async def broken() -> list[object]:

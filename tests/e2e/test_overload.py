@@ -20,7 +20,7 @@ PHOTO, MASK = encode(photo()), alpha_mask()
 
 
 async def edit(client: openai.AsyncOpenAI, seed: int) -> tuple[int, ...] | openai.InternalServerError:
-    """The shape of the picture that came back, or the refusal."""
+    """Send an edit; returns the shape of the picture, or the refusal."""
     fields = {"seed": seed, "num_inference_steps": 20}
     try:
         result = await client.images.edit(image=PHOTO, mask=MASK, prompt="a red shirt", extra_body=fields)
@@ -46,7 +46,7 @@ async def test_a_hundred_edits_at_once_finish_or_are_refused(server: ServerProce
 
 
 async def test_patient_clients_all_get_their_picture(server: ServerProcess) -> None:
-    """What retry-after is for: the official client's own retries, given enough of them."""
+    """The official client's own retries, enough of them, follow retry-after until all edits are done."""
     async with openai.AsyncOpenAI(base_url=server.base_url, api_key=API_KEY, max_retries=20, timeout=120) as client:
         answers = await asyncio.gather(*(edit(client, seed) for seed in range(2 * MAX_QUEUE)))
     assert answers == [photo().shape] * (2 * MAX_QUEUE)
@@ -59,7 +59,7 @@ OBJECTIVE_MS, NUM_DUE = 400, 60
 
 @pytest.fixture(scope="module")
 def aiming_server(server_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """With an objective that a crowd cannot have."""
+    """A server with an objective that many edits at once cannot meet."""
     flags = ("--slo-ms", str(OBJECTIVE_MS), "--max-num-seqs", "4")
     server = start(tmp_path_factory.mktemp("aiming") / "scratch", *server_flags, *flags)
     yield server
@@ -74,7 +74,7 @@ def counted(server: ServerProcess, name: str) -> dict[str, float]:
 
 
 async def send_alone(client: httpx.AsyncClient, **fields: object) -> httpx.Response:
-    """Once nothing else is there."""
+    """Send an edit once no other is left."""
     while (await client.get("/v1/engine/stats")).json()["queue"]["admitted"]:
         await asyncio.sleep(0.02)
     return await send(client, **fields)

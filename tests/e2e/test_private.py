@@ -37,7 +37,7 @@ IMAGE = encode(photo())
 
 @dataclass
 class Seen:
-    """What there was to see while the server worked."""
+    """Everything that could be observed while the server worked."""
 
     log: str
     command_lines: list[str]

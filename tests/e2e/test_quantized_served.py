@@ -30,7 +30,7 @@ def quantized_server(
 
 
 def test_edits_in_a_batch_equal_those_made_alone(quantized_server: ServerProcess) -> None:
-    """Mask-aware and exact, with an adapter and without; and the log has nothing to say of the package."""
+    """Mask-aware and exact, with an adapter and without; the log has no warnings about the package."""
     wanted: list[dict[str, Any]] = [
         {},
         {"mask_aware": False},

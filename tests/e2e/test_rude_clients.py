@@ -153,7 +153,7 @@ def test_an_edit_is_aborted_within_a_few_steps(pair: ServerProcess) -> None:
 
 
 def test_sigterm_under_load_finishes_running_edits(pair: ServerProcess) -> None:
-    """Of two engines; those who leave meanwhile change nothing."""
+    """On two engines, while other clients disconnect."""
     results: list[int] = []
 
     def edit() -> None:
@@ -180,7 +180,7 @@ def test_sigterm_under_load_finishes_running_edits(pair: ServerProcess) -> None:
 
 
 def test_kill_9_of_the_server_under_load_leaves_nothing(server_flags: tuple[str, ...], tmp_path: Path) -> None:
-    """No process of two engines, no file, no shared memory, since none of it has a name."""
+    """No process of two engines, no file, and no shared memory, which has no name."""
     server = start(tmp_path / "scratch", *server_flags, "--data-parallel-size", "2")
     clients = [connect(server, LONG) for _ in range(4)]
     deadline = time.monotonic() + 60

@@ -109,7 +109,7 @@ def inject(module, folder):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where its workers look for what they are to do wrong."""
+    """The folder where workers look for the faults to simulate."""
     return tmp_path_factory.mktemp("faults")
 
 

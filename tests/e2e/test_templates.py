@@ -35,7 +35,7 @@ PHOTO = encode(photo(SIDE, SIDE))
 
 
 def corner_mask() -> bytes:
-    """White = edit: part of the first four tokens' square."""
+    """White = edit: a part of the square of the first four tokens."""
     pixels = np.zeros((SIDE, SIDE), np.uint8)
     pixels[4:28, 4:28] = 255
     return encode(pixels)
@@ -65,7 +65,7 @@ def register(client: openai.OpenAI, image: bytes) -> dict[str, Any]:
 
 
 def edit(client: openai.OpenAI, image: Any, **fields: Any) -> tuple[bytes, dict[str, Any]]:
-    """The picture's file, and the facts about it."""
+    """Run an edit; returns the picture's file and the `stencil` object."""
     extra = {"seed": 3, "mask_image": MASK_TEXT, "mask_margin": 0, **fields}
     result = client.images.edit(image=image, prompt="a red striped shirt", extra_body=extra)
     assert result.data is not None
@@ -210,19 +210,19 @@ async def register_file(engine: AsyncEngine, name: str, image: bytes, owner: str
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(tiny_checkpoint: Path) -> AsyncIterator[AsyncEngine]:
-    """With default flags."""
+    """An engine with default flags."""
     async with started(tiny_checkpoint) as engine:
         yield engine
 
 
 def noise(seed: int, side: int = SIDE) -> bytes:
-    """A file far larger than that of a smooth picture, and for one side nearly always as large."""
+    """A picture whose file is much larger than a smooth one's, and of nearly constant size for one side length."""
     return encode(np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def little_room(tiny_checkpoint: Path) -> AsyncIterator[AsyncEngine]:
-    """For two uploads and a half."""
+    """An engine with room for two and a half uploads."""
     async with started(tiny_checkpoint, template_bytes=len(noise(0)) * 5 // 2) as engine:
         yield engine
 
@@ -246,7 +246,7 @@ async def test_templates_have_owners_and_are_displaced_with_their_pages(little_r
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_captured_results_displace_no_registered_template(little_room: AsyncEngine) -> None:
-    """A generation would have room in place of what is registered, but not beside it."""
+    """A generated picture would fit only in place of a registered one."""
     templates = [await register_file(little_room, f"asked-{seed}", noise(seed)) for seed in (3, 4)]
     generation = EditInput(prompt="p", sampling=SamplingParams(num_inference_steps=1))
     output, data = await paint(little_room, "g", generation)
@@ -292,7 +292,7 @@ async def test_a_crop_is_a_template_of_its_own_that_is_deleted_with_its_picture(
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("is_base64", [False, True])
 async def test_an_exact_edit_leaves_a_primed_template_of_its_result(engine: AsyncEngine, is_base64: bool) -> None:
-    """Uploading the file that came out finds the same pages as the id does."""
+    """Uploading the result's file finds the same pages as its id does."""
     sampling = SamplingParams(mask_aware=False, seed=1)
     exact = EditInput(prompt="a red shirt", image=BytesUpload(PHOTO), sampling=sampling, owner="me", base64=is_base64)
     output, data = await paint(engine, f"exact-{is_base64}", exact)
@@ -328,7 +328,7 @@ async def test_a_registration_cancelled_at_any_moment_leaves_nothing(engine: Asy
 
 
 async def primed(engine: AsyncEngine) -> None:
-    """Wait until the pages of a registration are there, and stop before it can take note of that."""
+    """Wait until the pages of a registration are there, and stop before it can record that."""
     async with asyncio.timeout(30):
         while not any(session.done.is_set() for session in engine.services.sessions):
             await asyncio.sleep(0)
@@ -403,7 +403,7 @@ async def test_a_picture_whose_pages_do_not_fit_is_an_upload(
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def just_enough(tiny_checkpoint: Path, engine: AsyncEngine) -> AsyncIterator[AsyncEngine]:
-    """Room for one template's pages, and nothing but what is registered is cached."""
+    """An engine with room for one template's pages, which caches only registered templates."""
     scheme = next(iter(engine.models.values())).page_scheme
     assert scheme is not None
     cache = CacheConfig(host_bytes=scheme.template_bytes(64, len(scheme.keyframes)), admission="manual")
@@ -436,7 +436,7 @@ async def test_manual_admission_primes_registered_templates_only(just_enough: As
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_shutdown_ends_waiting_captures_of_results(engine: AsyncEngine) -> None:
-    """Last: it ends the shared engine."""
+    """The last test, because it ends the shared engine."""
     before = len(engine.templates)
     for index in range(6):
         generation = EditInput(prompt="p", sampling=SamplingParams(seed=index, num_inference_steps=1))

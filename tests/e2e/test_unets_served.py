@@ -50,7 +50,7 @@ def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
 
 
 def edit(client: openai.OpenAI, **fields: Any) -> tuple[Pixels, dict[str, Any]]:
-    """The picture, and what the server says of it."""
+    """Run an edit; returns the picture and the answer's `stencil` object."""
     body = {"seed": 1, "num_inference_steps": STEPS} | fields
     result = client.images.edit(image=PHOTO, mask=ALPHA, prompt="a red hat", extra_body=body)
     assert result.data
@@ -113,7 +113,7 @@ def test_partial_images_come_before_the_picture(client: openai.OpenAI) -> None:
 
 
 def test_an_adapter_of_all_layers_paints_another_picture(client: openai.OpenAI) -> None:
-    """Denoiser and text encoder; over pages of its own."""
+    """For denoiser and text encoder, with pages of its own."""
     pictures = {name: edit(client, lora=name, seed=3)[0] for name in ("red", "")}
     assert np.abs(pictures["red"][BOX].astype(int) - pictures[""][BOX]).mean() > 5
     again, report = edit(client, lora="red", seed=3)

@@ -44,8 +44,8 @@ REPORT = EditReport(
 
 
 class FakeEngine:
-    """Answers every edit with `payload`, registers every template; raises `entering` at admission, `failing` after the
-    partial images.
+    """Answers every edit with `payload` and registers every template. Raises `entering` at admission, and `failing`
+    after the partial images.
     """
 
     def __init__(self, model: ModelInfo = MODEL, payload: bytes = b"\x89PNG not really") -> None:

@@ -90,7 +90,7 @@ def keys_of(flags: Sequence[str], files: Sequence[str], environment: Mapping[str
 
 
 def test_where_keys_come_from(tmp_path: Path) -> None:
-    """The command line and files add up and hide the environment, whose two variables add up."""
+    """The keys of flags and files are joined and override the environment, whose two variables are joined too."""
     environment = {"STENCIL_API_KEY": "a,b", "STENCIL_API_KEYS": "c, d,,\ufeffc"}
     path = str(key_file(tmp_path, "f\ng\n"))
     assert keys_of([], [], {}) == ()

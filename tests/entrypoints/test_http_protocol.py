@@ -41,7 +41,9 @@ GOOD = b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n"
 
 
 async def talk(address: tuple[str, int], *pieces: bytes) -> bytes:
-    """What the server says before it closes the connection, all of the pieces sent or not."""
+    """Send the pieces; returns everything that the server sends before it closes the connection, even if pieces are
+    left.
+    """
     reader, writer = await asyncio.open_connection(*address)
     answer = asyncio.ensure_future(read_all(reader))
     try:
@@ -211,7 +213,7 @@ async def test_the_rest_of_a_refused_body_is_read_for_a_while_only(monkeypatch: 
 
 
 async def test_a_connection_whose_body_arrives_too_slowly_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However regularly its bytes come."""
+    """However regularly its bytes arrive."""
     monkeypatch.setattr(submission, "STALL_SECONDS", 0.5)
     request = (
         b"POST /v1/images/edits HTTP/1.1\r\nhost: a\r\ncontent-type: multipart/form-data; boundary=b\r\n"

@@ -34,7 +34,7 @@ class Rig:
         self.files[index].write_text(text)
 
     async def read_again(self) -> str:
-        """What is logged of it."""
+        """Reload the keys; returns the log line."""
         before = len(self.log.messages)
         self.reload.ask()
         async with asyncio.timeout(10):

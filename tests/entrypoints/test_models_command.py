@@ -42,7 +42,7 @@ def test_a_checkpoint_is_described(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def told_of(path: Path, *adapters: str) -> str:
-    """What the command prints of a checkpoint, with adapters given as NAME=PATH."""
+    """The command's output for a checkpoint, with adapters given as NAME=PATH."""
     return "\n".join([*_describe(describe(str(path), adapters)), ""])
 
 
@@ -71,7 +71,7 @@ def test_variants_in_parts_are_counted_once(tmp_path: Path) -> None:
 
 
 def test_a_quantised_weight_is_counted_once(tmp_path: Path) -> None:
-    """As torchao stores it: int8 numbers, a scale a row, and a header that says so; 4 bits go two in a byte."""
+    """torchao stores int8 numbers, a scale per row, and a header; 4-bit weights are stored two per byte."""
     path = make_sd3(tmp_path / "sd3", has_t5=False)
     told = told_of(path)
     (file,) = (path / "transformer").glob("*.safetensors")
@@ -101,7 +101,7 @@ def test_adapters_that_fit_are_described_and_others_are_one_line(
 def test_a_child_process_that_ends_silently_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one that the kernel kills."""
+    """As when the kernel kills it."""
     monkeypatch.setattr("sys.executable", "/bin/false")
     assert main([]) == 1
     told = capsys.readouterr().err

@@ -30,14 +30,14 @@ def fields_of(kind: type) -> tuple[str, ...]:
 
 
 def is_plain(value: object) -> bool:
-    """Whether an encoder takes it and a decoder gives it back: Python's own types alone."""
+    """Whether a value survives encoding and decoding unchanged: only Python's own types do."""
     if isinstance(value, tuple):
         return all(map(is_plain, value))
     return type(value) in (int, float, bool, str, type(None), *STRUCTS)
 
 
 def made_or_refused(kind: type, given: dict[str, object]) -> Any:
-    """The object; None where a field was refused by name, or settings of the right types do not go together."""
+    """The object; None if a field was refused by name, or valid settings exclude each other."""
     try:
         return kind(**REQUIRED.get(kind, {}) | given)
     except InvalidRequestError as error:
@@ -83,7 +83,7 @@ def test_any_value_in_an_edit_is_refused_by_name_or_has_its_type(one: tuple[type
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(sorted(typing.get_type_hints(ImageEngine.__init__).keys() - {"return", "model"})), values)
 def test_an_argument_of_the_engine_is_refused_by_name_before_anything_starts(name: str, value: object) -> None:
-    """Values that would do start nothing here: what stops them then is a model that is no text."""
+    """Valid values start nothing here either: the model is not a string, so it is refused."""
     with pytest.raises((InvalidRequestError, ConfigError)) as caught:
         ImageEngine(None, **{name: value})  # type: ignore[arg-type]
     if isinstance(caught.value, InvalidRequestError):

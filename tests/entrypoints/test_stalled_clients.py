@@ -28,7 +28,7 @@ FORM = (
 
 @pytest.fixture
 def engine() -> FakeEngine:
-    """With pictures larger than all buffers on the way."""
+    """An engine whose pictures are larger than all buffers between server and client."""
     return FakeEngine(payload=bytes(30_000_000))
 
 

@@ -18,7 +18,7 @@ from core.routing.policies import forecast, make_policy
 POLICIES: tuple[RouterPolicy, ...] = get_args(RouterPolicy)
 
 STEP = PER_KILOTOKEN * (600 + 512) / 1e3
-"""What a step of make_shape() costs."""
+"""Seconds that a step of make_shape() takes."""
 
 Loads = list[tuple[int, float]]
 

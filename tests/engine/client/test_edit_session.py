@@ -42,7 +42,7 @@ COMPOSE_SECONDS = 0.5
 
 
 class Replica:
-    """The place of one engine."""
+    """Stands for an EngineReplica."""
 
     def __init__(self, config: EngineConfig, arena: Arena, watcher: Router) -> None:
         self.error: StencilError | None = None
@@ -73,7 +73,7 @@ class Replica:
 
 
 class Images:
-    """Image processors that take no time, and say that they take COMPOSE_SECONDS."""
+    """Image processors that take no time, and report that they took COMPOSE_SECONDS."""
 
     def __init__(self) -> None:
         self.costs = SimpleNamespace(predict=lambda work: 0.0 if work.kind == "prepare" else COMPOSE_SECONDS)
@@ -91,7 +91,7 @@ class Images:
 
 
 class Server:
-    """An AsyncEngine of two engines, with an objective."""
+    """An AsyncEngine with two engines and an objective."""
 
     def __init__(self, clock: SimpleNamespace) -> None:
         self.clock = clock
@@ -121,7 +121,7 @@ class Server:
         return session
 
     def learnt(self) -> list[float]:
-        """Ratios that the margin has been told of."""
+        """Ratios that the prediction margin has observed."""
         ratios = list(self.admission.margin._ratios)
         return ratios[len(START_RATIOS) :]
 
@@ -135,7 +135,7 @@ class Server:
         return replica
 
     def end_aborted(self) -> list[str]:
-        """Have the engines say that what they were asked to abort has ended; what that was, in order of names."""
+        """Let the engines report the end of the requests that they were asked to abort; returns these, sorted."""
         return sorted(name for replica in self.replicas for name in replica.end_aborted())
 
 
@@ -151,7 +151,7 @@ async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Server]:
 
 
 async def take_all(session: EditSession, server: Server, reader_seconds: float) -> list[ImageOutput]:
-    """Every picture, by a reader that takes so long over each."""
+    """Read every picture, with this many seconds for each."""
     images = []
     async for image in session.outputs():
         images.append(image)
@@ -195,7 +195,7 @@ async def test_nothing_is_learnt_from_a_late_edit_whose_engine_died(server: Serv
 
 
 async def test_nothing_is_learnt_from_a_failed_edit_that_was_admitted_despite_doubt(server: Server) -> None:
-    """That it takes less than was predicted is not known of what was given up before."""
+    """Other such edits were refused, so it is unknown whether they would have been faster than predicted."""
     first = await server.begin()
     outlook = server.router.outlook(_shape_of(first))
     assert outlook is not None
@@ -245,7 +245,7 @@ def make_input(n: int = 1, priority: int = 0) -> EditInput:
 
 @pytest.fixture
 async def tracking(server: Server) -> AsyncIterator[Server]:
-    """A server that cleans up after sessions, as `AsyncEngine.edit` has it do."""
+    """A server that cleans up after sessions as `AsyncEngine.edit` does."""
     async with asyncio.TaskGroup() as tasks:
         server.engine._sessions.start(tasks)
         yield server
@@ -256,7 +256,7 @@ async def tracking(server: Server) -> AsyncIterator[Server]:
 
 
 async def test_a_full_queue_reads_no_more_uploads_than_would_make_room_for_a_higher_class(tracking: Server) -> None:
-    """What waits of lower classes counts as room only once a request of a higher class has come."""
+    """Waiting requests of lower classes count as room only once a request of a higher class has come."""
     engine = tracking.engine
     async with engine.edit("normal", make_input(n=2)):
         engine.check_upload(1)
@@ -294,7 +294,7 @@ async def finish_all(server: Server) -> None:
 
 
 async def test_image_work_of_its_own_key_that_cannot_be_done_in_time_is_refused_at_once(server: Server) -> None:
-    """Engines that are done soon are no help: 60 files at 0.5 s each, two at a time, are to be made first."""
+    """Idle engines do not help: 60 files at 0.5 s each, two at a time, come first."""
     server.admission.slo_seconds = 0.0
     for index in range(6):
         await server.begin(n=10, name=f"a{index}", owner="a", seconds=300.0)

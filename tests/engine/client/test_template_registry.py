@@ -31,7 +31,7 @@ ADAPTED = msgspec.structs.replace(AWARE, name="hat", parent="m")
 
 
 class Engines:
-    """Takes down which pages are dropped, instead of a router."""
+    """Records which pages are dropped, in place of a router."""
 
     def __init__(self) -> None:
         self.dropped: list[tuple[str, str, str]] = []

@@ -178,7 +178,7 @@ def test_later_results_update_a_template_that_is_still_stored() -> None:
     )
 )
 def test_sizes_and_order_are_right_after_any_history(history: list[tuple[str, int, str]]) -> None:
-    """Against a plain list of what is held and how large it is, the oldest use first."""
+    """Against a plain list of stored templates with their sizes, least recently used first."""
     store, held = TemplateStore(100), list[tuple[str, int]]()
     for action, number, content in history:
         if action == "add":

@@ -29,7 +29,7 @@ from engine.engine_core.engine_core import EngineCore, RefusedRequest
 
 
 class Loopback:
-    """An executor whose worker runs every plan at the loop's next turn."""
+    """An executor whose worker runs every plan in the event loop's next turn."""
 
     def __init__(self) -> None:
         self.core: EngineCore | None = None
@@ -83,7 +83,7 @@ async def test_it_serves_then_drains(core: EngineCore, said: list[FromEngine]) -
 
 
 async def test_a_request_that_cannot_be_read_is_answered_and_counted(core: EngineCore, said: list[FromEngine]) -> None:
-    """Counted: the router takes what it sent and what has come for one sequence."""
+    """Counted, because the router matches the number of requests it sent with the number received."""
     core.mailbox.put_nowait(RefusedRequest("bad", Failure("engine", "a test")))
     core.mailbox.put_nowait(make_edit("good"))
     core.mailbox.put_nowait(Drain())
@@ -112,7 +112,7 @@ async def test_an_abort_ends_a_running_request_within_two_steps(said: list[FromE
 
 
 class CountingScheduler(StepScheduler):
-    """Counts how often its books are checked."""
+    """Counts how often its integrity is checked."""
 
     num_checks = 0
 
@@ -162,7 +162,7 @@ async def test_changes_are_reported_at_once_and_everything_else_within_a_second(
     assert len(others) < 6, "of some 50 iterations, those in which it began, or ended"
     assert others[-1].stats is not None, "what ends is counted at once"
     told = len(said)
-    core.mailbox.put_nowait(DropTemplate(model="m", content_id="c"))  # changes nothing that is told at once
+    core.mailbox.put_nowait(DropTemplate(model="m", content_id="c"))  # changes nothing that is reported at once
     await asyncio.sleep(0.01)
     assert len(said) == told
     async with asyncio.timeout(5):

@@ -52,7 +52,7 @@ async def test_nothing_is_expected_before_the_first_message_and_after_the_end(
 async def test_time_during_which_this_process_was_stopped_does_not_count(
     watch: SilenceWatch, silences: list[float]
 ) -> None:
-    """What was said meanwhile is heard after the timers that have run out, which are called first."""
+    """Messages that arrived meanwhile are read only after expired timers have been called."""
     watch.heard()
     for _ in range(3):
         time.sleep(4 * SECONDS)  # noqa: ASYNC251

@@ -86,7 +86,7 @@ async def test_jobs_of_one_owner_are_ordered_as_its_edits_are() -> None:
 
 
 async def test_an_owner_with_many_long_jobs_does_not_starve_another() -> None:
-    """Not even of the same class, and whether these are results or uploads."""
+    """Even in the same class, for both results and uploads."""
     queue = JobQueue()
     for job_id in range(30):
         queue.push(await make_job(RESULT, job_id, Caller(f"a{job_id}", "a", arrival=float(job_id)), seconds=1.0))

@@ -119,7 +119,7 @@ def compose(*args: Any, **options: Any) -> Bytes:
 
 
 def blend(source: npt.NDArray[Any], generated: npt.NDArray[Any], keep: npt.NDArray[Any]) -> Bytes:
-    """The contract's formula, in exact decimals."""
+    """The specified formula, in exact decimals."""
     alpha = keep.astype(np.float64)[..., None] / 255
     return np.floor(source * alpha + generated * (1 - alpha) + 0.5 + 1e-9).astype(np.uint8)
 
@@ -151,7 +151,7 @@ def test_palette_transparency_becomes_alpha() -> None:
 
 
 def png_16(values: npt.NDArray[np.uint16], color_type: int, trns: bytes = b"") -> Bytes:
-    """A 16-bit PNG written by hand: values [height, width, channels]."""
+    """A 16-bit PNG, encoded by hand. values: [height, width, channels]."""
     height, width = values.shape[:2]
     rows = np.ascontiguousarray(values.reshape(height, -1).astype(">u2")).view(np.uint8)
     return png_of(rows, width, 16, color_type, trns)
@@ -160,7 +160,7 @@ def png_16(values: npt.NDArray[np.uint16], color_type: int, trns: bytes = b"") -
 def png_of(
     rows: Bytes, width: int, depth: int, color_type: int, trns: bytes = b"", extra: Sequence[PngChunk] = ()
 ) -> Bytes:
-    """A PNG of so many bits a sample: rows [height, bytes]. extra: further chunks before the pixels."""
+    """A PNG with this many bits per sample. rows: [height, bytes]. extra: further chunks before the pixels."""
     chunks = [(b"IHDR", struct.pack(">IIBBBBB", width, len(rows), depth, color_type, 0, 0, 0)), *extra]
     chunks += [(b"tRNS", trns)] if trns else []
     chunks += [(b"IDAT", zlib.compress(np.pad(rows, ((0, 0), (1, 0))).tobytes())), (b"IEND", b"")]
@@ -524,7 +524,7 @@ def test_generation_size_examples(upload: tuple[int, int], native: int, expected
 
 
 def brute_force_cells(keep: Bytes, size: tuple[int, int], cell: int, margin: int) -> set[int]:
-    """Every touched pixel against every cell, in integers scaled by the upload's sides."""
+    """Compares every touched pixel with every cell, in integers scaled by the upload's sides."""
     height, width = keep.shape
     hit = set()
     for y, x in np.argwhere(keep < 255).tolist():
@@ -856,7 +856,7 @@ def test_the_model_sees_the_crop_and_its_result_is_pasted_in_place(
 
 
 def test_a_picture_that_is_not_changed_comes_back_to_its_place() -> None:
-    """A smooth one, which two changes of size leave as it was."""
+    """A smooth picture, which resizing twice leaves unchanged."""
     ramp = np.add.outer(np.arange(300), np.arange(400))[..., None] * np.array([0.3, 0.2, 0.1]) + 20
     photo, keep = ramp.astype(np.uint8), box_keep(400, 300, 150, 60, 220, 100)
     prepared = prepare(file_of(photo), alpha_mask(keep), padding=5)

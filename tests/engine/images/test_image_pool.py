@@ -49,7 +49,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Desk:
-    """A pool and the memory its jobs lie in; whatever is handed out is freed and checked at the end."""
+    """A pool, and the memory of its jobs; all allocations are freed and checked at the end."""
 
     def __init__(self, pool: ImagePool, arena: Arena) -> None:
         self.pool = pool
@@ -95,7 +95,7 @@ class Desk:
         return await self.pool.compose(job, ImageWork(job.output_format, 6.0, 6.0))
 
     def slow_job(self) -> ComposeImage:
-        """A job of half a second or more."""
+        """A job that takes half a second or more."""
         room = image_ops.encoded_bytes(3000, 2000, 3, True)
         return self.compose_job(slow_image(), None, noise(16, 16, 3), room)
 
@@ -154,7 +154,7 @@ async def until_running(pool: ImagePool, count: int) -> None:
 
 
 async def busy_processor(pool: ImagePool) -> psutil.Process:
-    """The one that has a job, once it has worked on it for a while."""
+    """The processor that has a job, after it has worked on it for a while."""
     await until_running(pool, 1)
     process = psutil.Process(next(processor.child.pid for processor in pool._processors if processor.job is not None))
     before = process.cpu_times().user
@@ -585,7 +585,7 @@ def of(owner: str, number: int = 0) -> Caller:
 
 
 async def test_a_short_job_of_another_owner_does_not_wait_for_long_ones(desk: Desk) -> None:
-    """Both processors are busy for half a second and have ten such jobs more to do; a third one is started for it."""
+    """Both processors are busy for half a second, with ten more such jobs queued; a third one is started for it."""
     long, small = ImageWork("png", 40.0, 40.0), png(noise(16, 16, 3))
     job = desk.slow_job()
     flood = [asyncio.create_task(desk.pool.compose(job, long, of("a", number))) for number in range(12)]

@@ -16,7 +16,7 @@ MS = {"queue": 500, "preprocess": 1, "encode": 2, "prime": 0.0, "denoise": 1000,
 
 
 def values(metrics: Metrics) -> dict[str, float]:
-    """Sample name, with its labels -> value."""
+    """Sample name with its labels -> value."""
     text = metrics.exposition().decode()
     return {
         sample.name + "".join(f",{value}" for value in sample.labels.values()): sample.value
@@ -243,7 +243,7 @@ def test_the_cache_of_a_lost_engine_is_empty() -> None:
     seen = values(metrics)
     assert (seen["stencil:cache_used_bytes,host"], seen["stencil:cache_entries,host"]) == (300, 5)
     assert (seen["stencil:cache_hits_total,host"], seen["stencil:steps_total"]) == (8, 4)
-    metrics.observe_load(1, LOAD, engine_stats(3, 20, 2.0, cache=cache_stats(hits=1, used=50)))  # started anew
+    metrics.observe_load(1, LOAD, engine_stats(3, 20, 2.0, cache=cache_stats(hits=1, used=50)))  # restarted
     seen = values(metrics)
     assert (seen["stencil:cache_used_bytes,host"], seen["stencil:engine_alive,1"]) == (350, 1)
     assert (seen["stencil:cache_hits_total,host"], seen["stencil:steps_total"]) == (9, 7)

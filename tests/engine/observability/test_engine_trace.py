@@ -33,7 +33,7 @@ CONTEXT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 @dataclass
 class Recorded:
-    """A span, kept."""
+    """A recorded span."""
 
     start: float
     traceparent: str
@@ -55,7 +55,7 @@ class Recorded:
 
 
 class Recorder:
-    """A tracer that keeps its spans."""
+    """A tracer that stores its spans."""
 
     def __init__(self) -> None:
         self.spans: list[Recorded] = []
@@ -70,7 +70,7 @@ class Recorder:
 
 
 class Engine:
-    """A scheduler with workers that compute nothing, observed as an EngineCore has it observed."""
+    """A scheduler with workers that compute nothing, traced as in an EngineCore."""
 
     def __init__(self) -> None:
         self.recorder = Recorder()

@@ -49,13 +49,13 @@ MODEL = ModelInfo(
 
 Likeness = Callable[[Setting], float]
 LikenessBySize = Callable[[Setting, int], float]
-"""SSIM p10 of a mask class; 0 is that of the smallest masks."""
+"""(setting, mask class) -> SSIM p10; class 0 has the smallest masks."""
 RATIOS = (0.1, 0.3, 0.5)
 """Of three mask classes, at margin 0."""
 
 
 def levels(setting: Setting) -> tuple[int, int, int, int]:
-    """How far up each knob is: keyframes, dtype, margin, full steps."""
+    """The index of each parameter's value: keyframes, dtype, margin, full steps."""
     return (
         KEYFRAMES.index(setting.keyframes),
         DTYPES.index(setting.dtype),
@@ -65,13 +65,13 @@ def levels(setting: Setting) -> tuple[int, int, int, int]:
 
 
 def raised() -> list[Setting]:
-    """The neighbours of the cheapest setting, where it fails."""
+    """The settings that are tried after the cheapest one if it fails."""
     trial = Checkpoint(lambda setting: 0.5).measure(CHEAPEST)
     return list(Search(lambda setting: trial, STEPS, 0.96).raised(trial))
 
 
 class Checkpoint:
-    """One whose SSIM p10 is a function of the setting; remembers what was tried."""
+    """A simulated checkpoint whose SSIM p10 is a function of the setting; records the settings that were tried."""
 
     def __init__(self, p10: Likeness, num_edits: int = 10) -> None:
         self.p10, self.num_edits = p10, num_edits
@@ -87,7 +87,7 @@ class Checkpoint:
 
 
 class Sized(Checkpoint):
-    """One whose SSIM p10 depends on the size of the mask, too: three classes of two edits."""
+    """As Checkpoint, but the SSIM p10 also depends on the mask's size: three classes of two edits."""
 
     def __init__(self, p10: LikenessBySize) -> None:
         super().__init__(lambda setting: 0.0)
@@ -124,7 +124,7 @@ def test_the_knob_that_helps_is_raised_and_no_other(knob: int) -> None:
 
 
 def test_of_those_that_reach_the_target_the_cheapest_is_taken() -> None:
-    """Any knob would do: the page dtype costs memory alone, and less than a step in full or another keyframe."""
+    """Every parameter would do: the page dtype costs only memory, and less than a full step or another keyframe."""
     found = Checkpoint(lambda setting: 0.9 if setting == CHEAPEST else 0.97).search()
     costs = {s: Checkpoint(lambda setting: 0.97).measure(s).cost(STEPS) for s in raised()}
     assert found.setting == min(costs, key=lambda setting: costs[setting])
@@ -185,7 +185,7 @@ def test_large_masks_alone_get_the_full_steps_they_need() -> None:
 
 
 def test_larger_masks_have_no_fewer_than_smaller_ones() -> None:
-    """The middle class fails alone; a full step costs the large one still less."""
+    """Only the middle class fails; a full step costs the large class less."""
     needs = (0, 1, 0)
     found = Sized(lambda setting, size: 0.97 if setting.full_steps_of(size) >= needs[size] else 0.9).search()
     assert found.setting == replace(CHEAPEST, full_steps=1, full_from=1)
@@ -212,7 +212,7 @@ def test_all_classes_with_full_steps_have_equally_many() -> None:
 
 
 def test_many_good_small_masks_do_not_hide_bad_large_ones() -> None:
-    """All edits together have a p10 above the target."""
+    """The p10 over all edits together is above the target."""
 
     class Mostly(Sized):
         def _class(self, setting: Setting, number: int) -> ClassTrial:

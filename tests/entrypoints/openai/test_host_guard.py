@@ -33,7 +33,7 @@ ROUTES = (
 
 
 def connect(engine: FakeEngine, host: str, *, api_keys: tuple[str, ...] = (), **settings: object) -> httpx.AsyncClient:
-    """A client that takes the server to be `host`, of one that listens on 127.0.0.1."""
+    """A client that sends `host` in its Host header, to a server on 127.0.0.1."""
     hosts = {"allowed_hosts": ("127.0.0.1",)} | settings
     app = create_app(engine, ServerSettings(api_keys=api_keys, max_upload_bytes=1000, playground=True, **hosts))  # type: ignore[arg-type]
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x", headers={"host": host})
@@ -132,7 +132,7 @@ async def test_every_one_of_several_host_headers_counts(engine: FakeEngine) -> N
 
 
 async def test_a_probe_without_a_host_is_no_browser() -> None:
-    """HTTP/1.0, as some load balancers' health checks speak it; over a socket."""
+    """HTTP/1.0 over a socket, as in some load balancers' health checks."""
     engine = FakeEngine()
     settings = ServerSettings(api_keys=(), max_upload_bytes=1000, allowed_hosts=("127.0.0.1",))
     server = serve.http_server(create_app(engine, settings))  # type: ignore[arg-type]

@@ -55,7 +55,7 @@ async def test_engine_errors(
     code: str | None,
     moment: str,
 ) -> None:
-    """Both at admission and while running, as long as no byte was sent."""
+    """At admission, and while running as long as no byte was sent."""
     setattr(engine, moment, error)
     response = await post_edit(client)
     body = response.json()["error"]
@@ -72,7 +72,9 @@ async def test_engine_errors(
 async def test_the_text_of_internal_errors_is_only_in_the_log(
     client: httpx.AsyncClient, engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The client has the request id, the log its reason; what is no fault of the server is not logged as one."""
+    """The client gets the request id, the log the reason; errors that are not the server's fault are not logged as its
+    errors.
+    """
     caplog.handler.setFormatter(TextFormatter())
     for error, is_internal in (
         (EngineDeadError("/secret/path"), True),
@@ -192,7 +194,7 @@ def part(name: bytes, filename: bytes = b"") -> bytes:
 
 
 async def endless(head: bytes, sent: list[int]) -> AsyncIterator[bytes]:
-    """A body that would never end: whoever reads on hangs. `sent` counts chunks of 64 KiB."""
+    """A body that never ends, so that a server which reads all of it hangs. `sent` counts chunks of 64 KiB."""
     yield head
     while True:
         sent.append(1)
@@ -285,7 +287,7 @@ async def test_file_input_left_empty_before_one_that_is_not(client: httpx.AsyncC
 
 
 async def test_no_more_bodies_are_read_than_may_wait(client: httpx.AsyncClient, engine: FakeEngine) -> None:
-    """Each may fill the disk with 200 MB; who comes too late is told so before a byte of it is read."""
+    """Each may take 200 MB of disk; a request beyond the limit is refused before its body is read."""
     go_on, sent = asyncio.Event(), []
 
     async def slow() -> AsyncIterator[bytes]:
@@ -327,7 +329,9 @@ async def test_a_body_that_stops_arriving_is_refused(
 
 
 async def test_mask_image_over_the_limit_as_text(client: httpx.AsyncClient) -> None:
-    """Small enough as text, as line breaks are allowed in it, but not once decoded: on the last piece, or before."""
+    """Within the limit as text, since line breaks are allowed, but too large when decoded: at the last piece, or
+    earlier.
+    """
     for size in (MAX_UPLOAD_BYTES + 1, MAX_UPLOAD_BYTES * 9 // 8):
         text = base64.b64encode(bytes(size)).decode()
         refused = await post_edit(client, mask_image=text)
@@ -425,7 +429,7 @@ async def test_keep_alive_comments(
 
 
 class Exchange:
-    """One request to an app by hand: what it sends, and a client that can go away."""
+    """One request to an app by hand: its messages, and a client that can disconnect."""
 
     def __init__(self, app: Any, body: bytes, headers: dict[str, str]) -> None:
         self.sent: list[dict[str, Any]] = []

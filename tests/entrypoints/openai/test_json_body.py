@@ -35,7 +35,7 @@ async def split(data: bytes, size: int) -> tuple[bytes, dict[str, bytes]]:
 
 
 def restore(value: Any, strings: dict[str, bytes]) -> Any:
-    """`value` with the long strings back in place of their markers."""
+    """`value` with long strings in place of their markers."""
     match value:
         case str():
             return strings[value].decode() if value in strings else value
@@ -92,7 +92,7 @@ async def test_malformed_stays_malformed(data: bytes, size: int) -> None:
     ids=["short strings", "escaped slashes", "escaped code points", "escaped backslashes"],
 )
 async def test_the_event_loop_is_not_blocked(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """1 MB takes milliseconds, and others have their turn in between, however large the chunks are."""
+    """1 MB takes milliseconds, and other tasks run in between, however large the chunks are."""
     monkeypatch.setattr(json_body, "LONG_STRING_BYTES", 512 * 1024)
     monkeypatch.setattr(json_body, "PIECE_BYTES", 64 * 1024)
     turns = 0

@@ -21,7 +21,7 @@ from entrypoints.openai.request_record import outcome_of
 
 
 class Lines(logging.Handler):
-    """What is logged, as the objects that JSON lines hold."""
+    """The log lines, as the objects of JSON lines."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ async def guarded(engine: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def refusals(engine: FakeEngine) -> dict[str, float]:
-    """Reason -> how often, of those there were."""
+    """Reason -> number of refusals."""
     prefix = 'stencil:request_rejects_total{reason="'
     lines = [line for line in engine.metrics.exposition().decode().splitlines() if line.startswith(prefix)]
     counts = {line.split('"')[1]: float(line.rsplit(" ")[-1]) for line in lines}
@@ -183,7 +183,7 @@ def refusals(engine: FakeEngine) -> dict[str, float]:
 async def test_refusals_are_counted_by_reason(guarded: httpx.AsyncClient, engine: FakeEngine) -> None:
     assert refusals(engine) == {}
     await post_edit(guarded)
-    await guarded.get("/nothing")  # is nobody's request
+    await guarded.get("/nothing")  # an unknown route: not counted as a refusal
     guarded.headers["authorization"] = "Bearer k"
     await post_edit(guarded)
     await post_edit(guarded, n="99")

@@ -86,7 +86,7 @@ async def test_a_full_queue_and_a_loading_model(client: httpx.AsyncClient, engin
 
 
 async def test_a_template_belongs_to_its_key(engine: FakeEngine) -> None:
-    """One engine behind two doors with a key each, and one without keys."""
+    """One engine behind two applications with a key each, and one without keys."""
 
     def door(api_key: str | None) -> httpx.AsyncClient:
         app = create_app(engine, ServerSettings(api_keys=(api_key,) if api_key else (), max_upload_bytes=1000))

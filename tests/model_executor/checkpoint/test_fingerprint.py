@@ -40,7 +40,7 @@ FOUND = Calibration(
 
 @pytest.fixture
 def path(tiny_checkpoint: Path, tmp_path: Path) -> Path:
-    """A checkpoint of its own."""
+    """A copy of the checkpoint."""
     return Path(shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint"))
 
 
@@ -75,7 +75,7 @@ def test_weights_configuration_tokenizer_and_dtype_count(path: Path, cache: Path
 
 
 def test_parts_that_the_index_leaves_out_count(path: Path, cache: Path) -> None:
-    """Their files stay, as where SD3 is served without T5."""
+    """Their files stay, as when SD3 is served without T5."""
     index = json.loads((path / INDEX).read_text())
     prints = []
     for changes in ({}, {"text_encoder_2": None}, {"_diffusers_version": "0.1", "_name_or_path": "elsewhere"}):
@@ -191,7 +191,7 @@ def test_a_calibration_decides_what_no_flag_says(path: Path, cache: Path) -> Non
 
 
 def test_full_steps_are_counted_in_calls_of_the_model(path: Path, cache: Path) -> None:
-    """As the calibration's edits ran them: Heun's method makes two of most noise levels."""
+    """As in the calibration's edits: Heun's method calls the model twice at most noise levels."""
     given(path / CALIBRATION, FOUND)
     config = ModelConfig(model=str(path), dtype="float32", device="cpu")
     checkpoint = Checkpoint.open(config)
@@ -270,7 +270,7 @@ def test_flags_that_cannot_be_are_refused(path: Path, cache: Path, flag: str, va
 
 
 def test_the_embedded_models_large_masks_get_a_full_step() -> None:
-    """Small ones, of which one full step costs as much as several others, do without."""
+    """Small masks get none, since a full step costs as much as several of theirs."""
     found = msgspec.json.decode((Path(EMBEDDED_MODEL) / CALIBRATION).read_bytes(), type=Calibration)
     assert found.safe
     assert found.full_steps == 1

@@ -30,7 +30,7 @@ def refused(path: Path, why: str, **settings: Any) -> None:
 
 @pytest.fixture
 def stored(tiny_checkpoint: Path, tmp_path: Path) -> Path:
-    """A checkpoint of which a test says how its transformer is quantised."""
+    """A checkpoint whose transformer's configuration claims the given quantisation."""
     return Path(shutil.copytree(tiny_checkpoint, tmp_path / "stored"))
 
 
@@ -82,7 +82,7 @@ def test_the_denoiser_of_every_family_is_quantised() -> None:
 
 
 def test_a_wish_that_changed_nothing_is_an_error() -> None:
-    """Whatever the reason: the flag may not be ignored without a word."""
+    """For whatever reason: the flag must not be ignored silently."""
     with pytest.raises(ValueError, match="--quantization torchao-int8 has changed none of its layers"):
         check_quantized(nn.Sequential(nn.Linear(2, 2), nn.Conv2d(2, 2, 1)), "torchao-int8")
 

@@ -50,7 +50,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
 
 @pytest.fixture
 def copy(checkpoints: Mapping[str, Path], tmp_path: Path) -> Callable[[str], Path]:
-    """A checkpoint to break, by its family."""
+    """A copy of a checkpoint of the given family, to damage."""
     return lambda name: Path(shutil.copytree(checkpoints[name], tmp_path / "copy"))
 
 
@@ -75,7 +75,7 @@ def test_every_tokenizer_of_every_family_is_tried(checkpoints: Mapping[str, Path
 
 @pytest.mark.parametrize(("name", "part"), TOKENIZERS)
 def test_a_vocabulary_that_is_missing(copy: Callable[[str], Path], name: str, part: str) -> None:
-    """The file alone, and everything in the folder."""
+    """Only its file, and all files in the folder."""
     path = copy(name)
     (path / part / "tokenizer.json").unlink()
     why = rf"cannot load {part} of .*: it has no .*\(or tokenizer\.json\); is the checkpoint complete\?"
@@ -105,7 +105,7 @@ def test_a_vocabulary_without_words(copy: Callable[[str], Path], name: str) -> N
 
 @pytest.mark.parametrize(("name", "part"), [each for each in TOKENIZERS if each[1] != "tokenizer_3"])
 def test_an_encoder_that_knows_fewer_tokens(copy: Callable[[str], Path], name: str, part: str) -> None:
-    """A prompt with one that it does not know would end the step, and on a GPU the worker."""
+    """A prompt with an unknown token would fail the step, and on a GPU end the worker."""
     path = copy(name)
     file = path / part.replace("tokenizer", "text_encoder") / "config.json"
     config = json.loads(file.read_text())
@@ -116,7 +116,7 @@ def test_an_encoder_that_knows_fewer_tokens(copy: Callable[[str], Path], name: s
 
 @pytest.mark.parametrize("name", ["flux", "sd3", "sd", "sdxl"])
 def test_a_length_that_the_encoder_cannot_read(copy: Callable[[str], Path], name: str) -> None:
-    """Without its configuration a tokenizer of CLIP has no length."""
+    """Without its configuration, a CLIP tokenizer has no maximum length."""
     path = copy(name)
     change(path / "tokenizer/tokenizer_config.json", model_max_length=13)
     assert_refused(path, "names no model_max_length of at most 12 tokens")
@@ -134,7 +134,7 @@ def test_a_configuration_that_no_prompt_can_be_read_with(copy: Callable[[str], P
 
 
 def test_a_vocabulary_in_several_files_is_whole_with_all_of_them(tmp_path: Path) -> None:
-    """As Stable Diffusion's own checkpoints have it."""
+    """As in Stable Diffusion's checkpoints."""
     (tmp_path / "vocab.json").write_text("{}")
     with pytest.raises(ValueError, match=r"it has no merges\.txt \(or tokenizer\.json\)"):
         check_files(tmp_path, CLIPTokenizer)

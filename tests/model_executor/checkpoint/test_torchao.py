@@ -56,7 +56,7 @@ def config() -> TorchAoConfig:
 
 
 class QuantizedRig(Rig):
-    """Ours and the pipeline quantised alike, with an adapter of every layer."""
+    """Our runner and the pipeline, quantised alike, with an adapter for every layer."""
 
     def __init__(self, checkpoint: Path, arena: Arena, pipeline: Any, lora: Path) -> None:
         self.part = "unet" if (checkpoint / "unet").is_dir() else "transformer"
@@ -144,7 +144,7 @@ def test_pages_and_costs_of_quantised_weights_are_others(rig: QuantizedRig, tmp_
 
 @pytest.fixture
 def stored(rig: QuantizedRig, tmp_path: Path) -> Path:
-    """The checkpoint with its denoiser as diffusers saves it once it is quantised."""
+    """The checkpoint with a quantised denoiser, as diffusers saves it."""
     path = Path(shutil.copytree(rig.checkpoint, tmp_path / "stored"))
     shutil.rmtree(path / rig.part)
     getattr(rig.pipeline, rig.part).save_pretrained(path / rig.part)
@@ -180,7 +180,7 @@ def test_it_runs_in_another_dtype_too(rig: QuantizedRig, stored: Path) -> None:
 
 @pytest.fixture(params=[True, False])
 def layer(request: pytest.FixtureRequest) -> nn.Linear:
-    """As torchao quantises it. param: with bias."""
+    """A layer as torchao quantises it. param: whether it has a bias."""
     torch.manual_seed(0)
     linear = nn.Linear(96, 160, bias=request.param).requires_grad_(False)
     torchao.quantize_(linear, torchao.Int8WeightOnlyConfig(set_inductor_config=False))
@@ -204,7 +204,7 @@ def test_a_row_does_not_depend_on_the_others(layer: nn.Linear) -> None:
 
 
 def test_what_was_quantised_is_undone_alike(layer: nn.Linear) -> None:
-    """Ours and torchao's own, which runs on a GPU."""
+    """Our code and torchao's, which runs on a GPU."""
     x = torch.randn(5, 96)
     for quantized in (layer, Int8Linear(layer)):
         plain = unquantized(quantized)

@@ -15,7 +15,7 @@ HEADS, HEAD_DIM, TEXT = 3, 16, 5
 
 
 def keys_values(image_tokens: int, dtype: torch.dtype = torch.float32) -> KeysValues:
-    """Filled, in room for more."""
+    """Filled keys and values, in larger tensors."""
     tokens = TEXT + image_tokens
     room = torch.full([2 * HEADS * 100 * HEAD_DIM], 7.0, dtype=dtype)
     holder = KeysValues(room[: 2 * HEADS * tokens * HEAD_DIM].view(2, HEADS, tokens, HEAD_DIM), TEXT)
@@ -42,7 +42,7 @@ def test_matches_softmax_in_float64(dtype: torch.dtype, queries: int, image_toke
 
 
 def test_few_queries_get_the_bits_they_have_among_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the many are taken in several goes."""
+    """Also if the many queries are processed in several parts."""
     holder, query = keys_values(60), torch.randn(33, HEADS, HEAD_DIM)
     together = attended(query, holder)
     for rows in ([0], [31, 32], list(range(1, 33, 3))):
@@ -64,7 +64,7 @@ def test_put_replaces_the_computed_rows_alone() -> None:
 
 
 def test_a_second_attention_takes_the_firsts_room() -> None:
-    """Together they hold no more than the first alone, and the second gives what it gives in room of its own."""
+    """Both together use no more memory than the first, and the second has the same result as with memory of its own."""
     operators, like = Operators(plain_linear), torch.empty(0)
     sizes, alone, where = [(TEXT, 7), (TEXT, 4)], [(0, 7), (0, 4)], ((0, 7), (7, 11))
     first = operators.attention(sizes, HEADS, HEAD_DIM, like)

@@ -64,7 +64,7 @@ def file_of(image: Image.Image) -> Pixels:
 
 
 def ours(rig: Rig, photo: Image.Image, mask: Image.Image, padding: int) -> tuple[Pixels, tuple[int, int]]:
-    """The picture that comes back, and the size that the model saw."""
+    """The picture that comes back, and the size of the model's input."""
     info = rig.family.info("tiny")
     common: dict[str, Any] = {"job_id": 0, "image": NOWHERE, "mask": NOWHERE, "mask_kind": "luminance"}
     common |= {"canvas_size": None, "max_pixels": 10**6}

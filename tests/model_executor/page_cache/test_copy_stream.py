@@ -27,7 +27,7 @@ PATIENCE = 20.0
 
 
 class Event:
-    """is_over: somebody has waited for it, or for its stream."""
+    """is_over: whether it, or its stream, was waited for."""
 
     def __init__(self, gpu: Gpu, blocking: bool) -> None:
         self.gpu, self.blocking, self.stream, self.is_over = gpu, blocking, "", False
@@ -56,7 +56,7 @@ class Stream:
 
 
 class Gpu:
-    """What `torch.cuda` offers, as far as it is used."""
+    """The part of `torch.cuda` that is used."""
 
     def __init__(self) -> None:
         self.computing, self.copying = Stream(self, "computing"), Stream(self, "copying")
@@ -77,7 +77,7 @@ class Gpu:
         return Event(self, blocking)
 
     def current_stream(self, device: torch.device) -> Stream:
-        """Every thread has its own."""
+        """The current stream of the calling thread."""
         return getattr(self._current, "stream", self.computing)
 
     @contextmanager
@@ -114,7 +114,7 @@ def test_a_load_waits_for_what_was_computed_and_tells_of_each_block(gpu: Gpu) ->
     ready, told = stream.ready(), list[int]()
 
     def queued(index: int, event: Any) -> None:
-        """Its copy was queued on the copying stream before its event was."""
+        """Whether its copy was queued on the copying stream before its event."""
         told.append(index)
         block = slice(index * BLOCK, (index + 1) * BLOCK)
         assert torch.equal(device[block], content()[block])
@@ -160,7 +160,7 @@ def test_the_thread_that_copies_chooses_its_device(gpu: Gpu, name: str, chosen: 
 
 
 def test_a_store_moves_pages_by_it(gpu: Gpu) -> None:
-    """Down from a tensor that was made in inference mode, and up again; all of the arena is registered meanwhile."""
+    """Down from a tensor that was created in inference mode, and up again; meanwhile the whole arena is registered."""
     arena, done = Arena.create(7, 1 << 20), Queue[PageCopied]()
     store = PageStore(CPU, arena, None, done.put)
     store._stream = CopyStream(CPU, store._whole_arena())

@@ -244,7 +244,7 @@ def test_an_unreadable_file_is_a_miss(files: PageFiles) -> None:
 def test_where_no_directory_can_be_nothing_is_kept_until_there_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One line says so, one that it is over; in between the disk is left alone."""
+    """There is one log line at the start and one at the end; in between the disk is not accessed."""
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     in_the_way = tmp_path / "file"
@@ -275,7 +275,7 @@ def test_where_no_directory_can_be_nothing_is_deleted(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_not_ok_and_leaves_nothing(tmp_path: Path) -> None:
-    """A limit on file sizes stands in for the full disk: the same OSError from the same call."""
+    """A limit on file sizes simulates a full disk: the same OSError from the same call."""
     code = f"""
 import resource, signal
 from pathlib import Path
@@ -368,8 +368,9 @@ def test_a_smaller_budget_holds_from_the_start(tmp_path: Path) -> None:
 
 
 def test_the_budget_holds_at_every_moment_and_for_all_processes(tmp_path: Path) -> None:
-    """Three processes write into one directory while a fourth counts what is there. It holds the lock meanwhile, since
-    what comes and goes during one look would be counted together; sizes of files under way count in full."""
+    """Three processes write to one directory while a fourth measures it, holding the lock, since files that come and go
+    during a measurement would be counted together. Unfinished files count in full.
+    """
     budget, nbytes = 400_000, 60_000
     code = """
 import sys

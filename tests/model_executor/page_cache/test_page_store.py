@@ -31,7 +31,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class GatedFiles(PageFiles):
-    """The disk, but a read waits for `let_through` before it announces a block."""
+    """A disk whose reads wait for `let_through` before they announce a block."""
 
     def __init__(self, directory: Path, budget_bytes: int) -> None:
         super().__init__(directory, budget_bytes)
@@ -155,7 +155,7 @@ def test_an_entry_goes_down_to_disk_and_up_to_the_device(bench: Bench, files: Ga
 
 
 def test_copies_are_done_in_order(bench: Bench) -> None:
-    """What is written down under a key is what the copy before brought there."""
+    """The copy down writes what the copy before it brought up."""
     host = bench.host_ref()
     for seed in range(8):
         bench.store.create(EntryRef(f"{seed}", NBYTES, None)).copy_(content(seed))
@@ -209,7 +209,7 @@ def test_a_load_goes_on_where_it_is_told_and_still_brings_all(bench: Bench, file
 
 
 def test_a_load_begins_where_it_is_told(bench: Bench, files: GatedFiles) -> None:
-    """The load before keeps the thread busy until it is known where this one is to begin."""
+    """The load before it keeps the thread busy until its first block is set."""
     hosts = [bench.host_ref(key) for key in "ab"]
     for key, ref in zip("ab", hosts, strict=True):
         assert files.write(key, content().numpy(), BLOCK)
@@ -267,7 +267,7 @@ def test_a_missing_file_fails_the_load_and_those_who_wait(bench: Bench) -> None:
     assert not bench.copy("a", "disk", "host", host.host)
     with pytest.raises(PagesLostError):
         bench.store.wait_block("a", 0)
-    bench.store.create(host).copy_(content())  # computed anew
+    bench.store.create(host).copy_(content())  # computed again
     bench.store.wait_block("a", 0)
 
 

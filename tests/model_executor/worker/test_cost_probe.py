@@ -37,7 +37,7 @@ def test_every_stage_is_measured(family: Family, info: ModelInfo) -> None:
 
 
 def test_what_is_timed_is_what_is_counted(tmp_path: Path) -> None:
-    """SD3, some of whose text tokens are in no prompt: the rows have as many as the samples say."""
+    """With SD3, some of whose text tokens are not in a prompt: rows have as many tokens as the samples say."""
     config = ModelConfig(model=str(make_sd3(tmp_path / "sd3")), served_model_name="tiny", dtype="float32", device="cpu")
     models = ResidentModels.open([config])
     models.load_all()

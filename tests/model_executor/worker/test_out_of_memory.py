@@ -30,7 +30,9 @@ def rig(tiny_checkpoint: Path) -> Iterator[Rig]:
 
 
 class SmallDevice:
-    """A family's forward pass on a device with room for so many rows. tensors: what each attempt had made."""
+    """A family's forward pass on a device with room for a limited number of rows. tensors: those that each attempt
+    allocated.
+    """
 
     def __init__(self, rig: Rig, room: int) -> None:
         self._predict, self._room = rig.family.predict, room
