@@ -97,7 +97,7 @@ async def test_waiting_for_an_engine_deadlines_hold_and_aborts_are_answered_at_o
     with pytest.raises(DeadlineExceededError):
         await due
     await until(lambda: engine.num_requests_waiting == 0)
-    assert not engine.is_ready, "nobody was needed to answer them"
+    assert not engine.is_ready, "they were answered without an engine"
     await until(lambda: engine.is_ready)
     assert engine.num_requests_running == 0
 

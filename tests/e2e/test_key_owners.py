@@ -91,7 +91,7 @@ def test_a_picture_that_another_key_has_edited_is_new(two: ServerProcess) -> Non
         assert np.array_equal(again, first)
     others, facts = edit(two, B, 0)
     assert seen(facts) == ("miss", True)
-    assert np.array_equal(others, first), "the picture is nobody's"
+    assert np.array_equal(others, first), "the picture does not depend on the key"
     assert seen(edit(two, B, 0)[1]) == ("hit", False)
     assert seen(edit(two, A, 0)[1]) == ("hit", False)
 

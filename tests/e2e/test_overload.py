@@ -95,7 +95,7 @@ async def test_under_an_objective_every_edit_is_done_or_refused_or_too_late(aimi
     async with httpx.AsyncClient(base_url=aiming_server.url, timeout=120) as client:
         for seed in range(3):
             alone = await send_alone(client, seed=seed, num_inference_steps=20)
-            assert alone.status_code == 200, "an idle server refuses nobody for its objective"
+            assert alone.status_code == 200, "an idle server refuses no edit for its objective"
         timeouts = [{"timeout": 0.3} if index % 4 == 0 else {} for index in range(NUM_DUE)]
         answers = await asyncio.gather(*(send(client, num_inference_steps=20, **timeout) for timeout in timeouts))
         afterwards = await send_alone(client, num_inference_steps=20)

@@ -249,7 +249,7 @@ def test_a_failed_priming_fails_only_the_requests_that_wait_for_it() -> None:
     engine.workers.fail = set()
     engine.scheduler.add(make_masked("c"))
     engine.run()
-    assert isinstance(engine.result("c"), Finished), "the next one primes anew"
+    assert isinstance(engine.result("c"), Finished), "the next one primes again"
 
 
 def test_an_abort_while_a_worker_reads_its_template_is_answered_afterwards() -> None:

@@ -109,7 +109,7 @@ def test_another_owners_pages_do_not_attract_edits_to_an_engine() -> None:
     }
     assert all(of_edit == of_template for of_edit, of_template in shapes.values())
     assert len(set(shapes.values())) == 3
-    assert shapes[""][0] == SCHEME.template_key("0"), "where nobody has a key, pages on disk keep their names"
+    assert shapes[""][0] == SCHEME.template_key("0"), "without keys, pages on disk keep their names"
 
 
 def test_text_tokens_beyond_the_prompts_count() -> None:
@@ -228,7 +228,7 @@ def test_a_higher_class_does_not_queue_behind_those_that_wait_in_lower_ones() ->
     assert higher.free_at[0] == pytest.approx(0.88), "when those that run are done: one step is under way"
     assert fleet.free_at[0] > 2 * higher.free_at[0]
     fleet.sent(0, make_shape(), 0.0)
-    assert fleet.before(0, 0.0).num_placed[0] == 1 + higher.num_placed[0], "who is on the way is of its own class"
+    assert fleet.before(0, 0.0).num_placed[0] == 1 + higher.num_placed[0], "requests on the way are of its own class"
     fleet.lose(0)
     assert fleet.before(0, 0.0) is fleet
 

@@ -162,7 +162,7 @@ def test_a_waiting_request_is_dropped_before_its_timeout(engine: Engine) -> None
 def test_a_waiting_request_is_not_dropped_on_a_doubtful_prediction_while_none_runs(engine: Engine) -> None:
     """Each takes 1 s alone."""
     engine.scheduler.add(edit("objective", objective=0.95))
-    assert isinstance(engine.run()["objective"], Finished), "it is late, and nobody gains by its end"
+    assert isinstance(engine.run()["objective"], Finished), "it is late, but dropping it would help no other"
     start = engine.now
     engine.scheduler.add(edit("doubtful", deadline=start + 0.95))
     assert engine.run(until=start + 0.5) == {}, "it might make it"

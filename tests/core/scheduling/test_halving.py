@@ -62,7 +62,7 @@ def test_the_item_at_fault_is_found_and_fails_alone(number: int, data: st.DataOb
     assert {name for name, failure in failures.items() if failure} == {culprit}
     assert len(device.attempts) <= 2 * ceil(log2(number)) + 1
     done = Counter(name for names in device.attempts if culprit not in names for name in names)
-    assert all(times == 1 for times in done.values()), "nobody is computed twice to the end"
+    assert all(times == 1 for times in done.values()), "no item is completed twice"
 
 
 @given(st.integers(1, 33), st.integers(1, 33))
@@ -125,8 +125,8 @@ def test_the_step_limit_never_rises_by_a_failure_nor_falls_to_zero() -> None:
     assert limit.tokens == 2
 
 
-@pytest.mark.parametrize("is_anybodys_fault", [False, True])
-def test_after_a_step_done_in_parts_fewer_requests_share_a_step(is_anybodys_fault: bool) -> None:
+@pytest.mark.parametrize("is_a_requests_fault", [False, True])
+def test_after_a_step_done_in_parts_fewer_requests_share_a_step(is_a_requests_fault: bool) -> None:
     """Unless the cause was a request that failed by itself and is gone now."""
     scheduler, workers = StepScheduler(SchedulerConfig(), {"m": MODEL}), FakeWorkers()
     for i in range(4):
@@ -137,14 +137,14 @@ def test_after_a_step_done_in_parts_fewer_requests_share_a_step(is_anybodys_faul
         if plan is not None:
             workers.submit(plan)
             sizes += [len(batch.items) for batch in plan.batches if batch.stage == "denoise"]
-        workers.fail = {"r0"} if is_anybodys_fault and len(sizes) == 1 else set()
+        workers.fail = {"r0"} if is_a_requests_fault and len(sizes) == 1 else set()
         for result in workers.run_one(0):
             assert isinstance(result, BatchResult)
             is_split = len(sizes) == 1 and len(result.items) > 1
             scheduler.apply(msgspec.structs.replace(result, num_parts=2 if is_split else 1))
         scheduler.check_integrity()
         scheduler.take_outputs()
-    assert sizes[:2] == ([4, 3] if is_anybodys_fault else [4, 2])
+    assert sizes[:2] == ([4, 3] if is_a_requests_fault else [4, 2])
     stats = scheduler.stats()
     assert stats.steps == len(sizes)
-    assert len(stats.recent_steps) == len(sizes) - 1, "nobody predicted a step in parts"
+    assert len(stats.recent_steps) == len(sizes) - 1, "a step done in parts has no prediction"

@@ -78,7 +78,7 @@ def test_every_edit_gets_all_its_results_and_memory_stays_bounded(
         largest[owner] = max(largest[owner], left[f"{owner}{index}"] * nbytes)
     while left:
         able = [edit_id for edit_id in left if budget.has_room(edit_id, size[edit_id])]
-        assert able, f"nobody can go on: {left}"
+        assert able, f"no edit can continue: {left}"
         edit_id = random.choice(able)  # type: ignore[attr-defined]
         budget.take(edit_id, size[edit_id])
         assert budget.used_bytes <= TOTAL + sum(largest.values()), "one edit of each owner beyond the budget"

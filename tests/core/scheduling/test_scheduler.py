@@ -151,7 +151,7 @@ def test_a_request_that_must_run_alone_waits_for_others_to_end_and_then_runs_alo
             names = {item.request_id for batch in plan.batches for item in batch.items}
             assert "suspect" not in names or names == {"suspect"}
             others |= names
-            assert "later" not in names or "suspect" in others, "nobody overtakes it"
+            assert "later" not in names or "suspect" in others, "no request overtakes it"
         apply_all(scheduler, workers.run_one(0))
         scheduler.check_integrity()
     assert [output.request_id for output in scheduler.take_outputs()] == ["first", "suspect", "later"]
@@ -407,7 +407,7 @@ def test_the_load_report_counts_and_predicts() -> None:
     assert left.steps_left == 4
     assert left.steps_left * (left.step_seconds + report.base_seconds) == pytest.approx(0.04, rel=0.05)
     assert [(sample.num_requests, sample.request_ids) for sample in stats.recent_steps] == [(1, ("a",))] * 4
-    assert scheduler.stats().recent_steps == (), "each is told once"
+    assert scheduler.stats().recent_steps == (), "each is reported once"
 
 
 @settings(max_examples=60, deadline=None)

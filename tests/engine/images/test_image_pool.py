@@ -466,7 +466,7 @@ async def test_a_cancelled_caller_does_not_wait_for_a_long_job(desk: Desk, monke
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert not dismissed.is_running()  # so nobody writes to its memory
+    assert not dismissed.is_running()  # so it cannot write to the memory any more
     await asyncio.gather(*(desk.pool.prepare(desk.prepare_job(png(noise(16, 16, 3)))) for _ in range(4)))
     assert len(processors(desk.pool)) == 2
     assert (desk.pool.num_deaths, desk.pool.num_retries) == (0, 0)  # it was asked to

@@ -127,7 +127,7 @@ def unreadable(folder: Path) -> Iterator[None]:
         folder.chmod(0o700)
 
 
-def test_a_folder_that_may_not_be_read(copy: Path) -> None:
+def test_a_folder_without_read_permission(copy: Path) -> None:
     with unreadable(copy):
         for refuse in (lambda: load(copy), lambda: check_model(str(copy))):
             with pytest.raises(ConfigError, match=r"cannot read .*Permission denied"):
@@ -139,7 +139,7 @@ def test_a_folder_that_may_not_be_read(copy: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------ variants
 
 
-def test_a_variant_is_read_where_it_is_asked_for_or_the_only_one(copy: Path) -> None:
+def test_a_variant_is_read_if_it_is_requested_or_the_only_one(copy: Path) -> None:
     plain = bias_of(load(copy))
     add_variant(copy, "vae", "fp16", bias=3.0)
     assert bias_of(load(copy)) == plain

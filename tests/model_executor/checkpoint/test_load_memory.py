@@ -65,7 +65,7 @@ def large(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tu
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_weights_are_held_once(tiny_checkpoint: Path, large: tuple[Path, int], dtype: str) -> None:
+def test_weights_are_in_memory_once(tiny_checkpoint: Path, large: tuple[Path, int], dtype: str) -> None:
     """The file is float32. The peak is private memory; the memory afterwards includes the file's mapped pages."""
     path, number = large
     found, weights = load(tiny_checkpoint, path, dtype), number * getattr(torch, dtype).itemsize
@@ -74,7 +74,7 @@ def test_weights_are_held_once(tiny_checkpoint: Path, large: tuple[Path, int], d
     assert 0.8 * weights < found["held"] < 1.25 * weights
 
 
-def test_quantised_weights_are_never_all_held_as_they_were(tiny_checkpoint: Path, large: tuple[Path, int]) -> None:
+def test_quantised_weights_are_never_all_in_memory_unquantised(tiny_checkpoint: Path, large: tuple[Path, int]) -> None:
     pytest.importorskip("torchao")
     path, weights = large  # a byte each
     found = load(tiny_checkpoint, path, "float32", "torchao-int8")

@@ -91,7 +91,7 @@ def test_info_of_sd3(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("make", "extra"), [(make_flux, 0), (make_sd3, 12)])
-def test_all_text_tokens_are_told(tmp_path: Path, make: Any, extra: int) -> None:
+def test_all_text_tokens_are_reported(tmp_path: Path, make: Any, extra: int) -> None:
     """SD3's CLIP tokens, 12 in these checkpoints, come before T5's, and are counted also for a prompt that is cut."""
     models = load(make(tmp_path / "model"), dtype="float32")
     (info,) = models.ready(0).models
@@ -175,7 +175,7 @@ def test_an_index_entry_that_names_no_class(copy: Path, entry: object) -> None:
         ("tokenizer/tokenizer_config.json", {"model_max_length": "x"}),
     ],
 )
-def test_a_configuration_that_makes_no_sense(copy: Path, file: str, entries: dict[str, object]) -> None:
+def test_an_invalid_configuration_is_refused(copy: Path, file: str, entries: dict[str, object]) -> None:
     edit_json(copy / file, **entries)
     assert_refused(copy, str(copy))
 
@@ -284,7 +284,7 @@ def test_a_cpu_is_warmed_up_by_one_masked_row(tiny_checkpoint: Path, monkeypatch
     assert rows == [[False], [True]]
 
 
-def test_components_come_and_go(tiny_checkpoint: Path) -> None:
+def test_components_can_be_unloaded_and_loaded_again(tiny_checkpoint: Path) -> None:
     """An unloaded component cannot be used, and works again after loading."""
     models = load(tiny_checkpoint, dtype="float32")
     key = ModelKey("tiny", "transformer")

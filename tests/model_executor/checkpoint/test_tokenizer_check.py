@@ -68,7 +68,7 @@ def change(file: Path, **entries: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | entries))
 
 
-def test_every_tokenizer_of_every_family_is_tried(checkpoints: Mapping[str, Path]) -> None:
+def test_every_tokenizer_of_every_family_is_checked(checkpoints: Mapping[str, Path]) -> None:
     found = {(name, folder.name) for name, path in checkpoints.items() for folder in path.glob("tokenizer*")}
     assert found == set(TOKENIZERS)
 
@@ -133,7 +133,7 @@ def test_a_configuration_that_no_prompt_can_be_read_with(copy: Callable[[str], P
     assert_refused(path, f"cannot load {part} of .*: .* model_max_length below 1")
 
 
-def test_a_vocabulary_in_several_files_is_whole_with_all_of_them(tmp_path: Path) -> None:
+def test_a_vocabulary_in_several_files_needs_all_of_them(tmp_path: Path) -> None:
     """As in Stable Diffusion's checkpoints."""
     (tmp_path / "vocab.json").write_text("{}")
     with pytest.raises(ValueError, match=r"it has no merges\.txt \(or tokenizer\.json\)"):

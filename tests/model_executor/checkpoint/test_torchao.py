@@ -134,7 +134,7 @@ def test_weights_take_a_byte_each(rig: QuantizedRig) -> None:
     assert saved >= 3 * weights - 4 * sum(layer.out_features for layer in layers)
 
 
-def test_pages_and_costs_of_quantised_weights_are_others(rig: QuantizedRig, tmp_path: Path) -> None:
+def test_quantised_weights_have_their_own_pages_and_costs(rig: QuantizedRig, tmp_path: Path) -> None:
     prints = [
         fingerprint(Checkpoint.open(ModelConfig(model=str(rig.checkpoint), quantization=wish)), tmp_path)
         for wish in ("none", "torchao-int8")
@@ -160,7 +160,7 @@ def test_a_checkpoint_that_is_stored_quantised_paints_the_same(rig: QuantizedRig
     assert np.array_equal(painted, rig.run(rig.make("now", "tiny", size)))
 
 
-def test_its_parameters_are_those_of_the_plain_one(rig: QuantizedRig, stored: Path) -> None:
+def test_a_quantised_checkpoint_has_as_many_parameters_as_the_plain_one(rig: QuantizedRig, stored: Path) -> None:
     assert count_parameters(stored / rig.part) == count_parameters(rig.checkpoint / rig.part)
 
 
@@ -188,7 +188,7 @@ def layer(request: pytest.FixtureRequest) -> nn.Linear:
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-6), (torch.bfloat16, 0.01), (torch.float16, 0.002)])
-def test_our_product_is_torchaos(layer: nn.Linear, dtype: torch.dtype, limit: float) -> None:
+def test_our_product_equals_torchaos(layer: nn.Linear, dtype: torch.dtype, limit: float) -> None:
     layer.to(dtype)
     x = torch.randn(2, 7, 96).to(dtype)
     ours, theirs = Int8Linear(layer)(x), layer(x)
@@ -203,7 +203,7 @@ def test_a_row_does_not_depend_on_the_others(layer: nn.Linear) -> None:
         assert torch.equal(ours(x[:number]), whole[:number])
 
 
-def test_what_was_quantised_is_undone_alike(layer: nn.Linear) -> None:
+def test_dequantised_weights_equal_torchaos(layer: nn.Linear) -> None:
     """Our code and torchao's, which runs on a GPU."""
     x = torch.randn(5, 96)
     for quantized in (layer, Int8Linear(layer)):

@@ -41,7 +41,7 @@ def test_matches_softmax_in_float64(dtype: torch.dtype, queries: int, image_toke
         torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-def test_few_queries_get_the_bits_they_have_among_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_queries_get_the_same_bits_as_among_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if the many queries are processed in several parts."""
     holder, query = keys_values(60), torch.randn(33, HEADS, HEAD_DIM)
     together = attended(query, holder)
@@ -51,7 +51,7 @@ def test_few_queries_get_the_bits_they_have_among_many(monkeypatch: pytest.Monke
     assert torch.equal(attended(query, holder), together)
 
 
-def test_put_replaces_the_computed_rows_alone() -> None:
+def test_put_replaces_only_the_computed_rows() -> None:
     holder = keys_values(9)
     before = holder.joint.clone()
     rows = torch.tensor([0, 1, 2, 3, 4, 7, 12])
@@ -63,7 +63,7 @@ def test_put_replaces_the_computed_rows_alone() -> None:
     assert torch.equal(holder.image, holder.joint[:, :, TEXT:])
 
 
-def test_a_second_attention_takes_the_firsts_room() -> None:
+def test_a_second_attention_reuses_the_firsts_memory() -> None:
     """Both together use no more memory than the first, and the second has the same result as with memory of its own."""
     operators, like = Operators(plain_linear), torch.empty(0)
     sizes, alone, where = [(TEXT, 7), (TEXT, 4)], [(0, 7), (0, 4)], ((0, 7), (7, 11))

@@ -113,14 +113,14 @@ def test_interpolate(kernels: Kernels) -> None:
     assert (room[:, :, :4] == 7.0).all()
 
 
-def test_what_attention_takes_does_not_depend_on_the_queries() -> None:
+def test_the_choice_of_the_attention_kernel_does_not_depend_on_the_number_of_queries() -> None:
     assert all(can_attend(torch.empty(n, 2, 64), 16) for n in (1, 500))
     assert not can_attend(torch.empty(1, 2, 32), 16)
     assert not can_attend(torch.empty(1, 2, 64, dtype=torch.bfloat16), 16)
     assert not can_attend(torch.empty(1, 2, 64), 15)
 
 
-def test_only_on_one_thread() -> None:
+def test_kernels_are_used_on_one_thread_only() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -130,7 +130,7 @@ def test_only_on_one_thread() -> None:
 
 
 @pytest.mark.parametrize("compiler", [None, "false", "/nonexistent/cc"])
-def test_none_without_a_compiler_that_works(
+def test_without_a_working_compiler_there_are_no_kernels(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, compiler: str | None
 ) -> None:
     monkeypatch.setattr(module.shutil, "which", lambda name: compiler)

@@ -133,7 +133,9 @@ def primed(denoiser: Denoiser, row: Row) -> Pages:
 @pytest.mark.parametrize("make_operators", [torch_operators, triton_operators])
 @pytest.mark.parametrize("model", MODELS, ids=["flux", "sd3"])
 @torch.inference_mode()
-def test_a_batch_is_what_each_request_alone_is_elsewhere(model: Model, make_operators: Callable[[], Operators]) -> None:
+def test_a_batch_on_gpu_operators_equals_each_request_alone_on_the_cpus(
+    model: Model, make_operators: Callable[[], Operators]
+) -> None:
     """Requests of several text lengths: all tokens, some, some after a block in full."""
     ours = make_denoiser(model, torch.device("cpu"), torch.float32, make_operators())
     theirs = make_denoiser(model, torch.device("cpu"), torch.float32, Operators(plain_linear))
@@ -189,7 +191,7 @@ def test_tables_are_made_on_the_host_whatever_device_is_the_default() -> None:
     ("queries", "keys"),
     [([5], [9]), ([128], [200]), ([128, 128], [30, 30]), ([100, 120, 300], [50, 50, 50]), ([1, 2], [7, 8])],
 )
-def test_requests_that_are_alike_share_a_call(
+def test_similar_requests_share_a_call_of_attention(
     monkeypatch: pytest.MonkeyPatch, queries: Sequence[int], keys: Sequence[int]
 ) -> None:
     """Neighbours with equal numbers of keys, and of queries up to the same multiple of 128, share one call."""
@@ -220,7 +222,7 @@ def test_requests_that_are_alike_share_a_call(
         ((7, 5), 91900, None, attend_each),
     ],
 )
-def test_attention_is_what_pytorch_prefers_there(
+def test_attention_uses_pytorchs_preferred_implementation(
     monkeypatch: pytest.MonkeyPatch,
     capability: tuple[int, int],
     cudnn: int | None,
@@ -235,7 +237,7 @@ def test_attention_is_what_pytorch_prefers_there(
     assert best_attend(torch.empty(1), 128) is attend_each
 
 
-def test_layers_held_together_give_what_each_gives() -> None:
+def test_merged_layers_equal_the_single_ones() -> None:
     """Each layer still works by itself, and no weight is stored twice."""
     layers, x = [torch.nn.Linear(8, n, bias=n != 4) for n in (3, 4, 5)], torch.randn(6, 8)
     expected = torch.cat([layer(x) for layer in layers], dim=1)
@@ -291,7 +293,7 @@ def unet_pages(unet: Unet, rows: Sequence[Row]) -> list[Tensor]:
 @pytest.mark.parametrize("make_operators", [torch_operators, triton_operators])
 @pytest.mark.parametrize("make", [sd_unet, sdxl_unet])
 @torch.inference_mode()
-def test_rows_that_share_a_unets_pass_are_what_each_is_alone(
+def test_rows_that_share_a_unets_pass_equal_each_alone(
     make: Callable[..., Any], make_operators: Callable[[], Operators]
 ) -> None:
     """Templates of one size: the two rows of a guided, masked request beside another request's."""
@@ -315,9 +317,7 @@ def test_rows_that_share_a_unets_pass_are_what_each_is_alone(
 
 @pytest.mark.parametrize("make", [sd_unet, sdxl_unet])
 @torch.inference_mode()
-def test_compiled_layers_give_what_they_give_as_they_are(
-    monkeypatch: pytest.MonkeyPatch, make: Callable[..., Any]
-) -> None:
+def test_compiled_layers_equal_uncompiled_ones(monkeypatch: pytest.MonkeyPatch, make: Callable[..., Any]) -> None:
     """Traced, and run without generating code. Another mask compiles nothing new once there was a box that is not
     square.
     """
@@ -355,7 +355,7 @@ class NoTransfers(TorchDispatchMode):
 @pytest.mark.parametrize("attend", [attend_each, attend_alike, varlen_attend])
 @pytest.mark.parametrize("model", MODELS, ids=["flux", "sd3"])
 @torch.inference_mode()
-def test_a_pass_neither_mixes_devices_nor_waits(
+def test_a_transformers_pass_neither_mixes_devices_nor_waits(
     monkeypatch: pytest.MonkeyPatch, model: Model, attend: gpu_attention.Attend
 ) -> None:
     monkeypatch.setattr(gpu_tables, "upload", lambda x, device: x.to(device))
@@ -377,7 +377,7 @@ def test_a_pass_neither_mixes_devices_nor_waits(
 
 @pytest.mark.parametrize("make", [sd_unet, sdxl_unet])
 @torch.inference_mode()
-def test_nor_does_a_unets(make: Callable[..., Any]) -> None:
+def test_a_unets_pass_neither_mixes_devices_nor_waits(make: Callable[..., Any]) -> None:
     unet = make_unet(make, META, torch.bfloat16, GpuOperators())
     row, layout = unet_row(unet, 0, META, torch.bfloat16), unet.page_layout("int8")
     entries = unet_pages(unet, [row, row])
@@ -454,7 +454,7 @@ def test_the_users_choice() -> None:
         chosen_operators("compile", torch.device("cpu"))
 
 
-def test_a_digest_names_kernels_beside_plain_layers_and_the_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_digest_depends_on_kernels_plain_layers_and_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels: Any = SimpleNamespace(digest="0123")
     assert Operators(plain_linear).digest == "plain"
     assert Operators(plain_linear, kernels).digest == "plain 0123"

@@ -76,7 +76,7 @@ def test_activation_within_a_product(dtype: torch.dtype, rows: int) -> None:
     torch.testing.assert_close(out.float(), exact, rtol=2e-2, atol=1e-2)
 
 
-def test_pages_come_up_beside_a_computation_and_are_read_behind_their_events() -> None:
+def test_pages_load_during_a_computation_and_are_read_after_their_events() -> None:
     """And are copied down again after the computation that writes them."""
     block, num_blocks = 1 << 22, 8
     nbytes = block * num_blocks

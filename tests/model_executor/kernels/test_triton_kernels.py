@@ -119,7 +119,7 @@ def test_norm_and_rotation(operators: Operators, dtype: torch.dtype, heads: int,
     assert torch.equal(qkv[:, 2], before[:, 2])
 
 
-def test_keys_alone_are_normed_by_their_own_weights(operators: Operators) -> None:
+def test_keys_without_queries_are_normed_by_their_own_weights(operators: Operators) -> None:
     """As in the last block of a template."""
     qkv, weight = torch.randn(5, 3, 2, 16), torch.randn(2, 2, 16)
     rotary = torch.polar(torch.ones(5, 1, 1, 8), torch.randn(5, 1, 1, 8))
@@ -185,7 +185,7 @@ def test_pages_are_read(
         assert_near(keys_values.image, exact)
 
 
-def test_pages_under_the_image_alone(operators: Operators) -> None:
+def test_pages_are_read_without_text_tokens(operators: Operators) -> None:
     layout = PageLayout(num_blocks=1, num_heads=HEADS, head_dim=64, dtype="int8")
     pages, active = Pages(layout, 9, entry(layout, 9, 1), None, 0.0), torch.tensor([0, 4, 8])
     expected, ours = (KeysValues(token_major(9, 64, torch.float32), 0) for _ in range(2))

@@ -162,7 +162,7 @@ def primed(denoiser: Denoiser, row: Row, active: Tensor = ACTIVE) -> Row:
 
 
 @pytest.mark.parametrize("number", range(len(ROWS)))
-def test_one_request_is_the_modules_own(case: Case, module: Any, number: int) -> None:
+def test_one_request_equals_the_module(case: Case, module: Any, number: int) -> None:
     row = make_row(case.denoiser, number, *ROWS[number])
     with torch.inference_mode():
         expected = case.reference(module, row)
@@ -217,7 +217,9 @@ def test_priming_in_chunks_writes_the_same_bytes(case: Case, denoiser: Denoiser)
 
 
 @torch.inference_mode()
-def test_tables_of_all_of_a_requests_rows_keep_one_limit(denoiser: Denoiser, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tables_of_all_rows_of_a_request_share_one_limit(
+    denoiser: Denoiser, monkeypatch: pytest.MonkeyPatch
+) -> None:
     row, sigmas = make_row(denoiser, 0), torch.linspace(1, 0.1, 4)
     table = denoiser.modulation(row.pooled_prompt_embeds, row.guidance_scale, sigmas, 1)
     assert table is not None

@@ -64,7 +64,7 @@ def test_clean_prediction_of_the_last_step_is_the_result(rig: Rig) -> None:
     rig.do(edit.decode_plan())
 
 
-def test_text_result_tells_its_length(rig: Rig) -> None:
+def test_text_result_has_its_length(rig: Rig) -> None:
     """The number of tokens used (with the end mark, without padding), and whether either encoder had to cut."""
     for prompt, num_tokens, truncated in (("", 1, False), ("a hat", 3, False), (PROMPT, 16, True)):
         edit = rig.edit("text", seed=0, steps=1, size=(16, 16), prompt=prompt)
@@ -127,7 +127,7 @@ def test_template_latents_are_the_posterior_mode(rig: Rig) -> None:
 
 
 @torch.inference_mode()
-def test_priming_noise_comes_from_the_content_alone(rig: Rig) -> None:
+def test_priming_noise_depends_on_the_content_only(rig: Rig) -> None:
     """On a straight line between clean latents and noise; the noise does not depend on the picture or the level."""
     clean = rig.family.encode_template(templates()[0])
     one, half, other = "3f" * 32, torch.tensor(0.5), "40" * 32

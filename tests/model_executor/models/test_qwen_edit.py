@@ -128,14 +128,14 @@ def edit_rig(tmp_path_factory: pytest.TempPathFactory, arena: Arena) -> Iterator
 
 @torch.inference_mode()
 @pytest.mark.parametrize("size", [(128, 128), (48, 96)])
-def test_an_embedding_is_the_pipelines_own(rig: Rig, size: tuple[int, int]) -> None:
+def test_an_embedding_equals_the_pipelines(rig: Rig, size: tuple[int, int]) -> None:
     image = {"image": Image.fromarray(picture(0, size))} if rig.family.text_sees_template else {}
     theirs, _ = rig.pipeline.encode_prompt(PROMPT, **image)
     torch.testing.assert_close(encode(rig, PROMPT, 512, size=size).prompt_embeds, theirs[0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("size", [(128, 128), (16, 256), (400, 32), (32, 48)])
-def test_text_tokens_are_foretold(edit_rig: Rig, size: tuple[int, int]) -> None:
+def test_the_number_of_text_tokens_is_predicted(edit_rig: Rig, size: tuple[int, int]) -> None:
     """For any size of the picture and any length of the prompt."""
     info = edit_rig.family.info("tiny")
     for prompt in ("", "hat"):
@@ -159,7 +159,7 @@ def test_a_long_prompt_is_cut_and_the_chat_goes_on(edit_rig: Rig) -> None:
     assert (cut.num_tokens, cut.truncated) == (5, False)
 
 
-def test_what_a_plain_model_is_told_is_cut_as_the_pipeline_cuts_it(tmp_path: Path, arena: Arena) -> None:
+def test_a_plain_models_prompt_is_cut_as_in_the_pipeline(tmp_path: Path, arena: Arena) -> None:
     rig = make_plain_rig(tmp_path / "plain", arena)
     edit = make_edit(rig, "long", (64, 64), 1.0, 1.0, seed=1, steps=2)
     edit.prompt = "a person wearing the red striped shirt, and more words than fit"
@@ -170,7 +170,7 @@ def test_what_a_plain_model_is_told_is_cut_as_the_pipeline_cuts_it(tmp_path: Pat
 
 
 @pytest.mark.parametrize("special", ["<|image_pad|>", "<|im_end|>", "<|vision_start|>", "<|endoftext|>"])
-def test_a_prompt_cannot_write_the_chats_own_tokens(rig: Rig, special: str) -> None:
+def test_a_prompt_cannot_contain_the_chats_special_tokens(rig: Rig, special: str) -> None:
     text = encode(rig, f"a {special}")
     assert text.num_tokens == len(f"a {special}")
 

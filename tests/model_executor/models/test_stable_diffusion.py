@@ -116,7 +116,7 @@ def test_every_sampler_equals_the_pipeline(
 
 @pytest.mark.filterwarnings("ignore:The configuration file of this scheduler:FutureWarning")
 @pytest.mark.parametrize("scheduler_class", [DDIMScheduler, PNDMScheduler])
-def test_an_old_schedulers_configuration_is_put_right_as_the_pipeline_does(
+def test_an_old_schedulers_configuration_is_corrected_as_in_the_pipeline(
     tmp_path: Path, arena: Arena, scheduler_class: Any
 ) -> None:
     config = {"steps_offset": 0} | ({"skip_prk_steps": False} if scheduler_class is PNDMScheduler else {})
@@ -162,7 +162,7 @@ def test_the_preview_of_the_last_step_is_the_picture(rig: Rig) -> None:
     rig.do(edit.decode_plan())
 
 
-def test_what_is_said_of_them(tmp_path: Path) -> None:
+def test_model_info_of_stable_diffusion(tmp_path: Path) -> None:
     pndm = {"scheduler_class": PNDMScheduler, "scheduler": {"skip_prk_steps": True}}
     plain = describe(str(make_sd(tmp_path / "sd", native_size=64, **pndm)))
     large = describe(str(make_sdxl(tmp_path / "sdxl", in_channels=9)))
@@ -202,7 +202,7 @@ def test_what_is_said_of_them(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_not_done_as_the_pipeline_does_it_is_refused(
+def test_configurations_that_would_differ_from_the_pipeline_are_refused(
     tmp_path: Path, make: Callable[..., Path], options: dict[str, Any], reason: str
 ) -> None:
     path = make(tmp_path / "other", **options)
@@ -270,7 +270,7 @@ def test_rows_of_one_size_share_a_pass_where_they_may(rig: Rig, monkeypatch: pyt
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["sd1", "sdxl-inpaint"])
-def test_half_precision_paints_too(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+def test_half_precision_works(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
     """SDXL's VAE overflows in float16, so it stays in float32."""
     make, options = KINDS[kind]
     name = str(dtype).removeprefix("torch.")

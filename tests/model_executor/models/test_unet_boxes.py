@@ -228,7 +228,7 @@ def assert_close(ours: Tensor, expected: Tensor) -> None:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("mask", MASKS)
-def test_a_box_is_what_a_whole_map_has_there(unet: Unet, mask: str) -> None:
+def test_a_box_equals_that_part_of_a_whole_map(unet: Unet, mask: str) -> None:
     template = make_row(unet, 0)
     edit = make_edit(unet, template, torch.tensor(MASKS[mask]))
     (ours,) = unet.forward([edit])
@@ -305,7 +305,7 @@ def numbers_of(layer: Any) -> tuple[int, int]:
 @torch.inference_mode()
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("int8", 0.05)])
 @pytest.mark.parametrize("mask", ["middle", "lower right corner"])
-def test_a_box_of_an_unchanged_template_is_as_if_all_were_computed(
+def test_a_box_of_an_unchanged_template_equals_the_whole(
     unet: Unet, mask: str, dtype: PageDtype, tolerance: float
 ) -> None:
     template, active = make_row(unet, 0), torch.tensor(MASKS[mask])
@@ -335,7 +335,7 @@ def test_a_box_in_bfloat16(name: str) -> None:
 
 
 @torch.inference_mode()
-def test_residual_blocks_that_time_scales_are_whole() -> None:
+def test_residual_blocks_with_time_dependent_scales_are_computed_whole() -> None:
     """Up-samplers are not."""
     unet = make_unet("sd", resnet_time_scale_shift="scale_shift")
     template = make_row(unet, 0)
@@ -346,7 +346,7 @@ def test_residual_blocks_that_time_scales_are_whole() -> None:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("active", [[0, 41], [0, 5, 36], list(range(3, 40))])
-def test_where_the_box_is_most_of_the_picture_convolutions_are_whole(unet: Unet, active: list[int]) -> None:
+def test_if_the_box_is_most_of_the_picture_convolutions_are_computed_whole(unet: Unet, active: list[int]) -> None:
     """Then pages of residual blocks and up-samplers are not read, and only transformers omit tokens."""
     template, tokens = make_row(unet, 0), torch.tensor(active)
     assert share(grown(around(tokens, GRID[1]), GROWTH, GRID), GRID) > WORTH
@@ -410,7 +410,7 @@ def test_moments_between_keyframes_are_interpolated(unet: Unet) -> None:
     assert torch.equal(Pages(layout, tokens, entries[0], None, 0.0).open().moments(0), near)
 
 
-def test_moments_of_a_page_on_its_way_are_waited_for() -> None:
+def test_moments_of_a_loading_page_are_waited_for() -> None:
     unet, asked = make_unet("sd"), list[int]()
     entry = torch.zeros(unet.page_layout("int8").entry_bytes(4), dtype=torch.uint8)
     Pages(unet.page_layout("int8"), 4, entry, None, 0.0, asked.append).open().moments(3)

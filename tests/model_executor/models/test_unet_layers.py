@@ -72,7 +72,7 @@ def pages_of(unet: Unet, inputs: dict[str, Any], dtype: PageDtype = "float32") -
 
 @torch.inference_mode()
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("int8", 0.05)])
-def test_active_tokens_of_an_unchanged_template_are_as_if_all_were_computed(
+def test_active_tokens_of_an_unchanged_template_equal_the_full_pass(
     unet: Unet, dtype: PageDtype, tolerance: float
 ) -> None:
     inputs = make_inputs(unet, 0)
@@ -83,7 +83,7 @@ def test_active_tokens_of_an_unchanged_template_are_as_if_all_were_computed(
 
 
 @torch.inference_mode()
-def test_what_is_kept_is_what_differs(unet: Unet) -> None:
+def test_edits_differ_from_exact_by_the_cached_tokens(unet: Unet) -> None:
     """With other latents under the mask, the blocks' other tokens stay the template's, so the result is close to exact,
     not equal.
     """
@@ -199,7 +199,7 @@ def test_own_content_in_bfloat16(name: str) -> None:
 
 
 @torch.inference_mode()
-def test_an_adapter_counts_on_every_way_through(unet: Unet) -> None:
+def test_an_adapter_has_effect_in_every_kind_of_pass(unet: Unet) -> None:
     """Exact, primed and mask-aware; the base UNet is unchanged."""
     inputs, generator = make_inputs(unet, 0), torch.Generator().manual_seed(5)
     block = "mid_block.attentions.0.transformer_blocks.0"

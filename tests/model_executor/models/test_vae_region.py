@@ -151,7 +151,9 @@ def boxes(draw: st.DrawFn) -> tuple[tuple[int, int, int, int], tuple[int, int]]:
 
 
 @given(boxes(), st.integers(0, 5))
-def test_cut_and_trim_name_the_same_pixels(boxed: tuple[tuple[int, int, int, int], tuple[int, int]], halo: int) -> None:
+def test_cut_and_trim_select_the_same_pixels(
+    boxed: tuple[tuple[int, int, int, int], tuple[int, int]], halo: int
+) -> None:
     """With a map of its own coordinates, enlarged as in the last two up blocks."""
     box, grid = boxed
     region = Region.around(box, grid, halo)
@@ -166,7 +168,7 @@ def test_cut_and_trim_name_the_same_pixels(boxed: tuple[tuple[int, int, int, int
 
 
 @given(boxes())
-def test_a_region_costs_what_it_says(boxed: tuple[tuple[int, int, int, int], tuple[int, int]]) -> None:
+def test_a_regions_predicted_cost_is_right(boxed: tuple[tuple[int, int, int, int], tuple[int, int]]) -> None:
     box, grid = boxed
     region = Region.around(box, grid, 2)
     if not region.outside.any():
@@ -193,7 +195,7 @@ def test_statistics_weigh_every_cell_once(boxed: tuple[tuple[int, int, int, int]
     torch.testing.assert_close(variance, expected[0].expand(4), rtol=1e-3, atol=1e-3)
 
 
-def test_weights_correct_what_the_mosaic_happened_to_see() -> None:
+def test_weights_correct_the_bias_of_the_mosaic() -> None:
     """For maps with a gradient, the weighted mean is closer than the plain mean of the mosaic."""
     generator = torch.Generator().manual_seed(0)
     region = Region.around((1, 1, 5, 4), GRID, 2)

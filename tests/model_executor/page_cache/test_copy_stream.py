@@ -109,7 +109,7 @@ def content() -> Tensor:
     return torch.randint(0, 256, [NBYTES], dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
 
 
-def test_a_load_waits_for_what_was_computed_and_tells_of_each_block(gpu: Gpu) -> None:
+def test_a_load_waits_for_earlier_computation_and_announces_each_block(gpu: Gpu) -> None:
     stream, device = CopyStream(CPU, torch.empty(1)), torch.zeros(NBYTES, dtype=torch.uint8)
     ready, told = stream.ready(), list[int]()
 
@@ -130,14 +130,14 @@ def test_a_load_waits_for_what_was_computed_and_tells_of_each_block(gpu: Gpu) ->
     assert gpu.current_stream(CPU) is gpu.computing
 
 
-def test_what_is_computed_next_waits_for_a_block(gpu: Gpu) -> None:
+def test_later_computation_waits_for_a_block(gpu: Gpu) -> None:
     stream, events = CopyStream(CPU, torch.empty(1)), list[Any]()
     stream.load(content(), content(), BLOCK, [0, 1], stream.ready(), lambda index, event: events.append(event))
     stream.wait(events[1])
     assert gpu.computing.waited_for == [events[1]]
 
 
-def test_copies_before_a_failure_are_over_when_it_is_told(gpu: Gpu) -> None:
+def test_copies_before_a_failure_are_done_when_it_is_reported(gpu: Gpu) -> None:
     stream = CopyStream(CPU, torch.empty(1))
     with pytest.raises(RuntimeError, match="must match"):
         stream.load(content(), content()[: BLOCK + 9], BLOCK, [0, 1], stream.ready(), lambda index, event: None)
@@ -159,7 +159,7 @@ def test_the_thread_that_copies_chooses_its_device(gpu: Gpu, name: str, chosen: 
     arena.close()
 
 
-def test_a_store_moves_pages_by_it(gpu: Gpu) -> None:
+def test_a_page_store_uses_the_copy_stream(gpu: Gpu) -> None:
     """Down from a tensor that was created in inference mode, and up again; meanwhile the whole arena is registered."""
     arena, done = Arena.create(7, 1 << 20), Queue[PageCopied]()
     store = PageStore(CPU, arena, None, done.put)

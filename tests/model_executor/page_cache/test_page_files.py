@@ -51,7 +51,7 @@ def files(tmp_path: Path) -> PageFiles:
     return PageFiles(tmp_path / "stencil" / "pages", 1 << 20)
 
 
-def test_what_was_written_is_read_block_by_block(files: PageFiles) -> None:
+def test_entries_are_read_block_by_block(files: PageFiles) -> None:
     data = random_bytes()
     assert files.write(KEY, data, BLOCK)
     is_ok, out, blocks = read(PageFiles(files.directory, files.budget_bytes))
@@ -69,7 +69,7 @@ def test_blocks_are_there_when_they_are_announced(files: PageFiles) -> None:
     assert all(np.array_equal(head, data[: len(head)]) for head, _ in seen)
 
 
-def test_directory_and_files_are_the_owners_alone(files: PageFiles) -> None:
+def test_directory_and_files_are_accessible_to_the_owner_only(files: PageFiles) -> None:
     assert not files.directory.exists()
     files.write(KEY, random_bytes(), BLOCK)
     assert files.directory.stat().st_mode & 0o777 == 0o700
@@ -113,7 +113,7 @@ def test_a_directory_open_to_others_is_closed(tmp_path: Path, caplog: pytest.Log
     assert not caplog.records
 
 
-def test_a_directory_meant_for_everyone_stays_so_and_that_is_said(
+def test_a_directory_meant_for_everyone_stays_so_and_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tmp_path.chmod(0o1777)
@@ -241,7 +241,7 @@ def test_an_unreadable_file_is_a_miss(files: PageFiles) -> None:
     assert not read(files)[0]
 
 
-def test_where_no_directory_can_be_nothing_is_kept_until_there_can(
+def test_without_a_directory_nothing_is_kept_until_it_can_be_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """There is one log line at the start and one at the end; in between the disk is not accessed."""
@@ -266,7 +266,7 @@ def test_where_no_directory_can_be_nothing_is_kept_until_there_can(
     assert caplog.messages[1].endswith("again")
 
 
-def test_where_no_directory_can_be_nothing_is_deleted(tmp_path: Path) -> None:
+def test_without_a_directory_nothing_is_deleted(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     files = PageFiles(tmp_path / "file" / "pages", 1 << 20)
     files.delete(KEY)
@@ -405,7 +405,7 @@ def locked_size(directory: Path) -> int:
         return on_disk(directory)
 
 
-def test_what_a_dead_writer_left_is_removed_and_a_living_ones_stays(files: PageFiles) -> None:
+def test_files_of_a_dead_writer_are_removed_and_those_of_a_living_one_stay(files: PageFiles) -> None:
     files.write(KEY, random_bytes(), BLOCK)
     stem = the_file(files).stem
     dead, living = (files.directory / f"{stem}.{digit * 16}.tmp" for digit in "ab")

@@ -42,7 +42,7 @@ def read(
 
 
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float32"])
-def test_blocks_lie_as_the_scheme_says(dtype: PageDtype) -> None:
+def test_blocks_are_laid_out_by_the_page_scheme(dtype: PageDtype) -> None:
     """Each block is read back from its own bytes; float32 bit by bit."""
     blocks = [keys_values(seed) for seed in range(3)]
     entry = written(dtype, blocks)

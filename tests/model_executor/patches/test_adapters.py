@@ -252,7 +252,7 @@ def test_a_pickle_by_another_name_is_not_read(fill: Path, tmp_path: Path) -> Non
     refused(fill, tmp_path / "shirt.safetensors", "")
 
 
-def test_files_that_are_none(fill: Path, tmp_path: Path) -> None:
+def test_files_that_are_no_adapter_are_refused(fill: Path, tmp_path: Path) -> None:
     refused(fill, tmp_path / "nowhere.safetensors", "there is no such file")
     refused(fill, tmp_path, "a LoRA is a .safetensors file, or a folder that holds one")
     for name in ("a.safetensors", "b.safetensors"):
@@ -294,7 +294,7 @@ def test_an_adapter_for_another_unet(tmp_path: Path) -> None:
         ("text_encoder.text_model.encoder.layers.0.self_attn.q_proj.lora_A.weight", "changes the text encoder"),
     ],
 )
-def test_what_no_layer_can_add(fill: Path, tmp_path: Path, key: str, why: str) -> None:
+def test_additions_that_no_layer_can_apply_are_refused(fill: Path, tmp_path: Path, key: str, why: str) -> None:
     path = make_lora(tmp_path / "odd.safetensors", fill, "proj_out")
     tensors = load_file(path)
     save_file(tensors | {key: torch.ones(4, 64)}, path)

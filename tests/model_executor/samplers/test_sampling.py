@@ -50,7 +50,7 @@ def make(scheduler: Any) -> tuple[Sampling, Any]:
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize(("steps", "left_out"), [(2, 0), (8, 0), (8, 3)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_trajectory_is_the_schedulers(scheduler: Any, steps: int, left_out: int, dtype: torch.dtype) -> None:
+def test_the_trajectory_equals_the_schedulers(scheduler: Any, steps: int, left_out: int, dtype: torch.dtype) -> None:
     """Every latent and every noised template on the way, with steps of other requests in between."""
     sampling, theirs = make(scheduler)
     theirs.set_timesteps(**timesteps(sampling, steps))
@@ -76,7 +76,7 @@ def test_trajectory_is_the_schedulers(scheduler: Any, steps: int, left_out: int,
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_a_step_can_be_done_again(scheduler: Any) -> None:
+def test_a_step_can_be_repeated(scheduler: Any) -> None:
     """A step does not change its inputs."""
     sampling, _ = make(scheduler)
     sigmas = sampling.schedule(4, 4, timesteps(sampling, 4))
@@ -113,7 +113,7 @@ def test_number_of_steps_is_known_beforehand(scheduler: Any, strength: float) ->
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_the_fewest_steps_are_done_and_fewer_could_not_be(scheduler: Any) -> None:
+def test_the_minimum_of_steps_works_and_fewer_fail(scheduler: Any) -> None:
     sampling = Sampling(scheduler)
     fewest = sampling.min_steps
     assert sampling.schedule(fewest, fewest, timesteps(sampling, fewest)).isfinite().all()

@@ -55,7 +55,7 @@ def step_as_the_pipeline(scheduler: Any, prediction: Tensor, timestep: Tensor, l
 @pytest.mark.parametrize(
     ("steps", "left_out", "dtype"), [(2, 0, torch.float32), (8, 0, torch.bfloat16), (8, 3, torch.float32)]
 )
-def test_trajectory_is_the_schedulers(scheduler: Any, steps: int, left_out: int, dtype: torch.dtype) -> None:
+def test_the_trajectory_equals_the_schedulers(scheduler: Any, steps: int, left_out: int, dtype: torch.dtype) -> None:
     """Every latent, model input and noised template on the way, with steps of other requests in between."""
     sampling, theirs = make(scheduler)
     theirs.set_timesteps(steps)
@@ -85,7 +85,7 @@ def test_trajectory_is_the_schedulers(scheduler: Any, steps: int, left_out: int,
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS, ids=name_of)
-def test_a_step_can_be_done_again(scheduler: Any) -> None:
+def test_a_step_can_be_repeated(scheduler: Any) -> None:
     """A step does not change its inputs."""
     sampling, _ = make(scheduler)
     run = sampling.run(5, 5)
@@ -136,6 +136,6 @@ def test_clean_prediction_inverts_the_noising(scheduler: Any) -> None:
         (PNDMScheduler(), "PNDMScheduler with skip_prk_steps off"),
     ],
 )
-def test_what_is_not_supported_is_named(scheduler: Any, reason: str) -> None:
+def test_unsupported_options_are_named(scheduler: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         TimestepSampling(scheduler)

@@ -164,7 +164,9 @@ def warm_directory(models: ResidentModels, template: Pixels, tmp_path: Path) -> 
         yield tmp_path / "pages", painted
 
 
-def test_a_warm_edit_is_the_cold_one_and_paints_only_around_the_mask(models: ResidentModels, template: Pixels) -> None:
+def test_a_warm_edit_equals_the_cold_one_and_paints_only_around_the_mask(
+    models: ResidentModels, template: Pixels
+) -> None:
     rig = Rig(models, CacheConfig(host_bytes=2**26), None)
     with closing(rig.store):
         cold, first = rig.edit("cold", template)

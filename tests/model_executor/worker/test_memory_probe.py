@@ -139,7 +139,7 @@ def test_guided_requests_have_two_rows(tmp_path: Path) -> None:
     assert peaks[True] > 1.5 * peaks[False]
 
 
-def test_what_a_request_keeps_is_what_the_tensor_store_holds_of_it(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_the_bytes_kept_per_request_equal_those_in_the_tensor_store(tiny_checkpoint: Path, tmp_path: Path) -> None:
     with (
         pytest.MonkeyPatch.context() as patch,
         closing(LocalEngine(tiny_checkpoint, "cpu", "float32", CacheConfig(host_bytes=GIB))) as engine,
@@ -169,7 +169,7 @@ def test_pages_get_what_the_model_and_its_batches_leave(models: ResidentModels, 
     assert room - half == 400 * MIB
 
 
-def test_what_was_asked_for_is_taken_as_it_is(models: ResidentModels, info: ModelInfo) -> None:
+def test_a_configured_size_is_used_as_it_is(models: ResidentModels, info: ModelInfo) -> None:
     gauge = CpuGauge(1000 * MIB)
     assert page_bytes(models, info, gauge, CacheConfig(device_bytes=5)) == 5
     assert page_bytes(models, info, gauge, CacheConfig(device_bytes=0)) == 0

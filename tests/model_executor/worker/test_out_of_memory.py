@@ -82,7 +82,9 @@ def test_a_step_is_halved_until_it_fits_and_paints_the_same(rig: Rig, monkeypatc
         "CUDA error: out of memory",
     ],
 )
-def test_libraries_that_find_no_memory(rig: Rig, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
+def test_errors_of_libraries_without_memory_are_recognised(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
     def predict(rows: Sequence[Row]) -> list[torch.Tensor]:
         raise RuntimeError(words)
 
@@ -118,7 +120,7 @@ def test_a_model_that_does_not_fit_is_no_broken_checkpoint(
         models.load_all()
 
 
-def test_the_remedies_are_the_devices_own_and_other_errors_stay() -> None:
+def test_remedies_depend_on_the_device_and_other_errors_are_unchanged() -> None:
     with pytest.raises(ConfigError) as raised, room_for("the model", CPU_REMEDIES):
         raise MemoryError
     assert "--gpu-memory-utilization" not in str(raised.value)

@@ -71,7 +71,7 @@ def test_moved_tensor_is_bit_exact(arena: Arena, dtype: torch.dtype) -> None:
     assert torch.equal(moved.view(torch.uint8), tensor.view(torch.uint8))
 
 
-def test_resolve_takes_what_is_here_from_the_store(arena: Arena) -> None:
+def test_resolve_takes_local_tensors_from_the_store(arena: Arena) -> None:
     tensors = store(arena, 1)
     tensors.put(KEY, torch.ones(2))
     assert torch.equal(tensors.resolve(TensorRef(KEY, 1)), torch.ones(2))

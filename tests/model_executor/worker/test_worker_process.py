@@ -167,7 +167,7 @@ async def test_failed_item_is_a_message(executor: Executor, arena: Arena, space:
         await run(executor, edit)
 
 
-async def test_what_a_worker_cannot_read_costs_its_own_items_alone(
+async def test_items_that_a_worker_cannot_read_fail_alone(
     executor: Executor, arena: Arena, space: ArenaAllocator
 ) -> None:
     """Bytes that are no message, and plans with an item that cannot be decoded, or not be encoded."""
