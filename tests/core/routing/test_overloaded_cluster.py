@@ -1,4 +1,4 @@
-"""Goodput in simulated time: with admission control and deadlines it is kept at twice the load of full capacity."""
+"""Admission control and deadlines keep up goodput at twice the capacity, in simulated time."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_twice_the_load_keeps_the_goodput() -> None:
     assert overload.ends["finished"] <= 2, "hardly any is late"
 
 
-def test_without_a_door_the_goodput_is_gone() -> None:
+def test_without_admission_control_the_goodput_collapses() -> None:
     """Shows what admission control is for, and that the other test could fail."""
     slo = 8 * LONE
     assert measure(2.0, slo, is_refusing=False).goodput < 0.6 * measure(2.0, slo).goodput
@@ -53,7 +53,7 @@ def test_predictions_that_are_far_too_short_are_made_up_for() -> None:
 
 
 @pytest.mark.parametrize("times", [0.5, 20.0])
-def test_a_calm_server_refuses_nobody(times: float) -> None:
+def test_a_lightly_loaded_server_refuses_no_edit(times: float) -> None:
     """Even an objective that no edit can meet does not stop an idle server from serving."""
     goodput = measure(0.001, times * LONE)
     assert set(goodput.ends) <= {"in time", "finished"}

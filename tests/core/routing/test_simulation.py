@@ -1,4 +1,4 @@
-"""The simulator: every edit is answered once, time adds up, and a run can be repeated."""
+"""The simulator: every edit is answered once, times add up, and a run can be repeated."""
 
 from __future__ import annotations
 
