@@ -18,6 +18,11 @@ def print_report(title: str, rows: Sequence[Row], result: Mapping[str, Any], out
     print(title)
     for name, value in rows:
         print(f"  {name:<{width}}  {value}")
+    print_line(result, output)
+
+
+def print_line(result: Mapping[str, Any], output: Path | None = None) -> None:
+    """The line of JSON alone."""
     line = json.dumps({name: _rounded(value) for name, value in result.items()}, allow_nan=False)
     print(line, flush=True)
     if output is not None:

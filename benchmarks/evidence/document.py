@@ -44,10 +44,8 @@ def write_document(results: Results, folder: Path) -> None:
 def _throughput(results: Results) -> dict[str, Any]:
     tables = {name: results.all(f"serving/throughput-{run}-") for name, run in RUNS.items()}
     found = {name: _in_order(map(_with_bound, table)) for name, table in tables.items()}
-    compared = {name: _in_order(results.all(f"{name.replace('_', '-')}/")) for name in ("large", "two_engines")}
-    return {f"throughput_{name}": _with_gain(rows) for name, rows in found.items()} | {
-        name: _with_gain(rows) for name, rows in compared.items()
-    }
+    values = {f"throughput_{name}": _with_gain(rows) for name, rows in found.items()}
+    return values | {"large": _with_gain(_in_order(results.all("large/")))}
 
 
 def _in_order(found: Iterable[Result]) -> list[Result]:
@@ -136,17 +134,11 @@ def _others(results: Results) -> dict[str, Any]:
     gain = fleet["one-at-a-time"]["mean"] / fleet["same-rate"]["mean"] if len(fleet) > 1 else None
     routing = [{"routing_ms": line["mask-aware_median_us"] / 1e3} for line in _lines(results, "overheads/routing")]
     own = _lines(results, "overheads/step-and-handover")
-    rates: dict[str, dict[int, float]] = {}
-    for line in _lines(results, "batch-size/"):
-        rates.setdefault(line["backend"], {})[line["batch_size"]] = line["edits_per_s"]
     return {
         "one_at_a_time": [fleet["one-at-a-time"]] if gain else [],
         "same_rate": [fleet["same-rate"]] if gain else [],
         "fleet_gain": gain,
-        "batch_sizes": [{"backend": backend, "rates": by_size} for backend, by_size in rates.items()],
         "mask_ratios": [_in_ms(line) for line in _lines(results, "mask-ratio/edit")],
-        "batching": _lines(results, "batching"),
-        "policies": _lines(results, "policies/"),
         "cost_model": _lines(results, "cost-model"),
         "overheads": [one | other for one, other in zip(own, routing, strict=False)],
     }

@@ -30,7 +30,6 @@ class Plan:
     window: float = 9.0  # seconds that arrivals take
     # Other parts
     quality_edits: int = 200
-    batch_edits: int = 8
     large_edits: int = 3
     steps: int = 8
     many_steps: int = 28

@@ -2,17 +2,15 @@
 
 FLOPs are counted, of convolutions, products and attentions, with the published configurations and no weights: what
 share of them the mask leaves, and so the most that a step can be faster. Masks are nearly square, in the picture's
-middle. With --time, steps are timed, with random weights and the transformers' depth cut to --depth, on one thread and
-pictures of so many pixels a side: processor time, the ways in turns, medians. With --load, also steps whose pages are
-brought meanwhile, by a clock, in so many times the time of a mask-aware step: with all blocks from pages, with the
-leading ones computed in full, and with nothing to bring.
+middle. With --time, steps of pictures of that many pixels a side are timed on one thread, with random weights and the
+transformers' depth cut to --depth: medians of processor time, in turns.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,14 +23,12 @@ from benchmarks.command import command
 from benchmarks.gpu.boxes import middle_box, tokens_in
 from benchmarks.report import Value, print_report
 from benchmarks.turns import medians, timed
-from core.cache.block_plan import plan_blocks
 from model_executor.models.base import Row
 from model_executor.models.unet import Unet
 from model_executor.page_cache.pages import Pages
 
 RATIOS = (0.05, 0.1, 0.2, 0.5)
 TIMED = (0.1, 0.2)
-LOADED = 0.2
 TOKEN = 32
 TEXT_TOKENS = 77
 LAYERS = {"layers_per_block": 2, "in_channels": 4, "out_channels": 4}
@@ -71,9 +67,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--unet", choices=CONFIGS, default="sdxl", help="whose shape")
     parser.add_argument("--time", type=int, default=0, metavar="SIDE", help="time steps of pictures of so many pixels")
     parser.add_argument("--depth", type=int, default=2, help="most blocks of a transformer, where steps are timed")
-    parser.add_argument(
-        "--load", type=float, default=0.0, metavar="N", help="time steps whose pages take N times as long"
-    )
     args = parser.parse_args(argv)
     config = LAYERS | CONFIGS[args.unet]
     side = 8 * config["sample_size"]
@@ -105,36 +98,11 @@ def _report_times(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
         result |= {f"faster_{ratio}": faster, f"bound_{ratio}": bound}
     title = f"Timed at {args.time} px, transformers of depth {depths}, 1 thread, {args.dtype}"
     print_report(title, lines, result, args.output)
-    if args.load:
-        _report_loading(args, unet, rows[LOADED], (seconds[1.0], seconds[LOADED]))
-
-
-def _report_loading(args: argparse.Namespace, unet: Unet, row: Row, alone: tuple[float, float]) -> None:
-    """alone: seconds of an exact and of a mask-aware step with nothing to bring."""
-    (full, cached), num_pages = alone, unet.page_layout("int8").num_blocks
-    load, runs = args.load * cached, unet.block_runs(len(row.latents))
-    plans = {"all from pages": (), "leading blocks in full": plan_blocks(runs, num_pages, full, cached, load)}
-    ways = {name: timed(partial(_step_loading, unet, row, plan, load / num_pages)) for name, plan in plans.items()}
-    seconds = medians(ways | {"nothing to bring": timed(partial(_step, unet, row))}, args.rounds)
-    in_full = {name: f", {len(plan)} of {num_pages} pages not needed" for name, plan in plans.items()}
-    lines = [(name, f"{taken * 1e3:.0f} ms{in_full.get(name, '')}") for name, taken in seconds.items()]
-    result: dict[str, Value] = {f"{name.replace(' ', '_')}_ms": taken * 1e3 for name, taken in seconds.items()}
-    print_report(f"Mask ratio {LOADED}, pages brought in {args.load} times the step", lines, result, args.output)
 
 
 @torch.inference_mode()
 def _step(unet: Unet, row: Row) -> None:
     unet.forward([row])
-
-
-def _step_loading(unet: Unet, row: Row, full_blocks: Collection[int], seconds_per_page: float) -> None:
-    """Pages come in their order, but for those of blocks that are computed in full."""
-    assert row.pages is not None
-    started = time.perf_counter()
-    wanted = [page for page in range(row.pages.layout.num_blocks) if page not in full_blocks]
-    due = {page: started + (number + 1) * seconds_per_page for number, page in enumerate(wanted)}
-    pages = replace(row.pages, wait=lambda page: time.sleep(max(0.0, due[page] - time.perf_counter())))
-    _step(unet, replace(row, pages=pages, full_blocks=full_blocks))
 
 
 @torch.inference_mode()

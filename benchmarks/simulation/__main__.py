@@ -6,17 +6,16 @@ Each run prints one line of JSON; a table by scenario follows.
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import get_args
 
 import msgspec
 import numpy as np
 
 from benchmarks.command import command
+from benchmarks.report import print_line
 from benchmarks.simulation.cluster import Cluster, latencies_moving_freely
 from benchmarks.simulation.scenario import SCENARIOS
 from core.config import RouterPolicy
@@ -111,27 +110,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--scenarios", nargs="+", default=["reference", "mix"], choices=SCENARIOS, help="by name")
     parser.add_argument("--seeds", type=int, default=5, help="traces of each scenario")
     parser.add_argument("--policies", nargs="+", default=POLICIES, choices=POLICIES, help="of the router")
-    parser.add_argument("--plots", type=Path, help="folder that plots are written to")
     args = parser.parse_args(argv)
     runs = list[Run]()
     for seed in range(args.seeds):
         for scenario in args.scenarios:
             for policy in args.policies:
                 runs.append(simulate(scenario, policy, seed))
-                _note(runs[-1], args.output)
+                print_line(msgspec.to_builtins(runs[-1]), args.output)
     print_table(runs)
-    if args.plots is not None:
-        from benchmarks.simulation.plots import write_plots
-
-        write_plots(runs, args.plots)
-
-
-def _note(run: Run, output: Path | None) -> None:
-    line = json.dumps(msgspec.to_builtins(run))
-    print(line, flush=True)
-    if output is not None:
-        with output.open("a") as file:
-            file.write(line + "\n")
 
 
 if __name__ == "__main__":
