@@ -26,10 +26,7 @@ MEDIANS = ("request_rate", "latency_mean_ms", "latency_median_ms", "latency_p95_
 
 
 def write_document(results: Results, folder: Path) -> None:
-    """The page and its plots; sections without results are left out."""
-    from benchmarks.evidence.plots import write_plots
-
-    write_plots(results, folder)
+    """The page; sections without results are left out."""
     values: dict[str, Any] = {}
     for section in (_throughput, _headline, _rates, _stages, _quality, _others):
         values |= section(results)

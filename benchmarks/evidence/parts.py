@@ -21,7 +21,7 @@ from benchmarks.evidence.serving_part import Fleet, ServingPart
 from benchmarks.load.client import Target, send_in_turn, warm_up
 from benchmarks.load.dataset import Mix, synthetic
 from benchmarks.load.summary import Context, summarise
-from benchmarks.micro.checkpoints import LARGE_SIDE, write_large
+from benchmarks.micro.large_checkpoint import SIDE, write_checkpoint
 from core.config import EMBEDDED_MODEL
 
 SETTING = Setting(EMBEDDED_MODEL)
@@ -80,13 +80,13 @@ def quality(sweep: Sweep) -> None:
 
 def large(sweep: Sweep) -> None:
     """512 px edits of a checkpoint whose time goes into tokens."""
-    mix = Mix(template_reuse="fixed:4", num_inference_steps=str(sweep.plan.steps), sizes=f"{LARGE_SIDE}x{LARGE_SIDE}")
+    mix = Mix(template_reuse="fixed:4", num_inference_steps=str(sweep.plan.steps), sizes=f"{SIDE}x{SIDE}")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "large"
 
         def make(name: str, number: int, warm_ups: int) -> Result:
             if not path.exists():
-                write_large(path)
+                write_checkpoint(path)
             return _closed_loop(name, Setting(str(path)), mix, number, warm_ups)
 
         number = sweep.plan.large_edits

@@ -138,23 +138,13 @@ def _worst(ways: Mapping[str, Figures]) -> Figures:
 
 
 def _attention(figures: Figures) -> Figures:
-    shapes = [
-        {
-            "shape": shape,
-            "way": way,
-            "ms": ms,
-            "tflops": 1e3 * one["tflop"] / ms,
-            "new_shape_ms": one["new_shape_ms"][way],
-        }
-        for shape, one in figures.get("shapes", {}).items()
-        for way, ms in one["ms"].items()
-    ]
-    steps = [
-        {"batch": batch, "ratio": figures["ratio"], "way": way, "ms": ms}
-        for batch, ways in figures.get("steps", {}).items()
-        for way, ms in ways.items()
-    ]
-    return {"attention_shapes": shapes, "attention_steps": steps}
+    return {
+        "attention_steps": [
+            {"batch": batch, "ratio": figures["ratio"], "way": way, "ms": ms}
+            for batch, ways in figures.get("steps", {}).items()
+            for way, ms in ways.items()
+        ]
+    }
 
 
 def _unfinished(reasons: Mapping[str, str]) -> Figures:

@@ -23,7 +23,8 @@ from queue import SimpleQueue
 import torch
 
 from benchmarks.command import command
-from benchmarks.micro.denoiser_step import flux_shape, primed_entry, random_row
+from benchmarks.micro.denoiser_step import flux_shape, random_row
+from benchmarks.micro.rows import pages_between, primed_entry
 from benchmarks.report import Value, print_report
 from benchmarks.turns import medians, timed
 from core.cache.block_plan import Times, plan_prefix
@@ -33,11 +34,8 @@ from core.messages.worker import PageCopied, PageCopy
 from model_executor.models.flux_transformer import FluxTransformer
 from model_executor.page_cache.page_files import Bytes, PageFiles
 from model_executor.page_cache.page_store import OnBlock, PageStore
-from model_executor.page_cache.pages import Pages
 
 MASK_RATIO = 0.1
-WEIGHT = 0.37
-"""Where between its two keyframes the step lies."""
 
 SLOWNESS = (0.5, 2.0, 5.0)
 """Loading of a block over computing it with pages: three tiers."""
@@ -108,7 +106,7 @@ class Step:
         self._num_double = module.config.num_layers
         self._transformer = FluxTransformer(module, 1000)
         self.layout = self._transformer.page_layout("int8")
-        self._num_tokens, row = shape.image_tokens, random_row(self._transformer, shape.grid, shape.text_tokens)
+        self._num_tokens, row = shape.image_tokens, random_row(self._transformer, shape)
         self._row = replace(row, active=torch.arange(round(MASK_RATIO * shape.image_tokens)))
         near, far = (primed_entry(self._transformer, row, sigma) for sigma in (0.75, 0.5))
         arena = Arena.create(1, -(-2 * len(far) // 4096) * 4096)
@@ -118,7 +116,7 @@ class Step:
         self.store = PageStore(torch.device("cpu"), arena, self._files, self._copied.put)
         self._files.write("far", far.numpy(), self.block_bytes)
         self.store.create(self._far).copy_(far)
-        self._pages = Pages(self.layout, self._num_tokens, near, self.store.entry(self._far), WEIGHT)
+        self._pages = pages_between(self._transformer, row, near, self.store.entry(self._far))
 
     @property
     def block_bytes(self) -> int:

@@ -21,11 +21,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.command import command
 from benchmarks.gpu.boxes import middle_box, tokens_in
+from benchmarks.micro.rows import PAGES, pages_between, unet_row
 from benchmarks.report import Value, print_report
 from benchmarks.turns import medians, timed
 from model_executor.models.base import Row
 from model_executor.models.unet import Unet
-from model_executor.page_cache.pages import Pages
 
 RATIOS = (0.05, 0.1, 0.2, 0.5)
 TIMED = (0.1, 0.2)
@@ -82,8 +82,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _report_times(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
-    depths = tuple(min(depth, args.depth) for depth in config.get("transformer_layers_per_block", (1,)))
-    cut = dict(config) | ({"transformer_layers_per_block": depths} if len(depths) > 1 else {})
+    depths = config.get("transformer_layers_per_block")
+    cut = {**config, "transformer_layers_per_block": [min(each, args.depth) for each in depths]} if depths else config
     flops = _count(cut, args.time)
     torch.set_num_threads(1)
     dtype = getattr(torch, args.dtype)
@@ -96,7 +96,7 @@ def _report_times(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
         faster, bound = seconds[1.0] / seconds[ratio], flops[1.0] / flops[ratio]
         lines.append((f"mask ratio {ratio}", f"{faster:.2f}x faster, of {bound:.2f}x by FLOPs: {faster / bound:.2f}"))
         result |= {f"faster_{ratio}": faster, f"bound_{ratio}": bound}
-    title = f"Timed at {args.time} px, transformers of depth {depths}, 1 thread, {args.dtype}"
+    title = f"Timed at {args.time} px, transformers of depth {args.depth} at most, 1 thread, {args.dtype}"
     print_report(title, lines, result, args.output)
 
 
@@ -119,24 +119,14 @@ def _count(config: Mapping[str, Any], side: int) -> dict[float, int]:
 
 
 def _rows(unet: Unet, side: int, device: torch.device, dtype: torch.dtype = torch.float32) -> dict[float, Row]:
-    """Mask ratio -> a row of a square picture with so many tokens a side; 1 is an exact one."""
-    config: Any = unet.module.config
-    tokens, layout = side * side, unet.page_layout("int8")
-    near, far = (torch.zeros(layout.entry_bytes(tokens), dtype=torch.uint8, device=device) for _ in range(2))
-    pages = Pages(layout, tokens, near, far, 0.5)
-    pooled = 1280 if config.addition_embed_type else 0
-    whole = Row(
-        latents=torch.randn(tokens, 64, dtype=dtype, device=device),
-        condition=torch.empty(tokens, 0, dtype=dtype, device=device),
-        prompt_embeds=torch.randn(TEXT_TOKENS, config.cross_attention_dim, dtype=dtype, device=device),
-        pooled_prompt_embeds=torch.randn(pooled, dtype=dtype, device=device),
-        sigma=torch.tensor(0.5, device=device),
-        guidance_scale=1.0,
-        grid=(side, side),
-    )
+    """Mask ratio -> a row of a square picture with this many tokens a side; 1 is an exact one."""
+    whole = unet_row(unet, side, TEXT_TOKENS, lambda *size: torch.randn(size, dtype=dtype, device=device))
+    entry_bytes = unet.page_layout(PAGES).entry_bytes(side * side)
+    near, far = (torch.zeros(entry_bytes, dtype=torch.uint8, device=device) for _ in range(2))
     rows = {1.0: whole}
     for ratio in RATIOS:
         box = middle_box(ratio, side)
+        pages = pages_between(unet, whole, near, far)
         rows[ratio] = replace(whole, active=tokens_in(box, side, device), box=box, pages=pages)
     return rows
 

@@ -1,9 +1,8 @@
 """Latency of a lone edit by mask ratio, through HTTP: exact, warm and cold, and where the time goes.
 
-Cold edits a picture that was never seen, so its pages are primed first. Exact computes every token of it. Warm edits it
-again, when its pages are there. The three alternate, each a moment after the last one, when an idle server has primed
-the result of that. The server is started with the flags given here, or is one that runs (`--base-url`). With `--once`
-there is an edit of each kind and no other: for checkpoints whose edits take minutes.
+A cold edit is the first of its picture, so pages are primed before it. An exact one computes every token. A warm edit of
+the same picture finds its pages. The three alternate, with a pause in which an idle server primes its last result. The
+server is started with the flags given here, or is a running one (`--base-url`).
 """
 
 from __future__ import annotations
@@ -124,7 +123,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--size", type=int, default=256, help="pixels of the pictures' sides")
     parser.add_argument("--mask-ratio", type=float, nargs="+", default=[0.1], help="active tokens over image tokens")
     parser.add_argument("--steps", type=int, nargs="+", default=[8, 28], help="denoising steps")
-    parser.add_argument("--once", type=int, default=0, metavar="SIDE", help="one edit of each kind, masks this wide")
     args = parser.parse_args(argv)
     with _server(args) as url:
         for measured in asyncio.run(_measure(args, url)):
@@ -143,8 +141,6 @@ def _server(args: argparse.Namespace) -> Iterator[str]:
 async def _measure(args: argparse.Namespace, url: str) -> list[Measured]:
     async with connect(Target(url)) as http:
         client = Client(url, http, args.size)
-        if args.once:
-            return [await client.round(client.square_mask(args.once), Measured(steps)) for steps in args.steps]
         masks = await client.find_masks(args.mask_ratio)
         return [await _measure_one(client, mask, steps, args.rounds) for steps in args.steps for mask in masks]
 
