@@ -1,4 +1,4 @@
-"""docs/benchmarks.md: prose and tables' columns from page.md, figures from a file of results; measuring.md ends it."""
+"""docs/benchmarks.md: prose and columns of tables from page.md, figures from files of results, then measuring.md."""
 
 from __future__ import annotations
 
@@ -19,16 +19,13 @@ RUNS = {"public_8": "public-8", "production_8": "flashps-prod-8", "public_28": "
 MEASURING = Path(__file__).with_name("measuring.md")
 """The end of the page: single runs and how to measure, written by hand."""
 
-ENOUGH = 100
-"""Arrivals from which on a run shows whether a system keeps up."""
-
 MEDIANS = ("request_rate", "latency_mean_ms", "latency_median_ms", "latency_p95_ms", "latency_p99_ms", "queue_mean_ms")
 
 
 def write_document(results: Results, folder: Path) -> None:
     """The page; sections without results are left out."""
     values: dict[str, Any] = {}
-    for section in (_throughput, _headline, _rates, _stages, _quality, _others):
+    for section in (_throughput, _headline, _keep_up, _stages, _quality, _others):
         values |= section(results)
     filled = {name: value for name, value in values.items() if value}
     page = fill(PAGE.read_text(), filled) + "\n" + MEASURING.read_text()
@@ -85,16 +82,11 @@ def _medians(runs: Sequence[Result]) -> Result:
     return runs[0] | medians | {"verdicts": verdicts, "num_failed": failed}
 
 
-def _rates(results: Results) -> dict[str, Any]:
-    found = _in_order([*results.all("serving/rate-"), *results.all("serving/keep-up-")])
+def _keep_up(results: Results) -> dict[str, Any]:
+    """Runs above diffusers' capacity, whose throughput is a load of 1."""
     base = results.find("serving/throughput-public-8-diffusers")
-    return {"rates": [_with_load(run, base) for run in found]}
-
-
-def _with_load(run: Result, base: Result | None) -> Result:
-    """base: the run whose throughput is a load of 1."""
-    verdict = ("yes" if run["keeps_up"] else "no") if run["num_edits"] >= ENOUGH else ""
-    return run | {"verdict": verdict, "offered": base and run["request_rate"] / base["throughput"]}
+    runs = _in_order(results.all("serving/keep-up-"))
+    return {"keep_up": [run | {"offered": base and run["request_rate"] / base["throughput"]} for run in runs]}
 
 
 def _stages(results: Results) -> dict[str, Any]:
@@ -115,7 +107,7 @@ def _stages(results: Results) -> dict[str, Any]:
 
 def _quality(results: Results) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    for line in _lines(results, "quality/"):
+    for line in _lines(results, "quality"):
         systems = [one | {"title": _title(name, one, line)} for name, one in line["systems"].items()]
         values |= {"quality": line, f"quality_{line['masks']}": line, f"quality_{line['masks']}_systems": systems}
     return values

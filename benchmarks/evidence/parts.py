@@ -5,22 +5,20 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.baselines.systems import Setting, running
-from benchmarks.benchmark_serving import as_json
+from benchmarks.benchmark_serving import as_json, measure
 from benchmarks.evidence.commands import run_command
 from benchmarks.evidence.plan import Plan
 from benchmarks.evidence.results import Result, Results
 from benchmarks.evidence.serving_part import Fleet, ServingPart
 from benchmarks.load.client import Target, send_in_turn, warm_up
 from benchmarks.load.dataset import Mix, synthetic
-from benchmarks.load.summary import Context, summarise
+from benchmarks.load.summary import Context
 from benchmarks.micro.large_checkpoint import SIDE, write_checkpoint
 from core.config import EMBEDDED_MODEL
 
@@ -70,12 +68,8 @@ def overheads(sweep: Sweep) -> None:
 
 
 def quality(sweep: Sweep) -> None:
-    def one(masks: str) -> None:
-        flags = ["--num-edits", str(sweep.plan.quality_edits // 2), "--steps", str(sweep.plan.steps)]
-        flags += ["--masks", masks, "--sheets", str(sweep.docs)]
-        sweep.command(f"quality/{masks}", "benchmarks.quality", "systems", *flags)
-
-    _both(*(partial(one, masks) for masks in ("silhouette", "box")))
+    flags = ["--num-edits", str(sweep.plan.quality_edits // 2), "--steps", str(sweep.plan.steps)]
+    sweep.command("quality", "benchmarks.quality", "systems", *flags, "--sheets", str(sweep.docs))
 
 
 def large(sweep: Sweep) -> None:
@@ -94,22 +88,14 @@ def large(sweep: Sweep) -> None:
         sweep.results.get_or_make("large/stencil", lambda: make("stencil", 4 * number, 4))  # all templates are primed
 
 
-def _both(*tasks: Callable[[], None]) -> None:
-    """At once, which only suits results that do not depend on time."""
-    with ThreadPoolExecutor() as pool:
-        for future in [pool.submit(task) for task in tasks]:
-            future.result()
-
-
 def _closed_loop(name: str, setting: Setting, mix: Mix, number: int, warm_ups: int) -> Result:
     calls = synthetic(mix, warm_ups + number, np.random.default_rng(0))
     print(f"{name}, {mix.sizes}", flush=True)
     with running(name, setting) as server:
         target = Target(server.url)
         asyncio.run(warm_up(target, calls[:warm_ups], CLIENTS))
-        run = asyncio.run(send_in_turn(target, calls[warm_ups:], CLIENTS))
-    areas = [call.area for call in calls[warm_ups:] if call.area is not None]
-    return {"system": name} | as_json(summarise(run, Context(areas=areas)))
+        sending = send_in_turn(target, calls[warm_ups:], CLIENTS)
+        return {"system": name} | as_json(asyncio.run(measure(target, calls[warm_ups:], sending, Context())))
 
 
 @dataclass(frozen=True)
@@ -125,7 +111,7 @@ PARTS = {
     "cost-model": Part(cost_model, 0.6),
     "mask-ratio": Part(mask_ratio, 2.2),
     "fleet": Part(fleet, 0.4),
-    "quality": Part(quality, 3.9),
+    "quality": Part(quality, 6.0),
     "large": Part(large, 1.8),
     "serving": Part(serving, 25.0),
 }

@@ -25,9 +25,6 @@ class Plan:
     # Poisson arrivals, Stencil alone
     keep_up_loads: tuple[float, ...] = (1.6,)
     keep_up_edits: int = 120
-    # Poisson arrivals, all systems
-    loads: tuple[float, ...] = (0.5, 1.4)
-    window: float = 9.0  # seconds that arrivals take
     # Other parts
     quality_edits: int = 200
     large_edits: int = 3
@@ -49,7 +46,6 @@ SHORT = Plan(
     headline_edits=12,
     headline_seeds=1,
     keep_up_edits=8,
-    window=5.0,
     quality_edits=8,
     large_edits=1,
 )

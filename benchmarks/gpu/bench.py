@@ -7,17 +7,18 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.sizes import Size
+from benchmarks.turns import medians
 
 Call = Callable[[], object]
 
-COMPILE_SECONDS = 60.0
-"""Nothing is compiled with less time left."""
+COMPILE_SECONDS = 60.0  # nothing is compiled with less time left
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,7 @@ class Bench:
     def medians(self, calls: Mapping[str, Call], rounds: int | None = None) -> dict[str, float]:
         """Seconds of calls in turns, of which the first is not counted. rounds: at most, for calls that take long."""
         number = min(self.size.rounds, rounds or self.size.rounds)
-        turns = [{name: self.seconds(call) for name, call in calls.items()} for _ in range(number + 1)]
-        return {name: statistics.median(turn[name] for turn in turns[1:]) for name in calls}
+        return medians({name: partial(self.seconds, call) for name, call in calls.items()}, number)
 
     def launch_ms(self, call: Call) -> float:
         """Milliseconds until a call returns, with the device's work still queued; median."""

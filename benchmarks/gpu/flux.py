@@ -31,8 +31,7 @@ from model_executor.models.flux_transformer import FluxTransformer
 from model_executor.page_cache.pages import Pages
 
 GUIDANCE = 3.5
-PIXELS = 16
-"""Of a token's side."""
+PIXELS = 16  # of a token's side
 
 
 class FluxBench:

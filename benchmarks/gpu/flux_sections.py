@@ -18,17 +18,13 @@ from benchmarks.gpu.overlap import Span, device_spans, hidden_share, merged
 from benchmarks.gpu.report import Figures
 from model_executor.kernels.gpu_attention import Attend, attend_alike, attend_each, best_attend, varlen_attend
 
-AGREEMENT_RATIO = 0.2
-"""Mask ratio of the step whose result is compared with an exact one's."""
+AGREEMENT_RATIO = 0.2  # mask ratio of the step whose result is compared with an exact one's
 STEP_RATIO = 0.1
 """Mask ratio of the steps whose launches and attention are timed, and of the first edit of a picture."""
 HOST_RATIOS = (0.2, 0.1)
-ROUNDS = 3
-"""Of whole runs and edits, which are many steps each."""
-HEAD_DIM = 128
-"""Of FLUX.1-dev."""
-BATCH = 4
-"""Requests that share attention."""
+ROUNDS = 3  # of whole runs and edits, which are many steps each
+HEAD_DIM = 128  # of FLUX.1-dev
+BATCH = 4  # requests that share attention
 
 
 # --------------------------------------------------------------------------------------------------------------- steps

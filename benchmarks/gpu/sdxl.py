@@ -18,10 +18,8 @@ from benchmarks.micro.rows import pages_between, primed_entry, unet_row
 from model_executor.kernels.operators import best_operators
 from model_executor.models.unet import Unet
 
-TOKEN = 32
-"""Pixels of a token's side."""
-ROUNDS = 3
-"""Of whole edits."""
+TOKEN = 32  # pixels of a token's side
+ROUNDS = 3  # of whole edits
 OURS_SECONDS = 120.0
 """Our own blocks are not compiled with less time left: there are more kinds of them."""
 

@@ -15,11 +15,9 @@ from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.flux import FluxBench
 from benchmarks.gpu.report import BROKEN, SKIPPED
 
-MIN_SECONDS = 20.0
-"""A section is not begun with less time left."""
+MIN_SECONDS = 20.0  # a section is not begun with less time left
 
-MAX_SECONDS = 300.0
-"""Time limit of a section."""
+MAX_SECONDS = 300.0  # time limit of a section
 
 GoOn = Callable[[Sequence[str]], None]
 """Runs these sections in a new process in place of this one; does not return."""

@@ -11,31 +11,25 @@ from __future__ import annotations
 import argparse
 import heapq
 import time
-from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from random import Random
 
+import msgspec
+import numpy as np
+
 from benchmarks.command import command
+from benchmarks.load.draws import templates as popular_templates
 from benchmarks.report import Row, Value, print_report
+from benchmarks.simulation.machine import SCHEME as SIMULATED
 from core.cache.activation_cache import ActivationCacheManager, TierBudget
 from core.cache.entry import EntryState, Want
-from core.page_scheme import PageLayout, PageScheme, latents_key, page_key
+from core.page_scheme import latents_key, page_key
 
-SCHEME = PageScheme(
-    layout=PageLayout(num_blocks=57, num_heads=24, head_dim=128, dtype="int8"),
-    keyframes=(1.0, 0.75, 0.5, 0.25, 0.0),
-    latent_bytes=128,
-    fingerprint="benchmark",
-    guidance_scale=30.0,
-    mask_margin=16,
-    full_steps=0,
-)
-"""Pages of FLUX.1: 7.4 GB a template of 1024 x 1024 px. No byte of it is touched here."""
+SCHEME = msgspec.structs.replace(SIMULATED, keyframes=(1.0, 0.75, 0.5, 0.25, 0.0))
+"""Pages of FLUX.1: 7.4 GB a template of 1024 x 1024 px. None of it is allocated here."""
 
-SIDES = (32, 40, 48, 56, 64)
-"""Sides of templates in tokens of 16 px."""
+SIDES = (32, 40, 48, 56, 64)  # sides of templates in tokens of 16 px
 
 NUM_REQUESTS = 8
 ALPHAS = (0.6, 0.8, 1.0, 1.2)
@@ -59,7 +53,7 @@ def _choice(args: argparse.Namespace, alpha: float) -> tuple[Row, dict[str, floa
     templates = list(draw_templates(args.templates, Random(args.seed)))
     sizes = [nbytes_of(wants) for wants in templates]
     budget = sum(sizes) // 10
-    draws = draw_edits(len(templates), alpha, args.edits, Random(args.seed + 1))
+    draws = popular_templates(f"zipf:{alpha}", len(templates))(np.random.default_rng(args.seed), args.edits).tolist()
     start = time.perf_counter()
     ours = manager_hit_ratio(templates, draws, budget)
     cost = (time.perf_counter() - start) / len(draws) * 1e6
@@ -81,12 +75,6 @@ def template_wants(template_key: str, num_tokens: int) -> list[Want]:
     nbytes, block_bytes = layout.entry_bytes(num_tokens), layout.block_bytes(num_tokens)
     pages = [Want(page_key(template_key, sigma), nbytes, block_bytes) for sigma in SCHEME.keyframes]
     return [Want(latents_key(template_key), latent_bytes, latent_bytes), *pages]
-
-
-def draw_edits(num_templates: int, alpha: float, number: int, random: Random) -> list[int]:
-    """Template indices; the k-th most popular has weight k ** -alpha."""
-    weights = list(accumulate((rank + 1) ** -alpha for rank in range(num_templates)))
-    return [bisect_left(weights, random.random() * weights[-1]) for _ in range(number)]
 
 
 def manager_hit_ratio(templates: Sequence[Sequence[Want]], draws: Sequence[int], budget: int) -> float:

@@ -22,12 +22,13 @@ from core.config import EMBEDDED_MODEL, ModelConfig
 from core.costs.cost_model import CostKey, CostModel, Work
 from core.handles import ModelKey
 from core.messages.worker import CostSample
+from core.model_info import ModelInfo
+from model_executor.models.base import Family
 from model_executor.worker.cost_probe import BUDGET_SECONDS, Batches, Timed, probe
 from model_executor.worker.resident import ResidentModels, quiet_libraries, set_threads
 
 MAX_REQUESTS = 8
-EXACT_SHARE, PRIME_SHARE = 0.25, 0.2
-"""Of requests, and of batches."""
+EXACT_SHARE, PRIME_SHARE = 0.25, 0.2  # of requests, and of batches
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--num-batches", type=int, default=200, help="held-out batches, and as many training batches")
     args = parser.parse_args(argv)
     set_threads(args.threads)
-    batches, samples, probe_seconds = _open(args.model, args.dtype)
-    timings = _run(batches, args.num_batches * 2, random.Random(args.seed))
+    family, info = opened(args.model, args.dtype)
+    start = time.perf_counter()
+    samples, probe_seconds = probe(family, info, BUDGET_SECONDS), time.perf_counter() - start
+    timings = _run(Batches(family, info), args.num_batches * 2, random.Random(args.seed))
     training, held_out = timings[::2], timings[1::2]
     probed, trained = _fitted(samples, []), _fitted(samples, training)
     accuracies = {
@@ -79,16 +82,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     _report(args, accuracies, len(samples), probe_seconds)
 
 
-def _open(model: str, dtype: str) -> tuple[Batches, list[CostSample], float]:
-    """Batches of a loaded model, what the probe says of it, and how long it took."""
+def opened(model: str, dtype: str) -> tuple[Family, ModelInfo]:
+    """A loaded and warm model."""
     quiet_libraries()
     models = ResidentModels.open((ModelConfig(model=model, dtype=dtype),))
     models.load_all()
     models.warm_up()
     (info,) = models.ready(0).models
-    family, start = models.families[info.name], time.perf_counter()
-    samples = probe(family, info, BUDGET_SECONDS)
-    return Batches(family, info), samples, time.perf_counter() - start
+    return models.families[info.name], info
 
 
 @torch.inference_mode()

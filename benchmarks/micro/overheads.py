@@ -35,8 +35,7 @@ from core.messages.worker import BatchResult, Denoise, StepPlan
 from core.scheduling.scheduler import StepScheduler
 
 BATCH = 8
-SIDE = 1024
-"""Of the finished picture."""
+SIDE = 1024  # of the finished picture
 CACHE = CacheConfig(host_bytes=200 * 10**9)
 _PLAN = msgspec.msgpack.Decoder(StepPlan)
 

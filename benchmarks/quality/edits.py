@@ -18,8 +18,7 @@ from tools.train_embedded.cases import Case
 from tools.train_embedded.metrics import score
 from tools.train_embedded.scenes import Pixels
 
-OTHER_SEEDS = 1_000_000
-"""Added to a case's seed, to see how much pictures of the same prompt differ."""
+OTHER_SEEDS = 1_000_000  # added to a case's seed, to see how much pictures of the same prompt differ
 
 _CACHE = CacheConfig(host_bytes=1024**3)
 

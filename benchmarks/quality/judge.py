@@ -38,8 +38,7 @@ from tools.train_embedded.sheet import masked_view
 
 MEAN_BAR, P10_BAR, POINTS_BAR = 0.98, 0.96, 1.0
 WORST = 10
-SCALE_EDITS = 48
-"""Edits that also run with another seed."""
+SCALE_EDITS = 48  # edits that also run with another seed
 SCENES = {
     ("test", "silhouette"): seeds.TEST,
     ("test", "box"): seeds.TEST_BOXES,

@@ -26,12 +26,9 @@ from benchmarks.load.workload import prompt
 from benchmarks.report import print_report
 from core.config import EMBEDDED_MODEL
 
-KINDS = {"cold": "miss", "exact": "off", "warm": "hit"}
-"""Kind of edit -> what its answer says of the cache."""
-TOKEN = 16
-"""Pixels per token side of FLUX."""
-PAUSE_SECONDS = 0.4
-"""Between two edits."""
+KINDS = {"cold": "miss", "exact": "off", "warm": "hit"}  # kind of edit -> what its answer says of the cache
+TOKEN = 16  # pixels per token side of FLUX
+PAUSE_SECONDS = 0.4  # between two edits
 
 
 @dataclass
@@ -91,7 +88,9 @@ class Client:
         found: dict[float, bytes] = {}
         least = int(0.5 * min(ratios) ** 0.5 * self._side) // 8 * 8  # a mask touches more tokens than it covers
         for side in range(max(8, least), self._side, 8):
-            mask = self.square_mask(side)
+            first = max(0, self._side // 2 + TOKEN // 2 - side // 2)  # the square's middle is the middle of a token
+            last = min(self._side, first + side)
+            mask = encode(alpha_mask((first, first, last, last), (self._side, self._side)))
             _, facts = await self.edit("warm", mask, 1)
             found.setdefault(facts["mask_ratio"], mask)
             if facts["mask_ratio"] > max(ratios):
@@ -99,13 +98,7 @@ class Client:
         nearest = [min(found, key=lambda value: abs(value - ratio)) for ratio in ratios]
         return [found[ratio] for ratio in dict.fromkeys(nearest)]
 
-    def square_mask(self, side: int) -> bytes:
-        """Transparent in a square whose middle is the middle of a token."""
-        first = max(0, self._side // 2 + TOKEN // 2 - side // 2)
-        last = min(self._side, first + side)
-        return encode(alpha_mask((first, first, last, last), (self._side, self._side)))
-
-    async def round(self, mask: bytes, measured: Measured) -> Measured:
+    async def round(self, mask: bytes, measured: Measured) -> None:
         """One edit of each kind."""
         for kind, expected in KINDS.items():
             seconds, facts = await self.edit(kind, mask, measured.steps)
@@ -114,7 +107,6 @@ class Client:
             measured.mask_ratio = facts["mask_ratio"]
             measured.edits[kind].seconds.append(seconds)
             measured.edits[kind].ms.append(facts["ms"])
-        return measured
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -141,16 +133,13 @@ def _server(args: argparse.Namespace) -> Iterator[str]:
 async def _measure(args: argparse.Namespace, url: str) -> list[Measured]:
     async with connect(Target(url)) as http:
         client = Client(url, http, args.size)
-        masks = await client.find_masks(args.mask_ratio)
-        return [await _measure_one(client, mask, steps, args.rounds) for steps in args.steps for mask in masks]
-
-
-async def _measure_one(client: Client, mask: bytes, steps: int, rounds: int) -> Measured:
-    await client.round(mask, Measured(steps))  # warm-up
-    measured = Measured(steps)
-    for _ in range(rounds):
-        await client.round(mask, measured)
-    return measured
+        masks, every = await client.find_masks(args.mask_ratio), list[Measured]()
+        for mask, steps in [(mask, steps) for steps in args.steps for mask in masks]:
+            await client.round(mask, Measured(steps))  # warm-up
+            every.append(Measured(steps))
+            for _ in range(args.rounds):
+                await client.round(mask, every[-1])
+        return every
 
 
 def _report(args: argparse.Namespace, measured: Measured) -> None:

@@ -28,8 +28,7 @@ from core.scheduling.outputs import Output
 from core.scheduling.scheduler import StepScheduler
 from engine.engine_core.engine_core import REPORT_SECONDS
 
-MESSAGE_SECONDS = 0.0003
-"""From the router to an engine, and back."""
+MESSAGE_SECONDS = 0.0003  # from the router to an engine, and back
 
 
 class Clock:

@@ -52,12 +52,9 @@ CALM_SECONDS = 15.0
 SAMPLE_SECONDS = 5.0
 WARM_UP_SHARE, WARM_UP_SECONDS = 0.3, 300.0
 """Memory counts after this share of the time, but not later than this."""
-QUIET_SECONDS = 15.0
-"""Within which nothing may be in the queue any more, once the traffic has ended."""
-MAX_SLOPE = 1.0
-"""MB per minute, of all processes together."""
-SLOPE_MINUTES = 10.0
-"""A soak of so many minutes must tell a slope; shorter ones may end before there is one."""
+QUIET_SECONDS = 15.0  # within which nothing may be in the queue any more, once the traffic has ended
+MAX_SLOPE = 1.0  # MB per minute, of all processes together
+SLOPE_MINUTES = 10.0  # a soak this long must give a slope; shorter ones may end before there is one
 
 
 @dataclass
@@ -252,8 +249,6 @@ def _report(args: argparse.Namespace, ledger: Ledger, record: Record) -> bool:
         ("memory", f"{_from_to(samples.memory())} MB, {_from_to(samples.memory('server'))} MB of the API server, "
                    f"{samples.warm_worker():.0f} MB of a warm worker"),
         ("descriptors", f"{_from_to(samples.fds())}, {_from_to(samples.fds('server'))} of the API server"),
-        ("processes", f"{_from_to(samples.ends(lambda held: held.processes.total()))}; threads "
-                      f"{_from_to(samples.ends(lambda held: held.threads.total()))}"),
         ("end", "; ".join(record.failures) or "status 0, nothing left behind"),
     ]  # fmt: skip
     measured = {"memory_slope": slope, "worker_growth": growth}

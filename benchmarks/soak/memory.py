@@ -25,8 +25,7 @@ MB = 1e6
 WORKER_WARM_UP_SECONDS = 120.0
 """From a worker's start: it loads for some part of that, and then keeps compiled operators of the shapes that it meets,
 until there is no more room for them (model_executor/worker/worker.py)."""
-PAIR_SECONDS = 20.0, 60.0
-"""How far two samples of a worker are apart, at least and at most, that make a slope."""
+PAIR_SECONDS = 20.0, 60.0  # how far two samples of a worker are apart, at least and at most, that make a slope
 
 _NAME = re.compile(r"stencil-(engine|worker|images)(?:-(\d+))?")
 
@@ -114,8 +113,6 @@ class Holdings:
 
     memory: Counter[str] = field(default_factory=Counter)
     fds: Counter[str] = field(default_factory=Counter)
-    threads: Counter[str] = field(default_factory=Counter)
-    processes: Counter[str] = field(default_factory=Counter)
     workers: list[WorkerMemory] = field(default_factory=list)
 
 
@@ -126,8 +123,6 @@ def holdings(tree: Tree) -> Holdings:
         with suppress(psutil.Error, OSError, ValueError):
             memory = own_bytes_of(member.process.pid)
             held.fds[member.role] += member.process.num_fds()
-            held.threads[member.role] += member.process.num_threads()
-            held.processes[member.role] += 1
             held.memory[member.role] += memory
             if member.role == "worker":
                 age = time.time() - member.process.create_time()

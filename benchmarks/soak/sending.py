@@ -16,10 +16,8 @@ from benchmarks.soak.edits import Delivery, Edit, template_file, transparent_mas
 
 Came = TypeVar("Came")
 
-REQUEST_SECONDS = 240.0
-"""After which a request that had no answer counts as lost; the machine may be shared."""
-RETRIES = 200
-"""How often a client comes back that was told 503 and when."""
+REQUEST_SECONDS = 240.0  # after which a request that had no answer counts as lost; the machine may be shared
+RETRIES = 200  # how often a client comes back that was told 503 and when
 MAX_WAIT_SECONDS = 60.0
 
 

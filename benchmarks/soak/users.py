@@ -25,10 +25,8 @@ from benchmarks.soak.edits import (
 from benchmarks.soak.misbehaviour import BAD_REQUESTS, hang_up
 from benchmarks.soak.sending import Sender
 
-PAUSE_SECONDS = 0.6
-"""Mean of a user's pauses."""
-JPEG_EVERY = 4
-"""Every so many edits of the catalogue are also asked for as JPEG."""
+PAUSE_SECONDS = 0.6  # mean of a user's pauses
+JPEG_EVERY = 4  # every so many edits of the catalogue are also asked for as JPEG
 LATE_CODES = ("deadline_exceeded", "server_is_overloaded")
 """What an edit may be told whose timeout passes, or is predicted to."""
 WORKS = ("/health", "/metrics", "/v1/engine/stats", "/v1/models")

@@ -89,7 +89,7 @@ def test_every_section_runs_without_a_gpu(ran: tuple[subprocess.CompletedProcess
     assert sections["flux_steps"]["exact_from_diffusers"] < 1e-5
     assert sections["flux_steps"]["masked_from_exact"] < 0.02
     assert all(batch["diffusers_compiled_ms"] > 0 for batch in sections["flux_steps"]["batches"].values())
-    alike = sections["correctness"]["checkpoints"]["flux-fill"]["float32"]
+    alike = sections["correctness"]["checkpoints"]["flux_fill"]["float32"]
     same = {"max_levels": 0, "mean_levels": 0.0, "share_within_1": 1.0}
     assert alike == {"exact": same, "mask-aware": same}, "it is the same CPU"
 
@@ -287,7 +287,7 @@ def test_a_family_that_breaks_costs_no_other(tmp_path: Path, monkeypatch: pytest
     figures = {"float32": {"exact": {"mean_levels": 0.0}}}
 
     def compare(path: Path, bench: Bench, scale: int) -> Any:
-        if path.name == "flux-fill":
+        if path.name == "flux_fill":
             raise RuntimeError("no such kernel")
         return figures
 
