@@ -58,8 +58,7 @@ def _with_bound(result: Result) -> Result:
     """The bound is the throughput of workers that never wait: edits over the seconds that their stages took."""
     if not result["worker_seconds"]:
         return result
-    bound = result["num_edits"] / sum(result["worker_seconds"].values())
-    return result | {"bound": bound, "share": result["throughput"] / bound}
+    return result | {"bound": result["num_edits"] / sum(result["worker_seconds"].values())}
 
 
 def _headline(results: Results) -> dict[str, Any]:
@@ -86,7 +85,12 @@ def _keep_up(results: Results) -> dict[str, Any]:
     """Runs above diffusers' capacity, whose throughput is a load of 1."""
     base = results.find("serving/throughput-public-8-diffusers")
     runs = _in_order(results.all("serving/keep-up-"))
-    return {"keep_up": [run | {"offered": base and run["request_rate"] / base["throughput"]} for run in runs]}
+    return {"keep_up": [_with_load(run, base) for run in runs]}
+
+
+def _with_load(run: Result, base: Result | None) -> Result:
+    verdict = "yes" if run["keeps_up"] else "no"
+    return run | {"verdict": verdict, "offered": base and run["request_rate"] / base["throughput"]}
 
 
 def _stages(results: Results) -> dict[str, Any]:

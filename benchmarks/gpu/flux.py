@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Self
@@ -97,7 +97,7 @@ class FluxBench:
         """Relative differences: of our exact step from diffusers', and of a mask-aware one from our exact one (an edit
         that is the template itself, over its pages at this noise level)."""
         row, entry = self.row, primed_entry(self.denoiser, self.row, float(self.row.sigma))
-        (exact,), (theirs,) = self.denoiser.forward([row]), self.diffusers()()[0]
+        (exact,), theirs = self.denoiser.forward([row]), self.diffusers()()[0][0]
         pages = Pages(self.layout, self.size.image_tokens, entry, None, 0.0)
         (masked,) = self.denoiser.forward([replace(row, active=self.box(ratio), pages=pages)])
         return _difference(exact, theirs), _difference(masked, exact[self.box(ratio)])
@@ -129,7 +129,7 @@ class FluxBench:
         rows = [template_row(self.row, sigma, entry) for sigma, entry in levels]
         return lambda: self.denoiser.prime(rows, (0, self.denoiser.num_pages))
 
-    def diffusers(self, batch: int = 1) -> Call:
+    def diffusers(self, batch: int = 1) -> Callable[[], tuple[Tensor]]:
         """The module's own forward, dense."""
         return diffusers_step(self.module, self.row, batch)
 

@@ -82,7 +82,8 @@ class Sdxl:
         return self._masked(Unet(self.module, 1000, TOKEN, operators))
 
     def _masked(self, unet: Unet) -> Call:
-        pages = pages_between(unet, self._rows[0], *self._entries)
+        near, far = self._entries
+        pages = pages_between(unet, self._rows[0], near, far)
         rows = [replace(row, active=self.active, box=self._box, pages=pages) for row in self._rows]
         return lambda: unet.forward(rows)
 

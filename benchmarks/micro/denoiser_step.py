@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 from diffusers.utils.logging import set_verbosity_error
+from torch import Tensor
 
 import model_executor
 from benchmarks.command import command
@@ -80,7 +81,7 @@ class Bench:
     def exact(self) -> object:
         return self._ours.forward([self._row])
 
-    def diffusers(self, batch: int = 1) -> Call:
+    def diffusers(self, batch: int = 1) -> Callable[[], tuple[Tensor]]:
         return diffusers_step(self._diffusers, self._row, batch)
 
     def edits(self, active: Sequence[int]) -> Call:

@@ -98,7 +98,7 @@ def pages_between(model: Primes, row: Row, near: Tensor, far: Tensor, weight: fl
     return Pages(model.page_layout(PAGES), len(row.latents), near, far, weight)
 
 
-def diffusers_step(module: Any, row: Row, batch: int = 1) -> Call:
+def diffusers_step(module: Any, row: Row, batch: int = 1) -> Callable[[], tuple[Tensor]]:
     """A FLUX module's own forward of the row, dense: velocities [batch, image tokens, width]."""
     device, (rows, columns) = row.latents.device, row.grid
     positions = torch.cartesian_prod(torch.zeros(1), torch.arange(float(rows)), torch.arange(float(columns)))
