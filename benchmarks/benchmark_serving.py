@@ -1,8 +1,8 @@
-"""Latency and throughput of a running images server under load: `python -m benchmarks.benchmark_serving --base-url ..`.
+"""Latency and throughput of a running images server under load: `python -m benchmarks.benchmark_serving`.
 
-Works against any server of OpenAI's `/v1/images/edits`. What a server does not report is n/a: queue times, mask ratio and
-cache hits come from Stencil's `stencil` object, worker seconds from its /metrics. An open loop: edits are sent when they
-are due, whatever has come back, and latency counts from then. A failed edit has an infinite latency and misses every SLO.
+Works with any server of OpenAI's `/v1/images/edits`. What a server does not report is n/a: queue times, mask ratio and
+cache hits come from Stencil's `stencil` object, worker seconds from its /metrics. An open loop: edits are sent when
+they are due, whatever has come back, and latency counts from then. A failed edit counts as infinite and misses its SLO.
 """
 
 from __future__ import annotations

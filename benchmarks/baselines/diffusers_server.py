@@ -64,7 +64,7 @@ class Waiting:
 
 
 class StaticBatches:
-    """Batches of up to `batch_size`, one after the other, ordered by their first edits. busy_seconds: of computation."""
+    """Batches of up to `batch_size`, one after the other, ordered by their first edits. busy_seconds: computing."""
 
     def __init__(self, pipeline: FillPipeline, batch_size: int) -> None:
         self.busy_seconds = 0.0

@@ -60,7 +60,7 @@ class FillPipeline:
             self.pipeline.transformer.enable_cache(FirstBlockCacheConfig(threshold=first_block_cache))
 
     def __call__(self, edits: Sequence[FillEdit]) -> list[Image.Image]:
-        """The pictures of edits of one size and number of steps, as the pipeline returns them: nothing is pasted back."""
+        """The pictures of edits of one size and number of steps, as the pipeline returns them, nothing pasted back."""
         with self._cache_context():
             pictures: list[Image.Image] = self.pipeline(
                 prompt=[edit.prompt for edit in edits],

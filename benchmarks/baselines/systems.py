@@ -18,8 +18,8 @@ measures both for another threshold. FlashPS tunes TeaCache likewise (section 6.
 
 @dataclass(frozen=True)
 class System:
-    """label: in tables. module: what is run as the server. is_mask_aware: an edit's cost depends on its mask and on what
-    was edited before.
+    """label: in tables. module: run as the server. is_mask_aware: an edit's cost depends on its mask and on what was
+    edited before.
     """
 
     label: str

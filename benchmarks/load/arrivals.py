@@ -1,4 +1,4 @@
-"""When edits are due, in seconds after the start: drawn before anything is sent, so that no answer can move them."""
+"""When edits are due, in seconds after the start: drawn beforehand, so that answers have no influence."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """How well the activation cache manager chooses what to keep, and its time per edit.
 
-Edits draw their templates from a Zipf law over 10 times more than fit. The share of bytes found is compared, on the same
-draws and budget, with two simulations: an LRU without fragmentation that holds nothing for running edits, and Belady's
+Edits draw their templates from a Zipf law over 10 times more than fit. The share of bytes found is compared, on equal
+draws and budgets, with two simulations: an LRU without fragmentation that holds nothing for running edits, and Belady's
 rule, which knows the future. Counted in bytes, where parts of a template may be evicted, that rule is the optimum
 (Belady, "A study of replacement algorithms for a virtual-storage computer", 1966).
 """

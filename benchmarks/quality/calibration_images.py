@@ -1,6 +1,6 @@
 """Writes the edits that the embedded model is calibrated on: `python -m benchmarks.quality images DIR`.
 
-Equal shares of silhouettes, boxes and parts of boxes, from scenes that neither training nor other benchmarks use. Images
+Equal shares of silhouettes, boxes and parts of boxes, of scenes that neither training nor other benchmarks use. Images
 and masks go to DIR/images and prompts to DIR/prompts.txt, the input of `python -m entrypoints.calibrate`.
 """
 

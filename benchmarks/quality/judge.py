@@ -52,8 +52,8 @@ MASKS = ("silhouette", "box", "part")
 class Outcome:
     """Mask-aware edits with one number of steps.
 
-    other_seed: exact edits with another seed, of the first SCALE_EDITS edits. accuracy: of the exact edits. active: mean
-    share of tokens computed. page_bytes: of one template.
+    other_seed: exact edits with another seed, of the first SCALE_EDITS edits. accuracy: of the exact edits. active:
+    mean share of tokens computed. page_bytes: of one template.
     """
 
     likeness: Likeness

@@ -1,6 +1,6 @@
 """Latency of a lone edit by mask ratio, through HTTP: exact, warm and cold, and where the time goes.
 
-A cold edit is the first of its picture, so pages are primed before it. An exact one computes every token. A warm edit of
+A cold edit is the first of its picture, so pages are primed first. An exact one computes every token. A warm edit of
 the same picture finds its pages. The three alternate, with a pause in which an idle server primes its last result. The
 server is started with the flags given here, or is a running one (`--base-url`).
 """

@@ -1,7 +1,7 @@
 """Latency by routing policy on simulated fleets: P95 and mean over seeds.
 
-Engines, caches, cost models, reports and the router are the code that serves; only time and the workers are made up.
-Each run prints one line of JSON; a table by scenario follows.
+Schedulers, caches, cost models, reports and the router are the code that serves; time and workers are simulated. Each
+run prints one line of JSON; a table by scenario follows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.command import command
 from benchmarks.report import print_line
-from benchmarks.simulation.cluster import Cluster, latencies_moving_freely
+from benchmarks.simulation.cluster import Cluster
 from benchmarks.simulation.scenario import SCENARIOS
 from core.config import RouterPolicy
 
@@ -76,8 +76,6 @@ def print_table(runs: Sequence[Run]) -> None:
         print("policy           mean           P50    P95            P99    mask-aware's P95 against it")
         for policy in dict.fromkeys(run.policy for run in of_scenario):
             print(_row(policy, of_scenario))
-        if SCENARIOS[scenario].is_warm:
-            print(_free_row(scenario, sorted({run.seed for run in of_scenario})))
 
 
 def _row(policy: RouterPolicy, runs: Sequence[Run]) -> str:
@@ -87,13 +85,6 @@ def _row(policy: RouterPolicy, runs: Sequence[Run]) -> str:
     against = f"{statistics.mean(ratios):+.1%} ({min(ratios):+.1%} .. {max(ratios):+.1%})" if ratios else ""
     columns = ([getattr(run, name) for run in mine] for name in ("mean", "p50", "p95", "p99"))
     return f"{_columns(policy, *columns)}  {against}"
-
-
-def _free_row(scenario: str, seeds: Sequence[int]) -> str:
-    """A bound: edits that could move between engines at any time."""
-    latencies = [np.array(latencies_moving_freely(SCENARIOS[scenario], seed)) for seed in seeds]
-    quantiles = ([float(np.quantile(of_seed, share)) for of_seed in latencies] for share in SHARES)
-    return _columns("(moving freely)", [float(of_seed.mean()) for of_seed in latencies], *quantiles)
 
 
 def _columns(name: str, mean: Sequence[float], p50: Sequence[float], p95: Sequence[float], p99: Sequence[float]) -> str:

@@ -1,4 +1,4 @@
-"""Scenario: a fleet and what is asked of it; SCENARIOS by name; `make_trace` draws the edits."""
+"""Scenario: a fleet and its load; SCENARIOS by name; `make_trace` draws the edits."""
 
 from __future__ import annotations
 
@@ -90,11 +90,11 @@ MIX = Scenario(
 """Of 300 templates, 4.4 GB each, an engine's device holds 14 and its host memory 43, cold at the start."""
 
 ONE_AT_A_TIME = replace(REFERENCE, name="one-at-a-time", masks="whole", max_num_seqs=1, load=0.95, num_edits=2000)
-"""What serves edits without caching, batching or masks."""
+"""A server without caching, batching or masks."""
 
 _SAME_RATE = replace(REFERENCE, name="same-rate", masks="production", num_edits=2000)
 SAME_RATE = replace(_SAME_RATE, load=ONE_AT_A_TIME.load * ONE_AT_A_TIME.capacity / _SAME_RATE.capacity)
-"""Mask-aware and batched, at the rate that nearly fills those."""
+"""Mask-aware and batched, at the rate that nearly fills ONE_AT_A_TIME."""
 
 SCENARIOS: dict[str, Scenario] = {
     "reference": REFERENCE,
