@@ -1,4 +1,4 @@
-"""How results are shown: a table for people, then one line of JSON for programs."""
+"""How results are printed: a table for people, then one line of JSON for programs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 Value = float | int | str
 Row = tuple[str, str]
-"""What, and what was measured, as people read it."""
+"""Name and measured value, as text."""
 
 
 def print_report(title: str, rows: Sequence[Row], result: Mapping[str, Any], output: Path | None = None) -> None:
-    """result: what JSON can hold, plain numbers under names with units. output: the line of JSON is added to it."""
+    """result: plain numbers under names with units. output: the line of JSON is appended to it."""
     width = max(len(name) for name, _ in rows)
     print(title)
     for name, value in rows:

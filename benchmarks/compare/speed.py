@@ -1,4 +1,4 @@
-"""Speeds of two trees, measured in turns on two servers that are both up: the ratio is what counts."""
+"""Speeds of two trees, measured in turns on two running servers; the ratio counts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Measure:
 
 
 def measures(tiny: str) -> list[Measure]:
-    """tiny: a checkpoint whose step takes about a millisecond, so that what the engine adds to a step shows."""
+    """tiny: a checkpoint whose step takes about a millisecond, which shows the engine's own time per step."""
     return [
         Measure("lone warm edit, 8 steps", "", 8, 4, 1),
         Measure("lone warm edit, 28 steps", "", 28, 3, 1),
@@ -59,7 +59,7 @@ class Speed:
 
     @property
     def spread(self) -> float:
-        """Half of the ratio's middle half over rounds: a change smaller than that is noise."""
+        """Half the interquartile range of the ratio over rounds: a smaller change is noise."""
         ratios = [this / ref for this, ref in zip(self.this, self.ref, strict=True)]
         low, _, high = statistics.quantiles(ratios, n=4)
         return (high - low) / 2

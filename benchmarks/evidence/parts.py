@@ -12,9 +12,8 @@ import numpy as np
 
 from benchmarks.baselines.systems import Setting, running
 from benchmarks.benchmark_serving import as_json, measure
-from benchmarks.evidence.commands import run_command
 from benchmarks.evidence.plan import Plan
-from benchmarks.evidence.results import Result, Results
+from benchmarks.evidence.results import Result, Results, run_command
 from benchmarks.evidence.serving_part import Fleet, ServingPart
 from benchmarks.load.client import Target, send_in_turn, warm_up
 from benchmarks.load.dataset import Mix, synthetic

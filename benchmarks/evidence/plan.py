@@ -49,4 +49,4 @@ SHORT = Plan(
     quality_edits=8,
     large_edits=1,
 )
-"""Only shows that all of it works: the figures mean nothing."""
+"""Only shows that it works: the figures mean nothing."""

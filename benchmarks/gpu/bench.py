@@ -1,4 +1,4 @@
-"""What every section needs: the device, sizes, the file of results, and clocks."""
+"""Shared by all sections: the device, sizes, the file of results, and clocks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Bench:
         return self.medians({"": call}, rounds)[""]
 
     def medians(self, calls: Mapping[str, Call], rounds: int | None = None) -> dict[str, float]:
-        """Seconds of calls in turns, of which the first is not counted. rounds: at most, for calls that take long."""
+        """Median seconds of calls in turns, after a first round that does not count. rounds: a limit for long calls."""
         number = min(self.size.rounds, rounds or self.size.rounds)
         return medians({name: partial(self.seconds, call) for name, call in calls.items()}, number)
 
@@ -68,7 +68,7 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     def is_usable(self) -> bool:
-        """Whether the device still computes: after a kernel has failed, all later ones fail."""
+        """Whether the device still works: after a failed kernel all later ones fail."""
         try:
             self.wait()
         except RuntimeError:

@@ -1,4 +1,4 @@
-"""The sections about correct results: edits against a CPU's in float32, an edit by a server's processes, and tests."""
+"""The sections on correctness: edits against a CPU's in float32, an edit by a server's processes, and tests."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def difference(painted: list[Pixels], expected: list[Pixels]) -> Figures:
 
 
 def soft_picture(side: int, seed: int) -> Pixels:
-    """Squares of 16 px in random colours: noise by the pixel would hide differences."""
+    """Squares of 16 px in random colours: noise in every pixel would hide differences."""
     coarse = np.random.default_rng(seed).integers(0, 256, (side // 16, side // 16, 3)).astype(np.uint8)
     return np.ascontiguousarray(coarse.repeat(16, axis=0).repeat(16, axis=1))
 
@@ -110,8 +110,8 @@ def _no_tf32() -> Iterator[None]:
 
 
 def served(bench: Bench) -> None:
-    """An edit by a server's own processes, against the same by processes on the CPU: the worker starts on the device,
-    finds its memory for pages and pins the host's."""
+    """An edit by a server's own processes, against the same on the CPU: the worker starts on the device, sizes its
+    memory for pages and pins the host's."""
     with tempfile.TemporaryDirectory() as folder:
         name = bench.size.checkpoints[0]
         checkpoint = _checkpoint(name, Path(folder))
@@ -122,7 +122,7 @@ def served(bench: Bench) -> None:
 
 
 def _serve(checkpoint: Path, device: str) -> tuple[list[Pixels], Figures]:
-    """The picture is edited twice, so that the second edit finds its pages."""
+    """Edits the picture twice; the second edit finds its pages."""
     # Needs packages that no other section does.
     from entrypoints.image_engine import Edit, ImageEngine
 

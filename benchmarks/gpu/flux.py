@@ -1,4 +1,4 @@
-"""FLUX's transformer with random weights: steps by us and by diffusers, and pages."""
+"""FLUX's transformer with random weights: steps, ours and diffusers', and pages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PIXELS = 16  # of a token's side
 
 
 class FluxBench:
-    """One module, run by us and by diffusers; layers that we join are views of the joined weights on a GPU."""
+    """One module for our steps and diffusers'; on a GPU, layers that we join are views of the joined weights."""
 
     def __init__(self, bench: Bench) -> None:
         self.size: FluxSize = bench.size.flux

@@ -144,8 +144,8 @@ def cold(bench: Bench, flux: FluxBench, entries: Sequence[Tensor]) -> None:
 
 @torch.inference_mode()
 def host_pages(bench: Bench, flux: FluxBench, entries: Sequence[Tensor]) -> None:
-    """Runs of all steps with pages on the device and from host memory, in turns, and the share of the copies' time that
-    lies under kernels."""
+    """Runs of all steps with pages on the device and from host memory, in turns, and the share of the copies' time
+    during which kernels run."""
     ratios, put = dict[str, Figures](), partial(bench.report.put, "flux_host_pages")
     seen_by = "profiler" if bench.device.type == "cuda" else "host clock"
     put(steps=flux.size.steps, copied_gb=len(entries) * flux.entry_bytes / 1e9, seen_by=seen_by)
@@ -162,7 +162,7 @@ def host_pages(bench: Bench, flux: FluxBench, entries: Sequence[Tensor]) -> None
 
 
 def _overlap(bench: Bench, hosted: HostedRun) -> Figures:
-    """Empty where no copy was seen, as by a profiler that does not work."""
+    """Empty where no copy was seen, as with a profiler that does not work."""
     copies, compute = _trace(bench, hosted)
     copy_ms = 1e3 * sum(end - start for start, end in merged(copies))
     return {"hidden_share": hidden_share(copies, compute), "copy_ms": copy_ms} if copies else {}

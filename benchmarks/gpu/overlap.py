@@ -1,4 +1,4 @@
-"""How much of the copies' time lies under computation."""
+"""The share of copies' time during which something is computed."""
 
 from __future__ import annotations
 

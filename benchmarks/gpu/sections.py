@@ -1,4 +1,4 @@
-"""Runs the sections, most important first; one that fails, hangs or breaks the device does not affect the others."""
+"""Runs the sections, most important first; one that fails, hangs or breaks the device does not affect others."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _run_section(bench: Bench, name: str, run: Callable[[], None]) -> None:
 
 @contextmanager
 def _time_limit(bench: Bench, name: str, go_on: Callable[[], None]) -> Iterator[None]:
-    """Calls `go_on` from another thread when time is over, since this one may hang in the driver."""
+    """Calls `go_on` from another thread at the time limit, since this one may hang in the driver."""
     seconds = min(MAX_SECONDS, bench.seconds_left)
 
     def cut_off() -> None:

@@ -60,8 +60,8 @@ class Message:
 
 @dataclass
 class Answer:
-    """pictures: base64 of files, by ascending seed. partials: (index, picture) in order of arrival. facts: the `stencil`
-    object of the answer, if any. first_image: when the first picture of either kind arrived, seconds of
+    """pictures: base64 of files, by ascending seed. partials: (index, picture), as they arrived. facts: the `stencil`
+    object of the answer, if any. first_image: arrival of the first picture of either kind, seconds of
     time.perf_counter.
     """
 
@@ -165,8 +165,7 @@ def connect(target: Target) -> httpx.AsyncClient:
 
 
 async def exchange(http: httpx.AsyncClient, message: Message) -> Answer:
-    """Send and wait for all pictures. Raises Refusal, httpx.HTTPError, and msgspec.DecodeError for an answer that is not
-    of the API."""
+    """Send and wait for all pictures. Raises Refusal, httpx.HTTPError, and msgspec.DecodeError for another format."""
     headers = {"content-type": message.content_type}
     if message.is_stream:
         async with http.stream("POST", message.url, content=message.body, headers=headers) as response:
@@ -225,11 +224,6 @@ def _file(name: str, content: bytes) -> bytes:
     return f"--{BOUNDARY}\r\n{head}\r\n\r\n".encode() + content + b"\r\n"
 
 
-def prepare(target: Target, calls: Sequence[EditCall]) -> list[Message]:
-    """These edits, ready to be sent."""
-    return [_message(target, call) for call in calls]
-
-
 def _message(target: Target, call: EditCall) -> Message:
     fields: dict[str, Any] = {"prompt": call.prompt, "seed": call.seed, "num_inference_steps": call.steps}
     fields |= {} if target.model is None else {"model": target.model}
@@ -246,10 +240,8 @@ async def send_on_time(
     max_concurrency: int | None = None,
     on_done: Callable[[], object] = lambda: None,
 ) -> Run:
-    """An open loop: edit i is sent `due[i]` seconds after the start, or later, once fewer than max_concurrency are under
-    way.
-    """
-    messages = prepare(target, calls)
+    """An open loop: edit i is sent `due[i]` seconds after the start, if fewer than max_concurrency are under way."""
+    messages = [_message(target, call) for call in calls]
     places = asyncio.Semaphore(max_concurrency or len(calls) or 1)
 
     async with connect(target) as http, asyncio.TaskGroup() as group:
@@ -282,8 +274,8 @@ async def send_in_turn(
     """
     outcomes = list[Outcome]()
     start, cpu = time.perf_counter(), time.process_time()
-    each = zip(calls, prepare(target, calls), strict=True)
-    queue: Iterator[tuple[EditCall, Message]] = each if seconds is None else cycle(each)
+    each = [(call, _message(target, call)) for call in calls]
+    queue: Iterator[tuple[EditCall, Message]] = iter(each) if seconds is None else cycle(each)
     async with connect(target) as http, asyncio.TaskGroup() as group:
 
         async def one_client() -> None:
@@ -327,8 +319,7 @@ async def _send(http: httpx.AsyncClient, message: Message, call: EditCall, start
 
 
 async def worker_seconds(target: Target) -> dict[str, float] | None:
-    """Computing time of all workers so far, in seconds by stage ("all" without stages), from the server's /metrics; None
-    if they do not have it."""
+    """Computing time of all workers so far, seconds by stage ("all" without stages), from /metrics; None if absent."""
     async with connect(target) as http:
         try:
             answer = await http.get(f"{target.root}/metrics")

@@ -36,8 +36,8 @@ class EditCall:
 
 @dataclass(frozen=True)
 class Mix:
-    """The distributions that edits are drawn from, as texts of the command line (`draws`). num_templates: of a Zipf law.
-    first_template: number of the first one; runs with other numbers share no cached pages.
+    """The distributions of edits, as texts of the command line (`draws`). num_templates: of a Zipf law. first_template:
+    number of the first one; runs with other numbers share no cached pages.
     """
 
     mask_ratio_dist: str = "public"
@@ -105,8 +105,8 @@ def read_trace(path: Path, number: int) -> list[TraceLine]:
 
 
 def from_folder(mix: Mix, folder: Path, number: int, random: np.random.Generator) -> list[EditCall]:
-    """Pictures of a folder, reused as `mix` says. `a_mask.png` (transparent = edit; else a box is drawn) and `a.txt` (its
-    prompt) belong to `a.jpg`. Raises ValueError.
+    """Pictures of a folder, reused as `mix` says. `a_mask.png` (transparent = edit; else a box is drawn) and `a.txt`, a
+    prompt, belong to `a.jpg`. Raises ValueError.
     """
     found = sorted(path for path in folder.iterdir() if _is_picture(path))
     if not found:

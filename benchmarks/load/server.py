@@ -66,7 +66,7 @@ def start_server(
     environment: Mapping[str, str] | None = None,
     log: IO[bytes] | None = None,
 ) -> Iterator[Server]:
-    """Spawn ``python -m entrypoints.serve``, or another module that takes a --port; it may not answer yet. Terminated on
+    """Spawn ``python -m entrypoints.serve``, or another module that takes a --port; it may not answer yet. Stopped on
     leaving.
 
     root: the source tree to run in. environment: added to this process' own. log: the server's stderr, instead of this

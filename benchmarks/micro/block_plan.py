@@ -1,10 +1,10 @@
 """One step whose pages come from a slow tier, under several plans of which blocks to compute in full.
 
-FLUX-shaped blocks with random weights; one of the two keyframes around the step lies in memory, the other comes through
-the real page store from files that are slowed down to a tier's speed. As figure 4 (left) of FlashPS: load everything
-first, load block by block beside the computing, the paper's Algorithm 1, our plan, and the ideal of nothing to load.
-Beside what was measured stands what `finish_time` predicts from the times of the blocks. Pages of keys and values allow
-only leading full blocks, so Algorithm 1's choice is predicted as it is, and run with as many full blocks put first.
+FLUX-shaped blocks with random weights; of the two keyframes around the step one is in memory, the other is read by the
+real page store from files slowed down to a tier's speed. As figure 4 (left) of FlashPS: load everything first, load
+block by block while computing, the paper's Algorithm 1, our plan, and the ideal of nothing to load. Each with what
+`finish_time` predicts from the times of the blocks. Pages of keys and values allow only leading full blocks, so
+Algorithm 1's choice is predicted as it is, and run with the same number of full blocks at the front.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def algorithm_1(compute_full: Times, compute_cached: Times, load: Times) -> tupl
 
 
 class SlowFiles(PageFiles):
-    """Files of a tier that brings so many seconds' worth of block after block."""
+    """Files of a tier that takes `seconds_per_block` for each block."""
 
     seconds_per_block = 0.0
 
@@ -98,7 +98,7 @@ class BlockTimes:
 
 
 class Step:
-    """One edit's step: `near` in memory, the other keyframe's pages on the slow tier and on their way when asked."""
+    """One edit's step: one keyframe's pages in memory, the other's loaded from the slow tier on request."""
 
     def __init__(self, directory: Path) -> None:
         shape = flux_shape()
@@ -162,7 +162,7 @@ class Step:
         return BlockTimes([c + m for c, m in zip(cached, more, strict=True)], cached, none - sum(cached))
 
     def _intervals(self) -> list[float]:
-        """Seconds from each block's look at its pages to the next one's."""
+        """Seconds from each block's access to its pages to the next one's."""
         looks: list[float] = []
         self._forward(0, lambda block: looks.append(time.perf_counter()))
         return [end - start for start, end in pairwise(looks)]

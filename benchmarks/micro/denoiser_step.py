@@ -62,8 +62,8 @@ class Shape:
         return self.side**2
 
     def bound(self, active: Sequence[int]) -> float:
-        """Operations of exact steps over those of steps with so many active tokens. Linear layers and attention over
-        all keys both grow with the computed tokens."""
+        """Operations of exact steps over those of steps with these active tokens. Linear layers and attention over all
+        keys both grow with the computed tokens."""
         exact = (self.image_tokens + self.text_tokens) * len(active)
         return exact / sum(number + self.text_tokens for number in active)
 

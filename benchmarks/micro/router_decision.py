@@ -1,8 +1,8 @@
 """What routing costs: time of a decision, and processor time of router and schedulers against an engine's.
 
 A simulated fleet runs once, and its router's inputs are recorded: load reports and edits with their times. The
-recording is then replayed to a new Fleet and policy. The schedulers' share is bounded from above by all processor time of
-the simulation.
+recording is then replayed to a new Fleet and policy. The schedulers' share is bounded from above by all processor time
+of the simulation.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """One denoising step of a UNet, mask-aware against exact.
 
-FLOPs are counted, of convolutions, products and attentions, with the published configurations and no weights: what
-share of them the mask leaves, and so the most that a step can be faster. Masks are nearly square, in the picture's
-middle. With --time, steps of pictures of that many pixels a side are timed on one thread, with random weights and the
-transformers' depth cut to --depth: medians of processor time, in turns.
+FLOPs of convolutions, products and attentions are counted with the published configurations and no weights: the share
+that the mask leaves bounds the speed-up. Masks are nearly square, in the picture's middle. With --time, steps of
+pictures with that side in pixels are timed on one thread, with random weights and the transformers' depth cut to
+--depth: medians of processor time, in turns.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command(__doc__, dtype="float32", rounds=3)
     parser.add_argument("--unet", choices=CONFIGS, default="sdxl", help="whose shape")
-    parser.add_argument("--time", type=int, default=0, metavar="SIDE", help="time steps of pictures of so many pixels")
+    parser.add_argument(
+        "--time", type=int, default=0, metavar="SIDE", help="time steps of pictures with this side in pixels"
+    )
     parser.add_argument("--depth", type=int, default=2, help="most blocks of a transformer, where steps are timed")
     args = parser.parse_args(argv)
     config = LAYERS | CONFIGS[args.unet]
@@ -107,7 +109,7 @@ def _step(unet: Unet, row: Row) -> None:
 
 @torch.inference_mode()
 def _count(config: Mapping[str, Any], side: int) -> dict[float, int]:
-    """Mask ratio -> floating-point operations of a step of a picture of so many pixels a side; 1 is an exact one."""
+    """Mask ratio -> floating-point operations of a step of a picture with this side in pixels; 1 is an exact one."""
     with torch.device("meta"):
         unet = Unet(UNet2DConditionModel(**config).eval(), 1000, TOKEN)
     flops: dict[float, int] = {}

@@ -1,9 +1,8 @@
 """Decoding an edit's region against the whole picture, by mask ratio.
 
-Held-out scenes of the embedded model, each under a square mask around the garment: within it the latents are those of
-the same scene in another garment, outside the template's, as after mask-aware steps. Errors are those of the region's
-pixels to the same pixels of the whole decode. Times are of one picture, with a worker's memory settings, in turns. A
-ratio at which a crop would save nothing is decoded whole.
+Held-out scenes of the embedded model, each under a square mask around the garment: inside, the latents are of the same
+scene in another garment, outside of the template, as after mask-aware steps. Errors compare the region's pixels with
+those of the whole decode. Times are of one picture, in turns. Where a crop would save nothing, all is decoded.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Ledger: counts of what happened to all requests. References: pictures of undisturbed edits.
 
-A picture must equal its reference except for rounding: batches of other sizes add floats in another order, which moves a
-few values by one level. Outside the mask nothing may differ.
+A picture must equal its reference except for rounding: batches of other sizes add floats in another order, which moves
+a few values by one level. Outside the mask nothing may differ.
 """
 
 from __future__ import annotations
