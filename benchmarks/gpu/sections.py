@@ -16,7 +16,6 @@ from benchmarks.gpu.flux import FluxBench
 from benchmarks.gpu.report import BROKEN, SKIPPED
 
 MIN_SECONDS = 20.0  # a section is not begun with less time left
-
 MAX_SECONDS = 300.0  # time limit of a section
 
 GoOn = Callable[[Sequence[str]], None]

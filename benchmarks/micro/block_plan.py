@@ -148,8 +148,8 @@ class Step:
         return seconds
 
     def block_times(self, rounds: int) -> BlockTimes:
-        """Medians. A cached block takes from its look at the pages to the next block's; what a full one takes longer is
-        seen from steps with all double, and with all blocks in full."""
+        """Medians. A cached block takes from its access to the pages to the next block's; the extra time of a full one
+        is measured by steps with all double blocks, and with all blocks, in full."""
         num_double, num_blocks = self._num_double, self.layout.num_blocks
         intervals = [self._intervals() for _ in range(rounds)]
         double = statistics.median(t for one in intervals for t in one[: num_double - 1])

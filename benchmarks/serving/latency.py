@@ -10,8 +10,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,18 +116,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--mask-ratio", type=float, nargs="+", default=[0.1], help="active tokens over image tokens")
     parser.add_argument("--steps", type=int, nargs="+", default=[8, 28], help="denoising steps")
     args = parser.parse_args(argv)
-    with _server(args) as url:
+    with ExitStack() as stack:
+        url = args.base_url or stack.enter_context(ready_server(model_flags(args))).url
         for measured in asyncio.run(_measure(args, url)):
             _report(args, measured)
-
-
-@contextmanager
-def _server(args: argparse.Namespace) -> Iterator[str]:
-    if args.base_url:
-        yield args.base_url
-        return
-    with ready_server(model_flags(args)) as server:
-        yield server.url
 
 
 async def _measure(args: argparse.Namespace, url: str) -> list[Measured]:
