@@ -23,8 +23,8 @@ class UploadSlots:
 
     @asynccontextmanager
     async def take(self, owner: str) -> AsyncIterator[None]:
-        """Take a slot for the duration of the context. Raises OverloadedError if none is free, and inside the context if
-        an owner with fewer places takes the slot.
+        """Take a slot for the duration of the context. Raises OverloadedError if none is free, and inside the context
+        if an owner with fewer places takes the slot.
         """
         self._check_upload(owner, [place for place in self._taken if not place.refusal])
         place = UploadPlace(owner)
