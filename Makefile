@@ -9,7 +9,7 @@ DEV := $(VENV)/.installed-dev
 BROWSER := tests/browser/node_modules/.installed
 TYPED := core engine model_executor entrypoints benchmarks tools
 ARGS ?=
-BENCHMARKS := bench compare bench-quick bench-serving bench-throughput bench-startup bench-responsiveness bench-images bench-edit bench-prime bench-load-or-prime bench-router bench-overload bench-step bench-unet bench-vae bench-cache bench-block-plan bench-cost-model bench-router-decision bench-quality simulate simulate-overload gpu-check soak
+BENCHMARKS := bench compare bench-quick bench-serving bench-throughput bench-startup bench-responsiveness bench-edit bench-overload bench-step bench-unet bench-vae bench-cache bench-block-plan bench-cost-model bench-router-decision bench-quality simulate gpu-check soak
 
 .DEFAULT_GOAL := help
 .PHONY: $(BENCHMARKS) help serve test test-latest test-browser fuzz lint types format wheel train-embedded train-unet bench-playground calibrate clean
@@ -66,11 +66,7 @@ bench-serving: MODULE := benchmarks.benchmark_serving  ## Latency and throughput
 bench-throughput: MODULE := benchmarks.serving.throughput_vs_diffusers  ## Edits per second against a loop over diffusers' FluxFillPipeline
 bench-startup: MODULE := benchmarks.serving.startup  ## Time to alive and ready, memory, latency of a lone edit, idle CPU
 bench-responsiveness: MODULE := benchmarks.serving.responsiveness  ## Latency of /health while 12-megapixel edits pass through
-bench-images: MODULE := benchmarks.serving.image_work  ## Photos of 1 to 12 megapixels: static batches, image work in line, image processors
 bench-edit: MODULE := benchmarks.serving.latency  ## Latency of exact, warm and cold edits through HTTP
-bench-prime: MODULE := benchmarks.serving.prime_gap  ## Gaps between running edits' steps while a template is primed
-bench-load-or-prime: MODULE := benchmarks.serving.load_or_prime  ## Edits whose pages lie on disk: the cost model's choice against the better of both
-bench-router: MODULE := benchmarks.serving.router_policies  ## Router policies on real engines: mean and P95 latency of one and the same load
 bench-overload: MODULE := benchmarks.serving.overload  ## Goodput under a latency objective: at the knee, and at twice its rate
 bench-step: MODULE := benchmarks.micro.denoiser_step  ## One denoising step, mask-aware against exact and against diffusers
 bench-unet: MODULE := benchmarks.micro.unet_step  ## One denoising step of a UNet: what the mask leaves of its FLOPs; timed by ARGS="--time 512"
@@ -81,7 +77,6 @@ bench-cost-model: MODULE := benchmarks.micro.cost_model  ## How well the cost mo
 bench-router-decision: MODULE := benchmarks.micro.router_decision  ## Time of a routing decision, and what router and schedulers cost
 bench-quality: MODULE := benchmarks.quality  ## SSIM and accuracy of mask-aware edits against exact ones, and what every knob does
 simulate: MODULE := benchmarks.simulation  ## Latency by routing policy on simulated fleets of 8 to 256 engines
-simulate-overload: MODULE := benchmarks.simulation.overload  ## Goodput of a simulated server by load and latency objective
 gpu-check: MODULE := benchmarks.gpu  ## On a GPU machine, 10 minutes: correctness, speed and bars, written up as docs/gpu.md
 soak: MODULE := benchmarks.soak  ## 20 minutes of mixed traffic with a fault every 30 s: requests, lost, wrong, restarts, memory slope
 

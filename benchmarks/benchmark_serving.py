@@ -1,9 +1,8 @@
-"""Latency and throughput of a running images server under load: `python -m benchmarks.benchmark_serving --base-url ..`.
+"""Latency and throughput of a running images server under load: `python -m benchmarks.benchmark_serving`.
 
-Speaks HTTP alone, so it works against any server of OpenAI's `/v1/images/edits`; what one does not tell (queue times,
-mask ratio, cache hits: Stencil's `stencil` object; worker seconds: its /metrics) is n/a. An open loop: edits are sent
-when they are due, whatever has come back, and latency counts from then. A failed edit has an infinite latency and
-misses every SLO.
+Works with any server of OpenAI's `/v1/images/edits`. What a server does not report is n/a: queue times, mask ratio and
+cache hits come from Stencil's `stencil` object, worker seconds from its /metrics. An open loop: edits are sent when
+they are due, whatever has come back, and latency counts from then. A failed edit counts as infinite and misses its SLO.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import asyncio
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,14 +23,13 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks.load.arrivals import due_times
-from benchmarks.load.client import Target, WarmUpError, send_on_time, spent_between, warm_up, worker_seconds
+from benchmarks.load.client import Run, Target, WarmUpError, send_on_time, spent_between, warm_up, worker_seconds
 from benchmarks.load.dataset import EditCall, Mix, from_folder, from_trace, read_trace, synthetic
 from benchmarks.load.summary import Context, Spread, Summary, summarise
 from benchmarks.report import print_report
 
 DATASETS = ("synthetic", "folder", "trace")
-LONE_EDITS = 5
-"""Sent one by one to know what an edit takes alone, for --slo-scale."""
+LONE_EDITS = 5  # sent one by one to know what an edit takes alone, for --slo-scale
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -63,35 +61,23 @@ async def _run(args: argparse.Namespace, calls: Sequence[EditCall], due: Sequenc
     first, calls = calls[: args.num_warmups], calls[args.num_warmups :]
     await warm_up(target, first, args.warmup_concurrency)
     slo_ms = args.slo_ms if args.slo_scale is None else await _scaled_slo(target, first, args.slo_scale)
+    context = Context(
+        percents=args.metric_percentiles,
+        slo_ms=slo_ms,
+        request_rate=_offered(args, due),
+        wants_first_image=args.partial_images > 0,
+    )
     with tqdm(total=len(calls), unit="edit", disable=args.disable_tqdm) as progress:
-        return await measure(
-            target,
-            calls,
-            due,
-            Context(
-                percents=args.metric_percentiles,
-                slo_ms=slo_ms,
-                request_rate=_offered(args, due),
-                wants_first_image=args.partial_images > 0,
-            ),
-            max_concurrency=args.max_concurrency,
-            progress=progress,
-        )
+        sending = send_on_time(target, calls, due, max_concurrency=args.max_concurrency, on_done=progress.update)
+        return await measure(target, calls, sending, context)
 
 
 async def measure(
-    target: Target,
-    calls: Sequence[EditCall],
-    due: Sequence[float],
-    context: Context,
-    *,
-    max_concurrency: int | None = None,
-    progress: tqdm[Any] | None = None,
+    target: Target, calls: Sequence[EditCall], sending: Coroutine[Any, Any, Run], context: Context
 ) -> Summary:
-    """One run in an open loop."""
+    """A run's figures, with what the server's workers computed meanwhile. sending: of these calls."""
     before = await worker_seconds(target)
-    on_done = (lambda: None) if progress is None else progress.update
-    run = await send_on_time(target, calls, due, max_concurrency=max_concurrency, on_done=on_done)
+    run = await sending
     spent = spent_between(before, await worker_seconds(target))
     areas = [call.area for call in calls if call.area is not None]
     return summarise(run, replace(context, areas=areas, worker_seconds=spent))
@@ -228,7 +214,7 @@ def make_parser() -> argparse.ArgumentParser:
     load = parser.add_argument_group("load")
     load.add_argument("--request-rate", type=float, default=math.inf, help="edits per second; inf: all at once")
     load.add_argument("--burstiness", type=float, default=1.0, help="shape of the Gamma law of intervals; 1 = Poisson")
-    load.add_argument("--arrivals", default="poisson", help="poisson, gamma:CV or trace:FILE")
+    load.add_argument("--arrivals", default="poisson", help="poisson or trace:FILE")
     load.add_argument("--max-concurrency", type=int, help="edits under way at once; waiting for a place is latency")
     load.add_argument("--num-warmups", type=int, default=4, help="edits sent before, not counted")
     load.add_argument("--warmup-concurrency", type=int, default=4, help="of these")

@@ -1,4 +1,4 @@
-"""The options that commands of benchmarks share, under one name, with one meaning."""
+"""The options that commands share, under one name, with one meaning."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def command(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
-    """A parser with `--output` and those shared options that have a default here. doc: of the command's module."""
+    """A parser with `--output` and the shared options that have a default here. doc: of the command's module."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     for name, default in defaults.items():
         option = dict(_OPTIONS[name])
         flag = option.pop("flag", f"--{name}")
         parser.add_argument(flag, dest=name, default=default, **option)
-    parser.add_argument("--output", type=_new_file, help="file that the lines of JSON are written to as well")
+    parser.add_argument("--output", type=_new_file, help="file that the lines of JSON are also written to")
     return parser
 
 

@@ -1,7 +1,6 @@
 """The few ratios that must not fall, in under three minutes: `make bench-quick`.
 
-Prints them and writes them as JSON; never fails because a figure is low: this machine may be busy. Ratios, since both
-sides of each are measured in turns.
+Never fails because a figure is low, since the machine may be busy. Both sides of a ratio are measured in turns.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import numpy as np
 
 from benchmarks.baselines.systems import Setting, running
 from benchmarks.command import command
-from benchmarks.evidence.commands import run_command
+from benchmarks.evidence.results import run_command
 from benchmarks.load.client import Target, warm_up
 from benchmarks.load.dataset import EditCall, Mix, synthetic
 from benchmarks.report import Value, print_report

@@ -1,4 +1,4 @@
-"""How results are shown: a table for people, then one line of JSON for programs."""
+"""How results are printed: a table for people, then one line of JSON for programs."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ from typing import Any
 
 Value = float | int | str
 Row = tuple[str, str]
-"""What, and what was measured, as people read it."""
+"""Name and measured value, as text."""
 
 
 def print_report(title: str, rows: Sequence[Row], result: Mapping[str, Any], output: Path | None = None) -> None:
-    """result: what JSON can hold, plain numbers under names with units. output: the line of JSON is added to it."""
+    """result: plain numbers under names with units. output: the line of JSON is appended to it."""
     width = max(len(name) for name, _ in rows)
     print(title)
     for name, value in rows:
         print(f"  {name:<{width}}  {value}")
+    print_line(result, output)
+
+
+def print_line(result: Mapping[str, Any], output: Path | None = None) -> None:
+    """The line of JSON alone."""
     line = json.dumps({name: _rounded(value) for name, value in result.items()}, allow_nan=False)
     print(line, flush=True)
     if output is not None:

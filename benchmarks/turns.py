@@ -1,4 +1,4 @@
-"""Measurements in turns: a machine that slows down slows all that is compared, and the ratios of a round stay true."""
+"""Measurements in turns: a machine that slows down slows all that is compared, so the ratios of a round stay true."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ def timed(call: Callable[[], object], clock: Clock = time.perf_counter) -> Calla
 
 
 def in_turns(ways: Mapping[Name, Callable[[], float]], rounds: int, warm_ups: int = 1) -> dict[Name, list[float]]:
-    """What each way returned in each round; rounds before them do not count."""
+    """What each way returned in each round, in an order that is reversed from round to round. Warm-up rounds come first
+    and do not count."""
     figures: dict[Name, list[float]] = {name: [] for name in ways}
     for number in range(-warm_ups, rounds):
-        for name, run in ways.items():
-            figure = run()
+        for name in list(ways)[:: 1 if (number + warm_ups) % 2 == 0 else -1]:
+            figure = ways[name]()
             if number >= 0:
                 figures[name].append(figure)
     return figures

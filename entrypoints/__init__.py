@@ -1,4 +1,4 @@
-"""What the outside sees of Stencil: the server (`python -m entrypoints.serve`) and offline edits (`ImageEngine`)."""
+"""Stencil's public interface: the server (`python -m entrypoints.serve`) and offline edits (`ImageEngine`)."""
 
 from core.sampling_params import SamplingParams
 from entrypoints.image_engine import Edit, EditResult, ImageEngine

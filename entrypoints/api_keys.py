@@ -1,4 +1,4 @@
-"""Where API keys come from: the command line, files, the environment. No message holds a key."""
+"""Reads API keys from the command line, from files and from the environment. Error messages never contain a key."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _BLANKS = string.whitespace + BYTE_ORDER_MARK
 
 @dataclass(frozen=True)
 class KeySource:
-    """What a command line and its environment say of keys, to be read at the start and whenever files change."""
+    """The configured places of keys. Read at the start, and again on SIGHUP because files may have changed."""
 
     flags: Sequence[str] = field(repr=False)
     files: Sequence[str]
     environment: Mapping[str, str] = field(repr=False)
 
     def read(self) -> tuple[str, ...]:
-        """All keys, each once: those of flags and files, or without any of these the environment's; none: no key is
-        asked for. Raises ConfigError, also where keys were promised and there is none: the server would be open.
+        """The keys of flags and files, or if there are none, of the environment; without duplicates. Empty: no key is
+        required. Raises ConfigError for a bad key, and for a file or variable without keys: the server would be open.
         """
         keys = [_flag_key(flag) for flag in self.flags]
         keys += [key for file in self.files for key in read_key_file(Path(file))]
@@ -35,10 +35,10 @@ class KeySource:
 
 
 def read_key_file(path: Path) -> list[str]:
-    """The keys of a file, one a line, without comment lines. Raises ConfigError.
+    """The keys in a file: one per line, lines that begin with # are comments. Raises ConfigError.
 
-    As ssh does with private keys, a file of our own that others may read is refused, since they may have read it
-    already; another owner's file is that owner's matter, such as a secret that a container has mounted.
+    As ssh does with private keys, refuses a file of this user that other users may access, since they may have read it
+    already. Files of other owners, such as secrets mounted into a container, are not checked.
     """
     try:
         with path.open(encoding="utf-8") as file:
@@ -65,7 +65,7 @@ def _flag_key(flag: str) -> str:
 
 
 def _environment_keys(environment: Mapping[str, str]) -> list[str]:
-    """A variable that is set is a promise of keys, whatever the other one holds."""
+    """Raises ConfigError if either variable is set but contains no key, even if the other one has some."""
     keys = []
     for name, separator in ((KEY_VARIABLE, None), (KEYS_VARIABLE, ",")):
         if (text := environment.get(name)) is not None:
@@ -78,7 +78,7 @@ def _environment_keys(environment: Mapping[str, str]) -> list[str]:
 
 
 def _checked(key: str, source: str) -> str:
-    """Raises ConfigError for a key that would never match what clients send, without showing it."""
+    """`key`, if a client can send it. Raises ConfigError, which does not show the key, if it is not printable."""
     if not key.isprintable():
         raise ConfigError(
             f"{source} holds a character that cannot be seen, which no client would send; "

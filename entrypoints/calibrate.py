@@ -1,8 +1,8 @@
-"""Chooses how a checkpoint's pages are kept: `python -m entrypoints.calibrate --model M --images DIR --prompt P`
+"""Calibrates mask-aware execution for a checkpoint: `python -m entrypoints.calibrate --model M --images DIR --prompt P`
 
-Edits of your own images run exact and mask-aware with the same seeds; the cheapest setting is taken whose pictures are
-alike enough. The server finds the result by the checkpoint's fingerprint; its flags for keyframes and page dtype
-override it.
+Runs edits of your images exact and mask-aware with the same seeds, and chooses the cheapest keyframes, page dtype, mask
+margin and full steps whose pictures are similar enough. Servers find the saved result by the checkpoint's fingerprint;
+their flags for keyframes and page dtype override it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ UNSAFE = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status is 0, 2 where mask-aware execution is unsafe, or 1 with one line on stderr."""
+    """Run the command. Exit status: 0; 1 after an error, printed as one line on stderr; 2 if no setting was close
+    enough to exact execution.
+    """
     args = _parse(argv)
 
     def start(keyframes: str, dtype: str) -> ImageEngine:
@@ -98,7 +100,7 @@ def _calibration(found: Trial, trials: Trials, target: float) -> Calibration:
 
 
 def _save(calibration: Calibration, output: Path | None, model: ModelInfo) -> Path:
-    """To `output`, else where servers of this user look for it."""
+    """Write to `output`, or by default to the file where this user's servers look for it; returns the path."""
     data = msgspec.json.format(msgspec.json.encode(calibration)) + b"\n"
     if output is not None:
         output.write_bytes(data)
@@ -131,24 +133,22 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         epilog="Exit status 2: no setting was close enough; servers then compute every token.",
     )
     parser.add_argument("--model", default=EMBEDDED_MODEL, help="diffusers directory or hub id (default: embedded)")
-    parser.add_argument("--images", type=Path, help="folder of pictures; name_mask.png beside name.* is its mask")
+    parser.add_argument("--images", type=Path, help="folder of pictures; name_mask.png is the mask of name.*")
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument("--prompt", help="what to paint under every mask")
-    prompts.add_argument("--prompts-file", type=Path, help="one prompt a line, taken in turn")
+    prompts.add_argument("--prompts-file", type=Path, help="file of prompts, one per line, used in turn")
     parser.add_argument("--num-edits", type=_positive, default=32, help="edits to compare (default: 32)")
     parser.add_argument("--steps", type=_positive, help="denoising steps (default: the model's own)")
     parser.add_argument(
         "--ssim-p10",
         type=float,
         default=0.96,
-        help="SSIM that nine of ten reach, for small masks and large ones (default: 0.96)",
+        help="SSIM that nine of ten edits must reach in each class of mask sizes (default: 0.96)",
     )
-    parser.add_argument("--output", type=Path, help="where to write (default: where servers of this user look)")
-    parser.add_argument("--variant", default="", help="of the weight files, as the server is given it")
+    parser.add_argument("--output", type=Path, help="file to write (default: where this user's servers look)")
+    parser.add_argument("--variant", default="", help="variant of the weight files, as for the server")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
-    parser.add_argument(
-        "--quantization", default="none", choices=get_args(Quantization), help="as the server is given it"
-    )
+    parser.add_argument("--quantization", default="none", choices=get_args(Quantization), help="as for the server")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     return parser.parse_args(argv)
 

@@ -1,4 +1,4 @@
-"""One edit from the command line: `python -m entrypoints.edit in.png --mask m.png --prompt "a red shirt" -o out.png`"""
+"""Runs one edit from the command line: `python -m entrypoints.edit in.png --mask m.png --prompt "a cap" -o out.png`"""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WITH_ALPHA, _WITHOUT_ALPHA = (".png", ".webp"), (".jpg", ".jpeg")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; the exit status is 0, or 1 with one line on stderr."""
+    """Run the command. Exit status: 0, or 1 after an error, printed as one line on stderr."""
     args = _parse(argv)
     try:
         edit = Edit(
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _check_output(path: Path) -> None:
-    """Before minutes of work: raises ValueError or OSError for what cannot be written."""
+    """Raises ValueError or OSError if `path` cannot be written; called first, since an edit may take minutes."""
     if path.suffix.lower() not in (*_WITH_ALPHA, *_WITHOUT_ALPHA):
         raise ValueError(f"cannot write '{path}': its name must end in .png, .webp, .jpg or .jpeg")
     if path.is_dir() or not path.parent.is_dir():
@@ -53,13 +53,14 @@ def _check_output(path: Path) -> None:
 
 
 def save(image: Image.Image, path: Path) -> None:
-    """As the server does it where no quality is asked for: without loss, and as a JPEG, which has no transparency, on
-    white."""
+    """Write `image` in the format of the suffix, with the server's default quality: PNG and WebP are lossless; JPEG,
+    which has no transparency, is flattened onto white.
+    """
     match path.suffix.lower():
         case ".png":
             image.save(path)
         case ".webp":
-            image.save(path, lossless=True, exact=True)  # exact: hidden colours, too
+            image.save(path, lossless=True, exact=True)  # exact: also keep colours under alpha 0
         case _:
             _flattened(image).save(path, quality=100, subsampling=0)
 
@@ -76,10 +77,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     masks = parser.add_mutually_exclusive_group()
     masks.add_argument("--mask", type=Path, help="mask of the picture's size: transparent = edit")
     masks.add_argument("--mask-image", type=Path, help="mask of the picture's size: white = edit")
-    crop_help = "edit the mask's box and so many pixels around it at the model's own resolution (default: all of it)"
+    crop_help = "edit only the mask's box, grown by this many pixels, at the model's resolution (default: whole image)"
     parser.add_argument("--padding-mask-crop", type=int, help=crop_help)
     parser.add_argument("--prompt", required=True, help="what to paint under the mask")
-    parser.add_argument("-o", "--output", type=Path, required=True, help="where to write; the suffix names the format")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="file to write; its suffix sets the format")
     parser.add_argument("--num-inference-steps", type=int, help="denoising steps (default: the model's own)")
     parser.add_argument("--seed", type=int, help="seed of the noise (default: random)")
     parser.add_argument("--model", default=EMBEDDED_MODEL, help="diffusers directory or hub id (default: embedded)")

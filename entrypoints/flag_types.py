@@ -1,4 +1,4 @@
-"""What a flag's text may be: each takes the text and raises argparse.ArgumentTypeError, which says what is wrong."""
+"""Types for argparse: functions that convert a flag's text, and raise argparse.ArgumentTypeError if it is invalid."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from core.config import MAX_CACHE_BYTES, AdapterConfig
 from entrypoints.hosts import normal_host
 
-_PAGE_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # other spellings
+_PAGE_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # short names
 _UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
 
 
@@ -32,7 +32,7 @@ def byte_count(text: str) -> int:
 
 
 def auto_or_bytes(text: str) -> int | None:
-    """None: auto."""
+    """A number of bytes, or None for "auto"."""
     return None if text == "auto" else byte_count(text)
 
 
@@ -66,15 +66,15 @@ def http_url(text: str) -> str:
 
 
 def web_origin(text: str) -> str:
-    """As a browser's `Origin` header names it, or * for any."""
+    """An origin, spelled as in browsers' `Origin` headers, or * for any."""
     if text != "*" and not re.fullmatch(r"https?://[^/\s*?#@]+", text, re.IGNORECASE):
         raise argparse.ArgumentTypeError(f"'{text}' is no origin such as https://app.example or http://localhost:3000")
     origin = text.lower()
-    return origin.removesuffix(":443" if origin.startswith("https:") else ":80")  # browsers leave a scheme's own out
+    return origin.removesuffix(":443" if origin.startswith("https:") else ":80")  # browsers omit default ports
 
 
 def host(text: str) -> str:
-    """A name or an address in the spelling of `entrypoints.hosts`, or * for any."""
+    """A name or an address, normalised by `entrypoints.hosts`, or * for any."""
     name = text if text == "*" else normal_host(text.removeprefix("[").removesuffix("]"))
     if name is None:
         raise argparse.ArgumentTypeError(
@@ -84,7 +84,7 @@ def host(text: str) -> str:
 
 
 def named_adapter(text: str) -> AdapterConfig:
-    """NAME=PATH. Raises argparse.ArgumentTypeError."""
+    """An adapter given as NAME=PATH; the path must exist."""
     name, _, path = text.partition("=")
     if not re.fullmatch(r"[\w.:-]+", name) or not path:
         raise argparse.ArgumentTypeError(f"'{text}' is not NAME=PATH, with a name of letters, digits and _ . : -")

@@ -1,4 +1,4 @@
-"""Hosts as `Host` headers and flags name them: one spelling to compare, and which of them are this machine."""
+"""Parses the hosts in `Host` headers and flags, normalises them so that they can be compared, and detects loopback."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _NAME = re.compile(r"[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?")
 
 
 def named_host(header: str) -> str | None:
-    """The host that a `Host` header names, in its one spelling and without the port; None where it names none."""
+    """The normalised host in a `Host` header, without the port; None if the header is malformed."""
     match = _HEADER.fullmatch(header.strip())
     return None if match is None else normal_host(match[1] or match[2])
 
 
 def normal_host(host: str) -> str | None:
-    """The one spelling of a name or an address: lower case, no dot at the end, IPv6 without brackets and short; None
-    for what is neither. Names are ASCII, as browsers send them.
+    """A name or address, normalised: lower case, without a final dot, IPv6 compressed and without brackets; None if
+    it is neither. Names must be ASCII, as browsers send them.
     """
     address = _address(host)
     if address is not None:
@@ -27,7 +27,7 @@ def normal_host(host: str) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host, in its one spelling, is this machine itself, whatever a name server says."""
+    """Whether a normalised host is a loopback address or `localhost`. Does not ask a name server."""
     address = _address(host)
     if address is None:
         return host == "localhost"

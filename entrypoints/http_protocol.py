@@ -1,6 +1,5 @@
-"""One connection of a client, with the limits that uvicorn leaves out: how large a request's head may be, and how long
-a client may take for what no application waits for. What it refuses has OpenAI's error envelope. An offer to speak
-another protocol is declined.
+"""Serves one HTTP connection: uvicorn's protocol with limits that it lacks, on the size of a request's head and on how
+long a client may take to send it. Errors have OpenAI's envelope. Offers to switch to another protocol are ignored.
 """
 
 from __future__ import annotations
@@ -14,21 +13,21 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from entrypoints.openai.errors import INVALID_REQUEST, ErrorReply
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Of a request line and its headers together, and of trailers; what is read from the socket at once comes on top."""
+"""Limit on a request line with its headers, and on trailers. Can be exceeded by what one socket read returns."""
 MAX_HEADERS = 256
-"""Of a request: thousands of tiny ones are small as bytes and megabytes as objects."""
+"""Limit per request: thousands of tiny headers are few bytes on the wire but megabytes of Python objects."""
 HEAD_SECONDS = 30.0
-"""From the first byte of a request, or from a connection's begin, to the end of the headers."""
+"""Time limit from a request's first byte, or for the first request from connecting, to the end of its headers."""
 REST_SECONDS = 30.0
-"""How long the rest of a body is read and thrown away whose request has its answer: clients that look at it only when
-they have sent everything would see a broken connection instead."""
+"""How long the rest of a body is read and discarded after its request was answered. Clients that read the answer only
+after sending everything would otherwise see a broken connection."""
 
 
 class _Parser:
-    """httptools' parser, for a server that changes to no other protocol: HTTP/2 (h2c) or WebSocket.
+    """httptools' parser, made to ignore offers to upgrade to HTTP/2 (h2c) or WebSocket.
 
-    That one takes what follows such an offer for the other protocol's, and so takes the body off a request that must be
-    answered all the same (RFC 9110, 7.8). Java's own client makes the offer with its first request.
+    httptools takes the bytes after such an offer for the other protocol, which loses the body of a request that must
+    be answered nonetheless (RFC 9110, 7.8). Java's HTTP client makes the offer with its first request.
     """
 
     def __init__(self, protocol: GuardedProtocol) -> None:
@@ -37,10 +36,10 @@ class _Parser:
 
     def _begin(self) -> None:
         self._parser = httptools.HttpRequestParser(self._protocol)
-        self._parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn has it
+        self._parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
 
     def feed_data(self, data: bytes) -> None:
-        """Parse on, an offer that was declined anew without it. Raises httptools.HttpParserError."""
+        """Parse `data`. At an upgrade offer, parse the head again without it. Raises httptools.HttpParserError."""
         while True:
             try:
                 self._parser.feed_data(data)
@@ -56,15 +55,15 @@ class _Parser:
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """Closes connections that only take up room."""
+    """uvicorn's connection handler with the limits of this module: answers what it refuses, then closes."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.parser = _Parser(self)  # type: ignore[assignment]
-        self._is_in_head = True  # the next thing to come is, or goes on with, a request's head
-        self._head_bytes = 0  # received since the last progress: a whole head, a piece of a body
+        self._is_in_head = True  # the next bytes begin or continue a request's head
+        self._head_bytes = 0  # received since the last complete head or piece of a body
         self._patience: asyncio.TimerHandle | None = None
-        self._is_refused = False  # the connection closes, and what else it brings is not looked at
+        self._is_refused = False  # the connection is closing; further input is ignored
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -85,13 +84,13 @@ class GuardedProtocol(HttpToolsProtocol):
             self._wait(HEAD_SECONDS)  # a second request on this connection
 
     def head_without_offer(self) -> bytes:
-        """The head that has just come, as from a client that offers no other protocol."""
+        """The request's head that was just parsed, without its `Upgrade` header."""
         request_line = b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
         headers = [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
         return b"\r\n".join([request_line, *headers, b"", b""])
 
     def on_headers_complete(self) -> None:
-        if self._is_refused or self.parser.should_upgrade():  # then it comes again
+        if self._is_refused or self.parser.should_upgrade():  # the head will be parsed again without the offer
             return
         if len(self.headers) > MAX_HEADERS:
             self._refuse_head()
@@ -119,7 +118,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._wait(REST_SECONDS)
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP."""
+        """Called by uvicorn for input that is not valid HTTP."""
         self._refuse(400, "invalid_http", msg)
 
     @property
@@ -131,7 +130,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._refuse(431, "request_head_too_large", message)
 
     def _refuse(self, status: int, code: str, message: str) -> None:
-        """Answer, where that is still possible, and close."""
+        """Answer with an error, unless another answer has begun, and close the connection."""
         if self._is_refused:
             return
         self._is_refused = True

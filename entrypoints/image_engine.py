@@ -1,6 +1,6 @@
-"""ImageEngine: offline edits, LLM-style: `ImageEngine().generate([Edit(...), ...], SamplingParams(...))`, no server.
+"""ImageEngine: offline edits without a server: `ImageEngine().generate([Edit(...), ...], SamplingParams(...))`
 
-A blocking face over the AsyncEngine that the server uses, which runs in a thread of its own.
+A blocking wrapper around the AsyncEngine that the server uses, whose event loop runs in a thread.
 """
 
 from __future__ import annotations
@@ -47,32 +47,28 @@ T = TypeVar("T")
 _CACHE = CacheConfig()
 _NO_ADAPTERS: Mapping[str, str | Path] = MappingProxyType({})
 MAX_IN_FLIGHT = 64
-"""Edits handed to each engine at once: enough to keep any batch full, little enough to bound their memory."""
+"""Edits in flight per engine: enough to keep any batch full, and a bound on their memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edit:
-    """One edit. mask: transparent = edit (as OpenAI's); mask_image: white = edit (as diffusers'); at most one of them.
+    """One edit, or a generation if there is neither an image nor a template. Give at most one of the two masks; without
+    a mask, the image's transparent area is edited, or if it has none, all of it.
 
-    Without either, the image's own transparent area is edited, or all of it. Without an image, one is generated on an
-    empty canvas of `size` (width, height, 16..4096 px each; default: the model's native square); with one, the result
-    is resized to it. A photo is turned upright as its EXIF data says, whether it comes as a path or opened.
-    template_id: a template of this engine (`ImageEngine.create_template`), instead of an image. padding_mask_crop: as
-    diffusers': edit only the mask's box and so many pixels (0..65535) around it, at the model's own resolution. lora:
-    the name of one of the engine's adapters.
+    Photos are turned upright by their EXIF orientation, both as files and as PIL images.
 
-    A value of the wrong type or out of range raises InvalidRequestError. Whether a picture can be used is seen when the
-    edit runs.
+    Raises InvalidRequestError for a value of the wrong type or out of range. Pictures are only checked when the edit
+    runs.
     """
 
-    prompt: str
+    prompt: str  # what to paint
     image: ImageLike | None = None
-    mask: ImageLike | None = None
-    mask_image: ImageLike | None = None
-    size: tuple[int, int] | None = None
-    template_id: str | None = None
-    padding_mask_crop: int | None = None
-    lora: str = ""
+    mask: ImageLike | None = None  # transparent = edit, as in OpenAI's API
+    mask_image: ImageLike | None = None  # white = edit, as in diffusers
+    size: tuple[int, int] | None = None  # of the result: width, height, 16..4096 px; a generation's default: native
+    template_id: str | None = None  # from ImageEngine.create_template; instead of an image
+    padding_mask_crop: int | None = None  # px, 0..65535: edit the mask's box, grown by this, at the model's resolution
+    lora: str = ""  # name of one of the engine's adapters
 
     def __post_init__(self) -> None:
         conform(self)
@@ -90,25 +86,25 @@ class Edit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EditResult:
-    """What came of one Edit: `images` (one per `n`), or `error`. seeds and reports belong to the images, in order."""
+    """The result of one Edit: its images, `SamplingParams.n` of them, or an error."""
 
     images: list[Image.Image] = field(default_factory=list)
-    seeds: list[int] = field(default_factory=list)
-    reports: list[EditReport] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)  # one per image
+    reports: list[EditReport] = field(default_factory=list)  # one per image
     error: StencilError | None = None
 
 
 class ImageEngine:
-    """A loaded model, ready to edit. Use as a context manager, or call `close`.
+    """A loaded model, ready to edit. Use it as a context manager, or call `close`.
 
-    model: diffusers directory or hub id, default the embedded model. variant, dtype, quantization, device, threads,
-    mask_aware, cache_keyframes, cache_dtype, priming_prompt: see ModelConfig; loras: name -> file of each adapter, see
-    AdapterConfig; cache: see CacheConfig; data_parallel_size: engines that edits are spread over. Raises
-    InvalidRequestError for an argument of the wrong type or out of range, and ConfigError when the model or an adapter
-    cannot be loaded.
+    model: diffusers directory or hub id; default: the embedded model. variant, dtype, quantization, device, threads,
+    mask_aware, cache_keyframes, cache_dtype, priming_prompt: see ModelConfig. loras: name -> file of each adapter, see
+    AdapterConfig. cache: see CacheConfig. data_parallel_size: number of engines, between which edits are distributed.
+    Raises InvalidRequestError for an argument of the wrong type or out of range, and ConfigError if the model or an
+    adapter cannot be loaded.
 
-    Belongs to the process that made it: a forked child has neither its thread nor its processes. There, and once it is
-    closed, every method raises EngineError.
+    Usable only in the process that created it, since a forked child has neither its thread nor its child processes.
+    Methods raise EngineError in a fork and after `close`.
     """
 
     def __init__(
@@ -155,7 +151,7 @@ class ImageEngine:
             max_queue=MAX_IN_FLIGHT * data_parallel_size * 10,
         )
         self._loop = uvloop.new_event_loop()
-        # A daemon: a program that forgets `close` still exits, and the engine's processes leave with it.
+        # A daemon thread: a program that forgets `close` still exits, and the engine's processes end with it.
         self._thread = threading.Thread(target=self._loop.run_forever, name="stencil", daemon=True)
         self._thread.start()
         self._is_closed = False
@@ -173,10 +169,10 @@ class ImageEngine:
         *,
         use_tqdm: bool = True,
     ) -> list[EditResult]:
-        """Run all edits, batched; results are in the order of `edits`. One that fails has its error in its result.
+        """Run all edits, batched. Results are in the order of `edits`; a failed edit has its error in its result.
 
-        sampling_params: one for all, or one per edit. Raises InvalidRequestError when their numbers differ, or for what
-        are no Edits or SamplingParams.
+        sampling_params: one for all edits, or one per edit. Raises InvalidRequestError if their number differs from the
+        number of edits, or for values that are not Edits or SamplingParams.
         """
         self._check_open()
         edits = _all_of("edits", edits, Edit)
@@ -186,17 +182,17 @@ class ImageEngine:
 
     @property
     def model(self) -> ModelInfo:
-        """What the loaded model can do, and how its templates are cached."""
+        """The loaded model's properties, including how its templates are cached."""
         return next(iter(self._engine.models.values()))
 
     @property
     def device_page_bytes(self) -> int:
-        """Device memory that each engine's cached pages may take; 0 where they are read from the host's."""
+        """Device memory for cached pages, in bytes per engine; 0 if pages are read from host memory."""
         return self._engine.cache.device_bytes or 0
 
     def create_template(self, image: ImageLike, *, lora: str = "") -> Template:
-        """Register an image that is to be edited often, and compute what its edits with this adapter share: give the
-        template's `id` as `Edit.template_id`. Raises InvalidRequestError.
+        """Register an image that will be edited often, and compute the pages that its edits with this adapter share.
+        Pass the template's `id` as `Edit.template_id`. Raises InvalidRequestError.
         """
         self._check_open()
         lora = conformed("lora", lora, str)
@@ -204,7 +200,7 @@ class ImageEngine:
         return self._run(self._engine.prime_template(f"offline-{uuid.uuid4().hex}", upload, lora=lora))
 
     def close(self) -> None:
-        """Stop the engine's processes. What other threads have running ends first, with errors in its results.
+        """Stop the engine's processes. Calls running in other threads return first, with errors in their results.
         Idempotent.
         """
         self._check_process()
@@ -236,7 +232,9 @@ class ImageEngine:
         return await asyncio.gather(*map(one, edits, params))
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The coroutine's outcome. Ctrl-C ends it, and is raised when it has cleaned up; a second one does not wait."""
+        """Run a coroutine on the engine's loop. Ctrl-C cancels it and is raised after its cleanup; a second Ctrl-C is
+        raised at once.
+        """
         task = self._on_loop(_begin(coroutine))
         try:
             return self._on_loop(_outcome(task))
@@ -274,7 +272,7 @@ async def _outcome(task: asyncio.Task[T]) -> T:
 
 
 async def _others_done() -> None:
-    """Wait for the calls of other threads, which end by themselves once the engine has."""
+    """Wait for the calls of other threads, which end once the engine has shut down."""
     if others := asyncio.all_tasks() - {asyncio.current_task()}:
         await asyncio.wait(others)
 
@@ -291,14 +289,14 @@ async def _start(config: StencilConfig) -> AsyncEngine:
 
 
 async def _edit(engine: AsyncEngine, edit: Edit, sampling: SamplingParams) -> EditResult:
-    """Run one edit; its failure is its result."""
+    """Run one edit. A failure is returned as the result's error, not raised."""
     try:
         request = await asyncio.to_thread(_to_input, edit, sampling)
         async with engine.edit(f"offline-{uuid.uuid4().hex}", request) as outputs:
             finals = {output.image_index: (output, bytes(output.data)) async for output in outputs}
     except StencilError as error:
         return EditResult(error=error)
-    except Exception as error:  # the actor's edge: a bug costs one edit, not all that run with it
+    except Exception as error:  # a bug must fail this edit only, not all edits of the call
         logger.exception("an edit failed")
         return EditResult(error=EngineError(f"internal error: {error!r}"))
     ordered = [finals[index] for index in sorted(finals)]
@@ -334,7 +332,7 @@ def _adapters(loras: Mapping[str, str | Path]) -> tuple[AdapterConfig, ...]:
 
 
 def _all_of(name: str, values: Sequence[T], kind: type[T]) -> list[T]:
-    """`values`, each of which is a `kind`. Raises InvalidRequestError."""
+    """`values` as a list. Raises InvalidRequestError if any of them is not a `kind`."""
     conformed(name, values, Sequence)
     return [conformed(f"{name}[{index}]", value, kind) for index, value in enumerate(values)]
 

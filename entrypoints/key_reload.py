@@ -1,4 +1,4 @@
-"""KeyReload: reads the key files again when it is asked to, while the server runs."""
+"""KeyReload: reads the API key files again on request while the server runs (SIGHUP)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger("stencil.api")
 
 
 class KeyReload:
-    """Replaces all keys of the ring, or none: where one file cannot be read or is refused, the old ones stay."""
+    """Replaces all keys of the ring, or none: if any file cannot be read or is refused, the old keys stay."""
 
     def __init__(self, source: KeySource, ring: KeyRing) -> None:
         self._source = source
@@ -22,11 +22,11 @@ class KeyReload:
         self._asked = asyncio.Event()
 
     def ask(self) -> None:
-        """Read as soon as possible; what is asked for while files are read is done after that."""
+        """Request a reload. Requests during a reload cause one more reload after it."""
         self._asked.set()
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Reload on each request, until cancelled."""
         while True:
             await self._asked.wait()
             self._asked.clear()
@@ -34,7 +34,7 @@ class KeyReload:
 
     async def _read(self) -> None:
         try:
-            keys = await asyncio.to_thread(_read_again, self._source)  # a file may lie on a slow disk
+            keys = await asyncio.to_thread(_read_again, self._source)  # the disk may be slow
         except ConfigError as error:
             logger.error("the API keys stay as they are (%d): %s", len(self._ring), error)
             return
@@ -43,7 +43,7 @@ class KeyReload:
 
 
 def _read_again(source: KeySource) -> tuple[str, ...]:
-    """Raises ConfigError, also for a pipe such as a shell's ``<(...)``: to open it again would wait for a writer."""
+    """Raises ConfigError, also for a pipe such as a shell's ``<(...)``: opening it again would block for a writer."""
     for file in source.files:
         if Path(file).is_fifo():
             raise ConfigError(f"the key file {file} is a pipe, which can be read once")

@@ -1,7 +1,7 @@
-"""What can be served: `python -m entrypoints.models`, or of one checkpoint `python -m entrypoints.models --model M`
+"""Lists the model families that can be served, or describes a checkpoint: `python -m entrypoints.models [--model M]`
 
-Tells the parameters of a checkpoint, tokens and cache bytes of pictures, which request fields it takes, and with --lora
-whether an adapter fits. Weights are not read. What needs torch runs in a process of its own.
+Prints a checkpoint's parameter counts, tokens and cache bytes by picture size, the request fields it takes, and with
+--lora whether an adapter fits. Reads no weights. The part that needs torch runs in a child process.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from entrypoints.flag_types import named_adapter
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = ((512, 512), (768, 768), (1024, 768), (1024, 1024), (1536, 1024))
-"""Pictures that are told of, in pixels, up to what the model takes."""
+"""Picture sizes (width, height) in pixels to print; those above the model's limit are left out."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status is 0, or 1 with one line on stderr."""
+    """Run the command. Exit status: 0, or 1 after an error, printed as one line on stderr."""
     args = _parse(argv)
     command = [sys.executable, "-m", "model_executor.checkpoint.describe", *_arguments(args)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
@@ -72,7 +72,7 @@ def _describe(card: CheckpointCard) -> Iterable[str]:
 
 
 def _fields(info: ModelInfo) -> Iterable[str]:
-    """Request fields that depend on the model."""
+    """The request fields that this model takes, of those that depend on the model."""
     yield from ("mask_aware", "strength")
     if info.has_guidance:
         kind = "classifier-free" if info.is_guidance_cfg else "distilled"
@@ -84,14 +84,14 @@ def _fields(info: ModelInfo) -> Iterable[str]:
 
 
 def _sizes(info: ModelInfo) -> Iterable[tuple[int, int]]:
-    """Pictures no larger than what it takes, and the largest square."""
+    """The sizes of SIZES with at most the model's native number of pixels, and its native square, in order of area."""
     native = info.native_size
     sizes = {size for size in SIZES if size[0] * size[1] <= native**2} | {(native, native)}
     return sorted(sizes, key=lambda size: size[0] * size[1])
 
 
 def _short(number: int) -> str:
-    """Three digits and a unit."""
+    """`number` with three significant digits and a decimal prefix: 1234567 -> "1.23 M"."""
     for size, unit in ((10**9, " G"), (10**6, " M"), (10**3, " k")):
         if number >= size:
             return f"{number / size:.3g}{unit}"
@@ -104,7 +104,7 @@ def _bytes(number: int) -> str:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m entrypoints.models", description="What can be served, or what is to be said of one checkpoint."
+        prog="python -m entrypoints.models", description="List the model families, or describe one checkpoint."
     )
     parser.add_argument("--model", help="diffusers directory or hub id")
     parser.add_argument(
@@ -114,11 +114,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default=[],
         type=named_adapter,
         metavar="NAME=PATH",
-        help="an adapter that is to fit it; may be repeated",
+        help="a LoRA adapter to check against the model; may be repeated",
     )
     args = parser.parse_args(argv)
     if args.loras and not args.model:
-        parser.error("--lora needs the --model that it is for")
+        parser.error("--lora needs --model")
     return args
 
 

@@ -1,4 +1,4 @@
-"""Pictures as Python programs have them, to the encoded files that an engine takes, and back."""
+"""Converts pictures (PIL images, NumPy arrays, paths, bytes) to the encoded files that an engine takes, and back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from core.errors import InvalidImageError, InvalidRequestError
 ImageLike = Image.Image | str | Path | bytes | npt.NDArray[np.uint8]
 """A PIL image, a path, an encoded file, or an array uint8 [height, width(, 1..4)]."""
 
-# What Pillow raises for modes, shapes and files that it cannot use: an opened file is decoded only when it is saved.
+# Raised by Pillow for unusable modes, shapes and files; for an opened file only when it is saved, as decoding is lazy.
 _PILLOW_ERRORS = (
     OSError,
     SyntaxError,
@@ -30,12 +30,12 @@ _PILLOW_ERRORS = (
     struct.error,
     zlib.error,
 )
-_TURNED = range(2, 9)  # values of EXIF's orientation under which a picture is not held as it is stored
+_TURNED = range(2, 9)  # EXIF orientations that ask for a rotation or reflection; 1 is upright
 
 
 def encode_picture(image: ImageLike, name: str) -> bytes:
-    """The encoded file: as it is where there is one, else a lightly compressed PNG. name: the field it came in. Raises
-    InvalidImageError, or InvalidRequestError for a file that cannot be read.
+    """The picture as an encoded file: bytes and files unchanged, others as a lightly compressed PNG. name: the field,
+    for errors. Raises InvalidImageError, or InvalidRequestError for a file that cannot be read.
     """
     match image:
         case bytes():
@@ -58,8 +58,8 @@ def _to_png(image: Image.Image | npt.NDArray[np.uint8], name: str) -> bytes:
 
 
 def _orientation(picture: Image.Image) -> Image.Exif:
-    """What its EXIF data says of how it is held, and nothing else of them: an opened photo is then turned upright as
-    its file would be. EXIF data that cannot be parsed says nothing.
+    """EXIF data with only the picture's orientation, so that the engine turns an opened photo upright as it does with
+    its file. Empty if there is none, or if the EXIF data cannot be parsed.
     """
     exif = Image.Exif()
     try:
@@ -85,13 +85,13 @@ def _unusable(name: str, why: str) -> InvalidImageError:
 def _read(path: Path, name: str) -> bytes:
     try:
         return path.read_bytes()
-    except (OSError, ValueError) as error:  # ValueError: no file can have such a name
+    except (OSError, ValueError) as error:  # ValueError: the path contains a null byte
         reason = error.strerror if isinstance(error, OSError) else error
         raise InvalidRequestError(f"Cannot read {str(path)!r}: {reason}.", param=name) from error
 
 
 def decode_picture(data: bytes) -> Image.Image:
-    """The picture in an encoded file, loaded."""
+    """The picture in an encoded file, fully decoded."""
     image = Image.open(io.BytesIO(data))
     image.load()
     return image

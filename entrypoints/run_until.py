@@ -1,4 +1,4 @@
-"""Work that may be ended from outside."""
+"""Runs a coroutine until it ends or until a condition, such as a disconnected client, stops it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 async def run_until(stop: Coroutine[Any, Any, Any], work: Coroutine[Any, Any, None]) -> bool:
     """Run `work` until it or `stop` ends, cancel the other one and wait for its cleanup.
 
-    True when `work` came to its end, False when it was stopped; raises what `work` raises.
+    Returns True if `work` finished, False if it was stopped; raises what `work` raises.
     """
     task, stopper = asyncio.create_task(work), asyncio.create_task(stop)
     try:

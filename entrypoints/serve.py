@@ -1,8 +1,8 @@
-"""``python -m entrypoints.serve``: the HTTP server and, below it, every process of the engine.
+"""``python -m entrypoints.serve``: the API server, which starts all other processes.
 
-The port is bound before anything is spawned, /health answers while the model loads, and the process leaves with its
-children: on SIGTERM or Ctrl-C running edits finish within ``--drain-seconds``, a second signal ends them at once. On
-SIGHUP key files are read again; a server that has none takes it for SIGTERM.
+The port is bound before any process is started, and /health answers while the model loads. On SIGTERM or Ctrl-C,
+running edits may finish within ``--drain-seconds``; a second signal ends them at once; all child processes end before
+this one. SIGHUP reloads the key files; without key files it acts like SIGTERM.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import signal
 import sys
 
 if __name__ == "__main__":
-    # Before the imports, which take seconds: the first process of a container gets no signal without a handler.
+    # Before the imports, which take seconds: as process 1 of a container, only signals with a handler are delivered.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # which would end it; key files are read after this anyway
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # would end the process; key files are read later anyway
         signal.signal(signal.SIGHUP, lambda *_: None)
 
 import asyncio
@@ -42,13 +42,15 @@ from entrypoints.openai.submission import STALL_SECONDS
 from entrypoints.run_until import run_until
 from entrypoints.serve_args import ServeOptions, check_model, parse_options
 
-FLUSH_SECONDS = 5  # for answers that are still being sent when the engine has stopped
-KEEP_ALIVE_SECONDS = 75  # longer than clients' connection pools keep an idle connection
+FLUSH_SECONDS = 5  # for answers still being sent when the engine has stopped
+KEEP_ALIVE_SECONDS = 75  # for idle connections; longer than clients' connection pools keep them
 _STARTED = time.monotonic()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status: 0 after a signal, 1 for a failure told in one line on stderr, 2 for a bad flag."""
+    """Run the server. Exit status: 0 after a signal; 1 after a failure, printed as one line on stderr; 2 for a bad
+    flag; 130 after Ctrl-C before the signal handlers are installed.
+    """
     options = parse_options(argv)
     _configure_logging(options)
     return_freed_memory()
@@ -63,13 +65,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except StencilError as error:
         print(f"stencil: error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:  # before the handlers stand
+    except KeyboardInterrupt:  # before the handlers are installed
         return 130
 
 
 @dataclass(frozen=True)
 class _Signals:
-    """What SIGTERM, Ctrl-C and a hangup mean: the first one asks, the second one forces."""
+    """State of shutdown by signals: the first one starts a graceful shutdown, the second one forces it."""
 
     asked: asyncio.Event
     forced: asyncio.Event
@@ -105,19 +107,19 @@ async def _serve(options: ServeOptions, listener: socket.socket, tracer: Tracer)
 
 
 def _follow_hangups(options: ServeOptions, app: FastAPI, signals: _Signals) -> asyncio.Task[None] | None:
-    """Have SIGHUP do what it means, see the module; the task that reads key files, if there are any."""
+    """Install the SIGHUP handler: reload key files, else shut down. Returns the reloading task, if there are files."""
     loop = asyncio.get_running_loop()
     if options.key_source.files:
         reload = KeyReload(options.key_source, app.state.keys)
         loop.add_signal_handler(signal.SIGHUP, reload.ask)
         return asyncio.create_task(reload.run())
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup sets SIG_IGN
         loop.add_signal_handler(signal.SIGHUP, signals.on_signal)
     return None
 
 
 async def _run_engine(engine: AsyncEngine, options: ServeOptions, signals: _Signals, url: str) -> None:
-    """From start to the end of the last process; raises StencilError when the engine could not start or died."""
+    """Start the engine, wait for a signal and shut down. Raises StencilError if the engine cannot start or dies."""
     await engine.start()
     try:
         await run_until(signals.asked.wait(), _watch(engine, url))
@@ -128,7 +130,7 @@ async def _run_engine(engine: AsyncEngine, options: ServeOptions, signals: _Sign
 async def _watch(engine: AsyncEngine, url: str) -> None:
     await engine.ready()
     gc.collect()
-    gc.freeze()  # else every full collection walks all modules: a stall of 30 ms
+    gc.freeze()  # otherwise every full collection walks all modules, a stall of 30 ms
     names = ", ".join(engine.models)
     print(f"Stencil ready on {url} model {names} in {time.monotonic() - _STARTED:.1f} s", flush=True)
     raise await engine.failed()
@@ -145,7 +147,7 @@ async def _shut_down(engine: AsyncEngine, drain_seconds: float, signals: _Signal
 
 
 class _HttpServer(uvicorn.Server):
-    """uvicorn with the signals left to us: it would close at once, while edits still run."""
+    """uvicorn without its signal handlers, which would close connections while edits still run."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -153,7 +155,7 @@ class _HttpServer(uvicorn.Server):
 
 
 def http_server(app: FastAPI) -> uvicorn.Server:
-    """The server of `app`, to be given a socket of `bind`."""
+    """A server for `app`, to run on a socket from `bind`."""
     return _HttpServer(
         uvicorn.Config(
             app,
@@ -176,22 +178,22 @@ def bind(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # Its connections inherit this. Closing one whose peer reads nothing would wait for that peer for ever.
+            # Accepted connections inherit this. Without it, closing one whose peer reads nothing never completes.
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STALL_SECONDS * 1000))
             listener.bind(address)
-            listener.listen(2048)  # two sockets may both be bound to a port; only one can listen
+            listener.listen(2048)  # here, not later: with SO_REUSEADDR two sockets can bind a port, but not listen
         except OSError:
             listener.close()
             raise
-    except (OSError, UnicodeError) as error:  # a host name that is no host name is a UnicodeError
+    except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
         reason = getattr(error, "strerror", None) or "no such host"
         raise ConfigError(f"cannot listen on {host}:{port}: {reason}; choose another --host or --port") from error
     return listener
 
 
 def hosts_served(options: ServeOptions, listener: socket.socket) -> tuple[str, ...]:
-    """The hosts that requests may be for, besides the loopback's; (): any. Only on loopback does a list come by itself:
-    which names lead to other addresses is not known here.
+    """Hosts that the `Host` header of requests may name, besides loopback; (): any. Without --allowed-host, restricted
+    only if the server listens on loopback, since names that resolve to other addresses are unknown here.
     """
     bound = normal_host(listener.getsockname()[0])
     is_open = not options.allowed_hosts and not (bound and is_loopback(bound))

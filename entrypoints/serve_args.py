@@ -1,4 +1,4 @@
-"""The command line of the server: from flags to StencilConfig. A bad flag is one line on stderr and exit status 2."""
+"""Parses the server's command line into ServeOptions. A bad flag is one line on stderr and exit status 2."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Everything the command line says."""
+    """The parsed command line: settings of the HTTP server, and the engine's StencilConfig."""
 
     host: str
-    port: int
-    api_keys: tuple[str, ...] = field(repr=False)
-    key_source: KeySource  # of these
+    port: int  # 0: any free port
+    api_keys: tuple[str, ...] = field(repr=False)  # empty: no key is required
+    key_source: KeySource  # where api_keys come from, to read them again
     allowed_origins: tuple[str, ...]  # of web pages other than the server's own
-    allowed_hosts: tuple[str, ...]  # that requests may be for, besides the server's own
-    rate_limit: int  # requests per minute and caller; 0: none
-    playground: bool
+    allowed_hosts: tuple[str, ...]  # in `Host` headers, besides the server's own
+    rate_limit: int  # requests per minute and caller; 0: no limit
+    playground: bool  # whether to serve the playground's pages
     log_level: str
     log_format: LogFormat
     config: StencilConfig
@@ -55,7 +55,7 @@ class ServeOptions:
 
 
 def parse_options(argv: Sequence[str] | None) -> ServeOptions:
-    """Exits with status 2 for a bad flag, 0 after --help."""
+    """Parse `argv`, by default the process's arguments. Exits with status 2 for a bad flag, 0 after --help."""
     parser = _parser()
     args = parser.parse_args(argv)
     try:
@@ -80,7 +80,7 @@ def parse_options(argv: Sequence[str] | None) -> ServeOptions:
 
 
 def _config(args: argparse.Namespace) -> StencilConfig:
-    """Raises ConfigError for flags that exclude each other."""
+    """The engine's configuration. Raises ConfigError for flags that exclude each other."""
     model = ModelConfig(
         model=args.model,
         served_model_name=args.served_model_name,
@@ -136,7 +136,7 @@ def _config(args: argparse.Namespace) -> StencilConfig:
 
 
 def check_model(model: str) -> None:
-    """Raises ConfigError for what can be neither a diffusers directory nor a hub id; the worker checks the rest."""
+    """Raises ConfigError if `model` is neither a diffusers directory nor a possible hub id. The worker checks more."""
     path = Path(model)
     try:
         is_directory, is_there, has_index = path.is_dir(), path.exists(), (path / "model_index.json").is_file()
@@ -158,7 +158,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, but not that there is none."""
+    """Appends the default to each flag's help, unless it is empty."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return super()._get_help_string(action) if action.default not in ("", None, []) else action.help

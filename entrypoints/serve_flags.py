@@ -1,4 +1,4 @@
-"""The server's flags, group by group: names, defaults and what --help says of them."""
+"""Defines the server's flags, group by group: names, types, defaults and help texts."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--served-model-name",
         default="",
         metavar="NAME",
-        help="model id that clients see; empty: the value of --model, or stencil-embedded",
+        help="model id shown to clients; empty: the value of --model, or stencil-embedded",
     )
     group.add_argument(
         "--variant",
         default=default.variant,
         metavar="NAME",
-        help="variant of the checkpoint's weight files, such as fp16; parts that have none load their plain ones",
+        help="variant of the checkpoint's weight files, such as fp16; parts without it load their plain files",
     )
     group.add_argument(
         "--lora",
@@ -56,21 +56,21 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         default=[],
         type=named_adapter,
         metavar="NAME=PATH",
-        help="a LoRA adapter that requests may choose by this name: a safetensors file, or a folder that holds one; "
+        help="a LoRA adapter that requests may choose by this name: a safetensors file, or a folder with one; "
         "may be repeated",
     )
     group.add_argument(
         "--dtype",
         default=default.dtype,
         choices=("auto", "float32", "bfloat16", "float16"),
-        help="compute type of the weights; auto: the fastest that is safe on the device",
+        help="data type of weights and computation; auto: the fastest that is safe on the device",
     )
     group.add_argument(
         "--quantization",
         default=default.quantization,
         choices=get_args(Quantization),
-        help="of the denoiser's linear layers, while they are loaded; torchao-int8 runs everywhere and needs the extra "
-        "quantization, bitsandbytes-8bit and bitsandbytes-4bit need a GPU and that package",
+        help="quantise the denoiser's linear layers at load time; torchao-int8 runs on any device and needs the extra "
+        "'quantization'; bitsandbytes-8bit and bitsandbytes-4bit need a GPU and the package bitsandbytes",
     )
     group.add_argument(
         "--device", default=default.device, type=device, metavar="DEVICE", help="auto, cpu, cuda or cuda:N"
@@ -79,15 +79,15 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--kernels",
         default=default.kernels,
         choices=get_args(KernelChoice),
-        help="what denoisers compute with: the fastest code for the device; PyTorch's operators alone, which is slower "
-        "and needs no compiler; or on a GPU the former with a UNet's layers compiled, minutes at the first start",
+        help="operators of denoisers; auto: the fastest for the device; torch: PyTorch's only, slower, but need no "
+        "compiler; compile: auto, and on a GPU a UNet's layers are compiled, which takes minutes at the first start",
     )
     group.add_argument(
         "--threads",
         default=default.threads,
         type=whole_number(0, 1024),
         metavar="N",
-        help="CPU threads per worker; 0: the cores but one, split between the workers of all engines",
+        help="CPU threads per worker; 0: all cores but one, split between the workers of all engines",
     )
 
 
@@ -101,9 +101,9 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY",
-        help="a key that opens /v1/*; may be repeated; every user of the machine sees it in ps, so rather give "
-        f"--api-key-file, or without either {KEY_VARIABLE} or {KEYS_VARIABLE} (comma-separated) in the environment; "
-        "no key at all: open to everybody",
+        help="a key that requests to /v1/* must send; may be repeated; visible to all users of the machine in ps, so "
+        f"prefer --api-key-file; without either flag, {KEY_VARIABLE} or {KEYS_VARIABLE} (comma-separated) of the "
+        "environment are used; without any key, the API is open",
     )
     group.add_argument(
         "--api-key-file",
@@ -111,16 +111,16 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="keys, one a line, # begins a comment; may be repeated; a file of yours must be readable by you alone; "
-        "SIGHUP has all files read again",
+        help="file of keys, one per line, lines that begin with # are comments; may be repeated; if you own the file, "
+        "it must be accessible to you only; SIGHUP reloads all files",
     )
     group.add_argument(
         "--rate-limit",
         default=0,
         type=whole_number(0, 1_000_000),
         metavar="N",
-        help="edits, generations and registrations of templates per minute and key, or client address where there are "
-        "no keys, before 429; 0: no limit",
+        help="edits, generations and template registrations per minute for each key, or without keys for each client "
+        "address; more get 429; 0: no limit",
     )
     group.add_argument(
         "--allowed-origin",
@@ -129,7 +129,7 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
         default=[],
         type=web_origin,
         metavar="ORIGIN",
-        help="an origin such as https://app.example whose pages may use the API; may be repeated; *: any web page's, "
+        help="an origin such as https://app.example whose web pages may use the API; may be repeated; *: any origin, "
         "for servers with keys",
     )
     group.add_argument(
@@ -139,20 +139,23 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
         default=[],
         type=host,
         metavar="HOST",
-        help="a name or address, besides localhost's, that requests may be for (their Host header), such as one that a "
-        "proxy passes on; may be repeated; without it: none where --host is on loopback, else any; *: any",
+        help="a name or address that a request's Host header may name, besides loopback, such as one that a proxy "
+        "passes on; may be repeated; *: any; default: any, or if --host is a loopback address, none",
     )
     group.add_argument(
         "--no-playground",
         dest="playground",
         action="store_false",
         default=True,
-        help="serve the API alone, without the pages at / and /status",
+        help="serve the API only, without the pages at / and /status",
     )
     group.add_argument(
-        "--log-level", default="info", choices=("debug", "info", "warning", "error"), help="what is logged to stderr"
+        "--log-level",
+        default="info",
+        choices=("debug", "info", "warning", "error"),
+        help="lowest level that is logged",
     )
-    group.add_argument("--log-format", default="text", choices=("text", "json"), help="json: one object a line")
+    group.add_argument("--log-format", default="text", choices=("text", "json"), help="json: one object per line")
     group.add_argument(
         "--otlp-traces-endpoint",
         default=EngineConfig().otlp_traces_endpoint,
@@ -183,21 +186,21 @@ def _add_batch_flags(group: argparse._ArgumentGroup) -> None:
         default=default.max_num_seqs,
         type=whole_number(1, 4096),
         metavar="N",
-        help="most images that share one denoising step",
+        help="maximum number of images that share one denoising step",
     )
     group.add_argument(
         "--max-num-batched-tokens",
         default=default.max_num_batched_tokens,
         type=whole_number(1, 2**31),
         metavar="N",
-        help="most tokens, image and text, that share one denoising step; a larger image runs alone",
+        help="maximum number of image and text tokens that share one denoising step; a larger image runs alone",
     )
     group.add_argument(
         "--max-stage-ms",
         default=default.max_stage_ms,
         type=decimal(0, 60000),
         metavar="MS",
-        help="encoding and decoding time that may be added to one denoising step",
+        help="maximum encoding and decoding time added to one denoising step",
     )
 
 
@@ -208,22 +211,22 @@ def _add_queue_flags(group: argparse._ArgumentGroup) -> None:
         default=default.max_queue,
         type=whole_number(1, 1_000_000),
         metavar="N",
-        help="images waiting or running before new ones are refused with 503",
+        help="maximum number of waiting and running images; further requests are refused with 503",
     )
     group.add_argument(
         "--slo-ms",
         default=default.slo_seconds * 1e3,
         type=decimal(0, 86_400_000),
         metavar="MS",
-        help="time from an edit's arrival to its finished picture that is aimed for; what is predicted to miss it is "
-        "refused with 503 while others are served; 0: none",
+        help="latency objective, from an edit's arrival to its finished picture; while other edits run, one that is "
+        "predicted to miss it is refused with 503; 0: none",
     )
     group.add_argument(
         "--max-retries",
         default=default.max_retries,
         type=whole_number(0, 100),
         metavar="N",
-        help="times that an edit is begun anew after the death of the engine that had it",
+        help="how often an edit is restarted after its engine died",
     )
 
 
@@ -234,7 +237,7 @@ def _add_process_flags(group: argparse._ArgumentGroup) -> None:
         default=default.start_seconds,
         type=decimal(1, 86400),
         metavar="S",
-        help="an engine that does not serve so long after its start, downloads included, is killed: it hangs",
+        help="kill an engine that is not ready this long after its start, downloads included, because it hangs",
     )
     group.add_argument(
         "--workers-per-engine",
@@ -248,14 +251,14 @@ def _add_process_flags(group: argparse._ArgumentGroup) -> None:
         default=default.data_parallel_size,
         type=whole_number(1, 256),
         metavar="N",
-        help="engines that edits are spread over, each with its own model, cache and workers; they share the cores, or "
-        "take one GPU a worker",
+        help="number of engines, each with its own model, cache and workers, between which edits are distributed; they "
+        "share the CPU cores, or take one GPU per worker",
     )
     group.add_argument(
         "--router-policy",
         choices=get_args(RouterPolicy),
         default=StencilConfig().router_policy,
-        help="how an engine is picked for an edit; mask-aware: where it is predicted to be done first",
+        help="how an edit's engine is chosen; mask-aware: the one predicted to finish it first",
     )
 
 
@@ -266,22 +269,22 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
         dest="mask_aware",
         action="store_false",
         default=True,
-        help="compute every token of every edit, and cache nothing",
+        help="compute every token of every edit, and cache no activations",
     )
     group.add_argument(
         "--cache-keyframes",
         default=model.cache_keyframes,
         type=keyframes,
         metavar="N",
-        help="noise levels that a template's activations are kept at: auto (the checkpoint's calibration, else 5), "
-        "per-step, or 2 to 64",
+        help="number of noise levels at which a template's activations are cached: auto (the checkpoint's calibration, "
+        "else 5), per-step, or 2 to 64",
     )
     group.add_argument(
         "--cache-dtype",
         default=model.cache_dtype,
         type=page_dtype,
         choices=("auto", "int8", "bfloat16", "float32"),
-        help="how activations are kept; auto: the checkpoint's calibration, else int8",
+        help="data type of cached activations; auto: the checkpoint's calibration, else int8",
     )
     group.add_argument(
         "--priming-prompt",
@@ -299,21 +302,21 @@ def _add_tier_flags(group: argparse._ArgumentGroup) -> None:
         default=cache.gpu_memory_utilization,
         type=decimal(0.01, 1),
         metavar="SHARE",
-        help="of a GPU's memory that a worker may take; what weights and the largest batch leave of it is for cached "
-        "activations",
+        help="share of a GPU's memory that a worker may use; what weights and the largest batch leave of it holds "
+        "cached activations",
     )
     group.add_argument(
         "--cache-device-bytes",
         default="auto",
         type=auto_or_bytes,
         metavar="BYTES",
-        help="device memory for cached activations; auto: what --gpu-memory-utilization leaves; 0: none, and a CPU "
-        "reads the host's; a number of bytes, or with K, M or G",
+        help="device memory for cached activations; auto: what --gpu-memory-utilization leaves; 0: none, a CPU then "
+        "reads them from host memory; a number of bytes, or with K, M or G",
     )
     for flag, default, what in (
-        ("--cache-host-bytes", cache.host_bytes, "shared memory for cached activations, of each engine"),
-        ("--cache-disk-bytes", cache.disk_bytes, "files of cached activations, made of users' images; 0: none"),
-        ("--template-bytes", StencilConfig().template_bytes, "encoded uploads kept for registered templates"),
+        ("--cache-host-bytes", cache.host_bytes, "shared memory of each engine for cached activations"),
+        ("--cache-disk-bytes", cache.disk_bytes, "disk space for cached activations of users' images; 0: none"),
+        ("--template-bytes", StencilConfig().template_bytes, "memory for the uploads of registered templates"),
     ):
         text = f"{what}; a number of bytes, or with K, M or G"
         group.add_argument(flag, default=default, type=byte_count, metavar="BYTES", help=text)
@@ -321,26 +324,27 @@ def _add_tier_flags(group: argparse._ArgumentGroup) -> None:
         "--cache-dir",
         default=cache.directory,
         metavar="DIR",
-        help="where these files lie; engines may share it; empty: stencil/pages in the user's cache folder",
+        help="folder of cached activations on disk; engines may share it; empty: stencil/pages in the user's cache "
+        "folder",
     )
     group.add_argument(
         "--cache-admission",
         default=cache.admission,
         choices=("always", "manual"),
-        help="always: keep the activations of every edit while there is room; manual: of registered templates only",
+        help="always: cache the activations of every edit while there is room; manual: of registered templates only",
     )
     group.add_argument(
         "--cache-scope",
         default=cache.scope,
         choices=get_args(CacheScope),
-        help="owner: what was computed for one API key is reused for that key alone, so that no key's times or "
-        "answers tell what others have sent; server: for all keys",
+        help="owner: reuse activations and embedded prompts only for the API key that they were computed for, so that "
+        "neither times nor answers reveal what other keys have sent; server: reuse them for all keys",
     )
     group.add_argument(
         "--block-plan",
         default=cache.block_plan,
         choices=("off", "auto"),
-        help="auto: may compute leading blocks in full while activations load, which changes pixels slightly",
+        help="auto: may compute leading blocks in full while cached activations load, which changes pixels slightly",
     )
 
 
@@ -351,19 +355,19 @@ def add_image_flags(parser: argparse.ArgumentParser) -> None:
         default=default.image_workers,
         type=whole_number(1, 256),
         metavar="N",
-        help="processes that decode and encode images",
+        help="number of image processors, which decode and encode images",
     )
     group.add_argument(
         "--max-upload-bytes",
         default=default.max_upload_bytes,
         type=whole_number(1, 2**32),
         metavar="BYTES",
-        help="largest file of an upload",
+        help="maximum size of an uploaded file",
     )
     group.add_argument(
         "--max-pixels",
         default=default.max_pixels,
         type=whole_number(256, 2**31),
         metavar="N",
-        help="most pixels of an uploaded image",
+        help="maximum number of pixels of an uploaded image",
     )

@@ -1,4 +1,6 @@
-"""Small random LoRA adapters for the checkpoints of `tools.random_checkpoints`, in the layouts that trainers write."""
+"""Builds small random LoRA adapters for the checkpoints of `tools.random_checkpoints`, in the layouts that trainers
+write.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 STRENGTH = 0.6
-"""Of an adapter's additions against a layer's own weights: enough for quite another picture."""
+"""Size of an adapter's additions relative to a layer's weights: enough for a clearly different picture."""
 
 RANK = 4
 
@@ -40,7 +42,7 @@ def make_lora(
 
 
 def make_peft_lora(folder: Path, checkpoint: Path, layers: str = ".*", *, seed: int = 1, alpha: float = RANK) -> Path:
-    """Likewise a folder as peft's `save_pretrained` writes it."""
+    """As `make_lora`, but a folder as peft's `save_pretrained` writes it."""
     folder.mkdir(parents=True, exist_ok=True)
     _save(folder / "adapter_model.safetensors", _named(_halves(checkpoint, layers, seed), "base_model.model."))
     config = {"peft_type": "LORA", "r": RANK, "lora_alpha": alpha, "alpha_pattern": {"proj_mlp": 2 * alpha}}
@@ -49,8 +51,9 @@ def make_peft_lora(folder: Path, checkpoint: Path, layers: str = ".*", *, seed: 
 
 
 def make_kohya_lora(path: Path, *, seed: int = 1, width: int = 64, alpha: float = 2.0, text: bool = False) -> Path:
-    """Likewise one of a FLUX model's first double block as kohya's scripts write it: other names, queries, keys and
-    values as one layer. text: of the text encoder, too."""
+    """As `make_lora`, but for a FLUX model's first double block, as kohya's scripts write it: with other names, and
+    queries, keys and values as one layer. text: whether it changes the text encoder too.
+    """
     shapes = {"img_attn_qkv": (3 * width, width), "txt_attn_proj": (width, width), "img_mlp_0": (4 * width, width)}
     shapes = {f"lora_unet_double_blocks_0_{name}": shape for name, shape in shapes.items()}
     if text:
@@ -66,8 +69,9 @@ def make_kohya_lora(path: Path, *, seed: int = 1, width: int = 64, alpha: float 
 def make_kohya_unet_lora(
     path: Path, checkpoint: Path, layers: Mapping[str, str], *, seed: int = 1, alpha: float = 2.0
 ) -> Path:
-    """Likewise one of a UNet and its text encoders. layers: kohya's name -> the checkpoint's, behind that of its
-    part."""
+    """As `make_kohya_lora`, for a UNet and its text encoders. layers: kohya's name -> the checkpoint's name within its
+    part.
+    """
     tensors: dict[str, Tensor] = {}
     for number, (name, layer) in enumerate(layers.items()):
         part, _, rest = layer.partition(".")
@@ -82,7 +86,7 @@ def _denoiser(checkpoint: Path) -> str:
 
 
 def _halves(checkpoint: Path, layers: str, seed: int, part: str = "") -> dict[str, tuple[Tensor, Tensor]]:
-    """Linear layer or convolution of a part, the denoiser by default -> (A, B)."""
+    """The matrices A, B for a linear layer or convolution of a part, by default of the denoiser."""
     generator = torch.Generator().manual_seed(seed)
     (file,) = (checkpoint / (part or _denoiser(checkpoint))).glob("*.safetensors")
     with safe_open(file, "pt") as weights:
@@ -94,7 +98,7 @@ def _halves(checkpoint: Path, layers: str, seed: int, part: str = "") -> dict[st
 
 
 def _name(part: str, key: str) -> str:
-    """Of a text encoder as trainers know it: transformers 5 drops the first name of some."""
+    """The name of a text encoder's layer as trainers write it: transformers 5 drops the first part of some names."""
     name = key.removesuffix(".weight")
     return f"text_model.{name.removeprefix('text_model.')}" if part.startswith("text_encoder") else name
 

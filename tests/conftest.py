@@ -1,5 +1,5 @@
-"""Nothing that a test starts writes to the user's own cache folder. Triton's kernels are interpreted, on any device:
-with TRITON_INTERPRET=0 a test that needs a GPU compiles them.
+"""Keeps the tests out of the user's cache folder, and makes Triton interpret its kernels so that they run without a
+GPU. With TRITON_INTERPRET=0, tests that need a GPU compile them instead.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported, by whatever it is
+os.environ.setdefault("TRITON_INTERPRET", "1")  # read when any module first imports Triton
 
 
 @pytest.fixture(scope="session", autouse=True)

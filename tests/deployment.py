@@ -1,4 +1,4 @@
-"""The Dockerfile, compose.yaml and what they mount, read for tests."""
+"""Parses the Dockerfile, compose.yaml and the files that they mount, for tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DOCKERFILE = ROOT / "Dockerfile"
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction of a Dockerfile: its name, its flags, the rest, and the number of its stage from 0 on."""
+    """One instruction of a Dockerfile: its name, flags, remaining text, and the number of its stage, from 0."""
 
     name: str
     flags: dict[str, str]
@@ -50,7 +50,7 @@ def find(name: str) -> list[Instruction]:
 
 
 def image_environment() -> dict[str, str]:
-    """ENV of the image's own stage, without what it inherits."""
+    """The ENV variables of the image's last stage, without inherited ones."""
     instructions = read_dockerfile()
     own = [each for each in instructions if each.name == "ENV" and each.stage == instructions[-1].stage]
     return dict(word.split("=", 1) for each in own for word in each.words)

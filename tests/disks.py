@@ -1,4 +1,4 @@
-"""Small and full disks: real file systems."""
+"""Small and full disks for tests: real file systems."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 @contextmanager
 def mounted_tmpfs(folder: Path, nbytes: int) -> Iterator[Path]:
-    """A file system of its own at `folder`, which is made; skips the test where mounting is not allowed."""
+    """Creates `folder` and mounts a file system of its own on it; skips the test where mounting is not allowed."""
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={nbytes},mode=0700", "tmpfs", str(folder)]
     try:
@@ -29,7 +29,7 @@ def mounted_tmpfs(folder: Path, nbytes: int) -> Iterator[Path]:
 
 
 def fill(path: Path) -> None:
-    """Write a file until its disk is full."""
+    """Write a file until the disk is full."""
     with contextlib.suppress(OSError), path.open("wb", buffering=0) as file:
         while file.write(bytes(4096)):
             pass

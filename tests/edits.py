@@ -1,4 +1,4 @@
-"""One edit as a worker sees it: arrays in an arena, and the plans that take it through every stage."""
+"""Runs one edit as a worker receives it: arrays in an arena, and plans that take it through every stage."""
 
 from __future__ import annotations
 
@@ -76,8 +76,9 @@ class Edit:
 
     @property
     def num_steps(self) -> int:
-        """Steps that are run: strength below 1 leaves the first ones out, a solver of order 2 takes them twice, PNDM
-        one of them."""
+        """Steps that are run: strength below 1 omits the first ones, a solver of order 2 takes each twice, and PNDM one
+        of them.
+        """
         return self.solver_order * (self.num_denoising_steps - 1) + 1 + self.extra_steps
 
     @property
@@ -113,7 +114,7 @@ class Edit:
         return _plan(self._batch("denoise", "transformer", [self._denoise_item(step, keep_clean)]))
 
     def decode_plan(self, rank: int = 0, latents: TensorRef | None = None) -> StepPlan:
-        """Decode and free. latents: where they lie, when not in the store of `rank`."""
+        """A plan that decodes and frees. latents: where they are, if not in the store of `rank`."""
         work = Decode(width=self.size[0], height=self.size[1], pixels=self.pixels)
         item = Item(self.request_id, "decode", work, (latents or self._ref("image_encode", "latents"),))
         batch = self._batch("decode", "vae", [item], rank)
@@ -121,7 +122,7 @@ class Edit:
 
     @staticmethod
     def denoise_batch(edits: Sequence[Edit], steps: Mapping[Edit, int]) -> Batch:
-        """One step of all of them together, each at its own step number; they are of one model."""
+        """One step of all edits together, each at its own step number. All must have one model."""
         return edits[0]._batch("denoise", "transformer", [edit._denoise_item(steps[edit], False) for edit in edits])
 
     def _denoise_item(self, step: int, keep_clean: bool) -> Item:

@@ -1,4 +1,4 @@
-"""A Hugging Face hub of one repository on this machine, as far as `snapshot_download` asks it, or one that refuses."""
+"""A local Hugging Face hub with one repository, as far as `snapshot_download` needs it; it can also refuse."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ COMMIT = "0" * 40
 
 @contextmanager
 def hub(folder: Path | None, error_code: str = "") -> Iterator[tuple[str, list[str]]]:
-    """Its address, and the files that were fetched. folder: the repository; None: every answer is a 401 that says
-    `error_code`, as the hub's do."""
+    """Its address, and the list of files that were fetched. folder: the repository; None: every answer is a 401 with
+    `error_code`, like the real hub's.
+    """
     fetched: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):

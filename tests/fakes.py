@@ -1,4 +1,4 @@
-"""Stand-ins for what a scheduler talks to: made-up requests, and workers that keep books instead of computing."""
+"""Fakes for the scheduler's tests: requests, and workers that record their work instead of computing."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def make_edit(
     num_tokens: int = 256,
     owner: str = "",
 ) -> EngineRequest:
-    """A request as an AsyncEngine would send it; its handles point nowhere."""
+    """A request as from an AsyncEngine; its handles point nowhere."""
     return EngineRequest(
         request_id=request_id,
         model="m",
@@ -82,7 +82,7 @@ def with_spec(request: EngineRequest, **changes: object) -> EngineRequest:
 
 @dataclass
 class FakePages:
-    """The page arena and the disk: what was written where, so that a read of anything else is caught."""
+    """Page arena and disk: records what was written where, so that a wrong read is detected."""
 
     num_blocks: int = 0
     written: dict[int, tuple[int, str, set[int]]] = field(default_factory=dict)  # offset -> (end, key, blocks there)
@@ -111,11 +111,11 @@ class FakePages:
         return any(copy.key == ref.key and copy.target == "host" for copy in self.copies)
 
     def is_lost(self, ref: EntryRef) -> bool:
-        """Whether a load that is under way will fail."""
+        """Whether a load in flight will fail."""
         return self.is_loading(ref) and ref.key not in self.files
 
     def finish_copy(self, index: int) -> PageCopied:
-        """End a copy, well if its source is there."""
+        """End a copy, successfully if its source exists."""
         copy = self.copies.pop(index)
         ok = copy.target == "disk" or copy.key in self.files
         if ok and copy.target == "disk":
@@ -129,7 +129,7 @@ class FakePages:
 
 @dataclass
 class FakeWorkers:
-    """Workers of one engine: run plans in order per rank and check what a real worker would stumble over."""
+    """Workers of one engine: run plans in order on each rank, and check for mistakes that would break a real worker."""
 
     num_ranks: int = 1
     fail: set[str] = field(default_factory=set)  # request ids whose next item fails
@@ -151,7 +151,7 @@ class FakeWorkers:
             self.queues[rank].append(plan)
 
     def run_one(self, rank: int) -> list[BatchResult | TransferDone]:
-        """Run the oldest plan of a rank; nothing when it has none."""
+        """Run the oldest plan of a rank, if it has one."""
         if not self.queues[rank]:
             return []
         plan = self.queues[rank].popleft()
@@ -183,7 +183,7 @@ class FakeWorkers:
         return BatchResult(batch_id=batch.id, rank=rank, started=1.0, seconds=0.01 * len(items), items=tuple(items))
 
     def _touch_pages(self, item: Item) -> tuple[float, ...]:
-        """Read and write the cache as a worker would; the noise levels, of an image encoding."""
+        """Read and write the cache as a worker would; returns the noise levels of an image encoding."""
         match item.work:
             case ImageEncode() as work:
                 self.next_step[item.request_id] = 0

@@ -1,4 +1,4 @@
-"""A runner and diffusers' pipeline side by side, on the same checkpoint: same seed, steps, size; float32."""
+"""Runs a runner and diffusers' pipeline on the same checkpoint, with equal seed, steps and size, in float32."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from model_executor.worker.runner import Runner
 from model_executor.worker.tensor_store import TensorStore
 
 MAX_DIFFERENCE = 1
-"""Of 255: our layers add numbers in another order, which may turn a rounding."""
+"""Tolerance, of 255: our layers add numbers in another order, which may change a rounding."""
 
 SAME = 0.999
 """Share of pixel values that must be equal."""
@@ -44,7 +44,7 @@ class Rig:
         quantization: Quantization = "none",
         **parts: Any,
     ) -> None:
-        """pipeline: its class. parts: of the pipeline, in place of the checkpoint's."""
+        """pipeline: its class. parts: replace the checkpoint's parts in the pipeline."""
         self.arena = arena
         self.space = ArenaAllocator(arena)
         model = ModelConfig(
@@ -84,7 +84,7 @@ class Rig:
         return edit.result()
 
     def run_together(self, edits: Sequence[Edit]) -> list[npt.NDArray[np.uint8]]:
-        """Each joins the others one step later than the one before it, and leaves after its last."""
+        """Each edit joins one step later than the one before it, and leaves after its last step."""
         for edit in edits:
             self.do(edit.encode_plan())
         done, iteration = dict.fromkeys(edits, 0), 0
@@ -101,7 +101,9 @@ class Rig:
     def assert_company_changes_nothing(
         self, edits: Sequence[Edit], expected: Callable[[Edit], npt.NDArray[np.uint8]]
     ) -> None:
-        """Together each edit comes to the bytes that it comes to alone, and to what is expected; nothing is left."""
+        """Assert that edits run together give the same bytes as alone, and the expected pictures; and that nothing is
+        left.
+        """
         alone = [self.run(edit) for edit in edits]
         for edit, before, together in zip(edits, alone, self.run_together(edits), strict=True):
             assert np.array_equal(together, before)
@@ -109,7 +111,7 @@ class Rig:
         assert len(self.store) == 0
 
     def expected(self, edit: Edit, **options: Any) -> npt.NDArray[np.uint8]:
-        """What the pipeline paints. options: of the call, besides those that are the same for every pipeline."""
+        """The pipeline's picture. options: further arguments of the call, besides those common to all pipelines."""
         width, height = edit.size
         generator = torch.Generator("cpu").manual_seed(edit.seed)
         # The pipelines pass none: noise that a sampler draws would come from the process's own generator.

@@ -1,4 +1,4 @@
-"""The image, and the services around it, agree with the project: paths, ports, users, times."""
+"""The container image and compose.yaml agree with the project: paths, ports, users, times."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ PROCESS_SECONDS = 10.0  # to end processes that did not leave by themselves
 
 
 def copied_paths() -> set[str]:
-    """What the Dockerfile takes from the repository."""
+    """The paths that the Dockerfile copies from the repository."""
     return {source for copy in find("COPY") if "from" not in copy.flags for source in copy.words[:-1]}
 
 
 def served() -> ServeOptions:
-    """What the server makes of the image's entry point and of compose.yaml's flags."""
+    """The server options that result from the image's entry point and compose.yaml's flags."""
     (entrypoint,) = find("ENTRYPOINT")
     interpreter, flag, module, *flags = entrypoint.words
     assert (interpreter, flag, module) == ("python", "-m", "entrypoints.serve")
@@ -37,7 +37,7 @@ def served() -> ServeOptions:
 
 
 def test_a_key_is_asked_for_where_the_host_has_one_and_else_none() -> None:
-    """An empty key would keep the server from starting; a variable without a value is passed on where it is set."""
+    """An empty key would keep the server from starting; a variable without a value is passed on only if it is set."""
     environment = services()["stencil"]["environment"]
     assert environment == {KEY_VARIABLE: None}
 
@@ -90,13 +90,13 @@ def test_torch_is_told_apart_from_all_other_requirements(tmp_path: Path) -> None
 
 
 def test_all_that_is_installed_is_pinned() -> None:
-    """PyTorch by its own list, since its index has no others' releases of every version."""
+    """PyTorch by its own list, since its index does not have all versions of other packages."""
     installs = [run.arguments for run in find("RUN") if "--requirement" in run.arguments]
     assert [("--constraint" in line, "torch.txt" in line) for line in installs] == [(False, True), (True, False)]
 
 
 def test_code_is_copied_after_everything_is_installed() -> None:
-    """Else a change of code would install PyTorch again."""
+    """Otherwise a change of code would install PyTorch again."""
     instructions = read_dockerfile()
     own = [each for each in instructions if each.stage == instructions[-1].stage and each.name in ("RUN", "COPY")]
     assert own[-1].flags["from"] == "packages"
@@ -112,7 +112,7 @@ def test_the_server_listens_where_the_image_says() -> None:
 
 
 def test_the_server_is_a_numbered_user_without_rights() -> None:
-    """A number, since Kubernetes' runAsNonRoot cannot tell what a name stands for."""
+    """Kubernetes' runAsNonRoot accepts only a numeric user."""
     (user,) = find("USER")
     assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", user.arguments)
 

@@ -1,4 +1,4 @@
-"""README.md and docs/: what they name exists, and what a user can set is documented."""
+"""README.md and docs/: everything that they name exists, and everything that users can set is documented."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def page_id(page: Path) -> str:
 
 
 def text_of(page: Path) -> str:
-    """The page in one piece: a command that is broken over two lines is one command."""
+    """The page's text with joined lines, so that a command over two lines is found."""
     return re.sub(r"\\\n\s*", "", page.read_text())
 
 
@@ -71,7 +71,7 @@ def is_module(name: str) -> bool:
 
 
 def named_files(row: str) -> Iterator[str]:
-    """Paths that a row of a table names. A bare file name lies in the folder that was named last before it."""
+    """The paths that a table row names. A bare file name is in the folder named before it."""
     folder = ""
     for name in re.findall(r"`([\w./-]+)`", row):
         if name.startswith(TREES) and "/" in name:
@@ -151,7 +151,7 @@ def test_every_added_field_is_documented() -> None:
 
 
 def test_the_benchmarks_end_with_what_is_written_by_hand() -> None:
-    """The rest of the page is written by `make bench`, which appends this file."""
+    """`make bench` writes the rest of the page and appends this file."""
     by_hand = (ROOT / "benchmarks" / "evidence" / "measuring.md").read_text()
     assert (ROOT / "docs" / "benchmarks.md").read_text().endswith(by_hand)
 

@@ -1,4 +1,4 @@
-"""The import law: who may know of whom, read from the sources with `ast`, wherever in a file an import stands."""
+"""The import law: which package may import which, checked by parsing the sources, with imports in functions."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ SMALL = frozenset({"msgspec", "numpy"})
 ENGINE = frozenset({"PIL", "msgspec", "numpy", "prometheus_client", "uvloop", "zmq"})
 ENTRY = ENGINE - {"zmq"} | {"fastapi", "httptools", "python_multipart", "starlette", "tqdm", "uvicorn"}
 SEEN = ("engine.client", "engine.observability")
-"""What of the engine is seen from entrypoints."""
+"""Modules of the engine that entrypoints may import."""
 
 
 def pure(*ours: str) -> Law:
@@ -84,7 +84,7 @@ def pure(*ours: str) -> Law:
 
 
 LAWS = {
-    # folder or module -> its law; the longest one that a module's name starts with holds
+    # folder or module -> its law; for each module the longest matching prefix applies
     "core": pure("core"),
     "core.costs": pure("core", "core.graph", "core.costs"),
     "core.messages": pure(*MESSAGES),
@@ -180,7 +180,7 @@ def test_no_modules_import_each_other_in_a_circle(package: str) -> None:
 
 @pytest.mark.parametrize("package", ["engine", "model_executor"])
 def test_circles_are_found(package: str) -> None:
-    """Lazy factories would be such."""
+    """Lazy factories would form one if they were not excepted."""
     graph = import_graph(package)
     for module, other in LAZY & {(a, b) for a, b in LAZY if a.startswith(package)}:
         graph[module].add(other)
@@ -240,7 +240,7 @@ def test_law_allows(module: str, source: str) -> None:
     "module", ["entrypoints.serve", "engine.engine_core.engine_process", "engine.client.async_engine"]
 )
 def test_only_workers_load_torch(module: str) -> None:
-    """What the law cannot see: torch reached through somebody else's package."""
+    """What the law cannot detect: torch imported by a third-party package."""
     code = f"import sys, {module}; sys.exit(' '.join({{'torch', 'diffusers', 'transformers'}} & set(sys.modules)) or 0)"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

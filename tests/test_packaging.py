@@ -1,4 +1,4 @@
-"""pyproject.toml says which releases work, constraints.txt which ones `make` and CI install."""
+"""pyproject.toml's version ranges, and the pinned versions of constraints.txt that `make` and CI install."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BOUNDED = {"diffusers"}
 
 
 def requirements() -> list[Requirement]:
-    """Of the project and all its extras, without those that are extras of its own."""
+    """Requirements of the project and its extras, without references to its own extras."""
     lines = chain(PROJECT["dependencies"], *PROJECT["optional-dependencies"].values())
     return [each for each in map(Requirement, lines) if canonicalize_name(each.name) != OWN]
 

@@ -1,1 +1,1 @@
-"""Command-line tools of the project; nothing at run time imports them."""
+"""Development tools: random test checkpoints, and training of the project's own models. The server imports none."""

@@ -1,6 +1,7 @@
-"""Small random checkpoints in the diffusers layout, with real VAE, text encoders and tokenizers.
+"""Writes small random checkpoints of FLUX, Stable Diffusion 3 and Qwen-Image in the diffusers layout, for tests.
 
-Random weights make a strict test of parity: every term matters, nothing is near zero.
+They have all parts of real ones: VAE, text encoders, tokenizers. Random weights make parity tests strict, since no term
+is near zero.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.processing_utils import ProcessorMixin
 
 PICTURE_SIZE = {"shortest_edge": 2 * 28 * 28, "longest_edge": 16 * 28 * 28}
-"""Pixels of a picture as Qwen2.5-VL sees it."""
+"""Bounds on the number of pixels that Qwen2.5-VL gets of a picture."""
 
 QWEN_SCHEDULER = {
     "use_dynamic_shifting": True,
@@ -78,13 +79,14 @@ WORDS = [
 
 
 def make_flux_fill(path: Path, **options: Any) -> Path:
-    """Write a FluxFillPipeline of random weights to `path` and return it: 1.5 MB, an edit takes milliseconds. options:
-    as for `_make_flux`."""
+    """Write a FluxFillPipeline with random weights to `path`, and return `path`. It has 1.5 MB, and an edit takes
+    milliseconds. options: as for `_make_flux`.
+    """
     return _make_flux(path, FluxFillPipeline, in_channels=384, **options)
 
 
 def make_flux(path: Path, **options: Any) -> Path:
-    """Likewise a FluxPipeline, as FLUX.1 dev (with guidance_embeds) and schnell are."""
+    """As `make_flux_fill`, but a FluxPipeline: like FLUX.1 dev with guidance_embeds, else like schnell."""
     return _make_flux(path, FluxPipeline, in_channels=64, **options)
 
 
@@ -132,8 +134,9 @@ def make_sd3(
     generation_config: dict[str, Any] | None = None,
     native_size: int = 128,
 ) -> Path:
-    """Write a StableDiffusion3Pipeline of random weights to `path` and return it: by default in the manner of 3.5
-    medium; 3.5 large has no second attentions, 3 no norms of queries and keys either."""
+    """Write a StableDiffusion3Pipeline with random weights to `path`, and return `path`. By default it is like 3.5
+    medium; for 3.5 large give no dual_attention_layers, and for 3 no qk_norm either.
+    """
     width, clip_width, clip_tokens = 64, 24, 12
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -154,7 +157,7 @@ def make_sd3(
 
 
 def make_qwen_edit(path: Path, **options: Any) -> Path:
-    """Write a QwenImageEditPipeline of random weights to `path` and return it. options: as for `_make_qwen`."""
+    """Write a QwenImageEditPipeline with random weights to `path`, and return `path`. options: as for `_make_qwen`."""
 
     def parts(tokenizer: Qwen2Tokenizer) -> dict[str, Any]:
         return {"processor": PictureProcessor(Qwen2VLImageProcessorPil(size=PICTURE_SIZE), tokenizer)}
@@ -167,7 +170,7 @@ def make_qwen_edit(path: Path, **options: Any) -> Path:
 
 
 def make_qwen(path: Path, **options: Any) -> Path:
-    """Likewise a QwenImagePipeline."""
+    """As `make_qwen_edit`, but a QwenImagePipeline."""
     return _make_qwen(path, QwenImagePipeline, lambda _: {}, **options)
 
 
@@ -183,7 +186,7 @@ def _make_qwen(
     native_size: int = 128,
     **transformer: Any,
 ) -> Path:
-    """scheduler: by default Qwen-Image's own configuration."""
+    """scheduler: its configuration, by default Qwen-Image's. transformer: options of `qwen_transformer`."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         tokenizer = qwen_tokenizer()
@@ -199,7 +202,7 @@ def _make_qwen(
 
 
 class PictureProcessor(Qwen2VLProcessor):  # type: ignore[misc]
-    """Without the part for videos, which needs torchvision."""
+    """Qwen2VLProcessor without its video processor, which needs torchvision."""
 
     def __init__(self, image_processor: Any, tokenizer: Any) -> None:
         self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
@@ -209,7 +212,7 @@ class PictureProcessor(Qwen2VLProcessor):  # type: ignore[misc]
 
     @classmethod
     def of_checkpoint(cls, path: Path) -> PictureProcessor:
-        """That of a checkpoint of `make_qwen_edit`."""
+        """The processor of a checkpoint that `make_qwen_edit` wrote."""
         return cls(Qwen2VLImageProcessorPil.from_pretrained(path / "processor"), qwen_tokenizer())
 
 
@@ -221,14 +224,14 @@ def save(pipeline: Any, path: Path, generation_config: dict[str, Any] | None) ->
 
 
 def clip_tokenizer(length: int) -> CLIPTokenizer:
-    """A byte-level BPE of single letters: it spells every prompt."""
+    """A byte-level BPE without merges: every prompt becomes single letters."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*alphabet, *(letter + "</w>" for letter in alphabet), "<|startoftext|>", "<|endoftext|>"]
     return CLIPTokenizer(vocab={t: i for i, t in enumerate(tokens)}, merges=[], model_max_length=length)
 
 
 def t5_tokenizer(length: int) -> T5TokenizerFast:
-    """A unigram of a few words and the letters."""
+    """A unigram tokenizer with a few words, and letters for the rest."""
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -6.0)]
     pieces += [("▁" + word, -3.0) for word in WORDS]
     pieces += [(letter, -8.0) for letter in string.ascii_letters + string.digits + ".,-'!?"]
@@ -236,7 +239,7 @@ def t5_tokenizer(length: int) -> T5TokenizerFast:
 
 
 def qwen_tokenizer() -> Qwen2Tokenizer:
-    """A byte-level BPE of single letters, and the chat template's own tokens."""
+    """A byte-level BPE without merges, and the chat template's special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     names = ("im_start", "im_end", "vision_start", "vision_end", "vision_pad", "image_pad", "video_pad")
     return Qwen2Tokenizer(
@@ -309,7 +312,7 @@ def _qwen_vl(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
     ids = {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("image_pad", "video_pad")}
     text = {
         "vocab_size": len(tokenizer),
-        "initializer_range": 0.15,  # at the default of 0.02 a token's embedding is all that is left after two layers
+        "initializer_range": 0.15,  # at the default of 0.02, two layers hardly change a token's embedding
         "bos_token_id": None,
         "eos_token_id": None,
         "hidden_size": 64,
@@ -335,7 +338,7 @@ def _qwen_vl(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
 
 
 def qwen_transformer(**options: Any) -> QwenImageTransformer2DModel:
-    """options: of its configuration, besides sizes."""
+    """A small transformer. options: of its configuration, besides its sizes."""
     return QwenImageTransformer2DModel(
         num_layers=3,
         attention_head_dim=32,

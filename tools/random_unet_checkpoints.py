@@ -1,4 +1,4 @@
-"""Small random checkpoints of Stable Diffusion 1, 2 and XL in the diffusers layout, as in random_checkpoints.py."""
+"""Writes small random checkpoints of Stable Diffusion 1, 2 and XL in the diffusers layout, for tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformers import CLIPTextModelWithProjection
 from tools.random_checkpoints import autoencoder, clip_encoder, clip_tokenizer, save
 
 NOISE_SCHEDULE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
-"""Of all Stable Diffusion's checkpoints."""
+"""Scheduler configuration that all Stable Diffusion checkpoints share."""
 
 
 def make_sd(
@@ -34,8 +34,9 @@ def make_sd(
     native_size: int = 128,
     **unet: Any,
 ) -> Path:
-    """Write a StableDiffusionPipeline of random weights to `path` and return it: plain with 4 input channels, for
-    inpainting with 9. scheduler: its configuration besides the noise schedule. unet: of the UNet's, besides sizes."""
+    """Write a StableDiffusionPipeline with random weights to `path`, and return `path`. in_channels: 4, or 9 for an
+    inpainting checkpoint. scheduler: its configuration besides the noise schedule. unet: the UNet's, besides sizes.
+    """
     width = 24
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -65,7 +66,7 @@ def make_sdxl(
     native_size: int = 128,
     zero_prompt: bool = True,
 ) -> Path:
-    """Likewise a StableDiffusionXLPipeline. zero_prompt: whether a negative prompt that is not given is zeros."""
+    """As `make_sd`, but a StableDiffusionXLPipeline. zero_prompt: whether a missing negative prompt becomes zeros."""
     width = 24
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -92,7 +93,7 @@ def _noise_scheduler(scheduler_class: Any, config: dict[str, Any] | None) -> Any
 
 
 def sd_unet(in_channels: int, width: int, **options: Any) -> UNet2DConditionModel:
-    """options: of its configuration, besides those that any tiny one has."""
+    """A small UNet of Stable Diffusion 1 or 2. options: further fields of its configuration."""
     return _unet(
         in_channels,
         width,
@@ -103,7 +104,7 @@ def sd_unet(in_channels: int, width: int, **options: Any) -> UNet2DConditionMode
 
 
 def sdxl_unet(in_channels: int, width: int, **options: Any) -> UNet2DConditionModel:
-    """Likewise, told of a pooled prompt and sizes."""
+    """A small UNet of Stable Diffusion XL, which is also conditioned on a pooled prompt and sizes."""
     time_width = 8
     return _unet(
         in_channels,

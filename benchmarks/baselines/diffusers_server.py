@@ -1,32 +1,62 @@
-"""diffusers behind FastAPI, as its guide "Create a server" has it: one pipeline, one call at a time.
+"""diffusers' FluxFillPipeline behind FastAPI, as in its guide "Create a server": one pipeline, one call at a time.
 
-`--batch-size 8` batches statically: edits that wait when a call ends, of the first one's size and step count, form the
-next batch, which runs until all of it is done. `--first-block-cache 0.1` skips steps whose first block changed little.
-Files are decoded and encoded in the pipeline's thread, between its calls.
+`--batch-size 8` adds static batches: when a call ends, waiting edits of the first one's size and step count form the
+next batch, which runs until all of it is done. `--first-block-cache 0.5` skips steps whose first block changed little.
+Files are decoded and encoded in the pipeline's thread, between its calls. `/v1/images/edits` takes OpenAI's fields;
+worker seconds (/metrics) and queue times are reported in the same form as Stencil's, for `benchmark_serving`.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
 import io
 import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import uvicorn
+from fastapi import FastAPI, HTTPException, Request, Response
 from PIL import Image
+from starlette.datastructures import FormData, UploadFile
 
-from benchmarks.baselines.edit_app import Edited, Upload, add_flags, decode, encode, make_app, serve
 from benchmarks.baselines.fill_pipeline import FillEdit, FillPipeline
+from benchmarks.command import command
+from core.config import EMBEDDED_MODEL
 
+DEFAULT_STEPS = 28
+KEEP_ALIVE_SECONDS = 75
+"""For an idle connection. Must exceed what clients keep (httpx: 5 s, uvicorn's default too): a request sent while the
+server closes the connection is lost."""
 WARM_UP = FillEdit("a red shirt", Image.new("RGB", (256, 256)), Image.new("L", (256, 256), 255), 2, 0)
+
+
+@dataclass(frozen=True)
+class Upload:
+    """One edit as received. mask: transparent where it edits. came: seconds of CLOCK_MONOTONIC."""
+
+    prompt: str
+    image: bytes
+    mask: bytes
+    steps: int
+    seed: int
+    came: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True)
+class Edited:
+    """png: base64 of the file. begun: start of its computation, seconds of CLOCK_MONOTONIC."""
+
+    png: str
+    begun: float
 
 
 @dataclass(eq=False)
 class Waiting:
-    """One edit, and the future of its result."""
+    """One edit, and the future of its result. key: edits with the same one may share a batch."""
 
     upload: Upload
     edited: asyncio.Future[Edited]
@@ -34,7 +64,7 @@ class Waiting:
 
 
 class StaticBatches:
-    """Batches of up to `batch_size`, one after the other, in the order their first edits came."""
+    """Batches of up to `batch_size`, one after the other, ordered by their first edits. busy_seconds: computing."""
 
     def __init__(self, pipeline: FillPipeline, batch_size: int) -> None:
         self.busy_seconds = 0.0
@@ -45,7 +75,7 @@ class StaticBatches:
         self._lock = asyncio.Lock()
 
     async def edit(self, upload: Upload) -> Edited:
-        """The request that holds the lock runs the next batch, which is its own or begins with an earlier edit."""
+        """The request that holds the lock runs the next batch: its own, or one that begins with an earlier edit."""
         with Image.open(io.BytesIO(upload.image)) as header:
             key = (header.size, upload.steps)
         waiting = Waiting(upload, asyncio.get_running_loop().create_future(), key)
@@ -75,25 +105,80 @@ class StaticBatches:
 
     def _compute(self, uploads: Sequence[Upload]) -> list[Edited]:
         begun = time.monotonic()
-        edits = []
-        for upload in uploads:
-            image, mask = decode(upload)
-            edits.append(FillEdit(upload.prompt, image, mask, upload.steps, upload.seed))
+        edits = [FillEdit.of_files(each.prompt, each.image, each.mask, each.steps, each.seed) for each in uploads]
         pictures = self._pipeline(edits)
-        edited = [Edited(encode(picture), begun) for picture in pictures]
+        edited = [Edited(_encode(picture), begun) for picture in pictures]
         self.busy_seconds += time.monotonic() - begun
         return edited
 
 
+def make_app(batches: StaticBatches) -> FastAPI:
+    """An app that is ready as soon as it runs."""
+    app = FastAPI()
+
+    @app.get("/ready")
+    async def ready() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(f"baseline:worker_busy_seconds_total {batches.busy_seconds}\n", media_type="text/plain")
+
+    @app.post("/v1/images/edits")
+    async def edits(request: Request) -> dict[str, object]:
+        upload = await _read(request)
+        edited = await batches.edit(upload)
+        facts = {"ms": {"queue": 1e3 * (edited.begun - upload.came)}}
+        return {"created": int(time.time()), "data": [{"b64_json": edited.png}], "stencil": facts}
+
+    return app
+
+
+def server_config(app: FastAPI, port: int) -> uvicorn.Config:
+    return uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning", timeout_keep_alive=KEEP_ALIVE_SECONDS)
+
+
+async def _read(request: Request) -> Upload:
+    form = await request.form()
+    return Upload(
+        prompt=_text(form, "prompt"),
+        image=await _file(form, "image"),
+        mask=await _file(form, "mask"),
+        steps=int(_text(form, "num_inference_steps", str(DEFAULT_STEPS))),
+        seed=int(_text(form, "seed", "0")),
+    )
+
+
+def _text(form: FormData, name: str, default: str | None = None) -> str:
+    value = form.get(name, default)
+    if not isinstance(value, str):
+        raise HTTPException(400, f"'{name}' is missing")
+    return value
+
+
+async def _file(form: FormData, name: str) -> bytes:
+    value = form.get(name)
+    if not isinstance(value, UploadFile):
+        raise HTTPException(400, f"'{name}' is missing")
+    return await value.read()
+
+
+def _encode(picture: Image.Image) -> str:
+    """base64 of a PNG with Pillow's default compression."""
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    add_flags(parser)
+    parser = command(__doc__, model=EMBEDDED_MODEL, dtype="float32", threads=1)
+    parser.add_argument("--port", type=int, required=True, help="to listen on")
     parser.add_argument("--batch-size", type=int, default=1, help="most edits in one call of the pipeline")
     parser.add_argument("--first-block-cache", type=float, help="threshold of step skipping; none by default")
-    args = parser.parse_args()
+    args: argparse.Namespace = parser.parse_args()
     pipeline = FillPipeline(args.model, args.dtype, args.threads, args.first_block_cache)
     pipeline([WARM_UP])
-    serve(make_app(StaticBatches(pipeline, args.batch_size)), args.port)
+    uvicorn.Server(server_config(make_app(StaticBatches(pipeline, args.batch_size)), args.port)).run()
 
 
 if __name__ == "__main__":

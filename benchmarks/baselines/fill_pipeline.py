@@ -1,18 +1,26 @@
-"""diffusers' own FluxFillPipeline: loaded and called as its documentation shows, one edit or a batch at a time."""
+"""diffusers' own FluxFillPipeline, loaded and called as its documentation shows, one edit or a batch at a time.
+
+`pipeline_process` runs it in a process of its own, with its own threads and memory. Edits and results are decoded
+pictures, so file formats cost it no time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+import io
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from multiprocessing import get_context
 from typing import Any
 
-from PIL import Image
+from PIL import Image, ImageOps
 
 
 @dataclass(frozen=True)
 class FillEdit:
-    """One edit in diffusers' words. image: RGB. mask: L, white = edit, of the image's size."""
+    """One edit in diffusers' terms. image: RGB. mask: L, white = edit, of the image's size."""
 
     prompt: str
     image: Image.Image
@@ -20,14 +28,20 @@ class FillEdit:
     steps: int
     seed: int
 
+    @classmethod
+    def of_files(cls, prompt: str, image: bytes, mask: bytes, steps: int, seed: int) -> FillEdit:
+        """mask: transparent = edit, as OpenAI's. Raises OSError for files that are not images."""
+        with Image.open(io.BytesIO(image)) as upload, Image.open(io.BytesIO(mask)) as alpha:
+            return cls(prompt, upload.convert("RGB"), ImageOps.invert(alpha.getchannel("A")), steps, seed)
+
 
 class FillPipeline:
-    """The pipeline, called from one thread at a time. first_block_cache: threshold of diffusers' own step skipping (its
+    """The pipeline; one thread at a time may call it. first_block_cache: threshold of diffusers' own step skipping (its
     maintained successor of TeaCache); None: every step is computed.
     """
 
     def __init__(self, model: str, dtype: str, threads: int, first_block_cache: float | None = None) -> None:
-        # The parent of a pipeline's process, and tests of what surrounds it, need no torch.
+        # Imported here, since the parent of a pipeline's process needs no torch.
         import torch
         from diffusers import FirstBlockCacheConfig, FluxFillPipeline
         from diffusers.utils.logging import disable_progress_bar, set_verbosity_error
@@ -46,7 +60,7 @@ class FillPipeline:
             self.pipeline.transformer.enable_cache(FirstBlockCacheConfig(threshold=first_block_cache))
 
     def __call__(self, edits: Sequence[FillEdit]) -> list[Image.Image]:
-        """The pictures of edits of one size and number of steps, as the pipeline makes them: nothing is pasted back."""
+        """The pictures of edits of one size and number of steps, as the pipeline returns them, nothing pasted back."""
         with self._cache_context():
             pictures: list[Image.Image] = self.pipeline(
                 prompt=[edit.prompt for edit in edits],
@@ -61,8 +75,32 @@ class FillPipeline:
         return pictures
 
     def _cache_context(self) -> AbstractContextManager[Any]:
-        """FluxFillPipeline names no cache context itself, as FluxPipeline does; one per call is what the hook needs."""
+        """FluxFillPipeline sets no cache context itself, unlike FluxPipeline; the hook needs one per call."""
         if not self._is_caching:
             return nullcontext()
         context: AbstractContextManager[Any] = self.pipeline.transformer.cache_context("fill")
         return context
+
+
+_pipelines: list[FillPipeline] = []  # in the child process: the one that it loaded
+
+
+@contextmanager
+def pipeline_process(
+    model: str, dtype: str, threads: int, first_block_cache: float | None = None
+) -> Iterator[Executor]:
+    """Runs `run_edits` in a process that has loaded the pipeline."""
+    settings = (model, dtype, threads, first_block_cache)
+    with ProcessPoolExecutor(1, get_context("spawn"), initializer=_load, initargs=settings) as process:
+        yield process
+
+
+def _load(model: str, dtype: str, threads: int, first_block_cache: float | None) -> None:
+    _pipelines.append(FillPipeline(model, dtype, threads, first_block_cache))
+
+
+def run_edits(edits: Sequence[FillEdit]) -> tuple[list[Image.Image], float]:
+    """In that process: the pictures of edits made one by one, and seconds for all."""
+    start = time.perf_counter()
+    pictures = [_pipelines[0]([edit])[0] for edit in edits]
+    return pictures, time.perf_counter() - start

@@ -1,25 +1,25 @@
-"""The systems that are compared, by name, and how each is started: one URL, whatever is behind it."""
+"""The systems that are compared, by name, and how each is started."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from benchmarks.load.server import STENCIL, Server, ready_server
 
 DIFFUSERS = "benchmarks.baselines.diffusers_server"
-INLINE = "benchmarks.baselines.inline_server"
-BALANCER = "benchmarks.baselines.balancer"
 
 FIRST_BLOCK_CACHE = 0.5
-"""Threshold, chosen by `python -m benchmarks.baselines.tune_first_block_cache`."""
+"""Threshold of step skipping: the largest of 0.1, 0.2, .. 0.6 with a mean SSIM of at least 0.95 and a P10 of at least
+0.9 in the mask's box on scenes set aside for tuning. `python -m benchmarks.quality systems --first-block-cache T`
+measures both for another threshold. FlashPS tunes TeaCache likewise (section 6.1)."""
 
 
 @dataclass(frozen=True)
 class System:
-    """label: in tables. module: run as a process for each engine, or for all of them where it is Stencil.
-    is_mask_aware: what an edit takes depends on its mask, and on what was edited before.
+    """label: in tables. module: run as the server. is_mask_aware: an edit's cost depends on its mask and on what was
+    edited before.
     """
 
     label: str
@@ -43,21 +43,19 @@ SYSTEMS = {
         is_mask_aware=True,
     ),
     "stencil-exact": System("Stencil, mask-aware off", STENCIL, ("--no-mask-aware",)),
-    "stencil-inline": System("Stencil's engine, image work in line", INLINE, is_mask_aware=True),
     "stencil": System("Stencil", STENCIL, is_mask_aware=True),
 }
-"""FISEdit itself runs with Stable Diffusion 2.1 on GPUs before Hopper. What is emulated is how it serves: mask-aware,
-one edit at a time, since it does not batch edits of different masks."""
+"""FISEdit itself runs with Stable Diffusion 2.1 on GPUs before Hopper. Its way of serving is emulated: mask-aware, one
+edit at a time, since it does not batch edits of different masks."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What all systems share. threads: torch threads of each engine."""
+    """What all systems share. threads: torch threads of the worker."""
 
     model: str
     dtype: str = "float32"
     threads: int = 1
-    engines: int = 1
 
     @property
     def flags(self) -> list[str]:
@@ -66,16 +64,8 @@ class Setting:
 
 @contextmanager
 def running(name: str, setting: Setting) -> Iterator[Server]:
-    """The system, ready. Several engines: Stencil's own router, or a balancer before as many processes."""
+    """The system, ready to serve."""
     system = SYSTEMS[name]
-    flags = [*setting.flags, *system.flags]
-    if system.module == STENCIL:
-        with ready_server([*flags, "--data-parallel-size", str(setting.engines), "--max-queue", "4096"]) as server:
-            yield server
-        return
-    with ExitStack() as stack:
-        servers = [stack.enter_context(ready_server(flags, system.module)) for _ in range(setting.engines)]
-        if len(servers) == 1:
-            yield servers[0]
-        else:
-            yield stack.enter_context(ready_server([server.url for server in servers], BALANCER))
+    queue = ["--max-queue", "4096"] if system.module == STENCIL else []
+    with ready_server([*setting.flags, *system.flags, *queue], system.module) as server:
+        yield server

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from benchmarks.command import command
 from benchmarks.compare import pictures
 from benchmarks.compare.checkpoints import make_all
 from benchmarks.compare.speed import Speed, compare_speeds, measures
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         models = make_all(folder)
         differing = [] if args.only == "speed" else _compare_pictures(this, ref, models)
         if args.only != "pictures":
-            _print_speeds(compare_speeds(this, ref, measures(models["flux_fill"]), args.rounds))
+            _print_speeds(compare_speeds(this, ref, measures(models["flux_fill"]), args.rounds), args.output)
     sys.exit(1 if differing else 0)
 
 
@@ -64,16 +65,17 @@ def _hashes(tree: Tree, models: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def _print_speeds(speeds: Sequence[Speed]) -> None:
+def _print_speeds(speeds: Sequence[Speed], output: Path | None) -> None:
     rows = [(speed.measure.name, f"{speed.ratio:.3f} +- {speed.spread:.3f}") for speed in speeds]
-    print_report("time by that of the other commit", rows, {speed.measure.name: speed.ratio for speed in speeds})
+    print_report(
+        "time by that of the other commit", rows, {speed.measure.name: speed.ratio for speed in speeds}, output
+    )
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command(__doc__, rounds=15)
     parser.add_argument("ref", help="commit to compare with")
     parser.add_argument("--only", choices=("pictures", "speed"), help="leave the other half out")
-    parser.add_argument("--rounds", type=int, default=15, help="of each speed, in turns (default: 15)")
     return parser.parse_args(argv)
 
 

@@ -9,7 +9,7 @@ from tools.random_checkpoints import make_flux, make_flux_fill, make_qwen, make_
 from tools.random_unet_checkpoints import make_sd, make_sdxl
 
 MAKERS: Mapping[str, Callable[[Path], Path]] = {
-    "flux_fill": make_flux_fill,
+    "flux_fill": lambda path: make_flux_fill(path, guidance_embeds=True),
     "flux": lambda path: make_flux(path, guidance_embeds=True),
     "sd3": make_sd3,
     "qwen": make_qwen,

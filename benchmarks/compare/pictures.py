@@ -1,7 +1,7 @@
 """Hashes of the pictures that one source tree makes, as one line of JSON: {family/dtype/edit: hash}.
 
-Run as a file with PYTHONPATH set to the tree, which may be older than this file. So it uses the public offline API
-alone, and only those parts of it that do not change.
+Run as a file with PYTHONPATH set to the tree, which may be older than this file. So it uses only those parts of the
+public offline API that do not change.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STEPS = 4
 DTYPES = ("float32", "bfloat16")
 COMMON: dict[str, Any] = {"num_inference_steps": STEPS, "seed": 7}
 GUIDED: dict[str, Any] = {"guidance_scale": 3.0, "true_cfg_scale": 2.5, "negative_prompt": "a hat"}
-"""Families use what they know of it: distilled guidance, classifier-free guidance, or both."""
+"""Families use what they support: distilled guidance, classifier-free guidance, or both."""
 
 
 def main() -> None:

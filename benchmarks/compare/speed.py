@@ -1,19 +1,20 @@
-"""Speeds of two trees, measured in turns on two servers that are both up: the ratio is what counts."""
+"""Speeds of two trees, measured in turns on two running servers; the ratio counts."""
 
 from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from benchmarks.compare.trees import Tree
-from benchmarks.load.client import Target, send_in_turn, warm_up
-from benchmarks.load.dataset import EditCall, Mix, synthetic
+from benchmarks.load.client import Target, warm_up
+from benchmarks.load.dataset import Mix, synthetic
 from benchmarks.load.server import Server, start_server
+from benchmarks.turns import in_turns
 
 CLIENTS = 8
 TEMPLATES = "fixed:4"
@@ -32,7 +33,7 @@ class Measure:
 
 
 def measures(tiny: str) -> list[Measure]:
-    """tiny: a checkpoint whose step takes about a millisecond, so that what the engine adds to a step shows."""
+    """tiny: a checkpoint whose step takes about a millisecond, which shows the engine's own time per step."""
     return [
         Measure("lone warm edit, 8 steps", "", 8, 4, 1),
         Measure("lone warm edit, 28 steps", "", 28, 3, 1),
@@ -58,7 +59,7 @@ class Speed:
 
     @property
     def spread(self) -> float:
-        """Half of the ratio's middle half over rounds: a change smaller than that is noise."""
+        """Half the interquartile range of the ratio over rounds: a smaller change is noise."""
         ratios = [this / ref for this, ref in zip(self.this, self.ref, strict=True)]
         low, _, high = statistics.quantiles(ratios, n=4)
         return (high - low) / 2
@@ -68,11 +69,11 @@ def compare_speeds(this: Tree, ref: Tree, wanted: Sequence[Measure], rounds: int
     """All measures of a model with both its servers up, then those of the next model."""
     found = []
     for model in dict.fromkeys(measure.model for measure in wanted):
-        with _servers((this, ref), model) as (one, two):
-            targets = {this.name: one.url, ref.name: two.url}
+        with _servers((this, ref), model) as servers:
             for measure in (measure for measure in wanted if measure.model == model):
-                seconds = asyncio.run(_in_turns(measure, targets, rounds))
-                found.append(Speed(measure, seconds[this.name], seconds[ref.name]))
+                ways = {number: _sender(server.url, measure) for number, server in enumerate(servers)}
+                ours, theirs = in_turns(ways, rounds, warm_ups=2).values()
+                found.append(Speed(measure, ours, theirs))
     return found
 
 
@@ -88,31 +89,9 @@ def _servers(trees: Sequence[Tree], model: str) -> Iterator[list[Server]]:
         yield servers
 
 
-async def _in_turns(measure: Measure, urls: Mapping[str, str], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each round by tree; which tree goes first changes every round."""
-    calls = synthetic(Mix(template_reuse=TEMPLATES), measure.edits, np.random.default_rng(0))
-    calls = [_with_steps(call, measure.steps) for call in calls]
-    send = {name: _sender(url, measure, calls) for name, url in urls.items()}
-    for name, url in urls.items():
-        await warm_up(_target(url, measure), calls, measure.clients)
-        await send[name]()
-    seconds: dict[str, list[float]] = {name: [] for name in urls}
-    for number in range(rounds):
-        for name in list(urls)[:: 1 if number % 2 else -1]:
-            seconds[name].append(await send[name]())
-    return seconds
-
-
-def _sender(url: str, measure: Measure, calls: Sequence[EditCall]) -> Callable[[], Awaitable[float]]:
-    async def send() -> float:
-        return (await send_in_turn(_target(url, measure), calls, measure.clients)).seconds
-
-    return send
-
-
-def _target(url: str, measure: Measure) -> Target:
-    return Target(url, extra={"mask_aware": measure.mask_aware})
-
-
-def _with_steps(call: EditCall, steps: int) -> EditCall:
-    return replace(call, steps=steps)
+def _sender(url: str, measure: Measure) -> Callable[[], float]:
+    """Sends the measure's edits once; seconds."""
+    mix = Mix(template_reuse=TEMPLATES, num_inference_steps=str(measure.steps))
+    calls = synthetic(mix, measure.edits, np.random.default_rng(0))
+    target = Target(url, extra={"mask_aware": measure.mask_aware})
+    return lambda: asyncio.run(warm_up(target, calls, measure.clients)).seconds

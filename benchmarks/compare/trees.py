@@ -12,7 +12,7 @@ from benchmarks.load.server import ROOT
 
 @dataclass(frozen=True)
 class Tree:
-    """root: the sources. cache: its own user cache, empty at first, so that neither tree profits by an older run."""
+    """root: the sources. cache: its own user cache, empty at first, so that neither tree profits from an older run."""
 
     name: str
     root: Path

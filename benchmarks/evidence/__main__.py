@@ -1,6 +1,6 @@
-"""`make bench`: measures, part by part, what the folder of results lacks, and writes docs/benchmarks.md with its plots.
+"""`make bench`: measures, part by part, what the folder of results lacks, and writes docs/benchmarks.md.
 
-If it is interrupted, the next run continues.
+An interrupted run is continued by the next one.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--results", type=Path, default=ROOT / "bench-results", help="folder of results")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder of benchmarks.md and its plots")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder of benchmarks.md")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help="parts to run")
     parser.add_argument("--again", action="store_true", help="measure them even if there are results")
-    parser.add_argument("--short", action="store_true", help="few edits each: shows that it works, measures nothing")
+    parser.add_argument("--short", action="store_true", help="few edits: only shows that it works")
     parser.add_argument("--write-only", action="store_true", help="only write the document, from the results there are")
     return parser.parse_args(argv)
 

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md: prose and tables' columns from page.md, figures from a file of results; measuring.md ends it."""
+"""docs/benchmarks.md: prose and columns of tables from page.md, figures from files of results, then measuring.md."""
 
 from __future__ import annotations
 
@@ -19,19 +19,13 @@ RUNS = {"public_8": "public-8", "production_8": "flashps-prod-8", "public_28": "
 MEASURING = Path(__file__).with_name("measuring.md")
 """The end of the page: single runs and how to measure, written by hand."""
 
-ENOUGH = 100
-"""Arrivals from which on a run shows whether a system keeps up."""
-
 MEDIANS = ("request_rate", "latency_mean_ms", "latency_median_ms", "latency_p95_ms", "latency_p99_ms", "queue_mean_ms")
 
 
 def write_document(results: Results, folder: Path) -> None:
-    """The page and its plots; sections without results are left out."""
-    from benchmarks.evidence.plots import write_plots
-
-    write_plots(results, folder)
+    """The page; sections without results are left out."""
     values: dict[str, Any] = {}
-    for section in (_throughput, _headline, _rates, _stages, _quality, _others):
+    for section in (_throughput, _headline, _keep_up, _stages, _quality, _others):
         values |= section(results)
     filled = {name: value for name, value in values.items() if value}
     page = fill(PAGE.read_text(), filled) + "\n" + MEASURING.read_text()
@@ -44,10 +38,8 @@ def write_document(results: Results, folder: Path) -> None:
 def _throughput(results: Results) -> dict[str, Any]:
     tables = {name: results.all(f"serving/throughput-{run}-") for name, run in RUNS.items()}
     found = {name: _in_order(map(_with_bound, table)) for name, table in tables.items()}
-    compared = {name: _in_order(results.all(f"{name.replace('_', '-')}/")) for name in ("large", "two_engines")}
-    return {f"throughput_{name}": _with_gain(rows) for name, rows in found.items()} | {
-        name: _with_gain(rows) for name, rows in compared.items()
-    }
+    values = {f"throughput_{name}": _with_gain(rows) for name, rows in found.items()}
+    return values | {"large": _with_gain(_in_order(results.all("large/")))}
 
 
 def _in_order(found: Iterable[Result]) -> list[Result]:
@@ -66,8 +58,7 @@ def _with_bound(result: Result) -> Result:
     """The bound is the throughput of workers that never wait: edits over the seconds that their stages took."""
     if not result["worker_seconds"]:
         return result
-    bound = result["num_edits"] / sum(result["worker_seconds"].values())
-    return result | {"bound": bound, "share": result["throughput"] / bound}
+    return result | {"bound": result["num_edits"] / sum(result["worker_seconds"].values())}
 
 
 def _headline(results: Results) -> dict[str, Any]:
@@ -90,15 +81,15 @@ def _medians(runs: Sequence[Result]) -> Result:
     return runs[0] | medians | {"verdicts": verdicts, "num_failed": failed}
 
 
-def _rates(results: Results) -> dict[str, Any]:
-    found = _in_order([*results.all("serving/rate-"), *results.all("serving/keep-up-")])
+def _keep_up(results: Results) -> dict[str, Any]:
+    """Runs above diffusers' capacity, whose throughput is a load of 1."""
     base = results.find("serving/throughput-public-8-diffusers")
-    return {"rates": [_with_load(run, base) for run in found]}
+    runs = _in_order(results.all("serving/keep-up-"))
+    return {"keep_up": [_with_load(run, base) for run in runs]}
 
 
 def _with_load(run: Result, base: Result | None) -> Result:
-    """base: the run whose throughput is a load of 1."""
-    verdict = ("yes" if run["keeps_up"] else "no") if run["num_edits"] >= ENOUGH else ""
+    verdict = "yes" if run["keeps_up"] else "no"
     return run | {"verdict": verdict, "offered": base and run["request_rate"] / base["throughput"]}
 
 
@@ -120,7 +111,7 @@ def _stages(results: Results) -> dict[str, Any]:
 
 def _quality(results: Results) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    for line in _lines(results, "quality/"):
+    for line in _lines(results, "quality"):
         systems = [one | {"title": _title(name, one, line)} for name, one in line["systems"].items()]
         values |= {"quality": line, f"quality_{line['masks']}": line, f"quality_{line['masks']}_systems": systems}
     return values
@@ -136,17 +127,11 @@ def _others(results: Results) -> dict[str, Any]:
     gain = fleet["one-at-a-time"]["mean"] / fleet["same-rate"]["mean"] if len(fleet) > 1 else None
     routing = [{"routing_ms": line["mask-aware_median_us"] / 1e3} for line in _lines(results, "overheads/routing")]
     own = _lines(results, "overheads/step-and-handover")
-    rates: dict[str, dict[int, float]] = {}
-    for line in _lines(results, "batch-size/"):
-        rates.setdefault(line["backend"], {})[line["batch_size"]] = line["edits_per_s"]
     return {
         "one_at_a_time": [fleet["one-at-a-time"]] if gain else [],
         "same_rate": [fleet["same-rate"]] if gain else [],
         "fleet_gain": gain,
-        "batch_sizes": [{"backend": backend, "rates": by_size} for backend, by_size in rates.items()],
         "mask_ratios": [_in_ms(line) for line in _lines(results, "mask-ratio/edit")],
-        "batching": _lines(results, "batching"),
-        "policies": _lines(results, "policies/"),
         "cost_model": _lines(results, "cost-model"),
         "overheads": [one | other for one, other in zip(own, routing, strict=False)],
     }

@@ -1,4 +1,4 @@
-"""Markdown pages: prose and tables' columns are a template in a file of its own, code fills in the figures.
+"""Markdown pages: a file holds the prose and the tables' columns, code fills in the figures.
 
 Figures are placeholders of str.format. A line `name: | {cell} | {cell} |` is a table's row for each record of `name`,
 or for the one record that it is.

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import tempfile
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.baselines.systems import Setting, running
-from benchmarks.benchmark_serving import as_json
-from benchmarks.evidence.commands import run_command
+from benchmarks.benchmark_serving import as_json, measure
 from benchmarks.evidence.plan import Plan
-from benchmarks.evidence.results import Result, Results
+from benchmarks.evidence.results import Result, Results, run_command
 from benchmarks.evidence.serving_part import Fleet, ServingPart
 from benchmarks.load.client import Target, send_in_turn, warm_up
 from benchmarks.load.dataset import Mix, synthetic
-from benchmarks.load.summary import Context, summarise
+from benchmarks.load.summary import Context
 from benchmarks.micro.large_checkpoint import SIDE, write_checkpoint
-from benchmarks.simulation.__main__ import POLICIES
 from core.config import EMBEDDED_MODEL
 
 SETTING = Setting(EMBEDDED_MODEL)
@@ -48,14 +43,6 @@ def serving(sweep: Sweep) -> None:
         ServingPart(fleet, sweep.plan, sweep.results).run()
 
 
-def batch_size(sweep: Sweep) -> None:
-    for backend in ("stencil", "diffusers", "first-block-cache"):
-        for size in (1, 2, 4, 8):
-            number = str(sweep.plan.batch_edits * (2 if backend == "stencil" else 1))
-            flags = ["--backend", backend, "--batch-size", str(size), "--num-prompts", number]
-            sweep.command(f"batch-size/{backend}-{size}", "benchmarks.serving.throughput", *flags)
-
-
 def mask_ratio(sweep: Sweep) -> None:
     sweep.command("mask-ratio/step", "benchmarks.micro.denoiser_step", "--rounds", "3", "--skip-batch")
     ratios = ["0.05", "0.1", "0.2", "0.35", "0.5", "0.75"]
@@ -63,30 +50,15 @@ def mask_ratio(sweep: Sweep) -> None:
     sweep.command("mask-ratio/edit", "benchmarks.serving.latency", *flags)
 
 
-def batching(sweep: Sweep) -> None:
-    seconds = str(max(6.0, 1.25 * sweep.plan.window))
-    flags = ["--rounds", "1", "--seconds", seconds, "--steps", str(sweep.plan.many_steps), "--capacity-edits", "8"]
-    sweep.command("batching", "benchmarks.serving.image_work", *flags)
-
-
-def policies(sweep: Sweep) -> None:
-    def one(name: str, scenario: str, policies: Sequence[str]) -> None:
-        flags = ["--scenarios", scenario, "--seeds", "1", "--policies", *policies]
-        sweep.command(f"{name}/{scenario}", "benchmarks.simulation", *flags)
-
-    _both(*(partial(one, "policies", scenario, POLICIES) for scenario in ("production", "mix")))
-    fleets = {"one-at-a-time": ["least-requests"], "same-rate": ["mask-aware"]}
-    _both(*(partial(one, "fleet", *fleet) for fleet in fleets.items()))
+def fleet(sweep: Sweep) -> None:
+    """Simulated engines: one edit at a time, against Stencil at the same rate."""
+    for scenario, policy in {"one-at-a-time": "least-requests", "same-rate": "mask-aware"}.items():
+        flags = ["--scenarios", scenario, "--seeds", "1", "--policies", policy]
+        sweep.command(f"fleet/{scenario}", "benchmarks.simulation", *flags)
 
 
 def cost_model(sweep: Sweep) -> None:
-    def make() -> Result:
-        with tempfile.TemporaryDirectory() as folder:
-            pairs = Path(folder) / "pairs.json"
-            result = run_command("benchmarks.micro.cost_model", "--num-batches", "150", "--pairs", str(pairs))
-            return result | {"pairs": json.loads(pairs.read_text())}
-
-    sweep.results.get_or_make("cost-model", make)
+    sweep.command("cost-model", "benchmarks.micro.cost_model", "--num-batches", "150")
 
 
 def overheads(sweep: Sweep) -> None:
@@ -95,12 +67,8 @@ def overheads(sweep: Sweep) -> None:
 
 
 def quality(sweep: Sweep) -> None:
-    def one(masks: str) -> None:
-        flags = ["--num-edits", str(sweep.plan.quality_edits // 2), "--steps", str(sweep.plan.steps)]
-        flags += ["--masks", masks, "--sheets", str(sweep.docs)]
-        sweep.command(f"quality/{masks}", "benchmarks.quality", "systems", *flags)
-
-    _both(*(partial(one, masks) for masks in ("silhouette", "box")))
+    flags = ["--num-edits", str(sweep.plan.quality_edits // 2), "--steps", str(sweep.plan.steps)]
+    sweep.command("quality", "benchmarks.quality", "systems", *flags, "--sheets", str(sweep.docs))
 
 
 def large(sweep: Sweep) -> None:
@@ -119,31 +87,14 @@ def large(sweep: Sweep) -> None:
         sweep.results.get_or_make("large/stencil", lambda: make("stencil", 4 * number, 4))  # all templates are primed
 
 
-def two_engines(sweep: Sweep) -> None:
-    """Two processes of diffusers behind a balancer, two engines of Stencil."""
-    mix, setting = Mix(num_inference_steps=str(sweep.plan.steps)), replace(SETTING, engines=2)
-    for name in ("diffusers", "diffusers-batch", "stencil"):
-        number = sweep.plan.number_of(name, sweep.plan.throughput_edits)
-        make = partial(_closed_loop, name, setting, mix, number, sweep.plan.warm_ups)
-        sweep.results.get_or_make(f"two-engines/{name}", make)
-
-
-def _both(*tasks: Callable[[], None]) -> None:
-    """At once, which is right only for results that do not depend on time."""
-    with ThreadPoolExecutor() as pool:
-        for future in [pool.submit(task) for task in tasks]:
-            future.result()
-
-
 def _closed_loop(name: str, setting: Setting, mix: Mix, number: int, warm_ups: int) -> Result:
     calls = synthetic(mix, warm_ups + number, np.random.default_rng(0))
-    print(f"{name}, {setting.engines} engine(s), {mix.sizes}", flush=True)
+    print(f"{name}, {mix.sizes}", flush=True)
     with running(name, setting) as server:
         target = Target(server.url)
         asyncio.run(warm_up(target, calls[:warm_ups], CLIENTS))
-        run = asyncio.run(send_in_turn(target, calls[warm_ups:], CLIENTS))
-    areas = [call.area for call in calls[warm_ups:] if call.area is not None]
-    return {"system": name} | as_json(summarise(run, Context(areas=areas)))
+        sending = send_in_turn(target, calls[warm_ups:], CLIENTS)
+        return {"system": name} | as_json(asyncio.run(measure(target, calls[warm_ups:], sending, Context())))
 
 
 @dataclass(frozen=True)
@@ -158,11 +109,8 @@ PARTS = {
     "overheads": Part(overheads, 0.2),
     "cost-model": Part(cost_model, 0.6),
     "mask-ratio": Part(mask_ratio, 2.2),
-    "batch-size": Part(batch_size, 2.8),
-    "batching": Part(batching, 1.6),
-    "policies": Part(policies, 1.3),
-    "quality": Part(quality, 3.9),
+    "fleet": Part(fleet, 0.4),
+    "quality": Part(quality, 6.0),
     "large": Part(large, 1.8),
-    "two-engines": Part(two_engines, 1.0),
     "serving": Part(serving, 25.0),
 }

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from benchmarks.load.server import ROOT, end_with_parent
 
 Result = dict[str, Any]
 
@@ -49,3 +53,14 @@ class Results:
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.json"
+
+
+def run_command(module: str, *flags: str) -> Result:
+    """Runs a benchmark that is a command; its lines of JSON are the result. Raises subprocess.CalledProcessError."""
+    command = [sys.executable, "-m", module, *flags]
+    print("+", "python", *command[1:], flush=True)
+    output = subprocess.run(
+        command, cwd=ROOT, stdout=subprocess.PIPE, check=True, text=True, preexec_fn=end_with_parent
+    ).stdout
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    return {"command": " ".join(["python", *command[1:]]), "lines": lines}

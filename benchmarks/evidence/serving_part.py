@@ -1,7 +1,7 @@
-"""All systems through HTTP: throughput, latency against the request rate, and whether they keep up.
+"""All systems through HTTP: throughput, latency near capacity, and whether they keep up.
 
-All servers run at once and take turns, so that a machine that slows down slows all of them; idle
-ones use no CPU time. Every run has templates of its own, so that earlier runs leave nothing useful in a cache.
+All servers run at once and take turns, so that a machine that slows down slows all of them; idle ones use no CPU time.
+Every run has templates of its own, so that it finds nothing of earlier runs in a cache.
 """
 
 from __future__ import annotations
@@ -19,18 +19,15 @@ from benchmarks.benchmark_serving import as_json, measure
 from benchmarks.evidence.plan import Plan
 from benchmarks.evidence.results import Result, Results
 from benchmarks.load.arrivals import due_times
-from benchmarks.load.client import Target, send_in_turn, spent_between, warm_up, worker_seconds
+from benchmarks.load.client import Target, send_in_turn, send_on_time, warm_up
 from benchmarks.load.dataset import EditCall, Mix, synthetic
 from benchmarks.load.server import Server
-from benchmarks.load.summary import Context, summarise
+from benchmarks.load.summary import Context
 
 Measured = Callable[[Target, list[EditCall]], Awaitable[Result]]
 
 HEADLINE = ("diffusers", "stencil")
-COMPARED = ("diffusers", "diffusers-batch", "diffusers-skip", "stencil")
-"""At other mask areas and step counts."""
-HOPELESS = 0.75
-"""Share of the offered rate: a system that achieves less is not tried at the next rate, since its queue only grows."""
+COMPARED = ("diffusers", "diffusers-batch", "diffusers-skip", "stencil")  # at other mask areas and step counts
 
 
 @dataclass
@@ -69,7 +66,6 @@ class ServingPart:
             self._throughput(name, "public", self._plan.many_steps)
         self._headline()
         self._keep_up()
-        self._rates()
 
     # ------------------------------------------------------------------------------------------------ one run
 
@@ -79,11 +75,7 @@ class ServingPart:
         number = plan.number_of(name, plan.throughput_edits if steps == plan.steps else plan.many_steps_edits)
 
         async def measured(target: Target, calls: list[EditCall]) -> Result:
-            before = await worker_seconds(target)
-            run = await send_in_turn(target, calls, self._plan.concurrency)
-            spent = spent_between(before, await worker_seconds(target))
-            areas = [call.area for call in calls if call.area is not None]
-            return as_json(summarise(run, Context(areas=areas, worker_seconds=spent)))
+            return as_json(await measure(target, calls, send_in_turn(target, calls, plan.concurrency), Context()))
 
         key, mix = f"throughput-{areas}-{steps}-{name}", Mix(areas, num_inference_steps=str(steps))
         return self._run(key, name, mix, plan.warm_ups, number, measured)
@@ -95,7 +87,7 @@ class ServingPart:
         async def measured(target: Target, calls: list[EditCall]) -> Result:
             due = due_times("poisson", len(calls), rate, 1.0, np.random.default_rng([seed, 1]))
             offered = len(due) / due[-1]
-            summary = await measure(target, calls, due, Context(request_rate=offered))
+            summary = await measure(target, calls, send_on_time(target, calls, due), Context(request_rate=offered))
             return as_json(summary) | {"load": load, "seed": seed}
 
         return self._run(key, name, Mix(num_inference_steps=str(self._plan.steps)), warm_ups, number, measured, seed)
@@ -138,13 +130,3 @@ class ServingPart:
             counts = self._plan.headline_warm_ups, self._plan.keep_up_edits
             if not self._at_rate(f"keep-up-{load:g}-stencil", "stencil", load, *counts)["keeps_up"]:
                 return
-
-    def _rates(self) -> None:
-        hopeless = set[str]()
-        for load in self._plan.loads:
-            number = max(8, round(self._plan.window * load * self.capacity))
-            for name in SYSTEMS:
-                if name not in hopeless:
-                    result = self._at_rate(f"rate-{load:g}-{name}", name, load, self._plan.warm_ups, number)
-                    if result["achieved"] < HOPELESS * result["request_rate"]:
-                        hopeless.add(name)

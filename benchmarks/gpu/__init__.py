@@ -1,1 +1,1 @@
-"""What a GPU machine shows of Stencil in ten minutes: correctness, speed against diffusers, and its bars."""
+"""A check of Stencil on a GPU machine in ten minutes: correctness, speed against diffusers, and bars."""

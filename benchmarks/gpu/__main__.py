@@ -1,7 +1,7 @@
 """`make gpu-check`: checks a GPU machine within --minutes; needs nothing from the internet.
 
-The most important sections run first. The file of results is rewritten after every figure, so an interrupted run leaves
-what it had; a run of some sections (--only) adds to it. `--device cpu --size tiny` runs everything on any machine in
+The most important sections run first. The file of results is rewritten after every figure, so that an interrupted run
+keeps them; a run of some sections (--only) adds to it. `--device cpu --size tiny` runs everything on any machine in
 seconds, for figures that mean nothing. Results and document go to --out: by default docs/ from a GPU at full size, else
 a folder that git ignores.
 """
@@ -31,7 +31,7 @@ from benchmarks.load.server import ROOT
 PACKAGES = ("torch", "triton", "diffusers", "transformers")
 
 LAST = "none"
-"""In place of sections' names: none is left."""
+"""In place of sections' names: no section is left."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,7 +61,7 @@ def _run(args: argparse.Namespace, out: Path) -> None:
     bench = Bench(device, dtype, SIZES[args.size], report, args.minutes)
 
     def go_on(rest: Sequence[str]) -> None:
-        """Replaces this process, which may hang or have broken the device."""
+        """Replace this process, which may hang or have broken the device."""
         minutes = max(0.0, bench.seconds_left / 60)
         options = ["--device", args.device, "--size", args.size, "--minutes", f"{minutes}", "--out", str(out)]
         command = [sys.executable, "-m", "benchmarks.gpu", *options, "--only", *(rest or [LAST])]

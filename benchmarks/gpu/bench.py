@@ -1,4 +1,4 @@
-"""What every section needs: the device, sizes, the file of results, and clocks."""
+"""Shared by all sections: the device, sizes, the file of results, and clocks."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.sizes import Size
+from benchmarks.turns import medians
 
 Call = Callable[[], object]
 
-COMPILE_SECONDS = 60.0
-"""Nothing is compiled with less time left."""
+COMPILE_SECONDS = 60.0  # nothing is compiled with less time left
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,9 @@ class Bench:
         return self.medians({"": call}, rounds)[""]
 
     def medians(self, calls: Mapping[str, Call], rounds: int | None = None) -> dict[str, float]:
-        """Seconds of calls in turns, of which the first is not counted. rounds: at most, for calls that take long."""
+        """Median seconds of calls in turns, after a first round that does not count. rounds: a limit for long calls."""
         number = min(self.size.rounds, rounds or self.size.rounds)
-        turns = [{name: self.seconds(call) for name, call in calls.items()} for _ in range(number + 1)]
-        return {name: statistics.median(turn[name] for turn in turns[1:]) for name in calls}
+        return medians({name: partial(self.seconds, call) for name, call in calls.items()}, number)
 
     def launch_ms(self, call: Call) -> float:
         """Milliseconds until a call returns, with the device's work still queued; median."""
@@ -68,7 +68,7 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     def is_usable(self) -> bool:
-        """Whether the device still computes: after a kernel has failed, all later ones fail."""
+        """Whether the device still works: after a failed kernel all later ones fail."""
         try:
             self.wait()
         except RuntimeError:

@@ -1,4 +1,4 @@
-"""Which tokens a mask of some size touches."""
+"""Tokens of masks of a given size."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from model_executor.models.boxes import Box, cut
 
 
 def box_tokens(number: int, side: int, device: torch.device) -> Tensor:
-    """Indices of so many tokens (> 0) of a picture of side * side: int64, ascending, an upright box whose last row may
-    be cut short.
-    """
+    """Ascending indices (int64) of `number` > 0 tokens of a side * side picture: a box whose last row may be short."""
     rows = min(side, ceil(sqrt(number)))
     columns = ceil(number / rows)
     down, across = torch.arange(rows)[:, None] * side, torch.arange(columns)
@@ -21,12 +19,12 @@ def box_tokens(number: int, side: int, device: torch.device) -> Tensor:
 
 
 def tokens_in(box: Box, side: int, device: torch.device) -> Tensor:
-    """Of a square picture of so many tokens a side."""
+    """Indices in a square picture of side * side tokens."""
     return cut(torch.arange(side * side, device=device).view(side, side), box).flatten()
 
 
 def middle_box(ratio: float, side: int) -> Box:
-    """In the middle of a square picture of so many tokens a side, of nearly this share of them."""
+    """In the middle of a square picture of side * side tokens, with about this share of them."""
     height = max(1, round(ratio**0.5 * side))
     width = max(1, round(ratio * side * side / height))
     left, top = (side - width) // 2, (side - height) // 2

@@ -1,4 +1,4 @@
-"""The sections about correct results: edits against a CPU's in float32, an edit by a server's processes, and tests."""
+"""The sections on correctness: edits against a CPU's in float32, an edit by a server's processes, and tests."""
 
 from __future__ import annotations
 
@@ -7,45 +7,31 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from benchmarks.compare.checkpoints import MAKERS
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.local_engine import LocalEngine, Pixels
 from benchmarks.gpu.report import Figures
 from benchmarks.load.server import ROOT
 from core.config import EMBEDDED_MODEL, CacheConfig
 from core.sampling_params import SamplingParams
-from tools.random_checkpoints import make_flux, make_flux_fill, make_qwen_edit, make_sd3
-from tools.random_unet_checkpoints import make_sd, make_sdxl
 
 STEPS = 4
-SIDES = (96, 128)
-"""Pixels of the pictures, which share their steps; the embedded model gets twice as many."""
+SIDES = (96, 128)  # pixels of the pictures, which share their steps; the embedded model gets twice as many
 GUIDANCE = 4.0
 CACHE_BYTES = 2**30
 
-MAKERS: dict[str, Callable[[Path], Path]] = {
-    "embedded": lambda path: Path(EMBEDDED_MODEL),
-    "flux-fill": lambda path: make_flux_fill(path, guidance_embeds=True),
-    "flux": lambda path: make_flux(path, guidance_embeds=True),
-    "sd3": make_sd3,
-    "qwen-image-edit": make_qwen_edit,
-    "sd": make_sd,
-    "sdxl": make_sdxl,
-}
-"""Checkpoints by name: the embedded model, and random weights of every family."""
-
-SERVED_SIDE = 256
+SERVED_SIDE = 256  # px
 
 TEST_FILES = ("tests/model_executor/kernels/test_triton_kernels.py", "tests/model_executor/kernels/test_on_gpu.py")
 TEST_SECONDS = 180.0
-TEST_LINES = 15
-"""Kept of the end of the tests' output."""
+TEST_LINES = 15  # kept of the end of the tests' output
 
 
 def edits(bench: Bench) -> None:
@@ -55,13 +41,18 @@ def edits(bench: Bench) -> None:
     with tempfile.TemporaryDirectory() as folder, _no_tf32():
         for name in bench.size.checkpoints:
             try:
-                figures[name] = _compare(MAKERS[name](Path(folder) / name), bench, 2 if name == "embedded" else 1)
+                figures[name] = _compare(_checkpoint(name, Path(folder)), bench, 2 if name == "embedded" else 1)
             except Exception as error:  # one family that fails must not cost the others their figures
                 broken.append(error)
             bench.report.put("correctness", checkpoints=figures)
             bench.clear()
     if broken:
         raise ExceptionGroup("checkpoints that failed", broken)
+
+
+def _checkpoint(name: str, folder: Path) -> Path:
+    """The embedded model, or random weights of a family."""
+    return Path(EMBEDDED_MODEL) if name == "embedded" else MAKERS[name](folder / name)
 
 
 def _compare(checkpoint: Path, bench: Bench, scale: int) -> Figures:
@@ -99,7 +90,7 @@ def difference(painted: list[Pixels], expected: list[Pixels]) -> Figures:
 
 
 def soft_picture(side: int, seed: int) -> Pixels:
-    """Squares of 16 px in random colours: noise by the pixel would hide differences."""
+    """Squares of 16 px in random colours: noise in every pixel would hide differences."""
     coarse = np.random.default_rng(seed).integers(0, 256, (side // 16, side // 16, 3)).astype(np.uint8)
     return np.ascontiguousarray(coarse.repeat(16, axis=0).repeat(16, axis=1))
 
@@ -119,11 +110,11 @@ def _no_tf32() -> Iterator[None]:
 
 
 def served(bench: Bench) -> None:
-    """An edit by a server's own processes, against the same by processes on the CPU: the worker starts on the device,
-    finds its memory for pages and pins the host's."""
+    """An edit by a server's own processes, against the same on the CPU: the worker starts on the device, sizes its
+    memory for pages and pins the host's."""
     with tempfile.TemporaryDirectory() as folder:
         name = bench.size.checkpoints[0]
-        checkpoint = MAKERS[name](Path(folder) / name)
+        checkpoint = _checkpoint(name, Path(folder))
         painted, figures = _serve(checkpoint, str(bench.device))
         bench.report.put("served", **figures)
         expected = painted if bench.device.type == "cpu" else _serve(checkpoint, "cpu")[0]
@@ -131,7 +122,7 @@ def served(bench: Bench) -> None:
 
 
 def _serve(checkpoint: Path, device: str) -> tuple[list[Pixels], Figures]:
-    """The picture is edited twice, so that the second edit finds its pages."""
+    """Edits the picture twice; the second edit finds its pages."""
     # Needs packages that no other section does.
     from entrypoints.image_engine import Edit, ImageEngine
 

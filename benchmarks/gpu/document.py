@@ -17,12 +17,7 @@ RESULTS, DOCUMENT = "gpu_results.json", "gpu.md"
 
 FLUX_BLOCKS, FLUX_HEADS, FLUX_HEAD_DIM = 57, 24, 128
 """Of FLUX.1-dev: 19 double and 38 single blocks."""
-MEMORY_BYTES_PER_SECOND, LINK_BYTES_PER_SECOND = 4e12, 50e9
-"""An H200's memory, and PCI Express 5 with 16 lanes, about."""
-TFLOP_PER_SECOND = 800.0
-"""An H200's products in bfloat16, about."""
-HOST_RATIO = 0.1
-"""Mask ratio of the step whose operations are compared with the host's time."""
+LINK_BYTES_PER_SECOND = 50e9  # of PCI Express 5 with 16 lanes, about
 
 
 def write_document(folder: Path) -> None:
@@ -47,26 +42,16 @@ def _expected() -> Figures:
     active = {ratio: round(ratio * size.image_tokens) for ratio in size.ratios if ratio < 1}
     layout = PageLayout(num_blocks=FLUX_BLOCKS, num_heads=FLUX_HEADS, head_dim=FLUX_HEAD_DIM, dtype="int8")
     entry = layout.entry_bytes(size.image_tokens)
-    step_tflop = _tflop(active[HOST_RATIO] + size.text_tokens, tokens)
     return {
         "bounds": [{"ratio": r, "active": n, "bound": tokens / (n + size.text_tokens)} for r, n in active.items()],
         "expected": {
             "text_tokens": size.text_tokens,
-            "page_ms": 1e3 * 2 * entry / MEMORY_BYTES_PER_SECOND,
             "entry_gb": entry / 1e9,
             "load_ms": 1e3 * entry / LINK_BYTES_PER_SECOND,
             "steps": size.steps,
             "steps_per_keyframe": size.steps / (size.keyframes - 1),
-            "step_tflop": step_tflop,
-            "step_ms": 1e3 * step_tflop / TFLOP_PER_SECOND,
         },
     }
-
-
-def _tflop(queries: int, keys: int) -> float:
-    """Of a step of FLUX.1-dev."""
-    hidden = FLUX_HEADS * FLUX_HEAD_DIM
-    return 2 * queries * FLUX_BLOCKS * (12 * hidden**2 + 2 * keys * hidden) / 1e12
 
 
 # ---------------------------------------------------------------------------------------------------- what was measured
@@ -138,23 +123,13 @@ def _worst(ways: Mapping[str, Figures]) -> Figures:
 
 
 def _attention(figures: Figures) -> Figures:
-    shapes = [
-        {
-            "shape": shape,
-            "way": way,
-            "ms": ms,
-            "tflops": 1e3 * one["tflop"] / ms,
-            "new_shape_ms": one["new_shape_ms"][way],
-        }
-        for shape, one in figures.get("shapes", {}).items()
-        for way, ms in one["ms"].items()
-    ]
-    steps = [
-        {"batch": batch, "ratio": figures["ratio"], "way": way, "ms": ms}
-        for batch, ways in figures.get("steps", {}).items()
-        for way, ms in ways.items()
-    ]
-    return {"attention_shapes": shapes, "attention_steps": steps}
+    return {
+        "attention_steps": [
+            {"batch": batch, "ratio": figures["ratio"], "way": way, "ms": ms}
+            for batch, ways in figures.get("steps", {}).items()
+            for way, ms in ways.items()
+        ]
+    }
 
 
 def _unfinished(reasons: Mapping[str, str]) -> Figures:

@@ -1,4 +1,4 @@
-"""FLUX's transformer with random weights: steps by us and by diffusers, and pages."""
+"""FLUX's transformer with random weights: steps, ours and diffusers', and pages."""
 
 from __future__ import annotations
 
@@ -14,22 +14,28 @@ from torch import Tensor
 from benchmarks.gpu.bench import Bench, Call
 from benchmarks.gpu.boxes import box_tokens
 from benchmarks.gpu.sizes import FluxSize
-from core.page_scheme import PageDtype
+from benchmarks.micro.rows import (
+    PAGES,
+    diffusers_step,
+    modulated,
+    pages_between,
+    primed_entry,
+    template_row,
+    transformer_row,
+)
 from model_executor.kernels.gpu_attention import Attend
 from model_executor.kernels.gpu_operators import GpuOperators
 from model_executor.kernels.operators import best_operators
-from model_executor.models.base import PrimeRow, Row
+from model_executor.models.base import Row
 from model_executor.models.flux_transformer import FluxTransformer
 from model_executor.page_cache.pages import Pages
 
 GUIDANCE = 3.5
-DTYPE: PageDtype = "int8"
-PIXELS = 16
-"""Of a token's side."""
+PIXELS = 16  # of a token's side
 
 
 class FluxBench:
-    """One module, run by us and by diffusers; layers that we join are views of the joined weights on a GPU."""
+    """One module for our steps and diffusers'; on a GPU, layers that we join are views of the joined weights."""
 
     def __init__(self, bench: Bench) -> None:
         self.size: FluxSize = bench.size.flux
@@ -37,18 +43,9 @@ class FluxBench:
         self.module = bench.make(lambda: FluxTransformer2DModel(**self.size.transformer))
         self._operators = best_operators(bench.device)
         self.denoiser = FluxTransformer(self.module, 1000, self._operators)
-        self.layout = self.denoiser.page_layout(DTYPE)
+        self.layout = self.denoiser.page_layout(PAGES)
         self.entry_bytes = self.layout.entry_bytes(self.size.image_tokens)
-        config = self.module.config
-        self.row = Row(
-            latents=bench.draw(self.size.image_tokens, config.in_channels),
-            condition=bench.draw(self.size.image_tokens, 0),
-            prompt_embeds=bench.draw(self.size.text_tokens, config.joint_attention_dim),
-            pooled_prompt_embeds=bench.draw(config.pooled_projection_dim),
-            sigma=self._scalar(0.6),
-            guidance_scale=GUIDANCE,
-            grid=(self.size.side, self.size.side),
-        )
+        self.row = transformer_row(self.denoiser, self.size.side, self.size.text_tokens, bench.draw, GUIDANCE)
 
     @property
     def operators(self) -> str:
@@ -84,7 +81,7 @@ class FluxBench:
         return twins
 
     def exact(self, batch: int = 1) -> Call:
-        rows = [self.with_modulation(self.row)] * batch
+        rows = [self.row] * batch
         return lambda: self.denoiser.forward(rows)
 
     def edits(self, ratio: float, entries: Sequence[tuple[Tensor, Tensor]]) -> Call:
@@ -93,27 +90,21 @@ class FluxBench:
         return lambda: self.denoiser.forward(rows)
 
     def _edit(self, ratio: float, near: Tensor, far: Tensor) -> Row:
-        pages = Pages(self.layout, self.size.image_tokens, near, far, 0.37)
-        return self.with_modulation(replace(self.row, active=self.box(ratio), pages=pages))
+        pages = pages_between(self.denoiser, self.row, near, far)
+        return replace(self.row, active=self.box(ratio), pages=pages)
 
     def agreement(self, ratio: float) -> tuple[float, float]:
         """Relative differences: of our exact step from diffusers', and of a mask-aware one from our exact one (an edit
         that is the template itself, over its pages at this noise level)."""
-        row, entry = self.with_modulation(self.row), self.entry()
+        row, entry = self.row, primed_entry(self.denoiser, self.row, float(self.row.sigma))
         (exact,), theirs = self.denoiser.forward([row]), self.diffusers()()[0][0]
-        self.denoiser.prime([template_row(row, row.sigma, entry)], (0, self.denoiser.num_pages))
         pages = Pages(self.layout, self.size.image_tokens, entry, None, 0.0)
         (masked,) = self.denoiser.forward([replace(row, active=self.box(ratio), pages=pages)])
         return _difference(exact, theirs), _difference(masked, exact[self.box(ratio)])
 
     def at(self, sigma: float, row: Row) -> Row:
         """A row at another noise level."""
-        return self.with_modulation(replace(row, sigma=self._scalar(sigma)))
-
-    def with_modulation(self, row: Row) -> Row:
-        """With its modulation, which a run computes for all of its steps at once."""
-        table = self.denoiser.modulation(row.pooled_prompt_embeds, row.guidance_scale, row.sigma[None], 1)
-        return replace(row, modulation=table)
+        return modulated(self.denoiser, replace(row, sigma=torch.tensor(sigma, device=self._bench.device)))
 
     def box(self, ratio: float) -> Tensor:
         """Token indices of an upright box with this share of the picture."""
@@ -135,46 +126,16 @@ class FluxBench:
     def prime(self, entries: Sequence[Tensor]) -> Call:
         """Pages of all keyframes in one pass, as in an idle engine."""
         levels = zip(self.keyframes(), entries, strict=True)
-        rows = [template_row(self.row, self._scalar(sigma), entry) for sigma, entry in levels]
+        rows = [template_row(self.row, sigma, entry) for sigma, entry in levels]
         return lambda: self.denoiser.prime(rows, (0, self.denoiser.num_pages))
 
     def diffusers(self, batch: int = 1) -> Callable[[], tuple[Tensor]]:
-        """The module's own forward, dense: velocities [batch, image tokens, width]."""
-        row, side = self.row, self.size.side
-        positions = torch.cartesian_prod(torch.zeros(1), torch.arange(float(side)), torch.arange(float(side)))
-        inputs = {
-            "hidden_states": row.latents.expand(batch, -1, -1),
-            "timestep": row.sigma.to(row.latents.dtype).expand(batch),
-            "guidance": torch.full([batch], GUIDANCE, device=row.latents.device),
-            "pooled_projections": row.pooled_prompt_embeds.expand(batch, -1),
-            "encoder_hidden_states": row.prompt_embeds.expand(batch, -1, -1),
-            "txt_ids": torch.zeros(self.size.text_tokens, 3, device=row.latents.device),
-            "img_ids": positions.to(row.latents.device),
-            "return_dict": False,
-        }
-        return lambda: self.module(**inputs)
+        """The module's own forward, dense."""
+        return diffusers_step(self.module, self.row, batch)
 
     def compile(self) -> None:
         """Compile the module's blocks as in diffusers' guide to torch.compile; our forward does not call them."""
         self.module.compile_repeated_blocks(fullgraph=True, dynamic=False, backend=self._bench.size.backend)
-
-    def _scalar(self, value: float) -> Tensor:
-        return torch.tensor(value, device=self._bench.device)
-
-
-def template_row(row: Row, sigma: Tensor, entry: Tensor) -> PrimeRow:
-    """Primes `entry` with the row's own inputs at noise level `sigma`."""
-    return PrimeRow(
-        latents=row.latents,
-        condition=row.condition,
-        prompt_embeds=row.prompt_embeds,
-        pooled_prompt_embeds=row.pooled_prompt_embeds,
-        sigma=sigma,
-        guidance_scale=row.guidance_scale,
-        grid=row.grid,
-        hidden=None,
-        entry=entry,
-    )
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> float:

@@ -38,7 +38,7 @@ def exact_run(flux: FluxBench) -> Call:
 
 
 def resident_run(flux: FluxBench, ratio: float, entries: Sequence[Tensor]) -> Call:
-    """All steps of an edit whose pages lie on the device. entries: of every keyframe, noise falling."""
+    """All steps of an edit whose pages are on the device. entries: of every keyframe, noise falling."""
     rows = list[Row]()
     for sigma in flux.sigmas():
         interval, weight = between(sigma, flux.keyframes())
@@ -56,10 +56,8 @@ def _run(flux: FluxBench, rows: Sequence[Row]) -> Call:
 
 
 class HostedRun:
-    """All steps of an edit whose pages lie in host memory: as in an engine, the two keyframes around a step lie on the
-    device while the next one is copied.
-
-    copies, compute: when the host saw copies and computation; a GPU's queued work is not included.
+    """All steps of an edit whose pages are in host memory: as in an engine, the two keyframes around a step are on the
+    device while the next one is copied. copies, compute: times on the host, without a GPU's queued work.
     """
 
     def __init__(self, flux: FluxBench, ratio: float, entries: Sequence[Tensor], bench: Bench) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 
@@ -16,22 +16,15 @@ from benchmarks.gpu.flux import PIXELS, FluxBench
 from benchmarks.gpu.flux_runs import HostedRun, exact_run, resident_run
 from benchmarks.gpu.overlap import Span, device_spans, hidden_share, merged
 from benchmarks.gpu.report import Figures
-from model_executor.kernels.gpu_attention import ROWS, Attend, attend_alike, attend_each, best_attend, varlen_attend
-from model_executor.kernels.ragged import spans
+from model_executor.kernels.gpu_attention import Attend, attend_alike, attend_each, best_attend, varlen_attend
 
-AGREEMENT_RATIO = 0.2
-"""Mask ratio of the step whose result is compared with an exact one's."""
+AGREEMENT_RATIO = 0.2  # mask ratio of the step whose result is compared with an exact one's
 STEP_RATIO = 0.1
 """Mask ratio of the steps whose launches and attention are timed, and of the first edit of a picture."""
 HOST_RATIOS = (0.2, 0.1)
-ROUNDS = 3
-"""Of whole runs and edits, which are many steps each."""
-HEADS, HEAD_DIM = 24, 128
-"""Of FLUX.1-dev."""
-BATCH = 4
-"""Requests that share attention."""
-REPEATS = 20
-"""Calls of attention that are timed as one: a single one takes the host as long as the GPU."""
+ROUNDS = 3  # of whole runs and edits, which are many steps each
+HEAD_DIM = 128  # of FLUX.1-dev
+BATCH = 4  # requests that share attention
 
 
 # --------------------------------------------------------------------------------------------------------------- steps
@@ -94,21 +87,12 @@ def _compiled_figures(bench: Bench, call: Call) -> Figures:
 
 @torch.inference_mode()
 def attention(bench: Bench, flux: FluxBench, entries: Sequence[Tensor]) -> None:
-    """Which way of attention is fastest: in whole steps, alone and of several edits; then by itself, by mask ratio."""
-    size, shapes, ways = bench.size.flux, dict[str, Figures](), ways_of(bench.device)
-    keys = size.image_tokens + size.text_tokens
-    put = partial(bench.report.put, "attention")
+    """Which way of attention is fastest in whole steps, of one edit and of several."""
+    put, ways = partial(bench.report.put, "attention"), ways_of(bench.device)
     best = best_attend(bench.draw(1), HEAD_DIM)
-    chosen = next((name for name, way in ways.items() if way is best), "")
-    put(heads=HEADS, head_dim=HEAD_DIM, keys=keys, chosen=chosen, ratio=STEP_RATIO)
+    put(chosen=next((name for name, way in ways.items() if way is best), ""), ratio=STEP_RATIO)
     steps = {str(batch): _steps_by_way(bench, flux, [(entries[0], entries[1])] * batch) for batch in (1, BATCH)}
     put(cudnn=torch.backends.cudnn.version() or 0, steps=steps)
-    for ratio in sorted(size.ratios, reverse=True):
-        queries = round(ratio * size.image_tokens) + size.text_tokens
-        for batch in (1, BATCH) if ratio < 1 else (1,):
-            name = f"{ratio:g}" if batch == 1 else f"{batch} of {ratio:g}"
-            shapes[name] = _attention_figures(bench, ways, [queries] * batch, keys)
-            put(shapes=shapes)
 
 
 def ways_of(device: torch.device) -> dict[str, Attend]:
@@ -122,34 +106,6 @@ def _steps_by_way(bench: Bench, flux: FluxBench, edits: Sequence[tuple[Tensor, T
     twins = flux.attending(ways_of(bench.device))
     seconds = bench.medians({name: twin.edits(STEP_RATIO, edits) for name, twin in twins.items()})
     return {name: 1e3 * taken for name, taken in seconds.items()}
-
-
-def _attention_figures(bench: Bench, ways: dict[str, Attend], queries: list[int], keys: int) -> Figures:
-    """Milliseconds of each way, and of its first call with more queries: some prepare for every number."""
-    calls = {name: _repeated(_attend_call(bench, attend, queries, keys)) for name, attend in ways.items()}
-    more = {
-        name: _attend_call(bench, attend, [count + ROWS for count in queries], keys) for name, attend in ways.items()
-    }
-    return {
-        "tflop": 4 * sum(queries) * keys * HEADS * HEAD_DIM / 1e12,
-        "ms": {name: 1e3 * seconds / REPEATS for name, seconds in bench.medians(calls).items()},
-        "new_shape_ms": {name: 1e3 * bench.seconds(call) for name, call in more.items()},
-    }
-
-
-def _repeated(call: Call) -> Call:
-    def calls() -> None:
-        for _ in range(REPEATS):
-            call()
-
-    return calls
-
-
-def _attend_call(bench: Bench, attend: Attend, queries: list[int], keys: int) -> Callable[[], Tensor]:
-    qkv = bench.draw(sum(queries), 3, HEADS, HEAD_DIM)
-    joint = bench.draw(len(queries) * keys, 2, HEADS, HEAD_DIM)
-    rows = spans(queries), spans([keys] * len(queries))
-    return partial(attend, qkv[:, 0], joint[:, 0], joint[:, 1], *rows)
 
 
 # ---------------------------------------------------------------------------------------------------------- first edit
@@ -188,8 +144,8 @@ def cold(bench: Bench, flux: FluxBench, entries: Sequence[Tensor]) -> None:
 
 @torch.inference_mode()
 def host_pages(bench: Bench, flux: FluxBench, entries: Sequence[Tensor]) -> None:
-    """Runs of all steps with pages on the device and from host memory, in turns, and the share of the copies' time that
-    lies under kernels."""
+    """Runs of all steps with pages on the device and from host memory, in turns, and the share of the copies' time
+    during which kernels run."""
     ratios, put = dict[str, Figures](), partial(bench.report.put, "flux_host_pages")
     seen_by = "profiler" if bench.device.type == "cuda" else "host clock"
     put(steps=flux.size.steps, copied_gb=len(entries) * flux.entry_bytes / 1e9, seen_by=seen_by)
@@ -206,7 +162,7 @@ def host_pages(bench: Bench, flux: FluxBench, entries: Sequence[Tensor]) -> None
 
 
 def _overlap(bench: Bench, hosted: HostedRun) -> Figures:
-    """Empty where no copy was seen, as by a profiler that does not work."""
+    """Empty where no copy was seen, as with a profiler that does not work."""
     copies, compute = _trace(bench, hosted)
     copy_ms = 1e3 * sum(end - start for start, end in merged(copies))
     return {"hidden_share": hidden_share(copies, compute), "copy_ms": copy_ms} if copies else {}

@@ -1,4 +1,4 @@
-"""Overhead of a step of eight edits before its first kernel: scheduler, the plan's way to the worker, and runner."""
+"""Time of a step of eight edits before its first kernel: scheduler, the plan's way to the worker, and runner."""
 
 from __future__ import annotations
 

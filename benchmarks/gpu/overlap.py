@@ -1,4 +1,4 @@
-"""How much of the copies' time lies under computation."""
+"""The share of copies' time during which something is computed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from torch.profiler import profile
 Span = tuple[float, float]
 """Begin and end, in seconds of one clock."""
 
-COPY = "memcpy htod"
-"""The profiler's name for a copy from the host; no kernel's name contains it."""
+COPY = "memcpy htod"  # the profiler's name for a copy from the host; no kernel's name contains it
 
 
 def hidden_share(copies: Iterable[Span], compute: Iterable[Span]) -> float:

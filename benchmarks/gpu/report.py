@@ -1,4 +1,4 @@
-"""The file of results, rewritten after every figure, so that an interrupted run leaves what it had."""
+"""The file of results, rewritten after every figure, so that an interrupted run keeps them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Figures = dict[str, Any]
 """JSON: plain numbers under names with units."""
 
 SKIPPED, BROKEN = "skipped", "broken"
-"""Sections of text about other sections, by their names: why they were not finished, and how they failed."""
+"""Sections of text about other sections, by name: why they were not finished, and how they failed."""
 
 
 class Report:
@@ -37,7 +37,7 @@ class Report:
         return self._sections
 
     def begin(self, section: str) -> None:
-        """Delete an earlier run's figures of it."""
+        """Delete an earlier run's figures of the section."""
         self._sections.pop(section, None)
         for words in (SKIPPED, BROKEN):
             self._sections.get(words, {}).pop(section, None)
@@ -45,7 +45,7 @@ class Report:
                 del self._sections[words]
 
     def put(self, section: str, **figures: Any) -> None:
-        """Add figures to a section and write the file. They are rounded at once: what is printed is in the file."""
+        """Add figures to a section and write the file. They are rounded first: prints and file agree."""
         self._sections.setdefault(section, {}).update(_rounded(figures))
         about = self._about | {"seconds": round(self._seconds_before + self.seconds, 1)}
         unfinished = self._path.with_suffix(".part")

@@ -13,17 +13,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.gpu.autoencoder import Autoencoder
 from benchmarks.gpu.bench import COMPILE_SECONDS, Bench, Call
 from benchmarks.gpu.boxes import middle_box, tokens_in
-from benchmarks.gpu.flux import template_row
 from benchmarks.gpu.sizes import SdxlSize
+from benchmarks.micro.rows import pages_between, primed_entry, unet_row
 from model_executor.kernels.operators import best_operators
-from model_executor.models.base import Row
 from model_executor.models.unet import Unet
-from model_executor.page_cache.pages import Pages
 
-TOKEN = 32
-"""Pixels of a token's side."""
-ROUNDS = 3
-"""Of whole edits."""
+TOKEN = 32  # pixels of a token's side
+ROUNDS = 3  # of whole edits
 OURS_SECONDS = 120.0
 """Our own blocks are not compiled with less time left: there are more kinds of them."""
 
@@ -70,9 +66,9 @@ class Sdxl:
         self._unet, self._bench = Unet(self.module, 1000, TOKEN), bench
         self._box = middle_box(self.size.ratio, self.size.side)
         self.active = tokens_in(self._box, self.size.side, bench.device)
-        self._rows = [self._row(), self._row()]
-        self._rows[1] = replace(self._rows[1], latents=self._rows[0].latents)  # of one request
-        self._entries = [self._primed(sigma) for sigma in (0.75, 0.5)]
+        self._rows = [unet_row(self._unet, self.size.side, self.size.text_tokens, bench.draw) for _ in range(2)]
+        self._rows[1] = replace(self._rows[1], latents=self._rows[0].latents)  # both rows are of one request
+        self._entries = [primed_entry(self._unet, self._rows[0], sigma) for sigma in (0.75, 0.5)]
 
     def exact(self) -> Call:
         return lambda: self._unet.forward(self._rows)
@@ -87,7 +83,7 @@ class Sdxl:
 
     def _masked(self, unet: Unet) -> Call:
         near, far = self._entries
-        pages = Pages(unet.page_layout("int8"), self.size.image_tokens, near, far, 0.37)
+        pages = pages_between(unet, self._rows[0], near, far)
         rows = [replace(row, active=self.active, box=self._box, pages=pages) for row in self._rows]
         return lambda: unet.forward(rows)
 
@@ -115,24 +111,3 @@ class Sdxl:
                 call()
             counts.append(counter.get_total_flops())
         return float(counts[0] / counts[1])
-
-    def _row(self) -> Row:
-        config, bench = self.module.config, self._bench
-        pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
-        return Row(
-            latents=bench.draw(self.size.image_tokens, 16 * config.in_channels),
-            condition=bench.draw(self.size.image_tokens, 0),
-            prompt_embeds=bench.draw(self.size.text_tokens, config.cross_attention_dim),
-            pooled_prompt_embeds=bench.draw(pooled),
-            sigma=torch.tensor(0.5, device=bench.device),
-            guidance_scale=5.0,
-            grid=(self.size.side, self.size.side),
-        )
-
-    def _primed(self, sigma: float) -> torch.Tensor:
-        """The int8 entry of the first row's own inputs at a keyframe."""
-        row, layout = self._rows[0], self._unet.page_layout("int8")
-        entry = torch.empty(layout.entry_bytes(self.size.image_tokens), dtype=torch.uint8, device=self._bench.device)
-        template = template_row(row, torch.tensor(sigma, device=self._bench.device), entry)
-        self._unet.prime([template], (0, layout.num_blocks))
-        return entry

@@ -1,4 +1,4 @@
-"""Runs the sections, most important first; one that fails, hangs or breaks the device does not affect the others."""
+"""Runs the sections, most important first; one that fails, hangs or breaks the device does not affect others."""
 
 from __future__ import annotations
 
@@ -15,11 +15,8 @@ from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.flux import FluxBench
 from benchmarks.gpu.report import BROKEN, SKIPPED
 
-MIN_SECONDS = 20.0
-"""A section is not begun with less time left."""
-
-MAX_SECONDS = 300.0
-"""Time limit of a section."""
+MIN_SECONDS = 20.0  # a section is not begun with less time left
+MAX_SECONDS = 300.0  # time limit of a section
 
 GoOn = Callable[[Sequence[str]], None]
 """Runs these sections in a new process in place of this one; does not return."""
@@ -87,7 +84,7 @@ def _run_section(bench: Bench, name: str, run: Callable[[], None]) -> None:
 
 @contextmanager
 def _time_limit(bench: Bench, name: str, go_on: Callable[[], None]) -> Iterator[None]:
-    """Calls `go_on` from another thread when time is over, since this one may hang in the driver."""
+    """Calls `go_on` from another thread at the time limit, since this one may hang in the driver."""
     seconds = min(MAX_SECONDS, bench.seconds_left)
 
     def cut_off() -> None:

@@ -1,7 +1,7 @@
-"""How much is measured: `full` has published checkpoints' shapes, `tiny` runs on a CPU in seconds and means nothing.
+"""Sizes: `full` has published checkpoints' shapes, `tiny` runs on a CPU in seconds and means nothing.
 
-In sizes.json `tiny` has only what differs from `full`. Configurations are diffusers'; what they leave out is diffusers'
-default, which for a FLUX transformer is FLUX.1-dev.
+In sizes.json `tiny` has only what differs from `full`. Configurations are diffusers' with its defaults, for a FLUX
+transformer FLUX.1-dev's.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Size(msgspec.Struct, frozen=True):
     name: str
     flux: FluxSize
     sdxl: SdxlSize
-    rounds: int  # every figure is the median of so many
+    rounds: int  # whose median every figure is
     backend: str  # of torch.compile
     checkpoints: tuple[str, ...]  # whose edits are compared with a CPU's
     overhead_steps: int  # steps whose scheduling is timed

@@ -1,1 +1,1 @@
-"""Sending edits to a server: what is sent, when, by whom, and what came back."""
+"""The load generator: datasets, arrivals, the client, servers, and summaries of runs."""

@@ -1,4 +1,4 @@
-"""When edits are due, in seconds after the start: drawn before anything is sent, so that no answer can move them."""
+"""When edits are due, in seconds after the start: drawn beforehand, so that answers have no influence."""
 
 from __future__ import annotations
 
@@ -11,34 +11,22 @@ import numpy as np
 def due_times(arrivals: str, number: int, rate: float, burstiness: float, random: np.random.Generator) -> list[float]:
     """`number` ascending times.
 
-    arrivals: `poisson`, `gamma:CV` (of the times between them) or `trace:FILE`, one time a line, which `rate` does not
-    change. rate: edits per second; infinite: all at once. burstiness: shape of the Gamma distribution of the times
-    between arrivals, 1 = Poisson, less comes in bursts; a CV given in `arrivals` goes before it. Raises ValueError.
+    arrivals: `poisson`, or `trace:FILE`, one time a line, to which rate and burstiness do not apply. rate: edits per
+    second; infinite: all at once. burstiness: shape k of the Gamma distribution of the times between arrivals, whose
+    coefficient of variation is k ** -0.5; 1 is a Poisson process, less comes in bursts. Raises ValueError.
     """
     kind, _, rest = arrivals.partition(":")
     if kind == "trace":
         return _from_trace(Path(rest), number)
-    shape = _shape(kind, rest, burstiness)
-    if not rate > 0:
-        raise ValueError(f"a request rate of {rate} has no arrivals")
+    if arrivals != "poisson":
+        raise ValueError(f"arrivals are poisson or trace:FILE, not {arrivals}")
+    if not (burstiness > 0 and rate > 0):
+        raise ValueError(f"there are no arrivals of rate {rate} and burstiness {burstiness}: both must be above 0")
     if math.isinf(rate):
         return [0.0] * number
-    between = random.gamma(shape, 1 / (rate * shape), number)
+    between = random.gamma(burstiness, 1 / (rate * burstiness), number)
     due: list[float] = between.cumsum().tolist()
     return due
-
-
-def _shape(kind: str, rest: str, burstiness: float) -> float:
-    """A Gamma distribution of shape k has the coefficient of variation k ** -0.5."""
-    if kind == "poisson" and not rest:
-        shape = burstiness
-    elif kind == "gamma":
-        shape = float(rest) ** -2
-    else:
-        raise ValueError(f"arrivals are poisson, gamma:CV or trace:FILE, not {kind}:{rest}")
-    if not shape > 0:
-        raise ValueError(f"a burstiness of {shape} is no shape of a Gamma distribution")
-    return shape
 
 
 def _from_trace(path: Path, number: int) -> list[float]:

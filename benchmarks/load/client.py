@@ -1,8 +1,8 @@
 """The load generator: sends edits to any server of OpenAI's images API, and reads what comes back.
 
 In an open loop edits are sent when they are due, whatever has come back, and latency counts from then: waiting for a
-place within --max-concurrency, or for a client that is late, is the user's wait too. Bodies are made before the first
-edit is due, so that little is left to do by then.
+place within --max-concurrency, or for a late client, is the user's wait too. Bodies are made before the first edit is
+due.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class Message:
 
 @dataclass
 class Answer:
-    """What came back. pictures: base64 of files, by ascending seed. partials: (index, picture) as they came. facts:
-    what a server tells beyond OpenAI's answer, in the shape of Stencil's `stencil` object. first_image: when the first
-    picture of either kind was there, seconds of time.perf_counter.
+    """pictures: base64 of files, by ascending seed. partials: (index, picture), as they arrived. facts: the `stencil`
+    object of the answer, if any. first_image: arrival of the first picture of either kind, seconds of
+    time.perf_counter.
     """
 
     pictures: list[str] = field(default_factory=list)
@@ -73,8 +73,8 @@ class Answer:
 
 
 class Refusal(Exception):
-    """An answer without a picture. status: of HTTP, 0 where there was no answer. code: of OpenAI's error envelope.
-    retry_after: seconds, where the server says so."""
+    """An answer without a picture. status: of HTTP, 0 without an answer. code: of OpenAI's error envelope. retry_after:
+    seconds, if the server sent it."""
 
     def __init__(self, status: int, text: str, code: str = "", retry_after: float | None = None) -> None:
         super().__init__(f"status {status}: {text}")
@@ -94,8 +94,8 @@ class Refusal(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one edit; times in seconds after the start. first_image: see Answer. error: why there is no
-    picture, empty where there is. refusal: likewise, where the server answered.
+    """The outcome of one edit; times in seconds after the start. first_image: see Answer. error: why there is no
+    picture, empty if there is one. refusal: set if the server answered without a picture.
     """
 
     due: float
@@ -131,7 +131,7 @@ class Run:
 
 
 class WarmUpError(Exception):
-    """An edit that a measurement is prepared with failed: what came after it would mean nothing."""
+    """An edit that prepares a measurement failed, so that the measurement would mean nothing."""
 
 
 class _Picture(msgspec.Struct):
@@ -158,15 +158,14 @@ class _Envelope(msgspec.Struct):
 
 
 def connect(target: Target) -> httpx.AsyncClient:
-    """As many connections as there are edits under way."""
+    """A client with a connection for every edit under way."""
     headers = {"authorization": f"Bearer {target.api_key}"}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     return httpx.AsyncClient(headers=headers, limits=limits, timeout=target.timeout, trust_env=False)
 
 
 async def exchange(http: httpx.AsyncClient, message: Message) -> Answer:
-    """Send and wait for all pictures. Raises Refusal, httpx.HTTPError, and msgspec.DecodeError for what is no answer of
-    the API."""
+    """Send and wait for all pictures. Raises Refusal, httpx.HTTPError, and msgspec.DecodeError for another format."""
     headers = {"content-type": message.content_type}
     if message.is_stream:
         async with http.stream("POST", message.url, content=message.body, headers=headers) as response:
@@ -225,11 +224,6 @@ def _file(name: str, content: bytes) -> bytes:
     return f"--{BOUNDARY}\r\n{head}\r\n\r\n".encode() + content + b"\r\n"
 
 
-def prepare(target: Target, calls: Sequence[EditCall]) -> list[Message]:
-    """These edits, ready to be sent."""
-    return [_message(target, call) for call in calls]
-
-
 def _message(target: Target, call: EditCall) -> Message:
     fields: dict[str, Any] = {"prompt": call.prompt, "seed": call.seed, "num_inference_steps": call.steps}
     fields |= {} if target.model is None else {"model": target.model}
@@ -246,10 +240,8 @@ async def send_on_time(
     max_concurrency: int | None = None,
     on_done: Callable[[], object] = lambda: None,
 ) -> Run:
-    """An open loop: edit i is sent `due[i]` seconds after the start, or as soon then as fewer than max_concurrency are
-    under way.
-    """
-    messages = prepare(target, calls)
+    """An open loop: edit i is sent `due[i]` seconds after the start, if fewer than max_concurrency are under way."""
+    messages = [_message(target, call) for call in calls]
     places = asyncio.Semaphore(max_concurrency or len(calls) or 1)
 
     async with connect(target) as http, asyncio.TaskGroup() as group:
@@ -277,13 +269,13 @@ async def send_in_turn(
     seconds: float | None = None,
     on_done: Callable[[], object] = lambda: None,
 ) -> Run:
-    """A closed loop: so many clients, each sending its next edit when its last one is back. seconds: edits go round,
-    and none is sent after this time; None: each is sent once.
+    """A closed loop: `concurrency` clients, each sending its next edit when its last one is back. seconds: edits are
+    repeated, and none is sent after this time; None: each is sent once.
     """
     outcomes = list[Outcome]()
     start, cpu = time.perf_counter(), time.process_time()
-    each = zip(calls, prepare(target, calls), strict=True)
-    queue: Iterator[tuple[EditCall, Message]] = each if seconds is None else cycle(each)
+    each = [(call, _message(target, call)) for call in calls]
+    queue: Iterator[tuple[EditCall, Message]] = iter(each) if seconds is None else cycle(each)
     async with connect(target) as http, asyncio.TaskGroup() as group:
 
         async def one_client() -> None:
@@ -300,7 +292,7 @@ async def send_in_turn(
 
 
 async def send_alone(http: httpx.AsyncClient, target: Target, call: EditCall) -> Outcome:
-    """One edit, over a connection that is kept. http: of `connect`."""
+    """One edit, over a kept connection. http: of `connect`."""
     return await _send(http, _message(target, call), call, time.perf_counter(), 0.0)
 
 
@@ -327,8 +319,7 @@ async def _send(http: httpx.AsyncClient, message: Message, call: EditCall, start
 
 
 async def worker_seconds(target: Target) -> dict[str, float] | None:
-    """What all workers computed so far, in seconds by stage, of a server whose /metrics count it; else None. One that
-    tells no stages has the stage "all"."""
+    """Computing time of all workers so far, seconds by stage ("all" without stages), from /metrics; None if absent."""
     async with connect(target) as http:
         try:
             answer = await http.get(f"{target.root}/metrics")

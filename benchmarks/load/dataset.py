@@ -1,4 +1,4 @@
-"""Datasets: edits that are ready to be sent, drawn at random, read from a folder of pictures, or from a trace."""
+"""Datasets: edits ready to be sent, drawn at random, read from a folder of pictures, or from a trace."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class EditCall:
 
 @dataclass(frozen=True)
 class Mix:
-    """What edits are drawn from; the texts are those of the command line (`draws`). num_templates: of a Zipf law.
-    first_template: templates are numbered from it, so that runs with others find nothing of theirs cached.
+    """The distributions of edits, as texts of the command line (`draws`). num_templates: of a Zipf law. first_template:
+    number of the first one; runs with other numbers share no cached pages.
     """
 
     mask_ratio_dist: str = "public"
@@ -49,7 +49,7 @@ class Mix:
 
 
 class TraceLine(msgspec.Struct, frozen=True):
-    """A line of a trace file, JSON; what it leaves out is drawn. size: `WxH`. mask_ratio: area under the mask."""
+    """A JSON line of a trace file; missing fields are drawn. size: `WxH`. mask_ratio: area under the mask."""
 
     prompt: str | None = None
     template: int | None = None
@@ -105,8 +105,8 @@ def read_trace(path: Path, number: int) -> list[TraceLine]:
 
 
 def from_folder(mix: Mix, folder: Path, number: int, random: np.random.Generator) -> list[EditCall]:
-    """Pictures of a folder, reused as `mix` says. Beside `a.jpg` may lie `a_mask.png`, transparent = edit, and `a.txt`,
-    its prompt; a mask that is not there is a box. Raises ValueError.
+    """Pictures of a folder, reused as `mix` says. `a_mask.png` (transparent = edit; else a box is drawn) and `a.txt`, a
+    prompt, belong to `a.jpg`. Raises ValueError.
     """
     found = sorted(path for path in folder.iterdir() if _is_picture(path))
     if not found:

@@ -1,4 +1,4 @@
-"""What edits are like: draws of mask areas, templates, step counts and sizes, named on the command line."""
+"""Random draws of mask areas, templates, step counts and sizes, by their names on the command line."""
 
 from __future__ import annotations
 

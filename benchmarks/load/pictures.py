@@ -16,8 +16,7 @@ Pixels = npt.NDArray[np.uint8]
 Size = tuple[int, int]
 """Width and height in pixels."""
 
-ASPECTS = (0.6, 1.6)
-"""Of a box's height to its width, relative to the picture's."""
+ASPECTS = (0.6, 1.6)  # of a box's height to its width, relative to the picture's
 
 
 def template(number: int, size: Size) -> Pixels:

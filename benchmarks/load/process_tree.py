@@ -1,4 +1,4 @@
-"""What a process and all its descendants take of the machine, read from /proc."""
+"""Memory and processor time of a process and all its descendants, from /proc."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def pss_of(pid: int) -> int:
 
 
 def own_bytes_of(pid: int) -> int:
-    """Likewise, without what is mapped of files, libraries most of all: a process' share of them changes with all that
-    begins and ends on the machine. What is left is its own memory and its share of shared memory.
+    """Its own memory and its share of shared memory, without mapped files such as libraries, whose share changes with
+    all processes of the machine. Raises OSError or ValueError when it is gone.
     """
     sizes = _rollup(pid)
     return sizes["Pss_Anon"] + sizes["Pss_Shmem"]

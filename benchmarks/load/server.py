@@ -66,8 +66,8 @@ def start_server(
     environment: Mapping[str, str] | None = None,
     log: IO[bytes] | None = None,
 ) -> Iterator[Server]:
-    """Spawn ``python -m entrypoints.serve``, or another module that takes a --port, with these flags; it has not
-    answered yet. Terminated on leaving.
+    """Spawn ``python -m entrypoints.serve``, or another module that takes a --port; it may not answer yet. Stopped on
+    leaving.
 
     root: the source tree to run in. environment: added to this process' own. log: the server's stderr, instead of this
     process' own.
@@ -99,7 +99,7 @@ def ready_server(flags: Sequence[str] = (), module: str = STENCIL) -> Iterator[S
 
 
 def end_with_parent() -> None:
-    """In a child, before it becomes another program: the kernel sends it SIGTERM when its parent ends, however."""
+    """In a child process before exec: the kernel sends it SIGTERM when its parent ends for any reason."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

@@ -1,4 +1,4 @@
-"""What a run of edits came to: rates, latencies, SLOs; a server that tells nothing of a figure leaves it None."""
+"""Figures of a run of edits: rates, latencies, SLOs. A figure that the server does not report is None."""
 
 from __future__ import annotations
 
@@ -29,12 +29,11 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """One run. Rates in edits per second; throughput and goodput over the seconds from the start of arrivals to the
-    last answer. achieved: edits that came back over these seconds less the shortest latency, since the offered rate
-    ends with the last arrival, and no server answers that at once. goodput: edits within their SLO. latency: from due
-    to picture, all edits, a failed one infinite. latency_completed_ms: mean of those that came back. queue: the
-    server's own figure. keeps_up: achieved at least 0.98 of the offered rate, no failure; None without a rate.
-    client_late_ms: P99 of how long after their due times edits were sent.
+    """One run. Rates in edits per second, throughput and goodput from the start of arrivals to the last answer.
+    achieved: the same less the shortest latency, since no server answers the last arrival at once. goodput: edits
+    within their SLO. latency: from due to picture, infinite for a failed edit. latency_completed_ms: mean of successful
+    ones. queue: reported by the server. keeps_up: achieved at least 0.98 of the offered rate without a failure; None
+    without a rate. client_late_ms: P99 of how long after their due times edits were sent.
     """
 
     num_edits: int
@@ -65,8 +64,8 @@ KEEPS_UP = 0.98
 
 @dataclass(frozen=True)
 class Context:
-    """What a summary needs beyond the run. request_rate: offered, None in a closed loop. areas: of the masks sent.
-    worker_seconds: what workers computed during the run, by stage."""
+    """What a summary needs beside the run. request_rate: offered, None in a closed loop. areas: of the masks sent.
+    worker_seconds: computing time of the workers during the run, by stage."""
 
     percents: Sequence[float] = (95.0, 99.0)
     slo_ms: float | None = None

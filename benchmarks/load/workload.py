@@ -1,4 +1,4 @@
-"""What benchmarks edit: the example picture with its mask, and prompts in turn."""
+"""The example picture with its mask, and prompts."""
 
 from __future__ import annotations
 

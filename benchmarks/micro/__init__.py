@@ -1,1 +1,1 @@
-"""One piece at a time: a step, a kernel, a decision."""
+"""Measurements of single parts: a step, a decision, a model of costs."""

@@ -1,10 +1,10 @@
 """One step whose pages come from a slow tier, under several plans of which blocks to compute in full.
 
-FLUX-shaped blocks with random weights; one of the two keyframes around the step lies in memory, the other comes through
-the real page store from files that are slowed down to a tier's speed. As figure 4 (left) of FlashPS: load everything
-first, load block by block beside the computing, the paper's Algorithm 1, our plan, and the ideal of nothing to load.
-Beside what was measured stands what `finish_time` predicts from the times of the blocks. Pages of keys and values allow
-only leading full blocks, so Algorithm 1's choice is predicted as it is, and run with as many full blocks put first.
+FLUX-shaped blocks with random weights; of the two keyframes around the step one is in memory, the other is read by the
+real page store from files slowed down to a tier's speed. As figure 4 (left) of FlashPS: load everything first, load
+block by block while computing, the paper's Algorithm 1, our plan, and the ideal of nothing to load. Each with what
+`finish_time` predicts from the times of the blocks. Pages of keys and values allow only leading full blocks, so
+Algorithm 1's choice is predicted as it is, and run with the same number of full blocks at the front.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from queue import SimpleQueue
 import torch
 
 from benchmarks.command import command
-from benchmarks.micro.denoiser_step import flux_shape, primed_entry, random_row
+from benchmarks.micro.denoiser_step import flux_shape, random_row
+from benchmarks.micro.rows import pages_between, primed_entry
 from benchmarks.report import Value, print_report
 from benchmarks.turns import medians, timed
 from core.cache.block_plan import Times, plan_prefix
@@ -33,11 +34,8 @@ from core.messages.worker import PageCopied, PageCopy
 from model_executor.models.flux_transformer import FluxTransformer
 from model_executor.page_cache.page_files import Bytes, PageFiles
 from model_executor.page_cache.page_store import OnBlock, PageStore
-from model_executor.page_cache.pages import Pages
 
 MASK_RATIO = 0.1
-WEIGHT = 0.37
-"""Where between its two keyframes the step lies."""
 
 SLOWNESS = (0.5, 2.0, 5.0)
 """Loading of a block over computing it with pages: three tiers."""
@@ -71,7 +69,7 @@ def algorithm_1(compute_full: Times, compute_cached: Times, load: Times) -> tupl
 
 
 class SlowFiles(PageFiles):
-    """Files of a tier that brings so many seconds' worth of block after block."""
+    """Files of a tier that takes `seconds_per_block` for each block."""
 
     seconds_per_block = 0.0
 
@@ -100,7 +98,7 @@ class BlockTimes:
 
 
 class Step:
-    """One edit's step: `near` in memory, the other keyframe's pages on the slow tier and on their way when asked."""
+    """One edit's step: one keyframe's pages in memory, the other's loaded from the slow tier on request."""
 
     def __init__(self, directory: Path) -> None:
         shape = flux_shape()
@@ -108,7 +106,7 @@ class Step:
         self._num_double = module.config.num_layers
         self._transformer = FluxTransformer(module, 1000)
         self.layout = self._transformer.page_layout("int8")
-        self._num_tokens, row = shape.image_tokens, random_row(self._transformer, shape.grid, shape.text_tokens)
+        self._num_tokens, row = shape.image_tokens, random_row(self._transformer, shape)
         self._row = replace(row, active=torch.arange(round(MASK_RATIO * shape.image_tokens)))
         near, far = (primed_entry(self._transformer, row, sigma) for sigma in (0.75, 0.5))
         arena = Arena.create(1, -(-2 * len(far) // 4096) * 4096)
@@ -118,7 +116,7 @@ class Step:
         self.store = PageStore(torch.device("cpu"), arena, self._files, self._copied.put)
         self._files.write("far", far.numpy(), self.block_bytes)
         self.store.create(self._far).copy_(far)
-        self._pages = Pages(self.layout, self._num_tokens, near, self.store.entry(self._far), WEIGHT)
+        self._pages = pages_between(self._transformer, row, near, self.store.entry(self._far))
 
     @property
     def block_bytes(self) -> int:
@@ -150,8 +148,8 @@ class Step:
         return seconds
 
     def block_times(self, rounds: int) -> BlockTimes:
-        """Medians. A cached block takes from its look at the pages to the next block's; what a full one takes longer is
-        seen from steps with all double, and with all blocks in full."""
+        """Medians. A cached block takes from its access to the pages to the next block's; the extra time of a full one
+        is measured by steps with all double blocks, and with all blocks, in full."""
         num_double, num_blocks = self._num_double, self.layout.num_blocks
         intervals = [self._intervals() for _ in range(rounds)]
         double = statistics.median(t for one in intervals for t in one[: num_double - 1])
@@ -164,7 +162,7 @@ class Step:
         return BlockTimes([c + m for c, m in zip(cached, more, strict=True)], cached, none - sum(cached))
 
     def _intervals(self) -> list[float]:
-        """Seconds from each block's look at its pages to the next one's."""
+        """Seconds from each block's access to its pages to the next one's."""
         looks: list[float] = []
         self._forward(0, lambda block: looks.append(time.perf_counter()))
         return [end - start for start, end in pairwise(looks)]

@@ -1,11 +1,9 @@
-"""What the activation cache manager costs, and how well it chooses what to keep.
+"""How well the activation cache manager chooses what to keep, and its time per edit.
 
-Bookkeeping: one step of 8 requests, each with 6 entries (clean latents and 5 keyframes) to reserve, 2 keyframes to look
-up and all to release. Choice: edits draw their templates from a Zipf law over 10 times more than fit. The share of
-bytes found is compared, on the same draws and budget, with two simulations that know nothing of the manager: an LRU
-that has no fragmentation and holds nothing for running edits, and Belady's rule, which knows the future. Counted in
-bytes, where parts of a template may be evicted, that rule is the optimum (Belady, "A study of replacement algorithms
-for a virtual-storage computer", 1966).
+Edits draw their templates from a Zipf law over 10 times more than fit. The share of bytes found is compared, on equal
+draws and budgets, with two simulations: an LRU without fragmentation that holds nothing for running edits, and Belady's
+rule, which knows the future. Counted in bytes, where parts of a template may be evicted, that rule is the optimum
+(Belady, "A study of replacement algorithms for a virtual-storage computer", 1966).
 """
 
 from __future__ import annotations
@@ -13,32 +11,25 @@ from __future__ import annotations
 import argparse
 import heapq
 import time
-from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from random import Random
 
+import msgspec
+import numpy as np
+
 from benchmarks.command import command
-from benchmarks.report import Row, print_report
-from benchmarks.turns import medians, timed
+from benchmarks.load.draws import templates as popular_templates
+from benchmarks.report import Row, Value, print_report
+from benchmarks.simulation.machine import SCHEME as SIMULATED
 from core.cache.activation_cache import ActivationCacheManager, TierBudget
 from core.cache.entry import EntryState, Want
-from core.page_scheme import PageLayout, PageScheme, latents_key, page_key
+from core.page_scheme import latents_key, page_key
 
-SCHEME = PageScheme(
-    layout=PageLayout(num_blocks=57, num_heads=24, head_dim=128, dtype="int8"),
-    keyframes=(1.0, 0.75, 0.5, 0.25, 0.0),
-    latent_bytes=128,
-    fingerprint="benchmark",
-    guidance_scale=30.0,
-    mask_margin=16,
-    full_steps=0,
-)
-"""Pages of FLUX.1: 7.4 GB a template of 1024 x 1024 px. No byte of it is touched here."""
+SCHEME = msgspec.structs.replace(SIMULATED, keyframes=(1.0, 0.75, 0.5, 0.25, 0.0))
+"""Pages of FLUX.1: 7.4 GB a template of 1024 x 1024 px. None of it is allocated here."""
 
-SIDES = (32, 40, 48, 56, 64)
-"""Sides of templates in tokens of 16 px."""
+SIDES = (32, 40, 48, 56, 64)  # sides of templates in tokens of 16 px
 
 NUM_REQUESTS = 8
 ALPHAS = (0.6, 0.8, 1.0, 1.2)
@@ -48,56 +39,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = command(__doc__, seed=0)
     parser.add_argument("--templates", type=int, default=500, help="how many there are; a tenth fits, at least 20")
     parser.add_argument("--edits", type=int, default=10_000, help="draws per Zipf exponent")
-    parser.add_argument("--repeats", type=int, default=2_000, help="steps of bookkeeping that are timed")
     args = parser.parse_args(argv)
-    rows, result = _bookkeeping(args)
+    rows, result = list[Row](), dict[str, Value](benchmark="cache_policy")
     for alpha in ALPHAS:
-        more_rows, more = _choice(args, alpha)
-        rows += more_rows
-        result |= more
+        row, figures = _choice(args, alpha)
+        rows.append(row)
+        result |= figures
     title = f"cache manager, {NUM_REQUESTS} requests in flight, templates 10x more than fit, {args.edits} edits"
-    print_report(title, rows, {"benchmark": "cache_policy"} | result, args.output)
+    print_report(title, rows, result, args.output)
 
 
-def _bookkeeping(args: argparse.Namespace) -> tuple[list[Row], dict[str, float]]:
-    apart = [template_wants(f"{number:064x}", 4096) for number in range(NUM_REQUESTS)]
-    step = _microseconds(args.repeats, apart)
-    shared = _microseconds(args.repeats, [apart[0]] * NUM_REQUESTS)
-    rows = [
-        ("a step, 8 templates / 8 edits of one, median", f"{step:.1f} / {shared:.1f} us (bar: 50)"),
-        ("reserve and release 6 resident entries", f"{step / NUM_REQUESTS:.1f} us, lookups included"),
-    ]
-    return rows, {"step_us": step, "step_one_template_us": shared}
-
-
-def _microseconds(repeats: int, requests: Sequence[Sequence[Want]]) -> float:
-    """Median time of a step over resident templates."""
-    manager = new_manager(sum(want.nbytes + 4096 for wants in requests for want in wants))
-    for wants in requests:
-        edit(manager, wants)
-        manager.release(want.key for want in wants)
-    keys = [[want.key for want in wants] for wants in requests]
-
-    def step() -> None:
-        for wants in requests:
-            manager.reserve(wants, _never)
-        for names in keys:
-            for key in names[1:3]:
-                if manager.state(key) is EntryState.READY:
-                    manager.ref(key)
-        for names in keys:
-            manager.release(names)
-
-    seconds = medians({"step": timed(step)}, repeats)["step"]
-    manager.check_integrity()
-    return seconds * 1e6
-
-
-def _choice(args: argparse.Namespace, alpha: float) -> tuple[list[Row], dict[str, float]]:
+def _choice(args: argparse.Namespace, alpha: float) -> tuple[Row, dict[str, float]]:
     templates = list(draw_templates(args.templates, Random(args.seed)))
     sizes = [nbytes_of(wants) for wants in templates]
     budget = sum(sizes) // 10
-    draws = draw_edits(len(templates), alpha, args.edits, Random(args.seed + 1))
+    draws = popular_templates(f"zipf:{alpha}", len(templates))(np.random.default_rng(args.seed), args.edits).tolist()
     start = time.perf_counter()
     ours = manager_hit_ratio(templates, draws, budget)
     cost = (time.perf_counter() - start) / len(draws) * 1e6
@@ -105,7 +61,7 @@ def _choice(args: argparse.Namespace, alpha: float) -> tuple[list[Row], dict[str
     values = f"{ours:.3f} / {lru:.3f} / {best:.3f}; {ours / lru:.3f} of LRU; {cost:.0f} us an edit"
     result = {"hit_ratio": ours, "lru_hit_ratio": lru, "belady_hit_ratio": best}
     row = f"bytes found, Zipf {alpha}: ours / LRU / optimum", values
-    return [row], {f"{name}_zipf_{alpha}": value for name, value in result.items()}
+    return row, {f"{name}_zipf_{alpha}": value for name, value in result.items()}
 
 
 def draw_templates(number: int, random: Random) -> Iterator[list[Want]]:
@@ -119,12 +75,6 @@ def template_wants(template_key: str, num_tokens: int) -> list[Want]:
     nbytes, block_bytes = layout.entry_bytes(num_tokens), layout.block_bytes(num_tokens)
     pages = [Want(page_key(template_key, sigma), nbytes, block_bytes) for sigma in SCHEME.keyframes]
     return [Want(latents_key(template_key), latent_bytes, latent_bytes), *pages]
-
-
-def draw_edits(num_templates: int, alpha: float, number: int, random: Random) -> list[int]:
-    """Template indices; the k-th most popular has weight k ** -alpha."""
-    weights = list(accumulate((rank + 1) ** -alpha for rank in range(num_templates)))
-    return [bisect_left(weights, random.random() * weights[-1]) for _ in range(number)]
 
 
 def manager_hit_ratio(templates: Sequence[Sequence[Want]], draws: Sequence[int], budget: int) -> float:

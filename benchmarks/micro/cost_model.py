@@ -1,19 +1,16 @@
 """How well the cost model predicts: random batches of exact, mask-aware and priming work, timed in this process.
 
-The model is fitted twice: by the probe that a worker runs at its first start, and by training batches as well, as it is
-while serving. Held-out batches judge both. Training and held-out batches take turns, so that a machine which slows down
-slows both.
+The model is fitted twice: to the probe that a worker runs at its first start, and to training batches as well, as while
+serving. Held-out batches judge both. Training and held-out batches take turns, so that a slow machine slows both.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -27,14 +24,15 @@ from core.graph.op import OPS, Op
 from core.graph.work import Work
 from core.handles import ModelKey
 from core.messages.worker import CostSample
+from core.model_info import ModelInfo
 from core.scheduling.ops.denoise import DENOISE
 from core.scheduling.ops.prime import PRIME
+from model_executor.models.base import Family
 from model_executor.worker.cost_probe import BUDGET_SECONDS, Batches, Timed, probe
 from model_executor.worker.resident import ResidentModels, quiet_libraries, set_threads
 
 MAX_REQUESTS = 8
-EXACT_SHARE, PRIME_SHARE = 0.25, 0.2
-"""Of requests, and of batches."""
+EXACT_SHARE, PRIME_SHARE = 0.25, 0.2  # of requests, and of batches
 
 
 @dataclass(frozen=True)
@@ -70,11 +68,12 @@ class Accuracy:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command(__doc__, model=EMBEDDED_MODEL, dtype="float32", threads=1, seed=0)
     parser.add_argument("--num-batches", type=int, default=200, help="held-out batches, and as many training batches")
-    parser.add_argument("--pairs", type=Path, help="file for (op, seconds, predicted seconds) of held-out batches")
     args = parser.parse_args(argv)
     set_threads(args.threads)
-    batches, samples, probe_seconds = _open(args.model, args.dtype)
-    timings = _run(batches, args.num_batches * 2, random.Random(args.seed))
+    family, info = opened(args.model, args.dtype)
+    start = time.perf_counter()
+    samples, probe_seconds = probe(family, info, BUDGET_SECONDS), time.perf_counter() - start
+    timings = _run(Batches(family, info), args.num_batches * 2, random.Random(args.seed))
     training, held_out = timings[::2], timings[1::2]
     probed, trained = _fitted(samples, []), _fitted(samples, training)
     accuracies = {
@@ -84,22 +83,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     for op in (DENOISE, PRIME):
         of_op = [timing for timing in held_out if timing.op is op]
         accuracies[f"after training batches, {op.name}"] = Accuracy.of(trained, of_op)
-    _report(args, accuracies, len(samples), probe_seconds, _microseconds(trained, held_out))
-    if args.pairs is not None:
-        pairs = [(t.op.name, t.seconds, trained.predict(_key(t.op), t.work)) for t in held_out]
-        args.pairs.write_text(json.dumps(pairs) + "\n")
+    _report(args, accuracies, len(samples), probe_seconds)
 
 
-def _open(model: str, dtype: str) -> tuple[Batches, list[CostSample], float]:
-    """Batches of a loaded model, what the probe says of it, and how long it took."""
+def opened(model: str, dtype: str) -> tuple[Family, ModelInfo]:
+    """A loaded and warm model."""
     quiet_libraries()
     models = ResidentModels.open((ModelConfig(model=model, dtype=dtype),))
     models.load_all()
     models.warm_up()
     (info,) = models.ready(0).models
-    family, start = models.families[info.name], time.perf_counter()
-    samples = probe(family, info, BUDGET_SECONDS)
-    return Batches(family, info), samples, time.perf_counter() - start
+    return models.families[info.name], info
 
 
 @torch.inference_mode()
@@ -137,38 +131,15 @@ def _key(op: Op) -> CostKey:
     return CostKey(ModelKey("model", op.component), op.cost_name, "cpu", 1)
 
 
-def _microseconds(model: CostModel, timings: Sequence[Timing]) -> tuple[float, float]:
-    """(predicting, observing and predicting) one batch, in microseconds."""
-
-    def learn(timing: Timing) -> None:
-        model.observe(_key(timing.op), timing.work, timing.seconds)
-        model.predict(_key(timing.op), timing.work)
-
-    def mean(call: Callable[[Timing], object]) -> float:
-        return timed(lambda: [call(timing) for timing in timings])() / len(timings) * 1e6
-
-    return mean(lambda timing: model.predict(_key(timing.op), timing.work)), mean(learn)
-
-
-def _report(
-    args: argparse.Namespace,
-    accuracies: dict[str, Accuracy],
-    num_samples: int,
-    probe_seconds: float,
-    microseconds: tuple[float, float],
-) -> None:
+def _report(args: argparse.Namespace, accuracies: dict[str, Accuracy], num_samples: int, probe_seconds: float) -> None:
     result: dict[str, Value] = {"benchmark": "cost_model", "dtype": args.dtype, "threads": args.threads}
     rows = []
     for name, accuracy in accuracies.items():
         rows.append((name, str(accuracy)))
         slug = name.replace(", ", "_").replace(" ", "_")
         result |= {f"{slug}_r_squared": accuracy.r_squared, f"{slug}_median_error": accuracy.median_error}
-    rows += [
-        ("probe", f"{num_samples} samples in {probe_seconds:.2f} s"),
-        ("predicting one batch", f"{microseconds[0]:.1f} us"),
-        ("observing and predicting one", f"{microseconds[1]:.1f} us"),
-    ]
-    result |= {"probe_s": probe_seconds, "predict_us": microseconds[0], "observe_predict_us": microseconds[1]}
+    rows.append(("probe", f"{num_samples} samples in {probe_seconds:.2f} s"))
+    result["probe_s"] = probe_seconds
     title = f"{args.num_batches} held-out batches, {args.dtype}, {args.threads} threads"
     print_report(title, rows, result, args.output)
 

@@ -1,4 +1,4 @@
-"""Writes a checkpoint whose tokens dominate: FLUX-shaped blocks of random weights for 512 x 512 px pictures.
+"""Writes a checkpoint whose tokens dominate: FLUX-shaped blocks of random weights for 512 x 512 px.
 
 The autoencoder, text encoders and tokenizers are the embedded model's. Its pictures mean nothing; the time they take
 does: at 1024 image tokens of width 512, overheads that matter beside the embedded model hardly do.
@@ -18,24 +18,14 @@ def write_checkpoint(path: Path) -> None:
     import torch
     from diffusers import FluxFillPipeline, FluxTransformer2DModel
 
+    from benchmarks.micro.denoiser_step import FLUX_SHAPE
     from core.config import EMBEDDED_MODEL
 
     pipeline = FluxFillPipeline.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32)
-    config = pipeline.transformer.config
+    own = pipeline.transformer.config
+    names = ("patch_size", "in_channels", "out_channels", "joint_attention_dim", "pooled_projection_dim")
     torch.manual_seed(0)
-    transformer = FluxTransformer2DModel(
-        patch_size=config.patch_size,
-        in_channels=config.in_channels,
-        out_channels=config.out_channels,
-        num_layers=4,
-        num_single_layers=8,
-        attention_head_dim=64,
-        num_attention_heads=8,
-        joint_attention_dim=config.joint_attention_dim,
-        pooled_projection_dim=config.pooled_projection_dim,
-        guidance_embeds=False,
-        axes_dims_rope=(16, 24, 24),
-    )
+    transformer = FluxTransformer2DModel(**FLUX_SHAPE | {name: own[name] for name in names})
     pipeline.register_modules(transformer=transformer)
     pipeline.vae.register_to_config(sample_size=SIDE)
     pipeline.save_pretrained(path)

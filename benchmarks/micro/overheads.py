@@ -1,9 +1,9 @@
-"""What serving costs beside the computation (FlashPS, section 6.6): per denoising step, and to hand over a result.
+"""Overhead of serving (FlashPS, section 6.6): per denoising step, and to hand over a result.
 
 A step: StepScheduler.schedule for a full batch, the plan to a worker process and the result back over the ring, and
-`apply`; the worker computes nothing. A hand-over: the pixels of a finished picture copied into shared memory, and the
-messages that tell of it: worker to engine (ring), engine to API server (ZeroMQ), API server to image processor (ring).
-Routing is measured by `benchmarks.micro.router_decision`.
+`apply`; the worker computes nothing. A hand-over: a finished picture is copied into shared memory, and announced by
+messages: worker to engine (ring), engine to API server (ZeroMQ), API server to image processor (ring). Routing is
+measured by `benchmarks.micro.router_decision`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ from core.scheduling.ops.denoise import Denoise
 from core.scheduling.scheduler import StepScheduler
 
 BATCH = 8
-SIDE = 1024
-"""Of the finished picture."""
+SIDE = 1024  # of the finished picture
 CACHE = CacheConfig(host_bytes=200 * 10**9)
 _PLAN: MessageDecoder[StepPlan] = MessageDecoder(StepPlan)
 
@@ -61,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def step_seconds(number: int) -> list[float]:
-    """Seconds of steps with BATCH edits in them, whatever else the plan has; edits are replaced as they end."""
+    """Seconds of steps with BATCH edits, other work in the plan included; edits are replaced as they end."""
     scheduler = StepScheduler(SchedulerConfig(max_num_seqs=BATCH), {MODEL.name: MODEL}, cache=CACHE)
     scheduler.learn(Machine().samples(MODEL.name))
     edits = iter(make_trace(replace(REFERENCE, num_edits=4000, num_templates=4), 0))
@@ -144,7 +143,7 @@ def _times(call: Callable[[], object], number: int) -> list[float]:
 
 @contextmanager
 def _echo() -> Iterator[Channel]:
-    """A channel to a process that sends back what it gets."""
+    """A channel to a process that echoes messages."""
     channel, fds = Channel.create()
     child = spawn("benchmarks.micro.overheads:echo", b"", fds, "echo")
     try:

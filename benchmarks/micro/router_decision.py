@@ -1,15 +1,15 @@
 """What routing costs: time of a decision, and processor time of router and schedulers against an engine's.
 
-A simulated fleet is run once with nothing measured, and all that its router was told and asked is recorded: load
-reports, edits and their times. Then the recording is played to a new Fleet and policy, nothing else running in between.
-The schedulers' share is bounded from above by all processor time of the simulation, its own bookkeeping included.
+A simulated fleet runs once, and its router's inputs are recorded: load reports and edits with their times. The
+recording is then replayed to a new Fleet and policy. The schedulers' share is bounded from above by all processor time
+of the simulation.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -26,11 +26,11 @@ from core.routing.policies import make_policy
 REPEATS = 5
 
 Event = tuple[float, int, LoadReport] | tuple[float, int, EngineRequest]
-"""When, which engine, and what it reported or was sent."""
+"""Time, engine, and what it reported or was sent."""
 
 
 class Recorder(Cluster):
-    """A cluster that notes what its router hears and is asked, in order."""
+    """A cluster that records its router's inputs in order."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -44,56 +44,38 @@ class Recorder(Cluster):
 
 
 def record(scenario: str) -> tuple[Recorder, Outcome, float]:
-    """The recording, what came of it, and the processor seconds it took."""
+    """The recording, its outcome, and the processor seconds it took."""
     cluster = Recorder(SCENARIOS[scenario], "mask-aware", seed=0)
     start = time.process_time()
     outcome = cluster.run()
     return cluster, outcome, time.process_time() - start
 
 
-def replay(events: list[Event], fleet: Fleet, choose: Callable[[RequestShape, float], object]) -> None:
-    """Edits go where they went in the recording: policies are compared on the same state."""
-    for now, engine, what in events:
-        if isinstance(what, LoadReport):
-            fleet.observe(engine, what, now)
-        else:
-            shape = RequestShape.of_request(what, MODEL)
-            choose(shape, now)
-            fleet.sent(engine, shape, now)
-
-
 def decision_times(events: list[Event], scenario: Scenario, policy: RouterPolicy) -> list[float]:
-    """Seconds of each decision, the best of REPEATS: what another process took is not the router's."""
-    runs = (_decision_times(events, _fleet(scenario), policy) for _ in range(REPEATS))
+    """Seconds of each decision, the least of REPEATS runs, without what other processes took."""
+    runs = [replay(events, scenario, policy)[0] for _ in range(REPEATS)]
     return [min(times) for times in zip(*runs, strict=True)]
 
 
-def _decision_times(events: list[Event], fleet: Fleet, policy: RouterPolicy) -> list[float]:
-    chooser, times = make_policy(policy), list[float]()
-
-    def choose(shape: RequestShape, now: float) -> None:
-        start = time.perf_counter()
-        chooser.choose(shape, fleet, now)
-        times.append(time.perf_counter() - start)
-
-    replay(events, fleet, choose)
-    return times
-
-
 def router_seconds(events: list[Event], scenario: Scenario) -> float:
-    """Processor seconds of all that the router does, the best of REPEATS."""
-    return min(_router_seconds(events, _fleet(scenario)) for _ in range(REPEATS))
+    """Processor seconds of all that the router does, the least of REPEATS runs."""
+    return min(replay(events, scenario, "mask-aware")[1] for _ in range(REPEATS))
 
 
-def _router_seconds(events: list[Event], fleet: Fleet) -> float:
-    policy = make_policy("mask-aware")
+def replay(events: list[Event], scenario: Scenario, policy: RouterPolicy) -> tuple[list[float], float]:
+    """Seconds of each decision, and processor seconds in all. Edits go where they went in the recording, so that
+    policies are compared on the same state."""
+    fleet, chooser, times = Fleet(scenario.num_engines, scenario.max_num_seqs), make_policy(policy), list[float]()
     start = time.process_time()
-    replay(events, fleet, lambda shape, now: policy.choose(shape, fleet, now))
-    return time.process_time() - start
-
-
-def _fleet(scenario: Scenario) -> Fleet:
-    return Fleet(scenario.num_engines, scenario.max_num_seqs)
+    for now, engine, what in events:
+        if isinstance(what, LoadReport):
+            fleet.observe(engine, what, now)
+            continue
+        shape, begun = RequestShape.of_request(what, MODEL), time.perf_counter()
+        chooser.choose(shape, fleet, now)
+        times.append(time.perf_counter() - begun)
+        fleet.sent(engine, shape, now)
+    return times, time.process_time() - start
 
 
 def measure(scenario: str, output: Path | None) -> None:

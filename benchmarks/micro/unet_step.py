@@ -1,18 +1,16 @@
 """One denoising step of a UNet, mask-aware against exact.
 
-FLOPs are counted, of convolutions, products and attentions, with the published configurations and no weights: what
-share of them the mask leaves, and so the most that a step can be faster. Masks are nearly square, in the picture's
-middle. With --time, steps are timed, with random weights and the transformers' depth cut to --depth, on one thread and
-pictures of so many pixels a side: processor time, the ways in turns, medians. With --load, also steps whose pages are
-brought meanwhile, by a clock, in so many times the time of a mask-aware step: with all blocks from pages, with the
-leading ones computed in full, and with nothing to bring.
+FLOPs of convolutions, products and attentions are counted with the published configurations and no weights: the share
+that the mask leaves bounds the speed-up. Masks are nearly square, in the picture's middle. With --time, steps of
+pictures with that side in pixels are timed on one thread, with random weights and the transformers' depth cut to
+--depth: medians of processor time, in turns.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,16 +21,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.command import command
 from benchmarks.gpu.boxes import middle_box, tokens_in
+from benchmarks.micro.rows import PAGES, pages_between, unet_row
 from benchmarks.report import Value, print_report
 from benchmarks.turns import medians, timed
-from core.cache.block_plan import plan_blocks
 from model_executor.models.base import Row
 from model_executor.models.unet import Unet
-from model_executor.page_cache.pages import Pages
 
 RATIOS = (0.05, 0.1, 0.2, 0.5)
 TIMED = (0.1, 0.2)
-LOADED = 0.2
 TOKEN = 32
 TEXT_TOKENS = 77
 LAYERS = {"layers_per_block": 2, "in_channels": 4, "out_channels": 4}
@@ -69,11 +65,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command(__doc__, dtype="float32", rounds=3)
     parser.add_argument("--unet", choices=CONFIGS, default="sdxl", help="whose shape")
-    parser.add_argument("--time", type=int, default=0, metavar="SIDE", help="time steps of pictures of so many pixels")
-    parser.add_argument("--depth", type=int, default=2, help="most blocks of a transformer, where steps are timed")
     parser.add_argument(
-        "--load", type=float, default=0.0, metavar="N", help="time steps whose pages take N times as long"
+        "--time", type=int, default=0, metavar="SIDE", help="time steps of pictures with this side in pixels"
     )
+    parser.add_argument("--depth", type=int, default=2, help="most blocks of a transformer, where steps are timed")
     args = parser.parse_args(argv)
     config = LAYERS | CONFIGS[args.unet]
     side = 8 * config["sample_size"]
@@ -89,8 +84,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _report_times(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
-    depths = tuple(min(depth, args.depth) for depth in config.get("transformer_layers_per_block", (1,)))
-    cut = dict(config) | ({"transformer_layers_per_block": depths} if len(depths) > 1 else {})
+    depths = config.get("transformer_layers_per_block")
+    cut = {**config, "transformer_layers_per_block": [min(each, args.depth) for each in depths]} if depths else config
     flops = _count(cut, args.time)
     torch.set_num_threads(1)
     dtype = getattr(torch, args.dtype)
@@ -103,23 +98,8 @@ def _report_times(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
         faster, bound = seconds[1.0] / seconds[ratio], flops[1.0] / flops[ratio]
         lines.append((f"mask ratio {ratio}", f"{faster:.2f}x faster, of {bound:.2f}x by FLOPs: {faster / bound:.2f}"))
         result |= {f"faster_{ratio}": faster, f"bound_{ratio}": bound}
-    title = f"Timed at {args.time} px, transformers of depth {depths}, 1 thread, {args.dtype}"
+    title = f"Timed at {args.time} px, transformers of depth {args.depth} at most, 1 thread, {args.dtype}"
     print_report(title, lines, result, args.output)
-    if args.load:
-        _report_loading(args, unet, rows[LOADED], (seconds[1.0], seconds[LOADED]))
-
-
-def _report_loading(args: argparse.Namespace, unet: Unet, row: Row, alone: tuple[float, float]) -> None:
-    """alone: seconds of an exact and of a mask-aware step with nothing to bring."""
-    (full, cached), num_pages = alone, unet.page_layout("int8").num_blocks
-    load, runs = args.load * cached, unet.block_runs(len(row.latents))
-    plans = {"all from pages": (), "leading blocks in full": plan_blocks(runs, num_pages, full, cached, load)}
-    ways = {name: timed(partial(_step_loading, unet, row, plan, load / num_pages)) for name, plan in plans.items()}
-    seconds = medians(ways | {"nothing to bring": timed(partial(_step, unet, row))}, args.rounds)
-    in_full = {name: f", {len(plan)} of {num_pages} pages not needed" for name, plan in plans.items()}
-    lines = [(name, f"{taken * 1e3:.0f} ms{in_full.get(name, '')}") for name, taken in seconds.items()]
-    result: dict[str, Value] = {f"{name.replace(' ', '_')}_ms": taken * 1e3 for name, taken in seconds.items()}
-    print_report(f"Mask ratio {LOADED}, pages brought in {args.load} times the step", lines, result, args.output)
 
 
 @torch.inference_mode()
@@ -127,19 +107,9 @@ def _step(unet: Unet, row: Row) -> None:
     unet.forward([row])
 
 
-def _step_loading(unet: Unet, row: Row, full_blocks: Collection[int], seconds_per_page: float) -> None:
-    """Pages come in their order, but for those of blocks that are computed in full."""
-    assert row.pages is not None
-    started = time.perf_counter()
-    wanted = [page for page in range(row.pages.layout.num_blocks) if page not in full_blocks]
-    due = {page: started + (number + 1) * seconds_per_page for number, page in enumerate(wanted)}
-    pages = replace(row.pages, wait=lambda page: time.sleep(max(0.0, due[page] - time.perf_counter())))
-    _step(unet, replace(row, pages=pages, full_blocks=full_blocks))
-
-
 @torch.inference_mode()
 def _count(config: Mapping[str, Any], side: int) -> dict[float, int]:
-    """Mask ratio -> floating-point operations of a step of a picture of so many pixels a side; 1 is an exact one."""
+    """Mask ratio -> floating-point operations of a step of a picture with this side in pixels; 1 is an exact one."""
     with torch.device("meta"):
         unet = Unet(UNet2DConditionModel(**config).eval(), 1000, TOKEN)
     flops: dict[float, int] = {}
@@ -151,24 +121,14 @@ def _count(config: Mapping[str, Any], side: int) -> dict[float, int]:
 
 
 def _rows(unet: Unet, side: int, device: torch.device, dtype: torch.dtype = torch.float32) -> dict[float, Row]:
-    """Mask ratio -> a row of a square picture with so many tokens a side; 1 is an exact one."""
-    config: Any = unet.module.config
-    tokens, layout = side * side, unet.page_layout("int8")
-    near, far = (torch.zeros(layout.entry_bytes(tokens), dtype=torch.uint8, device=device) for _ in range(2))
-    pages = Pages(layout, tokens, near, far, 0.5)
-    pooled = 1280 if config.addition_embed_type else 0
-    whole = Row(
-        latents=torch.randn(tokens, 64, dtype=dtype, device=device),
-        condition=torch.empty(tokens, 0, dtype=dtype, device=device),
-        prompt_embeds=torch.randn(TEXT_TOKENS, config.cross_attention_dim, dtype=dtype, device=device),
-        pooled_prompt_embeds=torch.randn(pooled, dtype=dtype, device=device),
-        sigma=torch.tensor(0.5, device=device),
-        guidance_scale=1.0,
-        grid=(side, side),
-    )
+    """Mask ratio -> a row of a square picture with this many tokens a side; 1 is an exact one."""
+    whole = unet_row(unet, side, TEXT_TOKENS, lambda *size: torch.randn(size, dtype=dtype, device=device))
+    entry_bytes = unet.page_layout(PAGES).entry_bytes(side * side)
+    near, far = (torch.zeros(entry_bytes, dtype=torch.uint8, device=device) for _ in range(2))
     rows = {1.0: whole}
     for ratio in RATIOS:
         box = middle_box(ratio, side)
+        pages = pages_between(unet, whole, near, far)
         rows[ratio] = replace(whole, active=tokens_in(box, side, device), box=box, pages=pages)
     return rows
 

@@ -1,9 +1,8 @@
 """Decoding an edit's region against the whole picture, by mask ratio.
 
-Held-out scenes of the embedded model, each under a square mask around the garment: within it the latents are those of
-the same scene in another garment, outside the template's, as after mask-aware steps. Errors are those of the region's
-pixels to the same pixels of the whole decode. Times are of one picture, with a worker's memory settings, in turns. A
-ratio at which a crop would save nothing is decoded whole.
+Held-out scenes of the embedded model, each under a square mask around the garment: inside, the latents are of the same
+scene in another garment, outside of the template, as after mask-aware steps. Errors compare the region's pixels with
+those of the whole decode. Times are of one picture, in turns. Where a crop would save nothing, all is decoded.
 """
 
 from __future__ import annotations
@@ -18,18 +17,17 @@ from diffusers import AutoencoderKL
 from torch import Tensor
 
 from benchmarks.command import command
+from benchmarks.micro.cost_model import opened
 from benchmarks.report import Row, Value, print_report
 from benchmarks.turns import medians, timed
-from core.config import EMBEDDED_MODEL, ModelConfig
+from core.config import EMBEDDED_MODEL
 from entrypoints.calibration.similarity import ssim
 from model_executor.models.base import Family
-from model_executor.worker.resident import ResidentModels, quiet_libraries
 from tools.train_embedded.cases import Case, cases
 
 RATIOS = (0.05, 0.1, 0.2, 0.5)
 SIZE, TOKEN = 256, 16
-FIRST_SEED = 7_000_000
-"""Of scenes that training and evaluation never saw."""
+FIRST_SEED = 7_000_000  # of scenes that training and evaluation never saw
 
 
 @dataclass(frozen=True)
@@ -45,11 +43,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--edits", type=int, default=14, help="edits per mask ratio")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
-    quiet_libraries()
-    models = ResidentModels.open([ModelConfig(served_model_name="embedded", dtype="float32")])
-    models.load_all()
-    models.warm_up()
-    family, vae = models.families["embedded"], AutoencoderKL.from_pretrained(EMBEDDED_MODEL, subfolder="vae").float()
+    family, vae = (
+        opened(EMBEDDED_MODEL, "float32")[0],
+        AutoencoderKL.from_pretrained(EMBEDDED_MODEL, subfolder="vae").float(),
+    )
     vae, asked = vae.to(memory_format=torch.channels_last), cases(FIRST_SEED, args.edits)
     rows, result = list[Row](), dict[str, Value](benchmark="vae_region")
     with torch.inference_mode():

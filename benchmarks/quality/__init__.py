@@ -1,1 +1,1 @@
-"""How close mask-aware edits stay to exact ones."""
+"""How close mask-aware edits are to exact ones."""

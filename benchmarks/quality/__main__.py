@@ -1,13 +1,13 @@
 """Quality of mask-aware edits: `python -m benchmarks.quality [by-ratio | systems | images] ...`, each with --help.
 
-Without a name: mask-aware against exact edits, and what every knob does.
+Without a name: mask-aware against exact edits, under the default settings or others.
 """
 
 from __future__ import annotations
 
 import sys
 
-from benchmarks.quality import by_ratio, calibration_images, knobs, systems
+from benchmarks.quality import by_ratio, calibration_images, judge, systems
 
 COMMANDS = {"by-ratio": by_ratio.main, "systems": systems.main, "images": calibration_images.main}
 
@@ -16,4 +16,4 @@ if __name__ == "__main__":
     if name in COMMANDS:
         COMMANDS[name](rest)
     else:
-        knobs.main()
+        judge.main()

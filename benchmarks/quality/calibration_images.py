@@ -1,7 +1,7 @@
-"""Writes the edits that the embedded model is calibrated on: `python -m benchmarks.quality images DIR`
+"""Writes the edits that the embedded model is calibrated on: `python -m benchmarks.quality images DIR`.
 
-Silhouettes, boxes and parts of boxes in equal shares, of scenes that neither training nor other benchmarks see. Images
-and masks go to DIR/images, prompts to DIR/prompts.txt, as `python -m entrypoints.calibrate` takes them.
+Equal shares of silhouettes, boxes and parts of boxes, of scenes that neither training nor other benchmarks use. Images
+and masks go to DIR/images and prompts to DIR/prompts.txt, the input of `python -m entrypoints.calibrate`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Held-out edits, exact and mask-aware, by a model that was trained on drawn scenes, and how alike they are."""
+"""Held-out edits, exact and mask-aware, by a model trained on drawn scenes, and how alike they are."""
 
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.serving.pipeline_loop import DTYPES
+from benchmarks.command import command
 from core.config import EMBEDDED_MODEL, CacheConfig
 from entrypoints import Edit, EditResult, ImageEngine, SamplingParams
 from entrypoints.calibration.similarity import ssim, ssim_in_box
@@ -19,8 +18,7 @@ from tools.train_embedded.cases import Case
 from tools.train_embedded.metrics import score
 from tools.train_embedded.scenes import Pixels
 
-OTHER_SEEDS = 1_000_000
-"""Added to a case's seed: how much pictures of the same prompt differ."""
+OTHER_SEEDS = 1_000_000  # added to a case's seed, to see how much pictures of the same prompt differ
 
 _CACHE = CacheConfig(host_bytes=1024**3)
 
@@ -33,11 +31,6 @@ class Setting:
     dtype: str = "auto"
     margin: int | None = None  # px
     full_steps: int | None = None  # None: by the mask ratio
-
-    @property
-    def server(self) -> tuple[str, str]:
-        """What a running engine cannot change."""
-        return self.keyframes, self.dtype
 
 
 @dataclass(frozen=True)
@@ -61,11 +54,9 @@ class Machine:
         )
 
 
-def add_options(parser: argparse.ArgumentParser, threads: int = 0) -> None:
-    """Options of `Machine`."""
-    parser.add_argument("--model", default=EMBEDDED_MODEL, help="a checkpoint of `tools.train_embedded`'s scenes")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="compute type")
-    parser.add_argument("--threads", type=int, default=threads, help="torch threads of the worker; 0 = its own choice")
+def options(doc: str | None) -> argparse.ArgumentParser:
+    """A command's parser with the options of `Machine`."""
+    return command(doc, model=EMBEDDED_MODEL, dtype="float32", threads=0)
 
 
 def run_edits(
@@ -88,13 +79,6 @@ def _params(steps: int, setting: Setting | None, seed: int) -> SamplingParams:
     if setting is None:
         return params
     return msgspec.structs.replace(params, mask_margin=setting.margin, full_steps=setting.full_steps)
-
-
-def lone_edit(engine: ImageEngine, case: Case, steps: int, setting: Setting | None) -> tuple[float, EditResult]:
-    """With its seconds as the caller sees them."""
-    start = time.perf_counter()
-    (result,) = run_edits(engine, [case], steps, setting)
-    return time.perf_counter() - start, result
 
 
 def pictures(results: Sequence[EditResult]) -> list[Pixels]:

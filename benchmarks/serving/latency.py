@@ -1,9 +1,8 @@
 """Latency of a lone edit by mask ratio, through HTTP: exact, warm and cold, and where the time goes.
 
-Cold edits a picture that was never seen, so its pages are primed first. Exact computes every token of it. Warm edits it
-again, when its pages are there. The three alternate, each a moment after the last one, when an idle server has primed
-the result of that. The server is started with the flags given here, or is one that runs (`--base-url`). With `--once`
-there is an edit of each kind and no other: for checkpoints whose edits take minutes.
+A cold edit is the first of its picture, so pages are primed first. An exact one computes every token. A warm edit of
+the same picture finds its pages. The three alternate, with a pause in which an idle server primes its last result. The
+server is started with the flags given here, or is a running one (`--base-url`).
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,12 +26,9 @@ from benchmarks.load.workload import prompt
 from benchmarks.report import print_report
 from core.config import EMBEDDED_MODEL
 
-KINDS = {"cold": "miss", "exact": "off", "warm": "hit"}
-"""Kind of edit -> what its answer says of the cache."""
-TOKEN = 16
-"""Pixels per token side of FLUX."""
-PAUSE_SECONDS = 0.4
-"""Between two edits."""
+KINDS = {"cold": "miss", "exact": "off", "warm": "hit"}  # kind of edit -> what its answer says of the cache
+TOKEN = 16  # pixels per token side of FLUX
+PAUSE_SECONDS = 0.4  # between two edits
 
 
 @dataclass
@@ -92,7 +88,9 @@ class Client:
         found: dict[float, bytes] = {}
         least = int(0.5 * min(ratios) ** 0.5 * self._side) // 8 * 8  # a mask touches more tokens than it covers
         for side in range(max(8, least), self._side, 8):
-            mask = self.square_mask(side)
+            first = max(0, self._side // 2 + TOKEN // 2 - side // 2)  # the square's middle is the middle of a token
+            last = min(self._side, first + side)
+            mask = encode(alpha_mask((first, first, last, last), (self._side, self._side)))
             _, facts = await self.edit("warm", mask, 1)
             found.setdefault(facts["mask_ratio"], mask)
             if facts["mask_ratio"] > max(ratios):
@@ -100,13 +98,7 @@ class Client:
         nearest = [min(found, key=lambda value: abs(value - ratio)) for ratio in ratios]
         return [found[ratio] for ratio in dict.fromkeys(nearest)]
 
-    def square_mask(self, side: int) -> bytes:
-        """Transparent in a square whose middle is the middle of a token."""
-        first = max(0, self._side // 2 + TOKEN // 2 - side // 2)
-        last = min(self._side, first + side)
-        return encode(alpha_mask((first, first, last, last), (self._side, self._side)))
-
-    async def round(self, mask: bytes, measured: Measured) -> Measured:
+    async def round(self, mask: bytes, measured: Measured) -> None:
         """One edit of each kind."""
         for kind, expected in KINDS.items():
             seconds, facts = await self.edit(kind, mask, measured.steps)
@@ -115,7 +107,6 @@ class Client:
             measured.mask_ratio = facts["mask_ratio"]
             measured.edits[kind].seconds.append(seconds)
             measured.edits[kind].ms.append(facts["ms"])
-        return measured
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -124,37 +115,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--size", type=int, default=256, help="pixels of the pictures' sides")
     parser.add_argument("--mask-ratio", type=float, nargs="+", default=[0.1], help="active tokens over image tokens")
     parser.add_argument("--steps", type=int, nargs="+", default=[8, 28], help="denoising steps")
-    parser.add_argument("--once", type=int, default=0, metavar="SIDE", help="one edit of each kind, masks this wide")
     args = parser.parse_args(argv)
-    with _server(args) as url:
+    with ExitStack() as stack:
+        url = args.base_url or stack.enter_context(ready_server(model_flags(args))).url
         for measured in asyncio.run(_measure(args, url)):
             _report(args, measured)
-
-
-@contextmanager
-def _server(args: argparse.Namespace) -> Iterator[str]:
-    if args.base_url:
-        yield args.base_url
-        return
-    with ready_server(model_flags(args)) as server:
-        yield server.url
 
 
 async def _measure(args: argparse.Namespace, url: str) -> list[Measured]:
     async with connect(Target(url)) as http:
         client = Client(url, http, args.size)
-        if args.once:
-            return [await client.round(client.square_mask(args.once), Measured(steps)) for steps in args.steps]
-        masks = await client.find_masks(args.mask_ratio)
-        return [await _measure_one(client, mask, steps, args.rounds) for steps in args.steps for mask in masks]
-
-
-async def _measure_one(client: Client, mask: bytes, steps: int, rounds: int) -> Measured:
-    await client.round(mask, Measured(steps))  # warm-up
-    measured = Measured(steps)
-    for _ in range(rounds):
-        await client.round(mask, measured)
-    return measured
+        masks, every = await client.find_masks(args.mask_ratio), list[Measured]()
+        for mask, steps in [(mask, steps) for steps in args.steps for mask in masks]:
+            await client.round(mask, Measured(steps))  # warm-up
+            every.append(Measured(steps))
+            for _ in range(args.rounds):
+                await client.round(mask, every[-1])
+        return every
 
 
 def _report(args: argparse.Namespace, measured: Measured) -> None:

@@ -1,12 +1,11 @@
 """Goodput under overload: edits per second done within the latency objective, up to the knee and at twice its rate.
 
-An open loop: every rate gets a Poisson process of a given number of arrivals, which are so many uniform draws. The
-objective is a multiple of what a lone edit takes.
+An open loop: at every rate a given number of arrivals is drawn uniformly over the time, as a Poisson process has them.
+The objective is a multiple of what a lone edit takes.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import statistics
 from collections import Counter
@@ -26,14 +25,14 @@ from benchmarks.report import percentile, print_report
 NUM_CALLS = 48
 NUM_LONE = 12
 CAPACITY_CLIENTS = 16
-CLIENT_SECONDS = 60.0  # nothing may take longer: an answer that never comes is an error
+CLIENT_SECONDS = 60.0  # of an edit; an answer that never comes is an error
 OVERLOAD = 2.0
 BAR = 0.9
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What came of so many edits per second, under an objective of slo seconds."""
+    """One rate in edits per second, under an objective of slo seconds."""
 
     rate: float
     run: Run
@@ -47,7 +46,7 @@ class Measured:
 
     @property
     def late_sending(self) -> float:
-        """Seconds that 95 % of edits were sent after they were due, at most."""
+        """P95 of the seconds by which edits were sent after they were due."""
         return percentile([outcome.sent - outcome.due for outcome in self.run.outcomes], 0.95)
 
     def __str__(self) -> str:
@@ -98,7 +97,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         sweep = [_measure(target, calls, rate, slo, args.seconds, seed) for seed, rate in enumerate(rates)]
         knee = max(sweep, key=lambda measured: measured.goodput)
         overload = _measure(target, calls, OVERLOAD * knee.rate, slo, args.seconds, len(sweep))
-    _report(args, lone, capacity, slo, sweep, knee, overload)
+    ratio, every = overload.goodput / knee.goodput, [*sweep, overload]
+    rows = [(f"{measured.rate:6.2f} edits/s", str(measured)) for measured in every]
+    rows += [
+        ("knee", f"{knee.goodput:.2f}/s at {knee.rate:.2f} edits/s"),
+        (f"{OVERLOAD:g}x the knee", f"{overload.goodput:.2f}/s: {ratio:.3f} of the knee's (bar: {BAR})"),
+        ("sent late, P95", f"{max(one.late_sending for one in every) * 1e3:.1f} ms"),
+        ("a lone edit, the objective", f"{lone * 1e3:.0f} ms, {slo * 1e3:.0f} ms"),
+        (f"{CAPACITY_CLIENTS} clients that never wait", f"{capacity:.2f} edits/s"),
+    ]
+    title = (
+        f"Overload: {args.engines} engine(s) of {args.threads} thread(s) on {available_cores()} cores, "
+        f"{args.num_inference_steps} steps, mean mask 0.15, {args.seconds:g} s of each rate"
+    )
+    result = {"benchmark": "overload", "lone_s": lone, "capacity_per_s": capacity, "slo_s": slo}
+    result |= {"knee_rate_per_s": knee.rate, "knee_goodput_per_s": knee.goodput}
+    result |= {"overload_goodput_per_s": overload.goodput, "overload_ratio": ratio}
+    print_report(title, rows, result, args.output)
 
 
 async def _probe(target: Target, calls: Sequence[EditCall], seconds: float) -> tuple[float, float]:
@@ -114,32 +129,6 @@ def _measure(target: Target, calls: Sequence[EditCall], rate: float, slo: float,
     number = max(8, round(rate * seconds))
     due = np.sort(np.random.default_rng(seed).uniform(0, number / rate, number)).tolist()
     return Measured(rate, asyncio.run(send_on_time(target, list(islice(cycle(calls), number)), due)), slo)
-
-
-def _report(
-    args: argparse.Namespace,
-    lone: float,
-    capacity: float,
-    slo: float,
-    sweep: Sequence[Measured],
-    knee: Measured,
-    overload: Measured,
-) -> None:
-    ratio = overload.goodput / knee.goodput
-    rows = [(f"{measured.rate:6.2f} edits/s", str(measured)) for measured in [*sweep, overload]]
-    rows.append(("knee", f"{knee.goodput:.2f}/s at {knee.rate:.2f} edits/s"))
-    rows.append((f"{OVERLOAD:g}x the knee", f"{overload.goodput:.2f}/s: {ratio:.3f} of the knee's (bar: {BAR})"))
-    rows.append(("sent late, P95", f"{max(one.late_sending for one in [*sweep, overload]) * 1e3:.1f} ms"))
-    title = (
-        f"Overload: {args.engines} engine(s) of {args.threads} thread(s) on {available_cores()} cores, "
-        f"{args.num_inference_steps} steps, mean mask 0.15; a lone edit takes {lone * 1e3:.0f} ms, the "
-        f"objective is {slo * 1e3:.0f} ms, {CAPACITY_CLIENTS} clients get {capacity:.2f} edits/s; "
-        f"{args.seconds:g} s of each rate"
-    )
-    result = {"benchmark": "overload", "lone_s": lone, "capacity_per_s": capacity, "slo_s": slo}
-    result |= {"knee_rate_per_s": knee.rate, "knee_goodput_per_s": knee.goodput}
-    result |= {"overload_goodput_per_s": overload.goodput, "overload_ratio": ratio}
-    print_report(title, rows, result, args.output)
 
 
 if __name__ == "__main__":

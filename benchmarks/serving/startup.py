@@ -1,4 +1,4 @@
-"""From start to the first answers, then what a server takes: memory, a lone edit's latency, CPU while idle."""
+"""Time from start to the first answers; then memory, a lone edit's latency, and CPU use while idle."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""A fleet of engines in simulated time: everything that decides is the real thing, only the workers are made up."""
+"""A fleet of engines in simulated time: the code that decides is the real one, only workers are simulated."""

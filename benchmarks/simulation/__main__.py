@@ -1,23 +1,22 @@
 """Latency by routing policy on simulated fleets: P95 and mean over seeds.
 
-Engines, caches, cost models, reports and the router are the code that serves; only time and the workers are made up.
-Each run prints one line of JSON; a table by scenario follows.
+Schedulers, caches, cost models, reports and the router are the code that serves; time and workers are simulated. Each
+run prints one line of JSON; a table by scenario follows.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import get_args
 
 import msgspec
 import numpy as np
 
 from benchmarks.command import command
-from benchmarks.simulation.cluster import Cluster, latencies_moving_freely
+from benchmarks.report import print_line
+from benchmarks.simulation.cluster import Cluster
 from benchmarks.simulation.scenario import SCENARIOS
 from core.config import RouterPolicy
 
@@ -77,8 +76,6 @@ def print_table(runs: Sequence[Run]) -> None:
         print("policy           mean           P50    P95            P99    mask-aware's P95 against it")
         for policy in dict.fromkeys(run.policy for run in of_scenario):
             print(_row(policy, of_scenario))
-        if SCENARIOS[scenario].is_warm:
-            print(_free_row(scenario, sorted({run.seed for run in of_scenario})))
 
 
 def _row(policy: RouterPolicy, runs: Sequence[Run]) -> str:
@@ -88,13 +85,6 @@ def _row(policy: RouterPolicy, runs: Sequence[Run]) -> str:
     against = f"{statistics.mean(ratios):+.1%} ({min(ratios):+.1%} .. {max(ratios):+.1%})" if ratios else ""
     columns = ([getattr(run, name) for run in mine] for name in ("mean", "p50", "p95", "p99"))
     return f"{_columns(policy, *columns)}  {against}"
-
-
-def _free_row(scenario: str, seeds: Sequence[int]) -> str:
-    """A bound: edits that could move between engines at any time."""
-    latencies = [np.array(latencies_moving_freely(SCENARIOS[scenario], seed)) for seed in seeds]
-    quantiles = ([float(np.quantile(of_seed, share)) for of_seed in latencies] for share in SHARES)
-    return _columns("(moving freely)", [float(of_seed.mean()) for of_seed in latencies], *quantiles)
 
 
 def _columns(name: str, mean: Sequence[float], p50: Sequence[float], p95: Sequence[float], p99: Sequence[float]) -> str:
@@ -111,27 +101,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--scenarios", nargs="+", default=["reference", "mix"], choices=SCENARIOS, help="by name")
     parser.add_argument("--seeds", type=int, default=5, help="traces of each scenario")
     parser.add_argument("--policies", nargs="+", default=POLICIES, choices=POLICIES, help="of the router")
-    parser.add_argument("--plots", type=Path, help="folder that plots are written to")
     args = parser.parse_args(argv)
     runs = list[Run]()
     for seed in range(args.seeds):
         for scenario in args.scenarios:
             for policy in args.policies:
                 runs.append(simulate(scenario, policy, seed))
-                _note(runs[-1], args.output)
+                print_line(msgspec.to_builtins(runs[-1]), args.output)
     print_table(runs)
-    if args.plots is not None:
-        from benchmarks.simulation.plots import write_plots
-
-        write_plots(runs, args.plots)
-
-
-def _note(run: Run, output: Path | None) -> None:
-    line = json.dumps(msgspec.to_builtins(run))
-    print(line, flush=True)
-    if output is not None:
-        with output.open("a") as file:
-            file.write(line + "\n")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Cluster: engines, a router and the time that passes between them, as one queue of events.
 
 Every engine has a StepScheduler with its ActivationCacheManager and CostModel, the router a Fleet and a policy: the
-code that serves. A virtual worker answers each batch after the time a Machine says. Engines report as EngineCore does:
-at once when an edit begins or ends, all else within a second.
+code that serves. A virtual worker answers each batch after a Machine's time for it. Engines report as EngineCore does:
+at once when an edit begins or ends, otherwise within a second.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import count
 
 import msgspec
 
-from benchmarks.simulation.machine import TEXT_TOKENS, FrozenCosts, Machine
+from benchmarks.simulation.machine import FrozenCosts, Machine
 from benchmarks.simulation.scenario import MODEL, Scenario, make_trace, prime_template
 from core.config import RouterPolicy, SchedulerConfig
 from core.costs.cost_model import CostModel
@@ -28,12 +28,11 @@ from core.scheduling.outputs import Output
 from core.scheduling.scheduler import StepScheduler
 from engine.engine_core.engine_core import REPORT_SECONDS
 
-MESSAGE_SECONDS = 0.0003
-"""From the router to an engine, and back."""
+MESSAGE_SECONDS = 0.0003  # from the router to an engine, and back
 
 
 class Clock:
-    """Simulated seconds, and what is to happen when."""
+    """Simulated seconds, and a queue of events."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -47,14 +46,14 @@ class Clock:
         self.at(self.now + seconds, event)
 
     def run(self) -> None:
-        """Until nothing is left to happen."""
+        """Run until no event is left."""
         while self._events:
             self.now, _, event = heappop(self._events)
             event()
 
 
 class VirtualEngine:
-    """A scheduler and a worker that only lets time pass. tell: how a report and outputs leave."""
+    """A scheduler, and a worker that only lets time pass. tell: takes reports and outputs."""
 
     def __init__(
         self, clock: Clock, scenario: Scenario, machine: Machine, tell: Callable[[LoadReport, tuple[Output, ...]], None]
@@ -138,8 +137,8 @@ class VirtualEngine:
 
 @dataclass
 class Outcome:
-    """What came of a trace's counted edits, in the order they came. latencies: seconds from arrival to the answer.
-    predicted: likewise, as the router predicted, None where it did not. primed: keyframes computed, loaded: copied up.
+    """Of a trace's counted edits, in order of arrival. latencies: seconds from arrival to the answer. predicted: the
+    router's prediction of it, None without one. primed: keyframes computed, loaded: copied up.
     """
 
     latencies: list[float]
@@ -173,7 +172,7 @@ class Cluster:
         self._started = 0.0
 
     def run(self) -> Outcome:
-        """All of the trace, and what came of it."""
+        """Run the trace; returns its outcome."""
         self.run_trace()
         return self._outcome()
 
@@ -192,10 +191,10 @@ class Cluster:
         self.clock.run()
 
     def note_report(self, engine: int, report: LoadReport) -> None:
-        """A report has arrived; for who records them."""
+        """A report has arrived; for subclasses that record them."""
 
     def note_sent(self, engine: int, edit: EngineRequest) -> None:
-        """An edit was sent; likewise."""
+        """An edit was sent; for subclasses that record them."""
 
     def _engine(self, index: int) -> VirtualEngine:
         return VirtualEngine(
@@ -247,12 +246,12 @@ class Cluster:
 
 
 def _moved(edit: EngineRequest, seconds: float) -> EngineRequest:
-    """The same edit, so much later."""
+    """The same edit, later."""
     return msgspec.structs.replace(edit, arrival=edit.arrival + seconds)
 
 
 def item_results(batch: Batch) -> tuple[ItemResult, ...]:
-    """What a worker says of a batch that it ran."""
+    """A worker's results of a batch."""
     if batch.op != "image_encode":
         return tuple(ItemResult(item.request_id, item.node) for item in batch.items)
     return tuple(
@@ -265,29 +264,3 @@ def item_results(batch: Batch) -> tuple[ItemResult, ...]:
 def _sigmas(num_steps: int) -> tuple[float, ...]:
     """Noise levels of a run: evenly from 1 to 0."""
     return tuple(1.0 - step / num_steps for step in range(num_steps + 1)) if num_steps else ()
-
-
-def latencies_moving_freely(scenario: Scenario, seed: int) -> list[float]:
-    """A bound of what balancing could gain: edits move between engines at no cost, at every moment. Seconds by edit, in
-    the order they end, where all engines always have the same to compute in a step, unless one edit alone is more
-    than that. All pages are there, and nothing but steps takes time.
-    """
-    machine, edits, now, latencies = scenario.machine, make_trace(scenario, seed), 0.0, list[float]()
-    running: list[list[float]] = []  # [steps left, seconds in a step, arrival]
-    position = 0
-    while position < len(edits) or running:
-        share = sum(seconds for _, seconds, _ in running) / scenario.num_engines
-        paces = [machine.step_seconds(0) + max(share, seconds) for _, seconds, _ in running]
-        end = now + min((one[0] * pace for one, pace in zip(running, paces, strict=True)), default=float("inf"))
-        arrival = edits[position].arrival if position < len(edits) else float("inf")
-        for one, pace in zip(running, paces, strict=True):
-            one[0] -= (min(end, arrival) - now) / pace
-        now = min(end, arrival)
-        if arrival <= end:
-            edit, position = edits[position], position + 1
-            tokens = edit.spec.active.size + TEXT_TOKENS
-            steps = float(edit.spec.sampling.num_denoising_steps)
-            running.append([steps, machine.step_seconds(tokens) - machine.step_seconds(0), arrival])
-        latencies += [now - one[2] for one in running if one[0] <= 1e-9]
-        running = [one for one in running if one[0] > 1e-9]
-    return latencies

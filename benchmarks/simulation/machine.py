@@ -1,4 +1,4 @@
-"""Machine: how long a made-up worker takes. The reference step is 6 ms and 0.1 s for each 4608 tokens in it."""
+"""Machine: the times of a simulated worker. The reference step takes 6 ms and 0.1 s for each 4608 tokens in it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SCHEME = PageScheme(
 
 @dataclass(frozen=True)
 class Machine:
-    """Times in seconds. speed: 2.0 halves all but copies. copy_bytes_per_second: between host and device, each way."""
+    """Times in seconds. speed: 2.0 halves all times except copies. copy_bytes_per_second: host to device, and back."""
 
     step: float = 0.006
     token: float = 0.1 / 4608
@@ -87,7 +87,7 @@ def _step_tokens(item: Item, edits: dict[str, EngineRequest]) -> int:
 
 
 class FrozenCosts(CostModel):
-    """Learns of work until it is frozen: a machine that does not drift has nothing to teach after that, and learning
+    """A cost model that stops learning when frozen: a machine that does not drift teaches nothing more, and learning
     takes half of a simulated step.
     """
 

@@ -1,4 +1,4 @@
-"""Scenario: a fleet and what is asked of it; SCENARIOS by name; `make_trace` draws the edits."""
+"""Scenario: a fleet and its load; SCENARIOS by name; `make_trace` draws the edits."""
 
 from __future__ import annotations
 
@@ -91,11 +91,11 @@ MIX = Scenario(
 """Of 300 templates, 4.4 GB each, an engine's device holds 14 and its host memory 43, cold at the start."""
 
 ONE_AT_A_TIME = replace(REFERENCE, name="one-at-a-time", masks="whole", max_num_seqs=1, load=0.95, num_edits=2000)
-"""What serves edits without caching, batching or masks."""
+"""A server without caching, batching or masks."""
 
 _SAME_RATE = replace(REFERENCE, name="same-rate", masks="production", num_edits=2000)
 SAME_RATE = replace(_SAME_RATE, load=ONE_AT_A_TIME.load * ONE_AT_A_TIME.capacity / _SAME_RATE.capacity)
-"""Mask-aware and batched, at the rate that nearly fills those."""
+"""Mask-aware and batched, at the rate that nearly fills ONE_AT_A_TIME."""
 
 SCENARIOS: dict[str, Scenario] = {
     "reference": REFERENCE,
@@ -107,17 +107,6 @@ SCENARIOS: dict[str, Scenario] = {
     "bursty": replace(REFERENCE, name="bursty", burstiness=0.25, load=0.65, num_edits=2000),
     "one-at-a-time": ONE_AT_A_TIME,
     "same-rate": SAME_RATE,
-    "two-engines": replace(
-        MIX,
-        name="two-engines",
-        num_engines=2,
-        load=0.6,
-        steps=(8, 16, 28),
-        num_templates=60,
-        num_warm_up=60,
-        num_edits=300,
-        cache=CacheConfig(host_bytes=132 * 10**9),
-    ),
     "fleet-32": replace(REFERENCE, name="fleet-32", num_engines=32, num_edits=2000),
     "fleet-256": replace(REFERENCE, name="fleet-256", num_engines=256, num_edits=6000),
     "decision-8": replace(MIX, name="decision-8", num_edits=400, num_warm_up=0, learns=True),

@@ -1,1 +1,1 @@
-"""The parts of benchmarks/soak: what is sent, how answers are judged, what is broken meanwhile, what is measured."""
+"""Soak test of a server: mixed traffic, faults, checked answers, and resource use over time."""

@@ -1,7 +1,7 @@
 """Soak: minutes of mixed traffic on a server with two engines, with a fault every half minute.
 
-Every picture that comes back is compared with that of an undisturbed run of the same edit. At the end: requests, lost,
-wrong, restarts, memory slope, and one line of JSON. Exit status 1 if a bar is missed.
+Every returned picture is compared with that of an undisturbed run of the same edit. Prints requests, lost, wrong,
+restarts and memory slope, and a line of JSON. Exit status 1 if a bar is missed.
 """
 
 from __future__ import annotations
@@ -46,23 +46,20 @@ FLAGS = (
     *("--data-parallel-size", str(NUM_ENGINES), "--threads", "1", "--max-queue", "32"),
     *("--cache-host-bytes", "12M", "--cache-disk-bytes", "24M", "--template-bytes", "2M"),
 )
-"""Room for a few templates on each tier, so that pages are primed, evicted, written and loaded all the time."""
+"""Each tier holds a few templates, so that pages are primed, evicted, written and loaded all the time."""
 FAULT_SECONDS = 30.0
 CALM_SECONDS = 15.0
 SAMPLE_SECONDS = 5.0
 WARM_UP_SHARE, WARM_UP_SECONDS = 0.3, 300.0
-"""Memory counts after this share of the time, but not later than this."""
-QUIET_SECONDS = 15.0
-"""Within which nothing may be in the queue any more, once the traffic has ended."""
-MAX_SLOPE = 1.0
-"""MB per minute, of all processes together."""
-SLOPE_MINUTES = 10.0
-"""A soak of so many minutes must tell a slope; shorter ones may end before there is one."""
+"""Memory is judged after this share of the time, at the latest after these seconds."""
+QUIET_SECONDS = 15.0  # time limit for the queue to be empty after the traffic
+MAX_SLOPE = 1.0  # MB per minute, of all processes together
+SLOPE_MINUTES = 10.0  # a soak this long must give a slope; shorter ones may end before there is one
 
 
 @dataclass
 class Record:
-    """What is measured beside the ledger. recoveries: seconds from each fault until all was well."""
+    """Measurements beside the ledger. recoveries: seconds from each fault until all engines served."""
 
     samples: Samples
     recoveries: list[float] = field(default_factory=list)
@@ -103,7 +100,7 @@ def _soak(args: argparse.Namespace, folder: Path, ledger: Ledger, record: Record
 
 
 async def _disturb(args: argparse.Namespace, server: Server, pages: Path, ledger: Ledger, record: Record) -> None:
-    """Learn the references, then traffic and faults for `minutes`, then quiet."""
+    """Takes the references, runs traffic and faults for `minutes`, then checks that the queue empties."""
     sender = Sender(server.url, ledger)
     crowd = Crowd(server.url, sender, References(ledger), ledger, args.seed)
     async with httpx.AsyncClient(base_url=server.url, timeout=60) as probe:
@@ -134,9 +131,8 @@ def _begin_traffic(group: asyncio.TaskGroup, crowd: Crowd) -> None:
 
 
 async def _inject_faults(args: argparse.Namespace, site: Site, record: Record) -> None:
-    """One every FAULT_SECONDS, later where the one before takes long; the last one has that time to be over, too.
-
-    A request that is in three deaths is given up, as it should be: so requests get a calm while to leave in.
+    """One every FAULT_SECONDS, later if the one before takes long. A request that is in three deaths is given up, so
+    there is a calm time after each fault for requests to finish.
     """
     faults = args.faults or list(FAULTS)
     due = time.monotonic()
@@ -180,14 +176,14 @@ async def _sample(site: Site, record: Record) -> None:
 
 
 async def _seems_well(site: Site) -> bool:
-    """Whether all engines serve; False when it cannot be learnt, which is the faults' matter."""
+    """Whether all engines serve; False without an answer, which a fault may cause."""
     with suppress(httpx.HTTPError):
         return await site.all_serve()
     return False
 
 
 async def _check_quiet(site: Site, record: Record) -> None:
-    """Without traffic, nothing may hold a place."""
+    """Without traffic the queue must become empty."""
     deadline = time.monotonic() + QUIET_SECONDS
     while time.monotonic() < deadline:
         queue = (await site.ask("/v1/engine/stats"))["queue"]
@@ -213,7 +209,7 @@ def _end(server: Server, record: Record) -> None:
 
 
 def _look_for_leftovers(scratch: Path, shared: set[str], record: Record) -> None:
-    """After the server's end; processes may take a moment to see it."""
+    """After the server has ended; its processes may take a moment to end too."""
     _, alive = psutil.wait_procs(processes_of(scratch), timeout=5)
     left = {"processes": alive, "shared memory": shared_memory_files() - shared, "files": list(scratch.iterdir())}
     record.failures += [f"{kind} left behind: {found}" for kind, found in left.items() if found]
@@ -226,7 +222,7 @@ def _told(ledger: Ledger) -> str:
 
 
 def _report(args: argparse.Namespace, ledger: Ledger, record: Record) -> bool:
-    """Print everything; whether all bars are held."""
+    """Prints everything; returns whether all bars are met."""
     counts, samples = ledger.counts, record.samples
     slope, slopes = samples.memory_slope(), {role: samples.memory_slope(role) for role in ROLES}
     growth = samples.worker_growth()
@@ -252,8 +248,6 @@ def _report(args: argparse.Namespace, ledger: Ledger, record: Record) -> bool:
         ("memory", f"{_from_to(samples.memory())} MB, {_from_to(samples.memory('server'))} MB of the API server, "
                    f"{samples.warm_worker():.0f} MB of a warm worker"),
         ("descriptors", f"{_from_to(samples.fds())}, {_from_to(samples.fds('server'))} of the API server"),
-        ("processes", f"{_from_to(samples.ends(lambda held: held.processes.total()))}; threads "
-                      f"{_from_to(samples.ends(lambda held: held.threads.total()))}"),
         ("end", "; ".join(record.failures) or "status 0, nothing left behind"),
     ]  # fmt: skip
     measured = {"memory_slope": slope, "worker_growth": growth}

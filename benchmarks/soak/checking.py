@@ -1,7 +1,7 @@
-"""Ledger: what happened to all requests. References: pictures of undisturbed edits, and the judgement of later ones.
+"""Ledger: counts of what happened to all requests. References: pictures of undisturbed edits.
 
-A picture must be the reference's bit by bit, up to what adding floats in another order may do: batches of other sizes
-round differently, so that a value lies one level beside now and then. Outside the mask nothing may differ at all.
+A picture must equal its reference except for rounding: batches of other sizes add floats in another order, which moves
+a few values by one level. Outside the mask nothing may differ.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from benchmarks.load.pictures import Pixels
 from benchmarks.soak.edits import LOSSY, Delivery, Edit, decode, template
 
 ROUNDED_LEVELS, ROUNDED_SHARE = 2, 0.01
-"""Most that rounding may change: levels of 255, and share of the picture's values."""
+"""Most that rounding may change: levels of 255, and share of the picture's values that differ."""
 ROUNDED_LEVELS_LOSSY, ROUNDED_SHARE_LOSSY = 12, 0.05
-"""The same after JPEG, which turns one level before into several after."""
+"""The same after JPEG, which turns one level into several."""
 
 Key = tuple[str, str, int]  # the edit's name; png, jpeg or partial; index of the image or of the partial image
 
@@ -33,7 +33,7 @@ Fault = Literal["lost", "wrong"]
 
 
 class Ledger:
-    """Counters by name, and incidents. folder: where incidents and the pictures of wrong answers are written."""
+    """Counters by name, and incidents. folder: for incidents and the pictures of wrong answers."""
 
     def __init__(self, folder: Path) -> None:
         self.counts: Counter[str] = Counter()
@@ -43,7 +43,7 @@ class Ledger:
 
     @property
     def seconds(self) -> float:
-        """Since the beginning."""
+        """Since the start."""
         return time.monotonic() - self._started
 
     @property
@@ -54,18 +54,18 @@ class Ledger:
         self.counts[name] += number
 
     def blame(self, fault: Fault, what: str, **details: object) -> None:
-        """Count a lost or wrong request, and write it down."""
+        """Count a lost or wrong request, and note it as an incident."""
         self.counts[fault] += 1
         self.note(fault, what, **details)
 
     def note(self, kind: str, what: str, **details: object) -> None:
-        """Write something down."""
+        """Add a line to the incidents."""
         line = {"seconds": round(self.seconds, 1), "kind": kind, "what": what, **details}
         with self.incidents_file.open("a") as file:
             file.write(json.dumps(line, default=str) + "\n")
 
     def keep_pictures(self, name: str, expected: Pixels, came: Pixels) -> list[str]:
-        """Save both for a look at them; the files' names."""
+        """Save both pictures; returns the files' names."""
         stem = f"{self.counts['wrong']:03d}-{name}"
         files = []
         for suffix, pixels in (("expected", expected), ("came", came)):
@@ -74,7 +74,7 @@ class Ledger:
         return files
 
     def saw_request_id(self, request_id: str) -> None:
-        """Each answer has an id of its own; one that was there before belongs to another request."""
+        """An answer must have an id that no other answer has."""
         if not request_id or request_id in self._request_ids:
             self.blame("wrong", "an answer without an id of its own", request_id=request_id)
         self._request_ids.add(request_id)
@@ -89,28 +89,28 @@ class Difference:
 
     @classmethod
     def between(cls, ours: Pixels, theirs: Pixels) -> Difference:
-        """Of two pictures; one of another size differs as much as can be."""
+        """Of two pictures; those of different sizes differ completely."""
         if ours.shape != theirs.shape:
             return cls(255, 1.0)
         difference = np.abs(ours.astype(np.int16) - theirs.astype(np.int16))
         return cls(int(difference.max()), float((difference > 0).mean()))
 
     def is_rounding(self, is_lossy: bool) -> bool:
-        """Whether the order of additions may have done it."""
+        """Whether the order of additions can explain it."""
         if is_lossy:
             return self.levels <= ROUNDED_LEVELS_LOSSY and self.share <= ROUNDED_SHARE_LOSSY
         return self.levels <= ROUNDED_LEVELS and self.share <= ROUNDED_SHARE
 
 
 class References:
-    """learn what is right, then judge."""
+    """Pictures by edit, learnt from undisturbed answers."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._pictures: dict[Key, Pixels] = {}
 
     def learn(self, edit: Edit, delivery: Delivery, answer: Answer) -> None:
-        """Take these pictures as what this edit looks like."""
+        """Take these pictures as the edit's reference, where it has none."""
         for key, picture in _finals_of(edit, delivery, answer):
             self._pictures.setdefault(key, _pixels(picture))
         if _has_telling_partials(edit, delivery):
@@ -118,12 +118,12 @@ class References:
                 self._pictures.setdefault((edit.name, "partial", index), _pixels(picture))
 
     def forget(self, edit: Edit) -> None:
-        """It is not asked for again."""
+        """Free its references."""
         for key in [key for key in self._pictures if key[0] == edit.name]:
             del self._pictures[key]
 
     def judge(self, edit: Edit, delivery: Delivery, answer: Answer) -> None:
-        """Count a finished request as right, or blame it as lost or wrong."""
+        """Count a finished request as right, lost or wrong."""
         problem = _incomplete(edit, delivery, answer)
         if problem:
             self._ledger.blame("lost", problem, edit=edit, delivery=delivery)
@@ -168,7 +168,7 @@ def _pixels(picture: str) -> Pixels:
 
 
 def _incomplete(edit: Edit, delivery: Delivery, answer: Answer) -> str:
-    """What is missing of an answer; "" for a whole one."""
+    """What an answer lacks; "" for a complete one."""
     if len(answer.pictures) != edit.n:
         return f"{len(answer.pictures)} of {edit.n} pictures"
     indices = [index for index, _ in answer.partials]
@@ -185,7 +185,7 @@ def _finals_of(edit: Edit, delivery: Delivery, answer: Answer) -> list[tuple[Key
 
 
 def _has_telling_partials(edit: Edit, delivery: Delivery) -> bool:
-    """Whether its partial images are comparable; those of several images come in any order."""
+    """Whether its partial images can be compared; those of several images come in any order."""
     return delivery.way == "stream" and edit.n == 1 and delivery.output_format not in LOSSY
 
 

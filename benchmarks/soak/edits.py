@@ -1,4 +1,4 @@
-"""What is asked for, in two halves: the Edit decides the picture, the Delivery only how it is asked for and sent."""
+"""Requests in two halves: the Edit decides the picture, the Delivery only how it is requested and sent."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FIRST_FRESH_TEMPLATE = 1000
 SHAPES: tuple[MaskShape, ...] = ("small", "small", "wide", "disc", "two", "most", "all")
 CANVASES = ("128x128", "192x128", "160x208")
 HASTY_SECONDS = 0.05
-"""A timeout that most edits miss. A client in such a hurry does not come back."""
+"""A timeout that most edits miss; clients that use it do not retry."""
 LOSSY: tuple[OutputFormat, ...] = ("jpeg",)
 
 _EXTRAS: tuple[tuple[tuple[str, Value], ...], ...] = (
@@ -45,7 +45,7 @@ _EXTRAS: tuple[tuple[tuple[str, Value], ...], ...] = (
 @dataclass(frozen=True)
 class Edit:
     """All that a picture depends on. template: its number; None: a generation. extras: further fields, by name.
-    partial_images: previews that a stream of it shows.
+    partial_images: requested when it is streamed.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Edit:
 
     @property
     def fields(self) -> dict[str, Value]:
-        """The request's fields, but for pictures."""
+        """The request's fields except for pictures."""
         fields: dict[str, Value] = {"prompt": self.prompt, "n": self.n, "seed": self.seed}
         return fields | {"num_inference_steps": self.steps, **dict(self.extras)}
 
@@ -71,7 +71,7 @@ class Edit:
 
     @property
     def inside(self) -> Area | None:
-        """What its mask leaves open; None for a generation."""
+        """Where it edits; None for a generation."""
         if self.template is None:
             return None
         height, width, _ = template(self.template).shape
@@ -80,7 +80,7 @@ class Edit:
 
 @dataclass(frozen=True)
 class Delivery:
-    """How an edit travels. by_id: its template is named, not sent. timeout: seconds."""
+    """How an edit is sent. by_id: with its template's id instead of the picture. timeout: seconds."""
 
     way: Way = "form"
     by_id: bool = False
@@ -106,13 +106,13 @@ PLAIN = Delivery()
 
 @lru_cache(1)
 def catalogue() -> tuple[Edit, ...]:
-    """The edits that are asked for again and again, the same in every run."""
+    """The edits that are repeated, the same in every run."""
     random = np.random.default_rng(5)
     return (*(_edit(number, random) for number in range(26)), *(_generation(number) for number in range(4)))
 
 
 def fresh(number: int) -> Edit:
-    """An edit of a template that the server has not seen yet."""
+    """An edit of a new template."""
     shape, steps = SHAPES[number % len(SHAPES)], (4, 6, 8)[number % 3]
     return Edit(f"fresh-{number}", FIRST_FRESH_TEMPLATE + number, shape, prompt(number), number, steps)
 
@@ -139,7 +139,7 @@ def _generation(number: int) -> Edit:
 
 @lru_cache(64)
 def template(number: int) -> Pixels:
-    """Template `number`, 0 and up: of one of SIZES, each its own content. uint8 [height, width, 3]."""
+    """Template `number` >= 0, of one of SIZES, each with its own content. uint8 [height, width, 3]."""
     return pictures.template(number, SIZES[number % len(SIZES)])
 
 
@@ -150,7 +150,7 @@ def template_file(number: int) -> bytes:
 
 
 def area(shape: MaskShape, width: int, height: int) -> Area:
-    """What a mask of this shape leaves open."""
+    """Where a mask of this shape edits."""
     y, x = np.mgrid[0:height, 0:width]
     y, x = y / height, x / width
     inside = {
@@ -176,6 +176,6 @@ def white_mask(inside: Area) -> bytes:
 
 
 def decode(data: bytes) -> Pixels:
-    """The pixels of a picture file. Raises OSError for what is none, or not a whole one."""
+    """The pixels of a picture file. Raises OSError for an invalid or incomplete one."""
     with Image.open(io.BytesIO(data)) as image:
         return np.asarray(image.convert("RGB"))

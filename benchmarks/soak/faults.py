@@ -1,7 +1,7 @@
-"""The faults, one after the other: each done to the processes or the files of the server under test, and to no others.
+"""The faults that are injected into the processes and files of the server under test, and into no others.
 
-Engines are given up after some deaths in a row without a minute of service between them (`EngineReplica`).
-The order spreads deaths over the engines, so that none comes near that but the one that is killed twice on purpose.
+An engine is given up after several deaths without a minute of service between them (`EngineReplica`), so the order of
+the faults spreads deaths over the engines.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from benchmarks.soak.users import Crowd
 NUM_ENGINES = 2
 BURST = 60
 RECOVERY_SECONDS = 240.0
-"""Within which all engines must serve again, after any fault; the machine may be shared."""
+"""Time limit for all engines to serve again after a fault; the machine may be shared."""
 UNWRITABLE_SECONDS = 15.0
 MAX_FILE_BYTES = 64 * 1024
-"""What a full disk still takes: less than an entry."""
+"""Less than a cache entry, as on a full disk."""
 
 
 @dataclass
 class Site:
-    """What faults are done to. pages: the folder of the disk tier."""
+    """The server under test. pages: the folder of the disk tier."""
 
     tree: Tree
     pages: Path
@@ -46,27 +46,27 @@ class Site:
     pick: random.Random
 
     async def ask(self, path: str) -> dict[str, Any]:
-        """The JSON answer of a path that works whatever is broken."""
+        """The JSON answer of a path that always works."""
         return (await self.probe.get(path)).json()  # type: ignore[no-any-return]
 
     async def all_serve(self) -> bool:
-        """Whether every engine has its worker and serves. A death is seen in the processes first, in /health next."""
+        """Whether every engine has its worker and serves. Processes show a death earlier than /health."""
         has_all = len(self.tree.of("worker")) == NUM_ENGINES
         return has_all and (await self.ask("/health"))["status"] == "ok"
 
     async def recovered(self) -> None:
-        """Until every engine serves. Raises TimeoutError after RECOVERY_SECONDS."""
+        """Waits until every engine serves. Raises TimeoutError after RECOVERY_SECONDS."""
         async with asyncio.timeout(RECOVERY_SECONDS):
             while not await self.all_serve():
                 await asyncio.sleep(0.1)
 
     async def busy(self, rank: int) -> bool:
-        """Whether an engine is in the middle of a step, as far as it has told."""
+        """Whether an engine runs a step, by its last report."""
         load = (await self.ask("/v1/engine/stats"))["engines"][rank]["load"]
         return bool(load and load["num_running"])
 
     async def wait_busy(self, rank: int) -> None:
-        """Until it is, but not for ever: the router may send everything elsewhere."""
+        """Waits until it is, for 8 s at most: the router may send everything to the other engine."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(8):
                 while not await self.busy(rank):
@@ -74,11 +74,11 @@ class Site:
 
 
 Act = Callable[[Site, int], Awaitable[None]]
-"""act(site, turn): turn counts the rounds through all faults, and so changes the engine that is meant."""
+"""act(site, turn): turn counts the rounds through all faults, and selects the engine."""
 
 
 def strike(role: Role, number: signal.Signals, shift: int = 0) -> Act:
-    """Kill or stop this process of one engine, when it is busy. shift: of the engine, against the turn."""
+    """Kill or stop this process of one engine while it is busy. shift: added to the turn to select the engine."""
 
     async def act(site: Site, turn: int) -> None:
         rank = (turn + shift) % NUM_ENGINES
@@ -89,7 +89,7 @@ def strike(role: Role, number: signal.Signals, shift: int = 0) -> Act:
 
 
 async def kill_engine_twice(site: Site, turn: int) -> None:
-    """Again as soon as it serves."""
+    """The second time as soon as it serves again."""
     rank = turn % NUM_ENGINES
     for _ in range(2):
         await _end(site, "engine", rank, signal.SIGKILL)
@@ -130,7 +130,7 @@ async def damage_pages(site: Site, turn: int) -> None:
 
 
 async def take_folder_away(site: Site, turn: int) -> None:
-    """A file in the place of the disk tier's folder: nothing can be read there or written."""
+    """Replace the disk tier's folder by a file: nothing can be read or written there."""
     aside = site.pages.with_suffix(".aside")
     decoy = site.pages.with_suffix(".decoy")
     decoy.write_bytes(b"not a folder")
@@ -143,7 +143,7 @@ async def take_folder_away(site: Site, turn: int) -> None:
 
 
 async def fill_disk(site: Site, turn: int) -> None:
-    """No file of the workers may grow: what they see of a full disk, without filling anybody else's."""
+    """Limit the size of the workers' files: for them it is a full disk."""
     workers = site.tree.of("worker")
     async with contextlib.AsyncExitStack() as limits:
         for worker in workers:
@@ -152,7 +152,7 @@ async def fill_disk(site: Site, turn: int) -> None:
 
 
 async def burst(site: Site, turn: int) -> None:
-    """Sixty edits at once: some are refused, and come back when they were told to."""
+    """Sixty edits at once: some are refused, and retried when retry-after says."""
     edits = [edit for edit in catalogue() if edit.steps <= 8 and edit.n == 1]
     async with asyncio.TaskGroup() as group:
         for number in range(BURST):
@@ -160,7 +160,7 @@ async def burst(site: Site, turn: int) -> None:
 
 
 async def hang_up_at_once(site: Site, turn: int) -> None:
-    """Thirty clients that go away."""
+    """Thirty clients that disconnect."""
     async with asyncio.TaskGroup() as group:
         for _ in range(30):
             group.create_task(hang_up(site.crowd.url, site.pick))
@@ -183,9 +183,7 @@ FAULTS: dict[str, Act] = {
 
 
 async def inject(act: Act, site: Site, turn: int) -> float:
-    """Do it; seconds from then until all is well again. Raises TimeoutError when that takes more than RECOVERY_SECONDS;
-    what was stopped is let go then.
-    """
+    """Inject a fault; seconds until all engines serve again. Raises TimeoutError after RECOVERY_SECONDS."""
     start = time.monotonic()
     try:
         await act(site, turn)
@@ -202,7 +200,7 @@ def _signal(members: list[Member], number: signal.Signals) -> None:
 
 
 async def _end(site: Site, role: Role, rank: int, number: signal.Signals) -> None:
-    """Kill or stop a process of an engine, and wait until the engine is gone, its worker too: they end together."""
+    """Kill or stop a process of an engine, and wait until engine and worker are gone: they end together."""
     together = [*site.tree.of("engine", rank), *site.tree.of("worker", rank)]
     _signal([member for member in together if member.role == role], number)
     async with asyncio.timeout(RECOVERY_SECONDS):
@@ -217,7 +215,7 @@ def _is_there(process: psutil.Process) -> bool:
 
 
 def _let_go(site: Site) -> None:
-    """Nothing may stay stopped, whatever has gone wrong."""
+    """Resume what is still stopped."""
     for member in site.tree.members():
         with contextlib.suppress(psutil.NoSuchProcess):
             if member.process.status() == psutil.STATUS_STOPPED:
@@ -225,7 +223,7 @@ def _let_go(site: Site) -> None:
 
 
 def _move_into_place(path: Path, away: Path, new: Path) -> None:
-    """Move what is at `path` away and `new` there; between the two a worker may have made a folder again."""
+    """Move `path` away and `new` into its place; a worker may create a folder there in between."""
     path.rename(away)
     while new.exists():
         try:

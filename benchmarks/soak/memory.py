@@ -1,4 +1,4 @@
-"""The processes of a server, what they hold of the machine over time, and by how much that grows."""
+"""The processes of a server, their memory and descriptors over time, and how fast those grow."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ ROLES: tuple[Role, ...] = get_args(Role)
 MB = 1e6
 
 WORKER_WARM_UP_SECONDS = 120.0
-"""From a worker's start: it loads for some part of that, and then keeps compiled operators of the shapes that it meets,
-until there is no more room for them (model_executor/worker/worker.py)."""
-PAIR_SECONDS = 20.0, 60.0
-"""How far two samples of a worker are apart, at least and at most, that make a slope."""
+"""From a worker's start: it loads, and then caches compiled operators of the shapes that it meets up to a limit
+(model_executor/worker/worker.py)."""
+PAIR_SECONDS = 20.0, 60.0  # least and most time between two samples of a worker that make a slope
 
 _NAME = re.compile(r"stencil-(engine|worker|images)(?:-(\d+))?")
 
@@ -47,7 +46,7 @@ class Tree:
         self._server = psutil.Process(pid)
 
     def members(self) -> list[Member]:
-        """Those that live now."""
+        """The living ones."""
         return [Member("server", 0, self._server), *self._below(self._server, 0)]
 
     def of(self, role: Role, rank: int | None = None) -> list[Member]:
@@ -73,7 +72,7 @@ def _children(parent: psutil.Process) -> list[psutil.Process]:
 
 
 def _name(process: psutil.Process) -> re.Match[str] | None:
-    """Its name as the server gave it, which is a word of its command line."""
+    """The name that the server gave it, a word of its command line."""
     with suppress(psutil.Error):
         return next(filter(None, map(_NAME.fullmatch, process.cmdline())), None)
     return None
@@ -99,7 +98,7 @@ def shared_memory_files() -> set[str]:
 
 @dataclass(frozen=True)
 class WorkerMemory:
-    """What one worker holds. age: seconds since its process began. memory: bytes."""
+    """age: seconds since its process started. memory: bytes."""
 
     pid: int
     age: float
@@ -108,26 +107,20 @@ class WorkerMemory:
 
 @dataclass(frozen=True)
 class Holdings:
-    """What a tree holds, by role. memory: bytes, without what is mapped of files; what n processes share counts 1/n in
-    each.
-    """
+    """Of a tree, by role. memory: bytes without mapped files; what n processes share counts 1/n in each."""
 
     memory: Counter[str] = field(default_factory=Counter)
     fds: Counter[str] = field(default_factory=Counter)
-    threads: Counter[str] = field(default_factory=Counter)
-    processes: Counter[str] = field(default_factory=Counter)
     workers: list[WorkerMemory] = field(default_factory=list)
 
 
 def holdings(tree: Tree) -> Holdings:
-    """Now; a process that ends meanwhile is left out."""
+    """At this moment; a process that ends meanwhile is left out."""
     held = Holdings()
     for member in tree.members():
         with suppress(psutil.Error, OSError, ValueError):
             memory = own_bytes_of(member.process.pid)
             held.fds[member.role] += member.process.num_fds()
-            held.threads[member.role] += member.process.num_threads()
-            held.processes[member.role] += 1
             held.memory[member.role] += memory
             if member.role == "worker":
                 age = time.time() - member.process.create_time()
@@ -137,7 +130,7 @@ def holdings(tree: Tree) -> Holdings:
 
 @dataclass(frozen=True)
 class Sample:
-    """seconds: since the start of the traffic. is_whole: all engines served."""
+    """seconds: since the start of the traffic. is_whole: whether all engines served."""
 
     seconds: float
     held: Holdings
@@ -145,11 +138,8 @@ class Sample:
 
 
 class Samples:
-    """What counts comes after the warm-up and, but for the API server's own, was taken while all engines served: one
-    that is being started holds less.
-
-    Deaths make the workers' memory a saw, which begins again with every restart and hides what a worker leaks: a soak
-    without deaths shows that, and `worker_growth`.
+    """Samples count after the warm-up and, except for the API server's own, while all engines served: one that is
+    starting holds less. Restarts make the workers' memory a saw that hides a leak, which `worker_growth` shows.
     """
 
     def __init__(self, warm_up_seconds: float) -> None:
@@ -160,8 +150,7 @@ class Samples:
         self._samples.append(sample)
 
     def memory_slope(self, *roles: Role) -> float:
-        """MB per minute: least squares over the minutes' medians; of some roles together, or of all. NaN when there are
-        fewer than three."""
+        """MB per minute by least squares over the minutes' medians, of these roles or all; NaN below three minutes."""
         minutes = self._minutes(lambda held: _sum(held.memory, roles) / MB, roles)
         if len(minutes) < 3:
             return float("nan")
@@ -169,38 +158,37 @@ class Samples:
         return float(np.polyfit(times, values, deg=1)[0])
 
     def worker_growth(self) -> float:
-        """MB per minute that a worker grows by once it is warm: the median of the slopes between two samples of one
-        life, over all pairs (Theil and Sen's estimate, of near samples alone). A jump to a new maximum of its heap,
-        which comes once with the largest batch so far, is not in it. NaN where no life was seen for so long.
+        """MB per minute of a warm worker: the median slope over all pairs of near samples of one process (Theil-Sen
+        estimator), which ignores the single jump of its heap at the largest batch so far. NaN without such pairs.
         """
         slopes = [_slopes(*life) for life in self._warm_lives()]
         every = np.concatenate(slopes) if slopes else np.empty(0)
         return float(np.median(every)) if len(every) else float("nan")
 
     def warm_worker(self) -> float:
-        """MB of a warm worker, the median; NaN where none was seen."""
+        """Median MB of a warm worker; NaN without samples."""
         sizes = [size for _, sizes in self._warm_lives() for size in sizes]
         return statistics.median(sizes) if sizes else float("nan")
 
     def num_worker_lives(self) -> int:
-        """Those that `worker_growth` was taken from."""
+        """Number of processes behind `worker_growth`."""
         return len(self._warm_lives())
 
     def ends(self, value: Callable[[Holdings], float], *roles: Role) -> tuple[float, float]:
-        """Of the first and of the last minute; NaN without samples."""
+        """Values of the first and the last minute; NaN without samples."""
         minutes: Sequence[tuple[float, float]] = self._minutes(value, roles) or [(0.0, float("nan"))]
         return minutes[0][1], minutes[-1][1]
 
     def memory(self, *roles: Role) -> tuple[float, float]:
-        """MB, likewise."""
+        """MB, in the first and the last minute."""
         return self.ends(lambda held: _sum(held.memory, roles) / MB, *roles)
 
     def fds(self, *roles: Role) -> tuple[float, float]:
-        """File descriptors, likewise."""
+        """File descriptors, in the first and the last minute."""
         return self.ends(lambda held: _sum(held.fds, roles), *roles)
 
     def _minutes(self, value: Callable[[Holdings], float], roles: Sequence[Role]) -> list[tuple[float, float]]:
-        """(minute, median) of those that count."""
+        """(minute, median) of the samples that count."""
         by_minute: dict[int, list[float]] = {}
         for sample in self._samples:
             if sample.seconds >= self._warm_up_seconds and (sample.is_whole or roles == ("server",)):
@@ -208,7 +196,7 @@ class Samples:
         return [(minute, statistics.median(values)) for minute, values in by_minute.items()]
 
     def _warm_lives(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Ages in minutes and sizes in MB of each worker that was seen more than once when it was warm."""
+        """Ages in minutes and sizes in MB of each worker with at least two warm samples."""
         lives: dict[int, list[tuple[float, float]]] = {}
         for sample in self._samples:
             for worker in sample.held.workers if sample.is_whole else ():
@@ -219,7 +207,7 @@ class Samples:
 
 
 def _slopes(ages: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """MB per minute between any two samples as far apart as they should be."""
+    """MB per minute between all pairs of samples PAIR_SECONDS apart."""
     apart, (least, most) = ages[None] - ages[:, None], PAIR_SECONDS
     is_pair = (apart >= least / 60) & (apart <= most / 60)
     slopes: np.ndarray = (sizes[None] - sizes[:, None])[is_pair] / apart[is_pair]

@@ -1,4 +1,4 @@
-"""Clients that misbehave: requests to be refused with 4xx, and clients that go away in the middle of something."""
+"""Clients that misbehave: invalid requests, to be refused with 4xx, and clients that disconnect early."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ BAD_REQUESTS: tuple[BadRequest, ...] = (
 
 Moment = Literal["upload", "wait", "stream"]
 MOMENTS: tuple[Moment, ...] = ("upload", "wait", "stream")
-_RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends a reset instead of a goodbye
+_RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends a reset
 
 
 async def hang_up(url: str, pick: random.Random) -> None:
-    """A client that goes away during its upload, while it waits, or in a stream; politely or with a reset."""
+    """A client that disconnects during its upload, while it waits, or in a stream; with or without a reset."""
     moment = pick.choice(MOMENTS)
     address = urlsplit(url)
     request = _raw_edit(address.netloc, is_stream=moment == "stream", seed=pick.randrange(2**31))

@@ -1,4 +1,4 @@
-"""Sender: sends edits in several ways, as real clients do, and sees every attempt and every refusal."""
+"""Sender: sends edits in the ways that clients do, and checks every answer's status and id."""
 
 from __future__ import annotations
 
@@ -16,16 +16,14 @@ from benchmarks.soak.edits import Delivery, Edit, template_file, transparent_mas
 
 Came = TypeVar("Came")
 
-REQUEST_SECONDS = 240.0
-"""After which a request that had no answer counts as lost; the machine may be shared."""
-RETRIES = 200
-"""How often a client comes back that was told 503 and when."""
+REQUEST_SECONDS = 240.0  # without an answer until a request counts as lost
+RETRIES = 200  # after 503 with retry-after
 MAX_WAIT_SECONDS = 60.0
 
 
 class Sender:
-    """A client for any number of tasks. Blames answers that are none: 5xx but 504 and a 503 with a Retry-After, ids
-    that were there before, connections that break."""
+    """A client for any number of tasks. Lost requests: 5xx other than 504 and 503 with Retry-After, and connections
+    that break."""
 
     def __init__(self, url: str, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -41,14 +39,14 @@ class Sender:
         await self._http.aclose()
 
     async def send(self, edit: Edit, delivery: Delivery, template_id: str | None = None) -> Answer:
-        """Send it and wait for its pictures; refusals for now are obeyed, but by hasty clients. Raises Refusal, of
-        status 0 where there was no answer, which is blamed already."""
+        """Send it and wait for its pictures, with retries unless it is hasty. Raises Refusal, of status 0 without an
+        answer, which is already counted."""
         self._ledger.count("requests")
         message = message_of(edit, delivery, template_id)
         return await self._patiently(lambda: exchange(self._http, message), 1 if delivery.is_hasty else RETRIES)
 
     async def call(self, method: str, path: str, **call: Any) -> httpx.Response:
-        """Any other request, likewise. call: of httpx."""
+        """Any other request, with retries. call: arguments of httpx."""
         self._ledger.count("requests")
 
         async def attempt() -> httpx.Response:
@@ -86,7 +84,7 @@ class Sender:
 
 
 def message_of(edit: Edit, delivery: Delivery, template_id: str | None = None) -> Message:
-    """The request. Generations are always JSON."""
+    """The request to send. Generations are always JSON."""
     is_stream, is_edit = delivery.way == "stream", edit.template is not None
     fields: dict[str, Any] = edit.fields | delivery.fields
     fields |= {"stream": True, "partial_images": edit.partial_images} if is_stream else {}

@@ -1,4 +1,4 @@
-"""The users: coroutines that each do one kind of thing, again and again with pauses, until `stopping` is set."""
+"""The users: coroutines that each repeat one kind of action, with pauses, until `stopping` is set."""
 
 from __future__ import annotations
 
@@ -25,17 +25,15 @@ from benchmarks.soak.edits import (
 from benchmarks.soak.misbehaviour import BAD_REQUESTS, hang_up
 from benchmarks.soak.sending import Sender
 
-PAUSE_SECONDS = 0.6
-"""Mean of a user's pauses."""
-JPEG_EVERY = 4
-"""Every so many edits of the catalogue are also asked for as JPEG."""
+PAUSE_SECONDS = 0.6  # mean of a user's pauses
+JPEG_EVERY = 4  # one edit of the catalogue in this many is also requested as JPEG
 LATE_CODES = ("deadline_exceeded", "server_is_overloaded")
-"""What an edit may be told whose timeout passes, or is predicted to."""
+"""Error codes of an edit whose timeout passes, or is predicted to."""
 WORKS = ("/health", "/metrics", "/v1/engine/stats", "/v1/models")
 
 
 class Crowd:
-    """What all users share. stopping: set when they shall come to an end."""
+    """State that all users share. stopping: ends them when set."""
 
     def __init__(self, url: str, sender: Sender, references: References, ledger: Ledger, seed: int) -> None:
         self.url = url
@@ -48,7 +46,7 @@ class Crowd:
         self._num_fresh = 0
 
     async def learn(self) -> None:
-        """Take the reference of every edit, one after the other."""
+        """Take the references of all edits, one after the other."""
         for number, edit in enumerate(catalogue()):
             way: Way = "stream" if edit.partial_images else "form"
             for delivery in (replace(PLAIN, way=way), *([replace(PLAIN, output_format="jpeg")] * has_jpeg(number))):
@@ -57,18 +55,18 @@ class Crowd:
                 self.references.judge(edit, delivery, answer)
 
     async def run(self, act: Callable[[], Awaitable[None]], pause: float = PAUSE_SECONDS) -> None:
-        """Act again and again."""
+        """Repeat an action. pause: mean seconds between two."""
         while not self.stopping.is_set():
             await act()
             await self._pause(self.random.expovariate(1 / pause))
 
     async def ask_again(self) -> None:
-        """For an edit of the catalogue, sent in any way."""
+        """Request an edit of the catalogue, sent in any way."""
         number = self.random.randrange(len(catalogue()))
         await self.ask(catalogue()[number], self._any_delivery(number))
 
     async def ask_fresh(self) -> None:
-        """For an edit of a new template, then for the same again."""
+        """Request an edit of a new template, twice."""
         edit = fresh(self._num_fresh)
         self._num_fresh += 1
         for _ in range(2):
@@ -78,12 +76,12 @@ class Crowd:
         self.references.forget(edit)
 
     async def ask_hastily(self) -> None:
-        """With a timeout that leaves hardly any time: a picture, 503 or 504."""
+        """Request an edit with a very short timeout: a picture, 503 or 504."""
         number = self.random.randrange(len(catalogue()))
         await self.ask(catalogue()[number], replace(PLAIN, timeout=HASTY_SECONDS))
 
     async def look_around(self) -> None:
-        """As an operator's monitoring does."""
+        """Read status pages, as monitoring does."""
         path = self.random.choice(WORKS)
         status = await self._plainly("GET", path)
         if status not in (200, None):
@@ -99,12 +97,12 @@ class Crowd:
                 self.ledger.blame("wrong", f"status {status} for a bad request", request=bad.name)
 
     async def walk_away(self) -> None:
-        """Hang up in the middle of something."""
+        """Disconnect early."""
         self.ledger.count("hang_ups")
         await hang_up(self.url, self.random)
 
     async def keep_templates(self) -> None:
-        """Register a template, look at it, or delete it."""
+        """Register a template, read it, or delete it."""
         number = self.random.randrange(NUM_TEMPLATES)
         template_id = self._template_ids.get(number)
         if template_id is None:
@@ -116,7 +114,7 @@ class Crowd:
             await self._expect_template("GET", template_id)
 
     async def ask(self, edit: Edit, delivery: Delivery) -> Answer | None:
-        """Send an edit and have its answer judged; None where there is none."""
+        """Send an edit and judge its answer; None where there is none."""
         template_id = self._template_ids.get(edit.template) if delivery.by_id and edit.template is not None else None
         try:
             answer = await self.sender.send(edit, delivery, template_id)
@@ -134,8 +132,8 @@ class Crowd:
         elif error.code == "template_not_found":
             self.ledger.count("templates_gone")
         elif error.status == 200 and error.code == "server_is_overloaded":
-            self.ledger.count("refused")  # a stream that had begun when a higher class took its place in the queue
-        elif error.status not in (0, 500, 502):  # the wire has blamed those
+            self.ledger.count("refused")  # a request of a higher class displaced it after its stream had begun
+        elif error.status not in (0, 500, 502):  # the sender has counted those
             self.ledger.blame("lost", str(error), edit=edit, delivery=delivery)
 
     def _any_delivery(self, number: int) -> Delivery:
@@ -152,7 +150,7 @@ class Crowd:
         )
 
     async def _plainly(self, method: str, path: str, **call: object) -> int | None:
-        """The status of a call; None for no answer, which the wire has blamed."""
+        """The status of a call; None for no answer, which the sender has counted."""
         try:
             return (await self.sender.call(method, path, **call)).status_code
         except Refusal:
@@ -171,7 +169,7 @@ class Crowd:
 
     async def _expect_template(self, method: str, template_id: str) -> None:
         status = await self._plainly(method, f"/v1/templates/{template_id}")
-        if status == 404:  # it has made room
+        if status == 404:  # evicted for another template
             self.ledger.count("templates_gone")
             self._template_ids = {n: known for n, known in self._template_ids.items() if known != template_id}
         elif status not in (200, None):

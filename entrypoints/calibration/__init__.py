@@ -1,1 +1,1 @@
-"""How `python -m entrypoints.calibrate` chooses the settings of mask-aware execution for a checkpoint."""
+"""The parts of `python -m entrypoints.calibrate`, which chooses mask-aware execution's settings for a checkpoint."""

@@ -1,4 +1,6 @@
-"""The edits that a calibration compares: the user's images, with their masks or random boxes, and prompts in turn."""
+"""Builds the edits that a calibration compares, from the user's images and prompts; without a mask file, with a random
+box as the mask.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,14 @@ from entrypoints.image_engine import Edit
 SUFFIXES = frozenset({".png", ".webp", ".jpg", ".jpeg"})
 MASK_ENDING = "_mask"
 SMALLEST_BOX, LARGEST_BOX = 0.03, 0.5
-"""Share of the picture that a random box covers."""
+"""Bounds on the share of the picture's area that a random box covers, before rounding and clipping."""
 
 Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One edit. image: RGB at generation size; mask: [height, width], true = edit."""
+    """One edit. image: RGB at generation size. mask: bool [height, width], true = edit."""
 
     image: Image.Image
     mask: Mask
@@ -40,7 +42,7 @@ class Sample:
 
 
 def find_images(folder: Path) -> list[Path]:
-    """The folder's pictures by name, masks left out. Raises ConfigError where there is none."""
+    """The folder's pictures without masks, sorted by name. Raises ConfigError if there are none."""
     if not folder.is_dir():
         raise ConfigError(f"no folder {folder}")
     pictures = sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES)
@@ -51,8 +53,8 @@ def find_images(folder: Path) -> list[Path]:
 
 
 def make_samples(images: Sequence[Path], prompts: Sequence[str], number: int, model: ModelInfo) -> list[Sample]:
-    """`number` edits: images and prompts in turn, seeds counted up. Raises OSError for a file that is no picture and
-    ConfigError for a mask that does not fit.
+    """`number` edits that cycle through images and prompts, with seeds 0, 1, ... Raises OSError for a file that is not
+    a picture, and ConfigError for a mask that has another size than its image or selects nothing.
     """
     turns = islice(zip(cycle(images), cycle(prompts), strict=False), number)
     return [_sample(path, prompt, seed, model) for seed, (path, prompt) in enumerate(turns)]
@@ -68,7 +70,7 @@ def _sample(path: Path, prompt: str, seed: int, model: ModelInfo) -> Sample:
 
 
 def _read_mask(path: Path, image_size: tuple[int, int], size: tuple[int, int]) -> Mask:
-    """With an alpha channel: transparent = edit; without: white = edit."""
+    """A mask file, resized to `size`. With an alpha channel, transparent = edit; without, white = edit."""
     with Image.open(path) as picture:
         if picture.size != image_size:
             raise ConfigError(f"{path} is {picture.size}, its image {image_size}: give a mask of the image's size")
@@ -82,7 +84,7 @@ def _read_mask(path: Path, image_size: tuple[int, int], size: tuple[int, int]) -
 
 
 def random_box(size: tuple[int, int], name: str, seed: int) -> Mask:
-    """A box of SMALLEST_BOX..LARGEST_BOX of the picture, anywhere in it; a function of its arguments alone."""
+    """A pseudorandom box that covers SMALLEST_BOX..LARGEST_BOX of the picture; equal arguments give equal boxes."""
     dice = random.Random(zlib.crc32(f"{name} {seed}".encode()))
     share, aspect = dice.uniform(SMALLEST_BOX, LARGEST_BOX), dice.uniform(0.6, 1.6)
     width, height = size

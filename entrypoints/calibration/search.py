@@ -1,4 +1,7 @@
-"""How a calibration looks for the cheapest setting of mask-aware execution that is close enough to exact."""
+"""Searches for the cheapest setting of mask-aware execution whose pictures are close enough to exact execution's.
+
+The decision only: measuring a setting is a function that the caller passes in.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,12 @@ _BYTES: dict[PageDtype, int] = {"int8": 1, "bfloat16": 2, "float32": 4}
 
 @dataclass(frozen=True)
 class Setting:
-    """keyframes: how many, evenly spaced; None = pages at every step. margin: px. full_steps: of the mask classes from
-    `full_from` on, smallest masks first; those below have none.
-    """
+    """Settings of mask-aware execution. Mask classes are groups of edits by mask size, numbered from the smallest."""
 
-    keyframes: int | None
+    keyframes: int | None  # number of evenly spaced noise levels with pages; None: pages at every step
     dtype: PageDtype
-    margin: int
-    full_steps: int
+    margin: int  # px
+    full_steps: int  # for mask classes >= full_from; the others have none
     full_from: int = 0
 
     def full_steps_of(self, mask_class: int) -> int:
@@ -40,29 +41,27 @@ DEAREST = Setting(KEYFRAMES[-1], DTYPES[-1], MARGINS[-1], FULL_STEPS[-1])
 
 @dataclass(frozen=True)
 class ClassTrial:
-    """Edits whose masks are of like size. ssim: inside the mask's box, against exact, of those that ran mask-aware.
-    ratios: of all, the mask ratio.
-    """
+    """Results of the edits in one mask class."""
 
-    ssim: tuple[float, ...]
-    ratios: tuple[float, ...]
+    ssim: tuple[float, ...]  # to exact execution, in the mask's box; only of edits that ran mask-aware
+    ratios: tuple[float, ...]  # mask ratio, 0..1, of every edit
 
     @property
     def p10(self) -> float:
-        """The SSIM that nine of ten reach; 1 where none ran mask-aware, since exact ones are all alike."""
+        """The SSIM that nine of ten edits reach; 1 if none ran mask-aware, since exact edits equal themselves."""
         return float(np.percentile(self.ssim, 10)) if self.ssim else 1.0
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A setting that was measured, class by class, smallest masks first."""
+    """The measured results of a setting, one per mask class, smallest masks first."""
 
     setting: Setting
     classes: tuple[ClassTrial, ...]
 
     @property
     def num_edits(self) -> int:
-        """Those that ran mask-aware; the figures are theirs."""
+        """Number of edits that ran mask-aware; the SSIM figures describe only these."""
         return sum(len(each.ssim) for each in self.classes)
 
     @property
@@ -71,12 +70,12 @@ class Trial:
 
     @property
     def ssim_p10(self) -> float:
-        """Of the class where it is least."""
+        """The lowest p10 of any mask class; 0 if no edit ran mask-aware."""
         return min(each.p10 for each in self.classes) if self.num_edits else 0.0
 
     @property
     def full_steps_from(self) -> float:
-        """The mask ratio, 0..1, from which `setting.full_steps` are run: halfway between two classes."""
+        """The mask ratio, 0..1, from which edits have full steps: halfway between two classes; 0: all edits."""
         first = self.setting.full_from
         if first == 0 or self.setting.full_steps == 0:
             return 0.0
@@ -84,25 +83,25 @@ class Trial:
         return (max(below.ratios) + min(above.ratios)) / 2
 
     def cost(self, num_steps: int) -> float:
-        """What a first edit computes, as a share of an exact one (priming counts as steps), plus what its pages take,
-        as a share of float32 pages at every step.
+        """Compute of a template's first edit, priming included, relative to an exact edit, plus the size of its pages,
+        relative to float32 pages at every step. num_steps: of the edits.
         """
         passes = num_steps if self.setting.keyframes is None else self.setting.keyframes
         computed = passes + statistics.fmean(self._steps_computed(num_steps))
         return (computed + passes * _BYTES[self.setting.dtype] / _BYTES["float32"]) / num_steps
 
     def _steps_computed(self, num_steps: int) -> Iterator[float]:
-        """Each edit's steps; one of the active tokens alone counts as their share."""
+        """Each edit's cost in full steps; a step that computes only active tokens counts as its mask ratio."""
         for number, each in enumerate(self.classes):
             full = min(self.setting.full_steps_of(number), num_steps)
             yield from (full + (num_steps - full) * ratio for ratio in each.ratios)
 
     def reaches(self, target: float) -> bool:
-        """Whether nine of ten edits of every class are at least so much alike."""
+        """Whether nine of ten edits of every mask class have an SSIM of at least `target`."""
         return self.num_edits > 0 and self.ssim_p10 >= target
 
     def describe(self, num_steps: int) -> str:
-        """One line for people."""
+        """The result as one line of text."""
         s = self.setting
         keyframes = "per-step" if s.keyframes is None else f"{s.keyframes} keyframes"
         by_class = ", ".join(f"{each.p10:.4f}" for each in self.classes)
@@ -113,7 +112,7 @@ class Trial:
 
 
 def describe_full_steps(full_steps: int, full_steps_from: float) -> str:
-    """In a few words."""
+    """The setting as a few words of text. full_steps_from: see `Trial.full_steps_from`."""
     return f"full_steps {full_steps}" + (f" from mask ratio {full_steps_from:.2f} on" if full_steps_from else "")
 
 
@@ -122,19 +121,18 @@ Measure = Callable[[Setting], Trial]
 
 @dataclass(frozen=True)
 class Search:
-    """num_steps: denoising steps of the edits. target: the SSIM that nine of ten edits of every class must reach."""
+    """num_steps: denoising steps of each edit. target: the SSIM that nine of ten edits of every class must reach."""
 
     measure: Measure
     num_steps: int
     target: float
 
     def run(self) -> Trial:
-        """The setting to use; one below the target means that none reaches it.
+        """The result of the setting to use; if it is below the target, no setting was found that reaches it.
 
-        Begins with the cheapest setting. While that is not close enough, each knob is tried one notch higher, and the
-        one that gains most SSIM per cost is kept; of those that reach the target, the cheapest. The dearest setting is
-        looked at early: where it fails, nothing between can be expected to do better. Settings with which no edit runs
-        mask-aware are passed over.
+        Starts at the cheapest setting and then raises one parameter by one value at a time: the cheapest change that
+        reaches the target, else the one that gains most SSIM per cost. The most expensive setting is measured early: if
+        it fails, those between are not expected to do better. Settings under which no edit runs mask-aware are skipped.
         """
         best = self.measure(CHEAPEST)
         if not best.reaches(self.target):
@@ -149,7 +147,7 @@ class Search:
         return best
 
     def raised(self, trial: Trial) -> Iterator[Setting]:
-        """The setting of a trial below the target with one knob one notch higher, for each knob that has one."""
+        """The settings with one parameter one value higher than in `trial`, which must be below the target."""
         setting = trial.setting
         if setting.margin != MARGINS[-1]:
             yield replace(setting, margin=MARGINS[MARGINS.index(setting.margin) + 1])
@@ -160,8 +158,8 @@ class Search:
             yield replace(setting, dtype=DTYPES[DTYPES.index(setting.dtype) + 1])
 
     def _with_more_full_steps(self, setting: Setting, fails: Sequence[bool]) -> Iterator[Setting]:
-        """Begun at the smallest masks that fail, and given to all larger ones, for which a full step is cheaper. Then
-        more of them where that was too little, and to smaller masks where those fail.
+        """Start full steps at the smallest mask class that fails, and give them to all larger ones too, for which a
+        full step costs less extra. Later, give more of them, or extend them to smaller classes that fail.
         """
         first, more = fails.index(True), self._more(setting.full_steps)
         if setting.full_steps and first < setting.full_from:
@@ -170,11 +168,13 @@ class Search:
             yield replace(setting, full_steps=more, full_from=setting.full_from if setting.full_steps else first)
 
     def _more(self, full_steps: int) -> int | None:
-        """One notch; None where there is none, or no step would be left."""
+        """The next number of full steps; None if there is none, or if no other step would be left."""
         return next((number for number in FULL_STEPS if full_steps < number < self.num_steps), None)
 
     def _measure_dearest(self) -> Trial:
-        """Of the dearest setting with which edits still run mask-aware: large margins may cover small pictures."""
+        """The most expensive setting under which edits still run mask-aware: a large margin may cover all of a small
+        picture.
+        """
         full_steps = max(number for number in FULL_STEPS if number < max(1, self.num_steps))
         for margin in reversed(MARGINS):
             trial = self.measure(replace(DEAREST, margin=margin, full_steps=full_steps))
@@ -193,13 +193,13 @@ class Search:
         return (self._shortfall(before) - self._shortfall(after)) / max(cost, 1e-6)
 
     def _shortfall(self, trial: Trial) -> float:
-        """SSIM that is missing, all classes together: a knob that helps one of two is not for nothing."""
+        """Missing SSIM, summed over the classes, so that a change which helps only one of them counts too."""
         return sum(max(0.0, self.target - each.p10) for each in trial.classes)
 
 
 def by_size(ratios: Sequence[float], least: int, most: int) -> list[list[int]]:
-    """Indices of edits by the size of their masks, in classes of equal numbers: at most `most`, of `least` edits or
-    more each where there are two.
+    """Indices of edits, grouped by mask size, smallest first: at most `most` groups of about equal length, each with at
+    least `least` edits unless there is only one group. ratios: mask ratio of each edit.
     """
     order = sorted(range(len(ratios)), key=lambda index: ratios[index])
     number = max(1, min(most, len(order) // least))

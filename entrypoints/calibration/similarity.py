@@ -1,8 +1,8 @@
-"""How alike two pictures are: SSIM, of a whole picture and of the box around a mask.
+"""Structural similarity (SSIM) of two pictures, whole or in the box around a mask.
 
 Structural similarity of Wang, Bovik, Sheikh and Simoncelli, "Image quality assessment: from error visibility to
-structural similarity" (IEEE Transactions on Image Processing 13, 2004), with scikit-image's choices: a uniform window
-of 7 x 7 pixels, unbiased variances, windows that reach over the picture's edge left out, the mean over the channels.
+structural similarity" (IEEE Transactions on Image Processing 13, 2004), computed as scikit-image does: a uniform window
+of 7 x 7 pixels, unbiased variances, only windows wholly inside the picture, the mean over the channels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Floats = npt.NDArray[np.float64]
 
 WINDOW = 7  # pixels
 BOX_MARGIN = 4
-"""Pixels by which a mask's bounding box is grown: its seam to the untouched picture is judged too."""
+"""Pixels by which a mask's bounding box is grown, to include the seam to the unedited picture."""
 
 _C1, _C2 = (0.01 * 255) ** 2, (0.03 * 255) ** 2
 
@@ -43,7 +43,7 @@ def ssim(a: Pixels, b: Pixels) -> float:
 
 
 def ssim_in_box(a: Pixels, b: Pixels, mask: Mask) -> float:
-    """SSIM of what lies in the mask's bounding box, grown by BOX_MARGIN pixels on each side.
+    """SSIM in the mask's bounding box, grown by BOX_MARGIN pixels on each side. a, b: uint8 [height, width, channels].
 
     mask: [height, width], true where the picture was edited. Raises ValueError for a mask that is false everywhere.
     """
@@ -52,7 +52,7 @@ def ssim_in_box(a: Pixels, b: Pixels, mask: Mask) -> float:
 
 
 def box_with_margin(mask: Mask) -> tuple[slice, slice]:
-    """Rows and columns of the mask's bounding box, grown by BOX_MARGIN within the picture."""
+    """Rows and columns of the mask's bounding box, grown by BOX_MARGIN pixels. Raises ValueError for an empty mask."""
     rows, columns = np.nonzero(mask)
     if len(rows) == 0:
         raise ValueError("an empty mask has no bounding box")
@@ -64,7 +64,7 @@ def _grown(places: npt.NDArray[np.intp]) -> slice:
 
 
 def _window_mean(values: Floats, size: int) -> Floats:
-    """Mean over every window of size x size that lies wholly inside, by running sums."""
+    """Mean over every window of size x size pixels that lies wholly inside, by running sums."""
     total = np.pad(values, ((1, 0), (1, 0), (0, 0))).cumsum(0).cumsum(1)
     summed: Floats = total[size:, size:] - total[:-size, size:] - total[size:, :-size] + total[:-size, :-size]
     return summed / size**2

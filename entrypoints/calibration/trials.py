@@ -1,4 +1,4 @@
-"""Runs edits exact and under one setting after the other, and says how alike they are."""
+"""Measures settings of mask-aware execution: runs edits under each, and compares their pictures with exact ones."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from entrypoints.image_engine import EditResult, ImageEngine
 
 Pixels = npt.NDArray[np.uint8]
 StartEngine = Callable[[str, str], ImageEngine]
-"""(--cache-keyframes, --cache-dtype) -> an engine of the checkpoint in question."""
+"""(--cache-keyframes, --cache-dtype) -> an engine with the checkpoint to calibrate."""
 
 MIN_CLASS, MAX_CLASSES = 8, 4
-"""Fewest edits of a class of masks, whose tenth percentile means little of less; most classes."""
+"""Fewest edits in a mask class, since the tenth percentile of fewer says little, and the most classes."""
 
 
 class Trials:
-    """A context manager: an engine is there until it is left, and lasts while its own flags stay the same.
+    """Runs trials on an engine that it owns; a context manager. The engine is restarted only if a setting needs other
+    engine flags.
 
-    start: makes engines. num_inference_steps: None for the model's own. say: told of every trial, as a line of text.
+    start: makes engines. num_inference_steps: None for the model's own. say: receives a line of text for each trial.
     """
 
     def __init__(self, start: StartEngine, num_inference_steps: int | None, say: Callable[[str], None]) -> None:
@@ -38,7 +39,7 @@ class Trials:
         self._classes: list[list[int]] = []  # indices of samples, smallest masks first
         self._known: dict[Setting, Trial] = {}
         self._engine: ImageEngine | None = None
-        self._flags: tuple[str, str] | None = None  # that the engine was started with
+        self._flags: tuple[str, str] | None = None  # of the running engine
 
     def __enter__(self) -> Trials:
         self.model = self._open(CHEAPEST).model
@@ -56,12 +57,13 @@ class Trials:
 
     @property
     def num_steps(self) -> int:
-        """Calls of the model, which full steps are counted in."""
+        """Denoising steps that an edit runs, the unit of full steps. May differ from num_inference_steps."""
         return self.model.num_steps(SamplingParams(num_inference_steps=self.num_inference_steps))
 
     def search(self, samples: Sequence[Sample], target: float) -> Trial:
-        """The setting to use for such edits; see Search. Raises ConfigError where they cannot tell, and an edit's own
-        error."""
+        """The result of the setting to use, see Search. Raises ConfigError if no sample runs mask-aware, and the error
+        of an edit that fails.
+        """
         self._samples = samples
         exact = self._run(CHEAPEST, [SamplingParams(mask_aware=False)] * len(samples))
         self._exact = [_pixels(result) for result in exact]
@@ -71,13 +73,13 @@ class Trials:
         return Search(self._measure, self.num_steps, target).run()
 
     def keyframes(self, setting: Setting) -> tuple[float, ...]:
-        """Noise levels of a setting's pages, as the server spreads them; () at every step."""
+        """Noise levels of a setting's keyframes, 0..1, as the engine spaces them; () for pages at every step."""
         scheme = self._open(setting).model.page_scheme
         assert scheme is not None
         return scheme.keyframes
 
     def _measure(self, setting: Setting) -> Trial:
-        """Each setting is run once."""
+        """Measure a setting; results are kept, so that each setting runs once."""
         if setting not in self._known:
             self._known[setting] = trial = self._try(setting)
             self._say(trial.describe(self.num_steps))
@@ -88,7 +90,7 @@ class Trials:
         return Trial(setting, tuple(self._judge(indices, results) for indices in self._classes))
 
     def _params(self, setting: Setting) -> list[SamplingParams]:
-        """Of each sample."""
+        """Sampling parameters for each sample."""
         class_of = {index: number for number, indices in enumerate(self._classes) for index in indices}
         return [
             SamplingParams(mask_margin=setting.margin, full_steps=setting.full_steps_of(class_of[index]))
@@ -105,7 +107,7 @@ class Trials:
         )
 
     def _run(self, setting: Setting, params: Sequence[SamplingParams]) -> list[EditResult]:
-        """One of `params` for each sample; seed and steps are added."""
+        """Run each sample with its `params`, to which seed and steps are added. Raises the first edit's error."""
         seeded = [
             msgspec.structs.replace(sampling, seed=sample.seed, num_inference_steps=self._steps)
             for sampling, sample in zip(params, self._samples, strict=True)

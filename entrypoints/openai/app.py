@@ -1,4 +1,4 @@
-"""The HTTP application: routes, and nothing else."""
+"""The API server's FastAPI application: routes, middleware and exception handlers; the work is done elsewhere."""
 
 from __future__ import annotations
 
@@ -55,28 +55,24 @@ EXPOSED_HEADERS = (
     "x-ratelimit-reset-requests",
     "x-request-id",
 )
-"""What a page of another origin sees of an answer, beside its body."""
+"""Response headers that web pages of allowed other origins can read."""
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """What the HTTP side needs beyond the engine. api_keys: any one of them opens /v1/* at first; none: it is open to
-    all. max_upload_bytes: per file. rate_limit: requests per minute and caller, 0 = no limit. allowed_origins: of web
-    pages that may use the API beside the server's own; "*": any. playground: serve its pages, at / and /status.
-    allowed_hosts: names and addresses that requests may be for, besides the loopback's; none: any.
-    """
+    """Settings of the HTTP application."""
 
-    api_keys: tuple[str, ...] = field(repr=False)
-    max_upload_bytes: int
-    rate_limit: int = 0
-    allowed_origins: tuple[str, ...] = ()
-    playground: bool = False
-    allowed_hosts: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = field(repr=False)  # at the start; any of them opens /v1/*; empty: no key is required
+    max_upload_bytes: int  # per file
+    rate_limit: int = 0  # requests per minute and caller; 0: no limit
+    allowed_origins: tuple[str, ...] = ()  # of web pages that may use the API, besides the server's own; "*": any
+    playground: bool = False  # whether to serve its pages, at / and /status
+    allowed_hosts: tuple[str, ...] = ()  # in `Host` headers, besides loopback; empty: any
 
 
 def create_app(engine: AsyncEngine, settings: ServerSettings, tracer: Tracer | None = None) -> FastAPI:
-    """The application on a started engine, which may still be loading. tracer: records a span of what engines work
-    for; None = nothing.
+    """The application for a started engine, which may still be loading. tracer: records a span for each request in
+    TRACED; None: no tracing.
     """
     app = FastAPI(title="Stencil", summary="Masked image editing behind the OpenAI images API.", redirect_slashes=False)
     places, owners = UploadSlots(engine.check_upload, engine.metrics), RequestOwners()
@@ -92,10 +88,10 @@ def create_app(engine: AsyncEngine, settings: ServerSettings, tracer: Tracer | N
     if settings.rate_limit:
         app.add_middleware(RateLimit, limiter=RateLimiter(settings.rate_limit))
     if settings.api_keys:
-        app.state.keys = KeyRing(settings.api_keys)  # which the server may replace
+        app.state.keys = KeyRing(settings.api_keys)  # entrypoints.key_reload replaces its keys
         app.add_middleware(ApiKeyGuard, keys=app.state.keys)
     else:
-        app.add_middleware(OriginGuard, allowed=settings.allowed_origins)  # with keys no page of another's has one
+        app.add_middleware(OriginGuard, allowed=settings.allowed_origins)  # not with keys: foreign pages have none
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -150,7 +146,7 @@ def _answer(engine: AsyncEngine, request: Request, operation: Operation, submiss
 def _add_template_routes(app: FastAPI, engine: AsyncEngine, settings: ServerSettings, places: UploadSlots) -> None:
     @app.post("/v1/templates", response_model=None, openapi_extra=TEMPLATE_BODY, responses=TEMPLATE_ANSWERS)
     async def create_template(request: Request) -> Response:
-        """Register an image and prepare what edits of it need; the answer comes when that is done."""
+        """Register an image and compute what edits of it need; answers when that is done."""
         _admit(engine)
         async with places.take(_owner(request)):
             submission = await read_template(request, settings.max_upload_bytes)
@@ -166,7 +162,7 @@ def _add_template_routes(app: FastAPI, engine: AsyncEngine, settings: ServerSett
 
     @app.delete("/v1/templates/{template_id}", response_model=None, responses=DELETED_ANSWERS)
     async def delete_template(request: Request, template_id: str) -> Response:
-        """Forget a template: its upload, and all that was computed from it, unless another template is the same."""
+        """Delete a template with its upload, and all that was computed from it unless an equal template needs it."""
         engine.delete_template(template_id, _owner(request))
         return _json({"id": template_id, "object": "template.deleted", "deleted": True})
 
@@ -182,7 +178,7 @@ async def _register(engine: AsyncEngine, request: Request, submission: Submissio
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What comes of `work`, which ends when the client goes: AbortedError."""
+    """The result of `work`. If the client disconnects, cancels it and raises AbortedError."""
     results: list[T] = []
 
     async def run() -> None:
@@ -194,7 +190,7 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 def _owner(request: Request) -> str:
-    """Whose templates the caller sees: those of its key, or everybody's where no keys are asked for."""
+    """The digest of the caller's key, which owns its templates; "" for all callers if no keys are required."""
     return str(request.scope.get(OWNER, ""))
 
 
@@ -203,13 +199,13 @@ def _add_model_routes(app: FastAPI, engine: AsyncEngine) -> None:
 
     @app.get("/v1/models", response_model=None)
     async def list_models() -> Response:
-        """The loaded models, and each one's adapters, whose parent it is."""
+        """The loaded models and their adapters; an adapter's `parent` is its model."""
         _require_ready(engine)
         return _json({"object": "list", "data": [_model_object(model, started) for model in engine.models.values()]})
 
     @app.get("/v1/models/{model_id:path}", response_model=None)
     async def retrieve_model(model_id: str) -> Response:
-        """One of them; the id may hold slashes."""
+        """One model or adapter; its id may contain slashes."""
         _require_ready(engine)
         if model_id not in engine.models:
             raise ModelNotFoundError(model_id)
@@ -220,8 +216,8 @@ def _add_operator_routes(app: FastAPI, engine: AsyncEngine, owners: RequestOwner
     @app.get("/health", response_model=None)
     @app.head("/health", include_in_schema=False)
     async def health() -> Response:
-        """200 while the server process is alive; how each engine is: "serving", "loading", "restarting" or "gone", and
-        its restarts in a row.
+        """200 while the server process is alive, with each engine's state ("serving", "loading", "restarting" or
+        "gone") and its number of consecutive restarts.
         """
         engines = [
             {"index": index, "alive": state == "serving", "state": state, "restarts": restarts}
@@ -232,9 +228,7 @@ def _add_operator_routes(app: FastAPI, engine: AsyncEngine, owners: RequestOwner
     @app.get("/ready", response_model=None)
     @app.head("/ready", include_in_schema=False)
     async def ready() -> Response:
-        """200 when edits are served; 503 while the model loads, also anew after its engine's death, and during
-        shutdown.
-        """
+        """200 when edits are served; 503 while the model loads, also after its engine's death, and during shutdown."""
         _require_ready(engine)
         return _json({"status": "ready"})
 
@@ -246,13 +240,13 @@ def _add_operator_routes(app: FastAPI, engine: AsyncEngine, owners: RequestOwner
 
     @app.get("/v1/engine/stats", response_model=None)
     async def stats(request: Request, steps: Annotated[int, Query(ge=0, le=MAX_RECENT_STEPS)] = 0) -> Response:
-        """The queue, the load, the activation cache and the cost model; with `steps`, each engine's last ones."""
+        """The queue, the load, the activation cache and the cost model; with `steps`, each engine's last N steps."""
         owner = _owner(request)
         return _json(engine_stats(engine, steps, lambda image_id: owners.shown(image_id, owner)))
 
 
 def _admit(engine: AsyncEngine) -> None:
-    """Checked before a body is read, so that nobody uploads in vain."""
+    """Raises OverloadedError unless the engine is ready; called before a body is read, to save a useless upload."""
     if not engine.is_ready:
         engine.metrics.observe_rejected("shutting_down" if engine.is_closing else "not_ready")
     _require_ready(engine)

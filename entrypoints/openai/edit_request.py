@@ -1,4 +1,6 @@
-"""From a parsed form to what the engine takes: cross-field rules, quality to steps, what the model cannot use."""
+"""Turns a parsed request body into an EditInput: checks rules between fields, maps `quality` to steps, and finds the
+fields that have no effect with this model.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from entrypoints.openai.submission import Submission
 Operation = Literal["image_edit", "image_generation"]
 
 LOADING_RETRY_SECONDS = 2.0
-_MAX_ASPECT = 3.0  # of a generation; upstream's own limit
+_MAX_ASPECT = 3.0  # longer to shorter side of a generation; OpenAI's limit
 _SAMPLING_FIELDS = (
     "guidance_scale",
     "true_cfg_scale",
@@ -38,23 +40,23 @@ _MASK_AWARE_FIELDS = ("mask_margin", "full_steps")
 
 @dataclass(frozen=True)
 class ImagesCall:
-    """One accepted call: the engine's input, and what the answer needs to know of the request."""
+    """A valid call: the engine's input, and the parts of the request that its answer repeats or depends on."""
 
     operation: Operation
     edit: EditInput
-    stream: bool
-    quality: str | None  # None: not asked for
-    background: str | None
+    stream: bool  # answer with server-sent events
+    quality: str | None  # as the answer repeats it; None: not given, or without effect
+    background: str | None  # "opaque" if that had an effect, else None
     safety_identifier: str | None
-    ignored: tuple[str, ...]
-    ignored_if_exact: tuple[str, ...]  # and these where every token is computed
+    ignored: tuple[str, ...]  # fields without effect
+    ignored_if_exact: tuple[str, ...]  # further ones if every token is computed
 
 
 def build_call(
     operation: Operation, submission: Submission, models: Mapping[str, ModelInfo], owner: str = ""
 ) -> ImagesCall:
-    """owner: see EditInput. Raises InvalidRequestError, ModelNotFoundError, or OverloadedError while no model is
-    loaded.
+    """The call that a request makes. models: by id. owner: see EditInput. Raises InvalidRequestError,
+    ModelNotFoundError, or OverloadedError while no model is loaded.
     """
     values = submission.values
     model = _choose_model(values, models)
@@ -147,7 +149,7 @@ def _sampling(values: Mapping[str, Value], model: ModelInfo) -> SamplingParams:
 
 
 def _steps(values: Mapping[str, Value], model: ModelInfo) -> int | None:
-    """The step count asked for, in whichever way; None: the model's default."""
+    """Steps from `num_inference_steps`, its alias `steps`, or `quality`; None: the model's default."""
     if "steps" in values and "num_inference_steps" in values:
         raise InvalidRequestError("'steps' is an alias of 'num_inference_steps': give one of them.", param="steps")
     for name in ("num_inference_steps", "steps"):
@@ -160,7 +162,7 @@ def _steps(values: Mapping[str, Value], model: ModelInfo) -> int | None:
 
 
 def _shown_quality(values: Mapping[str, Value]) -> str | None:
-    """`quality` as the answer repeats it; upstream's answers know no `hd`, `standard` or `auto`."""
+    """`quality` as the answer repeats it. OpenAI's answers have no `hd`, `standard` or `auto`."""
     quality = {"hd": "high"}.get(str(values.get("quality")), values.get("quality"))
     overruled = "num_inference_steps" in values or "steps" in values
     return str(quality) if quality in QUALITY_FACTORS and not overruled else None
@@ -171,7 +173,7 @@ def _safety_identifier(values: Mapping[str, Value]) -> str | None:
 
 
 def _ignored(operation: Operation, values: Mapping[str, Value], model: ModelInfo) -> list[str]:
-    """The known fields that were valid, but changed nothing for this model and request, in the order of arrival."""
+    """Known and valid fields that have no effect with this model and request, in the order of arrival."""
     fields = EDIT_FIELDS if operation == "image_edit" else GENERATION_FIELDS
     return [name for name in values if not _has_effect(fields[name], values, model, operation)]
 
@@ -193,18 +195,18 @@ def _has_effect(field: Field, values: Mapping[str, Value], model: ModelInfo, ope
         case "partial_images":
             return bool(values.get("stream")) or not values["partial_images"]
         case "background":
-            # An edit keeps the upload's own transparency outside the mask, unless the format has none.
+            # An edit keeps the upload's transparency outside the mask, unless the output format has none.
             is_opaque = operation == "image_generation" or values.get("output_format") == "jpeg"
             return values["background"] == "auto" or is_opaque
         case "template_id" | "padding_mask_crop":
             return operation == "image_edit"
         case "user":
-            return not values.get("safety_identifier")  # both are returned under this one name
+            return not values.get("safety_identifier")  # which is returned instead
         case _:
             return field.has_effect
 
 
 def missing(name: str) -> InvalidRequestError:
-    """The refusal of a request without a field that it needs."""
+    """The error for a request that lacks a required field."""
     message = f"Missing required parameter: '{name}'."
     return InvalidRequestError(message, param=name, code="missing_required_parameter")

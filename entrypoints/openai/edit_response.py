@@ -1,6 +1,6 @@
-"""The answer to an edit or a generation: runs it on the engine and sends what comes, as one JSON body or as events.
+"""EditResponse: runs an edit or generation on the engine and sends its images, as one JSON body or as events.
 
-It is an ASGI response because outputs live in shared memory only while the engine's `edit` context is open.
+An ASGI response, because it must send outputs while the engine's `edit` context is open: they are in shared memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _KEEP_ALIVE = b": keep-alive\n\n"
 _STREAM_HEADERS = {
     "content-type": "text/event-stream",
     "cache-control": "no-cache",
-    "x-accel-buffering": "no",  # or nginx would hold partial images back
+    "x-accel-buffering": "no",  # otherwise nginx buffers partial images
 }
 _log = logging.getLogger("stencil.api")
 
@@ -41,13 +41,13 @@ class _ClientStalledError(Exception):
 
 
 class EditResponse(Response):
-    """Everything that can be refused is refused (raised) before the first byte is sent."""
+    """The answer to one call. Refusals are raised before the first byte is sent, so that they keep their status."""
 
     def __init__(self, run_edit: RunEdit, call: ImagesCall, submission: Submission) -> None:
         self._run_edit = run_edit
         self._call = call
         self._submission = submission
-        self._reports: list[EditReport] = []  # of the images that are done
+        self._reports: list[EditReport] = []  # of finished images
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -56,8 +56,8 @@ class EditResponse(Response):
             if not await run_until(disconnected(receive), self._run(record, _impatient(send))):
                 record.is_client_gone = True
         except _ClientStalledError:
-            _log.warning("given up: its client reads nothing")
-            record.is_client_gone = True  # the server closes the connection of an answer that is not complete
+            _log.warning("gave up on a client that does not read its answer")
+            record.is_client_gone = True  # uvicorn closes the connection, as the answer is incomplete
         finally:
             self._submission.close()
             record.note_reports(self._reports)
@@ -88,8 +88,8 @@ class EditResponse(Response):
                     self._note(output)
                     await _send_parts(send, [_KEEP_ALIVE] if output is None else image_event(self._call, output))
         except _ClientStalledError:
-            raise  # it would not read of an error either
-        except Exception as error:  # the edge: a stream that just ends would look like a success without an image
+            raise  # the client would not read an error either
+        except Exception as error:  # otherwise the stream would end like a success without an image
             log_internal(error)
             reply = describe(error)
             record.note_error(reply.code)
@@ -102,7 +102,7 @@ class EditResponse(Response):
 
 
 async def _with_silences(outputs: AsyncIterator[ImageOutput]) -> AsyncGenerator[ImageOutput | None]:
-    """The outputs, and None whenever KEEP_ALIVE_SECONDS pass without one."""
+    """The outputs, and None after every KEEP_ALIVE_SECONDS without one."""
     upcoming = asyncio.create_task(_next(outputs))
     try:
         while True:
@@ -120,7 +120,7 @@ async def _with_silences(outputs: AsyncIterator[ImageOutput]) -> AsyncGenerator[
 
 
 async def disconnected(receive: Receive) -> None:
-    """Returns when the client has closed the connection; the request's body must have been read."""
+    """Wait until the client closes the connection. The request's body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -130,7 +130,7 @@ async def _next(outputs: AsyncIterator[ImageOutput]) -> ImageOutput | None:
 
 
 def _impatient(send: Send) -> Send:
-    """`send`, raising _ClientStalledError after STALL_SECONDS: a client that reads nothing must not keep its place."""
+    """`send` that raises _ClientStalledError after STALL_SECONDS, so that such clients do not hold memory for ever."""
 
     async def send_or_give_up(message: Message) -> None:
         try:
@@ -150,4 +150,4 @@ async def _start(send: Send, headers: dict[str, str]) -> None:
 async def _send_parts(send: Send, parts: Parts) -> None:
     for piece in send_pieces(parts):
         await send({"type": "http.response.body", "body": piece, "more_body": True})
-        await asyncio.sleep(0)  # a fast client never makes `send` wait
+        await asyncio.sleep(0)  # `send` does not yield while the client keeps up

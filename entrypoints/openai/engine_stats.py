@@ -1,4 +1,4 @@
-"""GET /v1/engine/stats: what the engines know of themselves, as JSON."""
+"""Builds the JSON object of GET /v1/engine/stats from the engines' statistics."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _TOTAL_FIELDS = ("steps", "batch_tokens", "batch_requests", "tokens_skipped", "p
 
 
 def engine_stats(engine: AsyncEngine, num_steps: int, shown: Callable[[str], str]) -> dict[str, Any]:
-    """The queue, each engine, what all of them did and hold together, the templates and the models. What is not known
-    yet, or not there, is null. num_steps: tell each engine's last denoising steps one by one, at most so many; shown:
-    how the caller is told an image's id.
+    """The queue, each engine, their totals and joint cache, the templates and the models. Unknown or absent values are
+    null. num_steps: how many of each engine's last denoising steps to list. shown: an image's id -> the id that the
+    caller may see.
     """
     every = [
         stats if stats is None or is_alive else _of_the_dead(stats)
@@ -64,7 +64,7 @@ def _engine(index: int, alive: bool, load: LoadReport | None, stats: EngineStats
 
 
 def _totals(known: Sequence[EngineStats]) -> dict[str, Any]:
-    """busy_seconds: by stage."""
+    """Sums over the engines; `busy_seconds` is a sum for each stage."""
     totals: dict[str, Any] = {field: sum(getattr(stats, field) for stats in known) for field in _TOTAL_FIELDS}
     return totals | {"busy_seconds": sum_by_key(stats.busy_seconds for stats in known)}
 
@@ -77,7 +77,7 @@ def _steps(engine: AsyncEngine, index: int, num_steps: int, shown: Callable[[str
 
 
 def _step(sample: StepSample, now: float, shown: Callable[[str], str]) -> dict[str, Any]:
-    """ms_ago: since it began."""
+    """One denoising step; `ms_ago` counts from its start. now: monotonic seconds."""
     return {
         "ms_ago": round((now - sample.started) * 1e3, 1),
         "ms": round(sample.seconds * 1e3, 3),
@@ -87,7 +87,7 @@ def _step(sample: StepSample, now: float, shown: Callable[[str], str]) -> dict[s
 
 
 def _of_the_dead(stats: EngineStats) -> EngineStats:
-    """What it did stays true; it holds nothing any more."""
+    """The last statistics of a dead engine: counters are kept, and memory, models and predictions are emptied."""
     if stats.cache is None:
         return stats
     cache = msgspec.structs.replace(stats.cache, entries={}, used_bytes={}, budget_bytes={})
@@ -95,7 +95,7 @@ def _of_the_dead(stats: EngineStats) -> EngineStats:
 
 
 def _cache(stats: CacheStats) -> dict[str, Any]:
-    """hit_ratio: entries found on any tier / entries asked for; null before the first one."""
+    """`hit_ratio` is entries found on any tier / entries looked up; null before the first look-up."""
     hits = sum(stats.hits.values())
     asked = hits + stats.misses
     return {"hit_ratio": hits / asked if asked else None} | dict(msgspec.to_builtins(stats))

@@ -1,4 +1,4 @@
-"""Exceptions to HTTP: one table from the exception tree to status, type and code of OpenAI's error envelope."""
+"""Maps exceptions to HTTP errors: one table gives each class its status, and type and code of OpenAI's envelope."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from core.errors import (
 
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
-NO_DISK_SECONDS = 10.0  # what a client is told to wait: operators are not faster
+NO_DISK_SECONDS = 10.0  # retry-after when the disk is full; an operator has to make room
 FAILURES = {
     "internal_error": "The server had an error while processing your request. Sorry about that!",
-    "out_of_memory": "The server had not enough memory for this request. Try a smaller image or fewer images.",
-    "engine_died": "The engine died that worked on this request, as often as it was tried. Try again later.",
+    "out_of_memory": "The server did not have enough memory for this request. Try a smaller image or fewer images.",
+    "engine_died": "The engine that worked on this request died at every attempt. Try again later.",
 }
-"""What clients are told of internal failures, by code. Their own texts, in the log, name files, devices and other
-requests."""
+"""Messages to clients for internal failures, by code. The exceptions' own messages are only logged, since they may name
+files, devices and other requests."""
 
 
 class RequestTooLargeError(InvalidRequestError):
@@ -44,7 +44,7 @@ class RequestTooLargeError(InvalidRequestError):
 
 
 class UnsupportedContentTypeError(InvalidRequestError):
-    """The body is neither of the media types that the endpoint reads."""
+    """The body has a media type that the endpoint does not accept."""
 
     def __init__(self, content_type: str, expected: str) -> None:
         message = f"Unsupported content type '{content_type}'. Expected {expected}."
@@ -52,41 +52,41 @@ class UnsupportedContentTypeError(InvalidRequestError):
 
 
 class BodyTimeoutError(StencilError):
-    """The client stopped sending in the middle of its body."""
+    """The client stopped sending within its body, or sends too slowly."""
 
 
 class NoDiskError(OverloadedError):
-    """The server's temporary folder does not take an upload: its disk is full or cannot be written."""
+    """An upload cannot be written to the server's temporary folder: the disk is full or not writable."""
 
     def __init__(self) -> None:
         super().__init__("The server has no room on its disk for uploads at the moment.", retry_after=NO_DISK_SECONDS)
 
 
 class InvalidApiKeyError(StencilError):
-    """The authorization header is missing or holds another key."""
+    """The authorization header is missing or has an unknown key."""
 
 
 class ForeignOriginError(StencilError):
-    """A web page of another host wants to change something."""
+    """A web page of another origin sent a request that may change something."""
 
     def __init__(self, origin: str, host: str) -> None:
         super().__init__(
             f"A web page of {origin[:100]!r} may not send this to {host[:100]!r}. If that is the server's own page "
-            "behind a proxy, have the proxy pass the Host header on; or give the server an --api-key."
+            "behind a proxy, have the proxy pass the Host header on; or start the server with --api-key."
         )
 
 
 class HostNotAllowedError(StencilError):
-    """The `Host` header names no host of the server's."""
+    """The `Host` header names a host that the server does not serve."""
 
     def __init__(self, host: str, name: str | None) -> None:
-        """host: the header. name: the host in it, None where it holds none."""
+        """host: the header's value. name: the host in it; None if it is malformed."""
         remedy = f" If that is its name, start it with --allowed-host {name[:100]}." if name else ""
         super().__init__(f"This server does not answer for the host {host[:100]!r}.{remedy}")
 
 
 class RateLimitError(StencilError):
-    """The caller has sent its share of requests for now; the next one is accepted in `retry_after` seconds."""
+    """The caller exceeded its rate limit; its next request is accepted in `retry_after` seconds."""
 
     def __init__(self, limit: int, retry_after: float) -> None:
         message = f"Rate limit reached: {limit} requests per minute. Please try again in {math.ceil(retry_after)}s."
@@ -96,7 +96,7 @@ class RateLimitError(StencilError):
 
 @dataclass(frozen=True)
 class ErrorReply:
-    """An error as it leaves the server."""
+    """An error as it is sent to the client."""
 
     status: int
     type: str
@@ -107,7 +107,7 @@ class ErrorReply:
 
     @property
     def envelope(self) -> dict[str, Any]:
-        """The inner object of OpenAI's envelope."""
+        """The value of `error` in OpenAI's envelope."""
         return {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
 
     def response(self) -> Response:
@@ -116,7 +116,7 @@ class ErrorReply:
         return Response(body, self.status, self.headers, media_type="application/json")
 
 
-# The first row whose class matches wins. A None type or code is taken from the exception.
+# Exception -> status, type, code. The first row whose class matches wins; None: derived from the exception.
 _TABLE: tuple[tuple[type[BaseException], int, str | None, str | None], ...] = (
     (InvalidApiKeyError, 401, INVALID_REQUEST, "invalid_api_key"),
     (ForeignOriginError, 403, INVALID_REQUEST, "foreign_origin"),
@@ -143,7 +143,7 @@ _HTTP_CODES = {404: "unknown_url", 405: "method_not_allowed"}
 
 
 def describe(error: BaseException) -> ErrorReply:
-    """The answer that `error` is to a client."""
+    """The HTTP error for `error`; internal failures get a message from FAILURES."""
     _, status, kind, code = next(row for row in _TABLE if isinstance(error, row[0]))
     return ErrorReply(
         status=status,
@@ -156,13 +156,13 @@ def describe(error: BaseException) -> ErrorReply:
 
 
 def log_internal(error: BaseException) -> None:
-    """Logs what the client is not told: everything that is answered with 500."""
+    """Log `error` with its traceback if it is answered with 500, as the client only gets a general message."""
     if describe(error).status == 500:
         _log.error("failed: %s", error, exc_info=error)
 
 
 def describe_http(error: HTTPException, method: str, path: str) -> ErrorReply:
-    """The answer to what the router itself refuses: an unknown path, a wrong method."""
+    """The HTTP error for a request that FastAPI's router refuses: an unknown path or a wrong method."""
     messages = {404: f"Unknown request URL: {method} {path}.", 405: f"Method {method} is not allowed for {path}."}
     return ErrorReply(
         status=error.status_code,
@@ -181,7 +181,7 @@ def _image_error_type(error: BaseException) -> str:
 def _headers(error: BaseException) -> dict[str, str]:
     match error:
         case OverloadedError() | RateLimitError():
-            # A client library ignores 0 and gives up above 120 s.
+            # OpenAI's client libraries ignore 0, and ignore values above 120 s.
             return {"retry-after": str(min(120, max(1, math.ceil(error.retry_after))))}
         case DeadlineExceededError():
             return {"x-should-retry": "false"}

@@ -1,7 +1,7 @@
-"""The table of request fields: name, type, range, meaning. Parsing is strict: nothing is coerced, clamped or guessed.
+"""The table of request fields: name, type, range, meaning. Parsing is strict: values are never coerced or clamped.
 
-The same table makes the OpenAPI schema. Its ranges are those of `core.sampling_params`; `SamplingParams` itself checks
-the sampling fields that have none here.
+The OpenAPI schema is built from the same table. Ranges come from `core.sampling_params`; `SamplingParams` checks the
+sampling fields that have no range here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ _KIND_OF_JSON = {str: "string", int: "integer", float: "number", bool: "boolean"
 
 
 def decode_json(data: bytes | bytearray | msgspec.Raw, type_: type[T]) -> T:
-    """`data` as `type_`. Raises InvalidRequestError (``invalid_json``); msgspec.ValidationError passes."""
+    """Decode JSON as `type_`. Raises InvalidRequestError (``invalid_json``) if it is malformed, and lets msgspec's
+    ValidationError through if it has another type.
+    """
     try:
         return msgspec.json.decode(data, type=type_)
     except msgspec.ValidationError:
@@ -47,19 +49,19 @@ def decode_json(data: bytes | bytearray | msgspec.Raw, type_: type[T]) -> T:
 
 @dataclass(frozen=True)
 class Field:
-    """One scalar field. `has_effect` False: valid values are accepted and named in `stencil.ignored`."""
+    """One scalar field of a request."""
 
     name: str
     kind: Kind
-    meaning: str
-    low: float | None = None
+    meaning: str  # its description in the OpenAPI schema
+    low: float | None = None  # bounds of a number, inclusive
     high: float | None = None
-    choices: tuple[str, ...] = ()
-    max_length: int | None = None
-    has_effect: bool = True
+    choices: tuple[str, ...] = ()  # valid strings; empty: any
+    max_length: int | None = None  # characters
+    has_effect: bool = True  # False: valid values are accepted and listed in `stencil.ignored`
 
     def from_text(self, text: str) -> Value:
-        """The value of a multipart text part; raises InvalidRequestError."""
+        """The value of a multipart text part. Raises InvalidRequestError."""
         match self.kind:
             case "string":
                 return self._checked(text)
@@ -72,12 +74,12 @@ class Field:
         raise self._invalid_type(f"'{shorten(text)}'")
 
     def from_json(self, raw: msgspec.Raw) -> Value | None:
-        """The value of a JSON member, None for null; raises InvalidRequestError."""
+        """The value of a JSON member; None for null. Raises InvalidRequestError."""
         if kind := {b"{": "object", b"[": "array"}.get(bytes(memoryview(raw)[:1])):
             raise self._invalid_type(kind)  # not worth decoding: it may hold a million values
         try:
             value: Any = decode_json(raw, object)
-        except msgspec.ValidationError as error:  # well-formed, but no number that a float or an int could hold
+        except msgspec.ValidationError as error:  # well-formed, but a number beyond msgspec's range
             raise self._out_of_range() from error
         match self.kind, value:
             case _, None:
@@ -93,7 +95,7 @@ class Field:
         raise self._invalid_type(_KIND_OF_JSON[type(value)])
 
     def schema(self) -> dict[str, Any]:
-        """The field in OpenAPI's terms."""
+        """The field's OpenAPI schema."""
         schema: dict[str, Any] = {"type": self.kind, "description": self.meaning}
         limits = {"minimum": self.low, "maximum": self.high, "maxLength": self.max_length, "enum": list(self.choices)}
         return schema | {key: limit for key, limit in limits.items() if limit not in (None, [])}
@@ -130,7 +132,7 @@ def _as_int(bound: float | None) -> int | None:
 
 
 QUALITY_FACTORS = {"low": 0.5, "medium": 1.0, "high": 2.0, "hd": 2.0, "xhigh": 3.0, "max": 4.0}
-"""`quality` -> factor on the model's default step count."""
+"""`quality` -> factor on the model's default number of steps."""
 
 _COMMON = (
     Field("prompt", "string", "What to paint.", max_length=MAX_PROMPT_CHARACTERS),
@@ -138,10 +140,10 @@ _COMMON = (
     Field("lora", "string", "An adapter of the model; empty or omitted: none.", max_length=512),
     Field("n", "integer", "Images to make.", 1, MAX_IMAGES),
     Field("size", "string", "Output size: auto or WIDTHxHEIGHT in pixels."),
-    Field("response_format", "string", "b64_json; url is not offered.", choices=("b64_json", "url")),
+    Field("response_format", "string", "b64_json; url is not supported.", choices=("b64_json", "url")),
     Field("output_format", "string", "File format of the result; default png.", choices=("png", "webp", "jpeg")),
     Field("output_compression", "integer", "Encoder quality of jpeg and webp; 100 is lossless webp.", 0, 100),
-    Field("background", "string", "transparent is not offered.", choices=("auto", "opaque", "transparent")),
+    Field("background", "string", "transparent is not supported.", choices=("auto", "opaque", "transparent")),
     Field(
         "quality",
         "string",
@@ -159,11 +161,11 @@ _COMMON = (
     Field("frame_duration_ms", "integer", "Not used.", 1, has_effect=False),
     Field("num_inference_steps", "integer", "Denoising steps.", 1, MAX_INFERENCE_STEPS),
     Field("steps", "integer", "Alias of num_inference_steps.", 1, MAX_INFERENCE_STEPS),
-    Field("guidance_scale", "number", "Guidance: distilled or classifier-free, as the model has it.", 0, MAX_GUIDANCE),
+    Field("guidance_scale", "number", "Guidance scale: distilled or classifier-free, by model.", 0, MAX_GUIDANCE),
     Field(
         "true_cfg_scale",
         "number",
-        "Classifier-free guidance where guidance_scale is none; needs negative_prompt.",
+        "Classifier-free guidance scale of models whose guidance_scale is not one; needs negative_prompt.",
         0,
         MAX_GUIDANCE,
     ),
@@ -177,18 +179,18 @@ _COMMON = (
     Field("strength", "number", "How much of the template's content to replace.", 0, 1),
     Field("max_sequence_length", "integer", "Text tokens, up to the model's own length.", 1),
     Field("mask_aware", "boolean", "Compute only the tokens under the mask; default true."),
-    Field("mask_margin", "integer", "Pixels by which computed area grows beyond the mask.", 0),
+    Field("mask_margin", "integer", "Pixels by which the computed area extends beyond the mask.", 0),
     Field("full_steps", "integer", "Leading steps that compute every token.", 0),
     Field("template_id", "string", "A registered template, instead of an image.", max_length=512),
     Field(
         "padding_mask_crop",
         "integer",
-        "Edit the mask's box and so many pixels around it at the model's own resolution, and paste it back.",
+        "Edit only the mask's box, grown by this many pixels, at the model's resolution, and paste it back.",
         0,
         MAX_PADDING_MASK_CROP,
     ),
-    Field("priority", "integer", "Class: lower goes first; default 0."),
-    Field("timeout", "number", "Seconds the edit may take: 503 or 504 as soon as it cannot be met."),
+    Field("priority", "integer", "Priority class: lower runs first; default 0."),
+    Field("timeout", "number", "Seconds the edit may take; answers 503 or 504 as soon as it cannot be met."),
 )
 
 EDIT_FIELDS: dict[str, Field] = {
@@ -209,7 +211,7 @@ TEMPLATE_FIELDS: dict[str, Field] = {field.name: field for field in _COMMON if f
 
 
 def parse_size(text: str) -> tuple[int, int] | None:
-    """`size` -> (width, height) in pixels, None for auto. Raises InvalidRequestError."""
+    """`size` as (width, height) in pixels; None for auto. Raises InvalidRequestError."""
     if text == "auto":
         return None
     match = re.fullmatch(r"([1-9][0-9]{1,4})x([1-9][0-9]{1,4})", text)

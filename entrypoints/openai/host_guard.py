@@ -1,4 +1,4 @@
-"""Which host a request may be for. Plain ASGI."""
+"""HostGuard: middleware that refuses requests for hosts that the server does not serve. Plain ASGI."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from entrypoints.openai.middleware import answer
 class HostGuard:
     """Answers 403, on every path, to a request whose `Host` header names none of the server's hosts.
 
-    A page can have its own name resolve to the address of its visitor's machine (DNS rebinding). For the browser it is
-    then of the same origin as a server that listens there, and may send everything and read all answers; but the Host
-    header still holds the page's name. Browsers always send one, so a request without it is some other client's.
+    Protects from DNS rebinding: a web page makes its own name resolve to the address of its visitor's machine. The
+    browser then takes a server there for the page's own origin and lets the page read its answers; but the Host header
+    still has the page's name. Browsers always send one, so a request without it comes from another client and passes.
 
-    Starlette's TrustedHostMiddleware answers in plain text instead of the API's error envelope, looks at the first of
-    several Host headers alone, and refuses health checks that send none.
+    Not Starlette's TrustedHostMiddleware, which answers in plain text instead of the API's error envelope, checks only
+    the first of several Host headers, and refuses health checks that send none.
     """
 
     def __init__(self, app: ASGIApp, allowed: Collection[str]) -> None:
-        """allowed: the server's, besides the loopback's, as `entrypoints.hosts` spells them."""
+        """allowed: hosts of the server besides loopback, normalised by `entrypoints.hosts`."""
         self._app = app
         self._allowed = frozenset(allowed)
 

@@ -1,7 +1,7 @@
-"""A JSON body with pictures in it, read as it streams in.
+"""Reads a JSON body that contains pictures while it arrives.
 
-A parser would hold the interpreter for a tenth of a second over a body of 100 MB. So strings beyond 512 KiB, which only
-pictures have, are taken out before anything is parsed: each becomes an upload of its own, with a marker in its place.
+Parsing a body of 100 MB at once would block the event loop for a tenth of a second. So strings above 512 KiB, which
+only pictures reach, are removed before parsing: each becomes an upload of its own, and a marker takes its place.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ import uuid
 from entrypoints.openai.uploads import SpooledUpload
 
 LONG_STRING_BYTES = 512 * 1024
-"""More than any valid text field: 32000 characters are at most 12 bytes each, as escaped surrogate pairs."""
+"""More than any valid text field needs: 32000 characters of at most 12 bytes each, as escaped surrogate pairs."""
 PIECE_BYTES = 64 * 1024
-"""Read between two turns of the event loop, 1 ms at worst. At most LONG_STRING_BYTES: a string that begins and ends
-within a piece is never long, so only a piece's first and last quotes are looked at."""
+"""Processed between two turns of the event loop; takes 1 ms at worst. Must be at most LONG_STRING_BYTES: then a string
+within one piece is never long, and only the first and last quote of a piece matter."""
 _CUT_ESCAPE = re.compile(rb"\\(u[0-9a-fA-F]{0,3})?\Z")
 _LONGEST_CUT_ESCAPE = 5
 
 
 class JsonBody:
-    """feed all chunks, then read `text`: the document without its long strings, and `long_strings` by their markers."""
+    """Splits a document into `text` and `long_strings`; call `feed` with all chunks first."""
 
     def __init__(self) -> None:
-        self.text = bytearray()
-        self.long_strings: dict[str, SpooledUpload] = {}
-        self._marker = f"long-string-{uuid.uuid4().hex}"  # nobody can guess it
+        self.text = bytearray()  # the document, with markers instead of long strings
+        self.long_strings: dict[str, SpooledUpload] = {}  # marker -> the string's content
+        self._marker = f"long-string-{uuid.uuid4().hex}"  # random, so that a client cannot send it
         self._is_in_string = False
-        self._content: list[bytearray] = []  # of the current string until it is long, in pieces that cut no escape
+        self._content: list[bytearray] = []  # of the current string until it is long; pieces never split an escape
         self._upload: SpooledUpload | None = None  # of the current string, once it is long
-        self._rest = b""  # an escape that the piece's end cut
+        self._rest = b""  # an incomplete escape at the end of the last piece
 
     def close(self) -> None:
         """Free the uploads."""
@@ -42,11 +42,11 @@ class JsonBody:
     async def feed(self, chunk: bytes) -> None:
         for start in range(0, len(chunk), PIECE_BYTES):
             await self._feed_piece(self._rest + chunk[start : start + PIECE_BYTES])
-            await asyncio.sleep(0)  # an upload in memory never waits
+            await asyncio.sleep(0)  # SpooledUpload.write does not yield while it is in memory
 
     async def _feed_piece(self, data: bytes) -> None:
-        # In `plain` every quote begins or ends a string. A backslash between strings may spoil that, but stays in
-        # `text`, where the parser will not read beyond it.
+        # In `plain` every quote begins or ends a string. A stray backslash between strings breaks that, but is kept in
+        # `text`, where the parser fails on it.
         plain = data.replace(b"\\\\", b"__").replace(b'\\"', b"__")
         starts_in_string, num_quotes = self._is_in_string, plain.count(b'"')
         self._is_in_string = starts_in_string != bool(num_quotes % 2)
@@ -80,7 +80,7 @@ class JsonBody:
             self._content.append(bytearray(data))
 
     async def _take_out(self) -> None:
-        """The current string turns out to be long."""
+        """Move the current string, which has become long, to an upload."""
         marker = f"{self._marker}-{len(self.long_strings)}"
         self._upload = self.long_strings[marker] = SpooledUpload()
         pieces, self._content = self._content, [bytearray(marker.encode())]
@@ -91,8 +91,8 @@ class JsonBody:
     async def _spool(self, upload: SpooledUpload, content: bytes | bytearray) -> None:
         try:
             await upload.write(_unescape(content))
-        except ValueError:  # no escape at all
-            self._keep(content)  # the parser will say so
+        except ValueError:  # an invalid escape
+            self._keep(content)  # leave it to the parser, which refuses it
 
     def _end_string(self) -> None:
         self.text += b"".join(self._content)
@@ -100,13 +100,13 @@ class JsonBody:
 
 
 def _uncut(plain: bytes) -> int:
-    """The length without an escape at the end that may go on in the next piece."""
+    """The length without an incomplete escape at the end, which may continue in the next piece."""
     match = _CUT_ESCAPE.search(plain, max(0, len(plain) - _LONGEST_CUT_ESCAPE))
     return match.start() if match else len(plain)
 
 
 def _unescape(content: bytes | bytearray) -> bytes | bytearray:
-    """Resolves escapes; what is not ASCII comes out as something that is no base64 either. Raises ValueError."""
+    """Resolve escapes; non-ASCII characters become "?", also invalid in base64. Raises ValueError for a bad escape."""
     if b"\\" not in content:
         return content
     text: str = json.loads(b'"%s"' % content if content.isascii() else f'"{content.decode("latin-1")}"', strict=False)

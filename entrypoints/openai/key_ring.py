@@ -1,4 +1,4 @@
-"""KeyRing: the API keys that open /v1/*, which may change while requests come."""
+"""KeyRing: the valid API keys, which can be replaced while the server runs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 
 class KeyRing:
-    """Keeps the digests of keys, and no key. A key's digest is what its owner is known by, so that owners, and with
-    them templates, pages and rate limits, stay the same when the ring is replaced and when the server starts again.
+    """Stores digests of keys, not the keys. A digest identifies the key's owner, so the owners of templates, pages and
+    rate limits stay the same when keys are replaced and when the server restarts.
     """
 
     def __init__(self, keys: Iterable[str]) -> None:
@@ -19,12 +19,12 @@ class KeyRing:
         return len(self._owners)
 
     def replace(self, keys: Iterable[str]) -> None:
-        """From now on these keys and no others open. What they have opened before goes on."""
+        """Accept only these keys from now on. Running requests are not affected."""
         self._owners = tuple(dict.fromkeys(_digest(key.encode()) for key in keys))
 
     def owner_of(self, key: bytes) -> str | None:
-        """The owner, 64 hex digits, whose key came; None for one that opens nothing. Takes the same time for every key,
-        whichever it equals and however long it is.
+        """The owner of `key`, its digest as 64 hex digits; None for an unknown key. The time taken does not depend on
+        which key matches.
         """
         owner = _digest(key)
         is_known = any([hmac.compare_digest(owner, known) for known in self._owners])  # noqa: C419 - no early exit

@@ -1,4 +1,4 @@
-"""What every request passes: a request id, a record, the API key. Plain ASGI, so nothing is buffered."""
+"""Middleware for every request: assigns its id and record, checks its API key. Plain ASGI, so nothing is buffered."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from entrypoints.openai.request_record import RequestRecord
 
 REQUEST_ID = "stencil.request_id"  # keys of the ASGI scope
 RECORD = "stencil.record"
-OWNER = "stencil.owner"  # digest of the key that came; only where keys are asked for
+OWNER = "stencil.owner"  # digest of the request's key; absent if no keys are required
 
 
 class RequestContext:
-    """Outermost: gives each request its id and its record, `x-request-id` and `openai-processing-ms`, and turns what
-    nobody caught into a 500."""
+    """The outermost middleware: gives each request its id and record, sets `x-request-id` and `openai-processing-ms`,
+    and answers uncaught exceptions with 500.
+    """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, tracer: Tracer) -> None:
         self._app = app
@@ -53,13 +54,13 @@ class RequestContext:
 
         try:
             await self._app(scope, receive, send_with_headers)
-        except asyncio.CancelledError:  # the server leaves and waits no longer, which is no error to log
+        except asyncio.CancelledError:  # the server shuts down: not an error to log
             if record.status:
                 record.is_client_gone = True
             else:
                 leaving = OverloadedError("The server is shutting down.", retry_after=1.0)
                 await answer(scope, leaving)(scope, receive, send_with_headers)
-        except Exception as error:  # the edge: a bug must reach its client as an answer and the log as a traceback
+        except Exception as error:  # a bug: the client must get an answer, and the log a traceback
             log_internal(error)
             if record.status:
                 raise
@@ -67,14 +68,14 @@ class RequestContext:
 
 
 def answer(scope: MutableMapping[str, Any], error: BaseException) -> Response:
-    """What the client is told of `error`, which goes on its record."""
+    """The HTTP answer for `error`, whose code is noted in the request's record."""
     reply = describe(error)
     scope[RECORD].note_error(reply.code)
     return reply.response()
 
 
 class ApiKeyGuard:
-    """Lets requests to /v1/* pass only with ``authorization: Bearer <key>``, for any of the ring's keys."""
+    """Answers 401 to requests to /v1/* without ``authorization: Bearer <key>`` with one of the ring's keys."""
 
     def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
         self._app = app
@@ -92,6 +93,6 @@ class ApiKeyGuard:
 
 
 def _bearer_key(scope: Scope) -> bytes:
-    """The key that came; empty, which no key is, where there is none."""
+    """The request's key; empty, which never matches, if there is none."""
     scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
     return bytes(key.strip()) if scheme.lower() == b"bearer" else b""

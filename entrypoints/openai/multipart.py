@@ -1,6 +1,6 @@
-"""multipart/form-data, read as it streams in: every part ends up in a SpooledUpload, limits are checked byte by byte.
+"""Reads multipart/form-data while it arrives: every part goes to a SpooledUpload, and limits apply to each byte.
 
-Starlette's own form parser knows no limit for files, and a small fixed one for text parts.
+Not Starlette's form parser, which has no limit for files, and a small fixed one for text parts.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ MAX_PARTS = 256
 
 @dataclass
 class Part:
-    """One part of a form. `filename` is None for a text field."""
+    """One part of a form."""
 
     name: str
-    filename: str | None
-    limit: int = 0  # bytes
+    filename: str | None  # None: a text field
+    limit: int = 0  # bytes; set from the PartRule at the first byte
     keep: bool = False  # False: counted and checked, but not stored
     received: int = 0  # bytes
     content: SpooledUpload = field(default_factory=SpooledUpload)
@@ -34,11 +34,11 @@ class Part:
 
     @property
     def is_empty_file_input(self) -> bool:
-        """What a browser sends for a file input that was left empty."""
+        """Whether the part is what browsers send for a file input that was left empty."""
         return self.filename == "" and self.received == 0
 
     async def text(self) -> str:
-        """The part as UTF-8 text."""
+        """The part as text. Raises InvalidRequestError if it is not UTF-8."""
         try:
             return (await self.content.read()).decode()
         except UnicodeDecodeError as error:
@@ -46,12 +46,13 @@ class Part:
 
 
 PartRule = Callable[[Part, Sequence[Part]], tuple[int, bool]]
-"""(a part that is not empty, the parts before it) -> (limit in bytes, whether to keep the content)."""
+"""(a part at its first byte, the parts before it) -> (limit in bytes, whether to keep the content)."""
 
 
 async def read_multipart(stream: AsyncIterator[bytes], content_type: str, rule: PartRule) -> list[Part]:
-    """All parts in order. Raises RequestTooLargeError at the first byte beyond a part's limit, InvalidRequestError
-    (``invalid_multipart``) for a malformed or truncated body; nothing is left open then."""
+    """All parts in order. Raises RequestTooLargeError at the first byte beyond a part's limit, and InvalidRequestError
+    (``invalid_multipart``) for a malformed or truncated body; the parts are closed then.
+    """
     reader = _Reader(_boundary(content_type), rule)
     try:
         async for chunk in stream:
@@ -65,7 +66,7 @@ async def read_multipart(stream: AsyncIterator[bytes], content_type: str, rule: 
 
 
 class _Reader:
-    """Turns the parser's callbacks into parts; content is written after each chunk, off the loop."""
+    """Turns the parser's callbacks into parts. They are synchronous, so content is written after each chunk instead."""
 
     def __init__(self, boundary: bytes, rule: PartRule) -> None:
         self.parts: list[Part] = []

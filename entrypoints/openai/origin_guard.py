@@ -1,5 +1,5 @@
-"""What web pages of other origins may do to a server that asks for no key: read nothing, as for every page, and change
-nothing. Plain ASGI.
+"""OriginGuard: middleware that protects a server without API keys from web pages of other origins. Browsers already
+keep such pages from reading answers; this keeps them from changing anything. Plain ASGI.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 
 class OriginGuard:
-    """Answers 403 to a request that changes something and says that a page of another host has sent it.
+    """Answers 403 to requests that may change something and whose `Origin` header names another host.
 
-    Browsers let any page send a form to any host, this one on its user's own machine too, and keep only the answer from
-    it; but they name the page's origin (https://fetch.spec.whatwg.org/#origin-header). Other clients name none.
+    Browsers let any page send a form to any host, also to a server on the user's own machine, and only hide the answer;
+    but they send the page's origin along (https://fetch.spec.whatwg.org/#origin-header). Other clients send none.
     """
 
     def __init__(self, app: ASGIApp, allowed: Collection[str] = ()) -> None:
-        """allowed: origins whose pages may all the same, "*" for any."""
+        """allowed: other origins whose pages may send such requests; "*": any."""
         self._app = app
         self._allowed = allowed
 
@@ -44,12 +44,12 @@ class OriginGuard:
 
 
 def is_same_host(origin: str, host: str) -> bool:
-    """Whether an `Origin` header names the host and port of a `Host` header. The scheme may differ, as it does behind a
-    proxy that speaks TLS; "null", which a page without an origin of its own sends, is no host.
+    """Whether an `Origin` header names the host and port of a `Host` header. The scheme may differ, as behind a proxy
+    that terminates TLS. The origin "null", which sandboxed and local pages send, matches no host.
     """
     try:
         parts = urlsplit(origin.strip().lower())
-    except ValueError:  # a bracket that is not closed
+    except ValueError:  # such as an unclosed bracket
         return False
     port = _DEFAULT_PORTS.get(parts.scheme, "")
     return bool(parts.netloc) and parts.netloc.removesuffix(port) == host.strip().lower().removesuffix(port)

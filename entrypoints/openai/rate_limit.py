@@ -1,4 +1,4 @@
-"""The rate limit as middleware: who a caller is, what is counted, OpenAI's headers. Plain ASGI."""
+"""RateLimit: middleware that limits each caller's requests per minute and sends OpenAI's headers. Plain ASGI."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from entrypoints.openai.errors import RateLimitError
 from entrypoints.openai.middleware import OWNER, answer
 from entrypoints.openai.request_record import TRACED
 
-_IPV6_PREFIX = 64  # bits; a client has at least the rest to itself
+_IPV6_PREFIX = 64  # bits that identify a caller: a client usually has all addresses below them
 
 
 class RateLimit:
-    """Answers 429 before the body is read. Only what engines work for is counted, and only with a valid key, where keys
-    are asked for: it stands behind their guard. Every answer to what is counted has OpenAI's ``x-ratelimit-*`` headers.
+    """Answers 429 before the body is read. Counts POSTs to the paths in TRACED; runs behind ApiKeyGuard, so requests
+    with an invalid key are not counted. Every answer to a counted request has OpenAI's ``x-ratelimit-*`` headers.
     """
 
     def __init__(self, app: ASGIApp, limiter: RateLimiter) -> None:
@@ -41,7 +41,7 @@ class RateLimit:
 
 
 def rate_limit_headers(share: Share) -> dict[str, str]:
-    """What OpenAI's API sends, with the reset as seconds such as ``1.5s``."""
+    """OpenAI's rate limit headers; the reset is in seconds, such as ``1.5s``."""
     return {
         "x-ratelimit-limit-requests": str(share.limit),
         "x-ratelimit-remaining-requests": str(share.remaining),
@@ -50,13 +50,13 @@ def rate_limit_headers(share: Share) -> dict[str, str]:
 
 
 def _caller(scope: Scope) -> str:
-    """The key's digest, or the client's address; of IPv6 its network, else one client would have 2^64 shares."""
+    """The key's digest, or without keys the client's IPv4 address or IPv6 network, which is usually one client's."""
     if OWNER in scope:
         return str(scope[OWNER])
     host = str((scope.get("client") or ("",))[0])
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:  # a proxy may forward any text; all that is no address is one caller
+    except ValueError:  # a proxy may forward any text; all invalid ones are one caller
         return ""
     if isinstance(address, ipaddress.IPv4Address):
         return str(address)

@@ -1,5 +1,5 @@
-"""RequestRecord: what an HTTP request leaves behind for whoever operates the server. One log line, one span, a count
-where it was refused; never a prompt, an image or a key.
+"""RequestRecord: records an HTTP request for the server's operator: one log line, one span, and a count if it was
+refused. Never contains a prompt, an image or a key.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from engine.observability.metrics import Metrics, RejectReason
 from engine.observability.tracing import NO_SPAN, Span, Tracer, span_context
 
 MAX_LOGGED_CHARACTERS = 256
-CLIENT_GONE_STATUS = 499  # never sent, as nobody is there to read it
-PROBES = ("/health", "/ready", "/metrics", "/v1/engine/stats")  # asked every few seconds by machines
-PAGE_FILES = "/playground/"  # two dozen to a page
-TRACED = ("/v1/images/edits", "/v1/images/generations", "/v1/templates")  # what engines work for
+CLIENT_GONE_STATUS = 499  # recorded if the client disconnected; never sent
+PROBES = ("/health", "/ready", "/metrics", "/v1/engine/stats")  # polled every few seconds, so logged at debug level
+PAGE_FILES = "/playground/"  # two dozen files per page, so logged at debug level
+TRACED = ("/v1/images/edits", "/v1/images/generations", "/v1/templates")  # POSTs that give engines work
 
 Outcome = Literal["finished", "refused", "failed", "cancelled"]
 
 _SPAN_FACTS = ("images", "mask_ratio", "steps", "cache")
 
-_REJECT_REASONS: dict[int, RejectReason] = {401: "unauthorized", 429: "rate_limit"}  # of other 4xx: invalid
+_REJECT_REASONS: dict[int, RejectReason] = {401: "unauthorized", 429: "rate_limit"}  # other 4xx: invalid
 
 _log = logging.getLogger("stencil.access")
 
 
 class RequestRecord:
-    """One per request. It is open while the request is served, and hears on the way what comes of it."""
+    """The record of one request. Opened while the request is served; collects its outcome on the way."""
 
     def __init__(self, request_id: str, scope: Scope, metrics: Metrics, tracer: Tracer) -> None:
         self.request_id = request_id
         self.started = time.monotonic()
-        self.status = 0  # of the answer, once it has begun
+        self.status = 0  # of the answer; 0 until it begins
         self.is_client_gone = False
         self._scope = scope
         self._metrics = metrics
@@ -54,11 +54,11 @@ class RequestRecord:
         return tracer.begin(f"{method} {path}", "server", carrier, self.started)
 
     def note_error(self, code: str | None) -> None:
-        """The client was told this code."""
+        """Note the error code that is sent to the client."""
         self._error = code
 
     def note_reports(self, reports: Iterable[EditReport]) -> None:
-        """These images were made. Of `ms` each part is the slowest one's, all else is the same for all."""
+        """Note the reports of finished images. Each part of `ms` is the maximum; other facts are equal for all."""
         if not (reports := list(reports)):
             return
         first = reports[0]
@@ -73,7 +73,7 @@ class RequestRecord:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Log lines and spans of what happens inside are this request's."""
+        """Attribute log lines and spans within the context to this request; write the record at its end."""
         with request_context(self.request_id), span_context(self._span):
             try:
                 yield
@@ -114,12 +114,12 @@ class RequestRecord:
 
 
 def _printable(text: str) -> str:
-    """What a client chose, for the log: no control characters, and no more than a line of it."""
+    """Text from a client, made safe for the log: control characters escaped, at most MAX_LOGGED_CHARACTERS of it."""
     return text[:MAX_LOGGED_CHARACTERS].encode("unicode_escape").decode()
 
 
 def outcome_of(status: int, error: str | None) -> Outcome:
-    """failed: what we should have done and did not. A stream may fail after its 200."""
+    """The outcome of a request. failed: a fault of the server, including streams that fail after status 200."""
     if status == CLIENT_GONE_STATUS:
         return "cancelled"
     if status in (500, 504) or (status < 400 and error):

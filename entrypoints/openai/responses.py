@@ -1,4 +1,6 @@
-"""The two bodies of a successful answer, as lists of parts: small bytes, and base64 text left in shared memory."""
+"""Builds the bodies of successful answers, JSON or server-sent events, as lists of parts: the images' base64 text stays
+in shared memory and is not copied together.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,13 @@ EXACT_NOTES: dict[ExactReason, str] = {
     "--cache-device-bytes where it is given).",
     "full_steps": "Every token was computed: full_steps covers all denoising steps.",
 }
-"""Why an edit that did not ask for it ran exact."""
+"""Notes for clients on why an edit ran exact although exact execution was not requested."""
 
 Parts = list[bytes | memoryview]
 
 
 def images_response(call: ImagesCall, images: Sequence[ImageOutput]) -> Parts:
-    """The JSON body of a call's final images, in the order of their index."""
+    """The JSON body for a call's final images, which must be sorted by index."""
     head = {"created": int(time.time())} | _echo(call, images[0])
     if call.quality:
         head["quality"] = call.quality
@@ -44,7 +46,9 @@ def images_response(call: ImagesCall, images: Sequence[ImageOutput]) -> Parts:
 
 
 def usage(call: ImagesCall, reports: Sequence[EditReport]) -> dict[str, Any]:
-    """Token counts: text and template in, once; every image out."""
+    """OpenAI's `usage` object. Input tokens are the text and the template, counted once; output tokens are those of all
+    images.
+    """
     text = reports[0].text_tokens
     image = reports[0].image_tokens if call.operation == "image_edit" else 0
     out = sum(report.image_tokens for report in reports)
@@ -58,8 +62,10 @@ def usage(call: ImagesCall, reports: Sequence[EditReport]) -> dict[str, Any]:
 
 
 def stencil(call: ImagesCall, images: Sequence[ImageOutput]) -> dict[str, Any]:
-    """The `stencil` object: one per answer. Of several images the seed is the first one's, each part of `ms` the
-    slowest one's, and `template_ids` has one for each; everything else is the same for all."""
+    """The `stencil` object of an answer. With several images, `seed` is the first one's, each part of `ms` is the
+    maximum, `template_ids` has an entry for each, `primed` and `full_blocks` cover all of them; the rest is equal for
+    all.
+    """
     reports = [_report(image) for image in images]
     first = reports[0]
     return {
@@ -84,7 +90,7 @@ def stencil(call: ImagesCall, images: Sequence[ImageOutput]) -> dict[str, Any]:
 
 
 def _template_ids(reports: Sequence[EditReport]) -> dict[str, Any]:
-    """Which templates the images became; null: none."""
+    """The ids of the templates that the images became; null: none."""
     ids = [report.template_id for report in reports]
     return {"template_id": ids[0]} if len(ids) == 1 else {"template_ids": ids}
 
@@ -100,7 +106,7 @@ def _notes(call: ImagesCall, report: EditReport) -> list[str]:
 
 
 def _notes_on_tokens(call: ImagesCall, report: EditReport) -> list[str]:
-    if call.operation == "image_generation":  # nobody expects one to leave anything out
+    if call.operation == "image_generation":  # computes every token by definition
         return []
     if report.unmasked:
         return [UNMASKED_NOTE]
@@ -108,7 +114,7 @@ def _notes_on_tokens(call: ImagesCall, report: EditReport) -> list[str]:
 
 
 def image_event(call: ImagesCall, image: ImageOutput) -> Parts:
-    """One server-sent event: a partial image, or a final one."""
+    """The server-sent event for a partial or final image."""
     is_partial = image.partial_index is not None
     name = f"{call.operation}.{'partial_image' if is_partial else 'completed'}"
     fields = {"created_at": int(time.time()), "size": f"{image.width}x{image.height}"}
@@ -125,12 +131,12 @@ def image_event(call: ImagesCall, image: ImageOutput) -> Parts:
 
 
 def error_event(envelope: dict[str, Any]) -> bytes:
-    """The last event of a stream that failed after its 200."""
+    """The last event of a stream that failed after its status 200 was sent."""
     return b"event: error\ndata: " + msgspec.json.encode({"type": "error", "error": envelope}) + b"\n\n"
 
 
 def send_pieces(parts: Iterable[bytes | memoryview]) -> Iterator[bytes]:
-    """The parts in pieces of at most 256 KiB, copied: a transport may hold one longer than shared memory lives."""
+    """The parts in pieces of at most 256 KiB, copied, as a transport may keep one longer than shared memory lives."""
     for part in parts:
         yield from pieces_of(part)
 

@@ -1,4 +1,4 @@
-"""The OpenAPI description of the image endpoints, made from the table of fields."""
+"""The OpenAPI description of the image and template endpoints, built from the table of request fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A request body of either kind as one form: parsed scalars, uploads by field, and the names nobody knows."""
+"""Reads the body of a request, multipart or JSON, into a Submission: parsed values, uploads, and names of unknown
+fields. Enforces all limits on its size and speed while it arrives.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,11 @@ from entrypoints.openai.json_body import JsonBody
 from entrypoints.openai.multipart import Part, read_multipart
 from entrypoints.openai.uploads import SpooledUpload, decode_base64, pieces_of
 
-MAX_INPUT_IMAGES = 16  # in one request; all but the first are ignored
-MAX_TEXT_BYTES = 1024 * 1024  # one text field, and a JSON body without its images
-MAX_MEMBERS = 256  # of a JSON body, as many as a form may have parts
-STALL_SECONDS = 60.0  # of silence, in the middle of a body
-MIN_BYTES_PER_SECOND = 8 * 1024  # of a body, on average, after STALL_SECONDS: else a place is held for a byte a minute
+MAX_INPUT_IMAGES = 16  # per request; all but the first are ignored
+MAX_TEXT_BYTES = 1024 * 1024  # of all text fields of a form, or of a JSON body without its images
+MAX_MEMBERS = 256  # of a JSON body; equals the limit on a form's parts
+STALL_SECONDS = 60.0  # maximum pause within a body
+MIN_BYTES_PER_SECOND = 8 * 1024  # average after STALL_SECONDS; otherwise a byte per minute would keep an upload slot
 MULTIPART = "multipart/form-data"
 JSON = "application/json"
 T = TypeVar("T")
@@ -33,11 +35,11 @@ _FILE_FIELDS = (*_UPLOAD_FIELDS, "markup")
 
 @dataclass
 class Submission:
-    """What one request body holds. `close` frees the uploads."""
+    """The content of one request body. `close` frees the uploads."""
 
-    values: dict[str, Value] = field(default_factory=dict)
+    values: dict[str, Value] = field(default_factory=dict)  # field -> parsed value, in the order of arrival
     uploads: dict[str, SpooledUpload] = field(default_factory=dict)  # image, mask, mask_image
-    ignored: list[str] = field(default_factory=list)  # in the order of arrival
+    ignored: list[str] = field(default_factory=list)  # unknown fields and unused images, in the order of arrival
 
     def close(self) -> None:
         for upload in self.uploads.values():
@@ -45,7 +47,10 @@ class Submission:
 
 
 async def read_edit(request: Request, max_upload_bytes: int) -> Submission:
-    """The body of POST /v1/images/edits: multipart, or JSON with data: URLs."""
+    """Read the body of POST /v1/images/edits: multipart, or JSON with data: URLs. max_upload_bytes: per file.
+
+    Raises InvalidRequestError and below, BodyTimeoutError, NoDiskError, and AbortedError if the client disconnects.
+    """
     content_type = request.headers.get("content-type", "")
     match _media_type(content_type):
         case "multipart/form-data":
@@ -57,7 +62,7 @@ async def read_edit(request: Request, max_upload_bytes: int) -> Submission:
 
 
 async def read_template(request: Request, max_upload_bytes: int) -> Submission:
-    """The body of POST /v1/templates: multipart."""
+    """Read the body of POST /v1/templates: multipart. Raises as `read_edit`."""
     content_type = request.headers.get("content-type", "")
     if _media_type(content_type) != MULTIPART:
         raise UnsupportedContentTypeError(_media_type(content_type), MULTIPART)
@@ -65,7 +70,7 @@ async def read_template(request: Request, max_upload_bytes: int) -> Submission:
 
 
 async def read_generation(request: Request, fields: Mapping[str, Field]) -> Submission:
-    """The body of POST /v1/images/generations: JSON."""
+    """Read the body of POST /v1/images/generations: JSON. Raises as `read_edit`."""
     media_type = _media_type(request.headers.get("content-type", ""))
     if media_type != JSON:
         raise UnsupportedContentTypeError(media_type, JSON)
@@ -84,10 +89,10 @@ def _media_type(content_type: str) -> str:
 
 @dataclass(frozen=True)
 class _Form:
-    """What a kind of form may hold; files: the names under which files are kept."""
+    """What a form may contain."""
 
     fields: Mapping[str, Field]
-    files: tuple[str, ...]
+    files: tuple[str, ...]  # names of the file fields that are kept
     max_images: int
 
 
@@ -97,7 +102,7 @@ _TEMPLATE_FORM = _Form(TEMPLATE_FIELDS, ("image",), 1)
 
 async def _read_multipart(request: Request, content_type: str, max_upload_bytes: int, form: _Form) -> Submission:
     def rule(part: Part, earlier: Sequence[Part]) -> tuple[int, bool]:
-        """Only what is used is kept: the first part of each known field. All text together has MAX_TEXT_BYTES."""
+        """Keep only the first part of each known field. All text parts together may have MAX_TEXT_BYTES."""
         base = _base_name(part.name)
         is_first = all(_base_name(other.name) != base for other in earlier if other.received)
         if part.is_file:
@@ -180,7 +185,7 @@ async def _take_text(submission: Submission, part: Part) -> None:
 
 
 def _base_name(name: str) -> str:
-    """``image[]`` and ``image[0]`` -> ``image``; only file fields have such forms, others keep their name."""
+    """``image[]`` and ``image[0]`` -> ``image``, for file fields only; other names are returned unchanged."""
     base = name.partition("[")[0]
     return base if base in _FILE_FIELDS and name.endswith(("]", base)) else name
 
@@ -206,7 +211,7 @@ async def _read_json_edit(request: Request, max_upload_bytes: int) -> Submission
 
 
 async def _read_json(request: Request, limit: int) -> JsonBody:
-    """At most `limit` bytes, and MAX_TEXT_BYTES without long strings."""
+    """Read a JSON body of at most `limit` bytes, of which at most MAX_TEXT_BYTES are not in long strings."""
     body = JsonBody()
     with ExitStack() as on_error:
         on_error.callback(body.close)
@@ -229,7 +234,7 @@ def _members(body: JsonBody) -> dict[str, msgspec.Raw]:
 
 
 def _pop_images(submission: Submission, members: dict[str, msgspec.Raw]) -> dict[str, tuple[str, bool]]:
-    """Field -> (base64 text or its marker, whether only a data: URL will do)."""
+    """Remove the image fields from `members`: field -> (base64 text or its marker, whether it must be a data: URL)."""
     sources = {}
     images = _member(members.pop("images", None), list[dict[str, msgspec.Raw]], "image", "an array of objects")
     if images:
@@ -285,8 +290,8 @@ async def _text_pieces(text: str) -> AsyncIterator[bytes]:
 
 
 async def _body(request: Request, limit: int) -> AsyncIterator[bytes]:
-    """The body as it comes, at most `limit` bytes. A client that sends nothing for STALL_SECONDS, or in the long run
-    less than MIN_BYTES_PER_SECOND, is given up.
+    """The body's chunks. Raises RequestTooLargeError beyond `limit` bytes, and BodyTimeoutError if the client pauses
+    for STALL_SECONDS or sends less than MIN_BYTES_PER_SECOND on average.
     """
     _check_content_length(request, limit)
     stream, received, started = request.stream(), 0, time.monotonic()
@@ -298,7 +303,7 @@ async def _body(request: Request, limit: int) -> AsyncIterator[bytes]:
 
 
 def _patience(started: float, received: int) -> float:
-    """Seconds to wait for the next part."""
+    """Seconds to wait for the next chunk."""
     return min(STALL_SECONDS, started + STALL_SECONDS + received / MIN_BYTES_PER_SECOND - time.monotonic())
 
 
@@ -320,7 +325,7 @@ def _check_content_length(request: Request, limit: int) -> None:
 
 
 def _base64_bytes(size: int) -> int:
-    """Bytes of base64 text that `size` bytes become, with line breaks and a data: URL's head."""
+    """Upper bound on the base64 text of `size` bytes, with line breaks and the head of a data: URL."""
     return size * 3 // 2 + 1024
 
 

@@ -1,5 +1,5 @@
-"""How many bodies are read at once: no more than the queue could take, as each may fill 200 MB of disk. A full queue
-takes as many as would make room for what is read. Places are shared fairly between owners, as those in the queue are.
+"""Limits how many request bodies are read at once to the places of the queue that are free or could be displaced, as
+each may take 200 MB of disk. Slots are shared fairly between owners, as the places in the queue are.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from entrypoints.openai.errors import NoDiskError
 
 
 class UploadSlots:
-    """The places of the engine's queue that are free, lent to requests whose bodies are still being read."""
+    """Counts the requests whose bodies are being read, each of which takes a slot."""
 
     def __init__(self, check_upload: Callable[[str, Collection[UploadPlace]], None], metrics: Metrics) -> None:
-        """check_upload: as `AsyncEngine.check_upload`."""
+        """check_upload: `AsyncEngine.check_upload`, which gets the owner and the slots taken."""
         self._check_upload = check_upload
         self._metrics = metrics
         self._taken: set[UploadPlace] = set()
 
     @asynccontextmanager
     async def take(self, owner: str) -> AsyncIterator[None]:
-        """Hold one place. Raises OverloadedError where there is none, before anything is read, and while it is read
-        where an owner with fewer places takes it.
+        """Take a slot for the duration of the context. Raises OverloadedError if none is free, and inside the context
+        if an owner with fewer places takes the slot.
         """
         self._check_upload(owner, [place for place in self._taken if not place.refusal])
         place = UploadPlace(owner)

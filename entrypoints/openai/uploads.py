@@ -1,6 +1,6 @@
-"""Encoded files on their way in: held in memory up to 1 MiB, in an unlinked temporary file beyond.
+"""Stores uploads while they arrive: in memory up to 1 MiB, beyond that in an unlinked temporary file.
 
-Where the disk does not take such a file, its request is refused as one that may be sent again later.
+If the disk fails, NoDiskError refuses the request with 503, so that clients try again later.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _log = logging.getLogger("stencil.api")
 
 
 class SpooledUpload:
-    """A file that was received. Disk is touched in threads only, so the event loop never waits for it.
+    """A received file. Disk access happens in threads, so that the event loop never waits for it.
 
-    Raises NoDiskError wherever the disk fails.
+    All methods that access the disk raise NoDiskError if it fails.
     """
 
     def __init__(self) -> None:
         self._memory = bytearray()  # the content, until there is a file
-        self._file: IO[bytes] | None = None  # unbuffered: nothing is left to be written when it is closed
-        self._unwritten = bytearray()  # saves a thread's turn for each of a socket's small chunks
-        self._lock = threading.Lock()  # a thread whose caller was cancelled may still be at the file
+        self._file: IO[bytes] | None = None  # unbuffered, so that closing it writes nothing
+        self._unwritten = bytearray()  # collects a socket's small chunks, to use a thread less often
+        self._lock = threading.Lock()  # a thread may still use the file after its caller was cancelled
         self._is_closed = False
         self.size = 0  # bytes
 
@@ -62,7 +62,7 @@ class SpooledUpload:
         return b"".join([chunk async for chunk in self.chunks()])
 
     def close(self) -> None:
-        """Free memory and disk; the latter in a thread, as dropping 50 MB of pages takes 10 ms."""
+        """Free memory and disk; the disk in a thread, as freeing a file of 50 MB takes 10 ms."""
         if self.size > MEMORY_BYTES:
             asyncio.get_running_loop().run_in_executor(None, self._close)
         else:
@@ -76,7 +76,7 @@ class SpooledUpload:
             await asyncio.to_thread(self._write, data)
 
     def _write(self, data: bytearray) -> None:
-        """Append to the file, which takes over what was in memory."""
+        """Append to the file; the first call creates it and moves the content in memory there."""
         with self._lock, _disk_faults():
             if self._is_closed:
                 return
@@ -100,7 +100,7 @@ class SpooledUpload:
 def _write_all(file: IO[bytes], data: bytearray) -> None:
     left = memoryview(data)
     while left:
-        left = left[file.write(left) :]  # short when the disk is nearly full; the next call then says so
+        left = left[file.write(left) :]  # a short write means the disk is nearly full; the next one raises
 
 
 @contextmanager
@@ -123,8 +123,8 @@ async def decode_base64(
 ) -> SpooledUpload:
     """Decode base64 text, plain or as a ``data:`` URL, piece by piece; line breaks are allowed.
 
-    Raises InvalidRequestError for text that is not base64, and for a plain one if `needs_data_url`;
-    RequestTooLargeError as soon as more than `max_bytes` come out.
+    Raises InvalidRequestError for text that is not base64, and for plain base64 if `needs_data_url`;
+    RequestTooLargeError as soon as the decoded data exceeds `max_bytes`.
     """
     upload = SpooledUpload()
     decoder = _Base64Decoder(param, needs_data_url)
@@ -144,12 +144,12 @@ async def decode_base64(
 
 
 def file_too_large(param: str, max_bytes: int) -> RequestTooLargeError:
-    """The refusal of one file or field of a body."""
+    """The error for a file or field that exceeds `max_bytes`."""
     return RequestTooLargeError(f"Invalid '{param}': larger than the maximum of {max_bytes} bytes.", param=param)
 
 
 class _Base64Decoder:
-    """Incremental: keeps what is not yet a multiple of four characters."""
+    """Decodes base64 incrementally; keeps the characters beyond a multiple of four for the next call."""
 
     def __init__(self, param: str, needs_data_url: bool) -> None:
         self._param = param

@@ -1,1 +1,1 @@
-"""The playground: pages that the server itself serves, and the files they are made of."""
+"""The playground: web pages for trying the server, which it serves itself, and their static files."""

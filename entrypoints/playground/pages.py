@@ -1,6 +1,6 @@
-"""The playground's routes: its files, held in memory, under a policy that lets a browser reach this server alone.
+"""The playground's routes: static files, held in memory, with a policy that lets a browser contact only this server.
 
-The pages are open where the API asks for a key; they ask their user for it. Knows nothing of the engine.
+The pages need no API key themselves; if the API does, they ask the user for one. Knows nothing of the engine.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ CONTENT_SECURITY_POLICY = "; ".join(
         "style-src 'self'",
         "worker-src 'self'",
         "connect-src 'self'",
-        "img-src 'self' blob:",  # blob: pictures that the user opened, and results
+        "img-src 'self' blob:",  # blob: for pictures that the user opened, and results
         "base-uri 'none'",
         "form-action 'none'",
         "frame-ancestors 'none'",
     )
 )
 _HEADERS = {
-    "cache-control": "no-cache",  # ask again: an ETag makes that cheap, and an upgraded server is seen at once
+    "cache-control": "no-cache",  # revalidate always: cheap with an ETag, and an upgraded server is seen at once
     "content-security-policy": CONTENT_SECURITY_POLICY,
     "cross-origin-opener-policy": "same-origin",
     "referrer-policy": "no-referrer",
@@ -49,10 +49,10 @@ _HEADERS = {
 
 @dataclass(frozen=True)
 class StaticFile:
-    """A file as it is served. headers: all that an answer with it has, but its length."""
+    """A file and the headers it is served with."""
 
     content: bytes
-    headers: Mapping[str, str]
+    headers: Mapping[str, str]  # all but content-length
 
     @property
     def etag(self) -> str:
@@ -60,20 +60,20 @@ class StaticFile:
 
 
 def read_static(folder: Path = STATIC) -> dict[str, StaticFile]:
-    """Path below `folder`, with slashes -> file; those of MEDIA_TYPES alone."""
+    """Path relative to `folder`, with slashes -> file; only files with a suffix in MEDIA_TYPES."""
     paths = (path for path in folder.rglob("*") if path.suffix in MEDIA_TYPES)
     return {path.relative_to(folder).as_posix(): _read(path) for path in sorted(paths)}
 
 
 def playground_router() -> APIRouter:
-    """GET and HEAD of the pages and of their files."""
+    """Routes for GET and HEAD of the pages and their files."""
     files = read_static()
     served = {PREFIX + name: file for name, file in files.items() if name not in PAGES.values()}
     served |= {path: files[name] for path, name in PAGES.items()}
     router = APIRouter(include_in_schema=False)
 
     async def file(request: Request) -> Response:
-        # What the route matched may end before a newline; request.url believes the host header.
+        # Not the route's match, which may end before a newline; nor request.url, which trusts the Host header.
         path = request.scope["path"]
         if path not in served:
             raise HTTPException(404)

@@ -1,25 +1,23 @@
-"""What the benchmarks of quality print, and how their settings and masks are chosen."""
+"""How the benchmarks of quality judge edits, and the masks that they draw."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
-from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks.quality import knobs
-from benchmarks.quality.edits import Likeness, Setting
-from benchmarks.quality.knobs import CHEAPEST, DEAREST, Outcome, settings_around
+from benchmarks.quality import by_ratio
+from benchmarks.quality.by_ratio import Judged
+from benchmarks.quality.edits import Likeness
+from benchmarks.quality.judge import Outcome
 from benchmarks.quality.masks import box_anywhere, box_in_the_middle, part_of_box
 from benchmarks.quality.sheet import write_sheet
 from tools.train_embedded import seeds
 from tools.train_embedded.cases import cases
+from tools.train_embedded.metrics import Scores
 from tools.train_embedded.scenes import SIZE
-
-DEFAULT = Setting("3", "int8", 8, 0)
 
 
 def likeness(in_box: float, colour: float = 0.0) -> Likeness:
@@ -27,50 +25,35 @@ def likeness(in_box: float, colour: float = 0.0) -> Likeness:
 
 
 def outcome(like: Likeness, num_changed_outside: int = 0) -> Outcome:
-    return Outcome(8, 0, like, likeness(0.5), 0.96, 0.92, num_changed_outside, [], [])
+    accuracy = Scores(0.96, 0.92, 1.0, {}, {}, 2)
+    return Outcome(like, likeness(0.5), accuracy, num_changed_outside, 0.25, 3_000_000, [], [])
 
 
 @pytest.mark.parametrize(
-    ("judged", "verdict"),
+    ("judged", "is_good"),
     [
-        (outcome(likeness(0.99)), "yes"),
-        (outcome(likeness(0.9)), "no"),
-        (outcome(likeness(0.99, colour=-2.0)), "no"),
-        (outcome(likeness(0.99), num_changed_outside=1), "no"),
+        (outcome(likeness(0.99)), True),
+        (outcome(likeness(0.9)), False),
+        (outcome(likeness(0.99, colour=-2.0)), False),
+        (outcome(likeness(0.99), num_changed_outside=1), False),
     ],
 )
-def test_an_outcome_is_printed_with_its_verdict(judged: Outcome, verdict: str) -> None:
-    text = knobs._outcome_markdown(judged)
-    assert text.startswith("8 steps, 0 in full, mask-aware against exact")
-    assert f"nothing changed outside): {verdict}" in text
-    if verdict == "yes":
-        assert "| SSIM in the mask's box, mean / p10 | 0.9950 / 0.9910 | 0.7500 / 0.5500 |" in text
-        assert "| colour accuracy, points from exact's 96.0% | +0.0 | +0.0 |" in text
+def test_an_outcome_is_shown_with_its_verdict(judged: Outcome, is_good: bool) -> None:
+    rows = dict(judged.rows)
+    assert judged.figures["within"] is is_good
+    assert list(rows.values())[-1] == ("yes" if is_good else "no")
+    if is_good:
+        assert rows["SSIM in the mask's box, mean / p10"] == "0.9950 / 0.9910 (0.7500 / 0.5500)"
+        assert rows["colour, points from 96.0%"] == "+0.0 (+0.0)"
+        assert rows["tokens computed, pages of a template"] == "0.250, 3.0 MB"
 
 
-def test_the_default_is_bold_in_the_table() -> None:
-    times = {"active_ratio": 0.25, "denoise_ratio": 0.5, "edit_ratio": 0.65, "page_bytes": 3_000_000}
-    rows = [
-        asdict(setting) | {"steps": 8} | likeness(0.99).figures | times
-        for setting in (DEFAULT, replace(DEFAULT, full_steps=None))
-    ]
-    text = knobs._part("Table", rows=[knobs._cells(row, DEFAULT) for row in rows], num_edits=2)
-    bold, plain = text.splitlines()[-2:]
-    assert bold.startswith("| **8** | **3** | **int8** | **8** | **0** | **0.250** | **0.9950 / 0.9910 / 0.990** |")
-    assert plain == (
-        "| 8 | 3 | int8 | 8 | by ratio | 0.250 | 0.9950 / 0.9910 / 0.990 | 0.9990 | +0.0, +0.0 | 0.50x | 0.65x | 3.0 |"
-    )
-
-
-def test_settings_move_one_knob_and_share_engines() -> None:
-    settings = settings_around(DEFAULT)
-    assert len(settings) == len(set(settings))
-    assert settings[0] == DEFAULT
-    for setting in settings:
-        moved = [name for name, value in asdict(setting).items() if value != getattr(DEFAULT, name)]
-        assert len(moved) <= 1 or setting in (CHEAPEST, DEAREST)
-    of_default = [key for key, _ in groupby(settings, key=lambda setting: setting.server) if key == DEFAULT.server]
-    assert of_default == [DEFAULT.server], "one engine serves all settings that it can"
+def test_edits_are_sorted_by_mask_ratio_and_full_steps() -> None:
+    judged = {"boxes": [Judged(0.12, (0.9, 1.0)), Judged(0.13, (0.8, 1.0)), Judged(0.7, (0.5, 0.5))]}
+    rows, result = by_ratio._table(judged, (0, 1))
+    assert [name for name, _ in rows] == ["boxes, 0.10 - 0.15, 2 edits", "boxes, 0.60 - 1.00, 1 edits"]
+    assert rows[0][1] == "0: 0.8500 / 0.8100   1: 1.0000 / 1.0000"
+    assert result["boxes_0.60_full_1"] == 0.5
 
 
 def test_boxes_lie_in_the_picture() -> None:

@@ -1,4 +1,4 @@
-"""Calibration files: older ones can be read, invalid ones are refused."""
+"""Calibration files: files of older versions can be read, invalid ones are refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def parse(**changes: Any) -> Calibration:
     return msgspec.json.decode(msgspec.json.encode(FILE | changes), type=Calibration)
 
 
-def test_an_older_file_means_what_it_meant() -> None:
+def test_an_older_file_keeps_its_meaning() -> None:
     """Full steps for masks of every size."""
     found = parse()
     assert (found.full_steps, found.full_steps_from) == (1, 0.0)
@@ -52,6 +52,6 @@ def test_a_file_comes_back_as_it_was_written(ratio: float) -> None:
         ({"full_step": 2}, "full_step"),
     ],
 )
-def test_what_cannot_be_is_refused(changes: dict[str, Any], words: str) -> None:
+def test_invalid_values_are_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(msgspec.ValidationError, match=words):
         parse(**changes)

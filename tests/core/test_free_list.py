@@ -40,7 +40,7 @@ def test_a_chunk_can_be_given_back_in_parts() -> None:
     free.check_integrity([(0, 128)])
 
 
-def test_scattered_room_is_no_room() -> None:
+def test_a_chunk_needs_contiguous_room() -> None:
     free = FreeList(1024)
     for _ in range(4):
         free.alloc(256)
@@ -71,13 +71,13 @@ def test_the_kernels_page_size_counts() -> None:
     assert free.extent(16 * 65536 + 1) == 17 * 65536
 
 
-def test_no_bytes_no_room() -> None:
+def test_a_list_of_no_bytes_has_no_room() -> None:
     free = FreeList(0)
     assert free.alloc(1) is None
     free.check_integrity([])
 
 
-def test_a_copy_is_apart() -> None:
+def test_a_copy_is_independent() -> None:
     free = FreeList(1024)
     free.alloc(256)
     other = free.copy()

@@ -1,4 +1,4 @@
-"""Device memory left for pages: within every limit, and an error that names the remedy."""
+"""The device memory that is left for pages: within every limit, with an error that names the remedy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_pages_get_what_is_left_of_the_share() -> None:
     assert page_bytes(H200, 0.5, least=7 * GIB) == (70 - 34 - 8) * GIB
 
 
-def test_what_others_have_taken_is_not_for_pages() -> None:
+def test_memory_that_others_use_is_not_for_pages() -> None:
     crowded = msgspec.structs.replace(H200, free=40 * GIB)
     assert page_bytes(crowded, 0.9, least=7 * GIB) == 32 * GIB
 
@@ -60,7 +60,7 @@ def test_no_limit_is_passed(total: int, taken: int, peak: int, kept: int, free: 
         ),
     ],
 )
-def test_nothing_left_names_the_remedy(memory: DeviceMemory, words: list[str]) -> None:
+def test_without_memory_left_the_error_names_the_remedy(memory: DeviceMemory, words: list[str]) -> None:
     with pytest.raises(ConfigError) as raised:
         page_bytes(memory, 0.9, least=7 * GIB)
     message = str(raised.value)
@@ -69,7 +69,7 @@ def test_nothing_left_names_the_remedy(memory: DeviceMemory, words: list[str]) -
     assert all(word in message for word in words), message
 
 
-def test_the_log_says_where_it_went() -> None:
+def test_the_log_shows_how_memory_is_used() -> None:
     assert describe(H200, 84 * GIB) == (
         "device memory: 140.00 GiB, of which the model takes 34.00 GiB, its largest batch 7.00 GiB, what requests keep "
         "between their steps 1.00 GiB, pages 84.00 GiB"
@@ -77,6 +77,6 @@ def test_the_log_says_where_it_went() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, -0.5, 1.5, float("nan")])
-def test_a_share_is_a_share(share: float) -> None:
+def test_the_share_must_be_between_zero_and_one(share: float) -> None:
     with pytest.raises(ConfigError, match="--gpu-memory-utilization"):
         CacheConfig(gpu_memory_utilization=share)

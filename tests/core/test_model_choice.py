@@ -1,4 +1,4 @@
-"""Choosing the model that a request names."""
+"""Choosing the model and adapter that a request names."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_an_adapter_is_named_beside_its_model_or_instead(name: str, lora: str, c
 
 
 @pytest.mark.parametrize(("name", "lora"), [("", "coat"), ("plain", "plain"), ("other", "hat"), ("", "Shirt")])
-def test_another_models_adapter_is_none(name: str, lora: str) -> None:
+def test_another_models_adapter_is_unknown(name: str, lora: str) -> None:
     with pytest.raises(InvalidRequestError, match="Supported values are: '") as caught:
         choose_model(MODELS, name, lora)
     assert caught.value.param == "lora"
@@ -45,6 +45,6 @@ def test_a_model_without_adapters() -> None:
         choose_model(MODELS, "dress", "shirt")
 
 
-def test_kin_are_a_model_and_its_adapters() -> None:
+def test_related_models_are_a_model_and_its_adapters() -> None:
     assert kin(MODELS, "plain") == kin(MODELS, "hat") == ["plain", "shirt", "hat"]
     assert kin(MODELS, "coat") == ["other", "coat"]

@@ -1,4 +1,4 @@
-"""SamplingParams refuses values out of range, with the API's codes, wherever it is made."""
+"""SamplingParams refuses values out of range, with the API's error codes, wherever it is created."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from core.sampling_params import MAX_SEED, SamplingParams
         ("timeout", float("inf"), "invalid_value"),
     ],
 )
-def test_out_of_range(name: str, value: Any, code: str) -> None:
+def test_values_out_of_range_are_refused(name: str, value: Any, code: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         SamplingParams(**{name: value})
     assert (caught.value.param, caught.value.code) == (name, code)

@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector that keeps what it is sent."""
+"""An OpenTelemetry collector that stores the spans it receives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 @dataclass(frozen=True)
 class SentSpan:
-    """A span as it arrived. Ids are hex, times nanoseconds since 1970."""
+    """A received span. Ids are hex, times are nanoseconds since 1970."""
 
     name: str
     process: str
@@ -34,7 +34,7 @@ class Collector:
     spans: list[SentSpan] = field(default_factory=list)
 
     def receive(self, body: bytes) -> None:
-        """Keep the spans of one export."""
+        """Store the spans of one export."""
         for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
             about = _attributes(resource.resource.attributes)
             assert about["service.name"] == "stencil"

@@ -27,7 +27,7 @@ def server_flags(tiny_checkpoint: Path) -> tuple[str, ...]:
 
 @pytest.fixture(scope="session")
 def server(server_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """Ready, with an API key and small limits; at the end it must leave cleanly, with all its children."""
+    """A ready server with an API key and small limits. At the end it must exit cleanly with all its children."""
     flags = ("--api-key", API_KEY, "--max-queue", "16", "--max-upload-bytes", "4000000", "--max-pixels", "4000000")
     server = start(tmp_path_factory.mktemp("server") / "scratch", *server_flags, *flags)
     yield server

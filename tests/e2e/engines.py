@@ -1,4 +1,4 @@
-"""An AsyncEngine in this process, on real engines and image processors."""
+"""Starts an AsyncEngine in the test's process, with real engines and image processors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.client.async_engine import AsyncEngine
 
 @asynccontextmanager
 async def serving_engine(config: StencilConfig) -> AsyncIterator[AsyncEngine]:
-    """Started and ready; shut down at the end, whatever has come."""
+    """A started and ready engine; always shut down at the end."""
     engine = AsyncEngine(config)
     await engine.start()
     try:

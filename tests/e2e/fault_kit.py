@@ -1,4 +1,6 @@
-"""Faults done to the real processes of an AsyncEngine: edits to run meanwhile, and what must be left of them after."""
+"""Injects faults into the real processes of an AsyncEngine: edits to run meanwhile, and checks of what is left
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,13 @@ from engine.client.edit_types import EditInput
 from engine.client.upload import BytesUpload
 
 Told = list[tuple[int | None, bytes]]
-"""(index of a partial image or None, file) in the order they came."""
+"""(index of a partial image, or None for the final one; file), in the order of arrival."""
 
 
 @asynccontextmanager
 async def start(checkpoint: Path, size: int = 1, **settings: float) -> AsyncIterator[AsyncEngine]:
-    """An engine that serves; `size` of them. At the end nothing may be left: no process, wherever it was adopted, and
-    so no shared memory, which has no name; no file; no room taken in the arena.
+    """Starts an AsyncEngine with `size` engines. At the end nothing may be left: no process, even if it was adopted by
+    another; so no shared memory, which has no name; no file; no allocation in the arena.
     """
     model = ModelConfig(model=str(checkpoint), threads=1)
     of_engine = {key: settings.pop(key) for key in ("hang_seconds", "start_seconds") if key in settings}
@@ -54,7 +56,7 @@ async def start(checkpoint: Path, size: int = 1, **settings: float) -> AsyncIter
 
 
 def folder_of(process: psutil.Process) -> str | None:
-    """The temporary folder that a process was started with: it tells whose it is, also when its parent is gone."""
+    """The temporary folder that a process was started with, which identifies its test even after the parent is gone."""
     with suppress(psutil.Error):
         return process.environ().get("TMPDIR") if process.pid != os.getpid() else None
     return None
@@ -73,7 +75,7 @@ def processes(kind: str) -> list[psutil.Process]:
 
 
 def _name(process: psutil.Process, kind: str) -> str:
-    """Its "stencil-`kind`-N"; empty where it is of another kind, or gone."""
+    """The process's name "stencil-`kind`-N"; empty if it is of another kind, or gone."""
     with suppress(psutil.NoSuchProcess):
         return next((word for word in process.cmdline() if word.startswith(f"stencil-{kind}-")), "")
     return ""
@@ -86,7 +88,7 @@ async def until(condition: Callable[[], bool], seconds: float = 120) -> None:
 
 
 def count(engine: AsyncEngine, name: str) -> float:
-    """A metric's value, its series added up."""
+    """The sum of a metric's series."""
     families = text_string_to_metric_families(engine.metrics.exposition().decode())
     family = next(family for family in families if family.name == f"stencil:{name}")
     return sum(sample.value for sample in family.samples if not sample.name.endswith("_created"))
@@ -104,7 +106,7 @@ def file_of(pixels: object) -> bytes:
 def make_input(
     seed: int = 0, steps: int = 30, prompt: str = "a red shirt", partial_images: int = 0, side: int = 96
 ) -> EditInput:
-    """An edit of the middle third of a random picture, which `seed` makes."""
+    """An edit of the middle third of a random picture, determined by `seed`."""
     pixels = np.random.default_rng(seed).integers(0, 256, (side, side, 3), np.uint8)
     mask = np.zeros((side, side), np.uint8)
     mask[side // 3 : 2 * side // 3, side // 3 : 2 * side // 3] = 255
@@ -128,12 +130,12 @@ async def run(engine: AsyncEngine, request_id: str, edit: EditInput) -> Told:
 
 
 async def run_each(engine: AsyncEngine, edits: dict[str, EditInput]) -> dict[str, Told]:
-    """One after the other, undisturbed."""
+    """Run the edits one after the other, undisturbed."""
     return {name: await run(engine, name, edit) for name, edit in edits.items()}
 
 
 async def begin(engine: AsyncEngine, edits: dict[str, EditInput]) -> dict[str, asyncio.Task[Told]]:
-    """All of them, every one begun by a worker."""
+    """Start all edits; returns once a worker has begun each of them."""
     tasks = {name: asyncio.create_task(run(engine, name, edit)) for name, edit in edits.items()}
     await until(lambda: engine.num_requests_running == len(edits))
     return tasks
@@ -148,8 +150,9 @@ def finals(told: dict[str, Told]) -> dict[str, bytes]:
 
 
 def assert_alike(ours: dict[str, Told], theirs: dict[str, Told]) -> None:
-    """The same partial images in the same order, and the same final bytes; in company of others a value may be rounded
-    the other way."""
+    """Assert that partial images come in the same order and final pictures are equal, up to rounding, which depends on
+    the batch.
+    """
     assert set(ours) == set(theirs)
     for name in ours:
         assert [index for index, _ in ours[name]] == [index for index, _ in theirs[name]], "all are told, once"
@@ -162,7 +165,7 @@ def assert_alike(ours: dict[str, Told], theirs: dict[str, Told]) -> None:
 # ------------------------------------------------------------------------------------------------------------ faults
 
 POISON = "poison"
-"""The prompt that brings a fault about."""
+"""The prompt that triggers a fault."""
 
 _SHIM = """
 import os, sys
@@ -187,15 +190,15 @@ sys.meta_path.insert(0, Finder())
 
 
 def shim(folder: Path, patch: pytest.MonkeyPatch, inject: str) -> None:
-    """Have every process started from now on that imports the runner call `inject(runner module, folder)`, whose source
-    this is: a worker with a bug in a library, without memory, ...
+    """Make every process that is started from now on and imports the runner call `inject(runner module, folder)`, whose
+    source is given here. Simulates a bug in a library, lack of memory and the like.
     """
     (folder / "sitecustomize.py").write_text(inject + _SHIM)
     patch.setenv("PYTHONPATH", str(folder))
 
 
 class Fault:
-    """What a worker with `FAULTS` in it does wrong, from now until `clear`."""
+    """Controls the fault that a worker with `FAULTS` in it simulates, from `set` until `clear`."""
 
     def __init__(self, folder: Path) -> None:
         self._file, self._log = folder / "fault.json", folder / "faults.log"
@@ -212,5 +215,5 @@ class Fault:
 
     @property
     def count(self) -> int:
-        """How often it came about since it was set."""
+        """How often the fault occurred since it was set."""
         return len(self._log.read_text().splitlines()) if self._log.exists() else 0

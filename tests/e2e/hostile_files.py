@@ -1,4 +1,4 @@
-"""Strategies for pictures as hostile clients send them: cut, garbled, lying about their size, of other formats."""
+"""Hypothesis strategies for pictures from hostile clients: truncated, corrupt, with a false size, of other formats."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def png(*chunks: bytes, width: int = 16, height: int = 16, color_type: int = 2, pixels: bytes | None = None) -> bytes:
-    """A PNG of zeros with these chunks before its pixels."""
+    """A PNG of zeros with the given chunks before its pixels."""
     head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, color_type, 0, 0, 0))
     rows = zlib.compress(bytes((1 + 3 * 16) * 16)) if pixels is None else pixels
     return b"\x89PNG\r\n\x1a\n" + head + b"".join(chunks) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
@@ -36,13 +36,13 @@ def png(*chunks: bytes, width: int = 16, height: int = 16, color_type: int = 2, 
 
 @cache
 def zeros(num_megabytes: int) -> bytes:
-    """Compressed a thousandfold."""
+    """Zeros, compressed a thousandfold."""
     return zlib.compress(bytes(num_megabytes * 1024 * 1024), 9)
 
 
 @cache
 def bombs() -> dict[str, bytes]:
-    """Small files that would become large: in pixels, in metadata, in scans."""
+    """Small files that expand to a large size: in pixels, metadata or scans."""
     text = PngImagePlugin.PngInfo()
     for number in range(75):
         text.add_itxt(f"k{number}", "a" * 900_000, zip=True)
@@ -77,7 +77,7 @@ def webp_head(width: int, height: int) -> bytes:
 
 
 def mangled(data: bytes) -> st.SearchStrategy[bytes]:
-    """`data` cut short, with bytes changed, doubled, or with something in front."""
+    """`data` truncated, with bytes changed or duplicated, or with a prefix."""
     place = st.integers(0, max(0, len(data) - 1))
     return st.one_of(
         place.map(lambda end: data[:end]),

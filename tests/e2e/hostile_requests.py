@@ -1,4 +1,4 @@
-"""Strategies for requests as hostile clients send them, down to the bytes on the wire."""
+"""Hypothesis strategies for requests from hostile clients, down to the bytes on the wire."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pictures import white_mask
 from entrypoints.openai.fields import EDIT_FIELDS
 
 SECRET = "wish-of-a-fuzzer"
-"""The prompt of all requests, to be found in no log."""
+"""The prompt of all requests, which must not appear in any log."""
 
 BOUNDARY = b"----b0undary"
 NAMES = [*EDIT_FIELDS, "image", "image[]", "image[0]", "image[99999999999]", "mask", "mask_image", "markup", "nope", ""]
@@ -83,7 +83,7 @@ texts = st.one_of(st.sampled_from(NASTY_TEXTS), st.text(max_size=60), st.integer
 
 @dataclass(frozen=True, repr=False)
 class Request:
-    """What goes over the wire. is_whole: the server can tell its end, so that it has to answer."""
+    """A request as sent over the wire. is_whole: the server can detect its end, so it has to answer."""
 
     head: bytes
     body: bytes = b""
@@ -157,7 +157,7 @@ LARGE = part("image", bytes(3_500_000), "a.png")
 
 @st.composite
 def forms(draw: st.DrawFn) -> list[bytes]:
-    """Mostly right, so that what is wrong with it is found late."""
+    """Forms that are mostly valid, so that errors in them are found late."""
     parts = text_parts(SMALL) if draw(often) else []
     if draw(often):
         parts.append(part("image", draw(st.one_of(hostile_pictures(), good_pictures)), "a.png"))
@@ -392,7 +392,7 @@ raw_requests = st.one_of(
 
 @st.composite
 def cut_requests(draw: st.DrawFn) -> Request:
-    """The client is gone in the middle."""
+    """Requests whose client disconnects before the end."""
     whole = draw(st.one_of(multipart_requests(), json_requests()))
     end = draw(st.integers(0, len(whole.data)))
     return Request(whole.data[:end], is_whole=False)

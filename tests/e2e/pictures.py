@@ -1,4 +1,4 @@
-"""Pictures and masks as the files that clients send."""
+"""Encoded pictures and masks, as clients send them."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def decode(data: bytes) -> Pixels:
 
 
 def alpha_mask(width: int = 96, height: int = 80) -> bytes:
-    """OpenAI's convention: a PNG whose transparent box is to be edited."""
+    """A mask in OpenAI's convention: a PNG whose transparent box is to be edited."""
     pixels = np.full((height, width, 4), 255, np.uint8)
     pixels[(*BOX, 3)] = 0
     return encode(pixels)
 
 
 def white_mask(width: int = 96, height: int = 80) -> bytes:
-    """The other convention: a grey PNG whose white box is to be edited."""
+    """A mask in diffusers' convention: a grey PNG whose white box is to be edited."""
     pixels = np.zeros((height, width), np.uint8)
     pixels[BOX] = 255
     return encode(pixels)

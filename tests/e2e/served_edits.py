@@ -1,4 +1,4 @@
-"""Edits sent to a server of some small checkpoint, and what must hold of them whatever the model."""
+"""Sends edits to a server with a small checkpoint, and checks what must hold for every model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PHOTO, ALPHA = encode(photo()), alpha_mask()
 
 @contextmanager
 def serving(checkpoint: Path, folder: Path, *flags: str) -> Iterator[ServerProcess]:
-    """A server of the checkpoint, which must leave cleanly. folder: for its own files."""
+    """A server with the checkpoint, which must exit cleanly. folder: for its files."""
     small = ("--served-model-name", "tiny", "--threads", "1", "--dtype", "float32", "--no-playground")
     server = start(folder / "scratch", "--model", str(checkpoint), *small, *flags)
     yield server
@@ -40,8 +40,9 @@ def edit(
     prompt: str = "a red hat",
     **fields: Any,
 ) -> tuple[Pixels, dict[str, Any]]:
-    """The picture, and what the server says of it. Four steps. mask: None takes the image's own transparency. fields: a
-    template_id among them goes in place of the image."""
+    """Run an edit of four steps; returns the picture and the answer's `stencil` object. mask: None for the image's own
+    transparency. fields: further fields; a template_id replaces the image.
+    """
     result = client.images.edit(
         image=openai.omit if "template_id" in fields else image,
         mask=openai.omit if mask is None else mask,
@@ -53,7 +54,7 @@ def edit(
 
 
 def assert_cold_is_warm(client: openai.OpenAI) -> None:
-    """A first edit of PHOTO paints the box alone, and a second one the same over its pages."""
+    """Assert that the first edit of PHOTO paints only the box, and that a second one over its pages paints the same."""
     first, cold = edit(client)
     again, warm = edit(client)
     np.testing.assert_array_equal(again, first)
@@ -71,7 +72,7 @@ Answers = list[tuple[Pixels, dict[str, Any]]]
 def assert_company_changes_nothing(
     client: openai.OpenAI, wanted: Sequence[Mapping[str, Any]], times: int = 1
 ) -> tuple[Answers, Answers]:
-    """All at once, so many times over, paint what each paints alone. The answers to each alone, and to these."""
+    """Assert that all edits, sent at once and repeated, equal those sent alone. Returns the answers to both."""
     alone = [edit(client, **each) for each in wanted]
     everything = [*wanted] * times
     with ThreadPoolExecutor(len(everything)) as pool:

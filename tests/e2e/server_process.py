@@ -1,4 +1,6 @@
-"""The real server as a child process: start, wait until it is ready, end it, and see that nothing is left."""
+"""Runs the real server as a child process: starts it, waits until it is ready, stops it, and checks that nothing is
+left.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,14 @@ class ServerProcess:
 
     @property
     def base_url(self) -> str:
-        """What an OpenAI client is given."""
+        """The base URL for an OpenAI client."""
         return f"{self.url}/v1"
 
     def children(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """Signal it, wait for its end, and assert that no child and no file is left. The exit status."""
+        """Send a signal, wait for the end, and assert that no child and no file is left. Returns the exit status."""
         children = self.children()
         self.process.send_signal(number)
         return self.wait(children)
@@ -54,7 +56,7 @@ class ServerProcess:
 
 
 def spawn(scratch: Path, *flags: str) -> subprocess.Popen[str]:
-    """``python -m entrypoints.serve`` on a free port; stdout is a pipe, stderr goes to ``<scratch>.log``."""
+    """Start ``python -m entrypoints.serve`` on a free port; stdout is a pipe, stderr goes to ``<scratch>.log``."""
     scratch.mkdir()
     command = [sys.executable, "-m", "entrypoints.serve", "--port", "0", *flags]
     environment = {**os.environ, "TMPDIR": str(scratch), "PYTHONUNBUFFERED": "1"}
@@ -72,12 +74,12 @@ def spawn(scratch: Path, *flags: str) -> subprocess.Popen[str]:
 
 
 def _notice_hangups() -> None:
-    """In the child: tests that run under `nohup` would have it ignore them."""
+    """Run in the child: under `nohup` it would otherwise inherit that SIGHUP is ignored."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def start(scratch: Path, *flags: str) -> ServerProcess:
-    """Started and ready; the address is the one its ready line tells."""
+    """Start a server and wait until it is ready; its address comes from its ready line."""
     process = spawn(scratch, *flags)
     log = scratch.with_suffix(".log")
     assert process.stdout is not None

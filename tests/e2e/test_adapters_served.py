@@ -24,7 +24,7 @@ CHOICES = ({}, {"lora": "shirt"}, {"lora": "hat"})
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The checkpoint and two adapters of it."""
+    """The checkpoint, and two adapters for it."""
     folder = tmp_path_factory.mktemp("model")
     checkpoint = make_sd3(folder / "sd3")
     shirt = make_lora(folder / "shirt.safetensors", checkpoint)
@@ -85,7 +85,7 @@ def test_a_template_is_primed_for_its_adapter_and_goes_with_all_of_them(
     assert again == ["miss"] * 3
 
 
-def test_offline_edits_are_the_servers(client: openai.OpenAI, files: dict[str, Path]) -> None:
+def test_offline_edits_equal_the_servers(client: openai.OpenAI, files: dict[str, Path]) -> None:
     loras = {name: files[name] for name in ("shirt", "hat")}
     edits = [Edit(prompt="a red hat", image=PHOTO, mask=ALPHA, **choice) for choice in (*CHOICES, {"lora": "dress"})]
     with ImageEngine(str(files["checkpoint"]), dtype="float32", threads=1, loras=loras) as engine:

@@ -1,4 +1,4 @@
-"""Pages on disk: the next start needs no priming, and whatever the tiers hold, the picture is the same."""
+"""Cache tiers: pages on disk save the next start from priming, and the tier never changes the picture."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run(engine: ImageEngine, seed: int) -> tuple[Pixels, EditReport]:
 
 
 def wait_for_files(directory: Path, number: int) -> list[Path]:
-    """Entries are written in the background."""
+    """Wait for the files of entries, which are written in the background."""
     deadline = time.monotonic() + 20
     while len(files := sorted(directory.glob("*.page"))) < number:
         assert time.monotonic() < deadline, f"{len(files)} of {number} files"
@@ -55,14 +55,14 @@ def wait_for_files(directory: Path, number: int) -> list[Path]:
 
 @dataclass(frozen=True)
 class Kept:
-    """What an engine that has ended left: what it painted, cold, by seed, and the files of the pages of 0 and 1."""
+    """Results of an engine that has ended: its cold pictures by seed, and the page files of templates 0 and 1."""
 
     painted: dict[int, Pixels]
     files: dict[int, list[Path]]
     template_bytes: int  # most that a template's pages take
 
     def copy(self, directory: Path) -> dict[int, list[Path]]:
-        """The files, to do with as one likes."""
+        """A copy of the files, to change."""
         directory.mkdir()
         return {seed: [Path(shutil.copy(file, directory)) for file in files] for seed, files in self.files.items()}
 
@@ -124,7 +124,7 @@ def test_a_restart_with_a_warm_disk_primes_nothing_and_takes_damaged_files_for_m
 
 
 def test_another_templates_pages_are_misses(tiny_checkpoint: Path, tmp_path: Path, kept: Kept) -> None:
-    """Whole files, with right checksums and of the same size, under each other's names."""
+    """Valid files of the right size, swapped with each other."""
     files = kept.copy(tmp_path / "pages")
     for file, size in [(file, file.stat().st_size) for file in files[0]]:
         other = next(other for other in files[1] if other.stat().st_size == size)
@@ -138,7 +138,7 @@ def test_another_templates_pages_are_misses(tiny_checkpoint: Path, tmp_path: Pat
             assert np.array_equal(kept.painted[seed], again)
 
 
-def test_what_the_cache_holds_changes_no_picture(tiny_checkpoint: Path, tmp_path: Path, kept: Kept) -> None:
+def test_the_content_of_the_cache_changes_no_picture(tiny_checkpoint: Path, tmp_path: Path, kept: Kept) -> None:
     one = kept.template_bytes
     tight = {"host_bytes": one, "disk_bytes": 2 * one, "directory": str(tmp_path / "pages")}
     others = set(psutil.Process().children(recursive=True))  # engines that other modules of this run keep for later
@@ -156,7 +156,7 @@ def test_what_the_cache_holds_changes_no_picture(tiny_checkpoint: Path, tmp_path
 
 
 def resident_page_bytes(others: set[psutil.Process]) -> int:
-    """Memory of the page arena, as the kernel counts it for the process that has touched most of it, `others` aside."""
+    """Memory of the page arena, as the kernel counts it for the process with most of it, without `others`."""
     processes = set(psutil.Process().children(recursive=True)) - others
     return max(map(_page_arena_bytes, processes), default=0)
 

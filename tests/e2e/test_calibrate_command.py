@@ -1,4 +1,4 @@
-"""`python -m entrypoints.calibrate` on a small checkpoint, and the engine that finds what it saved."""
+"""`python -m entrypoints.calibrate` on a small checkpoint, and an engine that uses its result."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def calibrate(checkpoint: Path, images: Path, *flags: str) -> int:
     return main(["--model", str(checkpoint), "--images", str(images), *FLAGS, *flags])
 
 
-def test_what_it_saves_is_what_the_engine_uses(
+def test_the_engine_uses_the_saved_calibration(
     tiny_checkpoint: Path, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -68,7 +68,7 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
 def test_every_family_is_compared_with_its_exact_edits(
     family: str, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SD3 with its guidance, whose two rows share pages, and a sampler of two calls a step."""
+    """SD3 with guidance, whose two rows share pages, and a sampler that calls the model twice per step."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     checkpoint = FAMILIES[family](tmp_path / "model")
     save_noise(images, 128 if family == "sdxl" else 64)  # of as many tokens

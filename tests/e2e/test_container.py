@@ -1,4 +1,4 @@
-"""What a container's surroundings ask of the server: health and metrics, by the very commands and paths they use."""
+"""The server as its container's environment uses it: health check and metrics, with the real commands and paths."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from server_process import ServerProcess
 
 
 def check_health(port: int) -> int:
-    """The exit status of the image's health check, were the server on `port`."""
+    """The exit status of the image's health check for a server on `port`."""
     program = health_command()[-1].replace(":8000/", f":{port}/")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
     return done.returncode
 
 
-def test_the_health_check_tells_a_server_from_none(server: ServerProcess, unused_tcp_port: int) -> None:
+def test_the_health_check_fails_without_a_server(server: ServerProcess, unused_tcp_port: int) -> None:
     assert check_health(httpx.URL(server.url).port or 0) == 0
     assert check_health(unused_tcp_port) == 1
 

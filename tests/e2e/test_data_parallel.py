@@ -1,4 +1,6 @@
-"""Two engines behind one router: same pictures, warm templates found. Each test has pictures of its own."""
+"""Two engines behind one router paint the same pictures, and edits find warm templates. Each test uses its own
+pictures.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ def file_of(pixels: Pixels) -> bytes:
 
 
 def make_input(seed: int = 0, steps: int = 4, **sampling: object) -> EditInput:
-    """An edit of the middle of a random picture of 96 x 96 pixels, which `seed` makes."""
+    """An edit of the middle of a random picture of 96 x 96 pixels, determined by `seed`."""
     pixels = np.random.default_rng(seed).integers(0, 256, (96, 96, 3), np.uint8)
     mask = np.zeros((96, 96), np.uint8)
     mask[32:64, 32:64] = 255
@@ -72,14 +74,14 @@ async def run(engine: AsyncEngine, request_id: str, edit: EditInput) -> tuple[by
 
 
 def metric(engine: AsyncEngine, name: str) -> dict[str, float]:
-    """Engine, or "" where they are not told apart, -> the metric's value since the start."""
+    """The metric's value since the start, by engine; "" for metrics without an engine label."""
     families = text_string_to_metric_families(engine.metrics.exposition().decode())
     samples = [sample for family in families for sample in family.samples if sample.name == f"stencil:{name}"]
     return {sample.labels.get("engine", ""): sample.value for sample in samples}
 
 
 def routed(engine: AsyncEngine, before: dict[str, float] | None = None) -> list[float]:
-    """Images sent to each engine since `before`, or the start."""
+    """Images sent to each engine since `before`, by default since the start."""
     return [n - (before or {}).get(name, 0) for name, n in sorted(metric(engine, "router_requests_total").items())]
 
 

@@ -1,4 +1,4 @@
-"""One engine whose processes die again and again: every request ends once, with the picture of an undisturbed run."""
+"""One engine whose processes die repeatedly: every request ends once, with the picture of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(tiny_checkpoint: Path) -> AsyncIterator[AsyncEngine]:
-    """Each death counts as the first."""
+    """An engine for which each death counts as the first."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_replica, "PROVEN_SECONDS", 0.0)
         async with start(tiny_checkpoint) as engine:
@@ -34,26 +34,26 @@ async def engine(tiny_checkpoint: Path) -> AsyncIterator[AsyncEngine]:
 
 
 def busy_with(engine: AsyncEngine, kind: type[ToImageProcessor]) -> ChildProcess | None:
-    """An image processor that does such a job."""
+    """The image processor that works on such a job; None if there is none."""
     processors = (processor for processor in engine.services.images._processors if processor.job is not None)
     return next((p.child for p in processors if p.job is not None and isinstance(p.job.message, kind)), None)
 
 
 async def stopped_in_its_work(engine: AsyncEngine, kind: type[ToImageProcessor]) -> ChildProcess:
-    """An image processor with such a job, stopped before it was done."""
+    """An image processor that was stopped while it works on such a job."""
     while True:
         await until(lambda: busy_with(engine, kind) is not None)
         victim = busy_with(engine, kind)
         assert victim is not None
         os.kill(victim.pid, signal.SIGSTOP)
-        await asyncio.sleep(0.1)  # what it said before has been heard by then
+        await asyncio.sleep(0.1)  # time to receive what it sent before
         if busy_with(engine, kind) is victim:
             return victim
         os.kill(victim.pid, signal.SIGCONT)
 
 
-async def test_an_image_processor_that_dies_in_its_work_changes_nothing(engine: AsyncEngine) -> None:
-    """Decoding an upload, and pasting and encoding a result."""
+async def test_an_image_processor_that_dies_during_a_job_changes_no_result(engine: AsyncEngine) -> None:
+    """While it decodes an upload, and while it pastes and encodes a result."""
     edits = {f"r{seed}": make_input(seed, side=1500) for seed in range(3)}
     done = count(engine, "request_success")
     expected = await run_each(engine, edits)
@@ -97,13 +97,13 @@ async def test_waiting_for_an_engine_deadlines_hold_and_aborts_are_answered_at_o
     with pytest.raises(DeadlineExceededError):
         await due
     await until(lambda: engine.num_requests_waiting == 0)
-    assert not engine.is_ready, "nobody was needed to answer them"
+    assert not engine.is_ready, "they were answered without an engine"
     await until(lambda: engine.is_ready)
     assert engine.num_requests_running == 0
 
 
-async def test_shutdown_while_an_engine_is_started_anew(engine: AsyncEngine) -> None:
-    """Last: it ends the engine that the others share."""
+async def test_shutdown_while_an_engine_is_restarted(engine: AsyncEngine) -> None:
+    """The last test, because it ends the shared engine."""
     task = asyncio.create_task(run(engine, "r", make_input(steps=200)))
     await until(lambda: engine.num_requests_running == 1)
     processes("engine")[0].kill()

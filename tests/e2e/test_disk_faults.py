@@ -1,4 +1,4 @@
-"""Disks that fail under a real server: edits go on, with the same pictures, and a disk is used again once it can be."""
+"""Disks that fail under a real server: edits give the same pictures, and a disk is used again once it works."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def cached(
 
 
 def use_until_kept(server: ServerProcess, folder: Path, seed: int, number: int, expected: str) -> None:
-    """Edit the same picture until all of its pages lie on the disk, which their next use tries after a while."""
+    """Edit the same picture until all its pages are on the disk, which is tried again after a while."""
 
     def is_kept() -> bool:
         assert picture_of(server, seed) == expected
@@ -71,7 +71,7 @@ def use_until_kept(server: ServerProcess, folder: Path, seed: int, number: int, 
     until(is_kept, RETRY_SECONDS + 20)
 
 
-def test_a_folder_that_cannot_be_is_said_once_and_used_once_it_can_be(
+def test_a_folder_that_cannot_be_made_is_logged_once_and_used_once_it_can(
     cached: ServerProcess, cache_folder: Path
 ) -> None:
     cache_folder.parent.write_text("in the way")  # works against root, too
@@ -94,7 +94,7 @@ def worker(cached: ServerProcess) -> psutil.Process:
 def test_a_write_that_fails_in_the_middle_leaves_nothing(
     cached: ServerProcess, cache_folder: Path, worker: psutil.Process
 ) -> None:
-    """By a limit of the kernel on the size of the worker's files, which fails a write as a full disk does."""
+    """A limit on the size of the worker's files makes a write fail as on a full disk."""
     kept = set(cache_folder.glob("*.page"))
     limit = sorted(path.stat().st_size for path in kept)[-1] - 1000
     os.truncate(cached.log, 0)  # the worker has to write it, too
@@ -112,7 +112,7 @@ def test_a_write_that_fails_in_the_middle_leaves_nothing(
     use_until_kept(cached, cache_folder, 1, 10, pictures.pop())
 
 
-def test_an_upload_that_the_temporary_folder_does_not_take(server: ServerProcess) -> None:
+def test_uploads_are_refused_while_the_temporary_folder_is_full(server: ServerProcess) -> None:
     def send() -> httpx.Response:
         return httpx.post(
             f"{server.base_url}/images/edits", data={"prompt": "p"}, files={"image": large}, headers=KEY, timeout=60

@@ -1,4 +1,6 @@
-"""`python -m entrypoints.edit`: one picture, one line; what cannot be written is told before anything is computed."""
+"""`python -m entrypoints.edit` prints one line, and refuses an output that cannot be written before it computes
+anything.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from entrypoints.edit import main, save
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A red square, its middle transparent: without a mask, that is what is edited; with one, it stays."""
+    """A red square with a transparent middle, which is edited without a mask and unchanged with one."""
     pixels = np.full((64, 64, 4), (200, 0, 0, 255), np.uint8)
     pixels[16:48, 16:48, 3] = 0
     path = tmp_path / "in.png"
@@ -57,7 +59,9 @@ def test_formats_that_can_be_lossless_are(tmp_path: Path, name: str, channels: i
 
 
 @pytest.mark.parametrize("name", ["out", "out.gif", "out.pdf", "nowhere/out.png", "folder.png", "locked/out.png"])
-def test_what_cannot_be_written_is_told_at_once(source: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_output_that_cannot_be_written_is_refused_at_once(
+    source: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     source.with_name("folder.png").mkdir()
     source.with_name("locked").mkdir(mode=0o500)
     if name.startswith("locked") and os.geteuid() == 0:
@@ -70,7 +74,7 @@ def test_what_cannot_be_written_is_told_at_once(source: Path, name: str, capsys:
 
 
 @pytest.mark.parametrize(("flag", "value"), [("--prompt", ""), ("--seed", "-1"), ("--padding-mask-crop", "-1")])
-def test_what_the_api_refuses_is_told_before_a_model_is_loaded(
+def test_invalid_arguments_are_refused_before_a_model_is_loaded(
     source: Path, flag: str, value: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = {"--prompt": "p", "-o": str(source.with_name("out.png")), "--model": "/no/such/model", flag: value}

@@ -1,8 +1,8 @@
 """One key's image work does not starve another's: a small edit beside a flood of large results. Nor do its requests, in
 the queue or half sent, keep another's out.
 
-The check of seconds takes minutes, since the flood is what it is: `pytest -m slow tests/e2e/test_fairness.py`. The
-quick one beside it holds the order, not the seconds.
+The check of the seconds takes minutes: `pytest -m slow tests/e2e/test_fairness.py`. The quick test checks only the
+order.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BUSY_FLOOR = 6.0
 
 
 async def send(client: httpx.AsyncClient, headers: dict[str, str], **fields: object) -> tuple[float, httpx.Response]:
-    """Seconds until the whole answer was there, and the answer."""
+    """Seconds until the whole answer arrived, and the answer."""
     data = {"prompt": "a red shirt", **{name: str(value) for name, value in fields.items()}}
     began = time.monotonic()
     answer = await client.post("/v1/images/edits", files=FILES, data=data, headers=headers)
@@ -44,7 +44,7 @@ async def send(client: httpx.AsyncClient, headers: dict[str, str], **fields: obj
 
 
 async def drain(client: httpx.AsyncClient) -> None:
-    """A large request whose answer is read and thrown away."""
+    """Send a large request, and discard its answer."""
     data = {"prompt": "a red shirt", **{name: str(value) for name, value in LARGE.items()}}
     async with client.stream("POST", "/v1/images/edits", files=FILES, data=data, headers=HEAVY) as answer:
         async for _ in answer.aiter_raw():
@@ -74,7 +74,7 @@ async def flooded(url: str, num_requests: int) -> AsyncIterator[httpx.AsyncClien
 
 @asynccontextmanager
 async def peak_pss(pid: int) -> AsyncIterator[list[int]]:
-    """Samples of the tree's memory, twice a second."""
+    """Sample the process tree's memory twice a second."""
     samples: list[int] = []
 
     async def sample() -> None:
@@ -90,7 +90,7 @@ async def peak_pss(pid: int) -> AsyncIterator[list[int]]:
 
 @pytest.fixture(scope="module")
 def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """The embedded model, as a user starts it, with two keys."""
+    """The embedded model with default flags and two keys."""
     server = start(tmp_path_factory.mktemp("shared") / "scratch", *KEYS)
     yield server
     assert server.stop() == 0, server.log.read_text()
@@ -117,9 +117,10 @@ async def test_a_small_edit_takes_a_second_beside_a_flood_of_large_ones(
         assert max(samples) <= MAX_PSS_BYTES
 
 
-async def test_a_flood_of_one_key_is_ahead_of_its_own_edits_and_of_no_others(shared_server: ServerProcess) -> None:
-    """Forty large files of one key take half a minute; another's edits are through long before, and ten more of its own
-    that cannot be in time are refused before they would be late."""
+async def test_a_flood_of_one_key_delays_only_its_own_edits(shared_server: ServerProcess) -> None:
+    """Forty large files of one key take half a minute. The other key's edits finish long before, and ten more large
+    ones of its own, which cannot be done in time, are refused before they would be late.
+    """
     async with flooded(shared_server.url, 4) as client:
         for fields in ({}, {"priority": -5}, {"timeout": 20}):
             _, answer = await send(client, LIGHT, **fields)

@@ -1,4 +1,4 @@
-"""Every family behind the API: edits, guidance, previews, a worker that dies."""
+"""Every model family behind the API: edits, guidance, previews, a worker that dies."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_every_parameter_of_the_family_counts(client: openai.OpenAI, family: str
         assert np.abs(changed.astype(int) - plain).max() > 0, fields
 
 
-def test_what_a_family_cannot_use_is_named(client: openai.OpenAI, family: str) -> None:
+def test_fields_that_a_family_cannot_use_are_named(client: openai.OpenAI, family: str) -> None:
     _, report = edit(client, negative_prompt="a hat")
     assert report["ignored"] == (["negative_prompt"] if family == "flux" else [])
     _, report = edit(client, true_cfg_scale=3.0)
@@ -107,7 +107,7 @@ def until(server: ServerProcess, is_so: Callable[[dict[str, int]], bool]) -> Non
 
 
 def test_a_worker_that_dies_costs_no_edit(client: openai.OpenAI, family_server: ServerProcess) -> None:
-    """Last: its pages are gone. The picture is that of an undisturbed run."""
+    """The last test, because the pages are lost. The picture equals that of an undisturbed run."""
     steps = 200  # not over by the time that the workers are killed
     expected, _ = edit(client, num_inference_steps=steps)
     workers = [child for child in family_server.children() if "worker" in " ".join(child.cmdline())]

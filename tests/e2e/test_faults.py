@@ -76,7 +76,7 @@ async def test_a_worker_that_dies_or_hangs_between_partial_images_changes_no_byt
             assert count(engine, "request_retries") == number
 
 
-async def test_a_request_that_kills_workers_ends_and_takes_no_other_along(
+async def test_a_request_that_kills_workers_fails_without_failing_others(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shim(tmp_path, monkeypatch, DEADLY)
@@ -90,7 +90,7 @@ async def test_a_request_that_kills_workers_ends_and_takes_no_other_along(
         assert count(engine, "engine_restarts") == 3
 
 
-async def test_an_engine_that_keeps_dying_is_given_up_and_the_last_one_ends_all(
+async def test_an_engine_that_keeps_dying_is_given_up_and_without_engines_all_edits_fail(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_replica, "MAX_RESTARTS", 1)

@@ -1,9 +1,9 @@
-"""Requests as hostile clients send them, to a real server: none crashes it, makes it fail or costs memory.
+"""Hostile requests to a real server: none crashes it, makes it answer 500 or leaks memory.
 
-    make fuzz          5000 and more, then every operation of our own OpenAPI description by schemathesis
+    make fuzz          5000 and more, then every operation of our OpenAPI description by schemathesis
     make test          as many as fit into a minute
 
-Every request's prompt is SECRET, which no log may hold.
+Every request's prompt is SECRET, which must not appear in any log.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Answer:
 
 @dataclass
 class Tally:
-    """What came of the requests. memory: (requests so far, seconds, process -> bytes)."""
+    """Results of the requests. memory: (requests so far, seconds, process -> bytes)."""
 
     statuses: Counter[str] = field(default_factory=Counter)
     codes: Counter[str] = field(default_factory=Counter)
@@ -106,7 +106,7 @@ def _mib(nbytes: int) -> str:
 
 @pytest.fixture(scope="module")
 def fuzzed(server_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """With small limits, so that requests get at them. Its end asserts that no process and no file is left."""
+    """A server with small limits, so that requests reach them. Asserts that it leaves no process and no file."""
     flags = ("--max-queue", "16", "--max-upload-bytes", "3000000", "--max-pixels", "4000000", "--log-format", "json")
     cache = ("--template-bytes", "300K", "--cache-host-bytes", "4M")
     server = start(tmp_path_factory.mktemp("server") / "scratch", *server_flags, *flags, *cache)
@@ -115,7 +115,7 @@ def fuzzed(server_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFacto
 
 
 def send(server: ServerProcess, request: Request) -> Answer:
-    """What the server says until it closes the connection."""
+    """Send bytes; returns everything that the server sends before it closes the connection."""
     host, port = server.url.removeprefix("http://").split(":")
     said = b""
     with socket.create_connection((host, int(port)), timeout=ANSWER_SECONDS) as client:
@@ -148,7 +148,7 @@ def read_answer(said: bytes) -> Answer:
 
 
 def is_good(answer: Answer, request: Request) -> bool:
-    """The bar: an answer; no 5xx but 503, and 504 to those who asked for a timeout."""
+    """Whether the server answered, without 5xx other than 503, and 504 for requests with a timeout."""
     if answer.status == "closed":
         return not request.is_whole
     is_timeout = (answer.status, answer.code) == ("504", "deadline_exceeded") and b"timeout" in request.data
@@ -156,7 +156,7 @@ def is_good(answer: Answer, request: Request) -> bool:
 
 
 def memory_of(server: ServerProcess) -> Counter[str]:
-    """Process -> its PSS, so that shared memory counts once."""
+    """Process -> its PSS, which counts shared memory once."""
     memory = Counter(api=psutil.Process(server.process.pid).memory_full_info().pss)
     for child in server.children():
         name = next((word for word in child.cmdline() if word.startswith("stencil-")), "other")
@@ -180,7 +180,7 @@ def steady_picture(server: ServerProcess) -> str:
 
 
 def fuzz(server: ServerProcess, num_requests: int) -> Tally:
-    """Send so many and more. Nothing is made smaller: what a server does may depend on what came before."""
+    """Send this many requests. They are not shrunk, since the server's behaviour may depend on earlier ones."""
     tally, threads = Tally(), ThreadPoolExecutor(AT_ONCE)
 
     @settings(
@@ -209,7 +209,7 @@ def fuzz(server: ServerProcess, num_requests: int) -> Tally:
     return tally
 
 
-def test_hostile_requests(fuzzed: ServerProcess) -> None:
+def test_hostile_requests_are_answered_and_change_nothing(fuzzed: ServerProcess) -> None:
     expected, pids = steady_picture(fuzzed), {child.pid for child in fuzzed.children()}
     process = psutil.Process(fuzzed.process.pid)
     wait_until_idle(fuzzed)
@@ -218,7 +218,7 @@ def test_hostile_requests(fuzzed: ServerProcess) -> None:
     print("\n" + tally.summary())
     assert not tally.failures, tally.failures[:3]
     assert tally.num_bad >= 0.8 * NUM_REQUESTS
-    if NUM_REQUESTS >= 5000:  # of fewer, chance decides what is among them
+    if NUM_REQUESTS >= 5000:  # fewer requests may not include all of them
         assert {"200", "400", "404", "405", "413", "415"} <= set(tally.statuses), "the strategies have lost their reach"
         assert set(DEEP_CODES) <= set(tally.codes), "the strategies have lost their reach"
     assert httpx.get(f"{fuzzed.url}/health").json()["status"] == "ok"
@@ -238,7 +238,7 @@ def arena_bytes(process: psutil.Process) -> int:
 
 @pytest.mark.parametrize("name", bombs())
 def test_bombs(fuzzed: ServerProcess, name: str) -> None:
-    """Files that would fill memory: as image and as mask, by every way in."""
+    """Files that would fill memory, sent as image and as mask in every form."""
     before = max(peak_bytes(child) for child in fuzzed.children())
     data = bombs()[name]
     good = picture("png")
@@ -259,7 +259,7 @@ def form_request(path: str, parts: list[bytes]) -> Request:
 
 
 def peak_bytes(process: psutil.Process) -> int:
-    """The most memory that it ever had."""
+    """The highest memory use so far."""
     with contextlib.suppress(OSError, StopIteration):
         lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
         return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024
@@ -274,7 +274,7 @@ not_a_server_error.expected-statuses = ["2xx", "4xx", 503, 504]
 
 
 def test_our_own_openapi_description(fuzzed: ServerProcess, tmp_path: Path) -> None:
-    """Schemathesis makes requests that fit the description and ones that do not."""
+    """Schemathesis generates requests that fit the description, and requests that do not."""
     settings_file = tmp_path / "schemathesis.toml"
     settings_file.write_text(SCHEMATHESIS.format(examples=max(5, NUM_REQUESTS // 100)))
     command = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(settings_file), "run"]

@@ -1,5 +1,5 @@
-"""Arbitrary Python and NumPy values in every field of the offline API, on real processes: none dies, and a caller hears
-InvalidRequestError alone, or of a timeout that was asked for.
+"""Arbitrary Python and NumPy values in every field of the offline API, on real processes: no process dies, and the only
+errors are InvalidRequestError, and timeouts that the caller set.
 
     make fuzz          FUZZ_REQUESTS=6000 by default, a sixth of them here
     make test          a hundred

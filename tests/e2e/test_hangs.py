@@ -1,4 +1,6 @@
-"""Engines that hang, at work, idle or while they start: they are killed with their workers, and their edits go on."""
+"""Engines that hang at work, when idle or while they start: they are killed with their workers, and their edits
+continue.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +40,12 @@ def inject(module, folder):
 
 
 async def until_restarted(engine: AsyncEngine, times: int) -> None:
-    """Or about to be, for so many times in a row."""
+    """Wait until the engine is restarted, or about to be, for the given number of times in a row."""
     await until(lambda: engine.replicas[0] == ("restarting", times))
 
 
 async def test_an_engine_that_is_stopped_is_killed_with_its_workers(tiny_checkpoint: Path) -> None:
-    """Also a worker that cannot leave by itself."""
+    """Also a worker that cannot exit by itself."""
     async with start(tiny_checkpoint, 2, hang_seconds=5.0) as engine:
         expected = await run_each(engine, BRIEF)
         tasks = await begin(engine, BRIEF)
@@ -61,7 +63,7 @@ async def test_an_engine_that_is_stopped_is_killed_with_its_workers(tiny_checkpo
         assert count(engine, "request_success") == 2 * len(BRIEF)
 
 
-async def test_one_that_is_stopped_while_idle_is_noticed_before_anybody_needs_it(tiny_checkpoint: Path) -> None:
+async def test_an_engine_that_is_stopped_while_idle_is_noticed_before_the_next_edit(tiny_checkpoint: Path) -> None:
     async with start(tiny_checkpoint, hang_seconds=5.0) as engine:
         expected = await run(engine, "before", make_input())
         await asyncio.sleep(2 * 5.0)
@@ -73,7 +75,7 @@ async def test_one_that_is_stopped_while_idle_is_noticed_before_anybody_needs_it
         assert (count(engine, "engine_restarts"), count(engine, "request_retries")) == (1, 0)
 
 
-async def test_an_engine_that_never_comes_to_serve_is_told(
+async def test_an_engine_that_never_becomes_ready_is_reported(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shim(tmp_path, monkeypatch, STUCK)
@@ -83,10 +85,10 @@ async def test_an_engine_that_never_comes_to_serve_is_told(
             pass
 
 
-async def test_hanging_while_it_is_started_anew_counts_as_one_more_death(
+async def test_hanging_during_a_restart_counts_as_one_more_death(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """First its worker hangs, then the engine itself; the third start is well, and the edits that waited go on."""
+    """First its worker hangs, then the engine itself; the third start succeeds, and the waiting edits continue."""
     monkeypatch.setattr(engine_replica, "MIN_RESTART_SECONDS", 0.0)
     monkeypatch.setattr(engine_replica, "RESTART_PATIENCE", 2.0)  # as long again as the first start, on this machine
     shim(tmp_path, monkeypatch, STUCK)
@@ -106,7 +108,7 @@ async def test_hanging_while_it_is_started_anew_counts_as_one_more_death(
         assert count(engine, "request_success") == 2 * len(BRIEF)
 
 
-async def test_restarts_in_a_row_wait_for_which_edits_wait_too_but_no_shutdown(
+async def test_restarts_back_off_while_edits_wait_and_shutdown_does_not(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_replica, "FIRST_WAIT_SECONDS", 2.0)

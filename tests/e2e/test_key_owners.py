@@ -1,4 +1,4 @@
-"""Keys of one real server, of two engines and with pages on disk: what one has sent is never to be seen by another."""
+"""API keys on a real server with two engines and pages on disk: no key can detect what another key has sent."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ A, B, LATER = "sk-a-1f2e", "sk-b-3d4c", "sk-later-5b6a"
 
 
 def photo_of(seed: int) -> bytes:
-    """Each test has pictures of its own."""
+    """A picture; each test uses its own."""
     return encode(photo(seed=seed))
 
 
@@ -62,7 +62,7 @@ def post(server: ServerProcess, key: str, seed: int | None, **data: str) -> http
 
 
 def edit(server: ServerProcess, key: str, seed: int | None, **data: str) -> tuple[Pixels, dict[str, Any]]:
-    """The picture, and the server's facts about it."""
+    """Run an edit; returns the picture and the answer's `stencil` object."""
     answer = post(server, key, seed, **data)
     assert answer.status_code == 200, answer.text
     body = answer.json()
@@ -70,7 +70,7 @@ def edit(server: ServerProcess, key: str, seed: int | None, **data: str) -> tupl
 
 
 def seen(facts: dict[str, Any]) -> tuple[str, bool]:
-    """What tells whether pages were there. Without time spent on priming nothing was primed, and the reverse."""
+    """Whether pages were found: `cache`, and `primed`, which must agree with the time spent on priming."""
     assert (facts["ms"]["prime"] > 0) == facts["primed"]
     return facts["cache"], facts["primed"]
 
@@ -91,7 +91,7 @@ def test_a_picture_that_another_key_has_edited_is_new(two: ServerProcess) -> Non
         assert np.array_equal(again, first)
     others, facts = edit(two, B, 0)
     assert seen(facts) == ("miss", True)
-    assert np.array_equal(others, first), "the picture is nobody's"
+    assert np.array_equal(others, first), "the picture does not depend on the key"
     assert seen(edit(two, B, 0)[1]) == ("hit", False)
     assert seen(edit(two, A, 0)[1]) == ("hit", False)
 
@@ -114,7 +114,7 @@ def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
-def test_what_was_painted_for_another_key_is_new(two: ServerProcess) -> None:
+def test_an_edit_of_another_keys_result_is_a_miss(two: ServerProcess) -> None:
     painted, facts = edit(two, A, 2, mask_aware="false")
     template = facts["template_id"]
     url = f"{two.base_url}/templates/{template}"
@@ -136,7 +136,7 @@ def test_what_was_painted_for_another_key_is_new(two: ServerProcess) -> None:
     assert post(two, B, None, template_id=template).status_code == 404
 
 
-def test_keys_are_read_again_while_edits_run_and_their_pages_stay(two: ServerProcess, folder: Path) -> None:
+def test_keys_are_reloaded_while_edits_run_and_their_pages_stay(two: ServerProcess, folder: Path) -> None:
     expected, _ = edit(two, A, 3)
     keys = folder / "keys"
     keys.write_text(f"{LATER}\n{A}\n")
@@ -159,8 +159,10 @@ def test_keys_are_read_again_while_edits_run_and_their_pages_stay(two: ServerPro
     assert not any(key in log for key in (A, B, LATER))
 
 
-def test_files_of_pages_are_their_owners_across_restarts(flags: tuple[str, ...], folder: Path, tmp_path: Path) -> None:
-    """Another folder of pages: what `two` still writes is not to be waited for."""
+def test_files_of_pages_belong_to_their_owner_across_restarts(
+    flags: tuple[str, ...], folder: Path, tmp_path: Path
+) -> None:
+    """Uses another folder of pages, so as not to wait for what `two` still writes."""
     own = (*flags[:-2], "--cache-dir", str(tmp_path / "pages"), "--data-parallel-size", "1")
     server = start(tmp_path / "first", *own)
     try:
@@ -181,7 +183,7 @@ def test_files_of_pages_are_their_owners_across_restarts(flags: tuple[str, ...],
         assert server.stop() == 0
 
 
-def test_the_whole_server_may_share_them(flags: tuple[str, ...], tmp_path: Path) -> None:
+def test_pages_may_be_shared_by_all_keys(flags: tuple[str, ...], tmp_path: Path) -> None:
     server = start(tmp_path / "scratch", *flags, "--cache-scope", "server", "--data-parallel-size", "1")
     try:
         assert seen(edit(server, A, 5)[1]) == ("miss", True)

@@ -1,4 +1,4 @@
-"""Mask-aware edits through every real process: what decides, what is reported, what stays as it came."""
+"""Mask-aware edits through all real processes: when they run mask-aware, what is reported, and which pixels stay."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def engine_of(checkpoint: Path, **settings: Any) -> Iterator[ImageEngine]:
 
 @pytest.fixture(scope="module")
 def engine(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ImageEngine]:
-    """With a calibration that gives large masks full steps."""
+    """An engine with a calibration that gives large masks full steps."""
     calibrated = tmp_path_factory.mktemp("calibrated") / "tiny"
     shutil.copytree(tiny_checkpoint, calibrated)
     (calibrated / CALIBRATION).write_bytes(msgspec.json.encode(FOUND))
@@ -81,7 +81,7 @@ def run(engine: ImageEngine, edit: Edit, **fields: Any) -> tuple[Pixels, EditRep
     return np.asarray(result.images[0]), result.reports[0]
 
 
-def test_a_cold_edit_is_the_warm_one(engine: ImageEngine) -> None:
+def test_a_cold_edit_equals_the_warm_one(engine: ImageEngine) -> None:
     edit = make_edit(seed=1)
     cold, before = run(engine, edit)
     warm, after = run(engine, edit)
@@ -112,7 +112,7 @@ def test_nothing_outside_the_mask_changes(engine: ImageEngine) -> None:
     assert (out[inside] != photo(SIDE, SIDE, 3)[inside]).mean() > 0.5
 
 
-def test_company_changes_nothing(engine: ImageEngine) -> None:
+def test_other_edits_in_the_batch_change_nothing(engine: ImageEngine) -> None:
     """Other masks, step counts and exact edits in the same batch; other matrix shapes may change the last bit."""
     alone, _ = run(engine, make_edit(seed=4))
     others = [make_edit(seed=10), make_edit(seed=4, left=0, right=128), make_edit(seed=11, top=0), make_edit(seed=12)]
@@ -129,7 +129,7 @@ def test_company_changes_nothing(engine: ImageEngine) -> None:
     assert difference.max() <= 1
 
 
-def test_exact_is_what_a_server_without_mask_aware_execution_paints(
+def test_an_exact_edit_equals_that_of_a_server_without_mask_aware_execution(
     engine: ImageEngine, plain_engine: ImageEngine
 ) -> None:
     edit = make_edit(seed=5)
@@ -156,14 +156,14 @@ def test_a_mask_over_every_token_runs_exact(engine: ImageEngine) -> None:
     assert report.exact_reason == "mask_covers_all"
 
 
-def test_the_margin_grows_what_is_computed_alone(engine: ImageEngine) -> None:
+def test_the_margin_enlarges_only_the_computed_area(engine: ImageEngine) -> None:
     """The box spans 20..58 x 36..60, tokens are 16 px wide."""
     counts = [run(engine, make_edit(seed=7), mask_margin=margin)[1].active_tokens for margin in (0, 4, 5, 12)]
     assert counts == [3 * 2, 3 * 2, 4 * 4, 5 * 4]
 
 
 @pytest.mark.parametrize(("right", "full_steps"), [(58, 0), (122, 2)])
-def test_defaults_are_the_calibrations(engine: ImageEngine, right: int, full_steps: int) -> None:
+def test_defaults_come_from_the_calibration(engine: ImageEngine, right: int, full_steps: int) -> None:
     """Full steps for a mask ratio of 32/64 with the margin, none for one of 20/64."""
     edit = make_edit(seed=8, right=right)
     by_default, report = run(engine, edit, mask_margin=None, full_steps=None)

@@ -33,7 +33,7 @@ def post(server: ServerProcess, headers: dict[str, str] | None = None, **fields:
 
 @dataclass
 class Seen:
-    """Everything that was seen of a server that has ended."""
+    """Everything observed of a server that has ended."""
 
     spans: list[SentSpan]
     lines: list[dict[str, Any]]  # of its log
@@ -93,7 +93,7 @@ def kill_an_image_processor(server: ServerProcess) -> bool:
 
 
 def scrape(server: ServerProcess) -> dict[str, float]:
-    """After the engines have said what they did: within a second."""
+    """Read the metrics after the engines have reported, which takes up to a second."""
     deadline = time.monotonic() + 5
     while True:
         families = text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text)
@@ -151,7 +151,7 @@ def test_steps_are_events_of_one_span(seen: Seen) -> None:
     assert 0 < denoise.attributes["stencil.ms"] / 1e3 <= seconds
 
 
-def test_the_request_span_tells_what_came_of_it(seen: Seen) -> None:
+def test_the_request_span_has_the_outcome(seen: Seen) -> None:
     root = next(span for span in seen.of(TRACE) if span.parent_id == PARENT)
     assert root.attributes["stencil.request_id"] == seen.answers["edit"].headers["x-request-id"]
     assert root.attributes["http.response.status_code"] == 200
@@ -196,7 +196,7 @@ def test_one_line_per_request(seen: Seen) -> None:
     assert seen.lines_of("no picture")[0]["error"] == "invalid_image_file"
 
 
-def test_a_death_is_nobodys_line(seen: Seen) -> None:
+def test_log_lines_of_a_death_have_no_request_id(seen: Seen) -> None:
     (line,) = [line for line in seen.lines if "image processor died" in line["message"]]
     assert (line["level"], line["logger"]) == ("error", "stencil.images")
     assert not line.get("request_id")
@@ -229,7 +229,7 @@ def test_metrics_of_two_engines(seen: Seen) -> None:
 def test_without_an_endpoint_no_process_imports_opentelemetrys_sdk(
     server_flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Python tells every import on stderr, in children, too. FastAPI imports the API package itself."""
+    """Python lists every import on stderr, in children too. FastAPI imports OpenTelemetry's API package itself."""
     monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
     server = start(tmp_path / "scratch", *server_flags)
     assert post(server, {"traceparent": f"00-{TRACE}-{PARENT}-01"}).status_code == 200

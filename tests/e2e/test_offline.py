@@ -1,4 +1,4 @@
-"""Edits through every real process: what is painted equals diffusers' own pipeline, alone or in company."""
+"""Edits through all real processes equal diffusers' pipeline, alone and in a batch."""
 
 from __future__ import annotations
 
@@ -103,9 +103,7 @@ def worst_difference(ours: Pixels, theirs: Pixels, edit: Edit) -> int:
 MIX = [(128, 128, 4, 1), (64, 96, 7, 2), (112, 80, 2, 3), (128, 128, 5, 2**63 - 1), (48, 48, 1, 5)]
 
 
-def test_what_we_paint_is_what_the_pipeline_paints_alone_and_in_company(
-    engine: ImageEngine, pipeline: FluxFillPipeline
-) -> None:
+def test_edits_equal_the_pipelines_alone_and_in_a_batch(engine: ImageEngine, pipeline: FluxFillPipeline) -> None:
     edits = [make_edit(width, height, seed % 97) for width, height, _, seed in MIX]
     params = [SamplingParams(num_inference_steps=steps, seed=seed, mask_aware=False) for _, _, steps, seed in MIX]
     together = engine.generate(edits, params, use_tqdm=False)
@@ -132,10 +130,10 @@ def test_less_strength_starts_from_the_picture_and_runs_fewer_steps(
 
 
 @pytest.mark.parametrize("padding", [0, 24])
-def test_a_crop_is_what_the_pipeline_paints_of_it_pasted_back(
+def test_a_cropped_edit_equals_the_pipelines_pasted_back(
     engine: ImageEngine, pipeline: FluxFillPipeline, padding: int
 ) -> None:
-    """FluxFillPipeline has no padding_mask_crop; this is what the pipelines that have it do."""
+    """FluxFillPipeline has no padding_mask_crop; this does what the pipelines that have it do."""
     whole = make_edit(300, 220)
     assert isinstance(whole.image, np.ndarray)
     assert isinstance(whole.mask_image, np.ndarray)
@@ -155,14 +153,14 @@ def test_a_crop_is_what_the_pipeline_paints_of_it_pasted_back(
     assert np.array_equal(pixels_of(result)[whole.mask_image == 0], whole.image[whole.mask_image == 0])
 
 
-def test_a_padding_that_is_none_is_refused() -> None:
+def test_an_invalid_padding_is_refused() -> None:
     for padding in (-1, 65536, 1.5, "8", True):
         with pytest.raises(InvalidRequestError) as caught:
             replace(make_edit(64, 64), padding_mask_crop=padding)  # type: ignore[arg-type]
         assert caught.value.param == "padding_mask_crop"
 
 
-def test_the_same_request_gives_the_same_bytes_alone_and_nearly_so_in_company(engine: ImageEngine) -> None:
+def test_the_same_request_gives_equal_bytes_alone_and_nearly_equal_ones_in_a_batch(engine: ImageEngine) -> None:
     edit, sampling = make_edit(128, 128), SamplingParams(num_inference_steps=6, seed=11)
     first, second = (pixels_of(engine.generate([edit], sampling, use_tqdm=False)[0]) for _ in range(2))
     assert np.array_equal(first, second)
@@ -174,7 +172,7 @@ def test_the_same_request_gives_the_same_bytes_alone_and_nearly_so_in_company(en
     assert (difference > 0).mean() <= 0.001
 
 
-def test_pixels_outside_the_mask_leave_as_they_came(engine: ImageEngine) -> None:
+def test_pixels_outside_the_mask_are_unchanged(engine: ImageEngine) -> None:
     edit = make_edit(101, 67)
     assert isinstance(edit.image, np.ndarray)
     assert isinstance(edit.mask_image, np.ndarray)
@@ -217,7 +215,7 @@ UNUSABLE = [
 ]
 
 
-def test_pictures_that_are_none_fail_alone(engine: ImageEngine) -> None:
+def test_invalid_pictures_fail_alone(engine: ImageEngine) -> None:
     edits = [Edit(prompt="x", image=image) for image in UNUSABLE]
     masks = [Edit(prompt="x", image=picture(32, 32), mask_image=mask) for mask in UNUSABLE]
     *results, good = engine.generate([*edits, *masks, make_edit(32, 32)], use_tqdm=False)
@@ -228,14 +226,14 @@ def test_pictures_that_are_none_fail_alone(engine: ImageEngine) -> None:
 
 
 @pytest.mark.parametrize("path", ["a\0b.png", "half \ud83d.png", "/", "", "x" * 5000])
-def test_paths_that_no_file_can_have_fail_alone(engine: ImageEngine, path: str) -> None:
+def test_impossible_paths_fail_alone(engine: ImageEngine, path: str) -> None:
     bad, good = engine.generate([Edit(prompt="x", image=path), make_edit(32, 32)], use_tqdm=False)
     assert isinstance(bad.error, InvalidRequestError)
     assert bad.error.param == "image"
     assert good.error is None
 
 
-def test_a_prompt_that_is_none_is_refused() -> None:
+def test_an_invalid_prompt_is_refused() -> None:
     for prompt in (None, 3, b"x", "", "half \ud83d", "x" * 32001):
         with pytest.raises(InvalidRequestError) as caught:
             replace(make_edit(32, 32), prompt=prompt)  # type: ignore[arg-type]
@@ -251,7 +249,7 @@ def test_an_array_of_one_channel_is_grey(engine: ImageEngine) -> None:
 
 @contextmanager
 def interrupted_after(seconds: float) -> Iterator[None]:
-    """Ctrl-C, in the midst of what the block waits for."""
+    """Send Ctrl-C while the block waits for something."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -272,7 +270,7 @@ def test_ctrl_c_while_the_model_loads_leaves_no_process(checkpoint: Path) -> Non
     assert {child.pid for child in psutil.Process().children()} <= before
 
 
-def test_ctrl_c_gives_the_edits_up(engine: ImageEngine) -> None:
+def test_ctrl_c_aborts_the_edits(engine: ImageEngine) -> None:
     edits, sampling = [make_edit(128, 128)] * 30, SamplingParams(num_inference_steps=200, n=10, seed=1)
     with pytest.raises(KeyboardInterrupt), interrupted_after(1.0):
         engine.generate(edits, sampling, use_tqdm=False)
@@ -290,7 +288,7 @@ def test_generation_without_an_image(engine: ImageEngine) -> None:
     assert result.reports[0].mask_ratio == 1.0
 
 
-def test_a_long_prompt_is_cut_and_said_so(engine: ImageEngine) -> None:
+def test_a_long_prompt_is_cut_and_reported(engine: ImageEngine) -> None:
     edits = [make_edit(64, 64), make_edit(64, 64, prompt="a red shirt " * 30)]
     short, long = engine.generate(edits, SamplingParams(seed=0), use_tqdm=False)
     assert not short.reports[0].prompt_truncated
@@ -366,7 +364,7 @@ async def test_decoding_on_a_second_worker_gives_the_same_bytes(checkpoint: Path
 
 
 @in_module
-async def test_partial_images_come_nearer_to_the_final_one(one_worker: AsyncEngine) -> None:
+async def test_partial_images_approach_the_final_one(one_worker: AsyncEngine) -> None:
     edit = to_input(make_edit(128, 128), SamplingParams(num_inference_steps=12, seed=3), partial_images=3)
     outputs = await run(one_worker, "a", edit)
     assert [output.partial_index for output, _ in outputs] == [0, 1, 2, None]
@@ -377,13 +375,13 @@ async def test_partial_images_come_nearer_to_the_final_one(one_worker: AsyncEngi
 
 
 def num_steps(engine: AsyncEngine) -> int:
-    """Steps done, as of the last request that ended."""
+    """Steps done so far, as of the last request that ended."""
     (stats,) = engine.stats
     return stats.steps if stats else 0
 
 
 @in_module
-async def test_leaving_early_frees_the_place(one_worker: AsyncEngine) -> None:
+async def test_leaving_the_edit_early_frees_its_slot(one_worker: AsyncEngine) -> None:
     edit = to_input(make_edit(128, 128), SamplingParams(num_inference_steps=200, seed=3), partial_images=1)
     async with one_worker.edit("a", edit):
         before = num_steps(one_worker)

@@ -1,4 +1,4 @@
-"""An ImageEngine is robust: whatever it is given, whatever becomes of its process, there is one clear error."""
+"""ImageEngine is robust: invalid arguments and failing processes give one clear error."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_photo_is_turned_upright_opened_or_not(engine: ImageEngine, tmp_path: 
         assert np.array_equal(pixels(engine, edit), pixels(engine, replace(edit, image=opened)))
 
 
-def test_numpy_values_do_what_pythons_own_do(engine: ImageEngine) -> None:
+def test_numpy_values_work_like_pythons(engine: ImageEngine) -> None:
     numpy = SamplingParams(
         num_inference_steps=np.int64(2),  # type: ignore[arg-type]
         seed=np.uint32(1),  # type: ignore[arg-type]
@@ -88,14 +88,14 @@ def test_numpy_values_do_what_pythons_own_do(engine: ImageEngine) -> None:
         ([EMPTY], {"seed": 1}),
     ],
 )
-def test_arguments_that_are_none_are_refused(engine: ImageEngine, arguments: tuple[Any, ...]) -> None:
+def test_invalid_arguments_are_refused(engine: ImageEngine, arguments: tuple[Any, ...]) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         engine.generate(*arguments, use_tqdm=False)
     assert str(caught.value.param).startswith(("edits", "sampling_params"))
 
 
 @pytest.mark.parametrize(("image", "lora"), [(3, ""), (None, ""), (np.zeros((8, 8, 3), np.uint8), 3), ("a\0b", "")])
-def test_a_template_of_nothing_is_refused(engine: ImageEngine, image: Any, lora: Any) -> None:
+def test_a_template_without_an_image_is_refused(engine: ImageEngine, image: Any, lora: Any) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         engine.create_template(image, lora=lora)
     assert caught.value.param == ("lora" if lora else "image")
@@ -110,8 +110,8 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_message_costs_its_own_edit_and_leaves_no_trace(engine: ImageEngine, name: str) -> None:
-    """What the doors should never let through: sound edits beside it do not notice, and nothing remembers it."""
+def test_a_broken_message_fails_only_its_own_edit_and_leaves_no_trace(engine: ImageEngine, name: str) -> None:
+    """A message that validation should never let through does not affect other edits, and no state of it is left."""
     before, inner = processes(), engine._engine
 
     async def broken() -> list[object]:
@@ -249,7 +249,7 @@ def test_in_a_forked_child_there_is_an_error_at_once(tiny_checkpoint: Path) -> N
 
 @pytest.mark.parametrize("command", ["edit", "serve"])
 @pytest.mark.parametrize(("limit", "nbytes"), [("RLIMIT_AS", 3 * 2**30), ("RLIMIT_FSIZE", 2**20)])
-def test_limits_of_the_shell_are_told_in_a_line(
+def test_resource_limits_that_are_too_low_are_one_line(
     tiny_checkpoint: Path, tmp_path: Path, command: str, limit: str, nbytes: int
 ) -> None:
     Image.new("RGB", (64, 64)).save(tmp_path / "in.png")

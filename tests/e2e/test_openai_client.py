@@ -1,4 +1,4 @@
-"""The API as the official client sees it, against real processes."""
+"""The API through OpenAI's official client, against real processes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def raw(server: ServerProcess) -> Iterator[httpx.Client]:
 
 @pytest.fixture(autouse=True)
 def all_places_are_given_back(server: ServerProcess) -> Iterator[None]:
-    """After each test nothing runs and nothing waits, whatever became of its requests."""
+    """After each test no request is running or waiting."""
     yield
     wait_until_idle(server)
 
@@ -73,7 +73,7 @@ def pixels_of(item: Any) -> Any:
 
 
 def extra(**fields: Any) -> dict[str, Any]:
-    """Arguments that every edit of this file shares."""
+    """Arguments that all edits of this file share."""
     return {"prompt": "a red striped shirt", "extra_body": {"seed": 1} | fields}
 
 
@@ -156,7 +156,9 @@ def test_image_as_its_own_mask(client: openai.OpenAI) -> None:
 
 
 def test_padding_mask_crop(client: openai.OpenAI, raw: httpx.Client) -> None:
-    """Every picture, previews included, is the whole one with the crop's mask painted; JSON and form say the same."""
+    """Every picture, previews included, is the whole picture with only the mask's area painted; JSON and multipart
+    agree.
+    """
     whole, mask = encode(photo(300, 200)), alpha_mask(300, 200)
     fields = extra(padding_mask_crop=10)
     several = client.images.edit(image=whole, mask=mask, n=2, **fields)
@@ -456,7 +458,7 @@ def assert_overloaded(error: openai.InternalServerError) -> None:
 
 
 async def test_full_queue_is_refused_and_a_retry_succeeds(server: ServerProcess) -> None:
-    """Sixteen places: of forty edits at once each finishes or is told to come back; retries finish all."""
+    """Of forty edits at once on sixteen slots, each finishes or gets a retry-after; retries finish all."""
 
     async def edit(client: openai.AsyncOpenAI) -> str:
         try:
@@ -498,7 +500,7 @@ def test_queue_gauges_under_gateway_names(raw: httpx.Client) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_client_that_leaves_frees_its_place(server: ServerProcess, stream: bool) -> None:
-    """All places are taken by long edits; their clients leave; the next one is served at once."""
+    """Long edits take all slots; their clients disconnect; the next edit is served at once."""
     async with openai.AsyncOpenAI(base_url=server.base_url, api_key=API_KEY, max_retries=0) as client:
         arguments = extra(num_inference_steps=200)
         edits = [

@@ -1,4 +1,4 @@
-"""More edits than the server may queue: each one finishes or is refused at once, and none is lost."""
+"""More edits than the server's queue can take: each one finishes or is refused at once, and none is lost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PHOTO, MASK = encode(photo()), alpha_mask()
 
 
 async def edit(client: openai.AsyncOpenAI, seed: int) -> tuple[int, ...] | openai.InternalServerError:
-    """The shape of the picture that came back, or the refusal."""
+    """Send an edit; returns the shape of the picture, or the refusal."""
     fields = {"seed": seed, "num_inference_steps": 20}
     try:
         result = await client.images.edit(image=PHOTO, mask=MASK, prompt="a red shirt", extra_body=fields)
@@ -46,7 +46,7 @@ async def test_a_hundred_edits_at_once_finish_or_are_refused(server: ServerProce
 
 
 async def test_patient_clients_all_get_their_picture(server: ServerProcess) -> None:
-    """What retry-after is for: the official client's own retries, given enough of them."""
+    """The official client's own retries, enough of them, follow retry-after until all edits are done."""
     async with openai.AsyncOpenAI(base_url=server.base_url, api_key=API_KEY, max_retries=20, timeout=120) as client:
         answers = await asyncio.gather(*(edit(client, seed) for seed in range(2 * MAX_QUEUE)))
     assert answers == [photo().shape] * (2 * MAX_QUEUE)
@@ -59,7 +59,7 @@ OBJECTIVE_MS, NUM_DUE = 400, 60
 
 @pytest.fixture(scope="module")
 def aiming_server(server_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """With an objective that a crowd cannot have."""
+    """A server with an objective that many edits at once cannot meet."""
     flags = ("--slo-ms", str(OBJECTIVE_MS), "--max-num-seqs", "4")
     server = start(tmp_path_factory.mktemp("aiming") / "scratch", *server_flags, *flags)
     yield server
@@ -74,7 +74,7 @@ def counted(server: ServerProcess, name: str) -> dict[str, float]:
 
 
 async def send_alone(client: httpx.AsyncClient, **fields: object) -> httpx.Response:
-    """Once nothing else is there."""
+    """Send an edit once no other is left."""
     while (await client.get("/v1/engine/stats")).json()["queue"]["admitted"]:
         await asyncio.sleep(0.02)
     return await send(client, **fields)
@@ -95,7 +95,7 @@ async def test_under_an_objective_every_edit_is_done_or_refused_or_too_late(aimi
     async with httpx.AsyncClient(base_url=aiming_server.url, timeout=120) as client:
         for seed in range(3):
             alone = await send_alone(client, seed=seed, num_inference_steps=20)
-            assert alone.status_code == 200, "an idle server refuses nobody for its objective"
+            assert alone.status_code == 200, "an idle server refuses no edit for its objective"
         timeouts = [{"timeout": 0.3} if index % 4 == 0 else {} for index in range(NUM_DUE)]
         answers = await asyncio.gather(*(send(client, num_inference_steps=20, **timeout) for timeout in timeouts))
         afterwards = await send_alone(client, num_inference_steps=20)
@@ -113,7 +113,7 @@ async def test_under_an_objective_every_edit_is_done_or_refused_or_too_late(aimi
     assert objective["met"] + objective["missed"] == ends[200] + 4
 
 
-async def test_a_timeout_that_nobody_could_meet_is_told_at_once(aiming_server: ServerProcess) -> None:
+async def test_a_timeout_that_cannot_be_met_is_refused_at_once(aiming_server: ServerProcess) -> None:
     async with httpx.AsyncClient(base_url=aiming_server.url, timeout=120) as client:
         assert (await send_alone(client)).status_code == 200
         answer = await send_alone(client, timeout=0.01, num_inference_steps=200)

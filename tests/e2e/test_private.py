@@ -1,4 +1,4 @@
-"""What other users of the machine, and readers of the log, learn from a real server: nothing."""
+"""Other users of the machine, and readers of the log, learn no secrets from a real server."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ IMAGE = encode(photo())
 
 @dataclass
 class Seen:
-    """What there was to see while the server worked."""
+    """Everything that could be observed while the server worked."""
 
     log: str
     command_lines: list[str]
@@ -114,7 +114,7 @@ def test_the_log_holds_no_secrets(seen: Seen) -> None:
         assert secret not in seen.log
 
 
-def test_a_failure_is_told_in_the_log_alone(seen: Seen) -> None:
+def test_the_text_of_a_failure_is_only_in_the_log(seen: Seen) -> None:
     assert seen.answers[6].json()["error"]["code"] == "internal_error"
     assert "fire" not in seen.answers[6].text
     told = [json.loads(line) for line in seen.log.splitlines() if "on fire" in line]
@@ -126,7 +126,7 @@ def test_command_lines_hold_no_keys(seen: Seen) -> None:
     assert not [line for line in seen.command_lines for key in KEYS if key in line]
 
 
-def test_files_and_sockets_are_the_users_alone(seen: Seen) -> None:
+def test_files_and_sockets_are_accessible_to_the_user_only(seen: Seen) -> None:
     assert any("pages" in path for path in seen.modes)
     private = {path for path, mode in seen.modes.items() if mode.endswith("------")}
     for path in set(seen.modes) - private:

@@ -1,4 +1,4 @@
-"""Servers whose denoiser is quantised, a transformer and a UNet, by torchao on a CPU."""
+"""Servers with a quantised denoiser (torchao on a CPU): a transformer and a UNet."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def quantized_server(
         yield server
 
 
-def test_edits_in_company_paint_what_each_paints_alone(quantized_server: ServerProcess) -> None:
-    """Mask-aware and exact, with an adapter and without; and the log has nothing to say of the package."""
+def test_edits_in_a_batch_equal_those_made_alone(quantized_server: ServerProcess) -> None:
+    """Mask-aware and exact, with an adapter and without; the log has no warnings about the package."""
     wanted: list[dict[str, Any]] = [
         {},
         {"mask_aware": False},

@@ -1,4 +1,4 @@
-"""Qwen-Image-Edit behind the API, where prompts are embedded with the picture they are for."""
+"""Qwen-Image-Edit behind the API. Its prompts are embedded together with the picture."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_prompts_of_any_length_share_batches_and_change_nothing(client: openai.O
 
 
 def test_the_longest_picture_is_edited(client: openai.OpenAI) -> None:
-    """The processor of the text encoder would refuse it."""
+    """The text encoder's processor would refuse it."""
     long = np.zeros((1, 300, 4), np.uint8)
     long[:, :150, 3] = 255
     picture, _ = edit(client, encode(long), mask=None)

@@ -1,4 +1,4 @@
-"""The README's Python examples, run as they stand there, with the embedded model."""
+"""Runs the README's Python examples unchanged, with the embedded model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where a newcomer stands: the examples are here, results are written here."""
+    """A working directory with the examples, where results are written."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     return tmp_path
 
@@ -30,7 +30,7 @@ def run(code: str, folder: Path) -> None:
 
 
 def assert_is_an_edit(folder: Path) -> None:
-    """What lies under the mask has changed, nothing else has."""
+    """Assert that pixels under the mask have changed, and no others."""
     before = decode((ROOT / "examples/person.png").read_bytes())[..., :3].astype(int)
     after = decode((folder / "edited.png").read_bytes())[..., :3].astype(int)
     keep = decode((ROOT / "examples/person_mask.png").read_bytes())[..., 3]

@@ -1,4 +1,4 @@
-"""Clients that go away in every way, many at once, beside good ones: on two engines, to real sockets."""
+"""Many clients that disconnect in various ways, beside well-behaved ones: on two engines, over real sockets."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def arena_bytes(server: ServerProcess) -> int:
     return sum(area.rss for area in maps if area.path.startswith("/memfd:stencil-arena-0"))
 
 
-def test_clients_that_leave_at_once_are_aborted_and_touch_nobody_else(pair: ServerProcess) -> None:
+def test_clients_that_leave_at_once_are_aborted_and_affect_no_other(pair: ServerProcess) -> None:
     expected = {seed: good_edit(pair, seed) for seed in range(6)}
     wait_until_idle(pair)
     before = stats(pair)["steps"]
@@ -152,8 +152,8 @@ def test_an_edit_is_aborted_within_a_few_steps(pair: ServerProcess) -> None:
     assert arena_bytes(pair) == 0
 
 
-def test_sigterm_under_load_finishes_what_it_has(pair: ServerProcess) -> None:
-    """Of two engines; those who leave meanwhile change nothing."""
+def test_sigterm_under_load_finishes_running_edits(pair: ServerProcess) -> None:
+    """On two engines, while other clients disconnect."""
     results: list[int] = []
 
     def edit() -> None:
@@ -180,7 +180,7 @@ def test_sigterm_under_load_finishes_what_it_has(pair: ServerProcess) -> None:
 
 
 def test_kill_9_of_the_server_under_load_leaves_nothing(server_flags: tuple[str, ...], tmp_path: Path) -> None:
-    """No process of two engines, no file, no shared memory, since none of it has a name."""
+    """No process of two engines, no file, and no shared memory, which has no name."""
     server = start(tmp_path / "scratch", *server_flags, "--data-parallel-size", "2")
     clients = [connect(server, LONG) for _ in range(4)]
     deadline = time.monotonic() + 60

@@ -1,4 +1,4 @@
-"""The server as a process: how it starts, refuses to start, drains and ends; nothing is ever left behind."""
+"""The server as a process: how it starts, refuses to start, drains and ends, without leaving anything behind."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def post(server: ServerProcess, fields: dict[str, str] = LONG_EDIT) -> httpx.Res
 
 
 def in_background(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
-    """Run `work` in a thread; its result, or its exception, ends up in the list."""
+    """Run `work` in a thread; its result or exception is put into the list."""
     results: list[Any] = []
 
     def run() -> None:
@@ -58,7 +58,7 @@ def is_running(server: ServerProcess) -> bool:
 
 
 def run_to_its_end(tmp_path: Path, *flags: str, scratch: str = "scratch") -> tuple[int, str]:
-    """Exit status and stderr of a server that should not stay."""
+    """Exit status and stderr of a server that should exit by itself."""
     process = spawn(tmp_path / scratch, *flags)
     out, _ = process.communicate(timeout=60)
     assert out == ""
@@ -88,7 +88,7 @@ def test_sigterm_lets_running_edits_finish(server_flags: tuple[str, ...], tmp_pa
 
 
 def test_drain_limit_then_an_answer(server_flags: tuple[str, ...], tmp_path: Path) -> None:
-    """What is not done by --drain-seconds is failed, with an answer."""
+    """An edit that is not done within --drain-seconds fails with an answer."""
     server = start(tmp_path / "scratch", *server_flags, "--drain-seconds", "0.1", "--max-num-seqs", "1")
     background = [in_background(lambda: post(server, LONG_EDIT | {"n": "10"})) for _ in range(2)]
     wait_for(lambda: is_running(server))
@@ -117,7 +117,7 @@ def test_second_ctrl_c_does_not_wait(server_flags: tuple[str, ...], tmp_path: Pa
 
 
 def kill_engine(server: ServerProcess, killed: set[int]) -> list[psutil.Process]:
-    """Wait for an engine that has not been killed before, and do it. All children that there were then."""
+    """Wait for an engine that was not killed before, and kill it. Returns all children at that time."""
 
     def living() -> list[psutil.Process]:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -131,10 +131,10 @@ def kill_engine(server: ServerProcess, killed: set[int]) -> list[psutil.Process]
     return children
 
 
-def test_a_dead_engine_is_started_anew_and_one_that_keeps_dying_ends_the_server(
+def test_a_dead_engine_is_restarted_and_one_that_keeps_dying_ends_the_server(
     server_flags: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """In the end the supervisor is told by an exit status, the operator by one line."""
+    """In the end there is an exit status for the supervisor, and one line for the operator."""
     server = start(tmp_path / "scratch", *server_flags)
     killed: set[int] = set()
     kill_engine(server, killed)
@@ -181,8 +181,8 @@ def test_alive_before_the_model_is_loaded_and_stops_while_it_loads(
     assert server.wait(children) == 0
 
 
-def test_sigterm_is_heard_from_the_first_moment_on(server_flags: tuple[str, ...], tmp_path: Path) -> None:
-    """By a handler: the kernel gives the first process of a container no other signals."""
+def test_sigterm_is_handled_from_the_first_moment_on(server_flags: tuple[str, ...], tmp_path: Path) -> None:
+    """The kernel delivers to the first process of a container only signals that have a handler."""
     process = spawn(tmp_path / "scratch", *server_flags)
     status = Path(f"/proc/{process.pid}/status")
     caught = 1 << (signal.SIGTERM - 1)
@@ -214,7 +214,7 @@ def test_unknown_host(server_flags: tuple[str, ...], tmp_path: Path) -> None:
     )
 
 
-def test_host_that_no_name_can_be(server_flags: tuple[str, ...], tmp_path: Path) -> None:
+def test_host_that_is_no_valid_name(server_flags: tuple[str, ...], tmp_path: Path) -> None:
     assert_one_line(run_to_its_end(tmp_path, *server_flags, "--host", "a" * 64), 1, "a" * 64, "--host")
 
 
@@ -232,15 +232,16 @@ def test_directory_that_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_broken_checkpoint_fails_while_loading(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    """Only the worker finds out; its reason, one of those in tests/model_executor, reaches stderr through the engine,
-    and everybody leaves."""
+    """Only the worker finds the error; its message, one of those in tests/model_executor, reaches stderr through the
+    engine, and all processes exit.
+    """
     torn = Path(shutil.copytree(tiny_checkpoint, tmp_path / "torn"))
     shutil.rmtree(torn / "transformer")
     assert_one_line(run_to_its_end(tmp_path, "--model", str(torn)), 1, "torn lacks transformer", "complete?")
 
 
 def test_a_hub_that_is_gated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker asks it, with the variables that the server was started with."""
+    """The worker contacts it, with the environment variables that the server was started with."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     with hub(None, "GatedRepo") as (url, _):
         monkeypatch.setenv("HF_ENDPOINT", url)
@@ -259,7 +260,7 @@ def test_bad_flag_and_help(tmp_path: Path) -> None:
 
 
 def test_idle_costs_nothing(server: ServerProcess) -> None:
-    """All processes together take at most 1 % of a core while nothing is asked of them."""
+    """All processes together use at most 1 % of a core while there are no requests."""
     processes = [psutil.Process(server.process.pid), *server.children()]
     time.sleep(1.0)  # what the last test left behind
 

@@ -1,6 +1,6 @@
-"""Work that fails while its worker lives: only who is at fault fails, and the others' pictures are as undisturbed.
+"""Work that fails while its worker lives: only the failing request fails, and the others' pictures are unchanged.
 
-One engine for all of them: nobody is killed here, also not for being slow, as the machine may be.
+All tests share one engine. No process is killed here, not even for being slow, since the machine may be slow.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def inject(module, folder):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where its workers look for what they are to do wrong."""
+    """The folder where workers look for the faults to simulate."""
     return tmp_path_factory.mktemp("faults")
 
 
@@ -136,7 +136,7 @@ def fault(folder: Path) -> Iterator[Fault]:
     fault.clear()
 
 
-async def test_a_step_that_does_not_fit_is_done_in_parts_and_nobody_notices(
+async def test_a_step_that_does_not_fit_in_memory_is_done_in_parts_with_equal_results(
     engine: AsyncEngine, expected: dict[str, Told], fault: Fault
 ) -> None:
     done = count(engine, "request_success")
@@ -156,7 +156,7 @@ async def test_a_step_that_does_not_fit_is_done_in_parts_and_nobody_notices(
         ("decode", "MemoryError"),
     ],
 )
-async def test_what_fails_alone_fails_and_takes_no_other_along(
+async def test_a_request_that_fails_alone_fails_without_failing_others(
     engine: AsyncEngine, expected: dict[str, Told], fault: Fault, stage: str, kind: str
 ) -> None:
     done = count(engine, "request_success")
@@ -174,7 +174,7 @@ async def test_what_fails_alone_fails_and_takes_no_other_along(
     assert count(engine, "request_success") == done + len(BRIEF) + 1
 
 
-async def test_memory_that_is_there_the_second_time_is_enough(
+async def test_a_step_that_fits_at_the_second_attempt_succeeds(
     engine: AsyncEngine, expected: dict[str, Told], fault: Fault
 ) -> None:
     for stage in ("text_encode", "image_encode", "denoise", "decode"):

@@ -1,4 +1,6 @@
-"""Templates against real processes: registered, edited by id, owned, displaced, deleted; pictures that became one."""
+"""Templates with real processes: registered, edited by id, owned, displaced, deleted; and pictures that become
+templates.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ PHOTO = encode(photo(SIDE, SIDE))
 
 
 def corner_mask() -> bytes:
-    """White = edit: part of the first four tokens' square."""
+    """White = edit: a part of the square of the first four tokens."""
     pixels = np.zeros((SIDE, SIDE), np.uint8)
     pixels[4:28, 4:28] = 255
     return encode(pixels)
@@ -63,7 +65,7 @@ def register(client: openai.OpenAI, image: bytes) -> dict[str, Any]:
 
 
 def edit(client: openai.OpenAI, image: Any, **fields: Any) -> tuple[bytes, dict[str, Any]]:
-    """The picture's file, and the facts about it."""
+    """Run an edit; returns the picture's file and the `stencil` object."""
     extra = {"seed": 3, "mask_image": MASK_TEXT, "mask_margin": 0, **fields}
     result = client.images.edit(image=image, prompt="a red striped shirt", extra_body=extra)
     assert result.data is not None
@@ -105,7 +107,7 @@ def test_image_and_template_at_once(client: openai.OpenAI) -> None:
     assert caught.value.param == "template_id"
 
 
-def test_what_is_no_image(client: openai.OpenAI) -> None:
+def test_files_that_are_no_image_are_refused(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         register(client, b"nonsense")
     assert (caught.value.code, caught.value.param) == ("invalid_image_file", "image")
@@ -208,25 +210,25 @@ async def register_file(engine: AsyncEngine, name: str, image: bytes, owner: str
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(tiny_checkpoint: Path) -> AsyncIterator[AsyncEngine]:
-    """With default flags."""
+    """An engine with default flags."""
     async with started(tiny_checkpoint) as engine:
         yield engine
 
 
 def noise(seed: int, side: int = SIDE) -> bytes:
-    """A file far larger than that of a smooth picture, and for one side nearly always as large."""
+    """A picture whose file is much larger than a smooth one's, and of nearly constant size for one side length."""
     return encode(np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def little_room(tiny_checkpoint: Path) -> AsyncIterator[AsyncEngine]:
-    """For two uploads and a half."""
+    """An engine with room for two and a half uploads."""
     async with started(tiny_checkpoint, template_bytes=len(noise(0)) * 5 // 2) as engine:
         yield engine
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_owners_displacement_and_pages_that_go_along(little_room: AsyncEngine) -> None:
+async def test_templates_have_owners_and_are_displaced_with_their_pages(little_room: AsyncEngine) -> None:
     a, b, c = (noise(seed) for seed in range(3))
     first = await register_file(little_room, "a", a, owner="me")
     with pytest.raises(TemplateNotFoundError):
@@ -243,8 +245,8 @@ async def test_owners_displacement_and_pages_that_go_along(little_room: AsyncEng
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_captures_displace_nothing_that_was_registered(little_room: AsyncEngine) -> None:
-    """A generation would have room in place of what is registered, but not beside it."""
+async def test_captured_results_displace_no_registered_template(little_room: AsyncEngine) -> None:
+    """A generated picture would fit only in place of a registered one."""
     templates = [await register_file(little_room, f"asked-{seed}", noise(seed)) for seed in (3, 4)]
     generation = EditInput(prompt="p", sampling=SamplingParams(num_inference_steps=1))
     output, data = await paint(little_room, "g", generation)
@@ -256,7 +258,7 @@ async def test_captures_displace_nothing_that_was_registered(little_room: AsyncE
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_deletion_takes_pages_along_unless_another_template_has_them(engine: AsyncEngine) -> None:
+async def test_deletion_drops_pages_unless_another_template_has_them(engine: AsyncEngine) -> None:
     first = await register_file(engine, "a", PHOTO, owner="me")
     again = await register_file(engine, "b", PHOTO, owner="me")
     theirs = await register_file(engine, "c", PHOTO, owner="you")
@@ -269,7 +271,7 @@ async def test_deletion_takes_pages_along_unless_another_template_has_them(engin
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_crop_is_a_template_of_its_own_that_goes_with_the_picture(engine: AsyncEngine) -> None:
+async def test_a_crop_is_a_template_of_its_own_that_is_deleted_with_its_picture(engine: AsyncEngine) -> None:
     image = photo_file(70)
     by_image, by_other = small_edit(image, padding_mask_crop=8), small_edit(image, padding_mask_crop=30)
     _, expected = await paint(engine, "crop-0", by_image)
@@ -290,7 +292,7 @@ async def test_a_crop_is_a_template_of_its_own_that_goes_with_the_picture(engine
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("is_base64", [False, True])
 async def test_an_exact_edit_leaves_a_primed_template_of_its_result(engine: AsyncEngine, is_base64: bool) -> None:
-    """Uploading the file that came out finds the same pages as the id does."""
+    """Uploading the result's file finds the same pages as its id does."""
     sampling = SamplingParams(mask_aware=False, seed=1)
     exact = EditInput(prompt="a red shirt", image=BytesUpload(PHOTO), sampling=sampling, owner="me", base64=is_base64)
     output, data = await paint(engine, f"exact-{is_base64}", exact)
@@ -310,7 +312,7 @@ async def test_an_exact_edit_leaves_a_primed_template_of_its_result(engine: Asyn
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_registration_given_up_at_any_moment_leaves_nothing(engine: AsyncEngine) -> None:
+async def test_a_registration_cancelled_at_any_moment_leaves_nothing(engine: AsyncEngine) -> None:
     image = photo_file(50)
     for index, delay in enumerate((0.0, 0.005, 0.02, 0.05)):
         task = asyncio.create_task(register_file(engine, f"given-up-{index}", image, owner="nobody"))
@@ -326,14 +328,14 @@ async def test_a_registration_given_up_at_any_moment_leaves_nothing(engine: Asyn
 
 
 async def primed(engine: AsyncEngine) -> None:
-    """Wait until the pages of a registration are there, and stop before it can take note of that."""
+    """Wait until the pages of a registration are there, and stop before it can record that."""
     async with asyncio.timeout(30):
         while not any(session.done.is_set() for session in engine.services.sessions):
             await asyncio.sleep(0)
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_registration_given_up_when_its_pages_are_there_leaves_none(engine: AsyncEngine) -> None:
+async def test_a_registration_cancelled_after_priming_leaves_no_pages(engine: AsyncEngine) -> None:
     image = photo_file(60)
     task = asyncio.create_task(register_file(engine, "too-late", image))
     await primed(engine)
@@ -401,7 +403,7 @@ async def test_a_picture_whose_pages_do_not_fit_is_an_upload(
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def just_enough(tiny_checkpoint: Path, engine: AsyncEngine) -> AsyncIterator[AsyncEngine]:
-    """Room for one template's pages, and nothing but what is registered is cached."""
+    """An engine with room for one template's pages, which caches only registered templates."""
     scheme = next(iter(engine.models.values())).page_scheme
     assert scheme is not None
     cache = CacheConfig(host_bytes=scheme.template_bytes(64, len(scheme.keyframes)), admission="manual")
@@ -423,7 +425,7 @@ async def test_pages_that_just_fit_are_made_for_one_template_after_another(just_
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_manual_admission_primes_what_is_registered_alone(just_enough: AsyncEngine) -> None:
+async def test_manual_admission_primes_registered_templates_only(just_enough: AsyncEngine) -> None:
     exact = EditInput(prompt="p", image=BytesUpload(PHOTO), sampling=SamplingParams(mask_aware=False, seed=1))
     output, _ = await paint(just_enough, "manual", exact)
     assert output.report is not None
@@ -433,8 +435,8 @@ async def test_manual_admission_primes_what_is_registered_alone(just_enough: Asy
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_shutdown_ends_captures_that_still_wait(engine: AsyncEngine) -> None:
-    """Last: it ends the shared engine."""
+async def test_shutdown_ends_waiting_captures_of_results(engine: AsyncEngine) -> None:
+    """The last test, because it ends the shared engine."""
     before = len(engine.templates)
     for index in range(6):
         generation = EditInput(prompt="p", sampling=SamplingParams(seed=index, num_inference_steps=1))

@@ -50,14 +50,14 @@ def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
 
 
 def edit(client: openai.OpenAI, **fields: Any) -> tuple[Pixels, dict[str, Any]]:
-    """The picture, and what the server says of it."""
+    """Run an edit; returns the picture and the answer's `stencil` object."""
     body = {"seed": 1, "num_inference_steps": STEPS} | fields
     result = client.images.edit(image=PHOTO, mask=ALPHA, prompt="a red hat", extra_body=body)
     assert result.data
     return decode(base64.b64decode(result.data[0].b64_json or "")), result.stencil  # type: ignore[attr-defined]
 
 
-def test_what_lies_under_the_mask_is_painted_and_all_else_stays(client: openai.OpenAI) -> None:
+def test_only_pixels_under_the_mask_are_painted(client: openai.OpenAI) -> None:
     picture, cold = edit(client)
     again, warm = edit(client)
     np.testing.assert_array_equal(again, picture)
@@ -113,7 +113,7 @@ def test_partial_images_come_before_the_picture(client: openai.OpenAI) -> None:
 
 
 def test_an_adapter_of_all_layers_paints_another_picture(client: openai.OpenAI) -> None:
-    """Denoiser and text encoder; over pages of its own."""
+    """For denoiser and text encoder, with pages of its own."""
     pictures = {name: edit(client, lora=name, seed=3)[0] for name in ("red", "")}
     assert np.abs(pictures["red"][BOX].astype(int) - pictures[""][BOX]).mean() > 5
     again, report = edit(client, lora="red", seed=3)

@@ -1,4 +1,4 @@
-"""Calls of the images API over httpx, and what a refusal looks like."""
+"""Calls of the images API over httpx, and checks of refusals."""
 
 from __future__ import annotations
 

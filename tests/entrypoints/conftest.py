@@ -1,4 +1,4 @@
-"""The application on a fake engine, without a socket."""
+"""Fixtures: the HTTP application on a fake engine, without a socket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine that only records what it is asked: for tests of the HTTP side alone."""
+"""An engine that only records its calls, for tests of the HTTP side."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ REPORT = EditReport(
 
 
 class FakeEngine:
-    """Answers every edit with `payload`, registers every template; raises `entering` at admission, `failing` after the
-    partial images.
+    """Answers every edit with `payload` and registers every template. Raises `entering` at admission, and `failing`
+    after the partial images.
     """
 
     def __init__(self, model: ModelInfo = MODEL, payload: bytes = b"\x89PNG not really") -> None:

@@ -1,4 +1,4 @@
-"""The application on a fake engine behind real sockets."""
+"""Runs the HTTP application with a fake engine on real sockets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from entrypoints.openai.app import ServerSettings, create_app
 async def running(
     engine: FakeEngine, api_keys: tuple[str, ...] = ()
 ) -> AsyncIterator[tuple[uvicorn.Server, tuple[str, int]]]:
-    """The server and its address."""
+    """Starts the server; returns it with its address."""
     server = serve.http_server(create_app(engine, ServerSettings(api_keys=api_keys, max_upload_bytes=1000)))
     with serve.bind("127.0.0.1", 0) as listener:
         address = listener.getsockname()

@@ -1,4 +1,4 @@
-"""Where keys come from, which files are refused, and what several keys open."""
+"""API keys: where they come from, which files are refused, and what several keys can access."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_file_that_others_may_read(tmp_path: Path, mode: int) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may give files away")
-def test_a_mounted_secret_is_its_owners_matter(tmp_path: Path) -> None:
+def test_permissions_of_another_owners_file_are_not_checked(tmp_path: Path) -> None:
     path = key_file(tmp_path, "k", 0o644)
     os.chown(path, 12345, 12345)
     assert read_key_file(path) == ["k"]
@@ -90,7 +90,7 @@ def keys_of(flags: Sequence[str], files: Sequence[str], environment: Mapping[str
 
 
 def test_where_keys_come_from(tmp_path: Path) -> None:
-    """The command line and files add up and hide the environment, whose two variables add up."""
+    """The keys of flags and files are joined and override the environment, whose two variables are joined too."""
     environment = {"STENCIL_API_KEY": "a,b", "STENCIL_API_KEYS": "c, d,,\ufeffc"}
     path = str(key_file(tmp_path, "f\ng\n"))
     assert keys_of([], [], {}) == ()
@@ -143,7 +143,7 @@ async def test_each_key_opens_and_owns_its_templates(engine: FakeEngine) -> None
             assert_refused(await post_edit(client), 401, "invalid_api_key", None)
 
 
-async def test_steps_tell_each_key_its_own_requests_alone(engine: FakeEngine) -> None:
+async def test_recent_steps_show_each_key_only_its_own_request_ids(engine: FakeEngine) -> None:
     app = create_app(engine, ServerSettings(api_keys=("first", "second"), max_upload_bytes=1000))
     ids: dict[str, str] = {}  # key -> its request
     shown: dict[str, list[list[str]]] = {}  # key -> images of each step

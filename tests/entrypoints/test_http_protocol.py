@@ -1,4 +1,4 @@
-"""What comes before a request is one, on real sockets: heads without an end, connections that only take up room."""
+"""Limits on connections, over real sockets: endless heads, and connections that send nothing or too little."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ GOOD = b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n"
 
 
 async def talk(address: tuple[str, int], *pieces: bytes) -> bytes:
-    """What the server says before it closes the connection, all of the pieces sent or not."""
+    """Send the pieces; returns everything that the server sends before it closes the connection, even if pieces are
+    left.
+    """
     reader, writer = await asyncio.open_connection(*address)
     answer = asyncio.ensure_future(read_all(reader))
     try:
@@ -106,7 +108,7 @@ async def test_many_small_headers_are_refused_even_when_they_come_at_once() -> N
     assert error_code(answer) == "request_head_too_large"
 
 
-async def test_what_is_no_http_has_the_envelope() -> None:
+async def test_the_refusal_of_invalid_http_has_the_envelope() -> None:
     async with running(FakeEngine()) as (_, address):
         answer = await talk(address, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")
     assert answer.startswith(b"HTTP/1.1 400 ")
@@ -131,7 +133,7 @@ LAST = GOOD[:-2] + b"connection: close\r\n\r\n"
 
 @pytest.mark.parametrize("offer", OFFERS)
 @pytest.mark.parametrize("framing", ["at once", "in pieces", "chunked"])
-async def test_a_client_that_offers_another_protocol_is_answered_in_this_one(offer: str, framing: str) -> None:
+async def test_a_client_that_offers_another_protocol_is_answered_in_http_1_1(offer: str, framing: str) -> None:
     head, body = HEAD + OFFERS[offer] + b"content-length: %d\r\n\r\n" % len(GENERATION), GENERATION
     if framing == "chunked":
         head, body = HEAD + OFFERS[offer] + b"transfer-encoding: chunked\r\n\r\n", b"%x\r\n%s\r\n0\r\n\r\n"
@@ -160,7 +162,7 @@ async def test_no_tunnel_is_opened() -> None:
 
 
 @pytest.mark.parametrize("kind", HALF_REQUESTS)
-async def test_half_a_head_is_given_up(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_with_half_a_head_is_closed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 0.3)
     async with running(FakeEngine()) as (server, address):
         started = time.monotonic()
@@ -169,7 +171,7 @@ async def test_half_a_head_is_given_up(kind: str, monkeypatch: pytest.MonkeyPatc
         await until(lambda: not server.server_state.connections)
 
 
-async def test_a_head_that_dribbles_after_a_good_request_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_whose_second_head_arrives_too_slowly_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 0.3)
     async with running(FakeEngine()) as (server, address):
         answer = await talk(address, GOOD, *[b"\r\n"] * 5, *[bytes([byte]) for byte in GOOD[:-2]], *[b"x"] * 40)
@@ -210,8 +212,8 @@ async def test_the_rest_of_a_refused_body_is_read_for_a_while_only(monkeypatch: 
         await until(lambda: not server.server_state.connections)
 
 
-async def test_a_body_that_dribbles_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However regularly its bytes come."""
+async def test_a_connection_whose_body_arrives_too_slowly_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However regularly its bytes arrive."""
     monkeypatch.setattr(submission, "STALL_SECONDS", 0.5)
     request = (
         b"POST /v1/images/edits HTTP/1.1\r\nhost: a\r\ncontent-type: multipart/form-data; boundary=b\r\n"
@@ -226,7 +228,7 @@ async def test_a_body_that_dribbles_is_given_up(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("is_reset", [False, True])
-async def test_clients_that_go_in_the_middle_of_a_body_free_their_places(is_reset: bool) -> None:
+async def test_clients_that_disconnect_within_a_body_free_their_slots(is_reset: bool) -> None:
     engine = FakeEngine()  # of 4 places
     head = (
         b"POST /v1/images/edits HTTP/1.1\r\nhost: a\r\ncontent-type: multipart/form-data; boundary=b\r\n"

@@ -1,4 +1,4 @@
-"""Keys that change while the server runs: all of them at once, or none."""
+"""Keys that change while the server runs: all of them change, or none."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Rig:
         self.files[index].write_text(text)
 
     async def read_again(self) -> str:
-        """What is logged of it."""
+        """Reload the keys; returns the log line."""
         before = len(self.log.messages)
         self.reload.ask()
         async with asyncio.timeout(10):
@@ -63,10 +63,10 @@ async def rig(engine: FakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixtu
     task.cancel()
 
 
-async def test_new_keys_open_and_those_that_are_gone_do_not(rig: Rig) -> None:
+async def test_new_keys_are_accepted_and_removed_ones_are_not(rig: Rig) -> None:
     assert await rig.opens("flag", "ours-1", "theirs-1", "ours-2") == [True, True, True, False]
     rig.write(0, "# new\nours-2\n")
-    assert await rig.opens("ours-1", "ours-2") == [True, False], "nobody has asked yet"
+    assert await rig.opens("ours-1", "ours-2") == [True, False], "no reload was requested yet"
     assert "3 API keys" in await rig.read_again()
     assert await rig.opens("flag", "ours-1", "theirs-1", "ours-2") == [True, False, True, True]
 
@@ -112,7 +112,7 @@ async def test_a_pipe_is_not_waited_for(rig: Rig) -> None:
     assert await rig.opens("ours-1") == [True]
 
 
-async def test_what_a_key_owns_is_still_its_own(rig: Rig, engine: FakeEngine) -> None:
+async def test_a_key_keeps_what_it_owns(rig: Rig, engine: FakeEngine) -> None:
     rig.client.headers["authorization"] = "Bearer ours-1"
     path = f"/v1/templates/{(await rig.client.post('/v1/templates', files=[IMAGE])).json()['id']}"
     assert (await post_edit(rig.client)).status_code == 200

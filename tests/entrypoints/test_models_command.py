@@ -1,6 +1,6 @@
-"""`python -m entrypoints.models`: what can be served.
+"""`python -m entrypoints.models`: the families and checkpoints that can be served.
 
-The process that reads checkpoints takes seconds to start: where it is not what matters, it is this one.
+The child process that reads checkpoints takes seconds to start, so most tests run its code in this process.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def test_a_checkpoint_is_described(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def told_of(path: Path, *adapters: str) -> str:
-    """What the command prints of a checkpoint, with adapters given as NAME=PATH."""
+    """The command's output for a checkpoint, with adapters given as NAME=PATH."""
     return "\n".join([*_describe(describe(str(path), adapters)), ""])
 
 
-def test_fields_and_parts_are_the_checkpoints(tmp_path: Path) -> None:
+def test_fields_and_parts_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     """SD3 without T5: two text encoders, guidance and a negative prompt, a page for each attention."""
     told = told_of(make_sd3(tmp_path / "sd3", has_t5=False, dual_attention_layers=(0, 1)))
     assert "text_encoder_2" in told
@@ -71,7 +71,7 @@ def test_variants_in_parts_are_counted_once(tmp_path: Path) -> None:
 
 
 def test_a_quantised_weight_is_counted_once(tmp_path: Path) -> None:
-    """As torchao stores it: int8 numbers, a scale a row, and a header that says so; 4 bits go two in a byte."""
+    """torchao stores int8 numbers, a scale per row, and a header; 4-bit weights are stored two per byte."""
     path = make_sd3(tmp_path / "sd3", has_t5=False)
     told = told_of(path)
     (file,) = (path / "transformer").glob("*.safetensors")
@@ -87,7 +87,7 @@ def test_a_quantised_weight_is_counted_once(tmp_path: Path) -> None:
     assert told_of(path) == told
 
 
-def test_adapters_that_fit_are_told_of_and_others_are_one_line(
+def test_adapters_that_fit_are_described_and_others_are_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = make_sd3(tmp_path / "sd3", has_t5=False)
@@ -98,10 +98,10 @@ def test_adapters_that_fit_are_told_of_and_others_are_one_line(
     assert capsys.readouterr().err.startswith(f"error: cannot use adapter shirt of {fits}: it takes transformer_blocks")
 
 
-def test_a_reader_that_ends_without_a_word_is_one_line(
+def test_a_child_process_that_ends_silently_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one that the kernel kills."""
+    """As when the kernel kills it."""
     monkeypatch.setattr("sys.executable", "/bin/false")
     assert main([]) == 1
     told = capsys.readouterr().err
@@ -110,7 +110,7 @@ def test_a_reader_that_ends_without_a_word_is_one_line(
     assert told.count("\n") == 1
 
 
-def test_what_cannot_be_served_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_that_cannot_be_served_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--model", str(tmp_path / "missing")]) == 1
     told = capsys.readouterr()
     assert (told.out, told.err.count("\n")) == ("", 1)

@@ -1,4 +1,4 @@
-"""What the offline API is given is checked where it is made: whatever the value, it is converted or refused by name."""
+"""The offline API checks values when its objects are created: any value is converted, or refused by name."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def fields_of(kind: type) -> tuple[str, ...]:
 
 
 def is_plain(value: object) -> bool:
-    """Whether an encoder takes it and a decoder gives it back: Python's own types alone."""
+    """Whether a value survives encoding and decoding unchanged: only Python's own types do."""
     if isinstance(value, tuple):
         return all(map(is_plain, value))
     return type(value) in (int, float, bool, str, type(None), *STRUCTS)
 
 
 def made_or_refused(kind: type, given: dict[str, object]) -> Any:
-    """The object; None where a field was refused by name, or settings of the right types do not go together."""
+    """The object; None if a field was refused by name, or valid settings exclude each other."""
     try:
         return kind(**REQUIRED.get(kind, {}) | given)
     except InvalidRequestError as error:
@@ -58,7 +58,7 @@ def made_or_refused(kind: type, given: dict[str, object]) -> Any:
 @example((SamplingParams, {"guidance_scale": 10**400}))
 @example((SamplingParams, {"seed": 10**5000}))
 @example((SamplingParams, {"negative_prompt": "x" * 40_000}))
-def test_any_value_in_a_struct_is_refused_by_name_or_travels(one: tuple[type, dict[str, object]]) -> None:
+def test_any_value_in_a_struct_is_refused_by_name_or_can_be_encoded(one: tuple[type, dict[str, object]]) -> None:
     kind, given_values = one
     made = made_or_refused(kind, given_values)
     if made is None:
@@ -73,7 +73,7 @@ def test_any_value_in_a_struct_is_refused_by_name_or_travels(one: tuple[type, di
 @example((Edit, {"size": (-512, 512)}))
 @example((Edit, {"size": "512x512"}))
 @example((Edit, {"prompt": ""}))
-def test_any_value_in_an_edit_is_refused_by_name_or_is_what_it_says(one: tuple[type, dict[str, object]]) -> None:
+def test_any_value_in_an_edit_is_refused_by_name_or_has_its_type(one: tuple[type, dict[str, object]]) -> None:
     kind, given_values = one
     made = made_or_refused(kind, given_values)
     pictures = ("image", "mask", "mask_image")
@@ -83,7 +83,7 @@ def test_any_value_in_an_edit_is_refused_by_name_or_is_what_it_says(one: tuple[t
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(sorted(typing.get_type_hints(ImageEngine.__init__).keys() - {"return", "model"})), values)
 def test_an_argument_of_the_engine_is_refused_by_name_before_anything_starts(name: str, value: object) -> None:
-    """Values that would do start nothing here: what stops them then is a model that is no text."""
+    """Valid values start nothing here either: the model is not a string, so it is refused."""
     with pytest.raises((InvalidRequestError, ConfigError)) as caught:
         ImageEngine(None, **{name: value})  # type: ignore[arg-type]
     if isinstance(caught.value, InvalidRequestError):
@@ -104,7 +104,7 @@ NUMPY = [
 
 
 @pytest.mark.parametrize(("name", "value", "plain"), NUMPY)
-def test_numpy_scalars_of_the_right_kind_become_pythons_own(name: str, value: Any, plain: object) -> None:
+def test_numpy_scalars_of_the_right_kind_become_python_scalars(name: str, value: Any, plain: object) -> None:
     made = getattr(SamplingParams(**{name: value}), name)
     assert (made, type(made)) == (plain, type(plain))
 
@@ -127,7 +127,7 @@ def test_numpy_scalars_of_the_right_kind_become_pythons_own(name: str, value: An
         ("timeout", np.array([1.0])),
     ],
 )
-def test_values_of_another_kind_are_refused_in_so_many_words(name: str, value: Any) -> None:
+def test_values_of_another_type_are_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(InvalidRequestError, match=f"Invalid type for '{name}': expected `.*`, got `") as caught:
         SamplingParams(**{name: value})
     assert (caught.value.param, caught.value.code) == (name, "invalid_type")

@@ -1,4 +1,4 @@
-"""No request makes the server open a file, look up a host or connect to anything, whatever names it holds."""
+"""No request makes the server open a file, look up a host or connect to anything, whatever names it contains."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ sys.addaudithook(_on_audit_event)  # can never be removed, so it hears all the t
 
 @contextmanager
 def watched() -> Iterator[list[str]]:
-    """What happens inside, of the interpreter's audit events for files, sockets and processes."""
+    """Record the interpreter's audit events for files, sockets and processes in this context."""
     seen: list[str] = []
     _watches.append(seen)
     try:

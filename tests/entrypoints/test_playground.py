@@ -1,4 +1,4 @@
-"""The playground's files as they are served: policy, caching, size, and that nothing of them lies elsewhere."""
+"""The playground's files: policy, caching, size, and that they load nothing from other servers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def test_every_file_comes_with_its_type_and_policy(pages: httpx.AsyncClien
         assert (await pages.head(url)).headers["content-length"] == str(len(answer.content))
 
 
-async def test_the_policy_lets_a_browser_reach_this_server_alone(pages: httpx.AsyncClient) -> None:
+async def test_the_policy_lets_a_browser_contact_only_this_server(pages: httpx.AsyncClient) -> None:
     policy = (await pages.get("/")).headers["content-security-policy"]
     allowed = dict(rule.split(" ", 1) for rule in policy.split("; "))
     assert allowed["default-src"] == "'none'"
@@ -64,7 +64,7 @@ async def test_the_policy_lets_a_browser_reach_this_server_alone(pages: httpx.As
     assert "blob:" not in allowed["script-src"]
 
 
-async def test_a_file_that_is_known_is_not_sent_again(pages: httpx.AsyncClient) -> None:
+async def test_a_file_with_a_matching_etag_is_not_sent_again(pages: httpx.AsyncClient) -> None:
     etag = (await pages.get("/")).headers["etag"]
     for known in (etag, f'W/{etag}, "other"', "*"):
         answer = await pages.get("/", headers={"if-none-match": known})
@@ -82,7 +82,7 @@ async def test_nothing_else_is_served(pages: httpx.AsyncClient, path: str) -> No
 
 
 @pytest.mark.parametrize("host", ["a/b", "a?b", "a#b", "[", ""])
-async def test_a_strange_host_changes_nothing(pages: httpx.AsyncClient, host: str) -> None:
+async def test_an_unknown_host_header_changes_nothing(pages: httpx.AsyncClient, host: str) -> None:
     for url in PAGES:
         assert (await pages.get(url, headers={"host": host})).status_code == 200
 
@@ -106,7 +106,7 @@ async def test_no_playground(engine: FakeEngine) -> None:
     assert not parse_options(["--no-playground"]).playground
 
 
-def test_all_of_it_is_small() -> None:
+def test_all_files_together_are_small() -> None:
     assert sum(len(file.content) for file in FILES.values()) <= MAX_BYTES
 
 
@@ -119,7 +119,7 @@ def test_every_file_in_the_folder_is_served_and_goes_into_the_wheel() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if not name.endswith(".png")])
-def test_nothing_comes_from_elsewhere_and_nothing_is_inline(name: str) -> None:
+def test_nothing_is_loaded_from_other_servers_and_nothing_is_inline(name: str) -> None:
     text = FILES[name].content.decode()
     assert set(re.findall(r"(?:https?:)?//[a-z0-9-]+\.[a-z]+[^\s\"'`]*", text)) <= {SVG_NAMESPACE}
     if name.endswith(".html"):
@@ -127,7 +127,7 @@ def test_nothing_comes_from_elsewhere_and_nothing_is_inline(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.endswith((".js", ".html", ".css"))])
-def test_what_a_file_names_is_there(name: str) -> None:
+def test_files_that_other_files_name_exist(name: str) -> None:
     text, folder = FILES[name].content.decode(), Path(name).parent
     for module in re.findall(r'(?:from |import |new URL\()"(\.[^"]+\.js)"', text):
         assert (folder / module).as_posix() in FILES
@@ -135,7 +135,7 @@ def test_what_a_file_names_is_there(name: str) -> None:
         assert url.removeprefix("playground/") in FILES
 
 
-def test_the_examples_are_listed_with_what_they_need() -> None:
+def test_the_examples_are_listed_with_masks_and_prompts() -> None:
     examples = json.loads(FILES["examples/examples.json"].content)["examples"]
     assert len(examples) >= 5
     for example in examples:

@@ -28,7 +28,7 @@ def test_one_gpu_cannot_be_shared(flag: str, capsys: pytest.CaptureFixture[str])
     assert parse_options(["--device", "cuda:1"]).model.device == "cuda:1"
 
 
-def test_every_flag_lands() -> None:
+def test_every_flag_sets_its_option() -> None:
     flags = "--model m/n --served-model-name x --dtype bfloat16 --device cuda --threads 3 --max-num-seqs 2"
     flags += " --quantization torchao-int8 --kernels torch --variant fp16"
     flags += " --max-num-batched-tokens 99 --max-queue 5 --image-workers 4 --workers-per-engine 2 --max-stage-ms 7.5"
@@ -49,7 +49,7 @@ def test_every_flag_lands() -> None:
     assert "'k'" not in repr(options)
 
 
-def test_cache_flags_land() -> None:
+def test_cache_flags_set_their_options() -> None:
     flags = (
         "--no-mask-aware --cache-keyframes per-step --cache-dtype bf16 --cache-device-bytes 1G --cache-host-bytes 512M"
     )
@@ -150,7 +150,7 @@ def test_device_pages_and_several_workers_exclude_each_other(capsys: pytest.Capt
         EngineConfig(workers_per_engine=2, cache=CacheConfig(device_bytes=1))
 
 
-def test_device_pages_take_what_the_share_leaves(capsys: pytest.CaptureFixture[str]) -> None:
+def test_device_pages_take_the_rest_of_the_memory_share(capsys: pytest.CaptureFixture[str]) -> None:
     cache = parse_options([]).config.engine.cache
     assert (cache.device_bytes, cache.gpu_memory_utilization) == (None, 0.9)
     flags = ["--gpu-memory-utilization", "0.45", "--cache-device-bytes"]
@@ -162,7 +162,7 @@ def test_device_pages_take_what_the_share_leaves(capsys: pytest.CaptureFixture[s
         assert "--gpu-memory-utilization" in capsys.readouterr().err
 
 
-def test_help_tells_every_default(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_every_default(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         parse_options(["--help"])
     text = " ".join(capsys.readouterr().out.split())
@@ -180,7 +180,7 @@ def test_check_model(tmp_path: Path) -> None:
     check_model("black-forest-labs/FLUX.1-Fill-dev")
 
 
-def test_adapters_land(tmp_path: Path) -> None:
+def test_lora_flags_add_adapters(tmp_path: Path) -> None:
     for name in ("a=b.safetensors", "hat.safetensors"):
         (tmp_path / name).touch()
     odd, hat = tmp_path / "a=b.safetensors", tmp_path / "hat.safetensors"
@@ -198,7 +198,7 @@ def test_adapters_land(tmp_path: Path) -> None:
         ("hat=/nowhere/hat.safetensors", "there is no file '/nowhere/hat.safetensors'"),
     ],
 )
-def test_adapters_that_cannot_be(value: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_lora_flags_are_refused(value: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_options(["--lora", value])
     assert why in capsys.readouterr().err

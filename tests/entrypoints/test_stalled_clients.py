@@ -1,4 +1,4 @@
-"""Clients that do not read, on real sockets: they neither keep their place nor hold up the server's end."""
+"""Clients that do not read, over real sockets: they lose their place, and do not delay shutdown."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FORM = (
 
 @pytest.fixture
 def engine() -> FakeEngine:
-    """With pictures larger than all buffers on the way."""
+    """An engine whose pictures are larger than all buffers between server and client."""
     return FakeEngine(payload=bytes(30_000_000))
 
 
@@ -56,13 +56,13 @@ async def test_a_client_that_does_not_read_is_given_up(
             await until(lambda: engine.num_open == 1)
             await until(lambda: engine.num_open == 0)
             await until(lambda: not server.server_state.connections)
-    assert "its client reads nothing" in caplog.text
+    assert "a client that does not read its answer" in caplog.text
     assert "status=499" in caplog.text
     assert not [record for record in caplog.records if record.exc_info]
 
 
 @pytest.mark.parametrize("stream", [b"true", b"false"])
-async def test_a_client_that_does_not_read_is_no_traceback_at_the_servers_end(
+async def test_a_client_that_does_not_read_causes_no_traceback_at_shutdown(
     engine: FakeEngine, stream: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running(engine) as (server, address):
@@ -75,7 +75,7 @@ async def test_a_client_that_does_not_read_is_no_traceback_at_the_servers_end(
     assert not [record for record in caplog.records if record.exc_info]
 
 
-async def test_a_body_that_the_servers_end_cuts_short_is_answered(engine: FakeEngine) -> None:
+async def test_a_body_interrupted_by_shutdown_is_answered(engine: FakeEngine) -> None:
     async with running(engine) as (server, address):
         server.config.timeout_graceful_shutdown = 1
         reader, writer = await asyncio.open_connection(*address)
@@ -90,7 +90,7 @@ async def test_a_body_that_the_servers_end_cuts_short_is_answered(engine: FakeEn
 
 
 @pytest.mark.parametrize("host", ["a" * 64, "a..b", "no.such.host.invalid"])
-def test_a_host_that_cannot_be_is_one_line(host: str) -> None:
+def test_an_invalid_host_is_one_line(host: str) -> None:
     with pytest.raises(ConfigError, match=r"cannot listen on .*; choose another --host") as refusal:
         serve.bind(host, 0)
     assert "None" not in str(refusal.value)

@@ -25,7 +25,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def arena() -> Iterator[Arena]:
-    """Room for the pictures of a file's edits."""
+    """An arena with room for the pictures of a test file's edits."""
     arena = Arena.create(1, 1 << 26)
     yield arena
     arena.close()
@@ -33,7 +33,7 @@ def arena() -> Iterator[Arena]:
 
 @pytest.fixture(scope="module")
 def models(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ResidentModels]:
-    """The tiny checkpoint, loaded as a worker does it."""
+    """The tiny checkpoint, loaded as in a worker."""
     config = ModelConfig(model=str(tiny_checkpoint), served_model_name="tiny", dtype="float32", device="cpu")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))

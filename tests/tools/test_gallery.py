@@ -1,4 +1,4 @@
-"""The playground's examples are what their stage draws."""
+"""The playground's example files equal what the `gallery` stage draws."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layout and the sparse training pass agree with diffusers' own code."""
+"""The packed layout and the sparse training pass agree with diffusers' code."""
 
 import torch
 from diffusers import FluxFillPipeline

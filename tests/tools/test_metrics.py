@@ -1,4 +1,4 @@
-"""The metrics tell right edits from wrong ones: the truth scores high, shuffled prompts score as chance does."""
+"""The metrics tell right edits from wrong ones: the ground truth scores high, shuffled prompts score as chance does."""
 
 from itertools import pairwise
 

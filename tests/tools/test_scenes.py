@@ -1,4 +1,4 @@
-"""Scenes are pure functions of their seeds, and masks cover what they are drawn for."""
+"""Scenes are pure functions of their seeds, and masks cover the garments they are drawn for."""
 
 import random
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The UNet's trainer: it learns, goes on where it was, and what it exports is served."""
+"""The UNet's training: it learns, resumes, and exports a checkpoint that can be served."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def arena() -> Iterator[Arena]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float], Trainer]:
-    """The folder of a training that is over, and its errors under the masks, step by step."""
+    """The folder of a finished training, and the errors under the masks, step by step."""
     work = tmp_path_factory.mktemp("train_unet")
     torch.manual_seed(0)
     trainer = Trainer(TINY, work, BUDGET)
@@ -64,7 +64,7 @@ def test_it_goes_on_where_it_was(trained: tuple[Path, list[float], Trainer]) -> 
 
 
 def test_its_export_is_served(trained: tuple[Path, list[float], Trainer], tmp_path: Path, arena: Arena) -> None:
-    """With the latents that it was trained on: not centred."""
+    """With the latents that it was trained on, which are not centred."""
     export(trained[0], tmp_path / "model")
     parts = {"safety_checker": None, "requires_safety_checker": False}
     rig = Rig(tmp_path / "model", arena, StableDiffusionInpaintPipeline, **parts)
@@ -93,7 +93,7 @@ def test_the_averaged_weights_are_what_is_exported(trained: tuple[Path, list[flo
 
 
 def test_the_denoiser_sees_the_picture_the_pipeline_shows_it() -> None:
-    """The mask as `interpolate` shrinks it; at the least noise the latents are the pool's, shifted."""
+    """The mask as `interpolate` shrinks it; at the lowest noise level the latents are the pool's, shifted."""
     mask = (torch.rand(2, 256, 256) > 0.5).float()
     latents = torch.randn(2, 16, 32, 32)
     ids = torch.zeros(2, 24, dtype=torch.long)

@@ -1,1 +1,1 @@
-"""Training of the embedded model: scenes, metrics, and the stages vae, denoiser, distil, export and evaluate."""
+"""Training of the embedded model: drawn scenes, metrics, and the stages from `vae` to `gallery`."""

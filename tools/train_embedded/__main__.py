@@ -1,4 +1,4 @@
-"""Train the embedded model: `python -m tools.train_embedded` runs every stage, each resumable, in order."""
+"""Train the embedded model: `python -m tools.train_embedded` runs all stages in order; training can be resumed."""
 
 import argparse
 from pathlib import Path

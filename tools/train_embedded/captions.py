@@ -1,4 +1,4 @@
-"""Captions: how a garment, or two, is asked for."""
+"""Captions that ask for one or two garments, and the vocabulary of all captions."""
 
 import random
 
@@ -17,7 +17,7 @@ def noun_phrase(garment: Garment, *, article: bool = True, say_plain: bool = Fal
 
 
 def caption(garments: tuple[Garment, ...], rng: random.Random) -> str:
-    """One of the ways to ask for these garments; the bare noun phrase in half of the cases."""
+    """A random wording that asks for these garments; in half of the cases only a noun phrase."""
     plain = rng.random() < 0.3
     phrase = " and ".join(noun_phrase(garment, say_plain=plain) for garment in garments)
     bare = " and ".join(noun_phrase(garment, article=False, say_plain=plain) for garment in garments)
@@ -39,7 +39,7 @@ def caption(garments: tuple[Garment, ...], rng: random.Random) -> str:
 
 
 def vocabulary() -> list[str]:
-    """Every word a caption can hold, for the tokenizers."""
+    """Every word that a caption can contain, sorted; for the tokenizers."""
     rng, words = random.Random(5), {"with", "of", "the", "same", "but", "bright", "dark", "light", "pattern", "colour"}
     for phrase in EMPTY_SCENE:
         words.update(phrase.split())

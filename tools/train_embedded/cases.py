@@ -1,4 +1,4 @@
-"""Held-out edits: a template, a mask, a prompt, and the render that would be the right answer."""
+"""Held-out edits for evaluation: a template, a mask, a prompt, and the render that is the ground truth."""
 
 import random
 from collections.abc import Iterator
@@ -13,18 +13,18 @@ from tools.train_embedded.scenes import Pixels, Render, Scene, draw_scene, rende
 
 MaskKind = Literal["silhouette", "box", "whole_box"]
 SMALLEST = 0.02  # share of the picture; smaller garments show too few repeats of a pattern
-GROW = 3  # pixels the silhouette is grown by: nothing of the old garment's edge is left
+GROW = 3  # pixels by which silhouettes are grown, to cover the old garment's edge
 
 
 @dataclass(frozen=True)
 class Case:
-    """One edit to score. `truth` is the same scene drawn with the asked garment; `silhouette` is where it lies."""
+    """One edit to score."""
 
     template: Pixels  # [256, 256, 3]
     mask: Mask  # [256, 256]
-    silhouette: Mask  # [256, 256]
-    garment: Garment
-    truth: Pixels  # [256, 256, 3]
+    silhouette: Mask  # [256, 256]: pixels of `garment` in `truth` under the mask
+    garment: Garment  # that the prompt asks for
+    truth: Pixels  # [256, 256, 3]: the same scene drawn with `garment`
 
     @property
     def prompt(self) -> str:
@@ -32,7 +32,7 @@ class Case:
 
 
 def cases(first_seed: int, number: int, masks: MaskKind = "silhouette") -> list[Case]:
-    """The first `number` usable scenes from `first_seed` on, with colours and patterns in equal shares."""
+    """Edits of the first `number` usable scenes from `first_seed` on, with colours and patterns in equal shares."""
     return list(islice(_cases(first_seed, masks), number))
 
 
@@ -46,7 +46,7 @@ def _cases(first_seed: int, masks: MaskKind) -> Iterator[Case]:
 
 
 def _case(seed: int, colour: str, pattern: str, masks: MaskKind) -> Case | None:
-    """None if the scene's garment already is of the asked colour or shows too little of itself."""
+    """The edit of one scene; None if its garment already has the colour, or if too little of it is visible."""
     rng, scene = random.Random(seed), draw_scene(seed)
     worn = scene.garments()
     slot: Slot = rng.choice([name for name in ("top", "top", "bottom") if name in worn])
@@ -64,7 +64,7 @@ def _case(seed: int, colour: str, pattern: str, masks: MaskKind) -> Case | None:
 
 
 def _kinds_fitting(scene: Scene, slot: Slot) -> tuple[str, ...]:
-    """The kinds that leave the other garments as they are: a dress has no bottom."""
+    """The kinds that fit the other garments: a dress is only worn without a bottom."""
     if slot != "top":
         return KINDS[slot]
     return ("dress",) if scene.bottom is None else tuple(kind for kind in KINDS["top"] if kind != "dress")

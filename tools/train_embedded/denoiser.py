@@ -1,8 +1,8 @@
-"""Stages `denoiser`, `boxes` and `distil`: the transformer and its text encoders learn mostly on silhouettes, then
-mostly on boxes, and guidance is folded into the transformer.
+"""Stages `denoiser`, `boxes` and `distil`: train the transformer and its text encoders, first mostly with silhouettes
+as masks, then mostly with boxes, and finally distil guidance into the transformer.
 
-FluxFillPipeline has no classifier-free guidance at run time, and a model trained this briefly needs it. So the last
-stage teaches the model to give at once what guidance of GUIDANCE would have given: its own average is the teacher.
+FluxFillPipeline has no classifier-free guidance, which a model with so little training needs. So in the last stage the
+model learns to predict what its own averaged weights predict with guidance.
 """
 
 import copy
@@ -45,21 +45,21 @@ REPORT_EVERY = 50  # steps
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a stage trains. Shares are of the stage's time budget."""
+    """A stage's hyperparameters. Shares are of the stage's time budget."""
 
     name: str
     rate: float
-    batch: int  # a rank
+    batch: int  # per rank
     warmup: int  # steps
     decay_from: float  # share after which the rate falls linearly
     full_from: float  # share after which every image token is trained on
     tokens: int  # image tokens before that
     reuse: float  # times an example is shown, on average
     average: float  # decay of the weights' average, applied every 4th step
-    guidance: float | None  # distil this scale from the starting weights; None learns from pictures
+    guidance: float | None  # scale to distil from the initial weights; None: learn from pictures
     mixture: Mixture
-    pool: str  # its folder's name, less the rank
-    warm_pool: int  # examples a rank draws before the first step
+    pool: str  # its folder's name, without the rank
+    warm_pool: int  # examples per rank drawn before the first step
     first_seed: int
 
 
@@ -97,7 +97,7 @@ def build_models(tokenizers: Tokenizers) -> Models:
 
 
 def load_models(weights: dict[str, dict[str, Tensor]], tokenizers: Tokenizers) -> Models:
-    """Stock modules holding the given weights, as a checkpoint's `average` keeps them."""
+    """Models with the given weights, such as a checkpoint's `average`: module -> its state."""
     models = build_models(tokenizers)
     for name, module in models.named().items():
         load_state(module, weights[name])
@@ -105,7 +105,7 @@ def load_models(weights: dict[str, dict[str, Tensor]], tokenizers: Tokenizers) -
 
 
 def optimisers_of(models: Models, rate: float) -> list[torch.optim.Optimizer]:
-    """Muon for the blocks' matrices, AdamW for the rest."""
+    """Muon for the matrices of the transformer's blocks except modulations, AdamW for the rest."""
     inner: list[nn.Parameter] = []
     outer: list[nn.Parameter] = []
     for name, module in models.named().items():
@@ -120,7 +120,7 @@ def optimisers_of(models: Models, rate: float) -> list[torch.optim.Optimizer]:
 
 
 class Teacher:
-    """The starting weights with classifier-free guidance: two passes whose velocities are extrapolated."""
+    """The initial weights with classifier-free guidance: extrapolates the velocities of two passes."""
 
     def __init__(self, models: Models, tokenizers: Tokenizers, scale: float) -> None:
         self._transformer = copy.deepcopy(models.transformer).bfloat16().requires_grad_(False).eval()
@@ -131,7 +131,7 @@ class Teacher:
 
     @torch.no_grad()
     def velocity(self, noised: Noised, text: Text, dropped: Tensor) -> Tensor:
-        """[batch, tokens, 64]; guided, except for samples whose caption was dropped."""
+        """The guided velocity, [batch, tokens, 64]; not guided for samples whose caption was dropped."""
         size = len(noised.hidden)
         both = Noised(
             *(torch.cat([x, x]) for x in (noised.hidden, noised.velocity, noised.time, noised.inside, noised.chosen))
@@ -203,7 +203,7 @@ class Trainer:
             print(f"{self.recipe.name} {self.clock.spent:.0f}s {line}", flush=True)
 
     def fill(self, ranks: int) -> None:
-        """Draw as many examples as keep each one's expected showings at `reuse`."""
+        """Draw new examples so that each is shown `reuse` times on average."""
         wanted = max(self.recipe.warm_pool, self.shown / ranks / self.recipe.reuse)
         while self.pool.drawn < wanted:
             self.pool.grow()
@@ -267,7 +267,7 @@ class Trainer:
 
 
 def train_denoiser(work: Path, budget: float, ranks: int) -> None:
-    tokenizers_in(work / "tokenizers")  # before there are several ranks
+    tokenizers_in(work / "tokenizers")  # built once, before the ranks start
     launch(ranks, lambda rank, number: Trainer(DENOISER, work, budget, None, rank).train(number))
 
 

@@ -1,4 +1,4 @@
-"""Edit functions the evaluation can score."""
+"""The two ways to run the edits of an evaluation: diffusers' pipeline, and the serving engine."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,7 +16,7 @@ EditBatch = Callable[[Sequence[Pixels], Sequence[Mask], Sequence[str], Sequence[
 
 
 def with_pipeline(pipeline: FluxFillPipeline, steps: int, batch: int = 10) -> EditBatch:
-    """Edits through diffusers' own pipeline; pixels outside the mask are pasted back."""
+    """Edit with diffusers' pipeline, and paste the original pixels back outside the mask."""
 
     def run(
         images: Sequence[Pixels], masks: Sequence[Mask], prompts: Sequence[str], seeds: Sequence[int]
@@ -43,7 +43,7 @@ def with_pipeline(pipeline: FluxFillPipeline, steps: int, batch: int = 10) -> Ed
 
 
 def with_engine(engine: ImageEngine, steps: int) -> EditBatch:
-    """Edits as a user of the serving engine gets them: batched as the engine sees fit, pasted back by it."""
+    """Edit with the serving engine, which batches and pastes back by itself."""
 
     def run(
         images: Sequence[Pixels], masks: Sequence[Mask], prompts: Sequence[str], seeds: Sequence[int]
@@ -62,5 +62,5 @@ def with_engine(engine: ImageEngine, steps: int) -> EditBatch:
 
 
 def _exact(steps: int, seed: int) -> SamplingParams:
-    """The model's own result, which mask-aware edits are measured against."""
+    """Sampling parameters for exact execution, so that only the model is evaluated."""
     return SamplingParams(num_inference_steps=steps, seed=seed, mask_aware=False)

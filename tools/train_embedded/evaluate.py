@@ -1,4 +1,4 @@
-"""Stage `evaluate`: the checkpoint's scores beside the ground truth's, as JSON next to the weights."""
+"""Stage `evaluate`: scores the checkpoint and the ground truth, for a JSON file next to the weights."""
 
 import json
 from collections.abc import Sequence
@@ -20,17 +20,17 @@ from tools.train_embedded.vae import held_out_images, load_vae, round_trip_psnr
 STEPS = 8
 SHUFFLES = 5
 PSNR_IMAGES = 64
-SHOWN = 4  # edits of each kind of mask on the contact sheet: the first ones, none picked
+SHOWN = 4  # edits per kind of mask on the contact sheet: the first ones, not a selection
 KINDS: tuple[MaskKind, ...] = ("silhouette", "box", "whole_box")
 
 
 @dataclass(frozen=True)
 class Report:
-    """Scores on one set of cases. `share` is the model's part of what the truth scores."""
+    """Scores on one set of cases. `share` is the model's score / the ground truth's."""
 
     model: Scores
     truth: Scores
-    shuffled_colour: float  # the model's edits against prompts dealt out anew
+    shuffled_colour: float  # the model's edits scored against permuted prompts
     shuffled_pattern: float
     truth_shuffled_colour: float
     truth_shuffled_pattern: float
@@ -70,14 +70,16 @@ def judge(edits: Sequence[Pixels], asked: Sequence[Case]) -> Report:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an evaluation gives: the numbers to publish, and the cases to show with their edits."""
+    """The result of an evaluation: the numbers to publish, and the cases and edits of the contact sheet."""
 
     numbers: dict[str, Any]
     shown: tuple[list[Case], list[Pixels]]
 
 
 def held_out_cases(final: bool, number: int) -> dict[MaskKind, list[Case]]:
-    """`number` silhouettes and half as many of each kind of box: test scenes if `final`, else tuning scenes."""
+    """`number` cases with silhouettes and half as many of each kind of box; of test scenes if `final`, else of tuning
+    scenes.
+    """
     tuning = {"silhouette": seeds.TUNING, "box": seeds.TUNING + 50_000, "whole_box": seeds.TUNING + 70_000}
     test = {"silhouette": seeds.TEST, "box": seeds.TEST_BOXES, "whole_box": seeds.TEST_WHOLE_BOXES}
     first = test if final else tuning
@@ -85,9 +87,9 @@ def held_out_cases(final: bool, number: int) -> dict[MaskKind, list[Case]]:
 
 
 def evaluate(folder: Path, final: bool, edit: EditBatch | None = None, number: int = seeds.TEST_CASES) -> Outcome:
-    """Scores of the checkpoint in `folder`: on the test scenes if `final`, else on the tuning scenes.
+    """Score the checkpoint in `folder` on the test scenes if `final`, else on the tuning scenes.
 
-    `edit` replaces diffusers' pipeline, for example by a serving engine that holds the same checkpoint.
+    edit: used instead of diffusers' pipeline, such as a serving engine with the same checkpoint.
     """
     run = edit or with_pipeline(load_pipeline(folder), STEPS)
     asked = held_out_cases(final, number)

@@ -20,7 +20,7 @@ PERSON = Scene(
 
 
 def rgba(image: Pixels, mask: Mask) -> Image.Image:
-    """The image with alpha 0 where it is to be edited, as the OpenAI Images API has masks."""
+    """The image with alpha 0 where it should be edited, the form of masks in OpenAI's images API."""
     alpha = np.where(mask, 0, 255).astype(np.uint8)
     return Image.fromarray(np.dstack([image, alpha]), "RGBA")
 

@@ -1,4 +1,4 @@
-"""Stage `export`: the trained parts as one FluxFillPipeline checkpoint in bf16."""
+"""Stage `export`: writes the trained parts as a FluxFillPipeline checkpoint in bfloat16."""
 
 import json
 from pathlib import Path
@@ -13,12 +13,12 @@ from tools.train_embedded.tokenizing import t5_tokenizer, tokenizers_in
 from tools.train_embedded.training import load
 from tools.train_embedded.vae import load_vae
 
-SERVING_DEFAULTS = {"num_inference_steps": 8}  # what a request that names none gets
+SERVING_DEFAULTS = {"num_inference_steps": 8}  # for requests that give none
 LARGEST_CHECKPOINT = 25_000_000  # bytes, all weights together
 
 
 def assemble(work: Path, stage: str) -> FluxFillPipeline:
-    """The pipeline of a stage's averaged weights, in bf16."""
+    """The pipeline with a stage's averaged weights, in bfloat16. Raises FileNotFoundError if it was not trained."""
     state = load(work / f"{stage}.pt")
     if state is None:
         raise FileNotFoundError(work / f"{stage}.pt")
@@ -38,9 +38,9 @@ def assemble(work: Path, stage: str) -> FluxFillPipeline:
 
 
 def accept_capitals(t5: T5EncoderModel, tokenizer: T5TokenizerFast) -> T5TokenizerFast:
-    """Give every word's "Red" and "RED" the embedding of its "red"; returns the tokenizer that knows them.
+    """Give the spellings "Red" and "RED" the embedding of "red", for every word; returns a tokenizer with them.
 
-    T5's tokenizer is case-sensitive and its class drops a lower-casing normalizer when it is loaded again.
+    T5's tokenizer is case-sensitive, and a normalizer that lower-cases would be lost when it is loaded again.
     """
     words = vocabulary()
     spellings = {form: word for word in words for form in (word.capitalize(), word.upper()) if form != word}

@@ -1,4 +1,4 @@
-"""Flow matching on masked pictures: noisy tokens in, velocity out, weighted towards what the mask asks for."""
+"""Flow matching on masked pictures: from noisy tokens predict the velocity, with most weight on masked tokens."""
 
 from dataclasses import dataclass
 
@@ -11,15 +11,15 @@ from tools.train_embedded.layout import TEXT_TOKENS, image_ids
 from tools.train_embedded.pool import Batch
 from tools.train_embedded.sparse import choose_tokens, take
 
-CONTEXT_WEIGHT = 0.1  # a token outside the mask counts a tenth: paste-back hides it
+CONTEXT_WEIGHT = 0.1  # of tokens outside the mask, which pasting back replaces
 UNCONDITIONAL = 0.1  # share of captions dropped, for classifier-free guidance
-TIME_MEAN, TIME_DEVIATION = 0.3, 1.1  # of the logit of t; high t is where the caption decides
+TIME_MEAN, TIME_DEVIATION = 0.3, 1.1  # of the logit of t; above 0.5, as captions matter most at high t
 TIME_UNIFORM = 0.12  # share of samples with t uniform instead
 
 
 @dataclass(frozen=True)
 class Text:
-    """A caption as the transformer takes it."""
+    """Embedded captions, the transformer's input."""
 
     pooled: Tensor  # [batch, 128]
     words: Tensor  # [batch, 24, 128]
@@ -27,7 +27,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Noised:
-    """A batch part of the way to noise, with the tokens chosen for this step."""
+    """A batch with noise added, reduced to the tokens chosen for this step."""
 
     hidden: Tensor  # [batch, tokens, 384]: noisy latents, masked latents, mask
     velocity: Tensor  # [batch, tokens, 64]: noise - target
@@ -57,7 +57,7 @@ def read_captions(clip: CLIPTextModel, t5: T5EncoderModel, clip_ids: Tensor, t5_
 
 
 def velocity(transformer: FluxTransformer2DModel | nn.Module, noised: Noised, text: Text) -> Tensor:
-    """[batch, tokens, 64] float32; `Positions.select(noised.chosen)` comes first."""
+    """The predicted velocity, [batch, tokens, 64] float32. Call `Positions.select(noised.chosen)` first."""
     out: Tensor = transformer(
         hidden_states=noised.hidden,
         encoder_hidden_states=text.words,
@@ -71,7 +71,7 @@ def velocity(transformer: FluxTransformer2DModel | nn.Module, noised: Noised, te
 
 
 def weighted_error(predicted: Tensor, wanted: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss, and the mean square error of the masked tokens alone."""
+    """The loss, and the mean squared error of the masked tokens."""
     error = ((predicted - wanted) ** 2).mean(-1)
     weight = CONTEXT_WEIGHT + (1 - CONTEXT_WEIGHT) * inside
     masked = (error * inside).sum() / inside.sum().clamp(min=1)

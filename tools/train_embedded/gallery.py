@@ -22,7 +22,7 @@ PROMPTS = 4  # per garment
 
 
 def write_gallery(folder: Path) -> None:
-    """A picture a scene, a black and white mask a garment (white = edit), and examples.json, which lists them."""
+    """Write a picture per scene, a black and white mask per garment (white = edit), and examples.json, their index."""
     folder.mkdir(parents=True, exist_ok=True)
     listed = [_write_scene(folder, name, scene) for name, scene in SCENES.items()]
     (folder / "examples.json").write_text(json.dumps({"examples": listed}, indent=1) + "\n")
@@ -42,7 +42,7 @@ def _write_scene(folder: Path, name: str, scene: Scene) -> dict[str, Any]:
 
 
 def _prompts(garment: Garment, rng: random.Random) -> list[str]:
-    """Other looks of it, no colour and no pattern twice."""
+    """Prompts for other colours and patterns of the garment, without repeating a colour or a pattern."""
     colours = rng.sample([colour for colour in COLOURS if colour != garment.colour], PROMPTS)
     patterns = rng.sample(PATTERNS, PROMPTS)
     looks = zip(colours, patterns, strict=True)

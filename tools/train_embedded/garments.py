@@ -31,16 +31,16 @@ KINDS: dict[Slot, tuple[str, ...]] = {
     "hat": ("hat", "cap", "beanie"),
 }
 PLURAL = frozenset({"trousers", "shorts"})
-LIGHT_COLOURS = frozenset({"white", "yellow", "pink", "grey"})  # their ink is darker, the others' lighter
+LIGHT_COLOURS = frozenset({"white", "yellow", "pink", "grey"})  # patterns on these are darker, on others lighter
 
-# One repeat of a woven pattern is one image token of the denoiser (16 px), so a pattern is the same in every token it
-# fills. The ink covers at most 44 %, so that the median pixel still names the garment's colour.
+# One repeat of a pattern is as large as an image token (16 px), so a pattern is the same in every token that it fills.
+# The second tone covers at most 44 %, so that the median pixel has the garment's colour.
 REPEAT = 16
 
 
 @dataclass(frozen=True)
 class Garment:
-    """One piece of clothing. `seed` fixes its cut and the small deviation of its colour from the palette's."""
+    """One piece of clothing. seed: determines its cut and a small deviation of its colour from the palette's."""
 
     kind: str
     colour: str
@@ -53,7 +53,7 @@ class Garment:
 
 
 def draw_garment(rng: random.Random, slot: Slot) -> Garment:
-    """A garment with uniform colour and kind; plain twice as often as each pattern."""
+    """A random garment, uniform in colour and kind; plain is twice as likely as each pattern."""
     return Garment(
         rng.choice(KINDS[slot]), rng.choice(COLOURS), rng.choice((*PATTERNS, "plain")), rng.randrange(1 << 30)
     )
@@ -65,7 +65,7 @@ def scale(colour: Colour, factor: float) -> Colour:
 
 
 def mix(a: Colour, b: Colour, share: float) -> Colour:
-    """`share` of b, the rest of a."""
+    """A mixture with `share` 0..1 of b."""
     r, g, b_ = (round(x * (1 - share) + y * share) for x, y in zip(a, b, strict=True))
     return r, g, b_
 
@@ -76,7 +76,7 @@ def jitter(colour: Colour, rng: random.Random, amount: float) -> Colour:
 
 
 def ink_of(colour: str, base: Colour) -> Colour:
-    """The second tone of a patterned garment: of the same hue, darker for light colours and lighter for the rest."""
+    """The second tone of a patterned garment: the same hue, darker for light colours and lighter for others."""
     if colour == "white":
         return 118, 122, 134
     return scale(base, 0.55) if colour in LIGHT_COLOURS else mix(base, (255, 255, 255), 0.72)
@@ -88,7 +88,7 @@ def detail_of(colour: str) -> Colour:
 
 
 def tile(pattern: str, base: Colour, ink: Colour, unit: int) -> Image.Image:
-    """One repeat of a pattern, REPEAT pixels at `unit` samples a pixel."""
+    """One repeat of a pattern: REPEAT pixels wide and high, at `unit` samples per pixel."""
     side = REPEAT * unit
     image = Image.new("RGB", (side, side), base)
     draw = ImageDraw.Draw(image)
@@ -119,7 +119,7 @@ def tile(pattern: str, base: Colour, ink: Colour, unit: int) -> Image.Image:
 
 
 def texture(garment: Garment, size: tuple[int, int], unit: int) -> Image.Image:
-    """The garment's cloth over a canvas of `size` samples, `unit` samples a pixel."""
+    """A canvas of `size` samples, `unit` samples per pixel, filled with the garment's cloth."""
     base = jitter(PALETTE[garment.colour], random.Random(garment.seed), 7)
     repeat = tile(garment.pattern, base, ink_of(garment.colour, base), unit)
     cloth = Image.new("RGB", size)

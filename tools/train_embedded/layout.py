@@ -6,7 +6,7 @@ The same packing as `diffusers.FluxFillPipeline._pack_latents` and `prepare_mask
 import torch
 from torch import Tensor
 
-GRID = 16  # tokens a side
+GRID = 16  # tokens per side
 IMAGE_TOKENS = GRID * GRID
 TEXT_TOKENS = 24
 LATENTS = 64  # channels of a packed token: 16 latent channels of a 2x2 patch
@@ -28,14 +28,14 @@ def unpack(tokens: Tensor, grid: int = GRID) -> Tensor:
 
 
 def pack_mask(mask: Tensor) -> Tensor:
-    """[batch, 256, 256] to [batch, 256 tokens, 256 pixels], in the order the pipeline's two reshapes give."""
+    """[batch, 256, 256] to [batch, 256 tokens, 256 pixels], in the order of the pipeline's two reshapes."""
     b, h, w = mask.shape
     cells = mask.view(b, h // 8, 8, w // 8, 8).permute(0, 2, 4, 1, 3).reshape(b, 64, h // 8, w // 8)
     return pack(cells)
 
 
 def image_ids(grid: int = GRID) -> Tensor:
-    """[grid * grid, 3]: zero, row, column."""
+    """Position ids, [grid * grid, 3]: zero, row, column."""
     ids = torch.zeros(grid, grid, 3)
     ids[..., 1] = torch.arange(grid)[:, None]
     ids[..., 2] = torch.arange(grid)[None]

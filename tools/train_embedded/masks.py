@@ -1,4 +1,4 @@
-"""Edit masks: a garment's silhouette grown by a few pixels, a box, or a free stroke; and what the caption must say."""
+"""Draws training masks (a garment's silhouette grown by a few pixels, a box, or a free shape) and their captions."""
 
 import math
 import random
@@ -15,12 +15,12 @@ from tools.train_embedded.scenes import SIZE, Box, Pixels, Render, Scene, limb
 Mask = NDArray[np.bool_]  # [256, 256], true = redraw
 
 SMALLEST, LARGEST = 0.012, 0.7  # share of the picture
-AIMS: tuple[Slot, ...] = ("top", "top", "bottom", "bottom", "hat")  # a hat half as often as the others
+AIMS: tuple[Slot, ...] = ("top", "top", "bottom", "bottom", "hat")  # hats half as often as the others
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Shares of the training masks; what is left of 1 are free masks."""
+    """Shares of the kinds of training masks; the rest up to 1 are free masks."""
 
     silhouettes: float
     boxes: float
@@ -55,7 +55,7 @@ def box_mask(box: Box, margin: float = 4.0, radius: float = 0.0) -> Mask:
 
 
 def free_mask(rng: random.Random) -> Mask:
-    """Brush strokes, a rectangle anywhere, or a rough blob."""
+    """Random brush strokes, a rectangle, or an irregular blob, anywhere in the picture."""
     image = Image.new("L", (SIZE, SIZE), 0)
     draw, kind = ImageDraw.Draw(image), rng.random()
     if kind < 0.4:
@@ -77,7 +77,7 @@ def free_mask(rng: random.Random) -> Mask:
 
 
 def covered_slot(mask: Mask, render: Render) -> Slot | None:
-    """The garment the mask hides most of, if it hides a good part of one."""
+    """The slot whose garment is covered most, by share; None if less than a quarter of any garment is covered."""
     shares = {
         slot: float((coverage[mask] > 127).sum() / max(1, (coverage > 127).sum()))
         for slot, coverage in render.silhouettes.items()
@@ -87,7 +87,7 @@ def covered_slot(mask: Mask, render: Render) -> Slot | None:
 
 
 def draw_edit(rng: random.Random, scene: Scene, render: Render, mixture: Mixture = FIRST) -> MaskedEdit:
-    """A mask of a kind drawn from the mixture; some silhouettes are of two garments."""
+    """A random mask, of a kind drawn from the mixture, with a caption; some silhouettes cover two garments."""
     worn = scene.garments()
     boxes_to = mixture.silhouettes + mixture.boxes
     while True:

@@ -1,10 +1,10 @@
-"""Does an edit show what its prompt asked for? Colour, pattern and shape, each from pixels alone.
+"""Metrics of whether an edit shows what its prompt asks for, computed from pixels only.
 
-colour   the palette's nearest name, in CIELAB, to the per-channel median of the masked garment pixels
-pattern  linear discriminant analysis of how the cloth repeats itself, fitted on renders only
-shape    intersection over union of the pixels of the asked colour with the truth's silhouette
+colour   the palette's nearest name, in CIELAB, to the per-channel median of the garment's pixels
+pattern  linear discriminant analysis of the cloth's autocorrelation, fitted on renders only
+shape    intersection over union of the pixels in the prompt's colour with the ground truth's silhouette
 
-A metric is worth only what the ground truth scores on it, so every figure is published beside the truth's.
+The metrics themselves make errors, so every figure is published beside the ground truth's score.
 """
 
 from collections.abc import Sequence
@@ -22,10 +22,10 @@ from tools.train_embedded.seeds import CLASSIFIER
 
 Floats = NDArray[np.float64]
 
-# Shifts in pixels (down, right) at which the cloth is compared with itself; patterns repeat every 8 or 16 px.
+# Shifts in pixels (down, right) of the cloth's autocorrelation; patterns repeat every 8 or 16 px.
 SHIFTS = ((0, 2), (2, 0), (0, 4), (4, 0), (4, 4), (-4, 4), (0, 8), (8, 0), (8, 8), (-8, 8), (0, 16), (16, 0))
 CLASSIFIER_RENDERS = 300
-SHAPE_REACH = 22.0  # CIELAB distance within which a pixel has the asked colour, folds and light included
+SHAPE_REACH = 22.0  # CIELAB distance up to which a pixel has the prompt's colour, to allow for folds and light
 
 
 def lab(rgb: NDArray[np.generic]) -> Floats:
@@ -49,7 +49,7 @@ def read_colour(image: Pixels, mask: Mask) -> str:
 
 
 def cloth_features(image: Pixels, mask: Mask) -> Floats:
-    """Contrast of the cloth, and its correlation with itself at each of SHIFTS, after removal of slow shading."""
+    """Log variance of the cloth and its autocorrelation at each of SHIFTS, after removing slow shading."""
     luminance = image.astype(np.float64) @ np.array([0.299, 0.587, 0.114])
     weight = _eroded(mask).astype(np.float64)
     detail = (luminance - _local_mean(luminance, weight, 8)) * weight
@@ -59,7 +59,7 @@ def cloth_features(image: Pixels, mask: Mask) -> Floats:
 
 
 def _eroded(mask: Mask) -> Mask:
-    """The mask less its outermost 4 pixels, where the garment's own outline would be read as a pattern."""
+    """The mask without its outermost 4 pixels, where the garment's outline would look like a pattern."""
     eroded = mask.copy()
     for _ in range(4):
         padded = np.pad(eroded, 1)
@@ -101,7 +101,7 @@ class PatternClassifier:
 
 
 def fit_patterns(rendered: Sequence[Case]) -> PatternClassifier:
-    """Fit on ground-truth renders; nothing a model made is ever shown to it."""
+    """Fit the classifier on ground-truth renders, never on pictures that a model made."""
     features = np.array([cloth_features(case.truth, case.silhouette) for case in rendered])
     labels = np.array([PATTERNS.index(case.garment.pattern) for case in rendered])
     means = np.array([features[labels == i].mean(0) for i in range(len(PATTERNS))])
@@ -118,7 +118,7 @@ def pattern_classifier(renders: int = CLASSIFIER_RENDERS) -> PatternClassifier:
 
 
 def shape_overlap(image: Pixels, case: Case) -> float:
-    """Intersection over union, within the mask, of the asked colour's pixels with the truth's silhouette."""
+    """Intersection over union, in the mask, of the pixels in the prompt's colour with the ground truth's silhouette."""
     asked = _PALETTE_LAB[COLOURS.index(case.garment.colour)]
     coloured = (np.linalg.norm(lab(image) - asked, axis=-1) < SHAPE_REACH) & case.mask
     union = (coloured | case.silhouette).sum()
@@ -127,20 +127,20 @@ def shape_overlap(image: Pixels, case: Case) -> float:
 
 @dataclass(frozen=True)
 class Scores:
-    """Shares of the cases that are right, and the mean overlap, over plain garments only, for shape."""
+    """Results over a set of cases."""
 
-    colour: float
-    pattern: float
-    shape: float
+    colour: float  # share of cases with the right colour
+    pattern: float  # share with the right pattern
+    shape: float  # mean overlap of plain garments
     colour_by_name: dict[str, float]
     pattern_by_name: dict[str, float]
     cases: int
 
 
 def score(images: Sequence[Pixels], asked: Sequence[Case], classifier: PatternClassifier | None = None) -> Scores:
-    """Scores of `images` against the case each was made for.
+    """Scores of `images`, one for each case of `asked`.
 
-    Colour and pattern are read where the garment lies: a silhouette mask without its grown ring, which shows the room.
+    Colour and pattern are read in the garment's silhouette, not in the whole mask, whose edge shows the room.
     """
     reader = classifier or pattern_classifier()
     colours = [read_colour(i, c.silhouette) == c.garment.colour for i, c in zip(images, asked, strict=True)]
@@ -164,6 +164,6 @@ def _shares(right: Sequence[bool], names: Sequence[str]) -> dict[str, float]:
 
 
 def shuffled(asked: Sequence[Case], seed: int) -> list[Case]:
-    """The cases with their prompts dealt out anew: what a model deaf to its prompt would score."""
+    """The cases with permuted prompts, to score a model that ignores its prompt."""
     order = np.random.default_rng(seed).permutation(len(asked))
     return [replace(case, garment=asked[int(j)].garment) for case, j in zip(asked, order, strict=True)]

@@ -1,4 +1,6 @@
-"""The denoiser and the text encoders in their stock classes, small: 10.2M and 0.8M parameters."""
+"""Builds the embedded model's denoiser and text encoders: diffusers' and transformers' classes in small sizes, with
+10.2M and 0.8M parameters.
+"""
 
 import torch
 from diffusers import FluxTransformer2DModel
@@ -70,5 +72,5 @@ def parameter_count(module: nn.Module) -> int:
 
 
 def seeded(seed: int) -> None:
-    """Every rank builds the same initial weights."""
+    """Seed torch, so that every rank builds the same initial weights."""
     torch.manual_seed(seed)

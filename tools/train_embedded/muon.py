@@ -1,4 +1,6 @@
-"""Muon: momentum with orthogonalised updates (Jordan et al., 2024), scaled to AdamW's RMS (Liu et al., 2025)."""
+"""The Muon optimiser: momentum with orthogonalised updates (Jordan et al., 2024), scaled to AdamW's RMS (Liu et al.,
+2025).
+"""
 
 from collections.abc import Callable, Iterable
 
@@ -22,11 +24,11 @@ def orthogonalise(update: Tensor, iterations: int = 5) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """For weights of two or more axes; convolutions count as [out, in * height * width].
+    """For weights with two or more axes; convolutions are treated as [out, in * height * width].
 
-    Weights of equal shape are orthogonalised in one batched call. Under torch.distributed, where every rank holds the
-    same gradients, each rank orthogonalises its share of the weights and the updates are summed: they are zero
-    wherever another rank did the work.
+    Weights of equal shape are orthogonalised in one batched call. Under torch.distributed, where every rank has the
+    same gradients, each rank orthogonalises its part of the weights and leaves the other updates zero; then they are
+    summed.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class Muon(torch.optim.Optimizer):
     def _orthogonal_updates(
         self, params: list[Tensor], by_shape: dict[tuple[int, int], list[int]], momentum: float
     ) -> list[Tensor]:
-        """One flat bf16 update a weight, the same on every rank."""
+        """A flat bfloat16 update for each weight, equal on all ranks."""
         ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         smoothed = [self._smooth(param, momentum) for param in params]
         flat = torch.zeros(sum(param.numel() for param in params), dtype=torch.bfloat16)

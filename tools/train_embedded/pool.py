@@ -1,4 +1,4 @@
-"""The pool of training examples: latents, masks and captions in memory-mapped files that outlive the process."""
+"""The pool of training examples: latents, masks and captions in memory-mapped files, kept between runs."""
 
 import random
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from tools.train_embedded.masks import MaskedEdit, Mixture, draw_edit
 from tools.train_embedded.scenes import Render, draw_scene, render
 from tools.train_embedded.tokenizing import Tokenizers
 
-CAPACITY = 40_000  # examples a rank; the files are sparse until filled, 73 kB an example
+CAPACITY = 40_000  # examples per rank, 73 kB each; the files are sparse until filled
 EDITS_PER_SCENE = 3
 SCENES_PER_CALL = 2
 FIELDS: dict[str, tuple[tuple[int, ...], type[np.generic]]] = {
     "target": ((IMAGE_TOKENS, LATENTS), np.float16),
     "masked": ((IMAGE_TOKENS, LATENTS), np.float16),
-    "mask": ((IMAGE_TOKENS, MASK // 8), np.uint8),  # one bit a pixel
+    "mask": ((IMAGE_TOKENS, MASK // 8), np.uint8),  # one bit per pixel
     "clip": ((TEXT_TOKENS,), np.int16),
     "t5": ((TEXT_TOKENS,), np.int16),
 }
@@ -55,7 +55,7 @@ class Pool:
 
     @property
     def drawn(self) -> int:
-        """Examples drawn so far, those overwritten included."""
+        """Number of examples drawn so far, overwritten ones included."""
         return self._scenes * EDITS_PER_SCENE
 
     def grow(self) -> None:
@@ -86,7 +86,7 @@ class Pool:
 
     @torch.no_grad()
     def _encode(self, pictures: Tensor, holed: Tensor) -> tuple[Tensor, Tensor]:
-        """The pictures' mean latents, and a sample for the masked pictures as the pipeline draws one."""
+        """Latents of the pictures (the mean) and of the masked pictures (a sample, as in the pipeline)."""
         with torch.autocast("cpu", torch.bfloat16):
             posterior = self._vae.encode(torch.cat([pictures, holed])).latent_dist
         number = len(pictures)

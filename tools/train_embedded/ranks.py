@@ -1,6 +1,6 @@
-"""Data parallelism over forked processes of one thread each: two ranks do more than two threads in small matrices.
+"""Data-parallel training in forked processes of one thread each, which is faster than threads for small matrices.
 
-Forked children keep the parent's command line, so a signal sent by its name reaches them all.
+Forked children keep the parent's command line, so that a signal sent to processes by name reaches all of them.
 """
 
 import multiprocessing
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-PATIENCE = timedelta(hours=6)  # a rank that is stopped by a signal keeps the others waiting
+PATIENCE = timedelta(hours=6)  # the others wait for a rank that is stopped by a signal
 
 
 def launch(number: int, work: Callable[[int, int], None]) -> None:
@@ -42,7 +42,7 @@ def _join(meeting: str, rank: int, number: int, work: Callable[[int, int], None]
 
 
 def average_gradients(params: Iterable[Tensor], extra: float) -> float:
-    """Replace every gradient by its mean over the ranks, in one message; returns the mean of `extra`."""
+    """Replace every gradient by its mean over the ranks, in one all-reduce; returns the mean of `extra`."""
     gradients = [param.grad for param in params if param.grad is not None]
     flat = torch.cat([gradient.flatten() for gradient in gradients] + [torch.tensor([extra])])
     if dist.get_world_size() > 1:

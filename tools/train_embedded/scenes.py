@@ -1,7 +1,7 @@
-"""The dressing room: procedurally drawn 256x256 scenes of one figure in one room.
+"""Draws the training pictures: procedural 256x256 scenes of a dressed figure in a room.
 
-A scene is a pure function of its seed and garments, so swapping a garment redraws the same picture with other clothes;
-that render is the ground truth of an edit. Everything is drawn at UNIT samples a pixel and then averaged down.
+A scene is a pure function of its seed and garments, so that swapping a garment gives the same picture with other
+clothes: the ground truth of an edit. Everything is drawn at UNIT samples per pixel and then averaged.
 """
 
 import math
@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw, ImageFilter
 from tools.train_embedded.garments import Colour, Garment, Slot, detail_of, draw_garment, jitter, scale, texture
 
 SIZE = 256  # pixels
-UNIT = 2  # samples a pixel
+UNIT = 2  # samples per pixel, in each direction
 SAMPLES = SIZE * UNIT
 SKINS: tuple[Colour, ...] = (
     (255, 224, 196), (241, 194, 155), (224, 172, 125), (198, 134, 90), (141, 85, 54), (96, 60, 42),
@@ -37,11 +37,11 @@ _Y, _X = np.mgrid[0:SIZE, 0:SIZE].astype(np.float32) / SIZE
 
 @dataclass(frozen=True)
 class Scene:
-    """What is drawn. `seed` fixes the room, the pose and the light. A dress has no bottom."""
+    """The description of a picture."""
 
-    seed: int
+    seed: int  # determines the room, the pose and the light
     top: Garment
-    bottom: Garment | None
+    bottom: Garment | None  # None with a dress
     hat: Garment | None
 
     def garment(self, slot: Slot) -> Garment | None:
@@ -58,7 +58,7 @@ class Scene:
         return {slot: worn[slot] for slot in ("top", "bottom", "hat") if worn[slot] is not None}  # type: ignore[misc]
 
     def wearing(self, garment: Garment) -> "Scene":
-        """The same scene with the garment of that slot swapped."""
+        """The same scene with `garment` instead of the one in its slot."""
         match garment.slot:
             case "top":
                 return replace(self, top=garment)
@@ -70,15 +70,12 @@ class Scene:
 
 @dataclass(frozen=True)
 class Render:
-    """A drawn scene: `image` [256, 256, 3], each worn garment's coverage [256, 256] in 0..255, and boxes around it.
+    """A drawn scene. Boxes are in pixels."""
 
-    `boxes` may cut through sleeves and hems; `whole_boxes` hold any garment of the slot, and the top's both hands.
-    """
-
-    image: Pixels
-    silhouettes: dict[Slot, Pixels]
-    boxes: dict[Slot, Box]
-    whole_boxes: dict[Slot, Box]
+    image: Pixels  # [256, 256, 3]
+    silhouettes: dict[Slot, Pixels]  # coverage [256, 256], 0..255, of each worn garment
+    boxes: dict[Slot, Box]  # may cut through sleeves and hems
+    whole_boxes: dict[Slot, Box]  # contain any garment of the slot; the top's also both hands
 
 
 def draw_scene(seed: int) -> Scene:
@@ -91,9 +88,9 @@ def draw_scene(seed: int) -> Scene:
 
 @dataclass(frozen=True)
 class Body:
-    """The figure's geometry in samples; `height` is the standing height, every other length derives from it."""
+    """The figure's geometry, in samples, and its colours."""
 
-    height: float
+    height: float  # standing; all other lengths are multiples of it
     x: float  # the spine
     y: float  # the top of the head
     head: Point
@@ -153,7 +150,7 @@ def draw_body(rng: random.Random, hatted: bool) -> Body:
 
 
 def limb(draw: ImageDraw.ImageDraw, points: tuple[Point, ...], width: float, fill: Colour | int) -> None:
-    """A tube along the points with round joints."""
+    """Draw a thick line through the points with round joints."""
     for a, b in pairwise(points):
         draw.line((a, b), fill=fill, width=int(width))
     for x, y in points:
@@ -161,7 +158,7 @@ def limb(draw: ImageDraw.ImageDraw, points: tuple[Point, ...], width: float, fil
 
 
 def wall_gradient(rng: random.Random) -> tuple[Image.Image, Colour]:
-    """A wall lit from a side, and its main colour."""
+    """A wall with a gradient of light, and its main colour."""
     hue = [rng.uniform(90, 245) for _ in range(3)]
     mean, saturation = sum(hue) / 3, rng.uniform(0.2, 0.7)
     near = np.array([mean + (value - mean) * saturation for value in hue], np.float32)
@@ -179,7 +176,7 @@ def wall_gradient(rng: random.Random) -> tuple[Image.Image, Colour]:
 
 
 def hang_furniture(draw: ImageDraw.ImageDraw, rng: random.Random, wall: Colour, floor_y: float) -> None:
-    """Pictures, a mirror or a door on one side of the figure."""
+    """Draw up to two pictures, mirrors or doors beside the figure."""
     side = SAMPLES
     for _ in range(rng.randint(0, 2)):
         x = rng.choice((rng.uniform(0.0, 0.12), rng.uniform(0.72, 0.85))) * side
@@ -218,7 +215,7 @@ def draw_room(rng: random.Random) -> Image.Image:
 
 
 def draw_figure(image: Image.Image, body: Body, rng: random.Random) -> None:
-    """Shadow, back hair, legs, shoes, torso, neck and arms: all that garments go over."""
+    """Draw what garments are drawn over: shadow, back hair, legs, shoes, torso, neck and arms."""
     draw, h = ImageDraw.Draw(image), body.height
     floor = image.getpixel((int(min(SAMPLES - 1, body.x)), SAMPLES - 3))
     assert isinstance(floor, tuple)
@@ -264,7 +261,7 @@ def draw_back_hair(draw: ImageDraw.ImageDraw, body: Body) -> None:
 
 
 def draw_head(draw: ImageDraw.ImageDraw, body: Body, locks: bool) -> None:
-    """The face, and the hair in front of it."""
+    """Draw the face and the front hair."""
     hx, hy, r = *body.head, body.head_radius
     if body.hair_style == "long" and locks:
         for side in (-1, 1):
@@ -285,7 +282,7 @@ def draw_head(draw: ImageDraw.ImageDraw, body: Body, locks: bool) -> None:
 
 
 def cut_top(body: Body, garment: Garment) -> tuple[Painter, Painter]:
-    """The painters of a top's silhouette and of its details."""
+    """Functions that draw a top's silhouette and its details."""
     rng, h, x = random.Random(garment.seed), body.height, body.x
     kind, y, r, w = garment.kind, body.shoulder_y, body.head_radius, body.arm_width
     pad = {"shirt": 1.05, "coat": 1.2, "dress": 1.04, "sweater": 1.14}[kind]
@@ -362,7 +359,7 @@ def sleeves(body: Body, kind: str) -> list[tuple[tuple[Point, ...], float]]:
 
 
 def cut_bottom(body: Body, garment: Garment) -> tuple[Painter, Painter]:
-    """The painters of trousers', shorts' or a skirt's silhouette and of its details."""
+    """Functions that draw the silhouette and the details of trousers, shorts or a skirt."""
     h, x, hip, waist, hip_y = body.height, body.x, body.hip, body.waist, body.hip_y
     hem = body.y + random.Random(garment.seed).uniform(0.68, 0.8) * h
 
@@ -436,7 +433,7 @@ def wear(image: Image.Image, garment: Garment, painters: tuple[Painter, Painter]
 
 
 def slot_boxes(body: Body) -> dict[Slot, Box]:
-    """A generous box around each slot, in pixels, the same for every kind of the slot."""
+    """A box around each slot in pixels, equal for all kinds of garments in the slot."""
     hx, hy, r = *body.head, body.head_radius
     samples: dict[Slot, Box] = {
         "top": (
@@ -457,7 +454,7 @@ def slot_boxes(body: Body) -> dict[Slot, Box]:
 
 
 def whole_boxes(body: Body) -> dict[Slot, Box]:
-    """The slots' boxes made wide enough for every kind of the slot, in this pose, and for both hands, in pixels."""
+    """The slots' boxes in pixels, enlarged to contain any kind of garment in this pose, and both hands."""
     boxes, w = slot_boxes(body), body.arm_width
     hands = [hand for _, _, hand in body.arms]
     top = (
@@ -475,7 +472,7 @@ def in_pixels(box: Box) -> Box:
 
 
 def around(a: Box, b: Box) -> Box:
-    """The smallest box that holds both."""
+    """The smallest box that contains both."""
     return min(a[0], b[0]), min(a[1], b[1]), max(a[2], b[2]), max(a[3], b[3])
 
 
@@ -504,7 +501,7 @@ def render(scene: Scene) -> Render:
 
 
 def visible(silhouettes: dict[Slot, Pixels]) -> dict[Slot, Pixels]:
-    """The bottom's coverage less what the top, drawn later, hides of it."""
+    """The silhouettes, the bottom's without the part that the top, drawn later, covers."""
     if "bottom" not in silhouettes:
         return silhouettes
     shown = np.where(silhouettes["top"] > 127, 0, silhouettes["bottom"]).astype(np.uint8)

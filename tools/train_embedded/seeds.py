@@ -1,14 +1,11 @@
-"""Which scene seeds serve which purpose; the ranges do not overlap, and TEST is never read while tuning.
+"""The data splits, as the first seeds of ranges that do not overlap: a scene is a pure function of its seed."""
 
-A scene is a pure function of its seed, so these ranges are the data splits.
-"""
-
-CLASSIFIER = 4_000_000  # renders the pattern classifier is fitted on
-TUNING = 5_000_000  # held-out scenes looked at during development
+CLASSIFIER = 4_000_000  # renders that the pattern classifier is fitted on
+TUNING = 5_000_000  # held-out scenes for development
 VAE_HELD_OUT = 6_000_000  # held-out scenes for the autoencoder's PSNR
-TEST = 9_000_000  # the scenes the published figures come from, read once at the end
+TEST = 9_000_000  # held-out scenes for the published figures; never used for tuning
 TEST_BOXES = 9_500_000  # the same, for box masks and the shape score
-TEST_WHOLE_BOXES = 9_700_000  # the same, for boxes that hold the whole garment and both hands
+TEST_WHOLE_BOXES = 9_700_000  # the same, for boxes that contain the whole garment and both hands
 VAE_TRAIN = 10_000_000
 DENOISER_TRAIN = 20_000_000
 BOXES_TRAIN = 30_000_000

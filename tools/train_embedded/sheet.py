@@ -1,4 +1,4 @@
-"""The contact sheet: template, mask, edit and prompt of one edit in every cell."""
+"""Draws the contact sheet: each cell shows the template, mask, result and prompt of one edit."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Training on a subset of the image tokens: each sample brings its own positions.
+"""Training on a subset of the image tokens, with other positions in each sample.
 
-The masked tokens come first and the rest is a random context, so a step costs a fraction of the full grid's.
+Masked tokens are chosen first, then a random context, so a step costs a fraction of one on all tokens.
 """
 
 import torch
@@ -13,7 +13,7 @@ from tools.train_embedded.layout import GRID, IMAGE_TOKENS, TEXT_TOKENS, image_i
 
 
 class Positions(nn.Module):
-    """Stands in for `FluxPosEmbed`: rotary tables of the tokens last selected, [batch, text + chosen, head width]."""
+    """Replaces `FluxPosEmbed`: rotary tables of the last selected tokens, [batch, text + chosen, head width]."""
 
     def __init__(self, embed: nn.Module) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class Positions(nn.Module):
         self._selected: tuple[Tensor, Tensor] | None = None
 
     def select(self, chosen: Tensor) -> None:
-        """`chosen` [batch, tokens]: indices into the 256 image tokens."""
+        """Select the tokens of the next forward pass. chosen: [batch, tokens], indices into the 256 image tokens."""
         text = torch.arange(TEXT_TOKENS).expand(len(chosen), -1)
         rows = torch.cat([text, chosen + TEXT_TOKENS], 1)
         self._selected = (self._tables[0][rows], self._tables[1][rows])
@@ -33,7 +33,9 @@ class Positions(nn.Module):
 
 
 def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """`x` [batch, tokens, heads, width], tables [batch, tokens, width]; pairs are interleaved as in diffusers."""
+    """Apply rotary embeddings. x: [batch, tokens, heads, width]; tables: [batch, tokens, width]; pairs are interleaved
+    as in diffusers.
+    """
     cos, sin = (table[:, :, None].to(x.dtype) for table in tables)
     real, imaginary = x.unflatten(-1, (-1, 2)).unbind(-1)
     return x * cos + torch.stack([-imaginary, real], -1).flatten(3) * sin
@@ -74,7 +76,7 @@ class SampleRotaryProcessor:
 
 
 def make_sparse(transformer: FluxTransformer2DModel) -> Positions:
-    """Let the transformer train on token subsets; its weights and their names stay stock."""
+    """Prepare a transformer for training on token subsets. Its weights and their names do not change."""
     positions = Positions(transformer.pos_embed)
     transformer.pos_embed = positions
     transformer.set_attn_processor(SampleRotaryProcessor())
@@ -82,9 +84,9 @@ def make_sparse(transformer: FluxTransformer2DModel) -> Positions:
 
 
 def choose_tokens(masked: Tensor, number: int) -> Tensor:
-    """[batch, number] token indices: masked ones first, then neighbours and others at random.
+    """Token indices, [batch, number]: preferably masked ones, then neighbours, then others, at random.
 
-    `masked` [batch, 256] is 1 where a token holds a masked pixel.
+    masked: [batch, 256], 1 for tokens with a masked pixel.
     """
     if number == IMAGE_TOKENS:
         return torch.arange(IMAGE_TOKENS).expand(len(masked), -1)
@@ -93,5 +95,5 @@ def choose_tokens(masked: Tensor, number: int) -> Tensor:
 
 
 def take(tokens: Tensor, chosen: Tensor) -> Tensor:
-    """`tokens` [batch, 256, channels] at `chosen` [batch, number]."""
+    """Select `chosen` [batch, number] of `tokens` [batch, 256, channels]."""
     return tokens.gather(1, chosen[..., None].expand(-1, -1, tokens.shape[-1]))

@@ -1,4 +1,4 @@
-"""The two tokenizers: CLIP byte-level BPE and T5 unigram over the captions' words, letters for all others."""
+"""Builds the two tokenizers from the captions' words: CLIP's byte-level BPE, and T5's unigram, which spells others."""
 
 import json
 import string
@@ -29,9 +29,9 @@ class Tokenizers:
 
 
 def tokenizers_in(folder: Path) -> Tokenizers:
-    """The tokenizers kept in `folder`, built there at first use.
+    """The tokenizers saved in `folder`; built and saved by the first call.
 
-    The BPE trainer breaks ties in another order in every process, so ids hold only as long as one build is kept.
+    The BPE trainer breaks ties in another order in every process, so a rebuilt tokenizer has other ids.
     """
     if not (folder / "t5").exists():
         words = vocabulary()
@@ -39,13 +39,13 @@ def tokenizers_in(folder: Path) -> Tokenizers:
         t5_tokenizer(words).save_pretrained(folder / "t5")
     kept = Tokenizers(CLIPTokenizer.from_pretrained(folder / "clip"), T5TokenizerFast.from_pretrained(folder / "t5"))
     for tokenizer in (kept.clip, kept.t5):
-        for key in ("is_local", "local_files_only"):  # of this load, no part of the checkpoint
+        for key in ("is_local", "local_files_only"):  # set by this load; not part of the checkpoint
             tokenizer.init_kwargs.pop(key, None)
     return kept
 
 
 def clip_tokenizer(words: list[str]) -> CLIPTokenizer:
-    """Bytes are all in the vocabulary, so any text tokenises."""
+    """A lower-casing byte-level BPE. All bytes are in the vocabulary, so that it accepts any text."""
     bpe = Tokenizer(models.BPE(end_of_word_suffix="</w>", unk_token=END))
     bpe.normalizer = normalizers.Lowercase()
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
@@ -65,9 +65,9 @@ def clip_tokenizer(words: list[str]) -> CLIPTokenizer:
 
 
 def t5_tokenizer(words: list[str], cased: tuple[str, ...] = ()) -> T5TokenizerFast:
-    """Scores are log probabilities: a whole word beats its letters; a character of no kind is one <unk>.
+    """A unigram tokenizer. Scores are log probabilities that favour a word over letters; unknown characters are <unk>.
 
-    `cased` are further spellings of the words, with ids after all others.
+    cased: further spellings of the words, whose ids follow all others.
     """
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -6.0)]
     pieces += [(f"▁{word}", -3.0) for word in words]

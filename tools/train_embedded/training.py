@@ -1,7 +1,7 @@
-"""What every stage's loop needs: an atomic checkpoint, a running average of the weights, and a clock that can stop.
+"""Shared parts of the training loops: atomic checkpoints, a moving average of the weights, and a clock.
 
-A loop measures its progress by the time it has spent training, summed over runs, so a run that is killed, or stopped
-and continued by a signal, resumes where it was. A pause longer than LONGEST_STEP between two steps is not counted.
+A loop measures its progress by the time spent training, summed over runs, so that a run which is killed, or stopped and
+continued by a signal, resumes where it was. At most LONGEST_STEP is counted between two steps.
 """
 
 import os
@@ -17,14 +17,14 @@ LONGEST_STEP = 20.0  # seconds
 
 
 class Clock:
-    """Seconds spent training, of a budget that may be changed between runs."""
+    """Counts the seconds spent training. The budget may change between runs."""
 
     def __init__(self, budget: float, spent: float = 0.0) -> None:
         self.budget, self.spent = budget, spent
         self._last = time.monotonic()
 
     def tick(self) -> float:
-        """Counts the time since the last tick; returns the share of the budget that is spent."""
+        """Count the time since the last tick; returns the spent share of the budget."""
         now = time.monotonic()
         self.spent += min(now - self._last, LONGEST_STEP)
         self._last = now
@@ -32,7 +32,7 @@ class Clock:
 
 
 class Average:
-    """Exponential moving average of some modules' weights, kept in float32."""
+    """Exponential moving average of modules' weights, in their own dtype."""
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
         self._modules = modules
@@ -55,7 +55,7 @@ class Average:
 
 
 def state_of(module: nn.Module) -> dict[str, Tensor]:
-    """The module's state under its stock names, without what torch.compile puts in front."""
+    """The module's state dict without the name prefixes of torch.compile."""
     return {key.replace("_orig_mod.", ""): value for key, value in module.state_dict().items()}
 
 
@@ -65,7 +65,7 @@ def load_state(module: nn.Module, state: dict[str, Tensor]) -> None:
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
-    """Write to a neighbour and rename, so that a kill leaves the old checkpoint or the new one."""
+    """Write to a temporary file and rename it, so that a kill leaves the old checkpoint or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     torch.save(state, partial)

@@ -1,7 +1,7 @@
-"""Stage `vae`: the autoencoder, 256x256 RGB to 16 channels of 32x32 and back.
+"""Stage `vae`: trains the autoencoder between 256x256 RGB pictures and 32x32 latents of 16 channels.
 
-Muon on the convolutions and a zero second convolution in every residual block: with AdamW at the default
-initialisation the PSNR stalled at 17.6 dB.
+Uses Muon for the convolutions, and starts with a zero second convolution in every residual block: with AdamW and the
+default initialisation the PSNR stalled at 17.6 dB.
 """
 
 import math
@@ -25,8 +25,8 @@ from tools.train_embedded.training import Average, Clock, load, save, set_rate
 CHANNELS = (16, 32, 64, 64)
 LATENTS = 16
 RATE = 3e-3
-CROP = 128  # pixels; three of four batches are crops, the fourth and the last tenth whole pictures
-POOL = 2500  # scenes held at a time
+CROP = 128  # pixels; of every four batches three are crops, until the last tenth of training
+POOL = 2500  # scenes kept in memory
 SAVE_EVERY = 90.0  # seconds
 
 
@@ -71,7 +71,7 @@ def scene_image(seed: int) -> Tensor:
 
 
 class Pictures:
-    """A pool of scenes that a new one joins, or replaces one of, every third batch."""
+    """A pool of scenes in memory. At POOL scenes, a new one replaces a random one."""
 
     def __init__(self, first_seed: int) -> None:
         self.drawn = 0
@@ -89,8 +89,9 @@ class Pictures:
                 self._pool[self._rng.randrange(POOL)] = image
 
     def batch(self, whole: bool) -> Tensor:
-        """[1, 3, 256, 256] or [4, 3, CROP, CROP] in -1..1, sometimes mirrored, sometimes with a hole of zeros:
-        FLUX-Fill encodes pictures whose masked part is zero."""
+        """[1, 3, 256, 256] or [4, 3, CROP, CROP] in -1..1, sometimes mirrored, sometimes with a rectangle of zeros, as
+        FLUX Fill encodes pictures whose masked part is zero.
+        """
         rng = self._rng
         chosen = [rng.choice(self._pool) for _ in range(1 if whole else 4)]
         if not whole:
@@ -107,7 +108,7 @@ class Pictures:
 
 
 def vae_loss(vae: AutoencoderKL, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss, and the mean square error it contains."""
+    """The loss, and the mean squared error that it contains."""
     with torch.autocast("cpu", torch.bfloat16):
         posterior = vae.encode(x).latent_dist
         y = vae.decode(posterior.sample()).sample
@@ -127,7 +128,7 @@ def held_out_images(number: int) -> Tensor:
 
 @torch.no_grad()
 def round_trip_psnr(vae: AutoencoderKL, images: Tensor) -> float:
-    """Mean over images of the PSNR in dB after encode and decode, in the weights' own precision."""
+    """Mean over images of the PSNR in dB after encoding and decoding in the weights' dtype."""
     values = []
     for x in images.split(4):
         latents = vae.encode(x.to(vae.dtype)).latent_dist.mode()
@@ -138,13 +139,13 @@ def round_trip_psnr(vae: AutoencoderKL, images: Tensor) -> float:
 
 @torch.no_grad()
 def latent_moments(vae: AutoencoderKL, images: Tensor) -> tuple[float, float]:
-    """Mean and standard deviation of the latents, which the checkpoint's shift and scale undo."""
+    """Mean and standard deviation of the latents, to normalise them by the checkpoint's shift and scale."""
     latents = torch.cat([vae.encode(x).latent_dist.mode() for x in images.split(4)])
     return float(latents.mean()), float(latents.std())
 
 
 def train_vae(work: Path, budget: float, ranks: int) -> None:
-    """Train for `budget` seconds in all, resuming from `work`; writes `work/vae` in diffusers layout."""
+    """Train for `budget` seconds, earlier runs included; resumes from `work`, writes `work/vae` in diffusers layout."""
     launch(ranks, lambda rank, number: _train(work, budget, rank, number))
 
 

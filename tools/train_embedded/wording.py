@@ -1,6 +1,6 @@
-"""A minute's lesson for the text encoders before the denoiser needs them: name the garments of a caption.
+"""Pretrains the text encoders for a minute: classify the garments in a caption, with linear heads that are discarded.
 
-Its linear heads are thrown away. Without it the denoiser would first have to teach the encoders to tell colours apart.
+Otherwise the encoders would first have to learn to distinguish colours from the denoiser's gradients.
 """
 
 import random
@@ -21,7 +21,7 @@ ALL_KINDS = tuple(kind for slot in SLOTS for kind in KINDS[slot])
 
 
 def teach_wording(clip: CLIPTextModel, t5: T5EncoderModel, tokenizers: Tokenizers) -> float:
-    """Trains both encoders in place; returns the share of captions read fully right at the end."""
+    """Train both encoders in place; returns the share of the last batch's captions that are read without any error."""
     rng = random.Random(0)
     counts = (len(COLOURS), len(PATTERNS), len(ALL_KINDS)) * 2  # of the first garment, then of the second
     heads = nn.ModuleList(nn.Linear(TEXT_WIDTH, n + 1) for n in counts * 2)
@@ -46,7 +46,7 @@ def teach_wording(clip: CLIPTextModel, t5: T5EncoderModel, tokenizers: Tokenizer
 
 
 def _lesson(rng: random.Random) -> tuple[list[str], torch.Tensor]:
-    """Captions of one or two garments, and for each of the two its colour, pattern and kind; 0 is none."""
+    """Captions of one or two garments, and labels: colour, pattern and kind of each of the two; 0: no garment."""
     captions, labels = [], []
     for _ in range(BATCH):
         garments = [draw_garment(rng, rng.choice(SLOTS))]

@@ -1,1 +1,1 @@
-"""How the small UNet of docs/quality.md was made; the server needs none of this."""
+"""Training of the small UNet that docs/quality.md measures. The server does not need it."""

@@ -1,4 +1,4 @@
-"""Train a small Stable Diffusion inpainting checkpoint on drawn scenes, to measure mask-aware UNets with."""
+"""Train a small Stable Diffusion inpainting checkpoint on drawn scenes, for measurements of mask-aware UNets."""
 
 import argparse
 from pathlib import Path
@@ -13,10 +13,10 @@ STAGES = ("train", "export")
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tools.train_unet", description=__doc__)
-    parser.add_argument("stage", nargs="?", choices=STAGES, help="both by default")
+    parser.add_argument("stage", nargs="?", choices=STAGES, help="default: both in order")
     parser.add_argument("--work", type=Path, default=Path(".train_unet"), help="training state and examples")
     parser.add_argument("--out", type=Path, default=Path(".train_unet/checkpoint"), help="the exported checkpoint")
-    parser.add_argument("--minutes", type=float, default=62.0, help="of training, earlier runs included")
+    parser.add_argument("--minutes", type=float, default=62.0, help="training time, earlier runs included")
     parser.add_argument("--threads", type=int, default=1)
     return parser.parse_args()
 

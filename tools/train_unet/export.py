@@ -1,4 +1,4 @@
-"""Stage `export`: the averaged weights as a StableDiffusionInpaintPipeline checkpoint in float32."""
+"""Stage `export`: writes the averaged weights as a StableDiffusionInpaintPipeline checkpoint in float32."""
 
 from pathlib import Path
 
@@ -10,12 +10,12 @@ from tools.train_embedded.training import load, load_state
 from tools.train_unet.models import Models, build_models, build_scheduler, embedded_tokenizers, embedded_vae
 from tools.train_unet.trainer import CHECKPOINT
 
-SERVING_DEFAULTS = {"num_inference_steps": 20, "guidance_scale": 3.0}  # what a request that names none gets
+SERVING_DEFAULTS = {"num_inference_steps": 20, "guidance_scale": 3.0}  # for requests that give none
 
 
 def assemble(work: Path) -> StableDiffusionInpaintPipeline:
     vae = embedded_vae()
-    vae.register_to_config(shift_factor=None)  # the pipeline does not shift, nor do the latents it was trained on
+    vae.register_to_config(shift_factor=None)  # neither the pipeline nor training shifts latents
     models = averaged(work)
     return StableDiffusionInpaintPipeline(
         vae=vae,
@@ -30,7 +30,7 @@ def assemble(work: Path) -> StableDiffusionInpaintPipeline:
 
 
 def averaged(work: Path) -> Models:
-    """Raises FileNotFoundError where nothing was trained."""
+    """The models with averaged weights. Raises FileNotFoundError if nothing was trained."""
     state = load(work / CHECKPOINT)
     if state is None:
         raise FileNotFoundError(work / CHECKPOINT)

@@ -1,4 +1,6 @@
-"""The UNet and what it is served with: Stable Diffusion's block types, small, over the embedded model's autoencoder."""
+"""Builds the small UNet, from Stable Diffusion's block types, and the parts it runs with: the embedded model's VAE,
+tokenizers and text encoder.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +25,9 @@ LATENT_SIDE = 32
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the UNet's levels, from the whole map of latents down. A level has half the side of the one before and, as in
-    Stable Diffusion, twice the channels: not all others are served."""
+    """Sizes of the UNet's levels, highest resolution first. Each level has half the side of the one before and, as in
+    Stable Diffusion, twice the channels; not all other ratios can be served.
+    """
 
     channels: tuple[int, ...] = (64, 128, 256)
     heads: tuple[int, ...] = (1, 2, 4)
@@ -33,7 +36,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Models:
-    """What is trained."""
+    """The models that are trained."""
 
     unet: UNet2DConditionModel
     clip: CLIPTextModel
@@ -46,15 +49,16 @@ class Models:
 
 
 def build_models(sizes: Sizes) -> Models:
-    """The text encoder begins as the embedded model's."""
+    """A new UNet, and the embedded model's text encoder to continue from."""
     torch.manual_seed(0)
     clip = CLIPTextModel.from_pretrained(EMBEDDED / "text_encoder", dtype=torch.float32)
     return Models(build_unet(sizes), clip.train())
 
 
 def build_unet(sizes: Sizes) -> UNet2DConditionModel:
-    """An inpainting one: latents, mask and latents of the masked picture come in. Every residual branch ends in zeros,
-    so every layer starts as the identity."""
+    """An inpainting UNet, whose input is latents, mask and latents of the masked picture. The last layer of every
+    residual branch is zero, so every block starts as the identity.
+    """
     levels = len(sizes.channels)
     unet = UNet2DConditionModel(
         sample_size=LATENT_SIDE,
@@ -84,7 +88,7 @@ def _zero(module: nn.Module) -> None:
 
 
 def build_scheduler() -> DDIMScheduler:
-    """Stable Diffusion's noise, the velocity of noise and picture predicted as Stable Diffusion 2 does."""
+    """DDIM with Stable Diffusion's noise schedule and v-prediction, as in Stable Diffusion 2."""
     return DDIMScheduler(**NOISE_SCHEDULE, clip_sample=False, set_alpha_to_one=False, prediction_type="v_prediction")
 
 

@@ -1,4 +1,4 @@
-"""Stage `train`: the UNet and its text encoder learn together, one process, resumable."""
+"""Stage `train`: trains the UNet and its text encoder together, in one process; can be resumed."""
 
 import time
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ SIZES = Sizes()
 
 @dataclass(frozen=True)
 class Recipe:
-    """How it trains. Shares are of the time budget."""
+    """Hyperparameters. Shares are of the time budget."""
 
     sizes: Sizes = SIZES
     rate: float = 1.5e-3
@@ -39,7 +39,7 @@ class Recipe:
 
 
 def optimisers_of(models: Models, rate: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices and convolutions between the first and the last one, AdamW for the rest."""
+    """Muon for matrices and convolutions except input, output and time embedding; AdamW for the rest."""
     inner: list[nn.Parameter] = []
     outer = list(models.clip.parameters())
     for name, parameter in models.unet.named_parameters():
@@ -86,7 +86,7 @@ class Trainer:
         save(self._path, state | {"step": self.step, "shown": self.shown, "spent": self.clock.spent})
 
     def train(self) -> None:
-        """Until the budget is spent."""
+        """Train until the time budget is spent."""
         self._fill()
         self._report(f"pool {self.pool.drawn}, resuming at step {self.step}")
         share, errors = self.clock.tick(), list[float]()
@@ -106,7 +106,7 @@ class Trainer:
         self.keep()
 
     def learn(self, batch: Batch) -> float:
-        """One step; returns the mean square error under the masks."""
+        """Run one training step; returns the mean squared error under the masks."""
         loss, masked = self._loss(batch)
         for parameter in self.models.parameters():
             parameter.grad = None
@@ -133,7 +133,7 @@ class Trainer:
         return recipe.rate * min(1.0, (self.step + 1) / recipe.warmup) * fall
 
     def _fill(self) -> None:
-        """Draw as many examples as keep each one's expected showings at `reuse`."""
+        """Draw new examples so that each is shown `reuse` times on average."""
         while self.pool.drawn < max(self.recipe.warm_pool, self.shown / self.recipe.reuse):
             self.pool.grow()
 

@@ -53,13 +53,19 @@ def test_a_mask_ratio_dist_that_is_none_is_refused(bad: str) -> None:
         draws.mask_areas(bad)
 
 
-@pytest.mark.parametrize(
-    ("arrivals", "burstiness", "cv"), [("poisson", 1.0, 1.0), ("poisson", 4.0, 0.5), ("gamma:2", 1.0, 2.0)]
-)
-def test_arrivals_have_the_rate_and_spread_asked_for(arrivals: str, burstiness: float, cv: float) -> None:
-    between = np.diff([0.0, *due_times(arrivals, MANY, 5.0, burstiness, random())])
+@pytest.mark.parametrize(("burstiness", "cv"), [(1.0, 1.0), (4.0, 0.5), (0.25, 2.0)])
+def test_arrivals_have_the_rate_and_spread_asked_for(burstiness: float, cv: float) -> None:
+    between = np.diff([0.0, *due_times("poisson", MANY, 5.0, burstiness, random())])
     assert between.mean() == pytest.approx(0.2, rel=0.05)
     assert between.std() / between.mean() == pytest.approx(cv, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "rate", "burstiness"), [("gauss", 1.0, 1.0), ("poisson", 0.0, 1.0), ("poisson", 1.0, 0.0)]
+)
+def test_arrivals_that_cannot_be_drawn_are_refused(arrivals: str, rate: float, burstiness: float) -> None:
+    with pytest.raises(ValueError, match="arrivals"):
+        due_times(arrivals, 3, rate, burstiness, random())
 
 
 def test_arrivals_at_once_and_from_a_trace(tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ import httpx
 import numpy as np
 import pytest
 
-from benchmarks.baselines.systems import BALANCER, INLINE, Setting, running
+from benchmarks.baselines.systems import Setting, running
 from benchmarks.benchmark_serving import main
-from benchmarks.load.client import Target, connect, prepare, send_alone, send_in_turn, send_on_time, worker_seconds
-from benchmarks.load.dataset import EditCall, Mix, synthetic
-from benchmarks.load.server import Server, ready_server
+from benchmarks.load.client import Target, connect, send_alone, send_in_turn, send_on_time, worker_seconds
+from benchmarks.load.dataset import Mix, synthetic
+from benchmarks.load.server import Server
 from benchmarks.soak.checking import Ledger, References
 from benchmarks.soak.edits import PLAIN, Delivery, Edit, Way, template_file
 from benchmarks.soak.sending import Sender
@@ -56,28 +56,6 @@ def test_the_command_measures_a_server(stencil: Server, tmp_path: Path, capsys: 
     assert 0.1 < result["mask_ratio"] < 1
     (saved,) = tmp_path.glob("*.json")
     assert json.loads(saved.read_text())["num_edits"] == 6
-
-
-def test_image_work_in_line_makes_the_same_pictures(stencil: Server, checkpoint: str) -> None:
-    small, large = (
-        synthetic(
-            Mix(f"fixed:{area}", "fixed:1", num_inference_steps="4", sizes="128x128"), 1, np.random.default_rng(0)
-        )[0]
-        for area in (0.05, 0.5)
-    )
-    setting = Setting(checkpoint)
-    with running("stencil-inline", setting) as inline, ready_server([*setting.flags, "--static"], INLINE) as static:
-        for call in (small, large):
-            assert picture(inline, call) == picture(stencil, call) == picture(static, call)
-
-
-def picture(server: Server, call: EditCall) -> str:
-    """base64 of the file that comes back."""
-    target = Target(server.url)
-    (message,) = prepare(target, [call])
-    answer = httpx.post(message.url, content=message.body, headers={"content-type": message.content_type}, timeout=60)
-    text: str = answer.json()["data"][0]["b64_json"]
-    return text
 
 
 async def test_failures_are_counted_and_not_raised(stencil: Server) -> None:
@@ -142,14 +120,3 @@ async def test_diffusers_batches_statically_and_skips_steps(diffusers: Server) -
 
 def test_a_baseline_refuses_what_it_cannot_read(diffusers: Server) -> None:
     assert httpx.post(f"{diffusers.url}/v1/images/edits", data={"prompt": "a"}).status_code == 400
-
-
-async def test_the_balancer_uses_all_servers(stencil: Server, diffusers: Server) -> None:
-    calls = synthetic(MIX, 4, np.random.default_rng(0))
-    with ready_server([stencil.url, diffusers.url], BALANCER) as balancer:
-        target = Target(balancer.url)
-        run = await send_in_turn(target, calls, 2)
-        assert [outcome.error for outcome in run.outcomes] == [""] * 4
-        assert {"cache" in outcome.facts for outcome in run.outcomes} == {True, False}
-        both = [await worker_seconds(Target(server.url)) or {} for server in (stencil, diffusers)]
-        assert await worker_seconds(target) == pytest.approx(both[0] | both[1])

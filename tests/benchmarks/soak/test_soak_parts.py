@@ -135,7 +135,7 @@ def held(megabytes: float, age: float = 0.0, pid: int = 1) -> Holdings:
     """A tree of one worker, of that age, and a server of 100 MB."""
     nbytes = int(megabytes * MB)
     memory = Counter(server=int(100 * MB), worker=nbytes)
-    return Holdings(memory, Counter(worker=7), Counter(), Counter(), [WorkerMemory(pid, age, nbytes)])
+    return Holdings(memory, Counter(worker=7), [WorkerMemory(pid, age, nbytes)])
 
 
 def test_the_slope_of_the_tree() -> None:

@@ -1,4 +1,4 @@
-"""ActivationCacheManager, one property per test; tests/core/cache/test_cache_policy.py tries any order of events."""
+"""ActivationCacheManager, one property per test; test_cache_policy.py tests it with arbitrary sequences of events."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_tiers_are_the_host_or_device_and_host(tiers: list[Tier]) -> None:
         ActivationCacheManager([TierBudget(t, 1) for t in tiers], has_disk=False, page_arena_id=0, keep_all=True)
 
 
-def test_absent_entries_get_a_place_in_the_page_arena_to_be_filled(make: Maker) -> None:
+def test_absent_entries_get_a_place_in_the_page_arena_to_fill(make: Maker) -> None:
     cache = make(("host", 2))
     assert cache.states("a", "b") == ["absent", "absent"]
     assert cache.reserve("a", "b")
@@ -119,7 +119,7 @@ def test_absent_entries_get_a_place_in_the_page_arena_to_be_filled(make: Maker) 
     assert cache.take() is None
 
 
-def test_entries_in_device_memory_have_no_place_of_ours(make: Maker) -> None:
+def test_entries_in_device_memory_have_no_place_in_the_arena(make: Maker) -> None:
     cache = make(("device", 1), ("host", 0))
     cache.prime("a")
     assert cache.manager.ref("a") == EntryRef("a", 640, None)
@@ -137,7 +137,7 @@ def test_an_entry_without_a_place_has_no_ref(make: Maker) -> None:
         cache.manager.ref("a")
 
 
-def test_all_or_nothing(make: Maker) -> None:
+def test_entries_are_reserved_all_together_or_not_at_all(make: Maker) -> None:
     cache = make(("host", 3))
     cache.use("old")
     cache.prime("pinned")
@@ -148,7 +148,7 @@ def test_all_or_nothing(make: Maker) -> None:
     assert cache.reserve("a", "b", "c")
 
 
-def test_what_never_fits_is_said_beforehand(make: Maker) -> None:
+def test_entries_that_can_never_fit_are_refused_beforehand(make: Maker) -> None:
     cache = make(("host", 3))
     wants = [Want(key, 640, 64) for key in "abcd"]
     assert cache.manager.fits(wants[:3])
@@ -156,7 +156,7 @@ def test_what_never_fits_is_said_beforehand(make: Maker) -> None:
     assert not cache.manager.reserve(wants, lambda tier, nbytes: False)
 
 
-def test_one_key_twice_is_one_place_and_two_pins(make: Maker) -> None:
+def test_one_key_reserved_twice_has_one_place_and_two_pins(make: Maker) -> None:
     cache = make(("host", 1))
     assert cache.reserve("a", "a")
     cache.manager.fill("a")
@@ -167,7 +167,7 @@ def test_one_key_twice_is_one_place_and_two_pins(make: Maker) -> None:
 
 
 @pytest.mark.parametrize("tiers", [[("host", 1)], [("device", 1), ("host", 1)]])
-def test_one_key_twice_is_loaded_once(make: Maker, tiers: list[tuple[Tier, int]]) -> None:
+def test_one_key_reserved_twice_is_loaded_once(make: Maker, tiers: list[tuple[Tier, int]]) -> None:
     cache = make(*tiers, disk=True)
     cache.disk = {"a"}
     assert cache.reserve("a", "a")
@@ -191,7 +191,7 @@ def test_the_least_recently_used_goes_first(make: Maker) -> None:
     assert cache.manager.stats().evictions == {"host": 2}
 
 
-def test_use_counts_at_release(make: Maker) -> None:
+def test_an_entry_counts_as_used_when_it_is_released(make: Maker) -> None:
     cache = make(("host", 2))
     cache.prime("a")
     cache.use("b")
@@ -200,7 +200,7 @@ def test_use_counts_at_release(make: Maker) -> None:
     assert cache.states(*"abc") == ["ready", "absent", "ready"]
 
 
-def test_what_came_again_goes_after_what_came_once(make: Maker) -> None:
+def test_entries_used_twice_are_evicted_after_those_used_once(make: Maker) -> None:
     cache = make(("host", 3))
     cache.use("again")
     cache.use("again")
@@ -209,7 +209,7 @@ def test_what_came_again_goes_after_what_came_once(make: Maker) -> None:
     assert cache.states("again", *"abcd") == ["ready", "absent", "absent", "ready", "ready"]
 
 
-def test_what_came_again_goes_too_when_nothing_else_is_left(make: Maker) -> None:
+def test_entries_used_twice_are_evicted_when_nothing_else_is_left(make: Maker) -> None:
     cache = make(("host", 3))
     for key in "aabb":
         cache.use(key)
@@ -217,7 +217,7 @@ def test_what_came_again_goes_too_when_nothing_else_is_left(make: Maker) -> None
     assert cache.states(*"abcde") == ["absent", "absent", "ready", "ready", "ready"]
 
 
-def test_old_favourites_leave(make: Maker) -> None:
+def test_entries_used_often_but_long_ago_are_evicted(make: Maker) -> None:
     """Four fifths of five places are for proven entries; a fifth proven entry makes the oldest one ordinary."""
     cache = make(("host", 5))
     for key in "abcde":
@@ -249,7 +249,7 @@ def test_an_empty_entry_without_pins_is_gone(make: Maker) -> None:
     assert cache.manager.stats().used_bytes == {"host": 0}
 
 
-def test_only_what_is_pinned_can_be_released(make: Maker) -> None:
+def test_only_pinned_entries_can_be_released(make: Maker) -> None:
     cache = make(("host", 1))
     with pytest.raises(ValueError, match="not pinned"):
         cache.manager.release(["a"])
@@ -258,7 +258,7 @@ def test_only_what_is_pinned_can_be_released(make: Maker) -> None:
         cache.manager.release(["a"])
 
 
-def test_only_what_is_empty_can_be_filled(make: Maker) -> None:
+def test_only_empty_entries_can_be_filled(make: Maker) -> None:
     cache = make(("host", 1))
     with pytest.raises(ValueError, match="absent"):
         cache.manager.fill("a")
@@ -270,7 +270,7 @@ def test_only_what_is_empty_can_be_filled(make: Maker) -> None:
 # ----------------------------------------------------------------------------------------------------- fragmentation
 
 
-def test_scattered_room_is_made_whole_by_evicting_further(make: Maker) -> None:
+def test_scattered_free_room_is_joined_by_evicting_more(make: Maker) -> None:
     """Half of the places are free, but no two adjacent ones: pinned entries stay, one more idle entry is evicted."""
     cache = make(("host", 6))
     for key in "abcdef":
@@ -284,7 +284,7 @@ def test_scattered_room_is_made_whole_by_evicting_further(make: Maker) -> None:
     assert cache.manager.ref("large").host == ArrayRef(ARENA, 1280, (1280,), "uint8")
 
 
-def test_who_would_make_way_for_nothing_stays(make: Maker) -> None:
+def test_entries_whose_eviction_would_not_help_stay(make: Maker) -> None:
     cache = make(("host", 6))
     for key in "abcdef":
         cache.prime(key)
@@ -338,7 +338,7 @@ def test_a_copy_says_where_and_how(make: Maker) -> None:
     assert cache.take() is None
 
 
-def test_a_load_that_does_not_pay_is_not_made(make: Maker) -> None:
+def test_pages_that_load_slower_than_priming_are_not_loaded(make: Maker) -> None:
     cache = make(("host", 2), disk=True)
     assert cache.manager.reserve([Want("a", 640, 64)], lambda tier, nbytes: (tier, nbytes) != ("disk", 640))
     assert cache.states("a") == ["empty"]
@@ -356,7 +356,7 @@ def test_the_disk_is_asked_again_once_an_entry_has_left_memory(make: Maker) -> N
     assert cache.states("a") == ["ready"]
 
 
-def test_who_joins_a_load_waits_with_the_first(make: Maker) -> None:
+def test_a_second_request_for_a_loading_entry_waits_with_the_first(make: Maker) -> None:
     cache = make(("host", 1), disk=True)
     cache.disk = {"a"}
     assert cache.reserve("a")
@@ -376,7 +376,7 @@ def test_an_entry_used_twice_goes_to_disk_in_the_background(make: Maker) -> None
     assert cache.carry_out() == []
 
 
-def test_what_came_from_disk_is_not_written_again(make: Maker) -> None:
+def test_an_entry_loaded_from_disk_is_not_written_again(make: Maker) -> None:
     cache = make(("host", 1), disk=True)
     cache.disk = {"a"}
     for _ in range(3):
@@ -424,7 +424,7 @@ def test_a_place_is_not_reused_while_a_load_writes_it(make: Maker) -> None:
     assert cache.reserve("b")
 
 
-def test_a_load_given_up_and_failed_leaves_nothing(make: Maker) -> None:
+def test_an_abandoned_load_that_fails_leaves_nothing(make: Maker) -> None:
     cache = make(("host", 1), disk=True)
     assert cache.reserve("a")
     cache.take()
@@ -434,7 +434,7 @@ def test_a_load_given_up_and_failed_leaves_nothing(make: Maker) -> None:
     assert cache.manager.stats().used_bytes == {"host": 0}
 
 
-def test_a_copy_that_was_not_ordered_is_refused(make: Maker) -> None:
+def test_the_end_of_a_copy_that_was_not_ordered_is_refused(make: Maker) -> None:
     cache = make(("host", 1), disk=True)
     assert cache.reserve("a")
     for key, source, target in [("b", "disk", "host"), ("a", "host", "disk")]:
@@ -456,7 +456,7 @@ def test_copies_die_with_the_workers(make: Maker) -> None:
 # ----------------------------------------------------------------------------------------------------- device
 
 
-def test_device_entries_used_twice_go_down_tier_by_tier(make: Maker) -> None:
+def test_device_entries_used_twice_are_copied_down_tier_by_tier(make: Maker) -> None:
     cache = make(("device", 1), ("host", 1), disk=True)
     cache.use("a")
     assert cache.reserve("a")
@@ -475,7 +475,7 @@ def test_a_copy_to_the_host_that_fails_gives_its_place_back(make: Maker) -> None
     assert cache.manager.stats().used_bytes == {"device": 640, "host": 0}
 
 
-def test_eviction_from_the_device_is_a_mere_drop(make: Maker) -> None:
+def test_eviction_from_the_device_copies_nothing(make: Maker) -> None:
     cache = make(("device", 1), ("host", 2))
     cache.use("a")
     cache.use("a")
@@ -538,7 +538,7 @@ def test_a_first_hop_that_fails_gives_the_host_place_back(make: Maker) -> None:
     assert cache.manager.stats().used_bytes == {"device": 640, "host": 0}
 
 
-def test_given_up_between_two_hops_it_stays_on_the_host(make: Maker) -> None:
+def test_a_load_abandoned_between_two_hops_stays_on_the_host(make: Maker) -> None:
     cache = make(("device", 1), ("host", 1), disk=True)
     cache.disk = {"a"}
     assert cache.reserve("a")
@@ -550,14 +550,14 @@ def test_given_up_between_two_hops_it_stays_on_the_host(make: Maker) -> None:
     assert cache.reserve("b")
 
 
-def test_without_room_to_pass_through_it_is_primed(make: Maker) -> None:
+def test_an_entry_on_disk_is_primed_if_the_host_has_no_room_to_pass_it_on(make: Maker) -> None:
     cache = make(("device", 2), ("host", 1), disk=True)
     cache.disk = {"a", "b"}
     assert cache.reserve("a", "b")
     assert cache.states("a", "b") == ["loading", "empty"]
 
 
-def test_a_load_from_disk_passes_without_driving_out_what_is_wanted_too(make: Maker) -> None:
+def test_a_load_from_disk_does_not_evict_other_entries_that_are_wanted(make: Maker) -> None:
     cache = make(("device", 2), ("host", 1), disk=True)
     cache.use("a")
     cache.use("a")
@@ -569,7 +569,7 @@ def test_a_load_from_disk_passes_without_driving_out_what_is_wanted_too(make: Ma
     assert cache.states("a", "b") == ["loading", "empty"]
 
 
-def test_what_the_host_tier_evicted_is_copied_down_again(make: Maker) -> None:
+def test_entries_that_the_host_tier_evicted_are_copied_down_again(make: Maker) -> None:
     cache = make(("device", 2), ("host", 1))
     for key in ("a", "a", "b", "b"):
         cache.use(key)
@@ -578,7 +578,7 @@ def test_what_the_host_tier_evicted_is_copied_down_again(make: Maker) -> None:
     assert cache.carry_out() == [("a", "device", "host")]
 
 
-def test_dropped_while_copied_down_it_goes_once_that_is_over(make: Maker) -> None:
+def test_an_entry_dropped_while_copied_down_is_freed_after_the_copy(make: Maker) -> None:
     cache = make(("device", 1), ("host", 2), disk=True)
     cache.prime("a")
     cache.manager.register(["a"])
@@ -597,14 +597,14 @@ def test_dropped_while_copied_down_it_goes_once_that_is_over(make: Maker) -> Non
 # ----------------------------------------------------------------------------------------------------- templates
 
 
-def test_admission_manual_keeps_only_what_is_registered(make: Maker) -> None:
+def test_admission_manual_keeps_only_registered_templates(make: Maker) -> None:
     cache = make(("host", 4), keep_all=False)
     cache.manager.register(["kept"])
     cache.use("kept", "other")
     assert cache.states("kept", "other") == ["ready", "absent"]
 
 
-def test_admission_manual_never_drops_what_is_in_use(make: Maker) -> None:
+def test_admission_manual_never_drops_entries_in_use(make: Maker) -> None:
     cache = make(("host", 4), keep_all=False)
     cache.prime("a")
     assert cache.states("a") == ["ready"]
@@ -628,7 +628,7 @@ def test_registered_entries_are_evicted_too_when_room_is_needed(make: Maker) -> 
 
 
 @pytest.mark.parametrize("keep_all", [True, False])
-def test_registered_entries_go_down_at_once(make: Maker, keep_all: bool) -> None:
+def test_registered_entries_are_copied_down_at_once(make: Maker, keep_all: bool) -> None:
     cache = make(("device", 2), ("host", 2), disk=True, keep_all=keep_all)
     cache.prime("a")
     cache.manager.register(["a"])
@@ -661,7 +661,7 @@ def test_a_dropped_template_in_use_goes_with_its_last_pin(make: Maker) -> None:
     assert cache.take() is None  # no disk, no files
 
 
-def test_what_is_dropped_while_being_primed_is_not_kept(make: Maker) -> None:
+def test_an_entry_dropped_while_it_is_primed_is_not_kept(make: Maker) -> None:
     cache = make(("host", 2), disk=True)
     assert cache.reserve("t-1", loads=False)
     assert cache.reserve("t-1")
@@ -685,7 +685,7 @@ def test_a_file_being_written_is_deleted_afterwards(make: Maker) -> None:
     assert cache.states("t-1") == ["absent"]
 
 
-def test_a_file_being_read_is_deleted_afterwards_and_written_anew_if_registered_again(make: Maker) -> None:
+def test_a_file_being_read_is_deleted_afterwards_and_written_again_if_registered_again(make: Maker) -> None:
     cache = make(("host", 2), disk=True)
     cache.disk = {"t-1"}
     assert cache.reserve("t-1")
@@ -700,7 +700,7 @@ def test_a_file_being_read_is_deleted_afterwards_and_written_anew_if_registered_
     assert [(copy.source, copy.target) for copy in orders.copies] == [("host", "disk")]
 
 
-def test_a_file_deleted_is_written_anew_if_registered_again(make: Maker) -> None:
+def test_a_deleted_file_is_written_again_if_registered_again(make: Maker) -> None:
     cache = make(("host", 2), disk=True)
     cache.prime("t-1")
     cache.manager.register(["t-1"])
@@ -744,7 +744,7 @@ def test_statistics(make: Maker) -> None:
     assert (stats.loads, stats.failed_loads, stats.load_seconds) == ({}, 0, 0.0)
 
 
-def test_who_finds_an_entry_being_primed_has_missed(make: Maker) -> None:
+def test_finding_an_entry_that_is_being_primed_counts_as_a_miss(make: Maker) -> None:
     cache = make(("host", 2))
     assert cache.reserve("a")
     assert cache.reserve("a")

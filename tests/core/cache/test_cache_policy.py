@@ -1,8 +1,9 @@
-"""ActivationCacheManager against an independent model, in any order of requests, priming, copies, failures and drops.
+"""ActivationCacheManager against an independent model, with arbitrary sequences of requests, priming, copies, failures
+and drops.
 
-The model knows nothing of the manager's insides: it carries out orders on pretended memory and a pretended disk, byte
-range by byte range, and checks that nothing is written where something lives, that a reader finds its own entry's
-bytes, that what is pinned stays, and that no budget is exceeded.
+The model knows nothing of the manager's internals. It carries out the manager's orders on simulated memory and a
+simulated disk, and checks that nothing overwrites a live entry, that readers find their own entry's bytes, that pinned
+entries stay, and that budgets hold.
 """
 
 from __future__ import annotations

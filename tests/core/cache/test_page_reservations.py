@@ -1,4 +1,4 @@
-"""Keyframes around a noise level, and mask-aware edits through the scheduler: what they read has been filled."""
+"""Page reservations: which keyframes a noise level needs, and that mask-aware edits read only filled pages."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class Engine:
         return found
 
 
-def test_priming_keeps_to_what_fitted_into_a_step() -> None:
+def test_priming_respects_the_step_limit_that_was_learnt() -> None:
     engine = Engine()
     for i in range(4):
         engine.scheduler.add(make_edit(f"r{i}", steps=2))
@@ -239,7 +239,7 @@ def test_an_edit_waits_for_room_and_holds_nothing_meanwhile() -> None:
     assert engine.finished("b").cache == "miss"
 
 
-def test_a_failed_priming_fails_those_who_wait_and_no_other() -> None:
+def test_a_failed_priming_fails_only_the_requests_that_wait_for_it() -> None:
     engine = Engine()
     engine.workers.fail = {"prime-0"}
     engine.scheduler.add(make_edit("exact"))
@@ -252,10 +252,10 @@ def test_a_failed_priming_fails_those_who_wait_and_no_other() -> None:
     engine.workers.fail = set()
     engine.scheduler.add(make_masked("c"))
     engine.run()
-    assert isinstance(engine.result("c"), Finished), "the next one primes anew"
+    assert isinstance(engine.result("c"), Finished), "the next one primes again"
 
 
-def test_an_abort_while_a_worker_reads_its_template_is_answered_after_that() -> None:
+def test_an_abort_while_a_worker_reads_its_template_is_answered_afterwards() -> None:
     engine = Engine()
     engine.scheduler.add(make_masked("a"))
     while engine.workers.encoded_templates == 0:
@@ -310,7 +310,7 @@ def test_registration_primes_the_whole_grid_and_answers_once() -> None:
     assert engine.finished("other-2").cache == "miss", "admission is manual"
 
 
-def test_a_dropped_template_is_primed_anew() -> None:
+def test_a_dropped_template_is_primed_again() -> None:
     engine = Engine()
     engine.scheduler.add_template(make_registration("t"))
     engine.run()
@@ -346,7 +346,7 @@ def test_a_registration_primes_its_owners_pages() -> None:
     assert [engine.finished(salt).cache for salt in ("yours", "mine")] == ["miss", "hit"]
 
 
-def test_workers_are_told_whose_prompts_and_templates_they_keep() -> None:
+def test_workers_get_the_owners_of_prompts_and_templates() -> None:
     engine = Engine(cache=msgspec.structs.replace(ROOMY, block_plan="auto"))
     engine.scheduler.add(with_spec(make_masked("a"), cache_salt="mine"))
     seen = set()
@@ -412,7 +412,7 @@ def test_blocks_are_computed_in_full_while_their_pages_come_up() -> None:
     assert (engine.finished("a3").cache, engine.finished("a3").tier) == ("hit", "disk")
 
 
-def test_a_step_whose_pages_get_lost_is_done_again() -> None:
+def test_a_step_whose_pages_get_lost_is_repeated() -> None:
     engine = make_auto_engine()
     begin_loading(engine)
     engine.workers.pages.files.clear()
@@ -435,7 +435,7 @@ def lose(engine: Engine, ends: str) -> None:
 
 @pytest.mark.parametrize("full_steps", [0, 1])
 @pytest.mark.parametrize("steps_before", [1, 3, 8])
-def test_an_edit_that_must_prime_after_all_begins_again_over_whole_pages(full_steps: int, steps_before: int) -> None:
+def test_an_edit_that_must_prime_after_all_restarts_over_whole_pages(full_steps: int, steps_before: int) -> None:
     engine = make_auto_engine()
     begin_loading(engine, full_steps=full_steps)
     while engine.workers.next_step.get("a3", 0) < steps_before:
@@ -472,7 +472,7 @@ def test_a_cold_edit_waits_for_its_pages_however_late_missing_files_are_noticed(
     assert (engine.finished("cold").cache, engine.finished("cold").full_blocks) == ("miss", 0)
 
 
-def test_blocks_that_no_step_computed_in_full_are_not_told_of() -> None:
+def test_blocks_that_no_step_computed_in_full_are_not_reported() -> None:
     engine = make_auto_engine()
     begin_loading(engine)
     plan = engine.scheduler.schedule(now=0.0)

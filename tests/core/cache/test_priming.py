@@ -1,4 +1,4 @@
-"""PrimingJob: chunks cover every block of every keyframe once, in the order that steps need them."""
+"""PrimingJob: its chunks cover every block of every keyframe once, in the order in which steps need them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_large_budget_primes_keyframes_together() -> None:
     assert (chunk.sigmas, chunk.blocks, chunk.tokens) == ((1.0, 0.5), (0, 7), 560)
 
 
-def test_the_pass_of_a_keyframe_that_nobody_wants_any_more_is_given_up() -> None:
+def test_the_pass_of_a_keyframe_that_no_request_wants_any_more_is_abandoned() -> None:
     job = make_job((1.0, 0.5))
     job.finish_chunk(job.next_chunk(40))
     job.forget(1.0)

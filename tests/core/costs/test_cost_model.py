@@ -1,4 +1,4 @@
-"""CostModel: recovers a line from what it sees, follows drift, forgives outliers, and never predicts below zero."""
+"""CostModel: fits lines to its observations, follows drift, tolerates outliers, and never predicts less than zero."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def trained(works: list[Work], machine: Seconds = seconds) -> CostModel:
     return model
 
 
-def test_nothing_seen_predicts_nothing() -> None:
+def test_without_observations_nothing_is_predicted() -> None:
     assert CostModel().predict(KEY, Work.of([256])) == 0.0
     assert CostModel().predict_copy("disk", 1 << 20) == 0.0
 
@@ -62,7 +62,7 @@ def test_small_work_is_predicted_as_well_as_large() -> None:
         assert model.predict(KEY, work) == pytest.approx(seconds(work), rel=0.05)
 
 
-def test_a_process_put_aside_for_a_moment_is_forgiven() -> None:
+def test_an_outlier_of_a_suspended_process_is_ignored() -> None:
     random = np.random.default_rng(0)
     model = trained(batches(200), lambda work: seconds(work) * (10 if random.random() < 0.05 else 1))
     for work in batches(20, seed=1):
@@ -77,7 +77,7 @@ def test_it_follows_a_machine_that_slows_down() -> None:
     assert model.predict(KEY, work) == pytest.approx(seconds(work, scale=2.0), rel=0.05)
 
 
-def test_what_is_no_longer_seen_is_remembered() -> None:
+def test_features_that_stop_varying_keep_their_costs() -> None:
     model = trained(batches(100))
     for _ in range(5000):
         model.observe(KEY, Work.of([TEXT + IMAGE]), seconds(Work.of([TEXT + IMAGE])))

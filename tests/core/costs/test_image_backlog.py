@@ -1,4 +1,4 @@
-"""ImageBacklog: how much image work goes before that of a new edit."""
+"""ImageBacklog: how many seconds of queued image work come before a new edit's."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_classes_of_others_count_whole_or_not_at_all(backlog: ImageBacklog) -> N
     assert backlog.before(share("b", 1.0, priority=-1)) == 0.0
 
 
-def test_what_is_done_or_dropped_does_not_count(backlog: ImageBacklog) -> None:
+def test_finished_and_dropped_work_does_not_count(backlog: ImageBacklog) -> None:
     backlog.set("a0", share("a", 4.0))
     backlog.set("a1", share("a", 0.0))
     backlog.drop("a2")

@@ -1,4 +1,4 @@
-"""ImageCosts: predictions depend on pixels, are learnt, and stay plausible for sizes never observed."""
+"""ImageCosts: predictions grow with pixels, are learnt, and stay plausible for sizes that were never observed."""
 
 from __future__ import annotations
 

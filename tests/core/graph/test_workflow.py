@@ -1,4 +1,4 @@
-"""The stage graph: it refuses what cannot run, and a request's progress moves through it in order."""
+"""The stage graph refuses invalid workflows, and a request progresses through it in order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from core.graph.progress import Progress, preview_steps
 from core.graph.workflow import INPAINT, Edge, Node, Workflow, place
 
 
-def test_a_graph_that_reads_what_is_not_made_yet_is_refused() -> None:
+def test_a_graph_that_reads_a_value_before_it_is_made_is_refused() -> None:
     with pytest.raises(ValueError, match="before it is made"):
         Workflow("w", (Node("decode", "decode", (Edge("denoise", "latents"),)),), output="decode")
 

@@ -1,4 +1,6 @@
-"""The targets of child processes in the ipc tests; imported by name in the child, so this is not a test module."""
+"""Functions that child processes run in the ipc tests. Children import them by name, so they cannot be in a test
+module.
+"""
 
 from __future__ import annotations
 

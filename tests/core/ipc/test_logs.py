@@ -1,4 +1,4 @@
-"""Log lines: their request ids, their two formats, and that children log as their parent does."""
+"""Log lines: request ids, the two formats, and that child processes log like their parent."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def logger_to(formatter: logging.Formatter) -> tuple[logging.Logger, list[str]]:
     return logger, handler.lines
 
 
-def test_text() -> None:
+def test_text_lines_have_level_name_and_request_id() -> None:
     logger, lines = logger_to(TextFormatter())
     logger.info("nobody's")
     with request_context("req_1"):
@@ -53,7 +53,7 @@ def test_text() -> None:
     assert lines[3].endswith("[req_2] of another")
 
 
-def test_json() -> None:
+def test_json_lines_have_level_request_id_and_facts() -> None:
     logger, lines = logger_to(JsonFormatter("stencil-engine"))
     with request_context("req_1"):
         logger.info('a "quoted" %s\nof two lines', "text", extra=with_facts(**FACTS))

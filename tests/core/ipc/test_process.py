@@ -1,4 +1,4 @@
-"""Child processes: what they inherit, how their end is noticed, and that they never outlive their parent."""
+"""Child processes: what they inherit, how their exit is noticed, and that they never outlive their parent."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ async def test_stop_terminates_after_the_grace() -> None:
     assert await child_of("sleep").stop(grace=0.1) == -signal.SIGTERM
 
 
-async def test_stop_kills_at_last(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stop_kills_a_child_that_ignores_termination(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "_TERM_SECONDS", 0.1)
     read_end, write_end = os.pipe()
     child = child_of("stubborn", fds=(write_end,))
@@ -135,7 +135,7 @@ async def test_stop_kills_at_last(monkeypatch: pytest.MonkeyPatch) -> None:
     os.close(write_end)
 
 
-async def test_stop_gives_up_on_what_the_kernel_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stop_gives_up_on_a_process_that_the_kernel_cannot_kill(monkeypatch: pytest.MonkeyPatch) -> None:
     """A child that survives SIGKILL cannot be made; here the signal is withheld."""
     for limit in ("_TERM_SECONDS", "_KILL_SECONDS"):
         monkeypatch.setattr(process, limit, 0.05)
@@ -149,7 +149,7 @@ async def test_stop_gives_up_on_what_the_kernel_holds(monkeypatch: pytest.Monkey
     await child.wait()
 
 
-def test_nothing_is_left_open(runner: asyncio.Runner) -> None:
+def test_no_descriptor_is_left_open(runner: asyncio.Runner) -> None:
     async def main() -> None:
         for _ in range(3):
             channel, fds = Channel.create()

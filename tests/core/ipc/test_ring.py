@@ -1,4 +1,4 @@
-"""Rings and channels: a model of the ring, and two real processes under load in both directions."""
+"""Rings and channels: against a model of a ring, and between two real processes under load in both directions."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_frames_cross_in_order_and_ends_are_seen() -> None:
         there.send(b"x")
 
 
-def test_a_full_channel_says_so_and_recovers() -> None:
+def test_a_full_channel_raises_and_recovers() -> None:
     here, there = pair(capacity=64)
     with pytest.raises(ValueError, match="does not fit"):
         here.send(bytes(57))

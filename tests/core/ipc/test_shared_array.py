@@ -1,4 +1,4 @@
-"""Arenas: handles are checked, memory goes back to the kernel, and the allocator behaves as a simple model of it."""
+"""Arenas: handles are checked, freed memory returns to the kernel, and the allocator behaves like a simple model."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_free_takes_only_what_alloc_gave(arena: Arena) -> None:
     allocator.check_integrity()
 
 
-def test_full_says_so_and_recovers() -> None:
+def test_a_full_arena_raises_and_recovers() -> None:
     arena = Arena.create(1, 16 * PAGE)
     allocator = ArenaAllocator(arena)
     ref = allocator.alloc(16 * PAGE)
@@ -216,7 +216,7 @@ def test_carve_cuts_inside_a_region(arena: Arena) -> None:
     ("offset", "shape", "dtype"),
     [(0, (26,), "float32"), (4, (25,), "float32"), (2, (1,), "float32"), (-4, (1,), "float32"), (0, (1,), "object")],
 )
-def test_carve_refuses(offset: int, shape: tuple[int, ...], dtype: str) -> None:
+def test_carve_refuses_wrong_offsets_shapes_and_dtypes(offset: int, shape: tuple[int, ...], dtype: str) -> None:
     with pytest.raises(ValueError, match=r"does not fit|aligned|dtype"):
         carve(ArrayRef(7, 640, (100,), "uint8"), offset, shape, dtype)
 

@@ -1,4 +1,4 @@
-"""A message that cannot be encoded or decoded fails the requests in it and no others."""
+"""A message that cannot be encoded or decoded fails only the requests that are in it."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def failures(items: tuple[ItemResult, ...]) -> dict[str, bool]:
 
 
 @given(st.one_of(st.binary(max_size=64), st.from_type(type(None)).map(msgspec.msgpack.encode)))
-def test_bytes_that_are_no_message_name_nobody(payload: bytes) -> None:
+def test_bytes_that_are_no_message_name_no_request(payload: bytes) -> None:
     with pytest.raises(MessageError):
         MessageDecoder[ToEngine](ToEngine).decode(payload)
     assert read_member(payload, "request_id", str) is None
@@ -86,7 +86,7 @@ def test_bytes_that_are_no_message_name_nobody(payload: bytes) -> None:
 
 
 @given(st.data())
-def test_a_request_with_any_field_of_another_type_still_says_its_id(data: st.DataObject) -> None:
+def test_the_id_of_a_request_with_a_field_of_another_type_is_found(data: st.DataObject) -> None:
     members = msgspec.msgpack.decode(encode(make_edit("r")))
     name = data.draw(st.sampled_from(sorted(members.keys() - {"request_id", "objective", "deadline"})))
     members[name] = data.draw(st.sampled_from([[1.5], b"x", [{"a": None}]]))
@@ -96,7 +96,7 @@ def test_a_request_with_any_field_of_another_type_still_says_its_id(data: st.Dat
     assert read_member(payload, "request_id", str) == "r"
 
 
-def test_a_value_out_of_range_is_told_as_what_it_is() -> None:
+def test_a_value_out_of_range_is_an_invalid_request() -> None:
     members = msgspec.msgpack.decode(encode(make_edit("r")))
     members["spec"]["sampling"]["n"] = 11
     with pytest.raises(MessageError) as caught:
@@ -107,7 +107,7 @@ def test_a_value_out_of_range_is_told_as_what_it_is() -> None:
 
 
 @pytest.mark.parametrize("value", [np.float64(1), "\ud83d", 2**64, object()])
-def test_what_no_message_can_hold_is_a_message_error(value: Any) -> None:
+def test_values_that_no_message_can_hold_raise_a_message_error(value: Any) -> None:
     with pytest.raises(MessageError, match="a Finished cannot be encoded"):
         encode(finished("r", ms={"queue": value}))
 
@@ -151,7 +151,7 @@ def test_items_that_cannot_be_encoded_are_taken_out_of_their_batches() -> None:
     assert withheld.complete(result) is result, "once"
 
 
-def test_of_a_plan_that_cannot_be_decoded_all_that_is_sound_is_done() -> None:
+def test_the_valid_items_of_a_plan_that_cannot_be_decoded_are_done() -> None:
     copy = PageCopy("k", 64, 64, "disk", "host", PIXELS)
     whole = msgspec.structs.replace(
         plan(batch(1, item("a"), item("b")), batch(2, item("f")), batch(3, item("g")), batch(4, item("h"))),
@@ -176,7 +176,7 @@ def test_of_a_plan_that_cannot_be_decoded_all_that_is_sound_is_done() -> None:
     assert copied == PageCopied(0, "k", 64, "disk", "host", ok=False, seconds=0.0)
 
 
-def test_results_keep_their_sound_items_both_ways() -> None:
+def test_results_keep_their_valid_items_in_both_directions() -> None:
     items = (ItemResult("a", "denoise"), ItemResult("b", "denoise"))
     sound = BatchResult(1, 0, 1.0, 0.1, items)
     members = msgspec.msgpack.decode(encode(sound))

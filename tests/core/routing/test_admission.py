@@ -27,13 +27,13 @@ def test_the_margin_covers_nine_of_ten_outcomes() -> None:
     assert 1.0 <= PredictionMargin().high <= 2.0, "before anything is known"
 
 
-def test_without_terms_everybody_is_let_in() -> None:
+def test_without_an_objective_or_timeout_every_edit_is_admitted() -> None:
     verdict = judge(Outlook(1000.0, 1.0, is_idle=False), Terms(None, None), EXACT)
     assert verdict.refused is None
     assert not verdict.has_objective
 
 
-def test_the_objective_refuses_what_would_miss_it() -> None:
+def test_edits_that_would_miss_the_objective_are_refused() -> None:
     terms = Terms(timeout=None, slo=10.0)
     in_time, late = (judge(Outlook(seconds, 2.0, is_idle=False), terms, EXACT) for seconds in (9.5, 14.0))
     assert in_time.refused is None
@@ -42,7 +42,7 @@ def test_the_objective_refuses_what_would_miss_it() -> None:
     assert late.retry_after == pytest.approx(4.0), "by then so much of what is there is done"
 
 
-def test_doubt_counts_as_lateness_on_a_busy_server_only() -> None:
+def test_the_prediction_margin_counts_only_on_a_busy_server() -> None:
     unsure = margin_of(1.0, 2.0)
     terms = Terms(timeout=None, slo=10.0)
     assert judge(Outlook(6.0, 2.0, is_idle=False), terms, unsure).refused == "slo"
@@ -51,7 +51,7 @@ def test_doubt_counts_as_lateness_on_a_busy_server_only() -> None:
     assert not idle.has_objective, "it is finished, however late"
 
 
-def test_what_no_server_can_do_within_the_objective_is_served_when_idle() -> None:
+def test_an_edit_that_cannot_meet_the_objective_is_served_when_idle() -> None:
     terms = Terms(timeout=None, slo=1.0)
     assert judge(Outlook(5.0, 5.0, is_idle=True), terms, EXACT).refused is None
     busy = judge(Outlook(8.0, 5.0, is_idle=False), terms, EXACT)
@@ -59,7 +59,7 @@ def test_what_no_server_can_do_within_the_objective_is_served_when_idle() -> Non
     assert busy.retry_after == pytest.approx(3.0), "until the server is idle"
 
 
-def test_a_timeout_refuses_what_it_would_cut_off() -> None:
+def test_edits_that_would_time_out_are_refused() -> None:
     terms = Terms(timeout=4.0, slo=None)
     assert judge(Outlook(3.9, 1.0, is_idle=False), terms, EXACT).refused is None
     late = judge(Outlook(6.0, 1.0, is_idle=False), terms, EXACT)

@@ -53,7 +53,7 @@ def brute_force(loads: list[tuple[float, float]], num_slots: int, base: float) -
     num_slots=st.integers(1, 5),
     base=st.floats(0.0, 1.0),
 )
-def test_a_place_is_free_when_a_step_by_step_run_says_so(
+def test_the_next_free_slot_is_that_of_a_step_by_step_run(
     loads: list[tuple[float, float]], num_slots: int, base: float
 ) -> None:
     seconds, left = until_free(loads, num_slots, base)
@@ -95,7 +95,7 @@ def test_the_shape_of_an_edit() -> None:
     assert RequestShape.of_template(prime, info).num_steps == 0
 
 
-def test_another_owners_pages_draw_no_edit_to_an_engine() -> None:
+def test_another_owners_pages_do_not_attract_edits_to_an_engine() -> None:
     info = replace(MODEL, page_scheme=SCHEME)
     edit = with_spec(make_edit("a"), is_mask_aware=True)
     prime = PrimeTemplate("t", "m", PIXELS, 256, 256, "0", 256, 0.0)
@@ -108,7 +108,7 @@ def test_another_owners_pages_draw_no_edit_to_an_engine() -> None:
     }
     assert all(of_edit == of_template for of_edit, of_template in shapes.values())
     assert len(set(shapes.values())) == 3
-    assert shapes[""][0] == SCHEME.template_key("0"), "where nobody has a key, pages on disk keep their names"
+    assert shapes[""][0] == SCHEME.template_key("0"), "without keys, pages on disk keep their names"
 
 
 def test_text_tokens_beyond_the_prompts_count() -> None:
@@ -124,7 +124,7 @@ def test_text_tokens_beyond_the_prompts_count() -> None:
     assert [shape.text_tokens for shape in shapes] == [24 + 77] * 3
 
 
-def test_what_was_sent_counts_until_it_is_acknowledged() -> None:
+def test_sent_requests_count_until_they_are_acknowledged() -> None:
     fleet, shape = Fleet(2, 8), make_shape()
     fleet.observe(0, make_report(costs=COSTS), 0.0)
     fleet.sent(0, shape, 0.0)
@@ -168,7 +168,7 @@ def test_an_engine_that_was_lost_is_forgotten() -> None:
     assert fleet.num_requests.tolist() == [1, 0], "a new engine counts from the start"
 
 
-def test_what_one_engine_learnt_last_holds_for_all() -> None:
+def test_the_cost_model_that_one_engine_reported_last_holds_for_all() -> None:
     fleet, shape = Fleet(3, 8), make_shape()
     fleet.observe(0, make_report(costs=COSTS), 0.0)
     fast, prime = fleet.step_seconds(shape), fleet.size_costs(shape).prime
@@ -231,7 +231,7 @@ def test_a_higher_class_does_not_queue_behind_those_that_wait_in_lower_ones() ->
     assert higher.free_at[0] == pytest.approx(0.88), "when those that run are done: one step is under way"
     assert fleet.free_at[0] > 2 * higher.free_at[0]
     fleet.sent(0, make_shape(), 0.0)
-    assert fleet.before(0, 0.0).num_placed[0] == 1 + higher.num_placed[0], "who is on the way is of its own class"
+    assert fleet.before(0, 0.0).num_placed[0] == 1 + higher.num_placed[0], "requests on the way are of its own class"
     fleet.lose(0)
     assert fleet.before(0, 0.0) is fleet
 
@@ -248,7 +248,7 @@ def test_an_owner_does_not_queue_behind_anothers_flood() -> None:
     assert other.free_at[0] < fleet.free_at[0] / 4
 
 
-def test_who_has_waited_for_long_gives_way_to_nobody() -> None:
+def test_a_request_that_has_waited_for_long_is_not_overtaken() -> None:
     waiting = [replace(load(10, 0.01), priority=2, arrival=float(second)) for second in range(20)]
     fleet = Fleet(1, max_num_seqs=1)
     fleet.observe(0, make_report(requests=waiting, costs=COSTS), 20.0)
@@ -258,7 +258,7 @@ def test_who_has_waited_for_long_gives_way_to_nobody() -> None:
     assert all_give_way.held_seconds[0] == 0.0
 
 
-def test_a_higher_class_finds_what_was_sent_long_after_the_last_report() -> None:
+def test_a_higher_class_counts_requests_sent_long_after_the_last_report() -> None:
     fleet = Fleet(1, max_num_seqs=1)
     fleet.observe(0, make_report(requests=[load(10, 1.0)], base_seconds=0.006, costs=COSTS), 0.0)
     for priority in (0, 0, 1):

@@ -1,4 +1,6 @@
-"""Token buckets: what passes in any interval, what callers are told, and that memory stays bounded."""
+"""Token buckets: how many requests pass in any interval, what callers get as retry-after, and that memory stays
+bounded.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from core.routing.policies import forecast, make_policy
 POLICIES: tuple[RouterPolicy, ...] = get_args(RouterPolicy)
 
 STEP = PER_KILOTOKEN * (600 + 512) / 1e3
-"""What a step of make_shape() costs."""
+"""Seconds that a step of make_shape() takes."""
 
 Loads = list[tuple[int, float]]
 
@@ -85,7 +85,7 @@ def test_the_forecast_between_two_reports(loads: Loads, num_passed: int, num_ste
     assert ahead.finish[0] == pytest.approx(together[-1] - now)
 
 
-def test_what_is_sent_is_forecast_as_what_is_reported() -> None:
+def test_sent_requests_are_forecast_like_reported_ones() -> None:
     sent, reported = fleet_of([], num_slots=2), fleet_of([(28, STEP)] * 5, num_slots=2)
     for _ in range(5):
         sent.sent(0, make_shape(), 0.0)
@@ -164,7 +164,7 @@ def test_an_engine_that_learnt_in_a_slow_moment_still_gets_work() -> None:
     assert policy.choose(shape, fleet, 2.0).engine == 0, "both are idle: it is its turn"
 
 
-def test_batch_cost_wants_slack_and_then_the_cheapest_batch() -> None:
+def test_batch_cost_takes_the_cheapest_batch_among_engines_with_slack() -> None:
     full, long, short = [(1, 0.001)] * 2, [(100, 0.02)], [(1, 0.03)]
     policy, shape = make_policy("batch-cost"), make_shape()
     fleet = fleet_of(full, long, short, num_slots=2)
@@ -183,7 +183,7 @@ def test_round_robin_takes_turns() -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_equals_take_turns(name: RouterPolicy) -> None:
+def test_engines_that_are_equal_take_turns(name: RouterPolicy) -> None:
     policy, fleet, order = make_policy(name), fleet_of([], [], [], []), []
     for i in range(8):
         order.append(policy.choose(make_shape(), fleet, float(i)).engine)
@@ -193,7 +193,7 @@ def test_equals_take_turns(name: RouterPolicy) -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_the_dead_are_not_chosen(name: RouterPolicy) -> None:
+def test_dead_engines_are_not_chosen(name: RouterPolicy) -> None:
     policy, fleet = make_policy(name), fleet_of([], [(28, 0.1)] * 9, [(28, 0.1)] * 9)
     fleet.lose(0)
     chosen = set()
@@ -211,7 +211,7 @@ def test_the_dead_are_not_chosen(name: RouterPolicy) -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_before_any_report_load_is_spread_by_what_was_sent(name: RouterPolicy) -> None:
+def test_before_any_report_load_is_spread_by_requests_sent(name: RouterPolicy) -> None:
     policy, fleet = make_policy(name), Fleet(4, 8)
     for _ in range(8):
         choice = policy.choose(make_shape(), fleet, 0.0)

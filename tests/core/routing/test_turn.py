@@ -1,4 +1,4 @@
-"""Which requests of an engine's queue a new one overtakes, decided from the load report."""
+"""Which requests in an engine's queue a new request overtakes, computed from the load report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def load(owner: str, seconds: float = 10.0, *, priority: int = 0, is_running: bo
     return RequestLoad(10, seconds / 10, 0.0, priority, is_running, 0.0, owner)
 
 
-def test_with_one_owner_equals_wait_for_their_turn_and_lower_classes_give_way() -> None:
+def test_with_one_owner_an_equal_class_waits_its_turn_and_lower_classes_are_overtaken() -> None:
     loads = [load("a", is_running=True, priority=1), load("a"), load("a", priority=1)]
     assert staying_ahead(loads, "a", 0, 0.0) == [0, 1]
     assert staying_ahead(loads, "a", 1, 0.0) == [0, 1, 2]

@@ -1,4 +1,4 @@
-"""Deadlines: requests that cannot finish in time are given up, and none joins a batch if that makes others late."""
+"""Deadlines: requests that cannot finish in time are dropped, and none joins a batch if that makes others late."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def test_the_next_slot_is_never_predicted_too_late(num_running: int, steps: int,
         assert seconds == pytest.approx(ends([*running, newcomer], 0.1)[-1])
 
 
-def test_nobody_joins_who_makes_others_late() -> None:
+def test_no_request_joins_that_makes_others_late() -> None:
     forecast = BatchForecast([Member(load(4, 1.0), left=7.0)], 0.0)
     assert not forecast.admit(Member(load(4, 1.0), left=None)), "8 s for both"
     assert forecast.admit(Member(load(3, 1.0), left=None)), "7 s"
     assert not forecast.admit(Member(load(1, 0.1), left=None)), "it is remembered who has joined"
 
 
-def test_who_is_late_anyway_holds_nobody_up() -> None:
+def test_requests_that_are_late_anyway_do_not_block_newcomers() -> None:
     assert BatchForecast([Member(load(4, 1.0), left=3.0)], 0.0).admit(Member(load(4, 1.0), left=None))
     assert BatchForecast([], 0.0).admit(Member(load(4, 1.0), left=1.0))
 
@@ -138,7 +138,7 @@ def test_a_running_request_is_finished_though_it_misses_the_objective(engine: En
     assert isinstance(engine.run()["a"], Finished)
 
 
-def test_a_running_request_is_given_up_when_its_timeout_is_sure_to_pass(engine: Engine) -> None:
+def test_a_running_request_is_dropped_when_its_timeout_is_sure_to_pass(engine: Engine) -> None:
     engine.scheduler.add(edit("a", deadline=2.0))
     engine.run(until=0.15)
     engine.now += 1.0
@@ -150,7 +150,7 @@ def test_a_running_request_is_given_up_when_its_timeout_is_sure_to_pass(engine: 
     assert engine.now < 2.0, "before it passes"
 
 
-def test_a_waiting_request_is_given_up_before_its_timeout(engine: Engine) -> None:
+def test_a_waiting_request_is_dropped_before_its_timeout(engine: Engine) -> None:
     engine.scheduler.add(edit("running", steps=40))
     engine.run(until=0.2)
     engine.scheduler.add(edit("waits", deadline=1.5))
@@ -158,10 +158,10 @@ def test_a_waiting_request_is_given_up_before_its_timeout(engine: Engine) -> Non
     assert kind(outputs["waits"]) == "deadline_exceeded", "beside the other it takes 2 s"
 
 
-def test_doubt_is_no_reason_to_give_up_who_waits_while_nobody_runs(engine: Engine) -> None:
+def test_a_waiting_request_is_not_dropped_on_a_doubtful_prediction_while_none_runs(engine: Engine) -> None:
     """Each takes 1 s alone."""
     engine.scheduler.add(edit("objective", objective=0.95))
-    assert isinstance(engine.run()["objective"], Finished), "it is late, and nobody gains by its end"
+    assert isinstance(engine.run()["objective"], Finished), "it is late, but dropping it would help no other"
     start = engine.now
     engine.scheduler.add(edit("doubtful", deadline=start + 0.95))
     assert engine.run(until=start + 0.5) == {}, "it might make it"
@@ -172,7 +172,7 @@ def test_doubt_is_no_reason_to_give_up_who_waits_while_nobody_runs(engine: Engin
     assert engine.now == start, "no step was made for it"
 
 
-def test_who_is_given_up_is_in_nobodys_way(engine: Engine) -> None:
+def test_a_dropped_request_delays_no_other(engine: Engine) -> None:
     for name in "ab":
         engine.scheduler.add(edit(name, deadline=9.0, steps=40))
     engine.run(until=0.5)

@@ -1,4 +1,4 @@
-"""Fair queueing: owners get equal shares, none starves, and with one owner the order is by urgency alone."""
+"""Fair queueing: owners get equal shares, none starves, and with one owner the order is by urgency only."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_one_owner_has_the_order_of_urgency(requests: list[tuple[float, int, flo
 
 
 @given(st.lists(st.tuples(OWNERS, SECONDS), min_size=1, max_size=30))
-def test_owners_who_always_want_more_get_the_same_but_for_one_piece_of_work(work: list[tuple[str, float]]) -> None:
+def test_busy_owners_get_equal_shares_to_within_one_piece_of_work(work: list[tuple[str, float]]) -> None:
     """Start-time fair queueing's own bound: what two owners get while both wait differs by one piece of each."""
     server = Server()
     for owner, seconds in work:
@@ -96,7 +96,7 @@ def test_a_newcomer_waits_for_one_piece_of_work_at_most(
 
 @given(st.lists(st.tuples(OWNERS, SECONDS, st.integers(-1, 1)), min_size=1, max_size=20), st.floats(5.0, 20.0))
 @settings(deadline=None)
-def test_nobody_starves(work: list[tuple[str, float, int]], seconds: float) -> None:
+def test_no_owner_starves(work: list[tuple[str, float, int]], seconds: float) -> None:
     """For any number of classes: an endless flood of higher ones gets only a bounded amount of work first."""
     server = Server()
     waiting = {server.add(owner, cost, priority) for owner, cost, priority in work}
@@ -111,7 +111,7 @@ def test_nobody_starves(work: list[tuple[str, float, int]], seconds: float) -> N
 
 
 @given(st.lists(st.tuples(OWNERS, SECONDS, st.integers(-1, 1)), min_size=6, max_size=30), st.integers(0, 5))
-def test_everything_is_served_once_and_the_order_is_what_is_served(
+def test_everything_is_served_once_in_the_order_that_was_shown(
     work: list[tuple[str, float, int]], num_served: int
 ) -> None:
     server = Server()
@@ -123,7 +123,7 @@ def test_everything_is_served_once_and_the_order_is_what_is_served(
     assert not len(server.queue)
 
 
-def test_a_higher_class_of_another_owner_goes_first_and_is_worth_so_much_work() -> None:
+def test_a_higher_class_of_another_owner_goes_first_by_a_limited_amount_of_work() -> None:
     server = Server()
     server.add("a", 1.0, priority=1)
     for _ in range(200):
@@ -133,14 +133,14 @@ def test_a_higher_class_of_another_owner_goes_first_and_is_worth_so_much_work() 
     assert position == pytest.approx(CLASS_SECONDS, abs=2)
 
 
-def test_among_owners_who_are_level_the_most_urgent_goes_first() -> None:
+def test_among_owners_with_equal_shares_the_most_urgent_goes_first() -> None:
     queue: FairQueue[str] = FairQueue()
     queue.add(Claim("late", "a", 0, (counts_as_due(0.0, None, 0), 0.0, "late"), 1.0))
     queue.add(Claim("due", "b", 0, (counts_as_due(5.0, 7.0, 0), 5.0, "due"), 1.0))
     assert list(queue.in_order()) == ["due", "late"]
 
 
-def test_what_work_really_took_is_what_its_owner_is_charged() -> None:
+def test_an_owner_is_charged_what_its_work_really_took() -> None:
     queue: FairQueue[str] = FairQueue()
     first = claim("a-0", "a", seconds=0.01)
     for one in (
@@ -156,7 +156,7 @@ def test_what_work_really_took_is_what_its_owner_is_charged() -> None:
     assert list(queue.in_order()) == ["b-0", "b-1", "a-1"], "it was said to take 10 ms"
 
 
-def test_what_is_given_back_is_not_charged() -> None:
+def test_work_that_is_given_back_is_not_charged() -> None:
     queue: FairQueue[str] = FairQueue()
     first, other = claim("a-0", "a", arrival=0.0), claim("b-0", "b", arrival=1.0)
     queue.add(first)
@@ -166,7 +166,7 @@ def test_what_is_given_back_is_not_charged() -> None:
     assert list(queue.in_order()) == ["a-0", "b-0"]
 
 
-def test_what_is_not_there_cannot_be_removed() -> None:
+def test_items_that_are_not_queued_cannot_be_removed() -> None:
     queue: FairQueue[str] = FairQueue()
     queue.add(claim("a-0", "a"))
     with pytest.raises(ValueError, match="not in the queue"):

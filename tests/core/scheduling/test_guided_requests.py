@@ -39,7 +39,7 @@ def plans(scheduler: StepScheduler, *edits: EngineRequest) -> list[list[tuple[st
     return seen
 
 
-def test_workers_are_told_of_the_guidance() -> None:
+def test_workers_get_the_guidance() -> None:
     works = [work for plan in plans(StepScheduler(SchedulerConfig(), {"m": MODEL}), guided("a")) for _, work in plan]
     assert [work.negative_prompt for work in works if isinstance(work, TextEncode)] == ["a hat"]
     assert {work.true_cfg_scale for work in works if isinstance(work, Denoise)} == {4.0}

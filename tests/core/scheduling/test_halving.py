@@ -1,4 +1,4 @@
-"""Halving: only the item at fault fails, and is found in few attempts; and the step limit is learnt."""
+"""Halving failed batches: only the failing item fails and is found in few attempts, and the step limit is learnt."""
 
 from __future__ import annotations
 
@@ -49,25 +49,25 @@ class Device:
         return {result.request_id: result.failure for result in results}, num_parts
 
 
-def test_what_works_is_done_once() -> None:
+def test_a_batch_that_works_is_computed_once() -> None:
     device = Device(lambda items: None)
     assert device.run(5) == (dict.fromkeys([f"r{i}" for i in range(5)]), 1)
     assert (len(device.attempts), device.num_freed) == (1, 0)
 
 
 @given(st.integers(1, 33), st.data())
-def test_one_at_fault_is_found_and_fails_alone(number: int, data: st.DataObject) -> None:
+def test_the_item_at_fault_is_found_and_fails_alone(number: int, data: st.DataObject) -> None:
     culprit = f"r{data.draw(st.integers(0, number - 1))}"
     device = Device(lambda items: BROKEN if any(item.request_id == culprit for item in items) else None)
     failures, _ = device.run(number)
     assert {name for name, failure in failures.items() if failure} == {culprit}
     assert len(device.attempts) <= 2 * ceil(log2(number)) + 1
     done = Counter(name for names in device.attempts if culprit not in names for name in names)
-    assert all(times == 1 for times in done.values()), "nobody is computed twice to the end"
+    assert all(times == 1 for times in done.values()), "no item is completed twice"
 
 
 @given(st.integers(1, 33), st.integers(1, 33))
-def test_what_does_not_fit_together_is_done_in_parts(number: int, room: int) -> None:
+def test_items_that_do_not_fit_together_are_done_in_parts(number: int, room: int) -> None:
     device = Device(lambda items: NO_MEMORY if len(items) > room else None)
     failures, num_parts = device.run(number)
     assert not any(failures.values())
@@ -76,7 +76,7 @@ def test_what_does_not_fit_together_is_done_in_parts(number: int, room: int) -> 
 
 
 @given(st.integers(1, 33), st.sampled_from([NO_MEMORY, BROKEN]))
-def test_when_all_fail_it_ends(number: int, failure: Failure) -> None:
+def test_if_all_items_fail_the_attempts_end(number: int, failure: Failure) -> None:
     device = Device(lambda items: failure)
     failures, _ = device.run(number)
     assert set(failures.values()) == {failure}
@@ -85,13 +85,13 @@ def test_when_all_fail_it_ends(number: int, failure: Failure) -> None:
 
 
 @pytest.mark.parametrize(("failure", "is_done"), [(NO_MEMORY, True), (BROKEN, False)])
-def test_one_alone_is_tried_again_for_want_of_memory_only(failure: Failure, is_done: bool) -> None:
+def test_a_lone_item_is_tried_again_only_after_running_out_of_memory(failure: Failure, is_done: bool) -> None:
     device = Device(lambda items: failure if device.num_freed == 0 else None)
     failures, _ = device.run(1)
     assert (failures["r0"] is None) == is_done
 
 
-def test_a_step_limit_falls_to_what_fitted_and_comes_back() -> None:
+def test_the_step_limit_falls_to_a_size_that_fitted_and_recovers() -> None:
     limit = StepLimit(8000)
     limit.note_done(8000)
     assert limit.tokens == 8000
@@ -107,7 +107,7 @@ def test_a_step_limit_falls_to_what_fitted_and_comes_back() -> None:
     assert limit.tokens == 8000
 
 
-def test_a_step_far_below_the_limit_says_nothing_of_it() -> None:
+def test_a_step_far_below_the_limit_does_not_change_it() -> None:
     limit = StepLimit(8000)
     limit.note_split(8000, 2)
     limit.note_done(1999)
@@ -116,7 +116,7 @@ def test_a_step_far_below_the_limit_says_nothing_of_it() -> None:
     assert limit.tokens > 4000
 
 
-def test_a_step_limit_never_rises_by_a_failure_nor_falls_to_nothing() -> None:
+def test_the_step_limit_never_rises_by_a_failure_nor_falls_to_zero() -> None:
     limit = StepLimit(1000)
     limit.note_split(10, 8)
     assert limit.tokens == 1
@@ -126,8 +126,8 @@ def test_a_step_limit_never_rises_by_a_failure_nor_falls_to_nothing() -> None:
     assert limit.tokens == 2
 
 
-@pytest.mark.parametrize("is_anybodys_fault", [False, True])
-def test_after_a_step_in_parts_fewer_share_one(is_anybodys_fault: bool) -> None:
+@pytest.mark.parametrize("is_a_requests_fault", [False, True])
+def test_after_a_step_done_in_parts_fewer_requests_share_a_step(is_a_requests_fault: bool) -> None:
     """Unless the cause was a request that failed by itself and is gone now."""
     scheduler, workers = StepScheduler(SchedulerConfig(), {"m": MODEL}), FakeWorkers()
     for i in range(4):
@@ -138,14 +138,14 @@ def test_after_a_step_in_parts_fewer_share_one(is_anybodys_fault: bool) -> None:
         if plan is not None:
             workers.submit(plan)
             sizes += [len(batch.items) for batch in plan.batches if batch.op == "denoise"]
-        workers.fail = {"r0"} if is_anybodys_fault and len(sizes) == 1 else set()
+        workers.fail = {"r0"} if is_a_requests_fault and len(sizes) == 1 else set()
         for result in workers.run_one(0):
             assert isinstance(result, BatchResult)
             is_split = len(sizes) == 1 and len(result.items) > 1
             scheduler.apply(msgspec.structs.replace(result, num_parts=2 if is_split else 1))
         scheduler.check_integrity()
         scheduler.take_outputs()
-    assert sizes[:2] == ([4, 3] if is_anybodys_fault else [4, 2])
+    assert sizes[:2] == ([4, 3] if is_a_requests_fault else [4, 2])
     stats = scheduler.stats()
     assert stats.steps == len(sizes)
-    assert len(stats.recent_steps) == len(sizes) - 1, "nobody predicted a step in parts"
+    assert len(stats.recent_steps) == len(sizes) - 1, "a step done in parts has no prediction"

@@ -20,7 +20,7 @@ def make_budget(*edits: str) -> ResultBudget:
     return budget
 
 
-def test_an_owner_may_hold_its_share_and_another_its_own() -> None:
+def test_each_owner_may_use_its_own_share() -> None:
     budget = make_budget("a0", "a1", "b0")
     budget.take("a0", 40)
     assert budget.has_room("a1", 10)
@@ -28,7 +28,7 @@ def test_an_owner_may_hold_its_share_and_another_its_own() -> None:
     assert budget.has_room("b0", 50)
 
 
-def test_the_oldest_edit_of_an_owner_goes_beyond_the_share_and_takes_no_more_of_the_others() -> None:
+def test_the_oldest_edit_of_an_owner_may_exceed_its_share_but_not_use_that_of_others() -> None:
     budget = make_budget("a0", "a1", "b0")
     budget.take("a0", 90)
     assert budget.has_room("a0", 30)
@@ -49,7 +49,7 @@ def test_the_total_holds_for_all_but_the_oldest_edit() -> None:
     assert budget.has_room("c0", 6)
 
 
-def test_who_joins_twice_or_leaves_without_having_joined_changes_nothing() -> None:
+def test_joining_twice_or_leaving_without_joining_changes_nothing() -> None:
     budget = make_budget("a0", "b0", "a0")
     budget.take("a0", 60)
     budget.join("a0", "a")
@@ -78,7 +78,7 @@ def test_every_edit_gets_all_its_results_and_memory_stays_bounded(
         largest[owner] = max(largest[owner], left[f"{owner}{index}"] * nbytes)
     while left:
         able = [edit_id for edit_id in left if budget.has_room(edit_id, size[edit_id])]
-        assert able, f"nobody can go on: {left}"
+        assert able, f"no edit can continue: {left}"
         edit_id = random.choice(able)  # type: ignore[attr-defined]
         budget.take(edit_id, size[edit_id])
         assert budget.used_bytes <= TOTAL + sum(largest.values()), "one edit of each owner beyond the budget"

@@ -1,4 +1,4 @@
-"""StepScheduler: batches are re-formed at every step, limits are kept, and every request ends exactly once."""
+"""StepScheduler: batches change at every step, limits hold, and every request ends exactly once."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_a_request_above_the_token_budget_runs_alone() -> None:
     assert len(run(scheduler, workers)) == 2
 
 
-def test_a_request_that_runs_alone_waits_for_others_and_then_nobody_runs_beside_it() -> None:
+def test_a_request_that_must_run_alone_waits_for_others_to_end_and_then_runs_alone() -> None:
     scheduler, workers = make_scheduler(), FakeWorkers()
     scheduler.add(make_edit("first", steps=4))
     assert [step(scheduler, workers) for _ in range(2)] == [[], ["first"]]
@@ -152,7 +152,7 @@ def test_a_request_that_runs_alone_waits_for_others_and_then_nobody_runs_beside_
             names = {item.request_id for batch in plan.batches for item in batch.items}
             assert "suspect" not in names or names == {"suspect"}
             others |= names
-            assert "later" not in names or "suspect" in others, "nobody overtakes it"
+            assert "later" not in names or "suspect" in others, "no request overtakes it"
         apply_all(scheduler, workers.run_one(0))
         scheduler.check_integrity()
     assert [output.request_id for output in scheduler.take_outputs()] == ["first", "suspect", "later"]
@@ -232,7 +232,7 @@ def test_tensors_are_freed_with_the_next_work_or_when_there_is_none() -> None:
     assert scheduler.schedule(now=0.0) is None
 
 
-def test_aborting_twice_or_after_the_end_says_nothing_more() -> None:
+def test_aborting_twice_or_after_the_end_gives_no_further_output() -> None:
     scheduler = make_scheduler()
     scheduler.add(make_edit("a"))
     scheduler.abort(["a", "a", "never seen"])
@@ -268,7 +268,7 @@ def test_partial_images_come_in_order_before_the_end() -> None:
     assert isinstance(outputs[-1], Finished)
 
 
-def test_a_step_that_a_preview_shows_waits_for_the_preview_before() -> None:
+def test_the_step_of_a_preview_waits_for_the_preview_before_it() -> None:
     scheduler, workers = make_scheduler(num_workers=2), FakeWorkers(num_ranks=2)
     scheduler.add(make_edit("a", steps=8, partial_images=3))
     kept = []
@@ -285,7 +285,7 @@ def test_a_step_that_a_preview_shows_waits_for_the_preview_before() -> None:
 
 
 @given(st.integers(1, 9), st.integers(0, 3), st.integers(1, 2), st.booleans(), st.randoms())
-def test_every_preview_is_told_whatever_the_order_in_which_workers_come_round(
+def test_every_preview_is_sent_whatever_the_order_in_which_workers_answer(
     steps: int, previews: int, num_workers: int, is_ahead: bool, random: Random
 ) -> None:
     ahead = {"max_ahead_ms": ANY_MS} if is_ahead else {}
@@ -408,7 +408,7 @@ def test_the_load_report_counts_and_predicts() -> None:
     assert left.steps_left == 4
     assert left.steps_left * (left.step_seconds + report.base_seconds) == pytest.approx(0.04, rel=0.05)
     assert [(sample.num_requests, sample.request_ids) for sample in stats.recent_steps] == [(1, ("a",))] * 4
-    assert scheduler.stats().recent_steps == (), "each is told once"
+    assert scheduler.stats().recent_steps == (), "each is reported once"
 
 
 @settings(max_examples=60, deadline=None)

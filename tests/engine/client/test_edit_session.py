@@ -1,6 +1,7 @@
-"""What admission learns from an edit: how long it took the server, whatever its reader or a dead engine took.
+"""What admission learns from an edit's duration: only the server's own time, not that of a slow client or a dead
+engine.
 
-Session, admission and router are real; the engine's process and the image processors are replaced, and so is the clock.
+Session, admission and router are real; the engine's process, the image processors and the clock are replaced.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ COMPOSE_SECONDS = 0.5
 
 
 class Replica:
-    """The place of one engine."""
+    """Stands for an EngineReplica."""
 
     def __init__(self, config: EngineConfig, arena: Arena, watcher: Router) -> None:
         self.error: StencilError | None = None
@@ -75,7 +76,7 @@ class Replica:
 
 
 class Images:
-    """Image processors that take no time, and say that they take COMPOSE_SECONDS."""
+    """Image processors that take no time, and report that they took COMPOSE_SECONDS."""
 
     def __init__(self) -> None:
         self.gate = asyncio.Event()  # preparations wait for it
@@ -96,7 +97,7 @@ class Images:
 
 
 class Server:
-    """An AsyncEngine of two engines, with an objective."""
+    """An AsyncEngine with two engines and an objective."""
 
     def __init__(self, clock: SimpleNamespace) -> None:
         self.clock = clock
@@ -127,7 +128,7 @@ class Server:
         return session
 
     def learnt(self) -> list[float]:
-        """Ratios that the margin has been told of."""
+        """Ratios that the prediction margin has observed."""
         ratios = list(self.admission.margin._ratios)
         return ratios[len(START_RATIOS) :]
 
@@ -141,7 +142,7 @@ class Server:
         return replica
 
     def end_aborted(self) -> list[str]:
-        """Have the engines say that what they were asked to abort has ended; what that was, in order of names."""
+        """Let the engines report the end of the requests that they were asked to abort; returns these, sorted."""
         return sorted(name for replica in self.replicas for name in replica.end_aborted())
 
 
@@ -157,7 +158,7 @@ async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Server]:
 
 
 async def take_all(session: EditSession, server: Server, reader_seconds: float) -> list[ImageOutput]:
-    """Every picture, by a reader that takes so long over each."""
+    """Read every picture, with this many seconds for each."""
     images = []
     async for image in session.outputs():
         images.append(image)
@@ -165,7 +166,7 @@ async def take_all(session: EditSession, server: Server, reader_seconds: float) 
     return images
 
 
-async def test_a_slow_reader_is_not_the_servers_slowness(server: Server) -> None:
+async def test_a_slow_client_does_not_count_as_server_time(server: Server) -> None:
     session = await server.begin(n=2)
     outlook = session._ticket._foretold
     assert outlook is not None
@@ -180,7 +181,7 @@ async def test_a_slow_reader_is_not_the_servers_slowness(server: Server) -> None
 
 
 @pytest.mark.parametrize("code", [None, NEVER_BEGUN])
-async def test_the_death_of_an_engine_teaches_nothing(server: Server, code: str | None) -> None:
+async def test_nothing_is_learnt_from_an_edit_whose_engine_died(server: Server, code: str | None) -> None:
     session = await server.begin()
     server.clock.now += 60.0
     server.busy.fail_first(Failure("engine_dead", "gone", code=code))
@@ -190,7 +191,7 @@ async def test_the_death_of_an_engine_teaches_nothing(server: Server, code: str 
     assert server.learnt() == []
 
 
-async def test_nothing_is_learnt_from_an_edit_whose_engine_died_and_that_came_too_late(server: Server) -> None:
+async def test_nothing_is_learnt_from_a_late_edit_whose_engine_died(server: Server) -> None:
     session = await server.begin()
     server.clock.now += 60.0
     server.busy.fail_first(Failure("engine_dead", "gone"))
@@ -200,8 +201,8 @@ async def test_nothing_is_learnt_from_an_edit_whose_engine_died_and_that_came_to
     assert server.learnt() == []
 
 
-async def test_what_was_let_in_on_doubt_and_did_not_make_it_teaches_nothing(server: Server) -> None:
-    """That it takes less than was predicted is not known of what was given up before."""
+async def test_nothing_is_learnt_from_a_failed_edit_that_was_admitted_despite_doubt(server: Server) -> None:
+    """Other such edits were refused, so it is unknown whether they would have been faster than predicted."""
     first = await server.begin()
     outlook = server.router.outlook(_shape_of(first))
     assert outlook is not None
@@ -222,7 +223,7 @@ def _shape_of(session: EditSession) -> RequestShape:
     return RequestShape.of_request(picture.request, MODEL)
 
 
-async def test_more_images_than_the_queue_ever_has_room_for_are_no_matter_of_trying_again(server: Server) -> None:
+async def test_more_images_than_the_whole_queue_are_an_invalid_request(server: Server) -> None:
     edit = EditInput(prompt="a cat", sampling=SamplingParams(n=5))
     with pytest.raises(InvalidRequestError, match=r"at most 4, .*--max-queue") as caught:
         async with server.engine.edit("edit", edit):
@@ -230,7 +231,7 @@ async def test_more_images_than_the_queue_ever_has_room_for_are_no_matter_of_try
     assert caught.value.param == "n"
 
 
-async def test_an_edit_that_was_given_up_late_counts_as_late(server: Server) -> None:
+async def test_an_edit_that_was_dropped_late_counts_as_late(server: Server) -> None:
     session = await server.begin()
     outlook = session._ticket._foretold
     assert outlook is not None
@@ -255,7 +256,7 @@ def uploads(count: int, owner: str = "") -> list[UploadPlace]:
 
 @pytest.fixture
 async def tracking(server: Server) -> AsyncIterator[Server]:
-    """A server that cleans up after sessions, as `AsyncEngine.edit` has it do."""
+    """A server that cleans up after sessions as `AsyncEngine.edit` does."""
     async with asyncio.TaskGroup() as tasks:
         server.engine._sessions.start(tasks)
         yield server
@@ -266,7 +267,7 @@ async def tracking(server: Server) -> AsyncIterator[Server]:
 
 
 async def test_a_full_queue_reads_no_more_uploads_than_would_make_room_for_a_higher_class(tracking: Server) -> None:
-    """What waits of lower classes counts as room only once a request of a higher class has come."""
+    """Waiting requests of lower classes count as room only once a request of a higher class has come."""
     engine = tracking.engine
     async with engine.edit("normal", make_input(n=2)):
         engine.check_upload("", uploads(1))
@@ -279,7 +280,7 @@ async def test_a_full_queue_reads_no_more_uploads_than_would_make_room_for_a_hig
     assert 'reason="queue_full"} 2.0' in engine.metrics.exposition().decode()
 
 
-async def test_waiting_edits_of_a_lower_class_leave_a_full_queue_to_a_higher_one(tracking: Server) -> None:
+async def test_waiting_edits_of_a_lower_class_leave_a_full_queue_for_a_higher_one(tracking: Server) -> None:
     engine = tracking.engine
     async with engine.edit("low", make_input(n=4, priority=1)) as outputs:
         with pytest.raises(OverloadedError, match="queue is full"):
@@ -414,7 +415,7 @@ async def finish_all(server: Server) -> None:
 
 
 async def test_image_work_of_its_own_key_that_cannot_be_done_in_time_is_refused_at_once(server: Server) -> None:
-    """Engines that are done soon are no help: 60 files at 0.5 s each, two at a time, are to be made first."""
+    """Idle engines do not help: 60 files at 0.5 s each, two at a time, come first."""
     server.admission.slo_seconds = 0.0
     for index in range(6):
         await server.begin(n=10, name=f"a{index}", owner="a", seconds=300.0)
@@ -430,7 +431,7 @@ async def test_image_work_of_its_own_key_that_cannot_be_done_in_time_is_refused_
     assert server.admission.retry_after() == pytest.approx((60 + 1) * COMPOSE_SECONDS / 2)
 
 
-async def test_image_work_that_is_done_or_given_up_or_waits_for_a_reader_is_in_nobodys_way(server: Server) -> None:
+async def test_image_work_that_is_done_or_dropped_or_waits_for_its_client_delays_no_other(server: Server) -> None:
     backlog = server.admission.image_backlog
     read, unread, left = [await server.begin(n=2, name=name) for name in ("read", "unread", "left")]
     assert backlog.seconds == 6 * COMPOSE_SECONDS

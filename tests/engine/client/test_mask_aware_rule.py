@@ -1,4 +1,4 @@
-"""Whether an edit runs mask-aware, as the door decides it."""
+"""The decision whether an edit runs mask-aware."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_all_pages_must_fit_the_tier_that_computes(tier: str) -> None:
     assert why_exact(sampling(), MODEL, engine(**{tier: need - 1} | other), 9, TOKENS) == "too_large"
 
 
-def test_a_small_device_tier_is_not_made_up_for_by_the_host() -> None:
+def test_the_host_tier_does_not_compensate_for_a_small_device_tier() -> None:
     assert why_exact(sampling(), MODEL, engine(device_bytes=1), 9, TOKENS) == "too_large"
 
 
@@ -120,7 +120,7 @@ def test_without_a_ratio_every_mask_gets_full_steps() -> None:
     assert resolve_full_steps(sampling(), model, 1 / TOKENS) == 1
 
 
-def test_what_can_be_primed_before_any_edit() -> None:
+def test_pages_can_be_primed_before_any_edit_if_they_fit() -> None:
     need = SCHEME.template_bytes(TOKENS, 3)
     per_step = msgspec.structs.replace(MODEL, page_scheme=PER_STEP)
     assert can_prime_ahead(MODEL, CacheConfig(host_bytes=need), TOKENS)

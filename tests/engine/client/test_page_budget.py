@@ -1,4 +1,4 @@
-"""What engines find they have for pages: the least of it decides what is mask-aware, and no restart moves it."""
+"""The page budget that engines report: the smallest decides which edits run mask-aware, and restarts keep it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where pages lie on disk: never in the working directory by chance, and never in what is no folder."""
+"""The folder of pages on disk: never in the working directory by accident, and refused if it is not a usable folder."""
 
 from __future__ import annotations
 
@@ -62,13 +62,15 @@ def test_a_link_that_leads_nowhere_is_no_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("directory", ["~no-such-user/pages", "/" + "x" * 300])
-def test_what_cannot_be_looked_at_is_said(directory: str) -> None:
+def test_a_path_that_cannot_be_looked_up_is_an_error(directory: str) -> None:
     with pytest.raises(ConfigError, match="--cache-dir"):
         check(directory)
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
-def test_folders_of_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_folders_without_write_access_are_refused_or_only_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(ConfigError, match="may not write"):
         check(tmp_path / "pages")
@@ -77,10 +79,10 @@ def test_folders_of_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     assert "not written" in caplog.text
 
 
-def test_folders_of_others_by_the_kernels_word(
+def test_denied_write_access_is_noticed_also_by_root(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As above, also where the tests are root."""
+    """As above, with a faked os.access, since root may write anywhere."""
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(ConfigError, match="may not write"):
         check(tmp_path / "pages")
@@ -89,7 +91,7 @@ def test_folders_of_others_by_the_kernels_word(
     assert "not written" in caplog.text
 
 
-async def test_an_engine_says_so_before_it_spawns_anything(tmp_path: Path) -> None:
+async def test_an_engine_refuses_the_folder_before_it_spawns_anything(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
     engine = AsyncEngine(StencilConfig(engine=EngineConfig(cache=CacheConfig(directory=str(file)))))

@@ -1,4 +1,4 @@
-"""From what a request asks for to what a model does: which guidance, of what scale, against which prompt."""
+"""How a request's sampling parameters are resolved for a model: kind and scale of guidance, negative prompt, steps."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_guidance_is_decided_as_diffusers_pipelines_do(model: Any, fields: Any, 
     ("strength", "steps", "done"), [(1.0, 5, 5), (0.6, 5, 3), (0.5, 5, 2), (0.99, 50, 49), (0.56, 25, 14), (0.1, 10, 1)]
 )
 def test_unets_leave_out_a_step_that_strength_covers_in_part(strength: float, steps: int, done: int) -> None:
-    """As `get_timesteps` of their pipelines does it: min(int(num_inference_steps * strength), num_inference_steps)."""
+    """As `get_timesteps` of the pipelines does: min(int(num_inference_steps * strength), num_inference_steps)."""
     model = msgspec.structs.replace(fakes.MODEL, rounds_strength_down=True, extra_steps=1)
     resolved = resolve(SamplingParams(strength=strength, num_inference_steps=steps), model)
     assert done == min(int(steps * strength), steps)

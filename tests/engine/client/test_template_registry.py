@@ -1,4 +1,4 @@
-"""Whose pages the engines are told to forget: those that no template has, and no registration that runs will have."""
+"""Which templates' pages engines drop: those that no template and no running registration has any more."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ADAPTED = msgspec.structs.replace(AWARE, name="hat", parent="m")
 
 
 class Engines:
-    """Takes down which pages are dropped, instead of a router."""
+    """Records which pages are dropped, in place of a router."""
 
     def __init__(self) -> None:
         self.dropped: list[tuple[str, str, str]] = []

@@ -1,4 +1,4 @@
-"""The store of registered templates: owners, budget, least recently used first out; and uploads that are kept."""
+"""The store of registered templates: owners, budget, eviction of the least recently used, and the uploads it keeps."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_ids_are_long_and_random() -> None:
     assert all(name.startswith("tmpl_") and len(name) == 37 for name in ids)
 
 
-def test_a_foreign_template_is_as_unknown_as_none() -> None:
+def test_another_owners_template_is_as_unknown_as_a_missing_one() -> None:
     store, mine = TemplateStore(100), template()
     store.add(mine)
     assert store.get(mine.id, "me") is mine
@@ -128,7 +128,7 @@ def test_a_captured_one_displaces_no_registered_one() -> None:
     store.check_integrity()
 
 
-def test_what_can_never_fit_is_refused_with_the_remedy_and_displaces_nothing() -> None:
+def test_a_template_that_can_never_fit_is_refused_with_the_remedy_and_displaces_nothing() -> None:
     store, kept = TemplateStore(30), template(30)
     store.add(kept)
     with pytest.raises(InvalidRequestError, match="--template-bytes") as caught:
@@ -157,7 +157,7 @@ def test_pages_with_another_salt_are_others() -> None:
     assert not store.holds_content("m", "c")
 
 
-def test_what_is_learnt_later_reaches_the_template_that_is_still_there() -> None:
+def test_later_results_update_a_template_that_is_still_stored() -> None:
     store, kept, gone = TemplateStore(100), template(content_id=""), template(content_id="")
     store.add(kept)
     for name in (kept.id, gone.id):
@@ -177,8 +177,8 @@ def test_what_is_learnt_later_reaches_the_template_that_is_still_there() -> None
         max_size=40,
     )
 )
-def test_books_agree_after_any_history(history: list[tuple[str, int, str]]) -> None:
-    """Against a plain list of what is held and how large it is, the oldest use first."""
+def test_sizes_and_order_are_right_after_any_history(history: list[tuple[str, int, str]]) -> None:
+    """Against a plain list of stored templates with their sizes, least recently used first."""
     store, held = TemplateStore(100), list[tuple[str, int]]()
     for action, number, content in history:
         if action == "add":

@@ -1,4 +1,4 @@
-"""EngineCore: the loop answers every request, drains, and says it when its workers are gone."""
+"""EngineCore: its loop answers every request, drains, and reports when its workers are gone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from engine.engine_core.engine_core import EngineCore, RefusedRequest
 
 
 class Loopback:
-    """An executor whose worker runs every plan at the loop's next turn."""
+    """An executor whose worker runs every plan in the event loop's next turn."""
 
     def __init__(self) -> None:
         self.core: EngineCore | None = None
@@ -83,7 +83,7 @@ async def test_it_serves_then_drains(core: EngineCore, said: list[FromEngine]) -
 
 
 async def test_a_request_that_cannot_be_read_is_answered_and_counted(core: EngineCore, said: list[FromEngine]) -> None:
-    """Counted: the router takes what it sent and what has come for one sequence."""
+    """Counted, because the router matches the number of requests it sent with the number received."""
     core.mailbox.put_nowait(RefusedRequest("bad", Failure("engine", "a test")))
     core.mailbox.put_nowait(make_edit("good"))
     core.mailbox.put_nowait(Drain())
@@ -112,7 +112,7 @@ async def test_an_abort_ends_a_running_request_within_two_steps(said: list[FromE
 
 
 class CountingScheduler(StepScheduler):
-    """Counts how often its books are checked."""
+    """Counts how often its integrity is checked."""
 
     num_checks = 0
 
@@ -121,7 +121,7 @@ class CountingScheduler(StepScheduler):
         super().check_integrity()
 
 
-async def test_the_books_are_checked_when_the_engine_becomes_idle_and_not_while_it_stays_so(
+async def test_integrity_is_checked_when_the_engine_becomes_idle_and_not_while_it_stays_idle(
     said: list[FromEngine],
 ) -> None:
     scheduler, loopback = CountingScheduler(SchedulerConfig(), {"m": MODEL}), Loopback()
@@ -146,7 +146,7 @@ async def test_the_books_are_checked_when_the_engine_becomes_idle_and_not_while_
     assert scheduler.num_checks == 2
 
 
-async def test_it_reports_what_changes_at_once_and_all_else_within_a_second(
+async def test_changes_are_reported_at_once_and_everything_else_within_a_second(
     said: list[FromEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_core, "REPORT_SECONDS", 0.05)
@@ -162,7 +162,7 @@ async def test_it_reports_what_changes_at_once_and_all_else_within_a_second(
     assert len(others) < 6, "of some 50 iterations, those in which it began, or ended"
     assert others[-1].stats is not None, "what ends is counted at once"
     told = len(said)
-    core.mailbox.put_nowait(DropTemplate(model="m", content_id="c"))  # changes nothing that is told at once
+    core.mailbox.put_nowait(DropTemplate(model="m", content_id="c"))  # changes nothing that is reported at once
     await asyncio.sleep(0.01)
     assert len(said) == told
     async with asyncio.timeout(5):
@@ -187,7 +187,7 @@ async def test_a_dead_worker_reaches_every_request(core: EngineCore, said: list[
     assert reports[-1].load.num_running == 2, "it does not say that it is idle, to be sent more"
 
 
-async def test_a_worker_that_gives_no_answer_is_killed_and_no_other(said: list[FromEngine]) -> None:
+async def test_only_the_worker_that_does_not_answer_is_killed(said: list[FromEngine]) -> None:
     loopback = Loopback()
     scheduler = StepScheduler(SchedulerConfig(), {"m": MODEL})
     core = loopback.core = EngineCore(scheduler, loopback, said.append, hang_seconds=0.2)
@@ -209,7 +209,7 @@ async def test_a_worker_that_gives_no_answer_is_killed_and_no_other(said: list[F
     running.cancel()
 
 
-async def test_requests_that_no_worker_had_begun_are_told_so(said: list[FromEngine]) -> None:
+async def test_requests_that_no_worker_had_begun_are_marked_so(said: list[FromEngine]) -> None:
     loopback = Loopback()
     core = loopback.core = EngineCore(
         StepScheduler(SchedulerConfig(max_num_seqs=1), {"m": MODEL}), loopback, said.append

@@ -1,4 +1,4 @@
-"""SilenceWatch: it calls once when nothing is heard, and not because this process itself was stopped."""
+"""SilenceWatch: it reports a silent process once, and not if this process itself was stopped."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def until_silent(silences: list[float]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_silence_is_told_once_and_not_too_early(watch: SilenceWatch, silences: list[float]) -> None:
+async def test_silence_is_reported_once_and_not_too_early(watch: SilenceWatch, silences: list[float]) -> None:
     watch.heard()
     started = time.monotonic()
     await until_silent(silences)
@@ -38,7 +38,7 @@ async def test_silence_is_told_once_and_not_too_early(watch: SilenceWatch, silen
     assert len(silences) == 1
 
 
-async def test_before_the_first_sign_of_life_and_after_the_end_nothing_is_awaited(
+async def test_nothing_is_expected_before_the_first_message_and_after_the_end(
     watch: SilenceWatch, silences: list[float]
 ) -> None:
     await asyncio.sleep(2 * SECONDS)
@@ -49,8 +49,10 @@ async def test_before_the_first_sign_of_life_and_after_the_end_nothing_is_awaite
     assert not silences
 
 
-async def test_while_this_process_was_stopped_nobody_was_silent(watch: SilenceWatch, silences: list[float]) -> None:
-    """What was said meanwhile is heard after the timers that have run out, which are called first."""
+async def test_time_during_which_this_process_was_stopped_does_not_count(
+    watch: SilenceWatch, silences: list[float]
+) -> None:
+    """Messages that arrived meanwhile are read only after expired timers have been called."""
     watch.heard()
     for _ in range(3):
         time.sleep(4 * SECONDS)  # noqa: ASYNC251

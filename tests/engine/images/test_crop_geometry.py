@@ -1,4 +1,4 @@
-"""Crops for `padding_mask_crop`: each step is diffusers' own."""
+"""Crops for `padding_mask_crop`: each step equals diffusers'."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose turn it is at the image processors."""
+"""The order in which image processors take jobs."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ async def test_jobs_of_one_owner_are_ordered_as_its_edits_are() -> None:
 
 
 async def test_an_owner_with_many_long_jobs_does_not_starve_another() -> None:
-    """Not even of the same class, and whether these are results or uploads."""
+    """Even in the same class, for both results and uploads."""
     queue = JobQueue()
     for job_id in range(30):
         queue.push(await make_job(RESULT, job_id, Caller(f"a{job_id}", "a", arrival=float(job_id)), seconds=1.0))
@@ -110,7 +110,7 @@ async def test_a_higher_class_of_another_owner_goes_first() -> None:
     assert drain(queue) == [*range(10, 20), *range(10)]
 
 
-async def test_who_may_not_begin_holds_nobody_up() -> None:
+async def test_a_job_that_may_not_begin_blocks_no_other() -> None:
     queue = JobQueue()
     for job_id in range(3):
         queue.push(await make_job(RESULT, job_id))

@@ -119,7 +119,7 @@ def compose(*args: Any, **options: Any) -> Bytes:
 
 
 def blend(source: npt.NDArray[Any], generated: npt.NDArray[Any], keep: npt.NDArray[Any]) -> Bytes:
-    """The contract's formula, in exact decimals."""
+    """The specified formula, in exact decimals."""
     alpha = keep.astype(np.float64)[..., None] / 255
     return np.floor(source * alpha + generated * (1 - alpha) + 0.5 + 1e-9).astype(np.uint8)
 
@@ -151,7 +151,7 @@ def test_palette_transparency_becomes_alpha() -> None:
 
 
 def png_16(values: npt.NDArray[np.uint16], color_type: int, trns: bytes = b"") -> Bytes:
-    """A 16-bit PNG written by hand: values [height, width, channels]."""
+    """A 16-bit PNG, encoded by hand. values: [height, width, channels]."""
     height, width = values.shape[:2]
     rows = np.ascontiguousarray(values.reshape(height, -1).astype(">u2")).view(np.uint8)
     return png_of(rows, width, 16, color_type, trns)
@@ -160,7 +160,7 @@ def png_16(values: npt.NDArray[np.uint16], color_type: int, trns: bytes = b"") -
 def png_of(
     rows: Bytes, width: int, depth: int, color_type: int, trns: bytes = b"", extra: Sequence[PngChunk] = ()
 ) -> Bytes:
-    """A PNG of so many bits a sample: rows [height, bytes]. extra: further chunks before the pixels."""
+    """A PNG with this many bits per sample. rows: [height, bytes]. extra: further chunks before the pixels."""
     chunks = [(b"IHDR", struct.pack(">IIBBBBB", width, len(rows), depth, color_type, 0, 0, 0)), *extra]
     chunks += [(b"tRNS", trns)] if trns else []
     chunks += [(b"IDAT", zlib.compress(np.pad(rows, ((0, 0), (1, 0))).tobytes())), (b"IEND", b"")]
@@ -198,7 +198,7 @@ def test_16_bit_rgb_compares_its_transparent_colour_in_full(colour: tuple[int, i
 
 @pytest.mark.parametrize("depth", [1, 2, 4, 8])
 @pytest.mark.parametrize("junk", [0, 0x300], ids=["clean", "higher bits set"])
-def test_every_grey_level_of_every_depth_can_be_the_transparent_one(depth: int, junk: int) -> None:
+def test_every_grey_level_of_every_depth_can_be_transparent(depth: int, junk: int) -> None:
     levels = np.arange(2**depth, dtype=np.uint8)
     samples = (levels[:, None] >> np.arange(depth)[::-1]) & 1
     rows = np.packbits(samples.reshape(1, -1), axis=1)
@@ -419,7 +419,7 @@ def test_every_kind_of_alpha_is_a_mask(kind: str) -> None:
     assert np.array_equal(prepare(file_of(noise(32, 32, 3)), data).mask, (keep == 0).astype(np.uint8))
 
 
-def test_without_a_mask_the_images_transparency_is_it_and_else_everything() -> None:
+def test_without_a_mask_the_transparent_area_is_edited_or_everything() -> None:
     keep = box_keep(32, 32, 3, 4, 20, 17)
     transparent = prepare(file_of(np.dstack([noise(32, 32, 3), keep])))
     assert not transparent.unmasked
@@ -445,7 +445,7 @@ def test_the_mask_is_compared_with_the_image_after_its_orientation() -> None:
 
 
 @pytest.mark.parametrize("value", [0, 200])
-def test_a_mask_that_vanishes_in_the_models_grid_selects_what_it_touches(value: int) -> None:
+def test_a_mask_that_vanishes_when_resized_selects_the_pixels_it_touches(value: int) -> None:
     keep = box_keep(1000, 1000, 500, 500, 501, 501, value)
     prepared = prepare(file_of(np.zeros((1000, 1000, 3), np.uint8)), alpha_mask(keep))
     assert (prepared.template.shape, prepared.mask.sum()) == ((256, 256, 3), 1)
@@ -524,7 +524,7 @@ def test_generation_size_examples(upload: tuple[int, int], native: int, expected
 
 
 def brute_force_cells(keep: Bytes, size: tuple[int, int], cell: int, margin: int) -> set[int]:
-    """Every touched pixel against every cell, in integers scaled by the upload's sides."""
+    """Compares every touched pixel with every cell, in integers scaled by the upload's sides."""
     height, width = keep.shape
     hit = set()
     for y, x in np.argwhere(keep < 255).tolist():
@@ -714,7 +714,7 @@ SRGB_CHUNK = (b"sRGB", b"\1")
 )
 @pytest.mark.parametrize("crop", [None, (8, 8, 40, 40)], ids=["whole", "crop"])
 @pytest.mark.parametrize("size", [None, (48, 32)], ids=["its size", "resized"])
-def test_what_a_png_says_of_its_colours_is_kept(
+def test_colour_chunks_of_a_png_are_kept(
     chunks: tuple[PngChunk, ...], crop: Box | None, size: tuple[int, int] | None
 ) -> None:
     mask = alpha_mask(box_keep(64, 64, 10, 10, 30, 30))
@@ -740,7 +740,7 @@ DISPLAY_P3, SRGB_CODES = (b"cICP", bytes((12, 13, 0, 1))), (b"cICP", bytes((1, 1
         ((DISPLAY_P3, SRGB_CHUNK), ("cICP",)),
     ],
 )
-def test_what_a_format_cannot_say_of_colours_is_told_where_it_is_not_srgb(
+def test_colour_information_that_a_format_cannot_hold_is_reported_if_it_is_not_srgb(
     output_format: OutputFormat, chunks: tuple[PngChunk, ...], lost: tuple[str, ...]
 ) -> None:
     assert image_codec.decode(upload_with(*chunks), "image", MAX_PIXELS).colour.lost_in(output_format) == lost
@@ -757,7 +757,7 @@ def test_a_result_with_colour_chunks_can_be_edited_again() -> None:
 @pytest.mark.parametrize(
     "chunk", [(b"gAMA", b"\0" * 5), (b"cICP", b"\1\1\0"), (b"mDCV", b""), (b"sBIT", b"\5\6\5"), (b"tEXt", b"a\0b")]
 )
-def test_chunks_of_wrong_length_or_that_say_nothing_of_colours_are_left_out(chunk: PngChunk) -> None:
+def test_chunks_of_wrong_length_or_without_colour_information_are_dropped(chunk: PngChunk) -> None:
     encoded, _ = compose_bytes(noise(64, 64, 3), upload_with(chunk))
     assert chunks_of(encoded) == {}
 
@@ -813,7 +813,7 @@ def test_noise_fits_its_bound_and_one_byte_less_than_needed_is_refused(
         assert not tight[written - 1 :].any()
 
 
-def test_a_format_that_cannot_hold_the_size_says_so() -> None:
+def test_a_format_that_cannot_hold_the_size_is_an_error() -> None:
     with pytest.raises(InvalidRequestError, match="16383 pixels a side, not 16384x1; use 'png'") as caught:
         compose_bytes(noise(16, 16, 3), None, canvas=(16384, 1), output_format="webp")
     assert caught.value.param == "output_format"
@@ -834,7 +834,7 @@ def test_scratch_holds_any_prepared_edit(width: int, height: int, native: int, t
 
 @pytest.mark.parametrize("box", [(100, 80, 140, 130), (0, 0, 30, 9), (380, 290, 400, 300), (0, 100, 400, 110)])
 @pytest.mark.parametrize("padding", [0, 7, 32, 65535])
-def test_a_crop_is_what_the_model_sees_and_what_comes_back_in_place(
+def test_the_model_sees_the_crop_and_its_result_is_pasted_in_place(
     box: tuple[int, int, int, int], padding: int
 ) -> None:
     photo, keep = noise(300, 400, 3), box_keep(400, 300, *box)
@@ -856,7 +856,7 @@ def test_a_crop_is_what_the_model_sees_and_what_comes_back_in_place(
 
 
 def test_a_picture_that_is_not_changed_comes_back_to_its_place() -> None:
-    """A smooth one, which two changes of size leave as it was."""
+    """A smooth picture, which resizing twice leaves unchanged."""
     ramp = np.add.outer(np.arange(300), np.arange(400))[..., None] * np.array([0.3, 0.2, 0.1]) + 20
     photo, keep = ramp.astype(np.uint8), box_keep(400, 300, 150, 60, 220, 100)
     prepared = prepare(file_of(photo), alpha_mask(keep), padding=5)

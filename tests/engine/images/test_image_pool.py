@@ -49,7 +49,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Desk:
-    """A pool and the memory its jobs lie in; whatever is handed out is freed and checked at the end."""
+    """A pool, and the memory of its jobs; all allocations are freed and checked at the end."""
 
     def __init__(self, pool: ImagePool, arena: Arena) -> None:
         self.pool = pool
@@ -95,7 +95,7 @@ class Desk:
         return await self.pool.compose(job, ImageWork(job.output_format, 6.0, 6.0))
 
     def slow_job(self) -> ComposeImage:
-        """A job of half a second or more."""
+        """A job that takes half a second or more."""
         room = image_ops.encoded_bytes(3000, 2000, 3, True)
         return self.compose_job(slow_image(), None, noise(16, 16, 3), room)
 
@@ -154,7 +154,7 @@ async def until_running(pool: ImagePool, count: int) -> None:
 
 
 async def busy_processor(pool: ImagePool) -> psutil.Process:
-    """The one that has a job, once it has worked on it for a while."""
+    """The processor that has a job, after it has worked on it for a while."""
     await until_running(pool, 1)
     process = psutil.Process(next(processor.child.pid for processor in pool._processors if processor.job is not None))
     before = process.cpu_times().user
@@ -211,7 +211,7 @@ async def test_an_edit_goes_there_and_back(desk: Desk) -> None:
     assert not np.array_equal(result[keep == 0], image[keep == 0])
 
 
-async def test_a_bad_upload_is_the_users_error_and_harms_nobody(desk: Desk) -> None:
+async def test_a_bad_upload_is_the_users_error_and_affects_no_other(desk: Desk) -> None:
     with pytest.raises(InvalidImageError) as caught:
         await desk.pool.prepare(desk.prepare_job(noise(1000)))
     assert (caught.value.param, caught.value.code) == ("image", "invalid_image_file")
@@ -322,7 +322,9 @@ async def test_a_processor_killed_while_idle_costs_no_job(desk: Desk) -> None:
     assert len(processors(desk.pool)) == 2
 
 
-async def test_when_no_processor_can_be_started_nobody_hangs(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_when_no_processor_can_be_started_callers_get_an_error(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def no_room(*_: object) -> None:
         raise OSError("no process left")
 
@@ -409,7 +411,7 @@ async def test_a_job_that_needs_more_memory_than_allowed_fails_alone(
         assert (prepared.upload_width, prepared.upload_height) == (8000, 8000)
 
 
-async def test_processors_give_way_to_every_other_process(desk: Desk) -> None:
+async def test_processors_run_at_lower_priority_than_other_processes(desk: Desk) -> None:
     await asyncio.gather(*(desk.pool.prepare(desk.prepare_job(png(noise(16, 16, 3)))) for _ in range(4)))
     for child in processors(desk.pool):
         assert child.nice() == min(19, psutil.Process().nice() + NICENESS)
@@ -435,7 +437,7 @@ async def test_results_go_before_uploads(arena: Arena) -> None:
         assert order == ["running", "result 1", "result 2", "upload 1", "upload 2", "upload 3"]
 
 
-async def test_a_cancelled_caller_returns_when_nobody_writes_to_its_memory(
+async def test_a_cancelled_caller_returns_when_no_processor_writes_to_its_memory(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = desk.slow_job()
@@ -464,7 +466,7 @@ async def test_a_cancelled_caller_does_not_wait_for_a_long_job(desk: Desk, monke
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert not dismissed.is_running()  # so nobody writes to its memory
+    assert not dismissed.is_running()  # so it cannot write to the memory any more
     await asyncio.gather(*(desk.pool.prepare(desk.prepare_job(png(noise(16, 16, 3)))) for _ in range(4)))
     assert len(processors(desk.pool)) == 2
     assert (desk.pool.num_deaths, desk.pool.num_retries) == (0, 0)  # it was asked to
@@ -583,7 +585,7 @@ def of(owner: str, number: int = 0) -> Caller:
 
 
 async def test_a_short_job_of_another_owner_does_not_wait_for_long_ones(desk: Desk) -> None:
-    """Both processors are busy for half a second and have ten such jobs more to do; a third one is started for it."""
+    """Both processors are busy for half a second, with ten more such jobs queued; a third one is started for it."""
     long, small = ImageWork("png", 40.0, 40.0), png(noise(16, 16, 3))
     job = desk.slow_job()
     flood = [asyncio.create_task(desk.pool.compose(job, long, of("a", number))) for number in range(12)]
@@ -638,7 +640,7 @@ async def test_a_result_waits_for_room_and_another_owners_does_not(desk: Desk) -
     assert desk.pool.results.used_bytes == 0
 
 
-async def test_where_there_is_no_memory_for_a_result_its_caller_is_told(desk: Desk) -> None:
+async def test_without_memory_for_a_result_its_caller_gets_an_error(desk: Desk) -> None:
     def refuse() -> ArrayRef:
         raise OverloadedError("No shared memory is left for this edit.", retry_after=1.0)
 

@@ -1,4 +1,4 @@
-"""Metrics as a scraper sees them."""
+"""The metrics that a scraper reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MS = {"queue": 500, "preprocess": 1, "encode": 2, "prime": 0.0, "denoise": 1000,
 
 
 def values(metrics: Metrics) -> dict[str, float]:
-    """Sample name, with its labels -> value."""
+    """Sample name with its labels -> value."""
     text = metrics.exposition().decode()
     return {
         sample.name + "".join(f",{value}" for value in sample.labels.values()): sample.value
@@ -110,7 +110,7 @@ def test_finished_aborted_failed_rejected() -> None:
     assert seen["stencil:request_rejects_total,queue_full"] == 1
 
 
-def test_priming_counts_for_those_it_was_done_for() -> None:
+def test_priming_is_counted_for_the_requests_it_was_done_for() -> None:
     metrics = Metrics()
     finish(metrics)
     finish(metrics, MS | {"prime": 7000})
@@ -152,7 +152,7 @@ def test_totals_become_counters_across_restarts_and_engines() -> None:
     assert seen["stencil:prime_chunks_total"] == 8
 
 
-def test_one_stage_that_went_down_tells_of_a_restart_too() -> None:
+def test_a_total_that_fell_in_one_stage_means_a_restart() -> None:
     metrics, first = Metrics(), engine_stats(2, 600)
     for seconds in ({"denoise": 1.0, "prime": 3.0}, {"denoise": 9.0, "prime": 2.0}, {"denoise": 10.0}):
         metrics.observe_load(0, LOAD, msgspec.structs.replace(first, busy_seconds=seconds))
@@ -171,7 +171,7 @@ def test_load_by_engine() -> None:
     assert [seen[f"stencil:engine_requests_waiting,{engine}"] for engine in (0, 1)] == [0, 1]
 
 
-def test_an_engine_that_is_lost_holds_nothing() -> None:
+def test_a_lost_engine_has_no_load() -> None:
     metrics = Metrics()
     metrics.observe_load(0, LOAD, None)
     metrics.observe_load(1, LOAD, None)
@@ -204,7 +204,7 @@ def test_the_cost_models_worst_fit_is_shown() -> None:
     assert "stencil:cost_model_r_squared,decode" not in seen
 
 
-def test_what_the_router_did_and_foresaw() -> None:
+def test_the_routers_choices_and_predictions_are_exported() -> None:
     metrics = Metrics()
     metrics.observe_routed(3)
     metrics.observe_prediction(predicted_seconds=1.5, actual_seconds=1.0)
@@ -235,7 +235,7 @@ def test_cache_totals_and_levels_by_tier() -> None:
     assert seen["stencil:cache_budget_bytes,host"] == 2000
 
 
-def test_what_a_lost_engine_held_is_gone() -> None:
+def test_the_cache_of_a_lost_engine_is_empty() -> None:
     metrics = Metrics()
     for engine in (0, 1):
         metrics.observe_load(engine, LOAD, engine_stats(2, 20, 1.0, cache=cache_stats(hits=4, primed=5, used=300)))
@@ -243,7 +243,7 @@ def test_what_a_lost_engine_held_is_gone() -> None:
     seen = values(metrics)
     assert (seen["stencil:cache_used_bytes,host"], seen["stencil:cache_entries,host"]) == (300, 5)
     assert (seen["stencil:cache_hits_total,host"], seen["stencil:steps_total"]) == (8, 4)
-    metrics.observe_load(1, LOAD, engine_stats(3, 20, 2.0, cache=cache_stats(hits=1, used=50)))  # started anew
+    metrics.observe_load(1, LOAD, engine_stats(3, 20, 2.0, cache=cache_stats(hits=1, used=50)))  # restarted
     seen = values(metrics)
     assert (seen["stencil:cache_used_bytes,host"], seen["stencil:engine_alive,1"]) == (350, 1)
     assert (seen["stencil:cache_hits_total,host"], seen["stencil:steps_total"]) == (9, 7)

@@ -1,4 +1,4 @@
-"""The spans of an engine's requests, however these end, and that nothing of them is kept."""
+"""The spans of an engine's requests, however these end, and that no state of them is kept."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CONTEXT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 @dataclass
 class Recorded:
-    """A span, kept."""
+    """A recorded span."""
 
     start: float
     traceparent: str
@@ -55,7 +55,7 @@ class Recorded:
 
 
 class Recorder:
-    """A tracer that keeps its spans."""
+    """A tracer that stores its spans."""
 
     def __init__(self) -> None:
         self.spans: list[Recorded] = []
@@ -70,7 +70,7 @@ class Recorder:
 
 
 class Engine:
-    """A scheduler with workers that compute nothing, observed as an EngineCore has it observed."""
+    """A scheduler with workers that compute nothing, traced as in an EngineCore."""
 
     def __init__(self) -> None:
         self.recorder = Recorder()
@@ -110,7 +110,7 @@ def engine() -> Engine:
     return Engine()
 
 
-def test_stages_of_two_that_share_their_steps(engine: Engine) -> None:
+def test_two_requests_that_share_steps_have_their_own_stages(engine: Engine) -> None:
     engine.add("a", steps=3)
     engine.add("b", steps=5)
     engine.run()
@@ -123,7 +123,7 @@ def test_stages_of_two_that_share_their_steps(engine: Engine) -> None:
     engine.assert_nothing_kept()
 
 
-def test_what_is_not_traced_leaves_nothing(engine: Engine) -> None:
+def test_requests_that_are_not_traced_leave_nothing(engine: Engine) -> None:
     engine.add("a", context="")
     engine.run()
     assert engine.recorder.spans == []
@@ -142,7 +142,7 @@ def test_an_abort_ends_the_span_with_what_was_done(engine: Engine) -> None:
     engine.assert_nothing_kept()
 
 
-def test_a_failure_says_why(engine: Engine) -> None:
+def test_the_span_of_a_failure_has_its_reason(engine: Engine) -> None:
     engine.add("a")
     engine.scheduler.fail_all(Failure.of(RuntimeError("the worker burnt down")))
     engine.tell()

@@ -54,7 +54,7 @@ STATS = EngineStats(
 
 @dataclass(frozen=True)
 class Exported:
-    """A metric as a scraper knows it. samples: names of its series."""
+    """A metric as a scraper sees it. samples: names of its series."""
 
     type: str
     labels: frozenset[str]
@@ -62,7 +62,7 @@ class Exported:
 
 
 def exported() -> dict[str, Exported]:
-    """Name, with a counter's _total -> what it is; of a server that has done everything once."""
+    """All metrics of a server that has done everything once, by name, with a counter's suffix _total."""
     metrics = Metrics()
     metrics.watch_queue(lambda: 0, lambda: 0)
     images = SimpleNamespace(num_waiting=0, num_running=0, num_deaths=0, num_retries=0, result_bytes=0)

@@ -19,7 +19,7 @@ async def test_the_sockets_folder_is_gone_once_the_engine_has_connected(tmp_path
     with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as theirs, context.socket(zmq.DEALER) as ours:
         connecting = asyncio.create_task(connect(theirs, address))
         await asyncio.sleep(0.1)
-        assert os.listdir(tmp_path) == ["engine"], "nobody has answered yet"
+        assert os.listdir(tmp_path) == ["engine"], "the engine has not connected yet"
         ours.bind(address)
         await asyncio.wait_for(connecting, 20)
         assert os.listdir(tmp_path) == []

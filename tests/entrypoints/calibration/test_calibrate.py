@@ -1,4 +1,4 @@
-"""Calibration: the search's choices, the edits it is made on, and what a wrong command says."""
+"""Calibration: the search's choices, the edits that it compares, and error messages of the command."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ MODEL = ModelInfo(
 
 Likeness = Callable[[Setting], float]
 LikenessBySize = Callable[[Setting, int], float]
-"""SSIM p10 of a mask class; 0 is that of the smallest masks."""
+"""(setting, mask class) -> SSIM p10; class 0 has the smallest masks."""
 RATIOS = (0.1, 0.3, 0.5)
 """Of three mask classes, at margin 0."""
 
 
 def levels(setting: Setting) -> tuple[int, int, int, int]:
-    """How far up each knob is: keyframes, dtype, margin, full steps."""
+    """The index of each parameter's value: keyframes, dtype, margin, full steps."""
     return (
         KEYFRAMES.index(setting.keyframes),
         DTYPES.index(setting.dtype),
@@ -65,13 +65,13 @@ def levels(setting: Setting) -> tuple[int, int, int, int]:
 
 
 def raised() -> list[Setting]:
-    """The neighbours of the cheapest setting, where it fails."""
+    """The settings that are tried after the cheapest one if it fails."""
     trial = Checkpoint(lambda setting: 0.5).measure(CHEAPEST)
     return list(Search(lambda setting: trial, STEPS, 0.96).raised(trial))
 
 
 class Checkpoint:
-    """One whose SSIM p10 is a function of the setting; remembers what was tried."""
+    """A simulated checkpoint whose SSIM p10 is a function of the setting; records the settings that were tried."""
 
     def __init__(self, p10: Likeness, num_edits: int = 10) -> None:
         self.p10, self.num_edits = p10, num_edits
@@ -87,7 +87,7 @@ class Checkpoint:
 
 
 class Sized(Checkpoint):
-    """One whose SSIM p10 depends on the size of the mask, too: three classes of two edits."""
+    """As Checkpoint, but the SSIM p10 also depends on the mask's size: three classes of two edits."""
 
     def __init__(self, p10: LikenessBySize) -> None:
         super().__init__(lambda setting: 0.0)
@@ -102,13 +102,13 @@ class Sized(Checkpoint):
         return ClassTrial((self.by_class(setting, number),) * 2, (ratio - 0.05, ratio + 0.05))
 
 
-def test_the_cheapest_is_taken_where_it_is_close_enough() -> None:
+def test_the_cheapest_setting_is_taken_if_it_is_close_enough() -> None:
     checkpoint = Checkpoint(lambda setting: 0.97)
     assert checkpoint.search().setting == CHEAPEST
     assert checkpoint.tried == [CHEAPEST]
 
 
-def test_unsafe_is_known_after_both_ends() -> None:
+def test_a_checkpoint_is_unsafe_if_the_cheapest_and_dearest_settings_fail() -> None:
     checkpoint = Checkpoint(lambda setting: 0.9 if setting == DEAREST else 0.5)
     found = checkpoint.search()
     assert (found.setting, found.reaches(0.96)) == (DEAREST, False)
@@ -124,14 +124,14 @@ def test_the_knob_that_helps_is_raised_and_no_other(knob: int) -> None:
 
 
 def test_of_those_that_reach_the_target_the_cheapest_is_taken() -> None:
-    """Any knob would do: the page dtype costs memory alone, and less than a step in full or another keyframe."""
+    """Every parameter would do: the page dtype costs only memory, and less than a full step or another keyframe."""
     found = Checkpoint(lambda setting: 0.9 if setting == CHEAPEST else 0.97).search()
     costs = {s: Checkpoint(lambda setting: 0.97).measure(s).cost(STEPS) for s in raised()}
     assert found.setting == min(costs, key=lambda setting: costs[setting])
 
 
 @given(st.lists(st.floats(0, 0.05), min_size=4, max_size=4), st.floats(0.5, 0.99))
-def test_it_ends_below_the_target_only_where_the_dearest_does(gains: list[float], target: float) -> None:
+def test_the_search_ends_below_the_target_only_if_the_dearest_setting_does(gains: list[float], target: float) -> None:
     def p10(setting: Setting) -> float:
         return 0.7 + sum(gain * level for gain, level in zip(gains, levels(setting), strict=True))
 
@@ -151,7 +151,7 @@ def test_settings_that_ran_no_edit_mask_aware_do_not_count() -> None:
     assert found.reaches(0.96)
 
 
-def test_unsafe_is_known_soon_where_large_margins_cover_the_picture() -> None:
+def test_unsafe_is_found_soon_even_if_large_margins_cover_the_picture() -> None:
     class Small(Checkpoint):
         def measure(self, setting: Setting) -> Trial:
             self.num_edits = 0 if setting.margin >= 8 else 5
@@ -185,34 +185,34 @@ def test_large_masks_alone_get_the_full_steps_they_need() -> None:
 
 
 def test_larger_masks_have_no_fewer_than_smaller_ones() -> None:
-    """The middle class fails alone; a full step costs the large one still less."""
+    """Only the middle class fails; a full step costs the large class less."""
     needs = (0, 1, 0)
     found = Sized(lambda setting, size: 0.97 if setting.full_steps_of(size) >= needs[size] else 0.9).search()
     assert found.setting == replace(CHEAPEST, full_steps=1, full_from=1)
 
 
-def test_the_same_for_all_where_small_masks_need_it_too() -> None:
+def test_all_masks_get_full_steps_if_small_ones_need_them() -> None:
     found = Sized(lambda setting, size: 0.97 if setting.full_steps_of(size) >= 1 else 0.9).search()
     assert found.setting == replace(CHEAPEST, full_steps=1)
     assert found.full_steps_from == 0.0
     assert describe_full_steps(1, 0.0) == "full_steps 1"
 
 
-def test_more_of_them_where_one_is_too_few() -> None:
+def test_full_steps_are_raised_if_one_is_too_few() -> None:
     found = Sized(
         lambda setting, size: 0.9 + 0.02 * FULL_STEPS.index(setting.full_steps_of(size)) if size == 2 else 0.97
     ).search(0.955)
     assert found.setting == replace(CHEAPEST, full_steps=4, full_from=2)
 
 
-def test_one_number_serves_all_that_have_any() -> None:
+def test_all_classes_with_full_steps_have_equally_many() -> None:
     needs = (0, 1, 2)
     found = Sized(lambda setting, size: 0.97 if setting.full_steps_of(size) >= needs[size] else 0.9).search()
     assert found.setting == replace(CHEAPEST, full_steps=2, full_from=1)
 
 
 def test_many_good_small_masks_do_not_hide_bad_large_ones() -> None:
-    """All edits together have a p10 above the target."""
+    """The p10 over all edits together is above the target."""
 
     class Mostly(Sized):
         def _class(self, setting: Setting, number: int) -> ClassTrial:
@@ -308,14 +308,14 @@ def test_a_mask_with_alpha_is_transparent_where_to_edit(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("size", "colour", "words"), [((64, 64), "white", "image's size"), ((128, 128), "black", "selects nothing")]
 )
-def test_masks_that_do_not_fit_are_told(folder: Path, size: tuple[int, int], colour: str, words: str) -> None:
+def test_masks_that_do_not_fit_are_refused(folder: Path, size: tuple[int, int], colour: str, words: str) -> None:
     Image.new("L", size, colour).save(folder / "a_mask.png")
     with pytest.raises(ConfigError, match=words):
         make_samples(find_images(folder), ["p"], 1, MODEL)
 
 
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(0, 1000))
-def test_random_boxes_lie_in_the_picture_and_come_again(width: int, height: int, seed: int) -> None:
+def test_random_boxes_lie_in_the_picture_and_are_reproducible(width: int, height: int, seed: int) -> None:
     mask = random_box((width, height), "x.png", seed)
     assert mask.shape == (height, width)
     assert mask.any()

@@ -1,4 +1,4 @@
-"""SSIM: equal to its formula window by window, 1 for equal pictures, and blind to what lies outside the box."""
+"""SSIM: it equals its formula for each window, is 1 for equal pictures, and ignores pixels outside the box."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def by_definition(a: Pixels, b: Pixels, window: int) -> float:
     return float(np.mean(values))
 
 
-def test_it_is_the_formula() -> None:
+def test_ssim_equals_its_formula() -> None:
     a, b = picture(0), picture(1)
     assert ssim(a, b) == pytest.approx(by_definition(a, b, 7), abs=1e-9)
 
@@ -45,13 +45,13 @@ def test_small_pictures_get_a_window_that_fits(side: int, window: int) -> None:
     assert ssim(a, b) == pytest.approx(by_definition(a, b, window), abs=1e-9)
 
 
-def test_equal_pictures_are_at_one() -> None:
+def test_equal_pictures_have_ssim_one() -> None:
     assert ssim(picture(3), picture(3)) == pytest.approx(1.0, abs=1e-12)
     flat = np.zeros((9, 9, 3), np.uint8)
     assert ssim(flat, flat) == 1.0
 
 
-def test_more_noise_is_less_alike() -> None:
+def test_more_noise_lowers_ssim() -> None:
     clean, random = picture(4), np.random.default_rng(0)
     noise = random.normal(0, 1, clean.shape)
     alike = [ssim(clean, np.clip(clean + noise * sigma, 0, 255).astype(np.uint8)) for sigma in (2, 8, 32)]

@@ -1,4 +1,4 @@
-"""POST /v1/images/edits and /generations: every field, as it arrives on the wire."""
+"""POST /v1/images/edits and /generations: every field, in multipart and JSON bodies."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ async def test_defaults_are_not_named_as_ignored(client: httpx.AsyncClient) -> N
 async def test_background_is_echoed_where_it_has_an_effect(
     client: httpx.AsyncClient, output_format: str, is_opaque: bool
 ) -> None:
-    """An edit keeps the upload's transparency, which only jpeg has none of."""
+    """An edit keeps the upload's transparency, except in jpeg, which has none."""
     body = (await post_edit(client, background="opaque", output_format=output_format)).json()
     assert body.get("background") == ("opaque" if is_opaque else None)
     assert body["stencil"]["ignored"] == ([] if is_opaque else ["background"])
@@ -370,7 +370,7 @@ async def test_json_edit(client: httpx.AsyncClient, engine: FakeEngine) -> None:
 
 
 async def test_json_with_long_strings(client: httpx.AsyncClient, engine: FakeEngine) -> None:
-    """Beyond what is parsed in memory: pictures are taken out, text fields are refused, unknown fields ignored."""
+    """Strings above the parser's limit: pictures are stored, text fields are refused, unknown fields are ignored."""
     image, mask = bytes(range(256)) * 4000, bytes(range(255, -1, -1)) * 3000
     body = {
         "unknown": "x" * 600_000,
@@ -450,14 +450,14 @@ async def test_malformed_json(client: httpx.AsyncClient, body: bytes) -> None:
 
 
 async def test_too_many_json_members(client: httpx.AsyncClient) -> None:
-    """A body of 1 MB has room for 100000: comparing their names would take minutes."""
+    """A body of 1 MB can have 100000 members; comparing their names would take minutes."""
     body = {"prompt": "p", "images": [{"image_url": data_url(b"one")}]} | {f"a{i}": 1 for i in range(90_000)}
     assert_refused(await post_json(client, body), 400, "invalid_json", None)
 
 
 @pytest.mark.parametrize("padding", [0, 32])
 async def test_padding_mask_crop(client: httpx.AsyncClient, engine: FakeEngine, padding: int) -> None:
-    """0 is a crop, too: of the mask's box alone."""
+    """0 is valid too: a crop of exactly the mask's box."""
     engine.report = replace(engine.report, crop=(10, 20, 30, 40))
     answer = (await post_edit(client, padding_mask_crop=str(padding))).json()
     assert engine.last.padding_mask_crop == padding

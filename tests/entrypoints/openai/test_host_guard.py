@@ -1,4 +1,4 @@
-"""A name that somebody else has pointed at this machine opens nothing of a server that listens on loopback."""
+"""HostGuard: a foreign name that resolves to this machine gives no access to a server that listens on loopback."""
 
 from __future__ import annotations
 
@@ -33,16 +33,14 @@ ROUTES = (
 
 
 def connect(engine: FakeEngine, host: str, *, api_keys: tuple[str, ...] = (), **settings: object) -> httpx.AsyncClient:
-    """A client that takes the server to be `host`, of one that listens on 127.0.0.1."""
+    """A client that sends `host` in its Host header, to a server on 127.0.0.1."""
     hosts = {"allowed_hosts": ("127.0.0.1",)} | settings
     app = create_app(engine, ServerSettings(api_keys=api_keys, max_upload_bytes=1000, playground=True, **hosts))  # type: ignore[arg-type]
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x", headers={"host": host})
 
 
 @pytest.mark.parametrize("api_keys", [(), ("k",)])
-async def test_no_route_answers_for_a_name_that_is_not_the_servers(
-    engine: FakeEngine, api_keys: tuple[str, ...]
-) -> None:
+async def test_no_route_answers_for_a_foreign_host_name(engine: FakeEngine, api_keys: tuple[str, ...]) -> None:
     async with connect(engine, "evil.example:8000", api_keys=api_keys) as client:
         client.headers.update({"authorization": "Bearer k", "origin": "http://evil.example:8000"})
         for answer in [
@@ -59,7 +57,7 @@ async def test_no_route_answers_for_a_name_that_is_not_the_servers(
     assert not engine.edits
 
 
-async def test_no_page_is_promised_anything_either(engine: FakeEngine) -> None:
+async def test_preflight_requests_for_a_foreign_host_name_are_refused_too(engine: FakeEngine) -> None:
     preflight = {"origin": "http://evil.example", "access-control-request-method": "POST"}
     async with connect(engine, "evil.example", allowed_origins=("*",)) as client:
         answer = await client.options("/v1/images/edits", headers=preflight)
@@ -120,7 +118,7 @@ async def test_loopbacks_own_names_and_allowed_ones_are_the_servers(engine: Fake
         "löcalhost",
     ],
 )
-async def test_what_only_looks_like_them_is_not(engine: FakeEngine, host: str) -> None:
+async def test_names_that_only_resemble_allowed_hosts_are_refused(engine: FakeEngine, host: str) -> None:
     async with connect(engine, "x", allowed_hosts=("pictures.example",)) as client:
         answer = await client.get("/health", headers=[(b"host", host.encode("latin-1"))])
         assert_refused(answer, 403, "host_not_allowed", None)
@@ -134,7 +132,7 @@ async def test_every_one_of_several_host_headers_counts(engine: FakeEngine) -> N
 
 
 async def test_a_probe_without_a_host_is_no_browser() -> None:
-    """HTTP/1.0, as some load balancers' health checks speak it; over a socket."""
+    """HTTP/1.0 over a socket, as in some load balancers' health checks."""
     engine = FakeEngine()
     settings = ServerSettings(api_keys=(), max_upload_bytes=1000, allowed_hosts=("127.0.0.1",))
     server = serve.http_server(create_app(engine, settings))  # type: ignore[arg-type]
@@ -151,7 +149,7 @@ async def test_a_probe_without_a_host_is_no_browser() -> None:
     assert statuses == [b"200", b"403"]
 
 
-async def test_without_a_list_every_name_is_the_servers(engine: FakeEngine) -> None:
+async def test_without_a_list_every_host_name_is_served(engine: FakeEngine) -> None:
     async with connect(engine, "evil.example", allowed_hosts=()) as client:
         assert (await client.get("/health")).status_code == 200
 
@@ -170,13 +168,13 @@ async def test_without_a_list_every_name_is_the_servers(engine: FakeEngine) -> N
         ("--host 0.0.0.0 --allowed-host *", ()),
     ],
 )
-def test_which_names_a_server_answers_for(flags: str, hosts: tuple[str, ...]) -> None:
+def test_the_default_hosts_depend_on_the_address_listened_on(flags: str, hosts: tuple[str, ...]) -> None:
     options = parse_options(["--port", "0", *flags.split()])
     with serve.bind(options.host, options.port) as listener:
         assert hosts_served(options, listener) == hosts
 
 
-def test_the_other_loopback_is_one() -> None:
+def test_ipv6_loopback_is_loopback() -> None:
     options = parse_options(["--port", "0", "--host", "::1"])
     try:
         listener = serve.bind(options.host, options.port)
@@ -187,19 +185,19 @@ def test_the_other_loopback_is_one() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "http://a.example", "a.example:8000", "a b", "*.example", "a/b", "[::1]:80", "ü"])
-def test_what_is_no_host_is_refused_in_a_line(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_hosts_in_flags_are_refused_in_a_line(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         parse_options([f"--allowed-host={text}"])
     assert caught.value.code == 2
     assert "no host such as" in capsys.readouterr().err
 
 
-def test_hosts_are_kept_as_browsers_name_them() -> None:
+def test_hosts_are_normalised_as_browsers_send_them() -> None:
     flags = ["--allowed-host=[2001:DB8:0::1]", "--allowed-host=::1", "--allowed-host=Pictures.Example."]
     assert parse_options(flags).allowed_hosts == ("2001:db8::1", "::1", "pictures.example")
 
 
-async def test_it_lets_what_is_no_request_pass() -> None:
+async def test_scopes_other_than_http_pass() -> None:
     seen = []
 
     async def app(scope: object, receive: object, send: object) -> None:

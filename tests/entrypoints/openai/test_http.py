@@ -1,4 +1,4 @@
-"""What holds for every request: headers, envelope, limits, streaming, keys, disconnects."""
+"""Behaviour of all requests: headers, error envelope, limits, streaming, keys, disconnects."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def test_engine_errors(
     code: str | None,
     moment: str,
 ) -> None:
-    """Both at admission and while running, as long as no byte was sent."""
+    """At admission, and while running as long as no byte was sent."""
     setattr(engine, moment, error)
     response = await post_edit(client)
     body = response.json()["error"]
@@ -69,10 +69,12 @@ async def test_engine_errors(
     assert engine.num_open == 0
 
 
-async def test_internal_errors_are_told_in_the_log(
+async def test_the_text_of_internal_errors_is_only_in_the_log(
     client: httpx.AsyncClient, engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The client has the request id, the log its reason; what is no fault of the server is not logged as one."""
+    """The client gets the request id, the log the reason; errors that are not the server's fault are not logged as its
+    errors.
+    """
     caplog.handler.setFormatter(TextFormatter())
     for error, is_internal in (
         (EngineDeadError("/secret/path"), True),
@@ -131,14 +133,14 @@ async def test_ready_models_and_metrics(client: httpx.AsyncClient) -> None:
     assert "stencil:request_success_total" in (await client.get("/metrics")).text
 
 
-async def test_probes_may_ask_for_the_head_alone(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_probes_may_use_head_requests(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     for path in ("/health", "/ready", "/metrics"):
         assert ((await client.head(path)).status_code, (await client.get(path)).status_code) == (200, 200)
     engine.is_ready = False
     assert (await client.head("/ready")).status_code == 503
 
 
-async def test_a_bad_query_is_told_in_words(client: httpx.AsyncClient) -> None:
+async def test_a_bad_query_has_a_readable_error(client: httpx.AsyncClient) -> None:
     for steps, wrong in (("513", "should be less than or equal to 512"), ("x", "should be a valid integer")):
         response = await client.get(f"/v1/engine/stats?steps={steps}")
         message = assert_refused(response, 400, "invalid_value", "steps")
@@ -192,7 +194,7 @@ def part(name: bytes, filename: bytes = b"") -> bytes:
 
 
 async def endless(head: bytes, sent: list[int]) -> AsyncIterator[bytes]:
-    """A body that would never end: whoever reads on hangs. `sent` counts chunks of 64 KiB."""
+    """A body that never ends, so that a server which reads all of it hangs. `sent` counts chunks of 64 KiB."""
     yield head
     while True:
         sent.append(1)
@@ -262,7 +264,7 @@ def spooled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return written
 
 
-async def test_what_is_not_used_is_not_stored(client: httpx.AsyncClient, spooled: list[int]) -> None:
+async def test_parts_that_are_not_used_are_not_stored(client: httpx.AsyncClient, spooled: list[int]) -> None:
     big = b"y" * 100_000
     files = [(f"image[{i}]", ("a.png", big)) for i in range(16)]
     files += [("unknown", ("a.png", big)), ("markup[]", ("a.png", big)), ("image[]", ("", b""))]
@@ -285,7 +287,7 @@ async def test_file_input_left_empty_before_one_that_is_not(client: httpx.AsyncC
 
 
 async def test_no_more_bodies_are_read_than_may_wait(client: httpx.AsyncClient, engine: FakeEngine) -> None:
-    """Each may fill the disk with 200 MB; who comes too late is told so before a byte of it is read."""
+    """Each may take 200 MB of disk; a request beyond the limit is refused before its body is read."""
     go_on, sent = asyncio.Event(), []
 
     async def slow() -> AsyncIterator[bytes]:
@@ -310,7 +312,9 @@ async def test_no_more_bodies_are_read_than_may_wait(client: httpx.AsyncClient, 
         assert (await post()).status_code == 200
 
 
-async def test_a_body_that_stops_coming_is_given_up(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_that_stops_arriving_is_refused(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(submission, "STALL_SECONDS", 0.05)
 
     async def stalled() -> AsyncIterator[bytes]:
@@ -325,7 +329,9 @@ async def test_a_body_that_stops_coming_is_given_up(client: httpx.AsyncClient, m
 
 
 async def test_mask_image_over_the_limit_as_text(client: httpx.AsyncClient) -> None:
-    """Small enough as text, as line breaks are allowed in it, but not once decoded: on the last piece, or before."""
+    """Within the limit as text, since line breaks are allowed, but too large when decoded: at the last piece, or
+    earlier.
+    """
     for size in (MAX_UPLOAD_BYTES + 1, MAX_UPLOAD_BYTES * 9 // 8):
         text = base64.b64encode(bytes(size)).decode()
         refused = await post_edit(client, mask_image=text)
@@ -423,7 +429,7 @@ async def test_keep_alive_comments(
 
 
 class Exchange:
-    """One request to an app by hand: what it sends, and a client that can go away."""
+    """One request to an app by hand: its messages, and a client that can disconnect."""
 
     def __init__(self, app: Any, body: bytes, headers: dict[str, str]) -> None:
         self.sent: list[dict[str, Any]] = []

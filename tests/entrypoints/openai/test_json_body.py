@@ -1,4 +1,4 @@
-"""Long strings are taken out of a JSON body, whatever the chunks and the escapes."""
+"""Long strings are removed from a JSON body for any split into chunks and any escapes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def split(data: bytes, size: int) -> tuple[bytes, dict[str, bytes]]:
 
 
 def restore(value: Any, strings: dict[str, bytes]) -> Any:
-    """`value` with the long strings back in place of their markers."""
+    """`value` with long strings in place of their markers."""
     match value:
         case str():
             return strings[value].decode() if value in strings else value
@@ -56,7 +56,7 @@ DOCUMENT = st.recursive(
 
 @given(DOCUMENT, st.integers(1, 150), st.booleans())
 @settings(max_examples=300, deadline=None)
-def test_what_is_taken_out_can_be_put_back(document: Any, size: int, ascii_only: bool) -> None:
+def test_long_strings_and_text_together_are_the_document(document: Any, size: int, ascii_only: bool) -> None:
     data = json.dumps(document, ensure_ascii=ascii_only).replace("/", "\\/").encode()
     text, strings = asyncio.run(split(data, size))
     assert restore(json.loads(text), strings) == document
@@ -91,8 +91,8 @@ async def test_malformed_stays_malformed(data: bytes, size: int) -> None:
     ],
     ids=["short strings", "escaped slashes", "escaped code points", "escaped backslashes"],
 )
-async def test_the_event_loop_goes_on(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """1 MB takes milliseconds, and others have their turn in between, however large the chunks are."""
+async def test_the_event_loop_is_not_blocked(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 MB takes milliseconds, and other tasks run in between, however large the chunks are."""
     monkeypatch.setattr(json_body, "LONG_STRING_BYTES", 512 * 1024)
     monkeypatch.setattr(json_body, "PIECE_BYTES", 64 * 1024)
     turns = 0

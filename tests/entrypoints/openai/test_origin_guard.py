@@ -1,4 +1,4 @@
-"""Web pages of other hosts change nothing on a server without keys; everybody else is let through."""
+"""OriginGuard: web pages of other hosts can change nothing on a server without keys; other clients are let through."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ async def test_a_page_of_another_host_changes_nothing(client: httpx.AsyncClient,
     assert len(engine.templates) == 1
 
 
-async def test_the_servers_own_pages_and_other_clients_do(client: httpx.AsyncClient) -> None:
+async def test_the_servers_own_pages_and_other_clients_are_let_through(client: httpx.AsyncClient) -> None:
     assert (await post_edit(client)).status_code == 200
     client.headers["origin"] = "http://test"
     assert (await post_edit(client)).status_code == 200
 
 
-async def test_reading_is_the_browsers_matter(client: httpx.AsyncClient) -> None:
+async def test_reading_requests_are_let_through(client: httpx.AsyncClient) -> None:
     assert (await client.get("/v1/models", headers=FOREIGN)).status_code == 200
 
 
@@ -95,5 +95,5 @@ async def test_pages_of_others_may_not(engine: FakeEngine) -> None:
         ("http://[::1", "[::1", False),
     ],
 )
-def test_what_is_the_same_host(origin: str, host: str, is_same: bool) -> None:
+def test_origins_of_the_same_host_are_recognised(origin: str, host: str, is_same: bool) -> None:
     assert is_same_host(origin, host) is is_same

@@ -1,4 +1,4 @@
-"""The rate limit over HTTP: what is counted, for whom, and what clients are told."""
+"""The rate limit over HTTP: what is counted, for which caller, and the headers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COUNTED = {"x-ratelimit-limit-requests", "x-ratelimit-remaining-requests", "x-ra
 async def limited(
     engine: FakeEngine, limit: int, *keys: str, hosts: tuple[str, ...] = ("127.0.0.1",)
 ) -> AsyncIterator[list[httpx.AsyncClient]]:
-    """A client for each of `hosts`, of one server."""
+    """A client for each of `hosts`, all of one server."""
     app = create_app(engine, ServerSettings(api_keys=keys, max_upload_bytes=1000, rate_limit=limit))
     transports = [httpx.ASGITransport(app, client=(host, 1)) for host in hosts]
     clients = [httpx.AsyncClient(transport=transport, base_url="http://test") for transport in transports]
@@ -88,8 +88,8 @@ async def test_addresses_without_keys(engine: FakeEngine, host: str, other: str,
         assert (await post_edit(second)).status_code == (429 if is_same else 200)
 
 
-async def test_the_openai_client_waits_as_it_is_told(engine: FakeEngine) -> None:
-    """One request a second passes after the burst: with its retries the client gets its answer."""
+async def test_the_openai_client_waits_for_retry_after(engine: FakeEngine) -> None:
+    """After the burst one request per second passes: with its retries the client gets its answer."""
     async with limited(engine, 60, "k") as [client]:
         api = openai.AsyncOpenAI(base_url="http://test/v1", api_key="k", http_client=client, max_retries=0)
         for _ in range(60):

@@ -1,4 +1,4 @@
-"""What every HTTP request leaves behind: one log line, and a count where it was refused."""
+"""What the server records of each HTTP request: one log line, and a count if it was refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from entrypoints.openai.request_record import outcome_of
 
 
 class Lines(logging.Handler):
-    """What is logged, as the objects that JSON lines hold."""
+    """The log lines, as the objects of JSON lines."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ async def test_a_finished_request(client: httpx.AsyncClient, log: Lines) -> None
     assert "error" not in line
 
 
-async def test_ms_are_the_slowest_images(client: httpx.AsyncClient, engine: FakeEngine, log: Lines) -> None:
+async def test_each_part_of_ms_is_the_slowest_images(client: httpx.AsyncClient, engine: FakeEngine, log: Lines) -> None:
     slow = replace(engine.report, ms=engine.report.ms | {"decode": 50.0}, engine=1)
     reports = iter([slow, replace(engine.report, engine=0)])
     engine.report_of = lambda _: next(reports)
@@ -83,7 +83,7 @@ async def test_ms_are_the_slowest_images(client: httpx.AsyncClient, engine: Fake
         (OverloadedError("full", retry_after=1), "refused", 503, "server_is_overloaded"),
     ],
 )
-async def test_what_was_not_done(
+async def test_requests_that_were_not_served_are_logged_with_their_error(
     client: httpx.AsyncClient, engine: FakeEngine, log: Lines, error: Exception, message: str, status: int, code: str
 ) -> None:
     engine.entering = error
@@ -101,7 +101,7 @@ async def test_a_stream_that_fails_after_its_200(client: httpx.AsyncClient, engi
     assert {line["request_id"] for line in log.lines} == {line["request_id"]}
 
 
-async def test_what_clients_choose_controls_no_terminal_and_fills_no_disk(engine: FakeEngine, log: Lines) -> None:
+async def test_text_from_clients_is_escaped_and_cut(engine: FakeEngine, log: Lines) -> None:
     app = create_app(engine, ServerSettings(api_keys=(), max_upload_bytes=1000))
     transport = httpx.ASGITransport(app, client=("\x9b31m\x85\u2028" + "a" * 5000, 1))  # a header that a proxy forwards
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
@@ -129,7 +129,7 @@ async def test_lines_hold_no_prompt(client: httpx.AsyncClient, log: Lines) -> No
     assert "wish" not in json.dumps(log.lines)
 
 
-async def test_probes_are_heard_in_debug_only(client: httpx.AsyncClient, log: Lines) -> None:
+async def test_probes_are_logged_at_debug_level_only(client: httpx.AsyncClient, log: Lines) -> None:
     for path in ("/health", "/ready", "/metrics"):
         await client.get(path)
     assert log.lines == []
@@ -173,7 +173,7 @@ async def guarded(engine: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def refusals(engine: FakeEngine) -> dict[str, float]:
-    """Reason -> how often, of those there were."""
+    """Reason -> number of refusals."""
     prefix = 'stencil:request_rejects_total{reason="'
     lines = [line for line in engine.metrics.exposition().decode().splitlines() if line.startswith(prefix)]
     counts = {line.split('"')[1]: float(line.rsplit(" ")[-1]) for line in lines}
@@ -183,7 +183,7 @@ def refusals(engine: FakeEngine) -> dict[str, float]:
 async def test_refusals_are_counted_by_reason(guarded: httpx.AsyncClient, engine: FakeEngine) -> None:
     assert refusals(engine) == {}
     await post_edit(guarded)
-    await guarded.get("/nothing")  # is nobody's request
+    await guarded.get("/nothing")  # an unknown route: not counted as a refusal
     guarded.headers["authorization"] = "Bearer k"
     await post_edit(guarded)
     await post_edit(guarded, n="99")

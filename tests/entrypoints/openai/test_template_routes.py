@@ -1,4 +1,4 @@
-"""Templates, the `stencil` facts of mask-aware execution, and the engine's statistics, over HTTP."""
+"""Templates, the `stencil` object of mask-aware edits, and the engine's statistics, over HTTP."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def test_bodies_that_hold_no_single_image(client: httpx.AsyncClient, engin
     assert len(engine.templates) == 0
 
 
-async def test_fields_that_a_template_has_not_are_left_alone(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_fields_that_templates_do_not_have_are_ignored(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     mask_image = ("mask_image", (None, "not base64!"))
     response = await client.post("/v1/templates", files=[IMAGE, MASK, mask_image, ("n", (None, "99"))])
     assert response.status_code == 200
@@ -85,8 +85,8 @@ async def test_a_full_queue_and_a_loading_model(client: httpx.AsyncClient, engin
     assert_refused(await client.post("/v1/templates", files=[IMAGE]), 503, "server_is_overloaded", None)
 
 
-async def test_a_template_is_its_keys(engine: FakeEngine) -> None:
-    """One engine behind two doors with a key each, and one without keys."""
+async def test_a_template_belongs_to_its_key(engine: FakeEngine) -> None:
+    """One engine behind two applications with a key each, and one without keys."""
 
     def door(api_key: str | None) -> httpx.AsyncClient:
         app = create_app(engine, ServerSettings(api_keys=(api_key,) if api_key else (), max_upload_bytes=1000))
@@ -150,7 +150,7 @@ async def test_an_edit_by_template_id(client: httpx.AsyncClient, engine: FakeEng
     assert engine.last.image is not None
 
 
-async def test_an_edit_of_nothing_keeps_upstreams_words(client: httpx.AsyncClient) -> None:
+async def test_an_edit_without_an_image_has_openais_error_message(client: httpx.AsyncClient) -> None:
     for response in (await post_edit(client, [MASK]), await post_edit(client, [MASK], template_id="")):
         message = assert_refused(response, 400, "missing_required_parameter", "image")
         assert message == "Missing required parameter: 'image'."
@@ -188,7 +188,7 @@ async def test_why_an_edit_was_exact(
     assert stencil["notes"] == []
 
 
-async def test_an_edit_that_asked_to_be_exact_needs_no_note(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_an_edit_that_asked_for_exact_has_no_note(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     engine.report = replace(engine.report, exact_reason="asked")
     stencil = (await post_edit(client, mask_aware="false", mask_margin="4")).json()["stencil"]
     assert (stencil["notes"], stencil["ignored"]) == ([], ["mask_margin"])
@@ -272,7 +272,7 @@ async def test_engine_stats(client: httpx.AsyncClient, engine: FakeEngine) -> No
     assert stats["models"][0]["page_scheme"] is None
 
 
-async def test_what_engines_did_together(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_totals_are_summed_over_engines(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     other = msgspec.structs.replace(CACHE, hits={"host": 1}, misses=9, used_bytes={"host": 50, "disk": 7})
     engine.stats = (
         STATS,
@@ -313,7 +313,7 @@ async def guarded(engine: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def test_the_key_guards_them_all(guarded: httpx.AsyncClient) -> None:
+async def test_all_routes_need_the_key(guarded: httpx.AsyncClient) -> None:
     for method, path in (
         ("POST", "/v1/templates"),
         ("GET", "/v1/templates/t"),

@@ -1,4 +1,4 @@
-"""A temporary folder that takes no uploads: a refusal that clients retry, and all is well when there is room again."""
+"""A temporary folder that takes no uploads: requests are refused for a retry, and succeed once there is room."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def gone(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def limited(folder: Path) -> Iterator[None]:
-    """A quota, as it were: a file takes its first bytes only."""
+    """Simulates a quota: only the first bytes of a file can be written."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_500_000, hard))
     try:
@@ -68,7 +68,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 async def send_all(client: httpx.AsyncClient) -> list[httpx.Response]:
-    """A large file by each way in."""
+    """Send a large file in every form that requests allow."""
     source = {"image_url": f"data:image/png;base64,{TEXT}"}
     file = ("image", ("a.png", LARGE, "image/png"))
     return [
@@ -80,7 +80,7 @@ async def send_all(client: httpx.AsyncClient) -> list[httpx.Response]:
     ]
 
 
-async def test_uploads_that_the_disk_does_not_take(
+async def test_uploads_that_the_disk_does_not_take_are_refused_until_there_is_room(
     client: httpx.AsyncClient,
     engine: FakeEngine,
     folder: Path,

@@ -1,4 +1,4 @@
-"""Checkpoints that are incomplete, come in variants, or lie on the hub: what is read of them, and what is said."""
+"""Checkpoints that are incomplete, have variants, or are on the hub: which files are read, and the error messages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEM = "diffusion_pytorch_model"
 
 @pytest.fixture
 def copy(tiny_checkpoint: Path, tmp_path: Path) -> Path:
-    """A checkpoint to break."""
+    """A copy of a checkpoint, to damage."""
     return Path(shutil.copytree(tiny_checkpoint, tmp_path / "copy"))
 
 
@@ -45,13 +45,13 @@ def assert_refused(path: Path | str, words: str, variant: str = "") -> None:
 
 
 def bias_of(models: ResidentModels) -> float:
-    """Of the VAE's last layer, which `rename` tells variants apart by."""
+    """The bias of the VAE's last layer, by which `rename` tells variants apart."""
     (family,) = models.families.values()
     return float(family._parts["vae"].decoder.conv_out.bias[0])  # type: ignore[attr-defined]
 
 
 def add_variant(copy: Path, part: str, variant: str, bias: float | None = None) -> None:
-    """The part's weights again, in half the size; bias: see `bias_of`."""
+    """Add a variant of the part's weights in half the size. bias: see `bias_of`."""
     (file,) = (path for path in (copy / part).glob("*.safetensors") if path.name.count(".") == 1)
     tensors = {name: tensor.half() for name, tensor in load_file(file).items()}
     if bias is not None:
@@ -60,7 +60,7 @@ def add_variant(copy: Path, part: str, variant: str, bias: float | None = None) 
 
 
 def shard(copy: Path, part: str, variant: str = "") -> None:
-    """Cut the part's weights in two, with an index."""
+    """Split the part's weights into two files with an index."""
     dot, end = (f".{variant}", f".{variant}.json") if variant else ("", ".json")
     file = copy / part / f"{STEM}{dot}.safetensors"
     tensors = load_file(file)
@@ -115,7 +115,7 @@ def test_a_torn_index_of_shards(copy: Path, content: str) -> None:
 
 @contextmanager
 def unreadable(folder: Path) -> Iterator[None]:
-    """Root reads everything, so not as root."""
+    """Makes the folder unreadable; skips the test for root, who can read everything."""
     folder.chmod(0)
     user = os.geteuid()
     if user == 0:
@@ -127,7 +127,7 @@ def unreadable(folder: Path) -> Iterator[None]:
         folder.chmod(0o700)
 
 
-def test_a_folder_that_may_not_be_read(copy: Path) -> None:
+def test_a_folder_without_read_permission(copy: Path) -> None:
     with unreadable(copy):
         for refuse in (lambda: load(copy), lambda: check_model(str(copy))):
             with pytest.raises(ConfigError, match=r"cannot read .*Permission denied"):
@@ -139,7 +139,7 @@ def test_a_folder_that_may_not_be_read(copy: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------ variants
 
 
-def test_a_variant_is_read_where_it_is_asked_for_or_the_only_one(copy: Path) -> None:
+def test_a_variant_is_read_if_it_is_requested_or_the_only_one(copy: Path) -> None:
     plain = bias_of(load(copy))
     add_variant(copy, "vae", "fp16", bias=3.0)
     assert bias_of(load(copy)) == plain
@@ -159,7 +159,7 @@ def test_a_variant_that_no_part_has(copy: Path) -> None:
 
 
 def test_variants_are_different_checkpoints(copy: Path, tmp_path: Path) -> None:
-    """To what is cached of them; and parameters are counted once."""
+    """They have separate cache entries, and parameters are counted once."""
 
     def digest(variant: str = "") -> str:
         return fingerprint(Checkpoint.open(ModelConfig(model=str(copy), variant=variant, dtype="float32")), tmp_path)
@@ -209,7 +209,7 @@ def test_no_hub_and_nothing_cached(empty_cache: pytest.MonkeyPatch) -> None:
 
 
 def test_of_several_variants_one_is_fetched(empty_cache: pytest.MonkeyPatch, copy: Path) -> None:
-    """And of a part that has not the one, what it has; then all is there without the hub."""
+    """Parts without that variant are fetched as they are; afterwards everything can be loaded without the hub."""
     for part in ("transformer", "vae"):
         add_variant(copy, part, "fp16")
     (copy / "vae" / f"{STEM}.safetensors").unlink()

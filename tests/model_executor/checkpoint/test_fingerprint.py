@@ -1,4 +1,4 @@
-"""Fingerprints of checkpoints, and the page scheme that flags, calibration and defaults make."""
+"""Fingerprints of checkpoints, and the page scheme that results from flags, calibration and defaults."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FOUND = Calibration(
 
 @pytest.fixture
 def path(tiny_checkpoint: Path, tmp_path: Path) -> Path:
-    """A checkpoint of its own."""
+    """A copy of the checkpoint."""
     return Path(shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint"))
 
 
@@ -75,7 +75,7 @@ def test_weights_configuration_tokenizer_and_dtype_count(path: Path, cache: Path
 
 
 def test_parts_that_the_index_leaves_out_count(path: Path, cache: Path) -> None:
-    """Their files stay, as where SD3 is served without T5."""
+    """Their files stay, as when SD3 is served without T5."""
     index = json.loads((path / INDEX).read_text())
     prints = []
     for changes in ({}, {"text_encoder_2": None}, {"_diffusers_version": "0.1", "_name_or_path": "elsewhere"}):
@@ -102,14 +102,14 @@ def test_hashes_of_weights_are_remembered(path: Path, cache: Path, monkeypatch: 
     assert [file for file in hashed if file.suffix == ".safetensors"] == [weights_of(path).resolve()]
 
 
-def test_what_is_remembered_is_the_owners_alone(path: Path, cache: Path) -> None:
+def test_the_file_of_hashes_is_accessible_to_its_owner_only(path: Path, cache: Path) -> None:
     fingerprint(opened(path), cache)
     (file,) = cache.iterdir()
     assert file.stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'{"/a": {"size": "x"}}', b"\xff\xfe"])
-def test_a_bad_memory_is_made_anew(path: Path, cache: Path, content: bytes) -> None:
+def test_a_damaged_file_of_hashes_is_replaced(path: Path, cache: Path, content: bytes) -> None:
     first = fingerprint(opened(path), cache)
     (file,) = cache.iterdir()
     good = file.read_bytes()
@@ -118,12 +118,12 @@ def test_a_bad_memory_is_made_anew(path: Path, cache: Path, content: bytes) -> N
     assert file.read_bytes() == good
 
 
-def test_where_nothing_can_be_remembered_the_fingerprint_is_the_same(path: Path, cache: Path, tmp_path: Path) -> None:
+def test_the_fingerprint_is_the_same_if_hashes_cannot_be_saved(path: Path, cache: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     assert fingerprint(opened(path), tmp_path / "file") == fingerprint(opened(path), cache)
 
 
-def test_the_hubs_file_names_are_taken_for_hashes(path: Path, cache: Path, tmp_path: Path) -> None:
+def test_file_names_of_the_hubs_cache_are_used_as_hashes(path: Path, cache: Path, tmp_path: Path) -> None:
     before = fingerprint(opened(path), cache)
     weights = weights_of(path)
     blob = tmp_path / fingerprint_module._sha256(weights)
@@ -177,7 +177,7 @@ def test_defaults(path: Path, cache: Path) -> None:
     assert scheme.latent_bytes == 64 * torch.float32.itemsize
 
 
-def test_a_calibration_decides_what_no_flag_says(path: Path, cache: Path) -> None:
+def test_a_calibration_sets_what_flags_leave_open(path: Path, cache: Path) -> None:
     given(path / CALIBRATION, FOUND)
     scheme = scheme_of(path, cache)
     assert scheme is not None
@@ -191,7 +191,7 @@ def test_a_calibration_decides_what_no_flag_says(path: Path, cache: Path) -> Non
 
 
 def test_full_steps_are_counted_in_calls_of_the_model(path: Path, cache: Path) -> None:
-    """As the calibration's edits ran them: Heun's method makes two of most noise levels."""
+    """As in the calibration's edits: Heun's method calls the model twice at most noise levels."""
     given(path / CALIBRATION, FOUND)
     config = ModelConfig(model=str(path), dtype="float32", device="cpu")
     checkpoint = Checkpoint.open(config)
@@ -215,7 +215,7 @@ def test_pages_at_every_step(path: Path, cache: Path) -> None:
     assert found.keyframes == ()
 
 
-def test_the_users_own_calibration_comes_before_the_checkpoints(path: Path, cache: Path) -> None:
+def test_the_users_calibration_overrides_the_checkpoints(path: Path, cache: Path) -> None:
     given(path / CALIBRATION, FOUND)
     given(
         calibration_file(cache, fingerprint(opened(path), cache)), msgspec.structs.replace(FOUND, keyframes=(1.0, 0.0))
@@ -236,7 +236,7 @@ def test_an_unsafe_checkpoint_is_served_exactly_and_says_so(
     assert scheme_of(path, cache, cache_keyframes="9") is not None
 
 
-def test_no_mask_aware_means_no_scheme(path: Path, cache: Path) -> None:
+def test_without_mask_aware_execution_there_is_no_page_scheme(path: Path, cache: Path) -> None:
     assert scheme_of(path, cache, mask_aware=False) is None
     assert not cache.exists()
 
@@ -244,7 +244,7 @@ def test_no_mask_aware_means_no_scheme(path: Path, cache: Path) -> None:
 @pytest.mark.parametrize(
     "content", [b"", b"{}", b'{"keyframes": [0.5, 1.0]}', msgspec.json.encode(FOUND)[:-1] + b',"x":1}']
 )
-def test_a_bad_calibration_counts_as_none(
+def test_an_invalid_calibration_is_ignored(
     path: Path, cache: Path, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     (path / CALIBRATION).write_bytes(content)
@@ -264,13 +264,13 @@ def test_keyframes_that_do_not_fall_from_1_to_0_are_no_calibration(keyframes: tu
 @pytest.mark.parametrize(
     ("flag", "value"), [("cache_keyframes", "1"), ("cache_keyframes", "many"), ("cache_dtype", "int3")]
 )
-def test_flags_that_cannot_be_are_refused(path: Path, cache: Path, flag: str, value: str) -> None:
+def test_impossible_flags_are_refused(path: Path, cache: Path, flag: str, value: str) -> None:
     with pytest.raises(InvalidRequestError, match=value):
         scheme_of(path, cache, **{flag: value})
 
 
 def test_the_embedded_models_large_masks_get_a_full_step() -> None:
-    """Small ones, of which one full step costs as much as several others, do without."""
+    """Small masks get none, since a full step costs as much as several of theirs."""
     found = msgspec.json.decode((Path(EMBEDDED_MODEL) / CALIBRATION).read_bytes(), type=Calibration)
     assert found.safe
     assert found.full_steps == 1

@@ -1,4 +1,4 @@
-"""Weights are never held twice: the memory of a process that loads a checkpoint, against the checkpoint's size."""
+"""Weights are never in memory twice: the memory of a process that loads a checkpoint, against the checkpoint's size."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ print(json.dumps({"peak": max(anon for anon, _ in samples) - before[0], "held": 
 
 @pytest.fixture(scope="module")
 def large(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
-    """A checkpoint whose denoiser alone counts, and the parameters of that."""
+    """A checkpoint in which only the denoiser is large, and the denoiser's number of parameters."""
     path = Path(shutil.copytree(tiny_checkpoint, tmp_path_factory.mktemp("large") / "model"))
     config = FluxTransformer2DModel.load_config(path, subfolder="transformer")
     sizes = {"num_attention_heads": 32, "num_layers": 1, "num_single_layers": 1}  # 1024 wide
@@ -65,8 +65,8 @@ def large(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tu
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_weights_are_held_once(tiny_checkpoint: Path, large: tuple[Path, int], dtype: str) -> None:
-    """The file is float32. Peak is private memory; what is held afterwards counts the file's mapped pages, too."""
+def test_weights_are_in_memory_once(tiny_checkpoint: Path, large: tuple[Path, int], dtype: str) -> None:
+    """The file is float32. The peak is private memory; the memory afterwards includes the file's mapped pages."""
     path, number = large
     found, weights = load(tiny_checkpoint, path, dtype), number * getattr(torch, dtype).itemsize
     assert weights > 90e6
@@ -74,7 +74,7 @@ def test_weights_are_held_once(tiny_checkpoint: Path, large: tuple[Path, int], d
     assert 0.8 * weights < found["held"] < 1.25 * weights
 
 
-def test_quantised_weights_are_never_all_held_as_they_were(tiny_checkpoint: Path, large: tuple[Path, int]) -> None:
+def test_quantised_weights_are_never_all_in_memory_unquantised(tiny_checkpoint: Path, large: tuple[Path, int]) -> None:
     pytest.importorskip("torchao")
     path, weights = large  # a byte each
     found = load(tiny_checkpoint, path, "float32", "torchao-int8")
@@ -83,7 +83,7 @@ def test_quantised_weights_are_never_all_held_as_they_were(tiny_checkpoint: Path
 
 
 def load(small: Path, large: Path, dtype: str, quantization: str = "none") -> dict[str, int]:
-    """Private memory in bytes while `large` is loaded, at its peak, and all that is held for it afterwards."""
+    """Private memory in bytes while `large` is loaded, at its peak, and all memory used for it afterwards."""
     command = [sys.executable, "-c", LOAD, str(small), str(large), dtype, quantization]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}
     done = subprocess.run(command, capture_output=True, env=environment, cwd=ROOT, check=True)

@@ -1,4 +1,4 @@
-"""What a user sees of a checkpoint that cannot be served: one ConfigError of one line that names the cause."""
+"""A checkpoint that cannot be served gives a ConfigError of one line that names the cause."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
 
 @pytest.fixture
 def copy(tiny_checkpoint: Path, tmp_path: Path) -> Path:
-    """A checkpoint to break."""
+    """A copy of a checkpoint, to damage."""
     return Path(shutil.copytree(tiny_checkpoint, tmp_path / "copy"))
 
 
@@ -68,7 +68,7 @@ def test_defaults_are_the_pipelines(tiny_checkpoint: Path) -> None:
 
 
 def test_info_of_flux(tmp_path: Path) -> None:
-    """dev has a distilled guidance, schnell has none; both can be guided without a classifier besides."""
+    """dev has distilled guidance, schnell has none; both also support classifier-free guidance."""
     for guidance_embeds in (True, False):
         path = make_flux(tmp_path / str(guidance_embeds), guidance_embeds=guidance_embeds)
         info = make_family(Checkpoint.open(ModelConfig(model=str(path)))).info("tiny")
@@ -82,7 +82,7 @@ def test_info_of_flux(tmp_path: Path) -> None:
 
 
 def test_info_of_sd3(tmp_path: Path) -> None:
-    """Guidance is classifier-free, positions end somewhere, Heun calls the model twice a step."""
+    """Guidance is classifier-free, positions are limited, and Heun's method calls the model twice per step."""
     path = make_sd3(tmp_path / "sd3", scheduler_class=FlowMatchHeunDiscreteScheduler, text_tokens=9)
     (info,) = load(path, dtype="float32").ready(0).models
     assert (info.family, info.has_guidance, info.has_true_cfg, info.is_guidance_cfg) == ("sd3", True, False, True)
@@ -91,8 +91,8 @@ def test_info_of_sd3(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("make", "extra"), [(make_flux, 0), (make_sd3, 12)])
-def test_all_text_tokens_are_told(tmp_path: Path, make: Any, extra: int) -> None:
-    """SD3's CLIP tokens, 12 in these checkpoints, come before T5's, also before a prompt that is cut short."""
+def test_all_text_tokens_are_reported(tmp_path: Path, make: Any, extra: int) -> None:
+    """SD3's CLIP tokens, 12 in these checkpoints, come before T5's, and are counted also for a prompt that is cut."""
     models = load(make(tmp_path / "model"), dtype="float32")
     (info,) = models.ready(0).models
     assert info.extra_text_tokens == extra
@@ -139,7 +139,7 @@ def test_scheduler_of_unets(copy: Path) -> None:
 @pytest.mark.parametrize("part", FluxFill.classes)
 @pytest.mark.parametrize("name", ["AutoencoderKLQwenImage", "CLIPTextModelWithProjection", "Qwen2Tokenizer"])
 def test_a_part_of_a_class_that_the_family_does_not_use(copy: Path, part: str, name: str) -> None:
-    """What is listed could stand there."""
+    """The error lists the classes that are possible."""
     edit_json(copy / "model_index.json", **{part: ["diffusers", name]})
     assert_refused(copy, f"copy: {part} is of class {name}; supported: {', '.join(FluxFill.classes[part])}$")
 
@@ -175,7 +175,7 @@ def test_an_index_entry_that_names_no_class(copy: Path, entry: object) -> None:
         ("tokenizer/tokenizer_config.json", {"model_max_length": "x"}),
     ],
 )
-def test_a_configuration_that_makes_no_sense(copy: Path, file: str, entries: dict[str, object]) -> None:
+def test_an_invalid_configuration_is_refused(copy: Path, file: str, entries: dict[str, object]) -> None:
     edit_json(copy / file, **entries)
     assert_refused(copy, str(copy))
 
@@ -229,7 +229,7 @@ def test_torn_weights(copy: Path) -> None:
 
 
 def test_missing_weight(copy: Path) -> None:
-    """diffusers only warns, and goes on with whatever lies in memory."""
+    """diffusers only warns, and continues with uninitialised memory."""
     tensors = load_file(copy / WEIGHTS)
     del tensors["proj_out.bias"]
     save_file(tensors, copy / WEIGHTS, metadata={"format": "pt"})
@@ -271,7 +271,7 @@ def test_unknown_dtype() -> None:
 
 
 def test_a_cpu_is_warmed_up_by_one_masked_row(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has no kernel that only reading between two keyframes would compile."""
+    """A CPU has no kernel that is compiled only for reading between two keyframes."""
     models, rows = load(tiny_checkpoint, dtype="float32"), list[Any]()
     predict = models.families["tiny"].predict
 
@@ -284,8 +284,8 @@ def test_a_cpu_is_warmed_up_by_one_masked_row(tiny_checkpoint: Path, monkeypatch
     assert rows == [[False], [True]]
 
 
-def test_components_come_and_go(tiny_checkpoint: Path) -> None:
-    """What was unloaded cannot be used, and works again once loaded."""
+def test_components_can_be_unloaded_and_loaded_again(tiny_checkpoint: Path) -> None:
+    """An unloaded component cannot be used, and works again after loading."""
     models = load(tiny_checkpoint, dtype="float32")
     key = ModelKey("tiny", "transformer")
     models.unload(key)

@@ -1,4 +1,4 @@
-"""Pickles in a checkpoint: one line says that they are not read, and none of them is."""
+"""Pickles in a checkpoint: they are refused in one line and never loaded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES = ("diffusion_pytorch_model.bin", "pytorch_model.bin", "model.pt", "model.
 
 
 class Bomb:
-    """Makes a folder at `mark` when it is unpickled."""
+    """Creates a folder at `mark` when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self._mark = mark
@@ -79,7 +79,7 @@ def test_an_index_that_names_a_pickle(copy: Path, mark: Path, part: str) -> None
 
 
 def test_pickles_beside_safetensors_are_left_alone(copy: Path, mark: Path) -> None:
-    """In every folder, tokenizers' and the scheduler's too."""
+    """In every folder, including the tokenizers' and the scheduler's."""
     for folder in (copy, *(path for path in copy.iterdir() if path.is_dir())):
         plant(folder, mark)
     load(copy)

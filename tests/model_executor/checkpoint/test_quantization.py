@@ -1,4 +1,4 @@
-"""Quantised weights that cannot be had: one line that says why. No package that quantises is needed here."""
+"""Quantisation that is not available gives an error of one line with the cause. Needs no package for quantisation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def refused(path: Path, why: str, **settings: Any) -> None:
 
 @pytest.fixture
 def stored(tiny_checkpoint: Path, tmp_path: Path) -> Path:
-    """A checkpoint of which a test says how its transformer is quantised."""
+    """A checkpoint whose transformer's configuration claims the given quantisation."""
     return Path(shutil.copytree(tiny_checkpoint, tmp_path / "stored"))
 
 
@@ -39,7 +39,7 @@ def say_stored(path: Path, part: str = "transformer", /, **config: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": config}))
 
 
-def test_a_name_that_there_is_not() -> None:
+def test_an_unknown_quantization() -> None:
     with pytest.raises(InvalidRequestError, match=r"'int9'. Supported values are: 'none', 'torchao-int8', 'bitsandb"):
         ModelConfig(quantization="int9")  # type: ignore[arg-type]
 
@@ -59,7 +59,7 @@ def test_bitsandbytes_without_a_gpu(tiny_checkpoint: Path, wish: str) -> None:
     )
 
 
-def test_what_is_stored_otherwise_is_refused(stored: Path) -> None:
+def test_checkpoints_with_another_stored_quantization_are_refused(stored: Path) -> None:
     say_stored(stored, quant_method="gguf")
     refused(
         stored, "transformer of .* is quantised with gguf, which is not supported; supported: torchao, bitsandbytes"
@@ -68,7 +68,7 @@ def test_what_is_stored_otherwise_is_refused(stored: Path) -> None:
     refused(stored, "is quantised with bitsandbytes: bitsandbytes needs a GPU")
 
 
-def test_what_is_quantised_already_is_not_quantised_again(stored: Path, tmp_path: Path) -> None:
+def test_a_quantised_checkpoint_is_not_quantised_again(stored: Path, tmp_path: Path) -> None:
     why = "the checkpoint's {} is quantised with torchao already"
     say_stored(stored, quant_method="torchao")
     refused(stored, why.format("transformer"), quantization="torchao-int8")
@@ -81,8 +81,8 @@ def test_the_denoiser_of_every_family_is_quantised() -> None:
     assert {family.denoiser_part for family in FAMILIES.values()} == set(QUANTIZED)
 
 
-def test_a_wish_that_changed_nothing_is_an_error() -> None:
-    """Whatever the reason: the flag may not be ignored without a word."""
+def test_a_quantization_that_changed_no_layer_is_an_error() -> None:
+    """For whatever reason: the flag must not be ignored silently."""
     with pytest.raises(ValueError, match="--quantization torchao-int8 has changed none of its layers"):
         check_quantized(nn.Sequential(nn.Linear(2, 2), nn.Conv2d(2, 2, 1)), "torchao-int8")
 
@@ -101,6 +101,6 @@ def test_how_weights_are_stored(config: dict[str, Any], method: str | None) -> N
     assert stored_method(config) == method
 
 
-def test_a_layer_of_another_kind_cannot_be_undone() -> None:
+def test_a_layer_of_an_unknown_kind_cannot_be_dequantised() -> None:
     with pytest.raises(ValueError, match="which is quantised with torch and runs as a whole"):
         unquantized(nn.Bilinear(2, 2, 2))

@@ -1,4 +1,4 @@
-"""Tokenizers with missing or damaged files: refused in one line, since transformers makes one that knows no words."""
+"""Tokenizers with missing or damaged files are refused in one line; transformers would load them without any words."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
 
 @pytest.fixture
 def copy(checkpoints: Mapping[str, Path], tmp_path: Path) -> Callable[[str], Path]:
-    """A checkpoint to break, by its family."""
+    """A copy of a checkpoint of the given family, to damage."""
     return lambda name: Path(shutil.copytree(checkpoints[name], tmp_path / "copy"))
 
 
@@ -68,14 +68,14 @@ def change(file: Path, **entries: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | entries))
 
 
-def test_every_tokenizer_of_every_family_is_tried(checkpoints: Mapping[str, Path]) -> None:
+def test_every_tokenizer_of_every_family_is_checked(checkpoints: Mapping[str, Path]) -> None:
     found = {(name, folder.name) for name, path in checkpoints.items() for folder in path.glob("tokenizer*")}
     assert found == set(TOKENIZERS)
 
 
 @pytest.mark.parametrize(("name", "part"), TOKENIZERS)
 def test_a_vocabulary_that_is_missing(copy: Callable[[str], Path], name: str, part: str) -> None:
-    """The file alone, and everything in the folder."""
+    """Only its file, and all files in the folder."""
     path = copy(name)
     (path / part / "tokenizer.json").unlink()
     why = rf"cannot load {part} of .*: it has no .*\(or tokenizer\.json\); is the checkpoint complete\?"
@@ -105,7 +105,7 @@ def test_a_vocabulary_without_words(copy: Callable[[str], Path], name: str) -> N
 
 @pytest.mark.parametrize(("name", "part"), [each for each in TOKENIZERS if each[1] != "tokenizer_3"])
 def test_an_encoder_that_knows_fewer_tokens(copy: Callable[[str], Path], name: str, part: str) -> None:
-    """A prompt with one that it does not know would end the step, and on a GPU the worker."""
+    """A prompt with an unknown token would fail the step, and on a GPU end the worker."""
     path = copy(name)
     file = path / part.replace("tokenizer", "text_encoder") / "config.json"
     config = json.loads(file.read_text())
@@ -116,7 +116,7 @@ def test_an_encoder_that_knows_fewer_tokens(copy: Callable[[str], Path], name: s
 
 @pytest.mark.parametrize("name", ["flux", "sd3", "sd", "sdxl"])
 def test_a_length_that_the_encoder_cannot_read(copy: Callable[[str], Path], name: str) -> None:
-    """Without its configuration a tokenizer of CLIP has no length."""
+    """Without its configuration, a CLIP tokenizer has no maximum length."""
     path = copy(name)
     change(path / "tokenizer/tokenizer_config.json", model_max_length=13)
     assert_refused(path, "names no model_max_length of at most 12 tokens")
@@ -133,8 +133,8 @@ def test_a_configuration_that_no_prompt_can_be_read_with(copy: Callable[[str], P
     assert_refused(path, f"cannot load {part} of .*: .* model_max_length below 1")
 
 
-def test_a_vocabulary_in_several_files_is_whole_with_all_of_them(tmp_path: Path) -> None:
-    """As Stable Diffusion's own checkpoints have it."""
+def test_a_vocabulary_in_several_files_needs_all_of_them(tmp_path: Path) -> None:
+    """As in Stable Diffusion's checkpoints."""
     (tmp_path / "vocab.json").write_text("{}")
     with pytest.raises(ValueError, match=r"it has no merges\.txt \(or tokenizer\.json\)"):
         check_files(tmp_path, CLIPTokenizer)

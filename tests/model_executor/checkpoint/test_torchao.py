@@ -1,6 +1,7 @@
-"""Denoisers quantised by torchao: against diffusers' pipelines of the same quantisation, with adapters, and stored.
+"""Denoisers quantised by torchao: against diffusers' pipelines with the same quantisation, with adapters, and loaded
+from quantised checkpoints.
 
-Skipped where the extra `quantization` is not installed; the extra `test` has it.
+Skipped if the extra `quantization` is not installed; the extra `test` includes it.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def config() -> TorchAoConfig:
 
 
 class QuantizedRig(Rig):
-    """Ours and the pipeline quantised alike, with an adapter of every layer."""
+    """Our runner and the pipeline, quantised alike, with an adapter for every layer."""
 
     def __init__(self, checkpoint: Path, arena: Arena, pipeline: Any, lora: Path) -> None:
         self.part = "unet" if (checkpoint / "unet").is_dir() else "transformer"
@@ -133,7 +134,7 @@ def test_weights_take_a_byte_each(rig: QuantizedRig) -> None:
     assert saved >= 3 * weights - 4 * sum(layer.out_features for layer in layers)
 
 
-def test_pages_and_costs_of_quantised_weights_are_others(rig: QuantizedRig, tmp_path: Path) -> None:
+def test_quantised_weights_have_their_own_pages_and_costs(rig: QuantizedRig, tmp_path: Path) -> None:
     prints = [
         fingerprint(Checkpoint.open(ModelConfig(model=str(rig.checkpoint), quantization=wish)), tmp_path)
         for wish in ("none", "torchao-int8")
@@ -143,7 +144,7 @@ def test_pages_and_costs_of_quantised_weights_are_others(rig: QuantizedRig, tmp_
 
 @pytest.fixture
 def stored(rig: QuantizedRig, tmp_path: Path) -> Path:
-    """The checkpoint with its denoiser as diffusers saves it once it is quantised."""
+    """The checkpoint with a quantised denoiser, as diffusers saves it."""
     path = Path(shutil.copytree(rig.checkpoint, tmp_path / "stored"))
     shutil.rmtree(path / rig.part)
     getattr(rig.pipeline, rig.part).save_pretrained(path / rig.part)
@@ -159,7 +160,7 @@ def test_a_checkpoint_that_is_stored_quantised_paints_the_same(rig: QuantizedRig
     assert np.array_equal(painted, rig.run(rig.make("now", "tiny", size)))
 
 
-def test_its_parameters_are_those_of_the_plain_one(rig: QuantizedRig, stored: Path) -> None:
+def test_a_quantised_checkpoint_has_as_many_parameters_as_the_plain_one(rig: QuantizedRig, stored: Path) -> None:
     assert count_parameters(stored / rig.part) == count_parameters(rig.checkpoint / rig.part)
 
 
@@ -179,7 +180,7 @@ def test_it_runs_in_another_dtype_too(rig: QuantizedRig, stored: Path) -> None:
 
 @pytest.fixture(params=[True, False])
 def layer(request: pytest.FixtureRequest) -> nn.Linear:
-    """As torchao quantises it. param: with bias."""
+    """A layer as torchao quantises it. param: whether it has a bias."""
     torch.manual_seed(0)
     linear = nn.Linear(96, 160, bias=request.param).requires_grad_(False)
     torchao.quantize_(linear, torchao.Int8WeightOnlyConfig(set_inductor_config=False))
@@ -187,7 +188,7 @@ def layer(request: pytest.FixtureRequest) -> nn.Linear:
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-6), (torch.bfloat16, 0.01), (torch.float16, 0.002)])
-def test_our_product_is_torchaos(layer: nn.Linear, dtype: torch.dtype, limit: float) -> None:
+def test_our_product_equals_torchaos(layer: nn.Linear, dtype: torch.dtype, limit: float) -> None:
     layer.to(dtype)
     x = torch.randn(2, 7, 96).to(dtype)
     ours, theirs = Int8Linear(layer)(x), layer(x)
@@ -202,8 +203,8 @@ def test_a_row_does_not_depend_on_the_others(layer: nn.Linear) -> None:
         assert torch.equal(ours(x[:number]), whole[:number])
 
 
-def test_what_was_quantised_is_undone_alike(layer: nn.Linear) -> None:
-    """Ours and torchao's own, which runs on a GPU."""
+def test_dequantised_weights_equal_torchaos(layer: nn.Linear) -> None:
+    """Our code and torchao's, which runs on a GPU."""
     x = torch.randn(5, 96)
     for quantized in (layer, Int8Linear(layer)):
         plain = unquantized(quantized)

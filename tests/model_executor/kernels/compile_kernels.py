@@ -1,7 +1,7 @@
-"""Compiles a GPU's kernels to machine code for it, on a machine without one: `python compile_kernels.py 80 90`, with
-`--all` for every dtype and size that models may ask for.
+"""Compiles the GPU kernels to machine code on a machine without a GPU: `python compile_kernels.py 80 90`, with `--all`
+for every dtype and size that models may use.
 
-A program of its own, since in a process Triton either interprets or compiles. Prints a line for each kernel.
+A separate program, because within a process Triton either interprets or compiles. Prints a line for each kernel.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Variant = tuple[Any, Mapping[str, str], Mapping[str, Any]]
 
 
 def variants(every: bool) -> Iterator[Variant]:
-    """Those of FLUX, or of every dtype and a few sizes."""
+    """The variants that FLUX uses, or those of every dtype and a few sizes."""
     for floats in FLOATS if every else FLOATS[:1]:
         where = {"rows": INTEGERS, "requests": INTEGERS}
         modulation = {"x": floats, **where, "factor": floats, "shift": floats, "out": floats, "eps": NUMBER}
@@ -57,7 +57,7 @@ def _page_variants(floats: str, page: str, sizes: Mapping[str, int]) -> Iterator
 
 
 def compile_variant(variant: Variant, capability: int) -> int:
-    """Bytes of its machine code. Raises what Triton's compiler does."""
+    """Compile a variant; returns the size of its machine code in bytes. Raises what Triton's compiler raises."""
     kernel, types, constants = variant
     signature = {name: "constexpr" if name in constants else types.get(name, COUNT) for name in kernel.arg_names}
     source = ASTSource(kernel, signature, constants)

@@ -1,4 +1,4 @@
-"""Attention by products, against softmax in float64; queries and keys may come in any number."""
+"""Attention against softmax in float64, for any number of queries and keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEADS, HEAD_DIM, TEXT = 3, 16, 5
 
 
 def keys_values(image_tokens: int, dtype: torch.dtype = torch.float32) -> KeysValues:
-    """Filled, in room for more."""
+    """Filled keys and values, in larger tensors."""
     tokens = TEXT + image_tokens
     room = torch.full([2 * HEADS * 100 * HEAD_DIM], 7.0, dtype=dtype)
     holder = KeysValues(room[: 2 * HEADS * tokens * HEAD_DIM].view(2, HEADS, tokens, HEAD_DIM), TEXT)
@@ -41,8 +41,8 @@ def test_matches_softmax_in_float64(dtype: torch.dtype, queries: int, image_toke
         torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-def test_few_queries_get_the_bits_they_have_among_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the many are taken in several goes."""
+def test_few_queries_get_the_same_bits_as_among_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the many queries are processed in several parts."""
     holder, query = keys_values(60), torch.randn(33, HEADS, HEAD_DIM)
     together = attended(query, holder)
     for rows in ([0], [31, 32], list(range(1, 33, 3))):
@@ -51,7 +51,7 @@ def test_few_queries_get_the_bits_they_have_among_many(monkeypatch: pytest.Monke
     assert torch.equal(attended(query, holder), together)
 
 
-def test_put_replaces_the_computed_rows_alone() -> None:
+def test_put_replaces_only_the_computed_rows() -> None:
     holder = keys_values(9)
     before = holder.joint.clone()
     rows = torch.tensor([0, 1, 2, 3, 4, 7, 12])
@@ -63,8 +63,8 @@ def test_put_replaces_the_computed_rows_alone() -> None:
     assert torch.equal(holder.image, holder.joint[:, :, TEXT:])
 
 
-def test_a_second_attention_takes_the_firsts_room() -> None:
-    """Together they hold no more than the first alone, and the second gives what it gives in room of its own."""
+def test_a_second_attention_reuses_the_firsts_memory() -> None:
+    """Both together use no more memory than the first, and the second has the same result as with memory of its own."""
     operators, like = Operators(plain_linear), torch.empty(0)
     sizes, alone, where = [(TEXT, 7), (TEXT, 4)], [(0, 7), (0, 4)], ((0, 7), (7, 11))
     first = operators.attention(sizes, HEADS, HEAD_DIM, like)

@@ -1,4 +1,4 @@
-"""Compiled kernels against plain references, and the denoiser on them. Not every machine can have them."""
+"""Compiled CPU kernels against plain references, and a denoiser on them. Skipped if they cannot be compiled."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def kernels() -> Kernels:
 @pytest.mark.parametrize("gelu", [False, True])
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 8, 64), (5, 64, 128), (50, 300, 192), (27, 1280, 256)])
 def test_linear(kernels: Kernels, rows: int, inputs: int, outputs: int, gelu: bool) -> None:
-    """Against float64; and chosen rows have the bits they have among all, as has a matrix within a wider one."""
+    """Against float64. Selected rows have the same bits as among all rows, and so has a matrix within a wider one."""
     wide = torch.randn(rows, inputs + 3)
     x, weight, bias = wide[:, :inputs], torch.randn(outputs, inputs) / inputs**0.5, torch.randn(outputs)
     out = kernels.linear(x, pack(weight), bias, gelu=gelu)
@@ -72,7 +72,7 @@ def test_gelu_far_from_zero(kernels: Kernels) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("queries", "keys"), [(1, 16), (50, 280), (70, 17), (49, 33), (130, 100)])
 def test_attend(kernels: Kernels, queries: int, keys: int, head_dim: int) -> None:
-    """Against softmax in float64; and chosen queries have the bits they have among all."""
+    """Against softmax in float64. Selected queries have the same bits as among all."""
     qkv, key_value = torch.randn(queries, 3, 3, head_dim), torch.randn(2, 3, keys, head_dim)
     query = qkv[:, 0] * 3
     weights = query.double().transpose(0, 1) @ key_value[0].double().transpose(1, 2) / head_dim**0.5
@@ -94,7 +94,7 @@ def test_attend_survives_large_scores(kernels: Kernels) -> None:
 
 @pytest.mark.parametrize(("tokens", "kinds", "head_dim"), [(1, 1, 16), (9, 2, 64), (50, 2, 128)])
 def test_normalise_and_rotate(kernels: Kernels, tokens: int, kinds: int, head_dim: int) -> None:
-    """Against PyTorch; what lies beside queries and keys stays."""
+    """Against PyTorch; numbers beside queries and keys are unchanged."""
     qkv, weight = torch.randn(tokens, 3, 3, head_dim), torch.randn(kinds, 3, head_dim)
     rotary = torch.polar(torch.ones(tokens, 1, 1, head_dim // 2), torch.randn(tokens, 1, 1, head_dim // 2))
     expected = qkv.clone()
@@ -113,14 +113,14 @@ def test_interpolate(kernels: Kernels) -> None:
     assert (room[:, :, :4] == 7.0).all()
 
 
-def test_what_attention_takes_does_not_depend_on_the_queries() -> None:
+def test_the_choice_of_the_attention_kernel_does_not_depend_on_the_number_of_queries() -> None:
     assert all(can_attend(torch.empty(n, 2, 64), 16) for n in (1, 500))
     assert not can_attend(torch.empty(1, 2, 32), 16)
     assert not can_attend(torch.empty(1, 2, 64, dtype=torch.bfloat16), 16)
     assert not can_attend(torch.empty(1, 2, 64), 15)
 
 
-def test_only_on_one_thread() -> None:
+def test_kernels_are_used_on_one_thread_only() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -130,7 +130,7 @@ def test_only_on_one_thread() -> None:
 
 
 @pytest.mark.parametrize("compiler", [None, "false", "/nonexistent/cc"])
-def test_none_without_a_compiler_that_works(
+def test_without_a_working_compiler_there_are_no_kernels(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, compiler: str | None
 ) -> None:
     monkeypatch.setattr(module.shutil, "which", lambda name: compiler)
@@ -140,7 +140,7 @@ def test_none_without_a_compiler_that_works(
 
 
 def test_compiling_again_gives_the_same_library(kernels: Kernels) -> None:
-    """So what is kept under its digest is found again."""
+    """So that what was cached under its digest is found again."""
     again = module._compiled.__wrapped__()
     assert again is not None
     assert again.digest == kernels.digest
@@ -151,7 +151,7 @@ def test_compiling_again_gives_the_same_library(kernels: Kernels) -> None:
 
 @pytest.fixture(scope="module")
 def flux() -> Any:
-    """Head dim 64, which the kernels take."""
+    """A denoiser with head dim 64, which the kernels support."""
     torch.manual_seed(0)
     return FluxTransformer2DModel(
         in_channels=32,
@@ -185,7 +185,7 @@ def make_row(seed: int) -> Row:
 
 
 def own_pages(denoiser: FluxTransformer, row: Row) -> Pages:
-    """Pages of what the row itself computes."""
+    """Pages with the row's own activations."""
     layout = denoiser.page_layout("float32")
     entry = torch.empty(layout.entry_bytes(TOKENS), dtype=torch.uint8)
     shared = ("latents", "condition", "prompt_embeds", "pooled_prompt_embeds", "sigma", "guidance_scale", "grid")
@@ -196,7 +196,9 @@ def own_pages(denoiser: FluxTransformer, row: Row) -> Pages:
 
 @torch.inference_mode()
 def test_denoiser_on_kernels(kernels: Kernels, flux: Any) -> None:
-    """As without them within rounding; own content gives the bits of the exact pass, and company changes none."""
+    """Equal to PyTorch's operators within rounding. Own content gives the bits of the exact pass, and so does any
+    batch.
+    """
     denoiser, rows = FluxTransformer(flux, 1000), [make_row(0), make_row(1)]
     exact = [denoiser.forward([row])[0] for row in rows]
     for row, output in zip(rows, exact, strict=True):

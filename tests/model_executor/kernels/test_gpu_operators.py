@@ -1,6 +1,6 @@
-"""A GPU's operators on a machine without one: on the CPU, where PyTorch's can run, and on the meta device, whose
-tensors have shapes and no content. There a pass fails that mixes devices, or that waits for a number to come to the
-host.
+"""A GPU's operators on a machine without one: on the CPU where PyTorch's operators can run there, and on the meta
+device, whose tensors have shapes but no content. A pass that mixes devices, or waits for a value on the host, fails
+there.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ CORNER = torch.tensor([0])
 
 
 def torch_operators() -> Operators:
-    """Without Triton."""
+    """Operators without Triton."""
     return GpuOperators()
 
 
 def triton_operators() -> Operators:
-    """With it: interpreted, see conftest.py."""
+    """Operators with Triton, interpreted: see conftest.py."""
     pytest.importorskip("triton")
     return gpu_operators.gpu_operators(torch.device("cpu"))
 
@@ -71,7 +71,7 @@ def make_flux() -> Any:
 
 
 def make_sd3() -> Any:
-    """With a second attention in its first block."""
+    """A denoiser with a second attention in its first block."""
     return SD3Transformer2DModel(
         sample_size=16,
         patch_size=2,
@@ -117,7 +117,7 @@ def make_row(denoiser: Denoiser, seed: int, device: torch.device, dtype: torch.d
 
 
 def primed(denoiser: Denoiser, row: Row) -> Pages:
-    """Its own pages as a far keyframe, made in two chunks, and as the near one."""
+    """The row over its own pages: one keyframe made in two chunks, and one at once."""
     layout = denoiser.page_layout("float32")
     entry = torch.empty(layout.entry_bytes(TOKENS), dtype=torch.uint8, device=row.latents.device)
     shared = ("latents", "condition", "prompt_embeds", "pooled_prompt_embeds", "sigma", "guidance_scale", "grid")
@@ -133,7 +133,9 @@ def primed(denoiser: Denoiser, row: Row) -> Pages:
 @pytest.mark.parametrize("make_operators", [torch_operators, triton_operators])
 @pytest.mark.parametrize("model", MODELS, ids=["flux", "sd3"])
 @torch.inference_mode()
-def test_a_batch_is_what_each_request_alone_is_elsewhere(model: Model, make_operators: Callable[[], Operators]) -> None:
+def test_a_batch_on_gpu_operators_equals_each_request_alone_on_the_cpus(
+    model: Model, make_operators: Callable[[], Operators]
+) -> None:
     """Requests of several text lengths: all tokens, some, some after a block in full."""
     ours = make_denoiser(model, torch.device("cpu"), torch.float32, make_operators())
     theirs = make_denoiser(model, torch.device("cpu"), torch.float32, Operators(plain_linear))
@@ -161,13 +163,13 @@ def test_where_all_tokens_are_computed_nothing_is_copied() -> None:
 
 
 class Unused:
-    """A source of which nothing is to be loaded."""
+    """A page source from which nothing may be loaded."""
 
     def load(self, *_: object) -> None:
         raise AssertionError
 
     def store(self, page: int, image: Tensor) -> None:
-        """As an edit's."""
+        """The page store of an edit."""
 
 
 def test_tables_of_rows() -> None:
@@ -189,10 +191,10 @@ def test_tables_are_made_on_the_host_whatever_device_is_the_default() -> None:
     ("queries", "keys"),
     [([5], [9]), ([128], [200]), ([128, 128], [30, 30]), ([100, 120, 300], [50, 50, 50]), ([1, 2], [7, 8])],
 )
-def test_requests_that_are_alike_share_a_call(
+def test_similar_requests_share_a_call_of_attention(
     monkeypatch: pytest.MonkeyPatch, queries: Sequence[int], keys: Sequence[int]
 ) -> None:
-    """One for neighbours with as many keys, and queries up to the same multiple of 128."""
+    """Neighbours with equal numbers of keys, and of queries up to the same multiple of 128, share one call."""
     query, joint = torch.randn(sum(queries), 3, 2, 16)[:, 0], torch.randn(sum(keys), 2, 2, 16)
     inputs = query, joint[:, 0], joint[:, 1], spans(queries), spans(keys)
     expected, calls = attend_each(*inputs), list[tuple[int, ...]]()
@@ -220,7 +222,7 @@ def test_requests_that_are_alike_share_a_call(
         ((7, 5), 91900, None, attend_each),
     ],
 )
-def test_attention_is_what_pytorch_prefers_there(
+def test_attention_uses_pytorchs_preferred_implementation(
     monkeypatch: pytest.MonkeyPatch,
     capability: tuple[int, int],
     cudnn: int | None,
@@ -235,8 +237,8 @@ def test_attention_is_what_pytorch_prefers_there(
     assert best_attend(torch.empty(1), 128) is attend_each
 
 
-def test_layers_held_together_give_what_each_gives() -> None:
-    """They still do by themselves, and nothing is held twice."""
+def test_merged_layers_equal_the_single_ones() -> None:
+    """Each layer still works by itself, and no weight is stored twice."""
     layers, x = [torch.nn.Linear(8, n, bias=n != 4) for n in (3, 4, 5)], torch.randn(6, 8)
     expected = torch.cat([layer(x) for layer in layers], dim=1)
     group = LinearGroup(layers, gpu_linear, True)
@@ -246,7 +248,7 @@ def test_layers_held_together_give_what_each_gives() -> None:
 
 
 def test_linear_with_activation() -> None:
-    """On a CPU this operator computes GELU itself, not its tanh approximation: they are 5e-4 apart at most."""
+    """On a CPU this operator computes exact GELU, not its tanh approximation: they differ by at most 5e-4."""
     layer, x = torch.nn.Linear(8, 5), torch.randn(6, 8)
     torch.testing.assert_close(gpu_linear(layer, x), layer(x))
     torch.testing.assert_close(gpu_linear(layer, x, gelu=True), plain_linear(layer, x, gelu=True), rtol=0, atol=1e-3)
@@ -277,7 +279,7 @@ def unet_row(unet: Unet, seed: int, device: torch.device, dtype: torch.dtype) ->
 
 
 def unet_pages(unet: Unet, rows: Sequence[Row]) -> list[Tensor]:
-    """Entries of int8 pages, of templates primed together in two chunks."""
+    """Entries of int8 pages of templates that are primed together in two chunks."""
     layout = unet.page_layout("int8")
     entries = [torch.zeros(layout.entry_bytes(TOKENS), dtype=torch.uint8, device=row.latents.device) for row in rows]
     shared = [{f.name: getattr(row, f.name) for f in fields(Row)[:7]} for row in rows]
@@ -291,10 +293,10 @@ def unet_pages(unet: Unet, rows: Sequence[Row]) -> list[Tensor]:
 @pytest.mark.parametrize("make_operators", [torch_operators, triton_operators])
 @pytest.mark.parametrize("make", [sd_unet, sdxl_unet])
 @torch.inference_mode()
-def test_rows_that_share_a_unets_pass_are_what_each_is_alone(
+def test_rows_that_share_a_unets_pass_equal_each_alone(
     make: Callable[..., Any], make_operators: Callable[[], Operators]
 ) -> None:
-    """Templates of one size; a guided request's rows, masked; another request's beside them."""
+    """Templates of one size: the two rows of a guided, masked request beside another request's."""
     cpu = torch.device("cpu")
     ours = make_unet(make, cpu, torch.float32, make_operators())
     theirs = make_unet(make, cpu, torch.float32, Operators(plain_linear))
@@ -315,11 +317,10 @@ def test_rows_that_share_a_unets_pass_are_what_each_is_alone(
 
 @pytest.mark.parametrize("make", [sd_unet, sdxl_unet])
 @torch.inference_mode()
-def test_compiled_layers_give_what_they_give_as_they_are(
-    monkeypatch: pytest.MonkeyPatch, make: Callable[..., Any]
-) -> None:
-    """Traced, and run without generating code. Another mask compiles nothing anew, once there was a box that is no
-    square."""
+def test_compiled_layers_equal_uncompiled_ones(monkeypatch: pytest.MonkeyPatch, make: Callable[..., Any]) -> None:
+    """Traced, and run without generating code. Another mask compiles nothing new once there was a box that is not
+    square.
+    """
     torch.compiler.reset()
     counters, cpu = CompileCounter(), torch.device("cpu")
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counters))
@@ -342,7 +343,7 @@ def test_compiled_layers_give_what_they_give_as_they_are(
 
 
 class NoTransfers(TorchDispatchMode):
-    """Refuses what goes from host to device: on a GPU it would wait for all that is queued there."""
+    """Refuses copies between host and device: on a GPU they would wait for all queued work."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -354,7 +355,7 @@ class NoTransfers(TorchDispatchMode):
 @pytest.mark.parametrize("attend", [attend_each, attend_alike, varlen_attend])
 @pytest.mark.parametrize("model", MODELS, ids=["flux", "sd3"])
 @torch.inference_mode()
-def test_a_pass_neither_mixes_devices_nor_waits(
+def test_a_transformers_pass_neither_mixes_devices_nor_waits(
     monkeypatch: pytest.MonkeyPatch, model: Model, attend: gpu_attention.Attend
 ) -> None:
     monkeypatch.setattr(gpu_tables, "upload", lambda x, device: x.to(device))
@@ -376,7 +377,7 @@ def test_a_pass_neither_mixes_devices_nor_waits(
 
 @pytest.mark.parametrize("make", [sd_unet, sdxl_unet])
 @torch.inference_mode()
-def test_nor_does_a_unets(make: Callable[..., Any]) -> None:
+def test_a_unets_pass_neither_mixes_devices_nor_waits(make: Callable[..., Any]) -> None:
     unet = make_unet(make, META, torch.bfloat16, GpuOperators())
     row, layout = unet_row(unet, 0, META, torch.bfloat16), unet.page_layout("int8")
     entries = unet_pages(unet, [row, row])
@@ -393,14 +394,14 @@ def test_nor_does_a_unets(make: Callable[..., Any]) -> None:
 
 
 class Broken:
-    """Kernels of a machine without a C compiler."""
+    """Kernels on a machine without a C compiler."""
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError("Failed to find C compiler")
 
 
 class Wrong:
-    """Kernels that leave everything as it is."""
+    """Kernels that change nothing."""
 
     def __getattr__(self, name: str) -> Any:
         class Launcher(dict[Any, Any]):
@@ -445,7 +446,7 @@ def test_each_kernel_is_tried(
 
 
 def test_the_users_choice() -> None:
-    """PyTorch's operators alone round as diffusers does, and pages are named for it."""
+    """PyTorch's operators round as diffusers does; pages made with them have keys of their own."""
     plain = chosen_operators("torch", torch.device("cpu"))
     assert (plain.linear, plain.kernels) == (plain_linear, None)
     assert plain.digest != chosen_operators("auto", torch.device("cpu")).digest
@@ -453,7 +454,7 @@ def test_the_users_choice() -> None:
         chosen_operators("compile", torch.device("cpu"))
 
 
-def test_a_digest_names_kernels_beside_plain_layers_and_the_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_digest_depends_on_kernels_plain_layers_and_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels: Any = SimpleNamespace(digest="0123")
     assert Operators(plain_linear).digest == "plain"
     assert Operators(plain_linear, kernels).digest == "plain 0123"

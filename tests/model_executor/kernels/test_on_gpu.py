@@ -1,4 +1,4 @@
-"""What only a GPU can show: `TRITON_INTERPRET=0 python -m pytest -m gpu`."""
+"""Tests that need a GPU: `TRITON_INTERPRET=0 python -m pytest -m gpu`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_triton_works_here() -> None:
 def test_attention_of_a_batch(
     attend: Attend, dtype: torch.dtype, head_dim: int, queries: Sequence[int], keys: Sequence[int]
 ) -> None:
-    """Against each request alone, in float32; keys and values lie between one another, as they do in a pass."""
+    """Against each request alone, in float32; keys and values are interleaved, as in a pass."""
     query = torch.randn(sum(queries), 3, 4, head_dim, dtype=dtype, device=device())[:, 0]
     joint = torch.randn(sum(keys), 2, 4, head_dim, dtype=dtype, device=device())
     assert has_flash(query, head_dim)
@@ -76,8 +76,8 @@ def test_activation_within_a_product(dtype: torch.dtype, rows: int) -> None:
     torch.testing.assert_close(out.float(), exact, rtol=2e-2, atol=1e-2)
 
 
-def test_pages_come_up_beside_a_computation_and_are_read_behind_their_events() -> None:
-    """And go down again, when what was computed before has written them."""
+def test_pages_load_during_a_computation_and_are_read_after_their_events() -> None:
+    """And are copied down again after the computation that writes them."""
     block, num_blocks = 1 << 22, 8
     nbytes = block * num_blocks
     arena, done = Arena.create(7, 4 * nbytes), Queue[PageCopied]()

@@ -1,4 +1,4 @@
-"""Ragged matrices: what is done request by request is what a lone request would get."""
+"""Ragged operations: each request in a batch gets the result that it would get alone."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""A GPU's kernels against plain references: on a CPU by Triton's interpreter; on a GPU, where there is one, compiled
-with `TRITON_INTERPRET=0`.
+"""The GPU kernels against plain references: interpreted on a CPU; on a GPU compiled, with `TRITON_INTERPRET=0`.
 
-What is rounded once is within half a unit in the last place of the exact result, so the tolerance is one: 2^-7 of
-bfloat16, 2^-10 of float16; of float32 1e-5, since sums are taken in another order.
+A value that is rounded once is within half a unit in the last place of the exact result; the tolerance is one unit:
+2^-7 for bfloat16, 2^-10 for float16. For float32 it is 1e-5, since sums have another order.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ EPS = 1e-6
 
 @pytest.fixture(autouse=True)
 def _device() -> Iterator[None]:
-    """Where tensors are made."""
+    """The device of the tests' tensors."""
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         yield
 
@@ -53,7 +52,7 @@ def operators(kernels: ModuleType) -> Operators:
 
 
 def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
-    """An H200's, without one at hand: what the interpreter lets pass the compiler may not."""
+    """For an H200, without one: the compiler may refuse what the interpreter accepts."""
     program = Path(__file__).with_name("compile_kernels.py")
     settings = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
@@ -75,7 +74,7 @@ def assert_near(actual: Tensor, exact: Tensor) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [48, 64, 200])
 def test_norm_and_modulation(operators: Operators, dtype: torch.dtype, width: int) -> None:
-    """Of chosen rows; factors and shifts lie within wider tables, and one request has a single row."""
+    """Of selected rows; factors and shifts are in wider tables, and one request has a single row."""
     x, table = torch.randn(20, width).to(dtype), torch.randn(3, 5 * width).to(dtype)
     where, (shift, factor) = ((2, 5), (5, 6), (9, 20)), table.chunk(5, dim=1)[1:3]
     out = operators.norm_modulate(x, where, EPS, factor, shift)
@@ -88,7 +87,7 @@ def test_norm_and_modulation(operators: Operators, dtype: torch.dtype, width: in
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [48, 1500])
 def test_gated_sum(operators: Operators, dtype: torch.dtype, width: int) -> None:
-    """In place; other rows stay, and so does what is added."""
+    """In place; other rows and the added tensor are unchanged."""
     x, y, gate = torch.randn(20, width).to(dtype), torch.randn(6, width).to(dtype), torch.randn(2, 2 * width).to(dtype)
     where, before, added = ((1, 2), (9, 14)), x.clone(), y.clone()
     operators.add_gated_(x, where, y, gate[:, width:])
@@ -102,8 +101,9 @@ def test_gated_sum(operators: Operators, dtype: torch.dtype, width: int) -> None
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "head_dim"), [(3, 64), (2, 128), (24, 16), (1, 48)])
 def test_norm_and_rotation(operators: Operators, dtype: torch.dtype, heads: int, head_dim: int) -> None:
-    """Queries and keys in place, by two sets of weights; values stay. Heads of 48 numbers are PyTorch's to compute,
-    which rounds them between."""
+    """Queries and keys in place, with two sets of weights; values are unchanged. Heads of 48 numbers are left to
+    PyTorch, which rounds them in between.
+    """
     qkv, weights = torch.randn(11, 3, heads, head_dim).to(dtype), torch.randn(2, 2, heads, head_dim)
     rotary = torch.polar(torch.ones(11, 1, 1, head_dim // 2), torch.randn(11, 1, 1, head_dim // 2))
     where = [(((0, 2), (5, 8)), weights[0]), (((2, 5), (8, 11)), weights[1])]
@@ -119,8 +119,8 @@ def test_norm_and_rotation(operators: Operators, dtype: torch.dtype, heads: int,
     assert torch.equal(qkv[:, 2], before[:, 2])
 
 
-def test_keys_alone_are_normed_by_their_own_weights(operators: Operators) -> None:
-    """As of the last block of a template."""
+def test_keys_without_queries_are_normed_by_their_own_weights(operators: Operators) -> None:
+    """As in the last block of a template."""
     qkv, weight = torch.randn(5, 3, 2, 16), torch.randn(2, 2, 16)
     rotary = torch.polar(torch.ones(5, 1, 1, 8), torch.randn(5, 1, 1, 8))
     expected = qkv.clone()
@@ -144,7 +144,7 @@ def entry(layout: PageLayout, tokens: int, seed: int) -> Tensor:
 
 
 def token_major(tokens: int, head_dim: int, dtype: torch.dtype) -> Tensor:
-    """[2, heads, tokens, head dim], a token's numbers together in memory."""
+    """[2, heads, tokens, head dim], with each token's numbers contiguous in memory."""
     return head_major(torch.full([tokens, 2, HEADS, head_dim], 7.0, dtype=dtype))
 
 
@@ -164,7 +164,7 @@ def token_major(tokens: int, head_dim: int, dtype: torch.dtype) -> Tensor:
 def test_pages_are_read(
     operators: Operators, dtype: torch.dtype, page_dtype: PageDtype, tokens: int, head_dim: int
 ) -> None:
-    """At a keyframe and between two, alone and under what was computed, in either memory order."""
+    """At a keyframe and between two, with and without computed tokens, in either memory order."""
     layout = PageLayout(num_blocks=2, num_heads=HEADS, head_dim=head_dim, dtype=page_dtype)
     near, far = entry(layout, tokens, 1), entry(layout, tokens, 2)
     active = torch.arange(0, tokens, 3)
@@ -185,7 +185,7 @@ def test_pages_are_read(
         assert_near(keys_values.image, exact)
 
 
-def test_pages_under_the_image_alone(operators: Operators) -> None:
+def test_pages_are_read_without_text_tokens(operators: Operators) -> None:
     layout = PageLayout(num_blocks=1, num_heads=HEADS, head_dim=64, dtype="int8")
     pages, active = Pages(layout, 9, entry(layout, 9, 1), None, 0.0), torch.tensor([0, 4, 8])
     expected, ours = (KeysValues(token_major(9, 64, torch.float32), 0) for _ in range(2))
@@ -207,7 +207,7 @@ def test_a_block_is_waited_for_before_it_is_read(operators: Operators) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "head_dim"), [(1, 64), (70, 64), (33, 128), (13, 24)])
 def test_pages_are_written(operators: Operators, dtype: torch.dtype, tokens: int, head_dim: int) -> None:
-    """The bits of PyTorch's operators, but for a division that may differ in its last one."""
+    """With the bits of PyTorch's operators, except for a division that may differ in the last bit."""
     x = head_major(torch.randn(tokens, 3, HEADS, head_dim).to(dtype)[:, 1:])
     x[0, 0, 0] = 0.0
     values, expected = (torch.full(x.shape, 99, dtype=torch.int8) for _ in range(2))

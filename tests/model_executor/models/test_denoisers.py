@@ -1,4 +1,4 @@
-"""Every family's denoiser: against its diffusers module, in company, and with active tokens over a template's pages."""
+"""Every family's denoiser: against its diffusers module, in a batch, and with active tokens over a template's pages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ACTIVE = torch.tensor([3, 4, 5, 11, 12, 13, 30, 47])
 
 @dataclass(frozen=True)
 class Case:
-    """A small random module, its denoiser, and what diffusers' pipeline would pass to the module."""
+    """A small random module, its denoiser, and the inputs that diffusers' pipeline would pass to the module."""
 
     module: Callable[[], Any]
     denoiser: type[Denoiser]
@@ -65,7 +65,7 @@ def of_sd3(module: Any, row: Row) -> Tensor:
 
 
 def of_qwen(module: Any, row: Row) -> Tensor:
-    """With the template's tokens, where the row has them."""
+    """The case of Qwen-Image, with the template's tokens if the row has them."""
     hidden, pictures = [row.latents], [(1, *row.grid)]
     if row.condition.numel():
         hidden, pictures = [row.latents, row.condition], pictures * 2
@@ -138,7 +138,7 @@ def forward(denoiser: Denoiser, rows: Sequence[Row]) -> list[Tensor]:
 
 
 def prime_row(denoiser: Denoiser, row: Row) -> PrimeRow:
-    """The same inputs, to be primed; pages start as something that would show."""
+    """A row that primes the same inputs; its pages start with values that would be noticed."""
     entry = torch.full([denoiser.page_layout("float32").entry_bytes(len(row.latents))], 0x7F, dtype=torch.uint8)
     shared = ("latents", "condition", "prompt_embeds", "pooled_prompt_embeds", "sigma", "guidance_scale", "grid")
     return PrimeRow(**{name: getattr(row, name) for name in shared}, hidden=None, entry=entry)
@@ -146,7 +146,7 @@ def prime_row(denoiser: Denoiser, row: Row) -> PrimeRow:
 
 @torch.inference_mode()
 def prime(denoiser: Denoiser, row: PrimeRow, cuts: Sequence[int] = ()) -> None:
-    """All pages, in chunks that end at `cuts`."""
+    """Prime all pages, in chunks that end at `cuts`."""
     for start, stop in zip([0, *cuts], [*cuts, denoiser.num_pages], strict=True):
         (state,) = denoiser.prime([row], (start, stop))
         row = replace(row, hidden=state)
@@ -154,7 +154,7 @@ def prime(denoiser: Denoiser, row: PrimeRow, cuts: Sequence[int] = ()) -> None:
 
 
 def primed(denoiser: Denoiser, row: Row, active: Tensor = ACTIVE) -> Row:
-    """The row with these tokens active over pages of its own inputs."""
+    """The row with these tokens active, over pages of its own inputs."""
     template = prime_row(denoiser, row)
     prime(denoiser, template)
     layout = denoiser.page_layout("float32")
@@ -162,7 +162,7 @@ def primed(denoiser: Denoiser, row: Row, active: Tensor = ACTIVE) -> Row:
 
 
 @pytest.mark.parametrize("number", range(len(ROWS)))
-def test_one_request_is_the_modules_own(case: Case, module: Any, number: int) -> None:
+def test_one_request_equals_the_module(case: Case, module: Any, number: int) -> None:
     row = make_row(case.denoiser, number, *ROWS[number])
     with torch.inference_mode():
         expected = case.reference(module, row)
@@ -186,7 +186,7 @@ def test_bits_do_not_depend_on_the_batch(denoiser: Denoiser) -> None:
 
 @pytest.mark.parametrize("active", [ACTIVE, torch.arange(1, 48), torch.tensor([17])])
 def test_own_content_gives_the_bits_of_the_exact_pass(denoiser: Denoiser, active: Tensor) -> None:
-    """Where pages hold what the request itself would compute, leaving tokens out changes nothing."""
+    """If pages contain what the request itself would compute, omitting tokens changes nothing."""
     row = make_row(denoiser, 0)
     (exact,) = forward(denoiser, [row])
     (output,) = forward(denoiser, [primed(denoiser, row, active)])
@@ -194,7 +194,7 @@ def test_own_content_gives_the_bits_of_the_exact_pass(denoiser: Denoiser, active
 
 
 def test_full_blocks_on_own_inputs(denoiser: Denoiser) -> None:
-    """However many pages are not there yet: blocks that would need one of them compute all tokens."""
+    """For any number of pages still missing: blocks that need one of them compute all tokens."""
     row = make_row(denoiser, 5)
     (exact,) = forward(denoiser, [row])
     for full_blocks in range(denoiser.num_pages + 1):
@@ -217,7 +217,9 @@ def test_priming_in_chunks_writes_the_same_bytes(case: Case, denoiser: Denoiser)
 
 
 @torch.inference_mode()
-def test_tables_of_all_of_a_requests_rows_keep_one_limit(denoiser: Denoiser, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tables_of_all_rows_of_a_request_share_one_limit(
+    denoiser: Denoiser, monkeypatch: pytest.MonkeyPatch
+) -> None:
     row, sigmas = make_row(denoiser, 0), torch.linspace(1, 0.1, 4)
     table = denoiser.modulation(row.pooled_prompt_embeds, row.guidance_scale, sigmas, 1)
     assert table is not None

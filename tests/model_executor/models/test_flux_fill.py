@@ -47,7 +47,7 @@ def test_plain_schedule_without_guidance_equals_the_pipeline(tmp_path: Path, are
 
 
 def test_batch_of_others_at_different_steps_changes_nothing(rig: Rig) -> None:
-    """Edits of other sizes and step counts join and leave; each still equals its own bytes and the pipeline's."""
+    """Edits of other sizes and step counts join and leave; each keeps its own bytes, and equals the pipeline's."""
     shapes = [((128, 128), 4), ((96, 160), 7), ((64, 64), 2), ((48, 176), 5)]
     edits = [rig.edit(f"mixed-{i}", seed=i, steps=steps, size=size) for i, (size, steps) in enumerate(shapes)]
     rig.assert_company_changes_nothing(edits, rig.expected)
@@ -64,8 +64,8 @@ def test_clean_prediction_of_the_last_step_is_the_result(rig: Rig) -> None:
     rig.do(edit.decode_plan())
 
 
-def test_text_result_tells_its_length(rig: Rig) -> None:
-    """Tokens used (the end mark counts, padding does not), and whether either encoder had to cut."""
+def test_text_result_has_its_length(rig: Rig) -> None:
+    """The number of tokens used (with the end mark, without padding), and whether either encoder had to cut."""
     for prompt, num_tokens, truncated in (("", 1, False), ("a hat", 3, False), (PROMPT, 16, True)):
         edit = rig.edit("text", seed=0, steps=1, size=(16, 16), prompt=prompt)
         text = rig.do(edit.encode_plan())[0].items[0]
@@ -74,7 +74,7 @@ def test_text_result_tells_its_length(rig: Rig) -> None:
 
 
 def test_a_bad_edit_fails_alone_and_changes_nothing_of_the_others(rig: Rig) -> None:
-    """A batch that fails is tried in parts: what the sampler holds of the good one is moved by one step, not two."""
+    """A batch that fails is tried in parts: the sampler state of the good edit advances by one step, not two."""
     good, bad = (rig.edit(name, seed=3, steps=2, size=(64, 64)) for name in ("good", "bad"))
     expected = rig.expected(good)
     rig.do(good.encode_plan())
@@ -97,7 +97,7 @@ def test_out_of_memory_is_named(rig: Rig) -> None:
 
 
 def test_a_broken_device_is_no_requests_fault(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is computed on it fails, also what is tried only once: the worker ends."""
+    """Every computation on it fails, also one that is tried only once: the worker ends."""
 
     def synchronize() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -115,7 +115,7 @@ def templates() -> tuple[torch.Tensor, torch.Tensor]:
 
 @torch.inference_mode()
 def test_template_latents_are_the_posterior_mode(rig: Rig) -> None:
-    """Scaled and packed as FluxFillPipeline does with what it samples."""
+    """Scaled and packed as FluxFillPipeline does with its sample."""
     template, _ = templates()
     vae = rig.pipeline.vae
     mode = vae.encode(
@@ -127,8 +127,8 @@ def test_template_latents_are_the_posterior_mode(rig: Rig) -> None:
 
 
 @torch.inference_mode()
-def test_priming_noise_comes_from_the_content_alone(rig: Rig) -> None:
-    """Between clean latents and noise in a straight line; the noise does not depend on the picture or the level."""
+def test_priming_noise_depends_on_the_content_only(rig: Rig) -> None:
+    """On a straight line between clean latents and noise; the noise does not depend on the picture or the level."""
     clean = rig.family.encode_template(templates()[0])
     one, half, other = "3f" * 32, torch.tensor(0.5), "40" * 32
     noise = rig.family.prime_inputs(torch.zeros_like(clean), one, torch.tensor(1.0))[0]
@@ -144,7 +144,7 @@ def test_priming_noise_comes_from_the_content_alone(rig: Rig) -> None:
 
 @torch.inference_mode()
 def test_priming_condition_is_that_of_an_image_with_nothing_masked(rig: Rig) -> None:
-    """As the pipeline's for an empty mask, but the posterior's mode in place of a sample."""
+    """As in the pipeline for an empty mask, but with the posterior's mode instead of a sample."""
     template, empty = templates()
     clean = rig.family.encode_template(template)
     _, condition = rig.family.prime_inputs(clean, "00" * 32, torch.tensor(0.25))
@@ -154,7 +154,7 @@ def test_priming_condition_is_that_of_an_image_with_nothing_masked(rig: Rig) -> 
 
 
 def test_sampler_that_draws_noise_equals_the_pipeline(tmp_path: Path, arena: Arena) -> None:
-    """From the request's own generator, after what latents and condition took."""
+    """From the request's own generator, after the noise for latents and condition."""
     path = make_flux_fill(tmp_path / "noisy", scheduler={"stochastic_sampling": True, "use_dynamic_shifting": True})
     rig = Rig(path, arena, FluxFillPipeline)
     for strength in (1.0, 0.6):

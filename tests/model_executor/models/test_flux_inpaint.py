@@ -21,7 +21,7 @@ def make_rig(path: Path, arena: Arena, **options: Any) -> Rig:
 
 @pytest.fixture(scope="module")
 def dev(tmp_path_factory: pytest.TempPathFactory, arena: Arena) -> Iterator[Rig]:
-    """Guidance embedding and dynamic shifting."""
+    """A checkpoint with guidance embedding and dynamic shifting."""
     path = tmp_path_factory.mktemp("model") / "dev"
     rig = make_rig(path, arena, guidance_embeds=True, scheduler={"use_dynamic_shifting": True})
     yield rig
@@ -30,7 +30,7 @@ def dev(tmp_path_factory: pytest.TempPathFactory, arena: Arena) -> Iterator[Rig]
 
 @pytest.fixture(scope="module")
 def schnell(tmp_path_factory: pytest.TempPathFactory, arena: Arena) -> Iterator[Rig]:
-    """Neither."""
+    """A checkpoint without either."""
     rig = make_rig(tmp_path_factory.mktemp("model") / "schnell", arena, seed=1)
     yield rig
     rig.pages.close()
@@ -53,7 +53,7 @@ def test_edit_equals_the_pipeline(
 
 
 def test_classifier_free_guidance_equals_the_pipeline(dev: Rig) -> None:
-    """Beside the distilled one."""
+    """In addition to the distilled guidance."""
     edit = dev.edit("guided", seed=5, steps=4, size=(96, 64))
     edit.true_cfg_scale, edit.negative_prompt = 3.0, "a plain blue hat"
     check(dev, edit, true_cfg_scale=3.0, negative_prompt="a plain blue hat")
@@ -67,7 +67,7 @@ def test_classifier_free_guidance_equals_the_pipeline(dev: Rig) -> None:
 def test_sampler_that_draws_noise_equals_the_pipeline(
     tmp_path: Path, arena: Arena, options: dict[str, Any], strength: float
 ) -> None:
-    """At every step, from the request's own generator, after what its first latents took."""
+    """At every step, from the request's own generator, after the noise for the first latents."""
     rig = make_rig(tmp_path / "stochastic", arena, **options)
     edit = rig.edit("noisy", seed=8, steps=5, size=(64, 96))
     edit.strength = strength
@@ -76,8 +76,7 @@ def test_sampler_that_draws_noise_equals_the_pipeline(
 
 
 def test_batch_of_others_at_different_steps_changes_nothing(dev: Rig) -> None:
-    """Edits of other sizes, strengths and guidance join and leave; each still equals its own bytes and the
-    pipeline's."""
+    """Edits of other sizes, strengths and guidance join and leave; each keeps its bytes, and equals the pipeline's."""
     shapes = [((128, 128), 4, 1.0), ((96, 160), 7, 0.5), ((64, 64), 2, 1.0), ((48, 176), 5, 0.8)]
     edits = [dev.edit(f"mixed-{i}", seed=i, steps=steps, size=size) for i, (size, steps, _) in enumerate(shapes)]
     for edit, (_, _, strength) in zip(edits, shapes, strict=True):

@@ -1,4 +1,4 @@
-"""The ragged, block-by-block forward against diffusers' own, for the same module."""
+"""FLUX: the ragged, block-by-block forward pass against diffusers', for the same module."""
 
 from __future__ import annotations
 

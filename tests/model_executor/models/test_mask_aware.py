@@ -1,4 +1,4 @@
-"""Active tokens over a template's pages, against the same forward with every token computed."""
+"""Active tokens over a template's pages, against a forward pass over all tokens."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def make_row(
 
 
 def prime_row(flux: FluxTransformer, row: Row, pages: PageDtype) -> PrimeRow:
-    """The same inputs, to be primed; pages start as something that would show."""
+    """A row that primes the same inputs; its pages start with values that would be noticed."""
     tokens = row.latents.shape[0]
     entry = torch.full([flux.page_layout(pages).entry_bytes(tokens)], 0x7F, dtype=torch.uint8)
     shared = ("latents", "condition", "prompt_embeds", "pooled_prompt_embeds", "sigma", "guidance_scale", "grid")
@@ -65,7 +65,7 @@ def prime_row(flux: FluxTransformer, row: Row, pages: PageDtype) -> PrimeRow:
 
 @torch.inference_mode()
 def prime(flux: FluxTransformer, rows: Sequence[PrimeRow], cuts: Sequence[int] = ()) -> None:
-    """All blocks, in chunks that end at `cuts`."""
+    """Prime all blocks, in chunks that end at `cuts`."""
     rows = list(rows)
     for start, stop in zip([0, *cuts], [*cuts, flux.num_pages], strict=True):
         states = flux.prime(rows, (start, stop))
@@ -79,7 +79,7 @@ def forward(flux: FluxTransformer, rows: Sequence[Row]) -> list[Tensor]:
 
 
 def primed(flux: FluxTransformer, row: Row, active: Tensor, pages: PageDtype = "float32") -> Row:
-    """The row with these tokens active over pages of its own inputs."""
+    """The row with these tokens active, over pages of its own inputs."""
     template = prime_row(flux, row, pages)
     prime(flux, [template])
     layout = flux.page_layout(pages)
@@ -89,7 +89,7 @@ def primed(flux: FluxTransformer, row: Row, active: Tensor, pages: PageDtype = "
 @pytest.mark.parametrize("linear", KINDS)
 @pytest.mark.parametrize("active", [ACTIVE, torch.arange(1, TOKENS), torch.arange(TOKENS)])
 def test_own_content_gives_the_bits_of_the_exact_pass(linear: Linear, active: Tensor) -> None:
-    """Where pages hold what the request itself would compute, leaving tokens out changes nothing."""
+    """If pages contain what the request itself would compute, omitting tokens changes nothing."""
     flux = transformer(linear=linear)
     row = make_row(0)
     (exact,) = forward(flux, [row])
@@ -120,7 +120,7 @@ def test_error_of_smaller_pages_is_bounded(pages: PageDtype, limit: float) -> No
 
 
 def test_between_keyframes_both_count() -> None:
-    """Weight 0 and 1 are the two keyframes; in between, the outcome lies between theirs."""
+    """Weights 0 and 1 are the two keyframes; in between, the result lies between theirs."""
     flux = transformer()
     row, other = make_row(3), make_row(4)
     near, far = (primed(flux, r, ACTIVE).pages for r in (row, other))
@@ -139,7 +139,9 @@ def test_between_keyframes_both_count() -> None:
 
 
 def mixed_rows(flux: FluxTransformer, dtype: torch.dtype) -> list[Row]:
-    """Exact and mask-aware, int8 pages and float32, leading full blocks, sizes and text lengths, one lone token."""
+    """Exact and mask-aware rows, int8 and float32 pages, leading full blocks, various sizes and text lengths, and a
+    single active token.
+    """
     rows = [make_row(seed, dtype) for seed in range(5)]
     small, single = make_row(6, dtype, (2, 3), 5), make_row(7, dtype, (1, 1), 3)
     return [
@@ -166,7 +168,7 @@ def test_bits_of_a_mixed_batch_are_those_of_each_request_alone(dtype: torch.dtyp
 @pytest.mark.parametrize("linear", KINDS)
 @pytest.mark.parametrize("full_blocks", [1, 2, 3])
 def test_full_blocks_on_own_inputs(linear: Linear, full_blocks: int) -> None:
-    """Blocks that compute all tokens need no pages, and read none: theirs are garbage here."""
+    """Blocks that compute all tokens read no pages: theirs contain garbage here."""
     flux = transformer(linear=linear)
     row = make_row(5)
     (exact,) = forward(flux, [row])
@@ -182,7 +184,7 @@ def test_full_blocks_on_own_inputs(linear: Linear, full_blocks: int) -> None:
 
 
 def test_full_blocks_compute_more_than_pages_hold() -> None:
-    """With another picture's pages, more full blocks come closer to the exact outcome."""
+    """With another picture's pages, more full blocks come closer to the exact result."""
     flux = transformer()
     row = make_row(8)
     (exact,) = forward(flux, [row])
@@ -214,7 +216,7 @@ def test_priming_in_chunks_and_company_writes_the_same_bytes(dtype: torch.dtype,
 
 
 def test_a_chunk_may_run_twice() -> None:
-    """A hidden state is not changed by the chunk that takes it."""
+    """A chunk does not change the hidden state that it continues from."""
     flux = transformer()
     row = prime_row(flux, make_row(0), "float32")
     with torch.inference_mode():

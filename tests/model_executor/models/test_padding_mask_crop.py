@@ -1,4 +1,4 @@
-"""padding_mask_crop: photo to file through the image operations and a runner, against diffusers' own pipelines."""
+"""padding_mask_crop: from photo to file through the image operations and a runner, against diffusers' pipelines."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def file_of(image: Image.Image) -> Pixels:
 
 
 def ours(rig: Rig, photo: Image.Image, mask: Image.Image, padding: int) -> tuple[Pixels, tuple[int, int]]:
-    """The picture that comes back, and the size that the model saw."""
+    """The picture that comes back, and the size of the model's input."""
     info = rig.family.info("tiny")
     common: dict[str, Any] = {"job_id": 0, "image": NOWHERE, "mask": NOWHERE, "mask_kind": "luminance"}
     common |= {"canvas_size": None, "max_pixels": 10**6}

@@ -43,7 +43,7 @@ def make_edit_rig(path: Path, arena: Arena, **options: Any) -> Rig:
     forward = encoder.forward
 
     def told_of_pictures(input_ids: torch.Tensor, **inputs: Any) -> Any:
-        """What the processor says and diffusers' pipeline, up to 0.42, does not pass on."""
+        """Passes on the processor's outputs that diffusers' pipeline, up to 0.42, drops."""
         return forward(input_ids, mm_token_type_ids=(input_ids == processor.image_token_id).int(), **inputs)
 
     encoder.forward = told_of_pictures
@@ -65,7 +65,7 @@ def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 def make_edit(rig: Rig, name: str, size: tuple[int, int], strength: float, scale: float, **options: int) -> Edit:
-    """scale: of guidance away from NEGATIVE_PROMPT; 1 for none."""
+    """An edit. scale: of guidance away from NEGATIVE_PROMPT; 1 for none."""
     edit = rig.edit(name, size=size, prompt=PROMPT, **options)
     edit.strength, edit.true_cfg_scale = strength, scale
     edit.negative_prompt = NEGATIVE_PROMPT if scale > 1 else None
@@ -73,7 +73,7 @@ def make_edit(rig: Rig, name: str, size: tuple[int, int], strength: float, scale
 
 
 def expected(rig: Rig, edit: Edit) -> Any:
-    """The pipeline's, at the edit's size: Qwen-Image-Edit's knows only one area, a million pixels."""
+    """The pipeline's picture at the edit's size; Qwen-Image-Edit's supports only an area of a million pixels."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline_qwenimage_edit_inpaint, "calculate_dimensions", lambda *_: (*edit.size, None))
         return rig.expected(edit, true_cfg_scale=edit.true_cfg_scale, negative_prompt=edit.negative_prompt)
@@ -102,8 +102,9 @@ def test_sampler_that_draws_noise_equals_the_pipeline(
 
 
 def test_batch_of_others_at_different_steps_changes_nothing(rig: Rig) -> None:
-    """Edits of other sizes, strengths, prompts and guidance join and leave; each still equals its own bytes and the
-    pipeline's."""
+    """Edits of other sizes, strengths, prompts and guidance join and leave; each keeps its own bytes, and equals the
+    pipeline's.
+    """
     shapes = [((128, 128), 4, 1.0, 3.0), ((96, 160), 7, 0.5, 1.0), ((64, 64), 2, 1.0, 2.0), ((48, 176), 5, 0.8, 5.0)]
     edits = [
         make_edit(rig, f"mixed-{i}", size, strength, scale, seed=i, steps=steps)
@@ -127,15 +128,15 @@ def edit_rig(tmp_path_factory: pytest.TempPathFactory, arena: Arena) -> Iterator
 
 @torch.inference_mode()
 @pytest.mark.parametrize("size", [(128, 128), (48, 96)])
-def test_an_embedding_is_the_pipelines_own(rig: Rig, size: tuple[int, int]) -> None:
+def test_an_embedding_equals_the_pipelines(rig: Rig, size: tuple[int, int]) -> None:
     image = {"image": Image.fromarray(picture(0, size))} if rig.family.text_sees_template else {}
     theirs, _ = rig.pipeline.encode_prompt(PROMPT, **image)
     torch.testing.assert_close(encode(rig, PROMPT, 512, size=size).prompt_embeds, theirs[0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("size", [(128, 128), (16, 256), (400, 32), (32, 48)])
-def test_text_tokens_are_foretold(edit_rig: Rig, size: tuple[int, int]) -> None:
-    """However the picture is resized, and however long the prompt."""
+def test_the_number_of_text_tokens_is_predicted(edit_rig: Rig, size: tuple[int, int]) -> None:
+    """For any size of the picture and any length of the prompt."""
     info = edit_rig.family.info("tiny")
     for prompt in ("", "hat"):
         text = encode(edit_rig, prompt, size=size)
@@ -158,7 +159,7 @@ def test_a_long_prompt_is_cut_and_the_chat_goes_on(edit_rig: Rig) -> None:
     assert (cut.num_tokens, cut.truncated) == (5, False)
 
 
-def test_what_a_plain_model_is_told_is_cut_as_the_pipeline_cuts_it(tmp_path: Path, arena: Arena) -> None:
+def test_a_plain_models_prompt_is_cut_as_in_the_pipeline(tmp_path: Path, arena: Arena) -> None:
     rig = make_plain_rig(tmp_path / "plain", arena)
     edit = make_edit(rig, "long", (64, 64), 1.0, 1.0, seed=1, steps=2)
     edit.prompt = "a person wearing the red striped shirt, and more words than fit"
@@ -169,13 +170,13 @@ def test_what_a_plain_model_is_told_is_cut_as_the_pipeline_cuts_it(tmp_path: Pat
 
 
 @pytest.mark.parametrize("special", ["<|image_pad|>", "<|im_end|>", "<|vision_start|>", "<|endoftext|>"])
-def test_a_prompt_cannot_write_the_chats_own_tokens(rig: Rig, special: str) -> None:
+def test_a_prompt_cannot_contain_the_chats_special_tokens(rig: Rig, special: str) -> None:
     text = encode(rig, f"a {special}")
     assert text.num_tokens == len(f"a {special}")
 
 
 def test_an_embedding_belongs_to_its_picture(edit_rig: Rig) -> None:
-    """And is kept as such."""
+    """And is cached with it."""
     cache = PromptCache(edit_rig.family)
     pictures = [torch.from_numpy(picture(seed)) for seed in range(2)]
     with torch.inference_mode():
@@ -189,7 +190,7 @@ def test_an_embedding_belongs_to_its_picture(edit_rig: Rig) -> None:
 @torch.inference_mode()
 @pytest.mark.parametrize("active", [[0], [77], [119], [34, 35, 44, 45], list(range(120))])
 def test_a_region_is_decoded_as_in_the_whole(edit_rig: Rig, active: list[int]) -> None:
-    """Of a picture much larger than what a box depends on."""
+    """For a picture much larger than the area that a region depends on."""
     width, height = 160, 192
     latents = torch.randn(120, 64, generator=torch.Generator().manual_seed(0))
     whole = edit_rig.family.decode(latents, width, height)

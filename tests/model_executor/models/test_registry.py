@@ -1,4 +1,4 @@
-"""The families that the registry names implement the whole interface of the runner."""
+"""All families in the registry implement the whole interface of the runner."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 def guide(edit: Edit, scale: float, negative_prompt: str = "") -> dict[str, Any]:
-    """Have the edit guided; what the pipeline is to be told besides."""
+    """Add guidance to the edit; returns the further arguments for the pipeline."""
     edit.guidance_scale = edit.true_cfg_scale = scale
     edit.negative_prompt = negative_prompt if scale > 1 else None
     return {"negative_prompt": negative_prompt} if negative_prompt else {}
@@ -77,8 +77,9 @@ def test_edit_equals_the_pipeline(
 def test_every_sampler_equals_the_pipeline(
     tmp_path: Path, arena: Arena, options: dict[str, Any], strength: float
 ) -> None:
-    """One of second order takes two steps for each of its noise levels; one that draws noise, draws it in the shape
-    that the pipeline's latents have."""
+    """A second-order sampler takes two steps per noise level; one that draws noise draws it in the shape of the
+    pipeline's latents.
+    """
     rig = make_rig(tmp_path / "sampler", arena, **options)
     edit = rig.edit("sampled", seed=8, steps=5, size=(64, 96))
     edit.strength, edit.solver_order = strength, rig.family.info("tiny").solver_order
@@ -88,8 +89,7 @@ def test_every_sampler_equals_the_pipeline(
 
 
 def test_batch_of_others_at_different_steps_changes_nothing(rig: Rig) -> None:
-    """Edits of other sizes, strengths and guidance join and leave; each still equals its own bytes and the
-    pipeline's."""
+    """Edits of other sizes, strengths and guidance join and leave; each keeps its bytes, and equals the pipeline's."""
     shapes = [((128, 128), 4, 1.0, 3.0), ((96, 160), 7, 0.5, 1.0), ((64, 64), 2, 1.0, 2.0), ((48, 176), 5, 0.8, 5.0)]
     edits = [rig.edit(f"mixed-{i}", seed=i, steps=steps, size=size) for i, (size, steps, _, _) in enumerate(shapes)]
     for edit, (_, _, strength, scale) in zip(edits, shapes, strict=True):

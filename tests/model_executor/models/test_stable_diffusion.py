@@ -73,7 +73,7 @@ def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 def make_edit(
     rig: Rig, name: str, size: tuple[int, int], strength: float, scale: float, negative_prompt: str = "", **options: int
 ) -> Edit:
-    """scale: of guidance; 1 for none."""
+    """An edit. scale: of guidance; 1 for none."""
     edit = rig.edit(name, size=size, **options)
     info = rig.family.info("tiny")
     edit.strength, edit.solver_order, edit.extra_steps = strength, info.solver_order, info.extra_steps
@@ -106,7 +106,7 @@ def test_edit_equals_the_pipeline(
 def test_every_sampler_equals_the_pipeline(
     tmp_path: Path, arena: Arena, scheduler_class: Any, scheduler: dict[str, Any]
 ) -> None:
-    """Those that draw noise, draw it after the pipeline's other noise; PNDM calls the model once more."""
+    """Samplers that draw noise draw it after the pipeline's other noise; PNDM calls the model once more."""
     rig = make_rig(make_sd, tmp_path / "sd", arena, scheduler_class=scheduler_class, scheduler=scheduler)
     for strength in (1.0, 0.6):
         edit = make_edit(rig, f"sampled-{strength}", (64, 96), strength, 3.0, seed=8, steps=5)
@@ -116,7 +116,7 @@ def test_every_sampler_equals_the_pipeline(
 
 @pytest.mark.filterwarnings("ignore:The configuration file of this scheduler:FutureWarning")
 @pytest.mark.parametrize("scheduler_class", [DDIMScheduler, PNDMScheduler])
-def test_an_old_schedulers_configuration_is_put_right_as_the_pipeline_does(
+def test_an_old_schedulers_configuration_is_corrected_as_in_the_pipeline(
     tmp_path: Path, arena: Arena, scheduler_class: Any
 ) -> None:
     config = {"steps_offset": 0} | ({"skip_prk_steps": False} if scheduler_class is PNDMScheduler else {})
@@ -127,8 +127,9 @@ def test_an_old_schedulers_configuration_is_put_right_as_the_pipeline_does(
 
 
 def test_batch_of_others_at_different_steps_changes_nothing(rig: Rig) -> None:
-    """Edits of the same and of other sizes, strengths and guidance join and leave; each still equals its own bytes and
-    the pipeline's."""
+    """Edits of equal and other sizes, strengths and guidance join and leave; each keeps its own bytes, and equals the
+    pipeline's.
+    """
     shapes = [((96, 160), 4, 1.0, 3.0), ((96, 160), 5, 0.6, 1.0), ((64, 64), 2, 1.0, 2.0), ((96, 160), 5, 0.8, 5.0)]
     edits = [
         make_edit(rig, f"mixed-{i}", size, strength, scale, seed=i, steps=steps)
@@ -139,7 +140,7 @@ def test_batch_of_others_at_different_steps_changes_nothing(rig: Rig) -> None:
 
 
 def test_a_prompt_of_zeros_is_the_checkpoints_choice(tmp_path: Path, arena: Arena) -> None:
-    """SDXL's pipeline embeds an empty negative prompt where the checkpoint does not say that it is zeros."""
+    """SDXL's pipeline embeds an empty negative prompt unless the checkpoint says that it is zeros."""
     rig = make_rig(make_sdxl, tmp_path / "sdxl", arena, zero_prompt=False)
     edit = make_edit(rig, "embedded", (64, 96), 1.0, 3.0, seed=8, steps=3)
     assert_same(rig.run(edit), expected(rig, edit))
@@ -148,7 +149,7 @@ def test_a_prompt_of_zeros_is_the_checkpoints_choice(tmp_path: Path, arena: Aren
 
 
 def test_the_preview_of_the_last_step_is_the_picture(rig: Rig) -> None:
-    """The last step of these samplers goes all the way to what it predicts, or nearly."""
+    """The last step of these samplers goes to its prediction, exactly or nearly."""
     edit = make_edit(rig, "clean", (128, 128), 1.0, 3.0, seed=2, steps=4)
     rig.do(edit.encode_plan())
     for step in range(edit.num_steps):
@@ -161,7 +162,7 @@ def test_the_preview_of_the_last_step_is_the_picture(rig: Rig) -> None:
     rig.do(edit.decode_plan())
 
 
-def test_what_is_said_of_them(tmp_path: Path) -> None:
+def test_model_info_of_stable_diffusion(tmp_path: Path) -> None:
     pndm = {"scheduler_class": PNDMScheduler, "scheduler": {"skip_prk_steps": True}}
     plain = describe(str(make_sd(tmp_path / "sd", native_size=64, **pndm)))
     large = describe(str(make_sdxl(tmp_path / "sdxl", in_channels=9)))
@@ -201,7 +202,7 @@ def test_what_is_said_of_them(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_not_done_as_the_pipeline_does_it_is_refused(
+def test_configurations_that_would_differ_from_the_pipeline_are_refused(
     tmp_path: Path, make: Callable[..., Path], options: dict[str, Any], reason: str
 ) -> None:
     path = make(tmp_path / "other", **options)
@@ -256,7 +257,7 @@ def count_passes(unet: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @torch.inference_mode()
 def test_rows_of_one_size_share_a_pass_where_they_may(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: one pass for each size, and predictions in the order of their rows."""
+    """As on a GPU: one pass per size, with predictions in the order of the rows."""
     unet = rig.family._unet  # type: ignore[attr-defined]
     rows = [make_row(rig, seed, grid, length) for seed, grid, length in SHAPES]
     alone = [unet.forward([row])[0] for row in rows]
@@ -269,8 +270,8 @@ def test_rows_of_one_size_share_a_pass_where_they_may(rig: Rig, monkeypatch: pyt
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["sd1", "sdxl-inpaint"])
-def test_half_precision_paints_too(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
-    """SDXL's VAE is kept in float32 where the rest is float16, in which it overflows."""
+def test_half_precision_works(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+    """SDXL's VAE overflows in float16, so it stays in float32."""
     make, options = KINDS[kind]
     name = str(dtype).removeprefix("torch.")
     models = ResidentModels.open([ModelConfig(model=str(make(tmp_path / kind, **options)), dtype=name)])

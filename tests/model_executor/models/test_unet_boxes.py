@@ -1,5 +1,5 @@
-"""Convolutions in the box of the active tokens: against diffusers' own forward of whole maps, whose layers' outputs are
-replaced by the template's outside of it.
+"""Convolutions in the box of the active tokens: against diffusers' forward pass over whole maps, in which each layer's
+output outside the box is replaced by the template's.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MASKS = {
 
 
 def deep_unet(in_channels: int, width: int) -> Any:
-    """As Stable Diffusion 1: the deepest map has fewer pixels than there are tokens."""
+    """As Stable Diffusion 1: its deepest map has fewer pixels than there are tokens."""
     return UNet2DConditionModel(
         in_channels=in_channels,
         out_channels=4,
@@ -89,7 +89,7 @@ def make_row(unet: Unet, seed: int, grid: Size = GRID) -> Row:
 
 
 def make_edit(unet: Unet, template: Row, active: Tensor, dtype: PageDtype = "float32") -> Row:
-    """With another prompt, and other content under the mask."""
+    """The edit's row: with another prompt, and other content under the mask."""
     other = make_row(unet, 1, template.grid)
     latents = template.latents.index_copy(0, active, other.latents[active])
     pages = Pages(unet.page_layout(dtype), len(latents), primed(unet, template, dtype), None, 0.0)
@@ -121,8 +121,9 @@ KEPT = (ResnetBlock2D, Upsample2D, BasicTransformerBlock)
 
 @dataclass
 class Reference:
-    """diffusers' forward, with hooks: one pass over the template notes what its layers give, and one over an edit puts
-    that back where the edit computes nothing."""
+    """diffusers' forward pass with hooks: a pass over the template records the layers' outputs, and a pass over an edit
+    restores them where the edit computes nothing.
+    """
 
     unet: Unet
     template: Row
@@ -135,7 +136,9 @@ class Reference:
             self.unet.forward([self.template])
 
     def __call__(self, edit: Row, full: Collection[int] = ()) -> Tensor:
-        """Of the active tokens. full: blocks, in the order they run, that are computed whole."""
+        """The prediction for the active tokens. full: indices of blocks that are computed completely, in execution
+        order.
+        """
         assert edit.active is not None
         box = grown(around(edit.active, edit.grid[1]), GROWTH, edit.grid)
         kept, inner = iter(enumerate(self.outputs)), iter(self.inner)
@@ -183,21 +186,21 @@ class Reference:
             hook.remove()
 
     def _kinds(self) -> list[type]:
-        """Of the layers, in the order they run."""
+        """The kinds of the layers, in execution order."""
         kinds: list[type] = []
         with self._hooks(lambda module, args, output: kinds.append(type(module)), lambda norm, args, output: None):
             self.unet.forward([self.template])
         return kinds
 
     def _side(self, output: Tensor) -> int:
-        """Pixels per token; 0 where there are fewer pixels."""
+        """Pixels per token; 0 if there are fewer pixels than tokens."""
         rows, columns = self.template.grid
         if output.ndim == 4:
             return output.shape[2] // rows
         return int((output.shape[1] / (rows * columns)) ** 0.5)
 
     def _tokens(self, edit: Row, output: Tensor) -> Tensor:
-        """The active ones' of a map."""
+        """The values of a map's active tokens."""
         side, (rows, columns) = self._side(output), edit.grid
         mask = torch.zeros(rows * columns).index_fill(0, edit.active, 1.0).view(1, 1, rows, columns)  # type: ignore[arg-type]
         return F.interpolate(mask, scale_factor=float(side)).flatten().nonzero()[:, 0]
@@ -210,7 +213,7 @@ def moments_of(x: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
 
 
 def first_pages(unet: Unet, num_tokens: int) -> list[int]:
-    """Of each block that is kept."""
+    """The first page of each block that is cached."""
     sizes = [run.pages for run in unet.block_runs(num_tokens) for _ in range(run.number)]
     return [0, *accumulate(sizes)][:-1]
 
@@ -225,7 +228,7 @@ def assert_close(ours: Tensor, expected: Tensor) -> None:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("mask", MASKS)
-def test_a_box_is_what_a_whole_map_has_there(unet: Unet, mask: str) -> None:
+def test_a_box_equals_that_part_of_a_whole_map(unet: Unet, mask: str) -> None:
     template = make_row(unet, 0)
     edit = make_edit(unet, template, torch.tensor(MASKS[mask]))
     (ours,) = unet.forward([edit])
@@ -237,7 +240,7 @@ def test_a_box_is_what_a_whole_map_has_there(unet: Unet, mask: str) -> None:
 @torch.inference_mode()
 @pytest.mark.parametrize("grid", [(5, 9), (9, 5), (4, 4), (8, 8)])
 def test_grids_of_any_sides(unet: Unet, grid: Size) -> None:
-    """Odd ones too, whose deeper maps are of half a row or column more."""
+    """Odd ones too, whose deeper maps have an extra half row or column."""
     template = make_row(unet, 0, grid)
     for token in (0, grid[1] - 1, grid[0] * grid[1] // 2, grid[0] * grid[1] - 1):
         edit = make_edit(unet, template, torch.tensor([token]))
@@ -273,7 +276,7 @@ def test_two_rows_of_an_edit_share_the_box(unet: Unet) -> None:
 
 @torch.inference_mode()
 def test_adapted_convolutions(unet: Unet) -> None:
-    """Of a residual block and of an up-sampler."""
+    """In a residual block and in an up-sampler."""
     generator = torch.Generator().manual_seed(5)
     modules = dict(unet.module.named_modules())
     wanted = ("down_blocks.0.resnets.0.conv1", "down_blocks.0.resnets.0.conv2", "up_blocks.1.upsamplers.0.conv")
@@ -293,7 +296,7 @@ def test_adapted_convolutions(unet: Unet) -> None:
 
 
 def numbers_of(layer: Any) -> tuple[int, int]:
-    """That it reads for each row or pixel, and writes."""
+    """The number of values that are read for each row or pixel, and written."""
     if hasattr(layer, "in_features"):
         return layer.in_features, layer.out_features
     return layer.in_channels * layer.kernel_size[0] * layer.kernel_size[1], layer.out_channels
@@ -302,7 +305,7 @@ def numbers_of(layer: Any) -> tuple[int, int]:
 @torch.inference_mode()
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("int8", 0.05)])
 @pytest.mark.parametrize("mask", ["middle", "lower right corner"])
-def test_a_box_of_an_unchanged_template_is_as_if_all_were_computed(
+def test_a_box_of_an_unchanged_template_equals_the_whole(
     unet: Unet, mask: str, dtype: PageDtype, tolerance: float
 ) -> None:
     template, active = make_row(unet, 0), torch.tensor(MASKS[mask])
@@ -332,7 +335,7 @@ def test_a_box_in_bfloat16(name: str) -> None:
 
 
 @torch.inference_mode()
-def test_residual_blocks_that_time_scales_are_whole() -> None:
+def test_residual_blocks_with_time_dependent_scales_are_computed_whole() -> None:
     """Up-samplers are not."""
     unet = make_unet("sd", resnet_time_scale_shift="scale_shift")
     template = make_row(unet, 0)
@@ -343,8 +346,8 @@ def test_residual_blocks_that_time_scales_are_whole() -> None:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("active", [[0, 41], [0, 5, 36], list(range(3, 40))])
-def test_where_the_box_is_most_of_the_picture_convolutions_are_whole(unet: Unet, active: list[int]) -> None:
-    """Then the pages of residual blocks and up-samplers are not read, and only transformers leave tokens out."""
+def test_if_the_box_is_most_of_the_picture_convolutions_are_computed_whole(unet: Unet, active: list[int]) -> None:
+    """Then pages of residual blocks and up-samplers are not read, and only transformers omit tokens."""
     template, tokens = make_row(unet, 0), torch.tensor(active)
     assert share(grown(around(tokens, GRID[1]), GROWTH, GRID), GRID) > WORTH
     edit, reference = make_edit(unet, template, tokens), Reference(unet, template)
@@ -354,7 +357,7 @@ def test_where_the_box_is_most_of_the_picture_convolutions_are_whole(unet: Unet,
 
 @torch.inference_mode()
 def test_a_box_of_the_whole_picture_would_be_right(unet: Unet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though it is not worth its while."""
+    """Although it saves nothing."""
     template = make_row(unet, 0)
     edit = make_edit(unet, template, torch.tensor([0, 41]))
     (whole,) = unet.forward([edit])
@@ -388,7 +391,7 @@ def test_moments_of_each_token_are_kept_beside_pages_of_any_dtype(
 
 
 def token_moments(x: Tensor, side: int) -> Tensor:
-    """Means and standard deviations of 4 groups, cell by cell, [8, tokens]."""
+    """Means and standard deviations of 4 groups for each token, [8, tokens]."""
     rows, columns = x.shape[2] // side, x.shape[3] // side
     cells = [x[..., side * i : side * (i + 1), side * j : side * (j + 1)] for i in range(rows) for j in range(columns)]
     each = [(mean.flatten(), variance.sqrt().flatten()) for mean, variance in (moments_of(cell, 4) for cell in cells)]
@@ -407,7 +410,7 @@ def test_moments_between_keyframes_are_interpolated(unet: Unet) -> None:
     assert torch.equal(Pages(layout, tokens, entries[0], None, 0.0).open().moments(0), near)
 
 
-def test_moments_of_a_page_on_its_way_are_waited_for() -> None:
+def test_moments_of_a_loading_page_are_waited_for() -> None:
     unet, asked = make_unet("sd"), list[int]()
     entry = torch.zeros(unet.page_layout("int8").entry_bytes(4), dtype=torch.uint8)
     Pages(unet.page_layout("int8"), 4, entry, None, 0.0, asked.append).open().moments(3)
@@ -445,7 +448,7 @@ def test_a_window_of_an_enlarged_map(box: Box, size: Size) -> None:
 
 
 def test_a_moment_beyond_float16_stays_a_number() -> None:
-    """Weighed with nothing, as a token in the box is, an infinite one would be none."""
+    """With weight zero, as for a token in the box, infinity would become NaN."""
     unet = make_unet("sd")
     layout = unet.page_layout("int8")
     entry = Entry(torch.zeros(layout.entry_bytes(4), dtype=torch.uint8), layout, 4)

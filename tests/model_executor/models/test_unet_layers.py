@@ -72,7 +72,7 @@ def pages_of(unet: Unet, inputs: dict[str, Any], dtype: PageDtype = "float32") -
 
 @torch.inference_mode()
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("int8", 0.05)])
-def test_active_tokens_of_an_unchanged_template_are_as_if_all_were_computed(
+def test_active_tokens_of_an_unchanged_template_equal_the_full_pass(
     unet: Unet, dtype: PageDtype, tolerance: float
 ) -> None:
     inputs = make_inputs(unet, 0)
@@ -83,8 +83,10 @@ def test_active_tokens_of_an_unchanged_template_are_as_if_all_were_computed(
 
 
 @torch.inference_mode()
-def test_what_is_kept_is_what_differs(unet: Unet) -> None:
-    """With other latents under the mask, the blocks' other tokens stay the template's: close to exact, not equal."""
+def test_edits_differ_from_exact_by_the_cached_tokens(unet: Unet) -> None:
+    """With other latents under the mask, the blocks' other tokens stay the template's, so the result is close to exact,
+    not equal.
+    """
     inputs, other = make_inputs(unet, 0), make_inputs(unet, 1)
     edit = inputs | {"latents": inputs["latents"].index_copy(0, ACTIVE, other["latents"][ACTIVE])}
     pages = pages_of(unet, inputs)
@@ -109,7 +111,7 @@ def test_leading_blocks_in_full_and_all_tokens_active_are_exact(unet: Unet) -> N
 @torch.inference_mode()
 @pytest.mark.parametrize("every", [2, 3])
 def test_any_blocks_in_full_need_no_pages(unet: Unet, every: int) -> None:
-    """Those in between have theirs; these have garbage."""
+    """Blocks between them have their pages; theirs contain garbage."""
     inputs, pages = make_inputs(unet, 0), pages_of(unet, make_inputs(unet, 0))
     (whole,) = unet.forward([Row(**inputs)])
     blocks = pages.near.view(pages.layout.num_blocks, -1)
@@ -124,7 +126,7 @@ def test_any_blocks_in_full_need_no_pages(unet: Unet, every: int) -> None:
 
 
 def first_pages(unet: Unet) -> list[tuple[int, int]]:
-    """Of each block, and where the next one's begin."""
+    """The first page of each block, and the end of the last."""
     runs = unet.block_runs(NUM_TOKENS)
     sizes = [run.pages for run in runs for _ in range(run.number)]
     assert sum(run.number * run.work for run in runs) == pytest.approx(1.0)
@@ -172,7 +174,7 @@ def test_exact_and_masked_rows_share_a_batch(unet: Unet) -> None:
 
 @torch.inference_mode()
 def test_a_chunk_may_run_twice(unet: Unet) -> None:
-    """As after one that failed half-way: it changes nothing of what it is given."""
+    """As after a failure half-way: a chunk does not change its inputs."""
     layout, inputs = unet.page_layout("int8"), make_inputs(unet, 0)
     cut, entry = layout.num_blocks // 2, torch.zeros(layout.entry_bytes(NUM_TOKENS), dtype=torch.uint8)
     (hidden,) = unet.prime([PrimeRow(**inputs, hidden=None, entry=entry)], (0, cut))
@@ -197,8 +199,8 @@ def test_own_content_in_bfloat16(name: str) -> None:
 
 
 @torch.inference_mode()
-def test_an_adapter_counts_on_every_way_through(unet: Unet) -> None:
-    """Exact, primed and mask-aware; the UNet that it is for stays as it was."""
+def test_an_adapter_has_effect_in_every_kind_of_pass(unet: Unet) -> None:
+    """Exact, primed and mask-aware; the base UNet is unchanged."""
     inputs, generator = make_inputs(unet, 0), torch.Generator().manual_seed(5)
     block = "mid_block.attentions.0.transformer_blocks.0"
     layers = {

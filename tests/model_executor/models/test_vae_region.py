@@ -1,4 +1,4 @@
-"""Decoding the whole picture against diffusers' own VAE, and a part of it against the whole."""
+"""Decoding a whole picture against diffusers' VAE, and decoding a region against the whole picture."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ GRID = (16, 16)
 
 
 def make_vae(**changes: object) -> AutoencoderKL:
-    """Of random weights; as FLUX.1's with attention, three layers an up block and groups of several channels."""
+    """A VAE with random weights, like FLUX.1's with attention, three layers per up block and groups of several
+    channels.
+    """
     settings: dict[str, object] = {
         "block_out_channels": (8, 16, 32, 32),
         "down_block_types": ("DownEncoderBlock2D",) * 4,
@@ -97,7 +99,7 @@ def test_whole_equals_diffusers(changes: dict[str, object], size: tuple[int, int
 
 @torch.inference_mode()
 def test_whole_in_bfloat16_is_as_close_as_diffusers_is() -> None:
-    """To the same weights' float32 picture."""
+    """Compared with the float32 picture of the same weights."""
     vae = make_vae().to(torch.bfloat16)
     latents = noise(8, 8).to(torch.bfloat16)
     ours, theirs = RegionDecoder(vae).decode(latents), vae.decode(latents).sample
@@ -131,7 +133,7 @@ print(min(faults))
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the setting is glibc's")
 def test_a_warm_decoder_asks_the_system_for_no_memory() -> None:
-    """Page faults, in a process of its own: the heap of this one is what the tests before have made of it."""
+    """Counts page faults in a process of its own, since this one's heap depends on earlier tests."""
     command = [sys.executable, "-c", COUNT_FAULTS]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
     assert result.returncode == 0, result.stderr
@@ -149,8 +151,10 @@ def boxes(draw: st.DrawFn) -> tuple[tuple[int, int, int, int], tuple[int, int]]:
 
 
 @given(boxes(), st.integers(0, 5))
-def test_cut_and_trim_name_the_same_pixels(boxed: tuple[tuple[int, int, int, int], tuple[int, int]], halo: int) -> None:
-    """A map of its own coordinates, enlarged as the last two up blocks do it."""
+def test_cut_and_trim_select_the_same_pixels(
+    boxed: tuple[tuple[int, int, int, int], tuple[int, int]], halo: int
+) -> None:
+    """With a map of its own coordinates, enlarged as in the last two up blocks."""
     box, grid = boxed
     region = Region.around(box, grid, halo)
     if not region.outside.any():
@@ -164,7 +168,7 @@ def test_cut_and_trim_name_the_same_pixels(boxed: tuple[tuple[int, int, int, int
 
 
 @given(boxes())
-def test_a_region_costs_what_it_says(boxed: tuple[tuple[int, int, int, int], tuple[int, int]]) -> None:
+def test_a_regions_predicted_cost_is_right(boxed: tuple[tuple[int, int, int, int], tuple[int, int]]) -> None:
     box, grid = boxed
     region = Region.around(box, grid, 2)
     if not region.outside.any():
@@ -191,8 +195,8 @@ def test_statistics_weigh_every_cell_once(boxed: tuple[tuple[int, int, int, int]
     torch.testing.assert_close(variance, expected[0].expand(4), rtol=1e-3, atol=1e-3)
 
 
-def test_weights_correct_what_the_mosaic_happened_to_see() -> None:
-    """Means of maps with a slope are met better than by the plain mean of the mosaic."""
+def test_weights_correct_the_bias_of_the_mosaic() -> None:
+    """For maps with a gradient, the weighted mean is closer than the plain mean of the mosaic."""
     generator = torch.Generator().manual_seed(0)
     region = Region.around((1, 1, 5, 4), GRID, 2)
     slope = torch.linspace(-1, 1, 64)
@@ -234,7 +238,7 @@ def test_region_is_close_to_the_whole(embedded: Family, box: tuple[int, int, int
 
 @torch.inference_mode()
 def test_bfloat16_adds_no_more_to_a_region_than_to_the_whole() -> None:
-    """Both to the float32 picture of the same weights, of latents that look like a picture's."""
+    """Both compared with the float32 picture of the same weights, for latents like a picture's."""
     vae = make_vae(layers_per_block=1, mid_block_add_attention=False)
     latents, decoder = nn.functional.interpolate(noise(4, 4), size=32, mode="bilinear"), RegionDecoder(vae)
     region = decoder.region((4, 4, 8, 8), GRID)

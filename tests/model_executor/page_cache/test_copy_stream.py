@@ -1,4 +1,4 @@
-"""Copies beside computing, on a stand-in for a GPU that notes what it is asked for and copies at once."""
+"""Copies during computation, on a fake GPU that records its calls and copies at once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PATIENCE = 20.0
 
 
 class Event:
-    """is_over: somebody has waited for it, or for its stream."""
+    """is_over: whether it, or its stream, was waited for."""
 
     def __init__(self, gpu: Gpu, blocking: bool) -> None:
         self.gpu, self.blocking, self.stream, self.is_over = gpu, blocking, "", False
@@ -56,7 +56,7 @@ class Stream:
 
 
 class Gpu:
-    """What `torch.cuda` offers, as far as it is used."""
+    """The part of `torch.cuda` that is used."""
 
     def __init__(self) -> None:
         self.computing, self.copying = Stream(self, "computing"), Stream(self, "copying")
@@ -77,7 +77,7 @@ class Gpu:
         return Event(self, blocking)
 
     def current_stream(self, device: torch.device) -> Stream:
-        """Every thread has its own."""
+        """The current stream of the calling thread."""
         return getattr(self._current, "stream", self.computing)
 
     @contextmanager
@@ -109,12 +109,12 @@ def content() -> Tensor:
     return torch.randint(0, 256, [NBYTES], dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
 
 
-def test_a_load_waits_for_what_was_computed_and_tells_of_each_block(gpu: Gpu) -> None:
+def test_a_load_waits_for_earlier_computation_and_announces_each_block(gpu: Gpu) -> None:
     stream, device = CopyStream(CPU, torch.empty(1)), torch.zeros(NBYTES, dtype=torch.uint8)
     ready, told = stream.ready(), list[int]()
 
     def queued(index: int, event: Any) -> None:
-        """Its copy was queued on the copying stream before its event was."""
+        """Whether its copy was queued on the copying stream before its event."""
         told.append(index)
         block = slice(index * BLOCK, (index + 1) * BLOCK)
         assert torch.equal(device[block], content()[block])
@@ -130,14 +130,14 @@ def test_a_load_waits_for_what_was_computed_and_tells_of_each_block(gpu: Gpu) ->
     assert gpu.current_stream(CPU) is gpu.computing
 
 
-def test_what_is_computed_next_waits_for_a_block(gpu: Gpu) -> None:
+def test_later_computation_waits_for_a_block(gpu: Gpu) -> None:
     stream, events = CopyStream(CPU, torch.empty(1)), list[Any]()
     stream.load(content(), content(), BLOCK, [0, 1], stream.ready(), lambda index, event: events.append(event))
     stream.wait(events[1])
     assert gpu.computing.waited_for == [events[1]]
 
 
-def test_copies_before_a_failure_are_over_when_it_is_told(gpu: Gpu) -> None:
+def test_copies_before_a_failure_are_done_when_it_is_reported(gpu: Gpu) -> None:
     stream = CopyStream(CPU, torch.empty(1))
     with pytest.raises(RuntimeError, match="must match"):
         stream.load(content(), content()[: BLOCK + 9], BLOCK, [0, 1], stream.ready(), lambda index, event: None)
@@ -159,8 +159,8 @@ def test_the_thread_that_copies_chooses_its_device(gpu: Gpu, name: str, chosen: 
     arena.close()
 
 
-def test_a_store_moves_pages_by_it(gpu: Gpu) -> None:
-    """Down from a tensor that was made in inference mode, and up again; all of the arena is registered meanwhile."""
+def test_a_page_store_uses_the_copy_stream(gpu: Gpu) -> None:
+    """Down from a tensor that was created in inference mode, and up again; meanwhile the whole arena is registered."""
     arena, done = Arena.create(7, 1 << 20), Queue[PageCopied]()
     store = PageStore(CPU, arena, None, done.put)
     store._stream = CopyStream(CPU, store._whole_arena())

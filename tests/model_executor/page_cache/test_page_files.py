@@ -1,4 +1,6 @@
-"""The disk tier, on a real directory: nothing found there may raise, cross the budget or give other bytes."""
+"""The disk tier on a real directory: whatever files it finds, it never raises, exceeds the budget or returns wrong
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ def files(tmp_path: Path) -> PageFiles:
     return PageFiles(tmp_path / "stencil" / "pages", 1 << 20)
 
 
-def test_what_was_written_is_read_block_by_block(files: PageFiles) -> None:
+def test_entries_are_read_block_by_block(files: PageFiles) -> None:
     data = random_bytes()
     assert files.write(KEY, data, BLOCK)
     is_ok, out, blocks = read(PageFiles(files.directory, files.budget_bytes))
@@ -67,7 +69,7 @@ def test_blocks_are_there_when_they_are_announced(files: PageFiles) -> None:
     assert all(np.array_equal(head, data[: len(head)]) for head, _ in seen)
 
 
-def test_directory_and_files_are_the_owners_alone(files: PageFiles) -> None:
+def test_directory_and_files_are_accessible_to_the_owner_only(files: PageFiles) -> None:
     assert not files.directory.exists()
     files.write(KEY, random_bytes(), BLOCK)
     assert files.directory.stat().st_mode & 0o777 == 0o700
@@ -111,7 +113,7 @@ def test_a_directory_open_to_others_is_closed(tmp_path: Path, caplog: pytest.Log
     assert not caplog.records
 
 
-def test_a_directory_meant_for_everyone_stays_so_and_that_is_said(
+def test_a_directory_meant_for_everyone_stays_so_and_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tmp_path.chmod(0o1777)
@@ -239,10 +241,10 @@ def test_an_unreadable_file_is_a_miss(files: PageFiles) -> None:
     assert not read(files)[0]
 
 
-def test_where_no_directory_can_be_nothing_is_kept_until_there_can(
+def test_without_a_directory_nothing_is_kept_until_it_can_be_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One line says so, one that it is over; in between the disk is left alone."""
+    """There is one log line at the start and one at the end; in between the disk is not accessed."""
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     in_the_way = tmp_path / "file"
@@ -264,7 +266,7 @@ def test_where_no_directory_can_be_nothing_is_kept_until_there_can(
     assert caplog.messages[1].endswith("again")
 
 
-def test_where_no_directory_can_be_nothing_is_deleted(tmp_path: Path) -> None:
+def test_without_a_directory_nothing_is_deleted(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     files = PageFiles(tmp_path / "file" / "pages", 1 << 20)
     files.delete(KEY)
@@ -273,7 +275,7 @@ def test_where_no_directory_can_be_nothing_is_deleted(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_not_ok_and_leaves_nothing(tmp_path: Path) -> None:
-    """A limit on file sizes stands in for the full disk: the same OSError from the same call."""
+    """A limit on file sizes simulates a full disk: the same OSError from the same call."""
     code = f"""
 import resource, signal
 from pathlib import Path
@@ -366,8 +368,9 @@ def test_a_smaller_budget_holds_from_the_start(tmp_path: Path) -> None:
 
 
 def test_the_budget_holds_at_every_moment_and_for_all_processes(tmp_path: Path) -> None:
-    """Three processes write into one directory while a fourth counts what is there. It holds the lock meanwhile, since
-    what comes and goes during one look would be counted together; sizes of files under way count in full."""
+    """Three processes write to one directory while a fourth measures it, holding the lock, since files that come and go
+    during a measurement would be counted together. Unfinished files count in full.
+    """
     budget, nbytes = 400_000, 60_000
     code = """
 import sys
@@ -402,7 +405,7 @@ def locked_size(directory: Path) -> int:
         return on_disk(directory)
 
 
-def test_what_a_dead_writer_left_is_removed_and_a_living_ones_stays(files: PageFiles) -> None:
+def test_files_of_a_dead_writer_are_removed_and_those_of_a_living_one_stay(files: PageFiles) -> None:
     files.write(KEY, random_bytes(), BLOCK)
     stem = the_file(files).stem
     dead, living = (files.directory / f"{stem}.{digit * 16}.tmp" for digit in "ab")

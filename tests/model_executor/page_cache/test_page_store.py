@@ -31,7 +31,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class GatedFiles(PageFiles):
-    """The disk, but a read waits for `let_through` before it announces a block."""
+    """A disk whose reads wait for `let_through` before they announce a block."""
 
     def __init__(self, directory: Path, budget_bytes: int) -> None:
         super().__init__(directory, budget_bytes)
@@ -99,7 +99,7 @@ def open_gate(files: GatedFiles, blocks: int = NUM_BLOCKS) -> None:
 # ------------------------------------------------------------------------------------------------------------- in place
 
 
-def test_host_entries_are_shared_memory_itself(bench: Bench) -> None:
+def test_host_entries_are_views_of_shared_memory(bench: Bench) -> None:
     ref = bench.host_ref()
     assert ref.host is not None
     bench.store.create(ref).copy_(content())
@@ -155,7 +155,7 @@ def test_an_entry_goes_down_to_disk_and_up_to_the_device(bench: Bench, files: Ga
 
 
 def test_copies_are_done_in_order(bench: Bench) -> None:
-    """What is written down under a key is what the copy before brought there."""
+    """The copy down writes what the copy before it brought up."""
     host = bench.host_ref()
     for seed in range(8):
         bench.store.create(EntryRef(f"{seed}", NBYTES, None)).copy_(content(seed))
@@ -192,7 +192,7 @@ def test_computing_may_start_before_the_load_has_ended(bench: Bench, files: Gate
     bench.store.wait_block("a", 2)
 
 
-def test_a_load_goes_on_where_it_is_told_and_still_brings_all(bench: Bench, files: GatedFiles) -> None:
+def test_a_load_continues_at_the_given_block_and_loads_all(bench: Bench, files: GatedFiles) -> None:
     host = bench.host_ref()
     assert files.write("a", content().numpy(), BLOCK)
     bench.store.entry(host).zero_()
@@ -208,8 +208,8 @@ def test_a_load_goes_on_where_it_is_told_and_still_brings_all(bench: Bench, file
     bench.store.put_last("a", range(1))
 
 
-def test_a_load_begins_where_it_is_told(bench: Bench, files: GatedFiles) -> None:
-    """The load before keeps the thread busy until it is known where this one is to begin."""
+def test_a_load_begins_at_the_given_block(bench: Bench, files: GatedFiles) -> None:
+    """The load before it keeps the thread busy until its first block is set."""
     hosts = [bench.host_ref(key) for key in "ab"]
     for key, ref in zip("ab", hosts, strict=True):
         assert files.write(key, content().numpy(), BLOCK)
@@ -262,12 +262,12 @@ def test_a_templates_key_deletes_all_its_files(bench: Bench, files: GatedFiles) 
 # ------------------------------------------------------------------------------------------------------------- failures
 
 
-def test_a_missing_file_fails_the_load_and_those_who_wait(bench: Bench) -> None:
+def test_a_missing_file_fails_the_load_and_its_waiters(bench: Bench) -> None:
     host = bench.host_ref()
     assert not bench.copy("a", "disk", "host", host.host)
     with pytest.raises(PagesLostError):
         bench.store.wait_block("a", 0)
-    bench.store.create(host).copy_(content())  # computed anew
+    bench.store.create(host).copy_(content())  # computed again
     bench.store.wait_block("a", 0)
 
 
@@ -287,7 +287,7 @@ def test_a_file_damaged_late_gives_its_first_blocks_and_then_fails(bench: Bench,
         bench.store.wait_block("a", 2)
 
 
-def test_what_follows_a_failed_load_fails_too(bench: Bench) -> None:
+def test_copies_after_a_failed_load_fail_too(bench: Bench) -> None:
     host = bench.host_ref()
     bench.start("a", "disk", "host", host.host)
     bench.start("a", "host", "device", host.host)
@@ -298,7 +298,7 @@ def test_what_follows_a_failed_load_fails_too(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("target", ["device", "disk"])
-def test_what_did_not_arrive_is_not_copied_on_later(bench: Bench, target: Tier) -> None:
+def test_an_entry_that_did_not_load_is_not_copied_further(bench: Bench, target: Tier) -> None:
     host = bench.host_ref()
     assert not bench.copy("a", "disk", "host", host.host)
     assert not bench.copy("a", "host", target, host.host)
@@ -316,7 +316,7 @@ def test_a_device_that_had_no_room_may_have_some_later(bench: Bench) -> None:
     bench.store.wait_block("a", 0)
 
 
-def test_a_load_that_is_tried_again_counts_anew(bench: Bench, files: GatedFiles) -> None:
+def test_a_repeated_load_replaces_the_failed_one(bench: Bench, files: GatedFiles) -> None:
     host = bench.host_ref()
     assert not bench.copy("a", "disk", "host", host.host)
     bench.store.entry(host).copy_(content())
@@ -369,7 +369,7 @@ def test_without_a_disk_tier_files_are_misses() -> None:
     bench.close()
 
 
-def test_closing_wakes_those_who_wait_and_ends_the_thread(files: GatedFiles) -> None:
+def test_closing_wakes_waiters_and_ends_the_thread(files: GatedFiles) -> None:
     bench = Bench(files)
     host = bench.host_ref()
     assert files.write("a", content().numpy(), BLOCK)

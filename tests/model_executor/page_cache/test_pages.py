@@ -1,4 +1,4 @@
-"""Pages: what is written comes back, within what int8 and bfloat16 can hold, and keyframes are interpolated."""
+"""Pages: what is written is read back within the precision of int8 and bfloat16, and keyframes are interpolated."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def keys_values(seed: int) -> Tensor:
 
 
 def written(dtype: PageDtype, blocks: list[Tensor]) -> Tensor:
-    """An entry with these blocks."""
+    """An entry with these blocks written to it."""
     entry = torch.full([layout(dtype).entry_bytes(TOKENS)], 0xEE, dtype=torch.uint8)
     for number, block in enumerate(blocks):
         Entry(entry, layout(dtype), TOKENS).write(number, block)
@@ -42,8 +42,8 @@ def read(
 
 
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float32"])
-def test_blocks_lie_as_the_scheme_says(dtype: PageDtype) -> None:
-    """Each block comes back from its own bytes; float32 to the bit."""
+def test_blocks_are_laid_out_by_the_page_scheme(dtype: PageDtype) -> None:
+    """Each block is read back from its own bytes; float32 bit by bit."""
     blocks = [keys_values(seed) for seed in range(3)]
     entry = written(dtype, blocks)
     tolerance = {"int8": 0.02, "bfloat16": 0.02, "float32": 0.0}[dtype]
@@ -79,7 +79,7 @@ def test_rows_of_zeros_stay_zeros() -> None:
 
 
 def test_pages_may_be_read_only() -> None:
-    """Readers map the arena without the right to write."""
+    """Readers map the arena without write access."""
     entry = written("int8", [keys_values(0)])
     before = entry.clone()
     read("int8", entry, entry, 0.3)
@@ -91,7 +91,7 @@ FLOATS = st.floats(-(2.0**60), 2.0**60, width=32, allow_subnormal=False).filter(
 
 @given(st.lists(st.lists(FLOATS, min_size=4, max_size=4), min_size=1, max_size=6), st.booleans())
 def test_quantisation_is_within_half_a_scale(rows: list[list[float]], as_bfloat16: bool) -> None:
-    """Of every row by itself, the largest value is nearly exact, and signs never turn."""
+    """In each row separately; the largest value is nearly exact, and signs never change."""
     x = torch.tensor(rows, dtype=torch.float32)
     x = x.bfloat16().float() if as_bfloat16 else x
     values, scales = torch.empty(x.shape, dtype=torch.int8), torch.empty(len(x), 1)

@@ -1,5 +1,6 @@
-"""LoRA adapters: edits through the runner against diffusers' pipelines with the same adapter loaded, and what is no
-adapter for a model."""
+"""LoRA adapters: edits through the runner against diffusers' pipelines with the same adapter, and files that are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ TEXT_PARTS = {"sd-inpaint": ("text_encoder",), "sdxl": ("text_encoder", "text_en
 
 
 class AdaptedRig(Rig):
-    """With adapters, of which diffusers' pipeline loads one at a time. files: by name."""
+    """A rig with adapters, of which diffusers' pipeline loads one at a time. files: adapter name -> file."""
 
     def __init__(self, checkpoint: Path, arena: Arena, pipeline: Any, files: dict[str, Path]) -> None:
         adapters = [AdapterConfig(name, str(path)) for name, path in files.items()]
@@ -58,14 +59,14 @@ class AdaptedRig(Rig):
         self._fix_shift()
 
     def _fix_shift(self) -> None:
-        """diffusers' SD3 pipeline subtracts the shift when it encodes, and up to 0.42 forgets to add it here."""
+        """diffusers' SD3 pipeline subtracts the shift when it encodes, but up to 0.42 does not add it here."""
         if isinstance(self.pipeline, StableDiffusion3InpaintPipeline):
             vae = self.pipeline.vae
             decode, shift = vae.decode, vae.config.shift_factor
             vae.decode = lambda latents, **options: decode(latents + shift, **options)
 
     def make(self, name: str, model: str, size: tuple[int, int] = (96, 64), steps: int = 4) -> Edit:
-        """With guidance, where the family has classifier-free one."""
+        """An edit, with guidance for families with classifier-free guidance."""
         edit = self.edit(name, seed=steps, steps=steps, size=size, model=model, prompt="a red hat")
         if self.family.info("").is_guidance_cfg:
             edit.guidance_scale = edit.true_cfg_scale = 3.0
@@ -83,8 +84,9 @@ class AdaptedRig(Rig):
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, arena: Arena) -> Iterator[AdaptedRig]:
-    """One adapter of every layer there is, those of a UNet's text encoders among them; one of attention alone with an
-    alpha that is not its rank."""
+    """An adapter of every layer, including a UNet's text encoders, and one of attention only, whose alpha differs from
+    its rank.
+    """
     make, pipeline = FAMILIES[request.param]
     folder = tmp_path_factory.mktemp("adapters")
     checkpoint = make(folder / request.param)
@@ -105,7 +107,7 @@ def test_edit_equals_the_pipeline_with_the_adapter(rig: AdaptedRig, model: str) 
 
 
 def test_edits_of_other_adapters_and_of_none_change_nothing(rig: AdaptedRig) -> None:
-    """They join and leave at other steps, of other sizes; two edits of one adapter share their batches."""
+    """They join and leave at other steps with other sizes; two edits with one adapter share batches."""
     shapes = [("whole", (96, 64)), ("tiny", (64, 64)), ("attention", (96, 64)), ("whole", (32, 96)), ("tiny", (96, 64))]
     edits = [rig.make(f"mixed-{i}", model, size, 3 + i) for i, (model, size) in enumerate(shapes)]
     alone = [rig.run(edit) for edit in edits]
@@ -184,7 +186,7 @@ SDXL_LAYERS = {
 def test_kohyas_unets_and_text_encoders_are_found(
     tmp_path: Path, arena: Arena, make: Callable[[Path], Path], pipeline: Any, layers: dict[str, str]
 ) -> None:
-    """Of SDXL they are named and numbered as in its first implementation."""
+    """SDXL's have the names and numbers of its first implementation."""
     checkpoint = make(tmp_path / "model")
     file = make_kohya_unet_lora(tmp_path / "kohya.safetensors", checkpoint, layers)
     rig = AdaptedRig(checkpoint, arena, pipeline, {"kohya": file})
@@ -195,7 +197,7 @@ def test_kohyas_unets_and_text_encoders_are_found(
 
 
 def test_an_adapter_of_dev_fits_fill(fill: Path, tmp_path: Path, arena: Arena) -> None:
-    """Whose first layer reads more, which the adapter says nothing of."""
+    """Fill's first layer has more inputs, which the adapter does not cover."""
     dev = make_flux(tmp_path / "dev", guidance_embeds=True)
     rig = AdaptedRig(fill, arena, FluxFillPipeline, {"dev": make_lora(tmp_path / "dev.safetensors", dev)})
     edit = rig.make("dev", "dev")
@@ -225,14 +227,14 @@ def load(checkpoint: Path, path: Path) -> None:
 
 
 def refused(checkpoint: Path, path: Path, why: str) -> None:
-    """In one line that names adapter, file and reason."""
+    """Assert that it is refused in one line with adapter, file and reason."""
     with pytest.raises(ConfigError, match=rf"cannot use adapter shirt of {path}.*{why}") as caught:
         load(checkpoint, path)
     assert "\n" not in str(caught.value)
 
 
 class Bomb:
-    """Is seen when it is unpickled."""
+    """Leaves a trace when it is unpickled."""
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return pytest.fail, ("a pickle was read",)
@@ -250,7 +252,7 @@ def test_a_pickle_by_another_name_is_not_read(fill: Path, tmp_path: Path) -> Non
     refused(fill, tmp_path / "shirt.safetensors", "")
 
 
-def test_files_that_are_none(fill: Path, tmp_path: Path) -> None:
+def test_files_that_are_no_adapter_are_refused(fill: Path, tmp_path: Path) -> None:
     refused(fill, tmp_path / "nowhere.safetensors", "there is no such file")
     refused(fill, tmp_path, "a LoRA is a .safetensors file, or a folder that holds one")
     for name in ("a.safetensors", "b.safetensors"):
@@ -269,7 +271,7 @@ def test_an_adapter_for_another_model(fill: Path, tmp_path: Path) -> None:
 
 
 def test_an_adapter_for_another_unet(tmp_path: Path) -> None:
-    """What it adds to the layers that read text is for text of another width."""
+    """Its layers that read text expect text of another width."""
     sd, sdxl = make_sd(tmp_path / "sd"), make_sdxl(tmp_path / "sdxl")
     other = make_lora(tmp_path / "other.safetensors", sd, r"mid_block.*attn2\.to_k")
     refused(sdxl, other, "attn2.to_k from 24 to 32 numbers, the layer from 48 to 32; it is for another model")
@@ -292,7 +294,7 @@ def test_an_adapter_for_another_unet(tmp_path: Path) -> None:
         ("text_encoder.text_model.encoder.layers.0.self_attn.q_proj.lora_A.weight", "changes the text encoder"),
     ],
 )
-def test_what_no_layer_can_add(fill: Path, tmp_path: Path, key: str, why: str) -> None:
+def test_additions_that_no_layer_can_apply_are_refused(fill: Path, tmp_path: Path, key: str, why: str) -> None:
     path = make_lora(tmp_path / "odd.safetensors", fill, "proj_out")
     tensors = load_file(path)
     save_file(tensors | {key: torch.ones(4, 64)}, path)

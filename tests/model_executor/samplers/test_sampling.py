@@ -33,14 +33,16 @@ TOKENS = 60
 
 
 def timesteps(sampling: Sampling, steps: int) -> dict[str, Any]:
-    """What FLUX's pipelines pass to a scheduler; one that takes no noise levels gets what SD3's pass."""
+    """The arguments that FLUX's pipelines pass to a scheduler; for schedulers without custom noise levels, those of
+    SD3's.
+    """
     if not sampling.takes_sigmas:
         return {"num_inference_steps": steps}
     return {"sigmas": np.linspace(1.0, 1 / steps, steps), "mu": dynamic_shift(sampling.config, TOKENS)}
 
 
 def make(scheduler: Any) -> tuple[Sampling, Any]:
-    """Ours, and a scheduler of its own for diffusers."""
+    """Our sampler, and a diffusers scheduler."""
     own = type(scheduler).from_config(scheduler.config)
     return Sampling(scheduler), own
 
@@ -48,8 +50,8 @@ def make(scheduler: Any) -> tuple[Sampling, Any]:
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize(("steps", "left_out"), [(2, 0), (8, 0), (8, 3)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_trajectory_is_the_schedulers(scheduler: Any, steps: int, left_out: int, dtype: torch.dtype) -> None:
-    """Every latent and every noised template on the way, whatever the steps of others in between."""
+def test_the_trajectory_equals_the_schedulers(scheduler: Any, steps: int, left_out: int, dtype: torch.dtype) -> None:
+    """Every latent and every noised template on the way, with steps of other requests in between."""
     sampling, theirs = make(scheduler)
     theirs.set_timesteps(**timesteps(sampling, steps))
     theirs.set_begin_index(left_out * theirs.order)
@@ -74,8 +76,8 @@ def test_trajectory_is_the_schedulers(scheduler: Any, steps: int, left_out: int,
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_a_step_can_be_done_again(scheduler: Any) -> None:
-    """What it takes stays as it was."""
+def test_a_step_can_be_repeated(scheduler: Any) -> None:
+    """A step does not change its inputs."""
     sampling, _ = make(scheduler)
     sigmas = sampling.schedule(4, 4, timesteps(sampling, 4))
     state, latents = sampling.begin(torch.Generator().manual_seed(0)), torch.randn(TOKENS, 64)
@@ -102,7 +104,7 @@ def test_strength_leaves_out_leading_steps(steps: int, strength: float, skipped:
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("strength", [1.0, 0.6])
 def test_number_of_steps_is_known_beforehand(scheduler: Any, strength: float) -> None:
-    """By whoever schedules them, from the solver's order alone."""
+    """The scheduler computes it from the solver's order."""
     sampling = Sampling(scheduler)
     params = SamplingParams(num_inference_steps=5, strength=strength)
     sigmas = sampling.schedule(5, params.num_denoising_steps, timesteps(sampling, 5))
@@ -111,7 +113,7 @@ def test_number_of_steps_is_known_beforehand(scheduler: Any, strength: float) ->
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_the_fewest_steps_are_done_and_fewer_could_not_be(scheduler: Any) -> None:
+def test_the_minimum_of_steps_works_and_fewer_fail(scheduler: Any) -> None:
     sampling = Sampling(scheduler)
     fewest = sampling.min_steps
     assert sampling.schedule(fewest, fewest, timesteps(sampling, fewest)).isfinite().all()

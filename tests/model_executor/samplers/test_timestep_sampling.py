@@ -42,7 +42,7 @@ def name_of(scheduler: Any) -> str:
 
 
 def make(scheduler: Any) -> tuple[TimestepSampling, Any]:
-    """Ours, and a scheduler of its own for diffusers."""
+    """Our sampler, and a diffusers scheduler."""
     return TimestepSampling(scheduler), type(scheduler).from_config(scheduler.config)
 
 
@@ -55,8 +55,8 @@ def step_as_the_pipeline(scheduler: Any, prediction: Tensor, timestep: Tensor, l
 @pytest.mark.parametrize(
     ("steps", "left_out", "dtype"), [(2, 0, torch.float32), (8, 0, torch.bfloat16), (8, 3, torch.float32)]
 )
-def test_trajectory_is_the_schedulers(scheduler: Any, steps: int, left_out: int, dtype: torch.dtype) -> None:
-    """Every latent, model input and noised template on the way, whatever the steps of others in between."""
+def test_the_trajectory_equals_the_schedulers(scheduler: Any, steps: int, left_out: int, dtype: torch.dtype) -> None:
+    """Every latent, model input and noised template on the way, with steps of other requests in between."""
     sampling, theirs = make(scheduler)
     theirs.set_timesteps(steps)
     if hasattr(theirs, "set_begin_index"):
@@ -85,8 +85,8 @@ def test_trajectory_is_the_schedulers(scheduler: Any, steps: int, left_out: int,
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS, ids=name_of)
-def test_a_step_can_be_done_again(scheduler: Any) -> None:
-    """What it takes stays as it was."""
+def test_a_step_can_be_repeated(scheduler: Any) -> None:
+    """A step does not change its inputs."""
     sampling, _ = make(scheduler)
     run = sampling.run(5, 5)
     state, latents = sampling.begin(run, torch.Generator().manual_seed(0)), torch.randn(SHAPE)
@@ -102,7 +102,7 @@ def test_a_step_can_be_done_again(scheduler: Any) -> None:
 @pytest.mark.parametrize("scheduler", SCHEDULERS, ids=name_of)
 @pytest.mark.parametrize("left_out", [0, 2])
 def test_number_of_steps_is_known_beforehand(scheduler: Any, left_out: int) -> None:
-    """By whoever schedules them, from a few numbers about the sampler; and the fewest steps are finite."""
+    """The scheduler computes it from a few numbers about the sampler; and the fewest steps are finite."""
     sampling = TimestepSampling(scheduler)
     model = msgspec.structs.replace(MODEL, solver_order=sampling.order, extra_steps=sampling.extra_steps)
     levels = sampling.noise_levels(sampling.run(5, 5 - left_out))
@@ -136,6 +136,6 @@ def test_clean_prediction_inverts_the_noising(scheduler: Any) -> None:
         (PNDMScheduler(), "PNDMScheduler with skip_prk_steps off"),
     ],
 )
-def test_what_is_not_supported_is_named(scheduler: Any, reason: str) -> None:
+def test_unsupported_options_are_named(scheduler: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         TimestepSampling(scheduler)

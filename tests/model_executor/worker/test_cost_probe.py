@@ -1,4 +1,4 @@
-"""The cost probe: every stage is timed within the budget, and what was measured is kept for the next start."""
+"""The cost probe: every stage is timed within the budget, and measurements are kept for the next start."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_every_stage_is_measured(family: Family, info: ModelInfo) -> None:
     assert max(len(work.queries) for work in denoising) == 8
 
 
-def test_what_is_timed_is_what_is_counted(tmp_path: Path) -> None:
-    """SD3, some of whose text tokens are in no prompt: the rows have as many as the samples say."""
+def test_the_timed_work_is_the_counted_work(tmp_path: Path) -> None:
+    """With SD3, some of whose text tokens are not in a prompt: rows have as many tokens as the samples say."""
     config = ModelConfig(model=str(make_sd3(tmp_path / "sd3")), served_model_name="tiny", dtype="float32", device="cpu")
     models = ResidentModels.open([config])
     models.load_all()
@@ -73,7 +73,7 @@ def test_the_cost_model_starts_from_them(family: Family, info: ModelInfo) -> Non
     assert 0.0 < model.predict(key, Work.of([24])) < model.predict(key, Work.of([24] * 8)) < 10.0
 
 
-def test_what_was_measured_is_kept(models: ResidentModels, info: ModelInfo, tmp_path: Path) -> None:
+def test_measurements_are_kept(models: ResidentModels, info: ModelInfo, tmp_path: Path) -> None:
     first = known_or_probed(models.families, [info], tmp_path)
     assert first == known_or_probed(models.families, [info], tmp_path)
     (path,) = (tmp_path / "costs").iterdir()
@@ -97,7 +97,7 @@ def test_other_kernels_are_another_measurement(models: ResidentModels, info: Mod
     assert len(list((tmp_path / "costs").iterdir())) == 2
 
 
-def test_a_torn_file_is_measured_anew(models: ResidentModels, info: ModelInfo, tmp_path: Path) -> None:
+def test_a_damaged_file_is_measured_again(models: ResidentModels, info: ModelInfo, tmp_path: Path) -> None:
     known_or_probed(models.families, [info], tmp_path)
     (path,) = (tmp_path / "costs").iterdir()
     path.write_bytes(path.read_bytes()[:20])

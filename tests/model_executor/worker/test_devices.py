@@ -1,4 +1,4 @@
-"""Which GPU a worker takes, for machines with any number of them."""
+"""The GPU that each worker uses, for any number of GPUs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from model_executor.worker.devices import pick_device, resolve_device
 
 
 @pytest.mark.parametrize(("engines", "workers"), [(1, 1), (4, 1), (1, 3), (3, 2)])
-def test_engine_after_engine_every_worker_has_its_own(engines: int, workers: int) -> None:
+def test_workers_of_all_engines_have_a_gpu_each(engines: int, workers: int) -> None:
     taken = []
     for engine in range(engines):
         config = EngineConfig(data_parallel_size=engines, data_parallel_rank=engine, workers_per_engine=workers)
@@ -21,18 +21,18 @@ def test_engine_after_engine_every_worker_has_its_own(engines: int, workers: int
     assert taken == [f"cuda:{number}" for number in range(engines * workers)]
 
 
-def test_auto_takes_what_there_is() -> None:
+def test_auto_takes_a_gpu_if_there_is_one() -> None:
     assert pick_device("auto", 1, 2, 0, None) == "cpu"
     assert pick_device("auto", 1, 2, 2, None) == "cuda:1"
     assert pick_device("cpu", 3, 4, 2, None) == "cpu"
 
 
-def test_a_named_device_is_taken_whoever_asks() -> None:
+def test_a_named_device_is_taken_by_every_worker() -> None:
     assert pick_device("cuda:1", 0, 1, 2, None) == "cuda:1"
 
 
 @pytest.mark.parametrize("index", [0, 3])
-def test_too_few_are_told_of_by_the_first_worker_too(index: int) -> None:
+def test_too_few_gpus_are_an_error_of_the_first_worker_too(index: int) -> None:
     with pytest.raises(ConfigError, match="4 workers need a GPU each, but PyTorch sees 2 GPUs"):
         pick_device("auto", index, 4, 2, None)
 
@@ -50,7 +50,7 @@ def test_too_few_are_told_of_by_the_first_worker_too(index: int) -> None:
         ("meta", 1, None, "unknown device 'meta'"),
     ],
 )
-def test_what_is_not_there(name: str, num_gpus: int, visible: str | None, message: str) -> None:
+def test_missing_devices_are_refused(name: str, num_gpus: int, visible: str | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         pick_device(name, 0, 1, num_gpus, visible)
 

@@ -1,4 +1,4 @@
-"""Scheduler and runner in one process: mask-aware edits, and steps that start while their pages come up."""
+"""Scheduler and runner in one process: mask-aware edits, and steps that start while their pages load."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ BLOCK_SECONDS = 0.02
 
 
 class SlowFiles(PageFiles):
-    """A disk that takes its time for every block."""
+    """A disk that is slow to read each block."""
 
     def read(
         self,
@@ -58,7 +58,7 @@ class SlowFiles(PageFiles):
 
 
 class Arenas:
-    """Both arenas, as a worker sees them."""
+    """The two arenas of a worker."""
 
     def __init__(self, *arenas: Arena) -> None:
         self._arenas = {arena.id: arena for arena in arenas}
@@ -94,7 +94,7 @@ class Rig:
                 return self._arena.view(request.spec.pixels[-1]).copy(), output
 
     def run_until_idle(self) -> None:
-        """Wait until all pages that are going down have arrived."""
+        """Run until all pages have been copied down."""
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
             self._iterate()
@@ -158,7 +158,7 @@ def template() -> Pixels:
 
 @pytest.fixture
 def warm_directory(models: ResidentModels, template: Pixels, tmp_path: Path) -> Iterator[tuple[Path, Pixels]]:
-    """A disk that holds the template's pages, and what an edit of it paints."""
+    """A disk with the template's pages, and the picture of an edit of it."""
     files = PageFiles(tmp_path / "pages", 2**28)
     rig = Rig(models, CacheConfig(host_bytes=2**26, disk_bytes=2**28), files)
     with closing(rig.store):
@@ -169,7 +169,9 @@ def warm_directory(models: ResidentModels, template: Pixels, tmp_path: Path) -> 
         yield tmp_path / "pages", painted
 
 
-def test_a_warm_edit_is_the_cold_one_and_paints_only_around_the_mask(models: ResidentModels, template: Pixels) -> None:
+def test_a_warm_edit_equals_the_cold_one_and_paints_only_around_the_mask(
+    models: ResidentModels, template: Pixels
+) -> None:
     rig = Rig(models, CacheConfig(host_bytes=2**26), None)
     with closing(rig.store):
         cold, first = rig.edit("cold", template)
@@ -208,7 +210,7 @@ def test_leading_blocks_in_full_change_little(
 
 
 def test_pages_of_other_adapters_are_not_mixed(template: Pixels, tmp_path: Path) -> None:
-    """Neither in memory nor on disk; an adapter by another name is the same one."""
+    """Neither in memory nor on disk; the same adapter under another name shares pages."""
     checkpoint = make_flux_fill(tmp_path / "flux")
     files = {name: make_lora(tmp_path / f"{name}.safetensors", checkpoint, seed=len(name)) for name in ("hat", "shirt")}
     files["again"] = files["hat"]
@@ -244,7 +246,7 @@ def test_pages_of_other_adapters_are_not_mixed(template: Pixels, tmp_path: Path)
 
 
 def teach_costs(scheduler: StepScheduler, *, load: float) -> None:
-    """An entry takes `load` seconds to come up and minutes to prime, a step 4 ms over pages and 12 ms without."""
+    """An entry takes `load` seconds to load and minutes to prime; a step takes 4 ms over pages and 12 ms without."""
     (info,) = scheduler.models.values()
     assert info.page_scheme is not None
     nbytes = info.page_scheme.layout.entry_bytes(NUM_TOKENS)

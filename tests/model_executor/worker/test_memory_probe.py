@@ -1,4 +1,4 @@
-"""The memory probe over a CPU: its batches are run, and the tensors that they make counted."""
+"""The memory probe on a CPU: its batches run, and the tensors that they allocate are counted."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MIB, GIB = 1024**2, 1024**3
 
 
 class Counter(TorchDispatchMode):
-    """Bytes of storages made under it that live, and the most there were."""
+    """Counts the bytes of live storages allocated in its context, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def _storages(tree: Any) -> list[torch.UntypedStorage]:
 
 
 class CpuGauge:
-    """A device of so many bytes, of which the model takes a known part; batches are really measured."""
+    """A device of a given size, of which the model takes a known part; batches are really measured."""
 
     def __init__(self, total: int, taken: int = 0) -> None:
         self.total, self._taken = total, taken
@@ -101,7 +101,7 @@ def test_no_batch_within_the_limits_takes_more(family: Family, info: ModelInfo) 
 
 @torch.inference_mode()
 def test_higher_limits_take_more(family: Family, info: ModelInfo) -> None:
-    """As long as tokens are what decides."""
+    """As long as tokens are the limit."""
     peaks = []
     for tokens in (2000, 4000, 8000):
         limits = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=tokens)
@@ -139,7 +139,7 @@ def test_guided_requests_have_two_rows(tmp_path: Path) -> None:
     assert peaks[True] > 1.5 * peaks[False]
 
 
-def test_what_a_request_keeps_is_what_the_tensor_store_holds_of_it(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_the_bytes_kept_per_request_equal_those_in_the_tensor_store(tiny_checkpoint: Path, tmp_path: Path) -> None:
     with (
         pytest.MonkeyPatch.context() as patch,
         closing(LocalEngine(tiny_checkpoint, "cpu", "float32", CacheConfig(host_bytes=GIB))) as engine,
@@ -169,7 +169,7 @@ def test_pages_get_what_the_model_and_its_batches_leave(models: ResidentModels, 
     assert room - half == 400 * MIB
 
 
-def test_what_was_asked_for_is_taken_as_it_is(models: ResidentModels, info: ModelInfo) -> None:
+def test_a_configured_size_is_used_as_it_is(models: ResidentModels, info: ModelInfo) -> None:
     gauge = CpuGauge(1000 * MIB)
     assert page_bytes(models, info, gauge, CacheConfig(device_bytes=5)) == 5
     assert page_bytes(models, info, gauge, CacheConfig(device_bytes=0)) == 0
@@ -192,8 +192,8 @@ def test_no_room_is_an_error_with_its_remedy(models: ResidentModels, info: Model
 
 
 class Driver:
-    """A GPU of 100 bytes, of which others have 10, as the CUDA driver and PyTorch's allocator tell of it. reserved: by
-    the allocator; idle: of that, what no tensor takes.
+    """A GPU of 100 bytes, of which other processes use 10, as the CUDA driver and PyTorch's allocator report it.
+    reserved: by the allocator; idle: the part of it that no tensor uses.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A step that runs out of memory gives back what it had computed before the next attempt, and is named."""
+"""A step that runs out of memory frees what it computed before the next attempt, and the error is named."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def rig(tiny_checkpoint: Path) -> Iterator[Rig]:
 
 
 class SmallDevice:
-    """A family's forward pass on a device with room for so many rows. tensors: what each attempt had made."""
+    """A family's forward pass on a device with room for a limited number of rows. tensors: those that each attempt
+    allocated.
+    """
 
     def __init__(self, rig: Rig, room: int) -> None:
         self._predict, self._room = rig.family.predict, room
@@ -80,7 +82,9 @@ def test_a_step_is_halved_until_it_fits_and_paints_the_same(rig: Rig, monkeypatc
         "CUDA error: out of memory",
     ],
 )
-def test_libraries_that_find_no_memory(rig: Rig, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
+def test_errors_of_libraries_without_memory_are_recognised(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
     def predict(rows: Sequence[Row]) -> list[torch.Tensor]:
         raise RuntimeError(words)
 
@@ -116,7 +120,7 @@ def test_a_model_that_does_not_fit_is_no_broken_checkpoint(
         models.load_all()
 
 
-def test_the_remedies_are_the_devices_own_and_other_errors_stay() -> None:
+def test_remedies_depend_on_the_device_and_other_errors_are_unchanged() -> None:
     with pytest.raises(ConfigError) as raised, room_for("the model", CPU_REMEDIES):
         raise MemoryError
     assert "--gpu-memory-utilization" not in str(raised.value)

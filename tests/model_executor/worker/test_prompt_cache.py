@@ -1,4 +1,4 @@
-"""The prompt cache over a real text encoder: same bits, bounded bytes."""
+"""The prompt cache with a real text encoder: equal bits, bounded bytes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def one_text(family: Family) -> int:
 
 
 @torch.inference_mode()
-def test_answers_are_the_encoders_own(family: Family) -> None:
+def test_results_equal_the_encoders(family: Family) -> None:
     cache = PromptCache(family)
     for prompt, length in (("a red hat", 16), ("a red hat", 8), ("a blue hat", 16), ("a red hat", 16)):
         text, expected = cache.encode(prompt, length), family.encode_text(prompt, length)
@@ -84,7 +84,7 @@ def test_a_long_prompt_counts_itself(family: Family) -> None:
     assert cache.nbytes == one_text(family) + 50_000
 
 
-def test_what_does_not_fit_is_not_kept(family: Family) -> None:
+def test_results_that_do_not_fit_are_not_kept(family: Family) -> None:
     cache = PromptCache(family, max_bytes=one_text(family) - 1)
     first, again = encoded(cache, "a hat", "a hat")
     assert again is not first

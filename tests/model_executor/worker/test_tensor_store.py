@@ -51,7 +51,7 @@ def test_free_of_one_tensor_and_of_a_request(arena: Arena) -> None:
     tensors.free(TensorKey("r1", "", ""))
     assert len(tensors) == 1
     assert tensors.get(keys[2]).shape == (1,)
-    tensors.free(TensorKey("never seen", "", ""))  # every rank is told, whoever holds it
+    tensors.free(TensorKey("never seen", "", ""))  # all ranks get the message, also those without the tensor
     tensors.free(keys[0])
     tensors.free(keys[2])
     assert len(tensors) == 0
@@ -59,7 +59,7 @@ def test_free_of_one_tensor_and_of_a_request(arena: Arena) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_moved_tensor_is_bit_exact(arena: Arena, dtype: torch.dtype) -> None:
-    """Odd values included: subnormals, the largest, negative zero, infinities."""
+    """Including special values: subnormals, the largest, negative zero, infinities."""
     limits = torch.finfo(dtype)
     odd = torch.tensor([0.0, -0.0, limits.tiny, limits.tiny / 2, limits.max, -limits.max, float("inf")])
     tensor = torch.cat([torch.randn(57), odd]).to(dtype).reshape(8, 8)
@@ -71,7 +71,7 @@ def test_moved_tensor_is_bit_exact(arena: Arena, dtype: torch.dtype) -> None:
     assert torch.equal(moved.view(torch.uint8), tensor.view(torch.uint8))
 
 
-def test_resolve_takes_what_is_here_from_the_store(arena: Arena) -> None:
+def test_resolve_takes_local_tensors_from_the_store(arena: Arena) -> None:
     tensors = store(arena, 1)
     tensors.put(KEY, torch.ones(2))
     assert torch.equal(tensors.resolve(TensorRef(KEY, 1)), torch.ones(2))
@@ -80,7 +80,7 @@ def test_resolve_takes_what_is_here_from_the_store(arena: Arena) -> None:
 
 
 def test_resolved_tensor_does_not_change_with_the_arena(arena: Arena) -> None:
-    """Its place in shared memory may be written again while the tensor is in use."""
+    """Its region in shared memory may be overwritten while the tensor is in use."""
     here, there = store(arena, 0), store(arena, 1)
     here.put(KEY, torch.ones(3))
     ref = here.export(TensorRef(KEY, 0, handle=handle(arena, 3)))

@@ -1,4 +1,4 @@
-"""A real worker process, driven the way the engine drives it."""
+"""A real worker process, driven as the engine drives it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PAGE_ARENA_ID = 2
 
 @pytest.fixture(scope="module", autouse=True)
 def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The user's cache folder of every worker here."""
+    """The user's cache folder for all workers in this file."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
@@ -70,7 +70,7 @@ async def workers(
 
 
 async def answers(executor: Executor, plan: StepPlan, number: int) -> list[BatchResult | TransferDone | PageCopied]:
-    """Submit `plan` and take so many messages; fails on a death or a failed item."""
+    """Submit `plan` and receive this many messages; fails if the worker dies or an item fails."""
     executor.submit(plan)
     messages = executor.results()
     taken = []
@@ -118,13 +118,13 @@ async def executor(tiny_checkpoint: Path, arena: Arena, pages: Arena) -> AsyncIt
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def lone(tiny_checkpoint: Path, arena: Arena, pages: Arena) -> AsyncIterator[Executor]:
-    """One worker without."""
+    """One worker without a disk tier."""
     async with workers(tiny_checkpoint, arena, 1, CacheConfig(disk_bytes=0), pages) as executor:
         yield executor
 
 
 async def test_edits_survive_each_other(executor: Executor, arena: Arena, space: ArenaAllocator) -> None:
-    """Two edits step for step in one worker give the bytes they give alone."""
+    """Two edits, step by step in one worker, give the bytes that they give alone."""
     alone = [await run(executor, Edit(arena, space, f"alone-{seed}", seed=seed)) for seed in (1, 2)]
     first, second = (Edit(arena, space, f"shared-{seed}", seed=seed) for seed in (1, 2))
     for plan in (first.encode_plan(), second.encode_plan()):
@@ -154,7 +154,7 @@ async def test_decode_on_another_worker_gives_the_same_bytes(
 
 
 async def test_failed_item_is_a_message(executor: Executor, arena: Arena, space: ArenaAllocator) -> None:
-    """Work that cannot be done fails its item with a cause, also after a free; the worker goes on."""
+    """Impossible work fails its item with a cause, also after a free; the worker continues."""
     edit = Edit(arena, space, "stray", seed=1)
     for _ in range(2):
         executor.submit(edit.denoise_plan(0))
@@ -167,10 +167,10 @@ async def test_failed_item_is_a_message(executor: Executor, arena: Arena, space:
         await run(executor, edit)
 
 
-async def test_what_a_worker_cannot_read_costs_its_own_items_alone(
+async def test_items_that_a_worker_cannot_read_fail_alone(
     executor: Executor, arena: Arena, space: ArenaAllocator
 ) -> None:
-    """Bytes that are no message, and plans with an item that cannot be decoded, or not be encoded here."""
+    """Bytes that are no message, and plans with an item that cannot be decoded, or not be encoded."""
     sound, bad = Edit(arena, space, "sound", seed=5), Edit(arena, space, "bad", seed=6)
     expected = await run(executor, Edit(arena, space, "alone", seed=5))
     for plan in (sound.encode_plan(), bad.encode_plan()):
@@ -193,7 +193,7 @@ async def test_what_a_worker_cannot_read_costs_its_own_items_alone(
 
 
 async def failed(executor: Executor) -> list[str]:
-    """Whose items failed in the next result; the others' are in it as well."""
+    """The requests whose items failed in the next result, which contains the others too."""
     message = await asyncio.wait_for(anext(executor.results()), PATIENCE)
     assert isinstance(message, BatchResult)
     assert len(message.items) == 2
@@ -219,7 +219,7 @@ def latents_plan(edit: Edit, out: EntryRef) -> StepPlan:
 
 
 async def copied(executor: Executor, copy: PageCopy, *, delete: tuple[str, ...] = ()) -> bool:
-    """Whether a copy came off; exactly one worker does it."""
+    """Whether a copy succeeded; exactly one worker does it."""
     (done,) = await answers(executor, StepPlan(seq=0, copies=(copy,), delete=delete), 1)
     assert isinstance(done, PageCopied)
     assert (done.rank, done.key, done.source, done.target) == (0, copy.key, copy.source, copy.target)
@@ -231,7 +231,7 @@ async def copied(executor: Executor, copy: PageCopy, *, delete: tuple[str, ...] 
 async def test_pages_go_to_disk_and_come_back_in_the_next_workers(
     tiny_checkpoint: Path, executor: Executor, arena: Arena, space: ArenaAllocator, pages: Arena, cache_folder: Path
 ) -> None:
-    """Without a directory of its own the disk tier lies in the user's cache folder."""
+    """Without a configured directory, the disk tier is in the user's cache folder."""
     edit = Edit(arena, space, "pages", seed=4)
     nbytes = edit.latents.size * 4
     entry = EntryRef("latents", nbytes, ArenaAllocator(pages).alloc(nbytes))
@@ -266,7 +266,7 @@ async def test_without_a_disk_tier_there_are_no_files(lone: Executor, pages: Are
 
 
 async def test_sigterm_is_left_to_the_parent(lone: Executor, arena: Arena, space: ArenaAllocator) -> None:
-    """A supervisor signals the whole group, while running edits are to finish."""
+    """A supervisor signals the whole process group, but running edits should finish."""
     lone._workers[0]._process.terminate()
     await run(lone, Edit(arena, space, "draining", seed=1))
 
@@ -282,7 +282,7 @@ async def test_killed_worker_is_reported(lone: Executor) -> None:
 
 
 async def test_plan_that_cannot_be_done_ends_the_worker_with_its_cause(executor: Executor) -> None:
-    """Components that no longer load are no request's fault: the worker says so and leaves."""
+    """Components that no longer load are not a request's fault: the worker reports it and exits."""
     executor.submit(StepPlan(seq=0, load=(ModelKey("tiny", "unheard of"),)))
     message = await asyncio.wait_for(anext(executor.results()), PATIENCE)
     assert isinstance(message, WorkerFailed)

@@ -1,0 +1,115 @@
+"""Random inputs of a denoising step, for steps that are timed without a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from core.page_scheme import PageDtype, PageLayout
+from model_executor.models.base import PrimeRow, Row
+from model_executor.models.denoiser import Denoiser
+from model_executor.models.unet import Unet
+from model_executor.page_cache.pages import Pages
+
+PAGES: PageDtype = "int8"
+
+Call = Callable[[], object]
+Draw = Callable[..., Tensor]
+"""Sizes -> a random tensor of the step's device and dtype."""
+
+
+class Primes(Protocol):
+    """What makes pages: a Denoiser or a Unet."""
+
+    def page_layout(self, dtype: PageDtype) -> PageLayout: ...
+
+    def prime(self, rows: list[PrimeRow], blocks: tuple[int, int]) -> Any: ...
+
+
+def transformer_row(denoiser: Denoiser, side: int, text_tokens: int, draw: Draw, guidance_scale: float = 1.0) -> Row:
+    """An exact row of a square picture with this many tokens a side, with the modulation that a run computes once."""
+    config = denoiser.module.config
+    width = config.out_channels or config.in_channels
+    latents = draw(side * side, width)
+    row = Row(
+        latents=latents,
+        condition=draw(side * side, config.in_channels - width),
+        prompt_embeds=draw(text_tokens, config.joint_attention_dim),
+        pooled_prompt_embeds=draw(config.pooled_projection_dim),
+        sigma=torch.tensor(0.6, device=latents.device),
+        guidance_scale=guidance_scale,
+        grid=(side, side),
+    )
+    return modulated(denoiser, row)
+
+
+def modulated(denoiser: Denoiser, row: Row) -> Row:
+    table = denoiser.modulation(row.pooled_prompt_embeds, row.guidance_scale, row.sigma[None], 1)
+    return replace(row, modulation=table)
+
+
+def unet_row(unet: Unet, side: int, text_tokens: int, draw: Draw) -> Row:
+    """An exact row of a square picture with this many tokens a side, of 32 pixels each."""
+    config: Any = unet.module.config
+    pooled = 0
+    if config.addition_embed_type:
+        pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
+    latents = draw(side * side, 16 * config.in_channels)
+    return Row(
+        latents=latents,
+        condition=draw(side * side, 0),
+        prompt_embeds=draw(text_tokens, config.cross_attention_dim),
+        pooled_prompt_embeds=draw(pooled),
+        sigma=torch.tensor(0.5, device=latents.device),
+        guidance_scale=5.0,
+        grid=(side, side),
+    )
+
+
+def template_row(row: Row, sigma: float, entry: Tensor) -> PrimeRow:
+    """Primes `entry` with the row's own inputs at noise level `sigma`."""
+    return PrimeRow(
+        latents=row.latents,
+        condition=row.condition,
+        prompt_embeds=row.prompt_embeds,
+        pooled_prompt_embeds=row.pooled_prompt_embeds,
+        sigma=torch.tensor(sigma, device=row.latents.device),
+        guidance_scale=row.guidance_scale,
+        grid=row.grid,
+        hidden=None,
+        entry=entry,
+    )
+
+
+def primed_entry(model: Primes, row: Row, sigma: float) -> Tensor:
+    """Pages of a row's own inputs at a keyframe, uint8 [entry bytes]."""
+    layout = model.page_layout(PAGES)
+    entry = torch.empty(layout.entry_bytes(len(row.latents)), dtype=torch.uint8, device=row.latents.device)
+    model.prime([template_row(row, sigma, entry)], (0, layout.num_blocks))
+    return entry
+
+
+def pages_between(model: Primes, row: Row, near: Tensor, far: Tensor, weight: float = 0.37) -> Pages:
+    """Pages of a step that lies between two keyframes."""
+    return Pages(model.page_layout(PAGES), len(row.latents), near, far, weight)
+
+
+def diffusers_step(module: Any, row: Row, batch: int = 1) -> Callable[[], tuple[Tensor]]:
+    """A FLUX module's own forward of the row, dense: velocities [batch, image tokens, width]."""
+    device, (rows, columns) = row.latents.device, row.grid
+    positions = torch.cartesian_prod(torch.zeros(1), torch.arange(float(rows)), torch.arange(float(columns)))
+    inputs = {
+        "hidden_states": torch.cat([row.latents, row.condition], dim=1).expand(batch, -1, -1),
+        "timestep": row.sigma.to(row.latents.dtype).expand(batch),
+        "guidance": torch.full([batch], row.guidance_scale, device=device) if module.config.guidance_embeds else None,
+        "pooled_projections": row.pooled_prompt_embeds.expand(batch, -1),
+        "encoder_hidden_states": row.prompt_embeds.expand(batch, -1, -1),
+        "txt_ids": torch.zeros(len(row.prompt_embeds), 3, device=device),
+        "img_ids": positions.to(device),
+        "return_dict": False,
+    }
+    return lambda: module(**inputs)
