@@ -28,8 +28,9 @@ class Predictor:
         self.cost = cost
         self._models = models
 
-    def key(self, model: str, op: Op) -> CostKey:
-        return CostKey(ModelKey(model, op.component), op.cost_name, self._models[model].device, 1)
+    def key(self, model: str, op: Op, degree: int = 1) -> CostKey:
+        """The key of an op of a model in the cost model. degree: number of ranks that compute it together."""
+        return CostKey(ModelKey(model, op.component), op.cost_name, self._models[model].device, degree)
 
     def of_op(self, model: str, op: Op, work: Work) -> float:
         """Time to run an op once over this much work."""

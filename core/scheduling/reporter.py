@@ -9,6 +9,7 @@ from core.cache.page_reservations import PageReservations
 from core.config import SchedulerConfig
 from core.costs.cost_model import CostKey, token_seconds
 from core.costs.load_report import CopyLine, CostLine, EngineCosts, EngineStats, LoadReport, RequestLoad, StepSample
+from core.graph.op import OPS
 from core.graph.work import Work
 from core.graph.workflow import Workflow, op_of
 from core.handles import ModelKey
@@ -69,12 +70,15 @@ class Reporter:
         """Note that these edits run from now on."""
         self._begun += request_ids
 
+    def note_busy(self, op: str, seconds: float) -> None:
+        """Note the time that all ranks together spent on a batch of this op."""
+        busy, name = self._counters.busy_seconds, OPS[op].cost_name
+        busy[name] = busy.get(name, 0.0) + seconds
+
     def note_batch(self, key: CostKey, work: Work, result: BatchResult, *, is_ok: bool, is_step: bool) -> None:
         """Note a finished batch. The cost model is trained with it, unless part of it failed. is_step: it was a round
         of its requests' loops.
         """
-        busy = self._counters.busy_seconds
-        busy[key.op] = busy.get(key.op, 0.0) + result.seconds
         self._batches_since_costs += 1
         if is_step:
             self._note_step(key, work, result)

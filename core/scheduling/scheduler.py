@@ -31,13 +31,13 @@ from core.graph.progress import Progress, preview_steps
 from core.graph.workflow import Node, op_of, place
 from core.handles import TensorKey
 from core.messages.engine import Aborted, DropTemplate, EngineRequest, Failed, PartialImage, PrimeTemplate
-from core.messages.worker import BatchResult, CostSample, ItemResult, PageCopied, StepPlan, TransferDone
+from core.messages.worker import Batch, BatchResult, CostSample, ItemResult, PageCopied, StepPlan, TransferDone
 from core.model_info import ModelInfo
 from core.page_scheme import latents_key, page_key
 from core.scheduling.deadlines import Deadlines
+from core.scheduling.in_flight import Flight, InFlight
 from core.scheduling.ops.request_op import request_op
 from core.scheduling.outputs import Output, finished
-from core.scheduling.plans_out import Flight, PlansOut
 from core.scheduling.predictor import Predictor
 from core.scheduling.reporter import Reporter
 from core.scheduling.request import Request, Status
@@ -81,7 +81,7 @@ class StepScheduler:
         self._requests: dict[str, Request] = {}  # request id -> Request, until its terminal output
         self._queue = RequestQueue()  # the same requests in scheduling order
         self._endings: dict[str, Failed | Aborted] = {}  # request id -> message to send once nothing of it is in flight
-        self._out = PlansOut(num_workers)
+        self._out = InFlight(num_workers)
         self._free: list[TensorKey] = []
         self._outputs: list[Output] = []
         self._reporter = Reporter(config, self.models, self.workflows.values(), self._predictor, self.pages)
@@ -201,10 +201,17 @@ class StepScheduler:
         return self._send(chosen, orders)
 
     def apply(self, result: BatchResult) -> None:
-        """Process the result of one batch. An unknown batch raises KeyError."""
+        """Process one rank's result of a batch, which is complete when all its ranks have answered. An unknown batch
+        raises KeyError.
+        """
         flight = self._out.land(result)
+        if flight.is_complete:
+            self._apply(flight, flight.result())
+
+    def _apply(self, flight: Flight, result: BatchResult) -> None:
         is_ok, is_step = not any(item.failure for item in result.items), flight.is_step
-        key = self.cost_key(flight.batch.model.model, flight.batch.op)
+        self._reporter.note_busy(flight.batch.op, flight.busy_seconds)
+        key = self._cost_key_of(flight.batch)
         self._reporter.note_batch(key, flight.work, result, is_ok=is_ok and result.num_parts == 1, is_step=is_step)
         if is_ok and is_step:
             self._step_limit.note(sum(flight.work.queries), result.num_parts)
@@ -248,13 +255,17 @@ class StepScheduler:
         """Busy ranks, with the predicted seconds of the work that they have."""
         seconds = dict.fromkeys(self._out.busy_ranks(), 0.0)
         for flight in self._out.flights:
-            predicted = self.cost.predict(self.cost_key(flight.batch.model.model, flight.batch.op), flight.work)
-            seconds[flight.batch.ranks[0]] += predicted or UNKNOWN_SECONDS
+            predicted = self.cost.predict(self._cost_key_of(flight.batch), flight.work) or UNKNOWN_SECONDS
+            for rank in flight.waits_for:
+                seconds[rank] += predicted
         return seconds
 
     def cost_key(self, model: str, op: str) -> CostKey:
-        """The key by which the cost model knows an op of a model."""
+        """The key of an op of a model in the cost model, at degree 1."""
         return self._predictor.key(model, OPS[op])
+
+    def _cost_key_of(self, batch: Batch) -> CostKey:
+        return self._predictor.key(batch.model.model, OPS[batch.op], len(batch.ranks))
 
     def load_report(self) -> LoadReport:
         """The current load. Changes since the last report are contained once."""

@@ -1,0 +1,137 @@
+"""InFlight: what has been sent to ranks and is not answered yet. Bookkeeping only, no decisions.
+
+A batch is sent to one or more ranks, and is complete when each of them has answered. Plans have sequence numbers, and
+every rank gets its part of each plan in this order: the batches of an engine have one total order, and the queue of
+every rank is a part of it. So ranks that wait for each other within a batch cannot wait in a circle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from core.cache.priming import Chunk, PrimingJob
+from core.failure import Failure
+from core.graph.op import OPS
+from core.graph.work import Work
+from core.handles import TensorKey
+from core.messages.worker import Batch, BatchResult, ItemResult, Transfer, TransferDone
+
+
+@dataclass(slots=True)
+class Flight:
+    """A batch that at least one of its ranks has not answered."""
+
+    batch: Batch
+    work: Work  # its size, for the cost model
+    job: tuple[PrimingJob, Chunk | None] | None = None  # what it primes; chunk None: it encodes the job's template
+    answers: dict[int, BatchResult] = field(default_factory=dict)  # rank -> its result
+
+    @property
+    def is_step(self) -> bool:
+        """Whether it is a round of its requests' loops, which share a pass."""
+        return self.job is None and OPS[self.batch.op].sharing == "together"
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.answers) == len(self.batch.ranks)
+
+    @property
+    def waits_for(self) -> list[int]:
+        """Ranks that have not answered."""
+        return [rank for rank in self.batch.ranks if rank not in self.answers]
+
+    @property
+    def busy_seconds(self) -> float:
+        """Worker time of all ranks that have answered."""
+        return sum(answer.seconds for answer in self.answers.values())
+
+    def result(self) -> BatchResult:
+        """The result of all ranks: an item failed if it failed on any of them; all else is as the first rank says. It
+        started with the first and took as long as the slowest.
+        """
+        first, *others = (self.answers[rank] for rank in self.batch.ranks)
+        if not others:
+            return first
+        failures = {item.request_id: item.failure for other in others for item in other.items if item.failure}
+        return msgspec.structs.replace(
+            first,
+            started=min(first.started, *(other.started for other in others)),
+            seconds=max(first.seconds, *(other.seconds for other in others)),
+            items=tuple(_failed(item, failures.get(item.request_id)) for item in first.items),
+            num_parts=max(first.num_parts, *(other.num_parts for other in others)),
+        )
+
+
+def _failed(item: ItemResult, failure: Failure | None) -> ItemResult:
+    return item if failure is None or item.failure is not None else msgspec.structs.replace(item, failure=failure)
+
+
+class InFlight:
+    """Batches and transfers that ranks have, and the plans that they belong to. Owned by one scheduler."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._flights: dict[int, Flight] = {}  # batch id -> flight
+        self._awaited: list[dict[int, int]] = [{} for _ in range(num_ranks)]  # per rank: plan seq -> answers awaited
+        self._plan_of: dict[tuple[int, int | TensorKey], int] = {}  # (rank, batch id or tensor under transfer) -> seq
+
+    def send(self, seq: int, flights: Iterable[Flight], transfers: Iterable[Transfer]) -> None:
+        """Note a plan that was sent. The part of it for one rank counts as one plan of that rank."""
+        for flight in flights:
+            self._flights[flight.batch.id] = flight
+            for rank in flight.batch.ranks:
+                self._await(seq, rank, flight.batch.id)
+        for transfer in transfers:
+            self._await(seq, transfer.source, transfer.ref.key)
+
+    def land(self, result: BatchResult) -> Flight:
+        """The flight that this result answers; it may wait for other ranks still. An unknown batch, and a second result
+        of the same rank, raise KeyError.
+        """
+        flight = self._flights[result.batch_id]
+        self._forget(result.batch_id, result.rank)
+        flight.answers[result.rank] = result
+        if flight.is_complete:
+            del self._flights[result.batch_id]
+        return flight
+
+    def land_transfer(self, done: TransferDone) -> None:
+        """Note that a transfer is done."""
+        self._forget(done.ref.key, done.rank)
+
+    def clear(self) -> None:
+        """Forget everything: the workers are gone and no answer will come."""
+        self._flights.clear()
+        self._plan_of.clear()
+        self._awaited = [{} for _ in self._awaited]
+
+    @property
+    def flights(self) -> Sequence[Flight]:
+        return tuple(self._flights.values())
+
+    def count(self, rank: int) -> int:
+        """Number of plans that the rank has not fully answered."""
+        return len(self._awaited[rank])
+
+    def busy_ranks(self) -> list[int]:
+        """Ranks with unanswered plans, ascending."""
+        return [rank for rank, plans in enumerate(self._awaited) if plans]
+
+    def check_integrity(self, num_transfers: int) -> None:
+        """Raise AssertionError unless all counts agree."""
+        awaited = sum(sum(plans.values()) for plans in self._awaited)
+        assert awaited == len(self._plan_of)
+        assert awaited == sum(len(flight.waits_for) for flight in self._flights.values()) + num_transfers
+
+    def _await(self, seq: int, rank: int, what: int | TensorKey) -> None:
+        plans = self._awaited[rank]
+        plans[seq] = plans.get(seq, 0) + 1
+        self._plan_of[rank, what] = seq
+
+    def _forget(self, what: int | TensorKey, rank: int) -> None:
+        plans, seq = self._awaited[rank], self._plan_of.pop((rank, what))
+        plans[seq] -= 1
+        if not plans[seq]:
+            del plans[seq]
