@@ -15,6 +15,9 @@ unless it is configured.
 PAGE_ARENA = 1
 """Id of the arena with an engine's cached pages; 0 is the arena of its client."""
 
+VALUE_ARENA = 2
+"""Id of the arena in which values move between an engine's ranks."""
+
 
 class ArrayRef(msgspec.Struct, frozen=True):
     """A handle on an array in a shared arena."""
@@ -44,8 +47,9 @@ class TensorKey(msgspec.Struct, frozen=True):
     """A tensor's name in a worker's tensor store."""
 
     request_id: str
-    node: str  # the node of the stage graph that made it
+    node: str  # the node of the workflow that made it
     name: str
+    version: int = 0  # of what a loop replaces at every round: the number of rounds done
 
 
 class TensorRef(msgspec.Struct, frozen=True):
@@ -53,9 +57,11 @@ class TensorRef(msgspec.Struct, frozen=True):
 
     key: TensorKey
     rank: int  # the worker that has it
-    shape: tuple[int, ...] = ()  # set by the worker that made it
-    dtype: str = ""  # set by the worker that made it
-    handle: ArrayRef | None = None  # its place in shared memory, once exported
+    # Set by the worker that made it.
+    shape: tuple[int, ...] = ()  # of a series of tensors: its length
+    dtype: str = ""  # PyTorch's name; "series" for a series
+    nbytes: int = 0
+    handle: ArrayRef | None = None  # uint8 [nbytes], its place in shared memory; set by the scheduler
 
 
 class EntryRef(msgspec.Struct, frozen=True):

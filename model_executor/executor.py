@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, suppress
 from typing import Self
 
@@ -22,6 +22,7 @@ from core.failure import Failure
 from core.ipc.logs import of_request
 from core.ipc.process import ChildProcess, spawn
 from core.ipc.ring import Channel, PeerClosedError
+from core.ipc.shared_array import ArenaFd
 from core.messages.codec import MessageDecoder, encode
 from core.messages.salvage import WithheldItems, readable_result, sendable_plan
 from core.messages.worker import (
@@ -52,16 +53,15 @@ STOP_SECONDS = 5.0
 class Executor:
     """The workers of one engine, by rank. An async context manager: no worker is left running after it exits."""
 
-    def __init__(
-        self, config: EngineConfig, arena_id: int, arena_fd: int, page_arena_id: int, page_arena_fd: int
-    ) -> None:
-        """arena: for pictures and tensors in transit. page arena: the host tier of the activation cache."""
+    def __init__(self, config: EngineConfig, pictures: ArenaFd, pages: ArenaFd, values: ArenaFd) -> None:
+        """Arenas. pictures: of the client, with templates, masks and results. pages: the host tier of the activation
+        cache. values: for tensors that move between ranks.
+        """
         # Measured by the workers; set by `ready`.
         self.cost_samples: tuple[CostSample, ...] = ()
         self.device_page_bytes = 0
         self._config = config
-        self._arena_ids = arena_id, page_arena_id
-        self._arena_fds = arena_fd, page_arena_fd
+        self._arenas = pictures, pages, values
         self._workers: list[_Worker] = []
         self._mailbox: asyncio.Queue[FromWorker] = asyncio.Queue()
         self._stack = AsyncExitStack()
@@ -72,7 +72,7 @@ class Executor:
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
             for rank in range(self._config.workers_per_engine):
                 ring_bytes = RING_BYTES + PROMPT_BYTES * self._config.scheduler.max_num_seqs
-                worker = _Worker(self._worker_config(rank), self._arena_fds, ring_bytes)
+                worker = _Worker(self._worker_config(rank), [arena.fd for arena in self._arenas], ring_bytes)
                 self._workers.append(worker)
                 stack.push_async_callback(worker.stop)
                 tasks.create_task(worker.receive(self._mailbox), name=f"worker-{rank}")
@@ -129,11 +129,13 @@ class Executor:
             yield await self._mailbox.get()
 
     def _worker_config(self, rank: int) -> WorkerConfig:
-        config = self._config
+        config, (pictures, pages, values) = self._config, self._arenas
         return WorkerConfig(
             rank,
             config.models,
-            *self._arena_ids,
+            pictures.id,
+            pages.id,
+            values.id,
             # With several workers the last one decodes, and cannot read pages on the first one's device.
             config.cache if config.workers_per_engine == 1 else structs.replace(config.cache, device_bytes=0),
             config.scheduler,
@@ -163,7 +165,7 @@ def _part_of(plan: StepPlan, rank: int) -> StepPlan | None:
 class _Worker:
     """One worker process and the channel to it."""
 
-    def __init__(self, config: WorkerConfig, arena_fds: tuple[int, int], ring_bytes: int) -> None:
+    def __init__(self, config: WorkerConfig, arena_fds: Sequence[int], ring_bytes: int) -> None:
         self.rank = config.rank
         self.withheld = WithheldItems()
         self._channel, child_fds = Channel.create(ring_bytes)

@@ -22,7 +22,6 @@ SIZE = (96, 64)
 """width, height in pixels."""
 
 TOKEN = 16
-LATENT_WIDTH = 64
 
 _numbers = count()
 
@@ -67,8 +66,6 @@ class Edit:
         self.template = self._share(picture(seed, size))
         self.mask = self._share(box_mask(size))
         self.pixels = self._share(np.zeros((height, width, 3), dtype=np.uint8))
-        tokens = width // TOKEN * (height // TOKEN)
-        self.latents = self._share(np.zeros((tokens, LATENT_WIDTH), dtype=np.float32))
 
     def result(self) -> npt.NDArray[np.uint8]:
         """The decoded picture."""
@@ -85,8 +82,12 @@ class Edit:
     def num_denoising_steps(self) -> int:
         return SamplingParams(num_inference_steps=self.steps, strength=self.strength).num_denoising_steps
 
-    def key(self, node: str, name: str) -> TensorKey:
-        return TensorKey(self.request_id, node, name)
+    def key(self, node: str, name: str, version: int = 0) -> TensorKey:
+        return TensorKey(self.request_id, node, name, version)
+
+    def state_key(self, name: str, steps: int) -> TensorKey:
+        """Key of latents or sampler state after so many steps."""
+        return self.key("denoise", name, steps) if steps else self.key("image_encode", name)
 
     def encode_plan(self, max_sequence_length: int = 16) -> StepPlan:
         text = TextEncode(
@@ -116,7 +117,8 @@ class Edit:
     def decode_plan(self, rank: int = 0, latents: TensorRef | None = None) -> StepPlan:
         """A plan that decodes and frees. latents: where they are, if not in the store of `rank`."""
         work = Decode(width=self.size[0], height=self.size[1], pixels=self.pixels)
-        item = Item(self.request_id, "decode", work, (latents or self._ref("image_encode", "latents"),))
+        last = latents or TensorRef(self.state_key("latents", self.num_steps), 0)
+        item = Item(self.request_id, "decode", work, (last,))
         batch = self._batch("decode", "vae", [item], rank)
         return StepPlan(seq=next(_numbers), batches=(batch,), free=(TensorKey(self.request_id, "", ""),))
 
@@ -139,12 +141,13 @@ class Edit:
             self._ref("text_encode", "prompt_embeds"),
             self._ref("text_encode", "text_lengths"),
             self._ref("text_encode", "pooled_prompt_embeds"),
-            self._ref("image_encode", "latents"),
+            TensorRef(self.state_key("latents", step), 0),
+            TensorRef(self.state_key("sampler", step), 0),
             self._ref("image_encode", "condition"),
             self._ref("image_encode", "outside"),
             self._ref("image_encode", "sigmas"),
         )
-        return Item(self.request_id, "denoise", work, inputs)
+        return Item(self.request_id, "denoise", work, inputs, step + 1)
 
     def _batch(self, stage: str, component: str, items: Sequence[Item], rank: int = 0) -> Batch:
         return Batch(next(_numbers), stage, ModelKey(self.model, component), (rank,), tuple(items))

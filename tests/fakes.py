@@ -8,10 +8,21 @@ from dataclasses import dataclass, field
 import msgspec
 
 from core.failure import Failure
+from core.graph.op import OPS
 from core.graph.workflow import INPAINT
-from core.handles import ArrayRef, EntryRef, TensorKey
+from core.handles import ArrayRef, EntryRef, TensorKey, TensorRef
 from core.messages.engine import EditSpec, EngineRequest
-from core.messages.worker import Batch, BatchResult, Item, ItemResult, PageCopied, PageCopy, StepPlan, TransferDone
+from core.messages.worker import (
+    Batch,
+    BatchResult,
+    Item,
+    ItemResult,
+    PageCopied,
+    PageCopy,
+    StepPlan,
+    Transfer,
+    TransferDone,
+)
 from core.model_info import ModelInfo
 from core.sampling_params import SamplingParams
 from core.scheduling.ops.decode import Decode
@@ -70,7 +81,6 @@ def make_edit(
             num_tokens=num_tokens,
             max_text_tokens=24,
             pixels=(PIXELS,) * (partial_images + 1),
-            latents=ArrayRef(0, 0, (num_tokens, 64), "float32"),
         ),
     )
 
@@ -134,7 +144,8 @@ class FakeWorkers:
     num_ranks: int = 1
     fail: set[str] = field(default_factory=set)  # request ids whose next item fails
     queues: list[deque[StepPlan]] = field(default_factory=list)
-    tensors: set[TensorKey] = field(default_factory=set)
+    stored: list[set[TensorKey]] = field(default_factory=list)  # per rank: the values that it has
+    moved: dict[int, TensorKey] = field(default_factory=dict)  # offset in the value arena -> the value written there
     next_step: dict[str, int] = field(default_factory=dict)  # request id -> step it must do next
     freed: set[str] = field(default_factory=set)
     pages: FakePages = field(default_factory=FakePages)
@@ -145,6 +156,7 @@ class FakeWorkers:
 
     def __post_init__(self) -> None:
         self.queues = [deque() for _ in range(self.num_ranks)]
+        self.stored = [set() for _ in range(self.num_ranks)]
 
     def submit(self, plan: StepPlan) -> None:
         for rank in range(self.num_ranks):
@@ -161,17 +173,48 @@ class FakeWorkers:
         results: list[BatchResult | TransferDone] = [
             self._run_batch(batch, rank) for batch in plan.batches if rank in batch.ranks
         ]
-        results += [TransferDone(rank=rank, ref=t.ref) for t in plan.transfers if t.source == rank]
+        results += [self._run_transfer(transfer) for transfer in plan.transfers if transfer.source == rank]
         for key in plan.free:
-            self.freed.add(key.request_id)
+            self._free(key, rank)
         return results
+
+    def _run_transfer(self, transfer: Transfer) -> TransferDone:
+        assert transfer.ref.key in self.stored[transfer.source], "a value is moved from a rank that has none"
+        assert transfer.ref.handle is not None
+        self.moved[transfer.ref.handle.offset] = transfer.ref.key
+        return TransferDone(rank=transfer.source, ref=transfer.ref)
+
+    def _free(self, key: TensorKey, rank: int) -> None:
+        if key.node:
+            self.stored[rank].discard(key)
+        else:
+            self.freed.add(key.request_id)
+            self.stored[rank] -= {kept for kept in self.stored[rank] if kept.request_id == key.request_id}
+
+    def _read(self, ref: TensorRef, rank: int) -> None:
+        """Check that an input is where its reference says."""
+        if ref.rank == rank:
+            assert ref.key in self.stored[rank], f"rank {rank} does not have {ref.key}"
+        else:
+            assert ref.handle is not None, "a tensor of another rank"
+            assert self.moved[ref.handle.offset] == ref.key, "another value lies there"
+
+    def _make(self, item: Item, op: str, rank: int) -> tuple[TensorRef, ...]:
+        """The values that the op makes."""
+        names = OPS[op].outputs
+        if isinstance(item.work, Denoise) and not item.work.keep_clean:
+            names = tuple(name for name in names if name != "clean")
+        keys = [TensorKey(item.request_id, item.node, name, item.version) for name in names]
+        self.stored[rank] |= set(keys)
+        return tuple(TensorRef(key, rank, (16,), "float32", 64) for key in keys)
 
     def _run_batch(self, batch: Batch, rank: int) -> BatchResult:
         items: list[ItemResult] = []
         lost = Failure("pages_lost", "gone") if any(self._waits_in_vain(item) for item in batch.items) else None
         for item in batch.items:
             assert item.request_id not in self.freed, "work for a request whose tensors are gone"
-            assert all(ref.rank == rank or ref.handle is not None for ref in item.inputs), "a tensor of another rank"
+            for ref in item.inputs:
+                self._read(ref, rank)
             if isinstance(item.work, Denoise):
                 assert item.work.step == self.next_step.get(item.request_id, 0), "steps out of order"
                 self.next_step[item.request_id] = item.work.step + (lost is None)
@@ -179,7 +222,8 @@ class FakeWorkers:
                 self.denoised.setdefault(item.request_id, []).append(item.work.step)
             failure = Failure("engine", "told to") if item.request_id in self.fail else lost
             sigmas = self._touch_pages(item) if failure is None else ()
-            items.append(ItemResult(item.request_id, item.node, text_tokens=3, sigmas=sigmas, failure=failure))
+            made = self._make(item, batch.op, rank) if failure is None else ()
+            items.append(ItemResult(item.request_id, item.node, made, 3, sigmas=sigmas, failure=failure))
         return BatchResult(batch_id=batch.id, rank=rank, started=1.0, seconds=0.01 * len(items), items=tuple(items))
 
     def _touch_pages(self, item: Item) -> tuple[float, ...]:

@@ -131,7 +131,6 @@ class LocalEngine:
                 extra_text_tokens=info.text_tokens_beside(width, height),
                 num_condition_tokens=info.conditions_per_token * tokens.size,
                 pixels=(self._share(np.zeros_like(template)),),
-                latents=self._share(np.zeros((tokens.size, info.latent_width), np.float32)),
                 is_mask_aware=sampling.mask_aware and info.page_scheme is not None,
             ),
         )

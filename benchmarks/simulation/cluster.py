@@ -7,7 +7,7 @@ at once when an edit begins or ends, otherwise within a second.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from heapq import heappop, heappush
@@ -20,10 +20,13 @@ from benchmarks.simulation.scenario import MODEL, Scenario, make_trace, prime_te
 from core.config import RouterPolicy, SchedulerConfig
 from core.costs.cost_model import CostModel
 from core.costs.load_report import LoadReport
+from core.graph.op import OPS
+from core.handles import TensorKey, TensorRef
 from core.messages.engine import EngineRequest, Finished, TemplatePrimed
-from core.messages.worker import Batch, BatchResult, ItemResult, PageCopied, PageCopy, StepPlan
+from core.messages.worker import Batch, BatchResult, Item, ItemResult, PageCopied, PageCopy, StepPlan
 from core.routing.fleet import Fleet, RequestShape
 from core.routing.policies import make_policy
+from core.scheduling.ops.image_encode import ImageEncode
 from core.scheduling.outputs import Output
 from core.scheduling.scheduler import StepScheduler
 from engine.engine_core.engine_core import REPORT_SECONDS
@@ -252,12 +255,14 @@ def _moved(edit: EngineRequest, seconds: float) -> EngineRequest:
 
 def item_results(batch: Batch) -> tuple[ItemResult, ...]:
     """A worker's results of a batch."""
-    if batch.op != "image_encode":
-        return tuple(ItemResult(item.request_id, item.node) for item in batch.items)
-    return tuple(
-        ItemResult(item.request_id, item.node, sigmas=_sigmas(getattr(item.work, "num_inference_steps", 0)))
-        for item in batch.items
-    )
+    names = [name for name in OPS[batch.op].outputs if name != "clean"]  # no simulated request has previews
+    return tuple(_item_result(item, names) for item in batch.items)
+
+
+def _item_result(item: Item, names: Sequence[str]) -> ItemResult:
+    made = tuple(TensorRef(TensorKey(item.request_id, item.node, name, item.version), 0) for name in names)
+    sigmas = _sigmas(item.work.num_inference_steps) if isinstance(item.work, ImageEncode) else ()
+    return ItemResult(item.request_id, item.node, made, sigmas=sigmas)
 
 
 @cache

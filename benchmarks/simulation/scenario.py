@@ -35,7 +35,6 @@ SIDE = 1024  # px
 
 PIXELS = ArrayRef(0, 0, (SIDE, SIDE, 3), "uint8")
 _MASK = ArrayRef(0, 0, (SIDE, SIDE), "uint8")
-_LATENTS = ArrayRef(0, 0, (IMAGE_TOKENS, 64), "float32")
 
 
 @dataclass(frozen=True)
@@ -153,7 +152,6 @@ def _edit(index: int, arrival: float, active: int, steps: int, template: int) ->
             num_tokens=IMAGE_TOKENS,
             max_text_tokens=TEXT_TOKENS,
             pixels=(PIXELS,),
-            latents=_LATENTS,
             is_mask_aware=True,
         ),
     )

@@ -57,6 +57,19 @@ class Progress:
             case "side":
                 return len(self.previews) - self.previews_done - self.in_flight.get(node.name, 0)
 
+    def rounds_before(self, node: Node, *, is_done: bool) -> int:
+        """Rounds of the loop that are done before `node` reads the loop's values: for the loop itself, before its next
+        round to be scheduled or, with `is_done`, to finish.
+        """
+        match node.kind:
+            case "loop":
+                return self.steps_done if is_done else self.steps_scheduled
+            case "side":
+                assert self.pending_preview is not None
+                return self.previews[self.pending_preview]
+            case "once":
+                return self.num_steps
+
     def ready(self, workflow: Workflow) -> list[Node]:
         """Nodes that can be scheduled now, in graph order."""
         return [] if self.is_restarting else [node for node in workflow.nodes if self._is_ready(node, workflow)]

@@ -109,6 +109,7 @@ INPAINT = Workflow(
                 Edge("text_encode", "text_lengths"),
                 Edge("text_encode", "pooled_prompt_embeds"),
                 Edge("image_encode", "latents", is_carried=True),
+                Edge("image_encode", "sampler", is_carried=True),
                 Edge("image_encode", "condition"),
                 Edge("image_encode", "outside"),
                 Edge("image_encode", "sigmas"),

@@ -17,7 +17,7 @@ from __future__ import annotations
 import mmap
 import os
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,13 @@ from core.free_list import FreeList, round_up
 from core.handles import ArrayRef
 
 _MAP_NORESERVE = 0x4000  # Linux on x86-64 and arm64; the mmap module of Python 3.11 has no name for it
+
+
+class ArenaFd(NamedTuple):
+    """An arena to pass to another process."""
+
+    id: int
+    fd: int
 
 
 class Arena:
@@ -63,6 +70,11 @@ class Arena:
     def attach(cls, arena_id: int, fd: int) -> Arena:
         """The arena of an inherited descriptor, which the Arena then owns."""
         return cls(arena_id, fd)
+
+    @property
+    def handle(self) -> ArenaFd:
+        """What another process needs to attach it."""
+        return ArenaFd(self.id, self.fd)
 
     def view(self, ref: ArrayRef) -> npt.NDArray[Any]:
         """The array that `ref` refers to, writable and without a copy; it keeps the memory mapped while it exists.

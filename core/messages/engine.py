@@ -34,7 +34,6 @@ class EditSpec(msgspec.Struct, frozen=True, tag="edit"):
     max_text_tokens: int  # length to which the prompt is padded or cut
     # Memory for results.
     pixels: tuple[ArrayRef, ...]  # uint8 [height, width, 3], one per partial image and the final one last
-    latents: ArrayRef  # float32 [image tokens, latent_width], scratch for moving the sampler's state between ranks
     num_condition_tokens: int = 0  # condition tokens, which no mask-aware step computes
     extra_text_tokens: int = 0  # see `ModelInfo.text_tokens_beside`
     # Mask-aware execution, decided from the request and the server's flags alone.

@@ -32,6 +32,7 @@ class Item(msgspec.Struct, frozen=True):
     node: str
     work: OpWork  # of the batch's op
     inputs: tuple[TensorRef, ...]
+    version: int = 0  # of the values that it makes
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -45,7 +46,9 @@ class Batch(msgspec.Struct, frozen=True):
 
 
 class Transfer(msgspec.Struct, frozen=True):
-    """Move a tensor between ranks through shared memory: `source` writes it to ref.handle; readers name the handle."""
+    """Move a value between ranks through shared memory: `source` writes its bytes to ref.handle; readers name the
+    handle.
+    """
 
     ref: TensorRef
     source: int
@@ -90,13 +93,14 @@ ToWorker = StepPlan | Shutdown
 
 class WorkerConfig(msgspec.Struct, frozen=True):
     """The configuration of a worker process, which also inherits the file descriptors (channel memory, channel socket,
-    arena, page arena).
+    arena, page arena, value arena).
     """
 
     rank: int
     models: tuple[ModelConfig, ...]
     arena_id: int
     page_arena_id: int
+    value_arena_id: int
     cache: CacheConfig
     scheduler: SchedulerConfig = SchedulerConfig()  # limits of a batch
     num_workers: int = 1  # worker processes that share this machine's cores

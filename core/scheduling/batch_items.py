@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from core.cache.page_reservations import PageReservations
 from core.cache.priming import Chunk, PrimingJob
 from core.graph.work import Work
@@ -12,11 +14,16 @@ from core.scheduling.ops.prime import PRIME, Prime
 from core.scheduling.ops.request_op import request_op
 from core.scheduling.ops.template_encode import TEMPLATE_ENCODE, TemplateEncode
 from core.scheduling.request import Request
+from core.scheduling.value_keys import keys_read
+from core.scheduling.values import Value, ValueTable
 
 
-def make_item(request: Request, node: Node, pages: PageReservations) -> Item:
+def make_item(request: Request, node: Node, pages: PageReservations, values: ValueTable) -> Item:
     """The request's item in a batch that runs `node` next."""
-    return Item(request.id, node.name, request_op(node).make(request, node, pages), _inputs(request, node))
+    work, version = request_op(node).make(request, node, pages), 0
+    if node.kind == "loop":
+        version = request.progress.steps_scheduled + 1
+    return Item(request.id, node.name, work, _inputs(request, node, values), version)
 
 
 def latents_item(job: PrimingJob, pages: PageReservations) -> Item:
@@ -41,14 +48,17 @@ def chunk_work(job: PrimingJob, chunk: Chunk) -> Work:
     return Work((share,) * len(chunk.sigmas), (tokens,) * len(chunk.sigmas))
 
 
-def exports_needed(request: Request, node: Node) -> list[TensorKey]:
-    """Inputs of `node` from another rank that are not in shared memory yet."""
-    keys = [
-        TensorKey(request.id, edge.source, edge.name)
-        for edge in node.inputs
-        if request.placement[edge.source] != request.placement[node.name]
-    ]
-    return [key for key in keys if key not in request.exported]
+def inputs_of(request: Request, node: Node) -> list[TensorKey]:
+    """The values that running `node` next reads."""
+    rounds = request.progress.rounds_before(node, is_done=False)
+    return keys_read(request.id, request.workflow, node, rounds)
+
+
+def inputs_elsewhere(request: Request, node: Node, values: ValueTable) -> list[TensorKey]:
+    """Inputs of `node` that only another rank has, and that are not in shared memory."""
+    rank = request.placement[node.name]
+    found = ((key, values.get(key)) for key in inputs_of(request, node))
+    return [key for key, value in found if value is not None and value.ref.rank != rank and value.exported is None]
 
 
 def node_work(request: Request, node: Node) -> Work:
@@ -56,9 +66,15 @@ def node_work(request: Request, node: Node) -> Work:
     return op_of(node).size(request)
 
 
-def _inputs(request: Request, node: Node) -> tuple[TensorRef, ...]:
-    keys = (TensorKey(request.id, edge.source, edge.name) for edge in node.inputs)
-    return tuple(TensorRef(key, request.placement[key.node], handle=request.exported.get(key)) for key in keys)
+def _inputs(request: Request, node: Node, values: ValueTable) -> tuple[TensorRef, ...]:
+    return tuple(_input(request, node, key, values.get(key)) for key in inputs_of(request, node))
+
+
+def _input(request: Request, node: Node, key: TensorKey, value: Value | None) -> TensorRef:
+    """value: None if a batch that the same rank has will make it before."""
+    if value is None:
+        return TensorRef(key, request.placement[node.name])
+    return msgspec.structs.replace(value.ref, handle=value.exported)
 
 
 def _prime(job: PrimingJob, chunk: Chunk, sigma: float, pages: PageReservations, pixels: ArrayRef | None) -> Prime:

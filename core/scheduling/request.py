@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from core.costs.load_report import RequestLoad
     from core.graph.progress import Progress
     from core.graph.workflow import Placement, Workflow
-    from core.handles import ArrayRef, TensorKey
     from core.messages.engine import EngineRequest, Spec
 
 
@@ -49,12 +48,10 @@ class Request:
     placement: Placement  # rank of each node
     progress: Progress  # position in its workflow; written by the scheduler and its passes
     status: Status = Status.WAITING
+    num_moving: int = 0  # its values that a worker is writing to shared memory
     # Set by the scheduler from results of batches.
     started: float | None = None  # when a worker began its first stage, monotonic seconds
     part_seconds: dict[str, float] = field(default_factory=dict)  # Part -> worker seconds spent in it
-    # tensor -> where it lies in shared memory, for a node on another rank
-    exported: dict[TensorKey, ArrayRef] = field(default_factory=dict)
-    exporting: TensorKey | None = None  # set by the SchedulingPass: the transfer in flight, if any
     sigmas: tuple[float, ...] = ()  # from the image encoder: noise levels from the first step to 0
     # The activation cache and predictions.
     reservation: Reservation | None = None  # set by the RequestPrefetcher: what it needs of the activation cache
@@ -102,7 +99,12 @@ class Request:
     def is_in_flight(self) -> bool:
         """Whether a worker may still read or write its arrays."""
         is_lent = self.reservation is not None and self.reservation.is_read
-        return self.progress.num_in_flight > 0 or self.exporting is not None or is_lent
+        return self.has_work_out or is_lent
+
+    @property
+    def has_work_out(self) -> bool:
+        """Whether a worker has batches or transfers of it."""
+        return self.progress.num_in_flight > 0 or self.num_moving > 0
 
     @property
     def is_live(self) -> bool:
@@ -121,20 +123,6 @@ class Request:
         """Note that one of its steps is done."""
         if self.reservation is not None:
             self.full_blocks = max(self.full_blocks, len(self.reservation.full_blocks))
-
-    def begin_again_if_spoilt(self) -> None:
-        """Restart at the first step if `is_spoilt`. With something in flight that happens at a later call; until then
-        nothing more is scheduled. Results that the loop does not replace are kept.
-        """
-        if not self.is_spoilt:
-            return
-        self.progress.is_restarting = True
-        if self.progress.num_in_flight or self.exporting is not None:
-            return
-        assert self.reservation is not None
-        self.reservation.full_blocks, self.full_blocks = (), 0
-        self.exported.clear()
-        self.progress.restart(self.workflow.constant)
 
     def move_to(self, status: Status) -> None:
         """Change status; an illegal transition raises ValueError."""

@@ -43,8 +43,10 @@ from core.scheduling.reporter import Reporter
 from core.scheduling.request import Request, Status
 from core.scheduling.request_prefetcher import RequestPrefetcher
 from core.scheduling.request_queue import RequestQueue
+from core.scheduling.request_values import begin_again, note_values
 from core.scheduling.scheduling_pass import SchedulingPass
 from core.scheduling.step_limit import StepLimit
+from core.scheduling.values import ValueTable
 
 UNKNOWN_SECONDS = 30.0
 """Default prediction for work unlike any observed so far: a large model's first step on a CPU."""
@@ -82,6 +84,7 @@ class StepScheduler:
         self._queue = RequestQueue()  # the same requests in scheduling order
         self._endings: dict[str, Failed | Aborted] = {}  # request id -> message to send once nothing of it is in flight
         self._out = InFlight(num_workers)
+        self.values = ValueTable()
         self._free: list[TensorKey] = []
         self._outputs: list[Output] = []
         self._reporter = Reporter(config, self.models, self.workflows.values(), self._predictor, self.pages)
@@ -150,6 +153,7 @@ class StepScheduler:
         NEVER_BEGUN, since they cannot be the cause.
         """
         self.pages.abandon()
+        self.values.clear()
         bystander = msgspec.structs.replace(failure, code=NEVER_BEGUN)
         for request in list(self._requests.values()):
             told = bystander if request.status is Status.WAITING else failure
@@ -181,6 +185,7 @@ class StepScheduler:
         chosen = SchedulingPass(
             self.config,
             self.pages,
+            self.values,
             *self._open_ranks(),
             self._predictor.of_op,
             self._predictor.full_blocks if self._may_plan_blocks else None,
@@ -192,7 +197,7 @@ class StepScheduler:
         for request_id in chosen.begun:
             self._queue.begin(request_id, lambda request: self._predictor.left_of(request).seconds)
         self._reporter.note_begun(chosen.begun)
-        self._free += [TensorKey(job_id, "", "") for job_id in self.pages.take_freed()]
+        self._free += [TensorKey(job_id, "", "") for job_id in self.pages.take_freed()] + self.values.take_freed()
         orders = self.pages.cache.take_orders()
         has_work = bool(chosen.batches or chosen.transfers or orders.copies or orders.forget or orders.delete)
         # Freeing alone can wait for the next plan with work, unless none is expected.
@@ -222,13 +227,12 @@ class StepScheduler:
             self._apply_item(self._requests[item.request_id], item, result)
 
     def apply_transfer(self, done: TransferDone) -> None:
-        """Note that a tensor has been written to shared memory."""
+        """Note that a value has been written to shared memory."""
         self._out.land_transfer(done)
         request = self._requests[done.ref.key.request_id]
-        assert done.ref.handle is not None
-        request.exporting = None
-        request.exported[done.ref.key] = done.ref.handle
-        request.begin_again_if_spoilt()
+        request.num_moving -= 1
+        self.values.end_move(done.ref.key)
+        self._begin_again_if_spoilt(request)
         self._finish_ending(request)
 
     def apply_copy(self, done: PageCopied) -> None:
@@ -238,7 +242,7 @@ class StepScheduler:
         self.pages.finish_copy(done)
         self._outputs += self._template_requests.take_answers()
         for request in () if done.ok else tuple(self.in_order()):
-            request.begin_again_if_spoilt()
+            self._begin_again_if_spoilt(request)
 
     def take_outputs(self) -> tuple[Output, ...]:
         """Messages for clients since the last call, in order."""
@@ -282,7 +286,8 @@ class StepScheduler:
         self.pages.check_integrity()
         out = [item for flight in self._out.flights if flight.job is None for item in flight.batch.items]
         assert len(out) == sum(request.progress.num_in_flight for request in self._requests.values())
-        self._out.check_integrity(sum(request.exporting is not None for request in self._requests.values()))
+        self._out.check_integrity(self.values.num_moving)
+        self.values.check_integrity(self._requests)
         assert all(request.is_live or request.id in self._endings for request in self._requests.values())
 
     # ------------------------------------------------------------------------------------------------- inside
@@ -327,19 +332,20 @@ class StepScheduler:
                 self._end(request, Status.FAILED, Failed(request_id=request.id, failure=item.failure))
         else:
             self._advance(request, node, item)
-        request.begin_again_if_spoilt()
+        self._begin_again_if_spoilt(request)
         self._finish_ending(request)
 
     def _advance(self, request: Request, node: Node, item: ItemResult) -> None:
-        preview = request.progress.pending_preview
+        preview, rounds = request.progress.pending_preview, request.progress.rounds_before(node, is_done=True)
         request.progress.finish(node)
+        note_values(self.values, request, node, rounds, item.tensors)
         request_op(node).note(request, item)
         if node.kind == "loop":
             request.note_step()
         if not request.is_live:
             return
         if node.kind == "side":
-            self._finish_preview(request, node, preview)
+            self._finish_preview(request, preview)
         elif request.is_spoilt:
             return  # it restarts
         elif node.name == request.workflow.output:
@@ -349,12 +355,15 @@ class StepScheduler:
         elif node.kind == "loop":
             self._prefetcher.trim(request)
 
-    def _finish_preview(self, request: Request, node: Node, index: int | None) -> None:
+    def _finish_preview(self, request: Request, index: int | None) -> None:
         assert index is not None
-        for edge in node.inputs:
-            request.exported.pop(TensorKey(request.id, edge.source, edge.name), None)
         step = request.progress.previews[index]
         self._outputs.append(PartialImage(request_id=request.id, index=index, step=step))
+
+    def _begin_again_if_spoilt(self, request: Request) -> None:
+        request.progress.is_restarting |= request.is_spoilt
+        if request.is_spoilt and not request.has_work_out:
+            begin_again(self.values, request)
 
     def _finish(self, request: Request) -> None:
         request.move_to(Status.FINISHED)
@@ -375,6 +384,7 @@ class StepScheduler:
     def _remove(self, request: Request) -> None:
         del self._requests[request.id]
         self._queue.remove(request.id)
+        self.values.forget(request.id)
         if request.reservation is not None:
             self.pages.release(request.reservation)
         if request.progress.has_started:

@@ -15,13 +15,14 @@ from core.config import PRIME_SHARE, SchedulerConfig
 from core.graph.op import Op
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
-from core.handles import ModelKey, TensorKey, TensorRef, Tier
+from core.handles import ModelKey, TensorKey, Tier
 from core.messages.worker import Batch, Item, Transfer
-from core.scheduling.batch_items import chunk_items, chunk_work, exports_needed, latents_item, make_item, node_work
+from core.scheduling.batch_items import chunk_items, chunk_work, inputs_elsewhere, latents_item, make_item, node_work
 from core.scheduling.deadlines import MayJoin
 from core.scheduling.ops.prime import PRIME
 from core.scheduling.ops.template_encode import TEMPLATE_ENCODE
 from core.scheduling.request import Request, Status
+from core.scheduling.values import ValueTable
 
 PAGE_RANK = 0
 """The rank that has the page tier: jobs of the activation cache run there."""
@@ -40,6 +41,7 @@ class SchedulingPass:
     # Inputs, all from the scheduler.
     config: SchedulerConfig
     pages: PageReservations
+    values: ValueTable
     open_ranks: set[int]  # ranks that may be given work
     idle_ranks: set[int]  # those of them that have none
     predict: PredictWork
@@ -109,7 +111,7 @@ class SchedulingPass:
 
     def _can_run(self, request: Request, node: Node) -> bool:
         is_open = request.placement[node.name] in self.open_ranks
-        return is_open and not exports_needed(request, node) and self._has_pages(request, node)
+        return is_open and not inputs_elsewhere(request, node, self.values) and self._has_pages(request, node)
 
     def _has_pages(self, request: Request, node: Node) -> bool:
         """Whether the cached activations that the node reads are available."""
@@ -226,30 +228,24 @@ class SchedulingPass:
     # ------------------------------------------------------------------------------------------------ between ranks
 
     def _choose_transfers(self) -> None:
-        """Export tensors that ready nodes on other ranks read. A request has one region in shared memory for that."""
+        """Move values that ready nodes on other ranks read."""
         for request, ready in self._candidates:
             for node in ready:
-                missing = exports_needed(request, node)
-                if missing and self._is_handle_free(request):
-                    self._export(request, missing[0])
+                missing = inputs_elsewhere(request, node, self.values)
+                if missing and self._can_send(missing):
+                    transfers = self.values.move(missing) or ()
+                    request.num_moving += len(transfers)
+                    self.transfers += transfers
 
-    def _is_handle_free(self, request: Request) -> bool:
-        """Whether nothing writes or reads the request's region in shared memory."""
-        readers = (node for node in request.workflow.nodes if request.workflow.reads_loop(node))
-        return request.exporting is None and not any(node.name in request.progress.in_flight for node in readers)
-
-    def _export(self, request: Request, key: TensorKey) -> None:
-        rank = request.placement[key.node]
-        if rank in self.open_ranks:
-            request.exported.clear()
-            request.exporting = key
-            self.transfers.append(Transfer(TensorRef(key, rank, handle=request.spec.latents), rank))
+    def _can_send(self, keys: Sequence[TensorKey]) -> bool:
+        """Whether the ranks that have these values may be given work."""
+        return all((value := self.values.get(key)) and value.ref.rank in self.open_ranks for key in keys)
 
     # ------------------------------------------------------------------------------------------------ batches
 
     def _add(self, invocations: Sequence[tuple[Request, Node]]) -> None:
         """Add items for nodes of one op, model and rank to the batch of these; create it if there is none."""
-        items = tuple(make_item(request, node, self.pages) for request, node in invocations)
+        items = tuple(make_item(request, node, self.pages, self.values) for request, node in invocations)
         work = sum((node_work(request, node) for request, node in invocations), Work((), ()))
         for request, node in invocations:
             request.progress.start(node)

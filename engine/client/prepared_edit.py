@@ -100,7 +100,6 @@ class PreparedEdit:
         sampling = msgspec.structs.replace(self.sampling, seed=self.sampling.seed + index, n=1)
         num_pictures = self.num_partial_images + 1
         pixels = alloc(num_pictures * height * width * 3)
-        latents = alloc(num_tokens * model.latent_width * 4)
         return EditSpec(
             prompt=self.edit.prompt,
             sampling=sampling,
@@ -117,7 +116,6 @@ class PreparedEdit:
             pixels=tuple(
                 carve(pixels, i * height * width * 3, (height, width, 3), "uint8") for i in range(num_pictures)
             ),
-            latents=carve(latents, 0, (num_tokens, model.latent_width), "float32"),
             is_mask_aware=self.exact_reason is None,
             cache_salt=self.config.cache.salt(self.edit.owner),
         )

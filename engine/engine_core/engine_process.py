@@ -23,14 +23,15 @@ import zmq.asyncio
 from core.config import EngineConfig
 from core.errors import MessageError, StencilError
 from core.failure import Failure
-from core.handles import PAGE_ARENA
+from core.handles import PAGE_ARENA, VALUE_ARENA
 from core.ipc.logs import of_request
 from core.ipc.process import die_with_parent
-from core.ipc.shared_array import Arena
+from core.ipc.shared_array import Arena, ArenaFd
 from core.messages.codec import MessageDecoder, encode
 from core.messages.engine import EngineAlive, EngineFailed, EngineOutputs, EngineReady, FromEngine, ToEngine
 from core.messages.salvage import failure_of, read_member, sendable_outputs
 from core.scheduling.scheduler import StepScheduler
+from core.scheduling.values import VALUE_BYTES
 from engine.engine_core.engine_core import EngineCore, RefusedRequest
 from engine.observability.engine_trace import EngineTrace
 from engine.observability.tracing import create_tracer
@@ -87,8 +88,9 @@ async def connect(socket: zmq.asyncio.Socket, address: str) -> None:
 async def _run_workers(settings: EngineProcessConfig, arena_fd: int, link: _Link, trace: EngineTrace) -> None:
     """Run the workers and the EngineCore until it ends; a failure is reported as EngineFailed."""
     try:
-        with closing(_page_arena(settings.engine)) as pages:
-            async with Executor(settings.engine, settings.arena_id, arena_fd, pages.id, pages.fd) as executor:
+        pictures = ArenaFd(settings.arena_id, arena_fd)
+        with closing(_page_arena(settings.engine)) as pages, closing(Arena.create(VALUE_ARENA, VALUE_BYTES)) as values:
+            async with Executor(settings.engine, pictures, pages.handle, values.handle) as executor:
                 await _run_engine(settings.engine, executor, link, trace)
     except StencilError as error:
         link.emit(EngineFailed(failure=Failure.of(error)))

@@ -7,8 +7,7 @@ The engine counts references and says what to free. One thread reads and writes 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import count, takewhile
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,41 +25,36 @@ class SharedMemory(Protocol):
 
 
 class TensorStore:
-    """(request, node, name) -> tensor, on one rank. Tensors move between ranks through `arena`."""
+    """Key -> tensor or series of tensors, on one rank. They move between ranks through `arena`, as bytes."""
 
     def __init__(self, rank: int, device: torch.device, arena: SharedMemory) -> None:
         self._rank = rank
         self._device = device
         self._arena = arena
-        self._tensors: dict[str, dict[tuple[str, str], Tensor]] = {}  # request_id -> (node, name) -> tensor
+        self._tensors: dict[str, dict[TensorKey, Tensor]] = {}  # request id -> key -> tensor
+        self._series: dict[str, dict[TensorKey, tuple[Tensor, ...]]] = {}  # likewise, of series
 
     def put(self, key: TensorKey, tensor: Tensor) -> TensorRef:
-        """Store `tensor` under `key`, replacing what was there; returns a reference with its shape and dtype."""
-        self._tensors.setdefault(key.request_id, {})[key.node, key.name] = tensor
-        return TensorRef(key, self._rank, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        """Store `tensor` under `key`, replacing what was there; returns a reference that describes it."""
+        self._tensors.setdefault(key.request_id, {})[key] = tensor
+        return TensorRef(key, self._rank, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.nbytes)
 
     def get(self, key: TensorKey) -> Tensor:
         """The tensor under `key`. Raises KeyError when there is none, which is a bug in the plan."""
         try:
-            return self._tensors[key.request_id][key.node, key.name]
+            return self._tensors[key.request_id][key]
         except KeyError:
-            raise KeyError(f"rank {self._rank} holds no tensor {key.node}.{key.name} of {key.request_id}") from None
+            name = f"{key.node}.{key.name} version {key.version} of {key.request_id}"
+            raise KeyError(f"rank {self._rank} holds no tensor {name}") from None
 
-    def put_series(self, key: TensorKey, tensors: Sequence[Tensor]) -> None:
-        """Store a series of tensors under `key`, replacing the previous one; an empty series deletes it."""
-        kept = self._tensors.setdefault(key.request_id, {})
-        for place in self._series(key):
-            del kept[place]
-        kept.update({(key.node, f"{key.name}/{i}"): tensor for i, tensor in enumerate(tensors)})
+    def put_series(self, key: TensorKey, tensors: Sequence[Tensor]) -> TensorRef:
+        """Store a series of tensors under `key`, replacing the previous one; returns a reference that describes it."""
+        self._series.setdefault(key.request_id, {})[key] = tuple(tensors)
+        return TensorRef(key, self._rank, (len(tensors),), "series", sum(tensor.nbytes for tensor in tensors))
 
     def get_series(self, key: TensorKey) -> tuple[Tensor, ...]:
         """The series stored under `key`; () if there is none."""
-        return tuple(self._tensors[key.request_id][place] for place in self._series(key))
-
-    def _series(self, key: TensorKey) -> list[tuple[str, str]]:
-        """The keys of a series' tensors, in order."""
-        kept, places = self._tensors.get(key.request_id, {}), (f"{key.name}/{i}" for i in count())
-        return list(takewhile(kept.__contains__, ((key.node, name) for name in places)))
+        return self._series.get(key.request_id, {}).get(key, ())
 
     def resolve(self, ref: TensorRef) -> Tensor:
         """An input for this rank: its own tensor, or another rank's, copied from shared memory."""
@@ -70,33 +64,36 @@ class TensorStore:
             raise KeyError(
                 f"{ref.key.node}.{ref.key.name} of {ref.key.request_id} lies on rank {ref.rank}, not exported"
             )
-        return torch.from_numpy(self._arena.view(ref.handle).copy()).to(self._device)
+        there = torch.from_numpy(self._arena.view(ref.handle))[: ref.nbytes].clone()
+        return there.view(getattr(torch, ref.dtype)).view(ref.shape).to(self._device)
 
     def export(self, ref: TensorRef) -> TensorRef:
-        """Write a tensor of this rank to `ref.handle`, in the handle's dtype; returns the reference with its shape.
-
-        Handles are float32, to which bfloat16 and float16 convert without loss, so a moved tensor gives the same bytes.
-        Raises ValueError when shapes differ.
+        """Write the bytes of a tensor of this rank to `ref.handle`; returns `ref`. Raises ValueError if they do not fit
+        there, or if it is a series.
         """
         if ref.handle is None:
             raise ValueError(f"{ref.key.node}.{ref.key.name} of {ref.key.request_id}: nowhere to export to")
+        if ref.dtype == "series":
+            raise ValueError(f"{ref.key.node}.{ref.key.name} of {ref.key.request_id} is a series, which cannot move")
         tensor = self.get(ref.key)
-        view = torch.from_numpy(self._arena.view(ref.handle))
-        if view.shape != tensor.shape:
-            raise ValueError(f"a tensor {tuple(tensor.shape)} does not fit a handle {tuple(view.shape)}")
-        view.copy_(tensor)
-        return TensorRef(ref.key, self._rank, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), ref.handle)
+        if tensor.nbytes > ref.handle.size:
+            raise ValueError(f"a tensor of {tensor.nbytes} bytes does not fit {ref.handle.size}")
+        there = torch.from_numpy(self._arena.view(ref.handle))
+        there[: tensor.nbytes].copy_(tensor.contiguous().view(torch.uint8).flatten())
+        return ref
 
     def free(self, key: TensorKey) -> None:
-        """Delete a tensor, or all of a request's when `node` and `name` are empty. Keys that are not on this rank are
-        ignored, since every rank gets the same list."""
-        if not key.node and not key.name:
-            self._tensors.pop(key.request_id, None)
-            return
-        tensors = self._tensors.get(key.request_id, {})
-        tensors.pop((key.node, key.name), None)
-        if not tensors:
-            self._tensors.pop(key.request_id, None)
+        """Delete what is under a key, or all of a request's when `node` and `name` are empty. Keys that are not on this
+        rank are ignored, since every rank gets the same list.
+        """
+        kinds: tuple[dict[str, Any], ...] = (self._tensors, self._series)
+        for kept in kinds:
+            mine = kept.get(key.request_id, {})
+            if key.node or key.name:
+                mine.pop(key, None)
+            if not mine or not (key.node or key.name):
+                kept.pop(key.request_id, None)
 
     def __len__(self) -> int:
-        return sum(len(tensors) for tensors in self._tensors.values())
+        series = (each for kept in self._series.values() for each in kept.values())
+        return sum(len(tensors) for tensors in self._tensors.values()) + sum(map(len, series))

@@ -60,7 +60,7 @@ next 40. With 256 of each it was 185 MB, in 0.99 of the processor time; with 128
 
 def main(config: bytes, fds: list[int]) -> None:
     """Entry point for `core.ipc.process.spawn`. config: an encoded WorkerConfig. fds: channel memory, channel socket,
-    arena, page arena.
+    arena, page arena, value arena.
 
     Returns after a Shutdown message, or when the engine is gone.
     """
@@ -71,7 +71,8 @@ def main(config: bytes, fds: list[int]) -> None:
     link = EngineLink(Channel.attach(fds[0], fds[1]))
     with suppress(PeerClosedError):
         try:
-            arenas = Arena.attach(settings.arena_id, fds[2]), Arena.attach(settings.page_arena_id, fds[3])
+            ids = settings.arena_id, settings.page_arena_id, settings.value_arena_id
+            arenas = [Arena.attach(number, fd) for number, fd in zip(ids, fds[2:], strict=True)]
             with closing(_start(settings, link, *arenas)) as worker:
                 worker.run()
         except PeerClosedError:
@@ -80,7 +81,7 @@ def main(config: bytes, fds: list[int]) -> None:
             link.send(WorkerFailed(rank=settings.rank, failure=Failure.of(error, traceback.format_exc())))
 
 
-def _start(settings: WorkerConfig, link: EngineLink, arena: Arena, page_arena: Arena) -> Worker:
+def _start(settings: WorkerConfig, link: EngineLink, arena: Arena, page_arena: Arena, value_arena: Arena) -> Worker:
     """Load the models, run every op once, measure, and report ready."""
     num_threads = settings.models[0].threads or default_threads(settings.num_workers)
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(num_threads)
@@ -118,7 +119,7 @@ def _start(settings: WorkerConfig, link: EngineLink, arena: Arena, page_arena: A
         kernels = {model.name: model.kernels for model in settings.models}
         samples = known_or_probed(models.families, ready.models, user_cache_folder(os.environ), kernels)
         ready = msgspec.structs.replace(ready, samples=samples)
-    store = TensorStore(settings.rank, models.device, arena)
+    store = TensorStore(settings.rank, models.device, value_arena)
     files = _page_files(settings.cache)
     pages = PageStore(
         models.device, page_arena, files, link.report, settings.rank, has_device_tier=ready.device_page_bytes > 0

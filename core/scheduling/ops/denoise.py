@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 class Denoise(Message, OpWork, frozen=True):
-    """One step: reads `latents`, `condition`, `outside`, `sigmas` of `image_encode` and the text encoder's outputs;
-    replaces `latents`.
+    """One step: reads `condition`, `outside`, `sigmas` of `image_encode`, the text encoder's outputs, and `latents` and
+    `sampler` (the sampler's state, a series) as the step before has made them; makes new ones.
     """
 
     # Every step.
@@ -79,8 +79,9 @@ DENOISE = RequestOp(
         "condition",
         "outside",
         "sigmas",
+        "sampler",
     ),
-    outputs=("latents", "clean"),
+    outputs=("latents", "sampler", "clean"),
     pages="span",
     make=_make,
 )

@@ -63,7 +63,7 @@ IMAGE_ENCODE = RequestOp(
     message=ImageEncode,
     size=_size,
     part="encode",
-    outputs=("latents", "condition", "outside", "sigmas"),
+    outputs=("latents", "condition", "outside", "sigmas", "sampler"),
     make=_make,
     note=_note,
 )

@@ -47,7 +47,9 @@ class WorkerContext:
 
     def put(self, item: Item, named: Mapping[str, Tensor]) -> tuple[TensorRef, ...]:
         """Store tensors as outputs of the item's node."""
-        return tuple(self.store.put(TensorKey(item.request_id, item.node, name), t) for name, t in named.items())
+        return tuple(
+            self.store.put(TensorKey(item.request_id, item.node, name, item.version), t) for name, t in named.items()
+        )
 
     def clean_latents(self, model: str, ref: EntryRef, num_tokens: int) -> Tensor:
         """A template's clean latents, [image tokens, latent width], read-only."""

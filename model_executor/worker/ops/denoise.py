@@ -30,7 +30,9 @@ def denoise(context: WorkerContext, model: str, items: Sequence[Item]) -> list[I
 
 
 def _step(context: WorkerContext, model: str, item: Item) -> _Step:
-    work, inputs = item.work, {ref.key.name: context.store.resolve(ref) for ref in item.inputs}
+    refs = {ref.key.name: ref for ref in item.inputs}
+    work, state = item.work, refs.pop("sampler")
+    inputs = {name: context.store.resolve(ref) for name, ref in refs.items()}
     assert isinstance(work, Denoise)
     family = context.models[model]
     grid, sigma = family.grid(work.width, work.height), inputs["sigmas"][work.step]
@@ -39,7 +41,7 @@ def _step(context: WorkerContext, model: str, item: Item) -> _Step:
         outside=inputs["outside"],
         sigmas=inputs["sigmas"],
         step=work.step,
-        state=context.store.get_series(_sampler_key(item)),
+        state=context.store.get_series(state.key),
         grid=grid,
     )
     latents, condition = family.denoiser_input(sample), inputs["condition"]
@@ -142,12 +144,9 @@ def _active(
 
 
 def _put_step(context: WorkerContext, item: Item, named: Mapping[str, Tensor], state: State) -> ItemResult:
-    """Store a step's results: latents and sampler state replace those that were read, the clean prediction belongs
-    to this node."""
-    keys = {"latents": _latents_key(item), "clean": TensorKey(item.request_id, item.node, "clean")}
-    context.store.put_series(_sampler_key(item), state)
-    refs = tuple(context.store.put(keys[name], tensor) for name, tensor in named.items())
-    return ItemResult(item.request_id, item.node, refs)
+    """Store what a step has made: latents and sampler state of the next version, and the clean prediction."""
+    series = context.store.put_series(TensorKey(item.request_id, item.node, "sampler", item.version), state)
+    return ItemResult(item.request_id, item.node, (*context.put(item, named), series))
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,14 +173,3 @@ class _Step:
     def _of_active(self, moved: Tensor) -> Tensor:
         latents, active = self.sample.latents, self.rows[0].active
         return moved if active is None else latents.index_copy(0, active, moved[active])
-
-
-def _latents_key(item: Item) -> TensorKey:
-    """The key of a denoising step's latents."""
-    return next(ref.key for ref in item.inputs if ref.key.name == "latents")
-
-
-def _sampler_key(item: Item) -> TensorKey:
-    """The key of the sampler's state, which is stored beside the latents."""
-    latents = _latents_key(item)
-    return TensorKey(latents.request_id, latents.node, "sampler")

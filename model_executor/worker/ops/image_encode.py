@@ -22,7 +22,7 @@ def encode_image(context: WorkerContext, model: str, items: Sequence[Item]) -> l
         num_inference_steps=work.num_inference_steps,
         num_denoising_steps=work.num_denoising_steps,
     )
-    context.store.put_series(TensorKey(item.request_id, item.node, "sampler"), image.state)
+    state = context.store.put_series(TensorKey(item.request_id, item.node, "sampler"), image.state)
     names = ("latents", "condition", "outside", "sigmas")
     tensors = context.put(item, {name: getattr(image, name) for name in names})
-    return [ItemResult(item.request_id, item.node, tensors, sigmas=tuple(image.sigmas.tolist()))]
+    return [ItemResult(item.request_id, item.node, (*tensors, state), sigmas=tuple(image.sigmas.tolist()))]

@@ -67,7 +67,7 @@ def batch(batch_id: int, *items: Item, ranks: Any = (0,)) -> Batch:
 
 
 def plan(*batches: Batch) -> StepPlan:
-    transfer = Transfer(TensorRef(TensorKey("c", "image_encode", "latents"), 0, (1,), "float32", PIXELS), 0)
+    transfer = Transfer(TensorRef(TensorKey("c", "image_encode", "latents"), 0, (1,), "float32", 4, PIXELS), 0)
     return StepPlan(seq=5, forget=("k",), batches=batches, transfers=(transfer,), free=(TensorKey("d", "", ""),))
 
 

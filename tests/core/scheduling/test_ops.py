@@ -43,15 +43,17 @@ SHARPEN = RequestOp(
     size=half_the_tokens,
     part="decode",
     inputs=("latents",),
+    outputs=("latents",),
     make=lambda request, node, pages: Sharpen(strength=0.5),
 )
 SHARPENED = Workflow(
     name="sharpened",
     nodes=(
-        *(node for node in INPAINT.nodes if node.name != "preview"),
-        Node("sharpen", "sharpen", inputs=(Edge("decode", "pixels"),)),
+        *(node for node in INPAINT.nodes if node.op != "decode"),
+        Node("sharpen", "sharpen", inputs=(Edge("image_encode", "latents"),)),
+        Node("decode", "decode", inputs=(Edge("sharpen", "latents"),)),
     ),
-    output="sharpen",
+    output="decode",
 )
 
 
@@ -90,8 +92,8 @@ def test_a_new_op_runs_beside_ordinary_edits_after_one_registration(
         "text_encode",
         "image_encode",
         *["denoise"] * 4,
-        "decode",
         "sharpen",
+        "decode",
     ]
     (sharpened,) = (batch for batch in batches if batch.op == "sharpen")
     assert [(item.request_id, item.work) for item in sharpened.items] == [("a", Sharpen(strength=0.5))]

@@ -59,7 +59,7 @@ def test_clean_prediction_of_the_last_step_is_the_result(rig: Rig) -> None:
     rig.do(edit.encode_plan())
     rig.do(edit.denoise_plan(0))
     rig.do(edit.denoise_plan(1, keep_clean=True))
-    clean, latents = rig.store.get(edit.key("denoise", "clean")), rig.store.get(edit.key("image_encode", "latents"))
+    clean, latents = (rig.store.get(edit.state_key(name, 2)) for name in ("clean", "latents"))
     torch.testing.assert_close(clean, latents)
     rig.do(edit.decode_plan())
 

@@ -154,7 +154,7 @@ def test_the_preview_of_the_last_step_is_the_picture(rig: Rig) -> None:
     rig.do(edit.encode_plan())
     for step in range(edit.num_steps):
         rig.do(edit.denoise_plan(step, keep_clean=True))
-    latents, clean = (rig.store.get(edit.key(*key)) for key in (("image_encode", "latents"), ("denoise", "clean")))
+    latents, clean = (rig.store.get(edit.state_key(name, edit.num_steps)) for name in ("latents", "clean"))
     inside = torch.zeros(4, 4, dtype=torch.bool)
     inside[1:3, 1:3] = True
     difference = (latents - clean)[inside.flatten()]

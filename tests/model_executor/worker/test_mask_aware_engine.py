@@ -132,7 +132,6 @@ class Rig:
                 num_tokens=NUM_TOKENS,
                 max_text_tokens=self._info.max_text_tokens,
                 pixels=(self._share(np.zeros_like(template)),),
-                latents=self._share(np.zeros((NUM_TOKENS, self._info.latent_width), np.float32)),
                 is_mask_aware=mask_aware,
             ),
         )

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from core.handles import ArrayRef, TensorKey, TensorRef
 from core.ipc.shared_array import Arena, ArenaAllocator, carve
@@ -23,15 +24,15 @@ def store(arena: Arena, rank: int = 0) -> TensorStore:
     return TensorStore(rank, torch.device("cpu"), arena)
 
 
-def handle(arena: Arena, *shape: int) -> ArrayRef:
-    return carve(ArenaAllocator(arena).alloc(1 << 16), 0, shape, "float32")
+def handle(arena: Arena, nbytes: int) -> ArrayRef:
+    return carve(ArenaAllocator(arena).alloc(1 << 16), 0, (nbytes,), "uint8")
 
 
 def test_put_replaces_and_describes(arena: Arena) -> None:
     tensors = store(arena)
     tensors.put(KEY, torch.zeros(2, 3))
     ref = tensors.put(KEY, torch.ones(4, dtype=torch.bfloat16))
-    assert ref == TensorRef(KEY, 0, (4,), "bfloat16")
+    assert ref == TensorRef(KEY, 0, (4,), "bfloat16", 8)
     assert torch.equal(tensors.get(KEY), torch.ones(4, dtype=torch.bfloat16))
     assert len(tensors) == 1
 
@@ -57,18 +58,38 @@ def test_free_of_one_tensor_and_of_a_request(arena: Arena) -> None:
     assert len(tensors) == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_versions_and_series_are_kept_apart(arena: Arena) -> None:
+    tensors = store(arena)
+    later = TensorKey(KEY.request_id, KEY.node, KEY.name, 1)
+    tensors.put(KEY, torch.zeros(1))
+    tensors.put(later, torch.ones(1))
+    ref = tensors.put_series(TensorKey("r1", "denoise", "sampler", 1), (torch.zeros(2), torch.ones(3)))
+    assert (ref.shape, ref.dtype, ref.nbytes) == ((2,), "series", 20)
+    assert tensors.get(KEY) == 0
+    assert tensors.get(later) == 1
+    tensors.free(KEY)
+    assert tensors.get(later) == 1
+    assert [len(tensor) for tensor in tensors.get_series(ref.key)] == [2, 3]
+    assert tensors.get_series(TensorKey("r1", "denoise", "sampler")) == ()
+    assert len(tensors) == 3
+    tensors.free(TensorKey("r1", "", ""))
+    assert len(tensors) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool])
 def test_moved_tensor_is_bit_exact(arena: Arena, dtype: torch.dtype) -> None:
-    """Including special values: subnormals, the largest, negative zero, infinities."""
-    limits = torch.finfo(dtype)
-    odd = torch.tensor([0.0, -0.0, limits.tiny, limits.tiny / 2, limits.max, -limits.max, float("inf")])
-    tensor = torch.cat([torch.randn(57), odd]).to(dtype).reshape(8, 8)
+    """Any dtype and any shape, special values too: subnormals, the largest, negative zero, infinities."""
+    tensor = torch.arange(64).reshape(8, 8).to(dtype)
+    if dtype.is_floating_point:
+        limits = torch.finfo(dtype)
+        odd = torch.tensor([0.0, -0.0, limits.tiny, limits.tiny / 2, limits.max, -limits.max, float("inf")])
+        tensor = torch.cat([torch.randn(57), odd]).to(dtype).reshape(8, 8)
     here, there = store(arena, 0), store(arena, 1)
-    here.put(KEY, tensor)
-    exported = here.export(TensorRef(KEY, 0, handle=handle(arena, 8, 8)))
-    assert (exported.shape, exported.dtype) == ((8, 8), str(dtype).removeprefix("torch."))
-    moved = there.resolve(exported).to(dtype)
-    assert torch.equal(moved.view(torch.uint8), tensor.view(torch.uint8))
+    ref = here.put(KEY, tensor.T)  # not contiguous
+    exported = here.export(replace(ref, handle=handle(arena, tensor.nbytes)))
+    moved = there.resolve(exported)
+    assert (moved.shape, moved.dtype) == (tensor.T.shape, dtype)
+    assert torch.equal(moved.contiguous().view(torch.uint8), tensor.T.contiguous().view(torch.uint8))
 
 
 def test_resolve_takes_local_tensors_from_the_store(arena: Arena) -> None:
@@ -80,20 +101,22 @@ def test_resolve_takes_local_tensors_from_the_store(arena: Arena) -> None:
 
 
 def test_resolved_tensor_does_not_change_with_the_arena(arena: Arena) -> None:
-    """Its region in shared memory may be overwritten while the tensor is in use."""
+    """Its place in shared memory may be overwritten while the tensor is in use."""
     here, there = store(arena, 0), store(arena, 1)
-    here.put(KEY, torch.ones(3))
-    ref = here.export(TensorRef(KEY, 0, handle=handle(arena, 3)))
+    ref = here.export(replace(here.put(KEY, torch.ones(3)), handle=handle(arena, 12)))
     moved = there.resolve(ref)
     here.put(KEY, torch.zeros(3))
     here.export(ref)
     assert torch.equal(moved, torch.ones(3))
 
 
-def test_export_needs_a_place_of_the_right_shape(arena: Arena) -> None:
+def test_export_needs_a_large_enough_place(arena: Arena) -> None:
     tensors = store(arena)
-    tensors.put(KEY, torch.ones(2, 3))
-    with pytest.raises(ValueError, match=r"\(2, 3\) does not fit a handle \(6,\)"):
-        tensors.export(TensorRef(KEY, 0, handle=handle(arena, 6)))
+    ref = tensors.put(KEY, torch.ones(2, 3))
+    with pytest.raises(ValueError, match="24 bytes does not fit 23"):
+        tensors.export(replace(ref, handle=handle(arena, 23)))
     with pytest.raises(ValueError, match="nowhere to export to"):
-        tensors.export(TensorRef(KEY, 0))
+        tensors.export(ref)
+    series = tensors.put_series(TensorKey("r1", "denoise", "sampler"), (torch.ones(1),))
+    with pytest.raises(ValueError, match="cannot move"):
+        tensors.export(replace(series, handle=handle(arena, 4)))

@@ -15,7 +15,7 @@ from edits import Edit
 
 from core.config import CacheConfig, EngineConfig, ModelConfig
 from core.errors import ConfigError
-from core.handles import EntryRef, ModelKey, TensorRef
+from core.handles import PAGE_ARENA, VALUE_ARENA, ArrayRef, EntryRef, ModelKey
 from core.ipc.shared_array import Arena, ArenaAllocator
 from core.messages.worker import (
     Batch,
@@ -36,9 +36,6 @@ PATIENCE = 60.0
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-PAGE_ARENA_ID = 2
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,11 +59,12 @@ async def workers(
         workers_per_engine=number,
         cache=cache,
     )
-    async with Executor(config, arena.id, arena.fd, pages.id, pages.fd) as executor:
-        models = await asyncio.wait_for(executor.ready(), PATIENCE)
-        assert set(models) == {"tiny"}
-        assert models["tiny"].page_scheme is not None
-        yield executor
+    with closing(Arena.create(VALUE_ARENA, 1 << 20)) as values:
+        async with Executor(config, arena.handle, pages.handle, values.handle) as executor:
+            models = await asyncio.wait_for(executor.ready(), PATIENCE)
+            assert set(models) == {"tiny"}
+            assert models["tiny"].page_scheme is not None
+            yield executor
 
 
 async def answers(executor: Executor, plan: StepPlan, number: int) -> list[BatchResult | TransferDone | PageCopied]:
@@ -105,7 +103,7 @@ def space(arena: Arena) -> ArenaAllocator:
 
 @pytest.fixture(scope="module")
 def pages() -> Iterator[Arena]:
-    with closing(Arena.create(PAGE_ARENA_ID, 1 << 20)) as pages:
+    with closing(Arena.create(PAGE_ARENA, 1 << 20)) as pages:
         yield pages
 
 
@@ -145,8 +143,10 @@ async def test_decode_on_another_worker_gives_the_same_bytes(
     here = await run(executor, Edit(arena, space, "here", seed=3))
     there = Edit(arena, space, "there", seed=3)
     for plan in (there.encode_plan(), *map(there.denoise_plan, range(there.steps))):
-        await answers(executor, plan, len(plan.batches))
-    source = TensorRef(there.key("image_encode", "latents"), 0, handle=there.latents)
+        results = await answers(executor, plan, len(plan.batches))
+    assert isinstance(results[0], BatchResult)
+    made = {ref.key: ref for ref in results[0].items[0].tensors}[there.state_key("latents", there.steps)]
+    source = msgspec.structs.replace(made, handle=ArrayRef(VALUE_ARENA, 64, (made.nbytes,), "uint8"))
     (done,) = await answers(executor, StepPlan(seq=0, transfers=(Transfer(source, 0),)), 1)
     assert isinstance(done, TransferDone)
     await answers(executor, there.decode_plan(rank=1, latents=done.ref), 1)
@@ -233,7 +233,7 @@ async def test_pages_go_to_disk_and_come_back_in_the_next_workers(
 ) -> None:
     """Without a configured directory, the disk tier is in the user's cache folder."""
     edit = Edit(arena, space, "pages", seed=4)
-    nbytes = edit.latents.size * 4
+    nbytes = edit.size[0] // 16 * edit.size[1] // 16 * 64 * 4  # float32; 64 values for 16 x 16 px
     entry = EntryRef("latents", nbytes, ArenaAllocator(pages).alloc(nbytes))
     assert entry.host is not None
     host = pages.view(entry.host)

@@ -1,0 +1,156 @@
+"""ValueTable: the tensors of running requests: which rank has them, how many nodes still read them, and where in shared
+memory they are.
+
+A value is immutable. What a loop replaces at every round has a version per round: a step reads version v and makes
+v + 1. A value is freed when its last reader is done. It moves to another rank through the engine's own arena, whose
+space the table allocates; several values of a request may move at once, in any dtype and shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from core.free_list import FreeList
+from core.handles import VALUE_ARENA, ArrayRef, TensorKey, TensorRef
+from core.messages.worker import Transfer
+
+VALUE_BYTES = 1 << 32
+"""Size of the arena for values on their way between ranks. Only address space: memory is taken when written."""
+
+
+@dataclass(slots=True)
+class Value:
+    """A tensor, or a series of tensors, that a node has made."""
+
+    ref: TensorRef  # as the worker that made it described it; its rank has it
+    readers_left: int  # nodes that have yet to read it
+    handle: ArrayRef | None = None  # uint8, its space in the arena once it has been asked to move
+    is_moving: bool = False  # a worker is writing it to the handle
+
+    @property
+    def exported(self) -> ArrayRef | None:
+        """Where it lies in shared memory; None unless it is there."""
+        return None if self.is_moving else self.handle
+
+
+class ValueTable:
+    """The values of one engine, by key; owned by its scheduler."""
+
+    def __init__(self, num_bytes: int = VALUE_BYTES) -> None:
+        """num_bytes: size of the arena."""
+        self._values: dict[str, dict[TensorKey, Value]] = {}  # request id -> its values
+        self._space = FreeList(num_bytes)
+        self._freed: list[TensorKey] = []
+
+    def get(self, key: TensorKey) -> Value | None:
+        """A value; None if it is not made yet or freed."""
+        return self._values.get(key.request_id, {}).get(key)
+
+    def keys(self, request_id: str) -> list[TensorKey]:
+        """Keys of all values of a request."""
+        return list(self._values.get(request_id, ()))
+
+    def add(self, ref: TensorRef, readers: int) -> None:
+        """Note that a node has made a value, which replaces one with the same key. Without readers it is freed."""
+        self._drop(ref.key)
+        self._values.setdefault(ref.key.request_id, {})[ref.key] = Value(ref, readers)
+        if not readers:
+            self._free(ref.key)
+
+    def done_reading(self, key: TensorKey) -> None:
+        """Note that one reader of a value is done. Raises KeyError if there is no such value."""
+        value = self._values[key.request_id][key]
+        value.readers_left -= 1
+        if not value.readers_left:
+            self._free(key)
+
+    def discard(self, keys: Iterable[TensorKey]) -> None:
+        """Free values whose readers will not come. None of them may be moving."""
+        for key in keys:
+            self._free(key)
+
+    def forget(self, request_id: str) -> None:
+        """Drop all values of a request that has ended, whose tensors the workers free together."""
+        for key in self.keys(request_id):
+            self._drop(key)
+        self._freed = [key for key in self._freed if key.request_id != request_id]
+
+    def clear(self) -> None:
+        """Drop everything: the workers are gone."""
+        for request_id in list(self._values):
+            for value in self._values[request_id].values():
+                value.is_moving = False
+            self.forget(request_id)
+        self._freed.clear()
+
+    def take_freed(self) -> list[TensorKey]:
+        """Keys freed since the last call, which the workers still have."""
+        freed, self._freed = self._freed, []
+        return freed
+
+    # ------------------------------------------------------------------------------------------------- moving
+
+    def move(self, keys: Sequence[TensorKey]) -> list[Transfer] | None:
+        """Begin to move values into shared memory: all of them or, if there is no room, none (None). Those that are
+        there or on their way are left out.
+        """
+        values = [value for key in keys if (value := self._values[key.request_id][key]).handle is None]
+        places = self._allocate([max(1, value.ref.nbytes) for value in values])
+        if places is None:
+            return None
+        return [self._begin_move(value, place) for value, place in zip(values, places, strict=True)]
+
+    def end_move(self, key: TensorKey) -> None:
+        """Note that a value is in shared memory."""
+        self._values[key.request_id][key].is_moving = False
+
+    def is_moving(self, request_id: str) -> bool:
+        """Whether a worker is writing a value of this request to shared memory."""
+        return any(value.is_moving for value in self._values.get(request_id, {}).values())
+
+    @property
+    def num_moving(self) -> int:
+        return sum(value.is_moving for values in self._values.values() for value in values.values())
+
+    def check_integrity(self, request_ids: Iterable[str]) -> None:
+        """Raise AssertionError unless every value has readers, belongs to one of these requests, and the arena's space
+        is exactly that of the values in it.
+        """
+        values = [value for values in self._values.values() for value in values.values()]
+        assert all(value.readers_left > 0 for value in values)
+        assert set(self._values) <= set(request_ids)
+        handles = [value.handle for value in values if value.handle is not None]
+        self._space.check_integrity((ref.offset, ref.offset + self._space.extent(ref.size)) for ref in handles)
+
+    def _allocate(self, sizes: Sequence[int]) -> list[int] | None:
+        places: list[int] = []
+        for nbytes in sizes:
+            place = self._space.alloc(nbytes)
+            if place is None:
+                for taken, size in zip(places, sizes, strict=False):
+                    self._space.free(taken, taken + self._space.extent(size))
+                return None
+            places.append(place)
+        return places
+
+    def _begin_move(self, value: Value, place: int) -> Transfer:
+        value.handle, value.is_moving = ArrayRef(VALUE_ARENA, place, (max(1, value.ref.nbytes),), "uint8"), True
+        return Transfer(msgspec.structs.replace(value.ref, handle=value.handle), value.ref.rank)
+
+    def _free(self, key: TensorKey) -> None:
+        self._drop(key)
+        self._freed.append(key)
+
+    def _drop(self, key: TensorKey) -> None:
+        values = self._values.get(key.request_id, {})
+        value = values.pop(key, None)
+        if value is None:
+            return
+        assert not value.is_moving, f"{key} is freed while a worker writes it to shared memory"
+        if value.handle is not None:
+            self._space.free(value.handle.offset, value.handle.offset + self._space.extent(value.handle.size))
+        if not values:
+            del self._values[key.request_id]
