@@ -19,6 +19,9 @@ from core.graph.work import Work
 from core.handles import TensorKey
 from core.messages.worker import Batch, BatchResult, ItemResult, Transfer, TransferDone
 
+JobPart = tuple[PrimingJob, Chunk | None]
+"""A job and its chunk; None: its template is encoded."""
+
 
 @dataclass(slots=True)
 class Flight:
@@ -26,7 +29,8 @@ class Flight:
 
     batch: Batch
     work: Work  # its size, for the cost model
-    job: tuple[PrimingJob, Chunk | None] | None = None  # what it primes; chunk None: it encodes the job's template
+    seconds: float = 0.0  # predicted when it was sent
+    job: JobPart | None = None  # what it primes
     answers: dict[int, BatchResult] = field(default_factory=dict)  # rank -> its result
 
     @property
@@ -75,14 +79,18 @@ class InFlight:
     def __init__(self, num_ranks: int) -> None:
         self._flights: dict[int, Flight] = {}  # batch id -> flight
         self._awaited: list[dict[int, int]] = [{} for _ in range(num_ranks)]  # per rank: plan seq -> answers awaited
+        self._seconds = [0.0] * num_ranks  # per rank: predicted seconds of the batches that it has
         self._plan_of: dict[tuple[int, int | TensorKey], int] = {}  # (rank, batch id or tensor under transfer) -> seq
 
-    def send(self, seq: int, flights: Iterable[Flight], transfers: Iterable[Transfer]) -> None:
-        """Note a plan that was sent. The part of it for one rank counts as one plan of that rank."""
-        for flight in flights:
-            self._flights[flight.batch.id] = flight
-            for rank in flight.batch.ranks:
-                self._await(seq, rank, flight.batch.id)
+    def send(self, seq: int, flight: Flight) -> None:
+        """Note a batch that is sent with plan `seq`. All that one rank gets of a plan counts as one plan of it."""
+        self._flights[flight.batch.id] = flight
+        for rank in flight.batch.ranks:
+            self._await(seq, rank, flight.batch.id)
+            self._seconds[rank] += flight.seconds
+
+    def send_transfers(self, seq: int, transfers: Iterable[Transfer]) -> None:
+        """Note transfers that are sent with plan `seq`."""
         for transfer in transfers:
             self._await(seq, transfer.source, transfer.ref.key)
 
@@ -93,6 +101,7 @@ class InFlight:
         flight = self._flights[result.batch_id]
         self._forget(result.batch_id, result.rank)
         flight.answers[result.rank] = result
+        self._seconds[result.rank] -= flight.seconds
         if flight.is_complete:
             del self._flights[result.batch_id]
         return flight
@@ -106,18 +115,26 @@ class InFlight:
         self._flights.clear()
         self._plan_of.clear()
         self._awaited = [{} for _ in self._awaited]
+        self._seconds = [0.0] * len(self._seconds)
 
     @property
     def flights(self) -> Sequence[Flight]:
         return tuple(self._flights.values())
 
-    def count(self, rank: int) -> int:
-        """Number of plans that the rank has not fully answered."""
-        return len(self._awaited[rank])
+    def busy_ranks(self) -> dict[int, float]:
+        """Ranks with unanswered plans, ascending -> predicted seconds of the work that they have."""
+        return {rank: self._seconds[rank] for rank, plans in enumerate(self._awaited) if plans}
 
-    def busy_ranks(self) -> list[int]:
-        """Ranks with unanswered plans, ascending."""
-        return [rank for rank, plans in enumerate(self._awaited) if plans]
+    def idle_ranks(self) -> set[int]:
+        """Ranks that have no work."""
+        return {rank for rank, plans in enumerate(self._awaited) if not plans}
+
+    def nearly_idle_ranks(self, max_plans: int, max_seconds: float) -> set[int]:
+        """Busy ranks with fewer than `max_plans` unanswered plans, predicted to be done within `max_seconds`."""
+        busy = self.busy_ranks()
+        return {
+            rank for rank, seconds in busy.items() if len(self._awaited[rank]) < max_plans and seconds < max_seconds
+        }
 
     def check_integrity(self, num_transfers: int) -> None:
         """Raise AssertionError unless all counts agree."""

@@ -11,14 +11,18 @@ from core.cache.block_plan import plan_blocks
 from core.cache.priming import TemplateInfo
 from core.costs.cost_model import CostKey, CostModel, extra_seconds
 from core.costs.load_report import RequestLoad
-from core.graph.op import Op
+from core.graph.op import OPS, Op
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
 from core.handles import ModelKey, Tier
+from core.messages.worker import Batch, CostSample
 from core.model_info import ModelInfo
 from core.scheduling.batch_items import node_work
 from core.scheduling.ops.prime import PRIME
 from core.scheduling.request import Request, Status
+
+UNKNOWN_SECONDS = 30.0
+"""Default prediction of a batch unlike any observed so far: a large model's first step on a CPU."""
 
 
 class Predictor:
@@ -35,6 +39,20 @@ class Predictor:
     def of_op(self, model: str, op: Op, work: Work) -> float:
         """Time to run an op once over this much work."""
         return self.cost.predict(self.key(model, op), work)
+
+    def learn(self, samples: Iterable[CostSample]) -> None:
+        """Train the cost model with batches measured before the first request."""
+        for sample in samples:
+            key = CostKey(sample.model, sample.op, self._models[sample.model.model].device, 1)
+            self.cost.observe(key, sample.work, sample.seconds)
+
+    def key_of(self, batch: Batch) -> CostKey:
+        """The key of a batch in the cost model."""
+        return self.key(batch.model.model, OPS[batch.op], len(batch.ranks))
+
+    def of_batch(self, batch: Batch, work: Work) -> float:
+        """Time that a batch of this size takes; UNKNOWN_SECONDS for work unlike any observed so far."""
+        return self.cost.predict(self.key_of(batch), work) or UNKNOWN_SECONDS
 
     def of_priming(self, template: TemplateInfo, tokens: int) -> float:
         """Time to compute `tokens` tokens of a template's priming passes."""

@@ -24,8 +24,8 @@ def note_values(values: ValueTable, request: Request, node: Node, rounds: int, m
 
 
 def begin_again(values: ValueTable, request: Request) -> None:
-    """Restart a request at the first step. Nothing of it may be in flight. Nodes run again if the loop replaces what they
-    made, or if some of it is freed. What the loop has made is freed; all else is replaced by what runs again.
+    """Restart a request at the first step. Nothing of it may be in flight. Nodes run again if the loop replaces what
+    they made, or if some of it is freed. What the loop has made is freed; all else is replaced by what runs again.
     """
     assert request.reservation is not None
     request.reservation.full_blocks, request.full_blocks = (), 0

@@ -31,25 +31,22 @@ from core.graph.progress import Progress, preview_steps
 from core.graph.workflow import Node, op_of, place
 from core.handles import TensorKey
 from core.messages.engine import Aborted, DropTemplate, EngineRequest, Failed, PartialImage, PrimeTemplate
-from core.messages.worker import Batch, BatchResult, CostSample, ItemResult, PageCopied, StepPlan, TransferDone
+from core.messages.worker import BatchResult, CostSample, ItemResult, PageCopied, StepPlan, TransferDone
 from core.model_info import ModelInfo
 from core.page_scheme import latents_key, page_key
 from core.scheduling.deadlines import Deadlines
 from core.scheduling.in_flight import Flight, InFlight
+from core.scheduling.live_requests import LiveRequests
 from core.scheduling.ops.request_op import request_op
 from core.scheduling.outputs import Output, finished
 from core.scheduling.predictor import Predictor
 from core.scheduling.reporter import Reporter
 from core.scheduling.request import Request, Status
 from core.scheduling.request_prefetcher import RequestPrefetcher
-from core.scheduling.request_queue import RequestQueue
 from core.scheduling.request_values import begin_again, note_values
 from core.scheduling.scheduling_pass import SchedulingPass
 from core.scheduling.step_limit import StepLimit
 from core.scheduling.values import ValueTable
-
-UNKNOWN_SECONDS = 30.0
-"""Default prediction for work unlike any observed so far: a large model's first step on a CPU."""
 
 
 class StepScheduler:
@@ -80,8 +77,7 @@ class StepScheduler:
         num_prefetched = 2 * config.max_num_seqs if has_slow_tier else 0
         self._prefetcher = RequestPrefetcher(self.models, self.pages, self._template_requests, num_prefetched)
         self.num_workers = num_workers
-        self._requests: dict[str, Request] = {}  # request id -> Request, until its terminal output
-        self._queue = RequestQueue()  # the same requests in scheduling order
+        self._requests = LiveRequests()
         self._endings: dict[str, Failed | Aborted] = {}  # request id -> message to send once nothing of it is in flight
         self._out = InFlight(num_workers)
         self.values = ValueTable()
@@ -94,9 +90,7 @@ class StepScheduler:
 
     def learn(self, samples: Iterable[CostSample]) -> None:
         """Train the cost model with what was measured before the first batch."""
-        for sample in samples:
-            device = self.models[sample.model.model].device
-            self.cost.observe(CostKey(sample.model, sample.op, device, 1), sample.work, sample.seconds)
+        self._predictor.learn(samples)
 
     # ------------------------------------------------------------------------------------------------- requests
 
@@ -112,8 +106,7 @@ class StepScheduler:
         num_steps = self.models[head.model].num_steps(head.spec.sampling)
         progress = Progress(num_steps, preview_steps(num_steps, head.spec.num_partial_images))
         request = Request(head, workflow, place(workflow, self.num_workers), progress)
-        self._requests[request.id] = request
-        self._queue.add(request, self._predictor.left_of(request).seconds)
+        self._requests.add(request, self._predictor.left_of(request).seconds)
 
     def refuse(self, request_id: str, failure: Failure) -> None:
         """Answer a request that cannot be added."""
@@ -155,7 +148,7 @@ class StepScheduler:
         self.pages.abandon()
         self.values.clear()
         bystander = msgspec.structs.replace(failure, code=NEVER_BEGUN)
-        for request in list(self._requests.values()):
+        for request in self._requests:
             told = bystander if request.status is Status.WAITING else failure
             ending = self._endings.pop(request.id, Failed(request_id=request.id, failure=told))
             self._remove(request)
@@ -170,9 +163,8 @@ class StepScheduler:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """(running, waiting) edits."""
-        running = sum(request.status is Status.RUNNING for request in self._requests.values())
-        return running, len(self._requests) - running
+        """(running, waiting) requests."""
+        return self._requests.counts
 
     # ------------------------------------------------------------------------------------------------- one iteration
 
@@ -180,7 +172,7 @@ class StepScheduler:
         """The next plan; None when nothing can start before the next result or request arrives."""
         self._give_up_lost(now)
         requests = list(self.in_order())
-        self._prefetcher.reserve(requests, is_idle=not self._requests)
+        self._prefetcher.reserve(requests, is_idle=not len(self._requests))
         self._outputs += self._template_requests.take_answers()
         chosen = SchedulingPass(
             self.config,
@@ -195,7 +187,7 @@ class StepScheduler:
         )
         chosen.run(requests)
         for request_id in chosen.begun:
-            self._queue.begin(request_id, lambda request: self._predictor.left_of(request).seconds)
+            self._requests.begin(request_id, lambda request: self._predictor.left_of(request).seconds)
         self._reporter.note_begun(chosen.begun)
         self._free += [TensorKey(job_id, "", "") for job_id in self.pages.take_freed()] + self.values.take_freed()
         orders = self.pages.cache.take_orders()
@@ -216,7 +208,7 @@ class StepScheduler:
     def _apply(self, flight: Flight, result: BatchResult) -> None:
         is_ok, is_step = not any(item.failure for item in result.items), flight.is_step
         self._reporter.note_busy(flight.batch.op, flight.busy_seconds)
-        key = self._cost_key_of(flight.batch)
+        key = self._predictor.key_of(flight.batch)
         self._reporter.note_batch(key, flight.work, result, is_ok=is_ok and result.num_parts == 1, is_step=is_step)
         if is_ok and is_step:
             self._step_limit.note(sum(flight.work.queries), result.num_parts)
@@ -253,42 +245,35 @@ class StepScheduler:
 
     def in_order(self) -> Iterator[Request]:
         """Live requests in scheduling order: fair between owners, the most urgent of each owner first."""
-        return (request for request in self._queue.in_order() if request.is_live)
+        return (request for request in self._requests.in_order() if request.is_live)
 
     def predict_out(self) -> dict[int, float]:
         """Busy ranks, with the predicted seconds of the work that they have."""
-        seconds = dict.fromkeys(self._out.busy_ranks(), 0.0)
-        for flight in self._out.flights:
-            predicted = self.cost.predict(self._cost_key_of(flight.batch), flight.work) or UNKNOWN_SECONDS
-            for rank in flight.waits_for:
-                seconds[rank] += predicted
-        return seconds
+        return self._out.busy_ranks()
 
     def cost_key(self, model: str, op: str) -> CostKey:
         """The key of an op of a model in the cost model, at degree 1."""
         return self._predictor.key(model, OPS[op])
 
-    def _cost_key_of(self, batch: Batch) -> CostKey:
-        return self._predictor.key(batch.model.model, OPS[batch.op], len(batch.ranks))
-
     def load_report(self) -> LoadReport:
         """The current load. Changes since the last report are contained once."""
-        return self._reporter.load(self._queue.in_order(), self.counts)
+        return self._reporter.load(self._requests.in_order(), self.counts)
 
     def stats(self) -> EngineStats:
         """Totals since start."""
-        return self._reporter.stats(self._queue.in_order())
+        return self._reporter.stats(self._requests.in_order())
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless all counts agree. Cheap enough to run when idle."""
-        assert {request.id for request in self._queue.in_order()} == set(self._requests)
-        assert set(self._endings) <= set(self._requests)
+        ids = {request.id for request in self._requests.in_order()}
+        assert ids == {request.id for request in self._requests}
+        assert set(self._endings) <= ids
         self.pages.check_integrity()
         out = [item for flight in self._out.flights if flight.job is None for item in flight.batch.items]
-        assert len(out) == sum(request.progress.num_in_flight for request in self._requests.values())
+        assert len(out) == sum(request.progress.num_in_flight for request in self._requests)
         self._out.check_integrity(self.values.num_moving)
-        self.values.check_integrity(self._requests)
-        assert all(request.is_live or request.id in self._endings for request in self._requests.values())
+        self.values.check_integrity(ids)
+        assert all(request.is_live or request.id in self._endings for request in self._requests)
 
     # ------------------------------------------------------------------------------------------------- inside
 
@@ -297,17 +282,17 @@ class StepScheduler:
         of a small step is then hidden behind its work, and new requests do not wait long. Nothing is sent ahead while a
         preview is pending, which would delay the preview.
         """
-        out, limit = self.predict_out(), self.config.max_ahead_ms / 1e3
-        idle = set(range(self.num_workers)) - out.keys()
-        if any(request.progress.is_preview_out for request in self._requests.values()):
+        idle = self._out.idle_ranks()
+        if any(request.progress.is_preview_out for request in self._requests):
             return idle, idle
-        has_room = {rank for rank in out if self._out.count(rank) < self._max_plans_out}
-        return idle | {rank for rank in has_room if out[rank] < limit}, idle
+        return idle | self._out.nearly_idle_ranks(self._max_plans_out, self.config.max_ahead_ms / 1e3), idle
 
     def _send(self, chosen: SchedulingPass, orders: CacheOrders) -> StepPlan:
         seq = next(self._plan_seqs)
-        flights = [Flight(batch, chosen.works[batch.id], chosen.jobs.get(batch.id)) for batch in chosen.batches]
-        self._out.send(seq, flights, chosen.transfers)
+        for batch in chosen.batches:
+            work = chosen.works[batch.id]
+            self._out.send(seq, Flight(batch, work, self._predictor.of_batch(batch, work), chosen.jobs.get(batch.id)))
+        self._out.send_transfers(seq, chosen.transfers)
         free, self._free = tuple(self._free), []
         return StepPlan(
             seq=seq,
@@ -382,8 +367,7 @@ class StepScheduler:
             self._outputs.append(self._endings.pop(request.id))
 
     def _remove(self, request: Request) -> None:
-        del self._requests[request.id]
-        self._queue.remove(request.id)
+        self._requests.remove(request.id)
         self.values.forget(request.id)
         if request.reservation is not None:
             self.pages.release(request.reservation)

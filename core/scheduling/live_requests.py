@@ -1,16 +1,18 @@
-"""RequestQueue: the requests of one scheduler in scheduling order: fair between owners, urgency within an owner."""
+"""LiveRequests: the requests of one scheduler by id and in scheduling order, which is fair between owners."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from core.scheduling.deadlines import urgency
 from core.scheduling.fair_queue import Claim, FairQueue
-from core.scheduling.request import Request
+from core.scheduling.request import Request, Status
 
 
-class RequestQueue:
-    """Waiting and running requests: owners share fairly, and of each owner the most urgent request goes first."""
+class LiveRequests:
+    """Requests from their arrival until their terminal output: waiting, running, and ended ones that a worker still has
+    work of.
+    """
 
     def __init__(self) -> None:
         self._claims: dict[str, Claim[Request]] = {}  # request id -> its claim
@@ -18,7 +20,7 @@ class RequestQueue:
         self._order: tuple[Request, ...] | None = None  # the queue's; None: it has changed since
 
     def add(self, request: Request, seconds: float) -> None:
-        """Enqueue a request. seconds: predicted time of all its work, 0 = unknown."""
+        """Add a request. seconds: predicted time of all its work, 0 = unknown."""
         head = request.head
         claim = Claim(request, head.owner, head.priority, urgency(request), seconds)
         self._claims[request.id] = claim
@@ -34,12 +36,36 @@ class RequestQueue:
             self._order = None
 
     def remove(self, request_id: str) -> None:
-        """Remove a request that has ended."""
+        """Remove a request whose terminal output is made."""
         self._queue.remove(self._claims.pop(request_id))
         self._order = None
+
+    def get(self, request_id: str) -> Request | None:
+        """The request with this id; None if there is none."""
+        claim = self._claims.get(request_id)
+        return None if claim is None else claim.item
+
+    def __getitem__(self, request_id: str) -> Request:
+        return self._claims[request_id].item
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._claims
+
+    def __len__(self) -> int:
+        return len(self._claims)
+
+    def __iter__(self) -> Iterator[Request]:
+        """All requests, in the order of their arrival."""
+        return (claim.item for claim in list(self._claims.values()))
 
     def in_order(self) -> tuple[Request, ...]:
         """All requests, the next one first."""
         if self._order is None:  # computed once for many steps of the same requests
             self._order = tuple(self._queue.in_order())
         return self._order
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """(running, waiting) requests."""
+        running = sum(request.status is Status.RUNNING for request in self)
+        return running, len(self) - running
