@@ -84,9 +84,15 @@ class Workflow:
         once = (node for node in self.nodes if node.kind == "once" and node.name not in carried)
         return tuple(node.name for node in once if not self.reads_loop(node))
 
+    @cached_property
+    def after_loop(self) -> frozenset[str]:
+        """Names of the nodes that come after the loop. Of what it replaces they read the last, others the first."""
+        names = [node.name for node in self.nodes]
+        return frozenset(names[names.index(self.loop.name) + 1 :])
+
     def reads_loop(self, node: Node) -> bool:
-        """Whether a node outside the loop reads what the loop has made or replaced."""
-        return node.kind != "loop" and any(
+        """Whether a node after the loop reads what the loop has made or replaced."""
+        return node.name in self.after_loop and any(
             edge.source == self.loop.name or (edge.source, edge.name) in self.carried for edge in node.inputs
         )
 

@@ -14,7 +14,7 @@ def keys_read(request_id: str, workflow: Workflow, node: Node, rounds: int) -> l
     """The values that a node reads. rounds: of the loop that are done before it; for the loop itself, before the round
     in question.
     """
-    return [_key(request_id, workflow, edge, rounds) for edge in node.inputs]
+    return [_key(request_id, workflow, node, edge, rounds) for edge in node.inputs]
 
 
 def keys_done(request_id: str, workflow: Workflow, node: Node, rounds: int, num_rounds: int) -> list[TensorKey]:
@@ -23,28 +23,32 @@ def keys_done(request_id: str, workflow: Workflow, node: Node, rounds: int, num_
     """
     is_last = node.kind != "loop" or rounds + 1 == num_rounds
     edges = (edge for edge in node.inputs if is_last or edge.is_carried)
-    return list(dict.fromkeys(_key(request_id, workflow, edge, rounds) for edge in edges))
+    return list(dict.fromkeys(_key(request_id, workflow, node, edge, rounds) for edge in edges))
 
 
 def num_readers(workflow: Workflow, node: Node, name: str, version: int, num_rounds: int) -> int:
-    """How many nodes will read what `node` has made under this name and version."""
+    """How many nodes will read what `node` has made under this name and version. Nodes after the loop read what its
+    last round has made; a side node, what the rounds that it shows have made for it.
+    """
     if node.kind == "loop":
         sources = {source for source, carried in workflow.carried if carried == name}
         if sources and version < num_rounds:
             return 1  # the next round
-        sources.add(node.name)
-        return sum(_reads(other, sources, name) for other in workflow.nodes if other.kind != "loop")
-    if (node.name, name) in workflow.carried:
-        return 1  # the first round
-    return sum(_reads(other, {node.name}, name) for other in workflow.nodes)
+        kinds = ("side", "once") if version == num_rounds else ("side",)
+        readers = (other for other in workflow.nodes if other.kind in kinds and other.name in workflow.after_loop)
+        return sum(_reads(other, sources | {node.name}, name) for other in readers)
+    is_replaced = (node.name, name) in workflow.carried
+    readers = (other for other in workflow.nodes if not (is_replaced and other.name in workflow.after_loop))
+    return sum(_reads(other, {node.name}, name) for other in readers)
 
 
 def _reads(node: Node, sources: set[str], name: str) -> bool:
     return any(edge.source in sources and edge.name == name for edge in node.inputs)
 
 
-def _key(request_id: str, workflow: Workflow, edge: Edge, rounds: int) -> TensorKey:
-    is_replaced = (edge.source, edge.name) in workflow.carried
-    if rounds and (is_replaced or edge.source == workflow.loop.name):
+def _key(request_id: str, workflow: Workflow, node: Node, edge: Edge, rounds: int) -> TensorKey:
+    sees_rounds = node.kind == "loop" or node.name in workflow.after_loop
+    is_of_round = (edge.source, edge.name) in workflow.carried or edge.source == workflow.loop.name
+    if rounds and sees_rounds and is_of_round:
         return TensorKey(request_id, workflow.loop.name, edge.name, rounds)
     return TensorKey(request_id, edge.source, edge.name)
