@@ -43,7 +43,7 @@ class ModelKey(msgspec.Struct, frozen=True):
     component: str
 
 
-class TensorKey(msgspec.Struct, frozen=True):
+class TensorKey(msgspec.Struct, frozen=True, omit_defaults=True):
     """A tensor's name in a worker's tensor store."""
 
     request_id: str
@@ -52,7 +52,7 @@ class TensorKey(msgspec.Struct, frozen=True):
     version: int = 0  # of what a loop replaces at every round: the number of rounds done
 
 
-class TensorRef(msgspec.Struct, frozen=True):
+class TensorRef(msgspec.Struct, frozen=True, omit_defaults=True):
     """The place of a tensor."""
 
     key: TensorKey

@@ -255,7 +255,8 @@ def _moved(edit: EngineRequest, seconds: float) -> EngineRequest:
 
 def item_results(batch: Batch) -> tuple[ItemResult, ...]:
     """A worker's results of a batch."""
-    names = [name for name in OPS[batch.op].outputs if name != "clean"]  # no simulated request has previews
+    # No simulated request has previews, and no simulated sampler has a state.
+    names = [name for name in OPS[batch.op].outputs if name not in {"clean", "sampler"}]
     return tuple(_item_result(item, names) for item in batch.items)
 
 

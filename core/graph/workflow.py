@@ -13,7 +13,8 @@ new scheduler.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Literal
@@ -41,6 +42,15 @@ class Node:
     op: str  # name of its Op
     inputs: tuple[Edge, ...] = ()
     kind: NodeKind = "once"  # once per request; loop: per denoising step; side: per preview of the loop's current state
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReads:
+    """What a node reads, as (node that makes it, name)."""
+
+    fixed: tuple[tuple[str, str], ...]  # values that exist once
+    # Values that the loop makes again in every round; for carried ones the node is the one that makes the first.
+    of_round: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -89,6 +99,39 @@ class Workflow:
         """Names of the nodes that come after the loop. Of what it replaces they read the last, others the first."""
         names = [node.name for node in self.nodes]
         return frozenset(names[names.index(self.loop.name) + 1 :])
+
+    @cached_property
+    def reads(self) -> Mapping[str, NodeReads]:
+        """Node name -> what it reads."""
+        return {node.name: self._reads_of(node) for node in self.nodes}
+
+    @cached_property
+    def readers(self) -> Mapping[tuple[str, str, bool], int]:
+        """(node, name of a value that it makes, whether the last round is done) -> how many nodes will read the value.
+        Nodes after the loop read what its last round has made; a side node, what the rounds that it shows have made for
+        it. Missing: none.
+        """
+        counts = Counter[tuple[str, str, bool]]()
+        for node in self.nodes:
+            for source, name in {(edge.source, edge.name) for edge in node.inputs}:
+                counts.update((maker, name, is_last) for maker, is_last in self._makers_for(node, source, name))
+        return counts
+
+    def _makers_for(self, node: Node, source: str, name: str) -> Iterator[tuple[str, bool]]:
+        """(node, whether the last round is done) of the values under this name that `node` reads."""
+        loop, is_carried = self.loop, (source, name) in self.carried
+        if node.kind == "loop" and is_carried:
+            yield from ((source, False), (source, True), (loop.name, False))  # the first round, and each later one
+        elif node.name in self.after_loop and (is_carried or source == loop.name):
+            yield from ((loop.name, is_last) for is_last in ((False, True) if node.kind == "side" else (True,)))
+        else:
+            yield from ((source, False), (source, True))
+
+    def _reads_of(self, node: Node) -> NodeReads:
+        names = list(dict.fromkeys((edge.source, edge.name) for edge in node.inputs))
+        sees_rounds = node.kind == "loop" or node.name in self.after_loop
+        of_round = [key for key in names if sees_rounds and (key in self.carried or key[0] == self.loop.name)]
+        return NodeReads(tuple(key for key in names if key not in of_round), tuple(of_round))
 
     def reads_loop(self, node: Node) -> bool:
         """Whether a node after the loop reads what the loop has made or replaced."""

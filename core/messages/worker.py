@@ -25,7 +25,7 @@ class PageSpan(msgspec.Struct, frozen=True):
     weight: float
 
 
-class Item(msgspec.Struct, frozen=True):
+class Item(msgspec.Struct, frozen=True, omit_defaults=True):
     """One request's part in a batch: which node of its workflow runs, on which tensors."""
 
     request_id: str

@@ -14,8 +14,8 @@ from core.scheduling.ops.prime import PRIME, Prime
 from core.scheduling.ops.request_op import request_op
 from core.scheduling.ops.template_encode import TEMPLATE_ENCODE, TemplateEncode
 from core.scheduling.request import Request
-from core.scheduling.value_keys import keys_read
-from core.scheduling.values import Value, ValueTable
+from core.scheduling.value_keys import fixed_keys, keys_read, round_keys
+from core.scheduling.values import ValueTable
 
 
 def make_item(request: Request, node: Node, pages: PageReservations, values: ValueTable) -> Item:
@@ -48,16 +48,12 @@ def chunk_work(job: PrimingJob, chunk: Chunk) -> Work:
     return Work((share,) * len(chunk.sigmas), (tokens,) * len(chunk.sigmas))
 
 
-def inputs_of(request: Request, node: Node) -> list[TensorKey]:
-    """The values that running `node` next reads."""
-    rounds = request.progress.rounds_before(node, is_done=False)
-    return keys_read(request.id, request.workflow, node, rounds)
-
-
 def inputs_elsewhere(request: Request, node: Node, values: ValueTable) -> list[TensorKey]:
     """Inputs of `node` that only another rank has, and that are not in shared memory."""
-    rank = request.placement[node.name]
-    found = ((key, values.get(key)) for key in inputs_of(request, node))
+    if request.is_on_one_rank:
+        return []
+    rank, rounds = request.placement[node.name], request.progress.rounds_before(node, is_done=False)
+    found = ((key, values.get(key)) for key in keys_read(request.id, request.workflow, node, rounds))
     return [key for key, value in found if value is not None and value.ref.rank != rank and value.exported is None]
 
 
@@ -67,13 +63,20 @@ def node_work(request: Request, node: Node) -> Work:
 
 
 def _inputs(request: Request, node: Node, values: ValueTable) -> tuple[TensorRef, ...]:
-    return tuple(_input(request, node, key, values.get(key)) for key in inputs_of(request, node))
+    fixed = request.fixed_inputs.get(node.name)
+    if fixed is None:  # they are the same in every round
+        keys = fixed_keys(request.id, request.workflow, node)
+        fixed = request.fixed_inputs[node.name] = tuple(_input(request, node, key, values) for key in keys)
+    rounds = request.progress.rounds_before(node, is_done=False)
+    keys = round_keys(request.id, request.workflow, node, rounds)
+    return *fixed, *(_input(request, node, key, values) for key in keys)
 
 
-def _input(request: Request, node: Node, key: TensorKey, value: Value | None) -> TensorRef:
-    """value: None if a batch that the same rank has will make it before."""
-    if value is None:
-        return TensorRef(key, request.placement[node.name])
+def _input(request: Request, node: Node, key: TensorKey, values: ValueTable) -> TensorRef:
+    """A value that is there, or that a batch of the same rank will make before."""
+    rank = request.placement[node.name]
+    if request.is_on_one_rank or (value := values.get(key)) is None or value.ref.rank == rank:
+        return TensorRef(key, rank)
     return msgspec.structs.replace(value.ref, handle=value.exported)
 
 

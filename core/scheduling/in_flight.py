@@ -19,6 +19,9 @@ from core.graph.work import Work
 from core.handles import TensorKey
 from core.messages.worker import Batch, BatchResult, ItemResult, Transfer, TransferDone
 
+UNKNOWN_SECONDS = 30.0
+"""Default prediction for work unlike any observed so far: a large model's first step on a CPU."""
+
 JobPart = tuple[PrimingJob, Chunk | None]
 """A job and its chunk; None: its template is encoded."""
 
@@ -29,7 +32,7 @@ class Flight:
 
     batch: Batch
     work: Work  # its size, for the cost model
-    seconds: float = 0.0  # predicted when it was sent
+    predicted: float = 0.0  # seconds, when it was sent; 0 for work unlike any observed so far
     job: JobPart | None = None  # what it primes
     answers: dict[int, BatchResult] = field(default_factory=dict)  # rank -> its result
 
@@ -87,7 +90,7 @@ class InFlight:
         self._flights[flight.batch.id] = flight
         for rank in flight.batch.ranks:
             self._await(seq, rank, flight.batch.id)
-            self._seconds[rank] += flight.seconds
+            self._seconds[rank] += flight.predicted or UNKNOWN_SECONDS
 
     def send_transfers(self, seq: int, transfers: Iterable[Transfer]) -> None:
         """Note transfers that are sent with plan `seq`."""
@@ -101,7 +104,7 @@ class InFlight:
         flight = self._flights[result.batch_id]
         self._forget(result.batch_id, result.rank)
         flight.answers[result.rank] = result
-        self._seconds[result.rank] -= flight.seconds
+        self._seconds[result.rank] -= flight.predicted or UNKNOWN_SECONDS
         if flight.is_complete:
             del self._flights[result.batch_id]
         return flight

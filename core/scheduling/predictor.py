@@ -21,9 +21,6 @@ from core.scheduling.batch_items import node_work
 from core.scheduling.ops.prime import PRIME
 from core.scheduling.request import Request, Status
 
-UNKNOWN_SECONDS = 30.0
-"""Default prediction of a batch unlike any observed so far: a large model's first step on a CPU."""
-
 
 class Predictor:
     """All results are seconds; 0 for work unlike anything observed so far."""
@@ -51,8 +48,8 @@ class Predictor:
         return self.key(batch.model.model, OPS[batch.op], len(batch.ranks))
 
     def of_batch(self, batch: Batch, work: Work) -> float:
-        """Time that a batch of this size takes; UNKNOWN_SECONDS for work unlike any observed so far."""
-        return self.cost.predict(self.key_of(batch), work) or UNKNOWN_SECONDS
+        """Time that a batch of this size takes."""
+        return self.cost.predict(self.key_of(batch), work)
 
     def of_priming(self, template: TemplateInfo, tokens: int) -> float:
         """Time to compute `tokens` tokens of a template's priming passes."""

@@ -9,12 +9,11 @@ from core.cache.page_reservations import PageReservations
 from core.config import SchedulerConfig
 from core.costs.cost_model import CostKey, token_seconds
 from core.costs.load_report import CopyLine, CostLine, EngineCosts, EngineStats, LoadReport, RequestLoad, StepSample
-from core.graph.op import OPS
-from core.graph.work import Work
 from core.graph.workflow import Workflow, op_of
 from core.handles import ModelKey
 from core.messages.worker import BatchResult, PageCopied
 from core.model_info import ModelInfo
+from core.scheduling.in_flight import Flight
 from core.scheduling.ops.prime import PRIME
 from core.scheduling.predictor import Predictor
 from core.scheduling.request import Request
@@ -70,20 +69,15 @@ class Reporter:
         """Note that these edits run from now on."""
         self._begun += request_ids
 
-    def note_busy(self, op: str, seconds: float) -> None:
-        """Note the time that all ranks together spent on a batch of this op."""
-        busy, name = self._counters.busy_seconds, OPS[op].cost_name
-        busy[name] = busy.get(name, 0.0) + seconds
-
-    def note_batch(self, key: CostKey, work: Work, result: BatchResult, *, is_ok: bool, is_step: bool) -> None:
-        """Note a finished batch. The cost model is trained with it, unless part of it failed. is_step: it was a round
-        of its requests' loops.
-        """
+    def note_batch(self, key: CostKey, flight: Flight, result: BatchResult, *, is_ok: bool) -> None:
+        """Note a batch that all its ranks have finished. It trains the cost model, unless part of it failed."""
+        busy = self._counters.busy_seconds
+        busy[key.op] = busy.get(key.op, 0.0) + flight.busy_seconds
         self._batches_since_costs += 1
-        if is_step:
-            self._note_step(key, work, result)
+        if flight.is_step:
+            self._note_step(key, flight, result)
         if is_ok:
-            self._cost.observe(key, work, result.seconds)
+            self._cost.observe(key, flight.work, result.seconds)
 
     def note_copy(self, done: PageCopied) -> None:
         """Note a finished copy of pages. The first copy from a tier triggers a report of the cost model, since loads
@@ -93,21 +87,22 @@ class Reporter:
             self._batches_since_costs = COSTS_EVERY
         self._cost.observe_copy(done.source, done.target, done.nbytes, done.seconds)
 
-    def _note_step(self, key: CostKey, work: Work, result: BatchResult) -> None:
-        counters, tokens = self._counters, sum(work.queries)
+    def _note_step(self, key: CostKey, flight: Flight, result: BatchResult) -> None:
+        counters, work = self._counters, flight.work
+        tokens = sum(work.queries)
         counters.steps += 1
         counters.batch_tokens += tokens
         counters.tokens_skipped += sum(work.keys) - tokens
         counters.batch_requests += len(result.items)
         if result.num_parts > 1:
             return  # the prediction is for one pass, not for several smaller ones
-        predicted, bound = self._cost.predict(key, work), token_seconds(self._cost.coefficients(key), work)
+        bound = token_seconds(self._cost.coefficients(key), work)
         self._recent_steps.append(
             StepSample(
                 num_requests=len(result.items),
                 num_tokens=tokens,
                 seconds=result.seconds,
-                predicted_seconds=predicted,
+                predicted_seconds=flight.predicted,
                 bound_seconds=bound,
                 started=result.started,
                 request_ids=tuple(item.request_id for item in result.items),

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from core.costs.load_report import RequestLoad
     from core.graph.progress import Progress
     from core.graph.workflow import Placement, Workflow
+    from core.handles import TensorRef
     from core.messages.engine import EngineRequest, Spec
 
 
@@ -47,7 +48,13 @@ class Request:
     workflow: Workflow
     placement: Placement  # rank of each node
     progress: Progress  # position in its workflow; written by the scheduler and its passes
+    # Of these, for quick access.
+    id: str = field(init=False)
+    spec: Spec = field(init=False)
+    is_on_one_rank: bool = field(init=False)  # all nodes run on the same rank
+    # Set by the scheduler and its passes.
     status: Status = Status.WAITING
+    fixed_inputs: dict[str, tuple[TensorRef, ...]] = field(default_factory=dict)  # node -> inputs that rounds share
     num_moving: int = 0  # its values that a worker is writing to shared memory
     # Set by the scheduler from results of batches.
     started: float | None = None  # when a worker began its first stage, monotonic seconds
@@ -61,13 +68,9 @@ class Request:
     text_tokens: int = 0
     prompt_truncated: bool = False
 
-    @property
-    def id(self) -> str:
-        return self.head.request_id
-
-    @property
-    def spec(self) -> Spec:
-        return self.head.spec
+    def __post_init__(self) -> None:
+        self.id, self.spec = self.head.request_id, self.head.spec
+        self.is_on_one_rank = len(set(self.placement.values())) == 1
 
     @property
     def num_rows(self) -> int:

@@ -8,7 +8,7 @@ from core.graph.op import OPS
 from core.graph.workflow import Node
 from core.handles import TensorKey, TensorRef
 from core.scheduling.request import Request
-from core.scheduling.value_keys import keys_done, num_readers
+from core.scheduling.value_keys import keys_done
 from core.scheduling.values import ValueTable
 
 
@@ -17,8 +17,9 @@ def note_values(values: ValueTable, request: Request, node: Node, rounds: int, m
     done before it, see `keys_read`.
     """
     workflow, num_rounds = request.workflow, request.progress.num_steps
+    is_last = rounds + 1 >= num_rounds
     for ref in made:
-        values.add(ref, num_readers(workflow, node, ref.key.name, ref.key.version, num_rounds))
+        values.add(ref, workflow.readers.get((node.name, ref.key.name, is_last), 0))
     for key in keys_done(request.id, workflow, node, rounds, num_rounds):
         values.done_reading(key)
 
@@ -30,6 +31,7 @@ def begin_again(values: ValueTable, request: Request) -> None:
     assert request.reservation is not None
     request.reservation.full_blocks, request.full_blocks = (), 0
     request.progress.restart(name for name in request.workflow.constant if _is_whole(values, request, name))
+    request.fixed_inputs.clear()
     values.discard(key for key in values.keys(request.id) if key.node == request.workflow.loop.name)
 
 

@@ -206,11 +206,9 @@ class StepScheduler:
             self._apply(flight, flight.result())
 
     def _apply(self, flight: Flight, result: BatchResult) -> None:
-        is_ok, is_step = not any(item.failure for item in result.items), flight.is_step
-        self._reporter.note_busy(flight.batch.op, flight.busy_seconds)
-        key = self._predictor.key_of(flight.batch)
-        self._reporter.note_batch(key, flight.work, result, is_ok=is_ok and result.num_parts == 1, is_step=is_step)
-        if is_ok and is_step:
+        is_ok, key = not any(item.failure for item in result.items), self._predictor.key_of(flight.batch)
+        self._reporter.note_batch(key, flight, result, is_ok=is_ok and result.num_parts == 1)
+        if is_ok and flight.is_step:
             self._step_limit.note(sum(flight.work.queries), result.num_parts)
         if flight.job is not None:
             self._apply_job(*flight.job, result)

@@ -55,14 +55,20 @@ class ValueTable:
 
     def add(self, ref: TensorRef, readers: int) -> None:
         """Note that a node has made a value, which replaces one with the same key. Without readers it is freed."""
-        self._drop(ref.key)
-        self._values.setdefault(ref.key.request_id, {})[ref.key] = Value(ref, readers)
+        values = self._values.setdefault(ref.key.request_id, {})
+        if ref.key in values:
+            self._drop(ref.key)
+        values[ref.key] = Value(ref, readers)
         if not readers:
             self._free(ref.key)
 
     def done_reading(self, key: TensorKey) -> None:
-        """Note that one reader of a value is done. Raises KeyError if there is no such value."""
-        value = self._values[key.request_id][key]
+        """Note that one reader of a value is done. A value that was never made is ignored: a sampler without a state
+        makes none.
+        """
+        value = self._values.get(key.request_id, {}).get(key)
+        if value is None:
+            return
         value.readers_left -= 1
         if not value.readers_left:
             self._free(key)

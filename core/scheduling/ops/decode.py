@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from core.scheduling.request import Request
 
 
-class Decode(Message, OpWork, frozen=True):
+class Decode(Message, OpWork, frozen=True, omit_defaults=True):
     """Latents (`clean` for a partial image, else `latents`) -> `pixels`."""
 
     width: int

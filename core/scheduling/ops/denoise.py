@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from core.scheduling.request import Request
 
 
-class Denoise(Message, OpWork, frozen=True):
+class Denoise(Message, OpWork, frozen=True, omit_defaults=True):
     """One step: reads `condition`, `outside`, `sigmas` of `image_encode`, the text encoder's outputs, and `latents` and
     `sampler` (the sampler's state, a series) as the step before has made them; makes new ones.
     """

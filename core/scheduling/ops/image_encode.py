@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from core.scheduling.request import Request
 
 
-class ImageEncode(Message, OpWork, frozen=True):
+class ImageEncode(Message, OpWork, frozen=True, omit_defaults=True):
     """template and mask -> `latents` (initial noise), `condition` (the denoiser's input from template and mask),
     `outside` (with which the sampler restores the template outside the mask), `sigmas`, and the sampler's state.
 

@@ -9,7 +9,7 @@ from core.messages.message import Message
 from core.page_scheme import PageDtype
 
 
-class Prime(Message, OpWork, frozen=True):
+class Prime(Message, OpWork, frozen=True, omit_defaults=True):
     """One chunk of a keyframe's pass: all image tokens of a template at noise level `sigma` through a range of blocks;
     their keys and values are written to the pages of `out`. Between chunks the hidden state is in the tensor store.
     """

@@ -8,7 +8,7 @@ from core.handles import ArrayRef, EntryRef
 from core.messages.message import Message
 
 
-class TemplateEncode(Message, OpWork, frozen=True):
+class TemplateEncode(Message, OpWork, frozen=True, omit_defaults=True):
     """template -> its clean latents (the posterior's mode), [image tokens, latent width] in the compute dtype, written
     to `out`.
     """

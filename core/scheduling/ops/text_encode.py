@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from core.scheduling.request import Request
 
 
-class TextEncode(Message, OpWork, frozen=True):
+class TextEncode(Message, OpWork, frozen=True, omit_defaults=True):
     """prompt -> `prompt_embeds` [text tokens of all rows, width], `text_lengths` int64 [rows] and
     `pooled_prompt_embeds` [rows, width] under this item's node: a row for the prompt, and one for the negative prompt
     if there is one.

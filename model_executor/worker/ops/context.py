@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -50,6 +50,11 @@ class WorkerContext:
         return tuple(
             self.store.put(TensorKey(item.request_id, item.node, name, item.version), t) for name, t in named.items()
         )
+
+    def put_state(self, item: Item, state: Sequence[Tensor]) -> tuple[TensorRef, ...]:
+        """Store the sampler's state as an output of the item's node; () if the sampler has none."""
+        key = TensorKey(item.request_id, item.node, "sampler", item.version)
+        return (self.store.put_series(key, state),) if state else ()
 
     def clean_latents(self, model: str, ref: EntryRef, num_tokens: int) -> Tensor:
         """A template's clean latents, [image tokens, latent width], read-only."""

@@ -145,8 +145,8 @@ def _active(
 
 def _put_step(context: WorkerContext, item: Item, named: Mapping[str, Tensor], state: State) -> ItemResult:
     """Store what a step has made: latents and sampler state of the next version, and the clean prediction."""
-    series = context.store.put_series(TensorKey(item.request_id, item.node, "sampler", item.version), state)
-    return ItemResult(item.request_id, item.node, (*context.put(item, named), series))
+    tensors = context.put(item, named) + context.put_state(item, state)
+    return ItemResult(item.request_id, item.node, tensors)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from core.handles import TensorKey
 from core.messages.worker import Item, ItemResult
 from core.scheduling.ops.image_encode import ImageEncode
 from model_executor.worker.ops.context import WorkerContext
@@ -22,7 +21,7 @@ def encode_image(context: WorkerContext, model: str, items: Sequence[Item]) -> l
         num_inference_steps=work.num_inference_steps,
         num_denoising_steps=work.num_denoising_steps,
     )
-    state = context.store.put_series(TensorKey(item.request_id, item.node, "sampler"), image.state)
     names = ("latents", "condition", "outside", "sigmas")
-    tensors = context.put(item, {name: getattr(image, name) for name in names})
-    return [ItemResult(item.request_id, item.node, (*tensors, state), sigmas=tuple(image.sigmas.tolist()))]
+    named = {name: getattr(image, name) for name in names}
+    tensors = context.put(item, named) + context.put_state(item, image.state)
+    return [ItemResult(item.request_id, item.node, tensors, sigmas=tuple(image.sigmas.tolist()))]

@@ -25,7 +25,7 @@ MODEL_KEY = ModelKey("m", "transformer")
 
 
 def flight(number: int, *ranks: int) -> Flight:
-    return Flight(Batch(number, "denoise", MODEL_KEY, ranks, ()), Work((1,), (1,)))
+    return Flight(Batch(number, "denoise", MODEL_KEY, ranks, ()), Work((1,), (1,)), predicted=2.0)
 
 
 def answer(number: int, rank: int, *, seconds: float = 1.0, failed: tuple[str, ...] = ()) -> BatchResult:
@@ -40,7 +40,7 @@ def test_a_batch_is_complete_when_all_its_ranks_have_answered() -> None:
     out.send(0, flight(8, 1))
     assert list(out.busy_ranks()) == [0, 1, 2]
     landed = out.land(answer(7, 2, seconds=3.0, failed=("b",)))
-    assert (landed.is_complete, landed.waits_for, out.busy_ranks()) == (False, [0], {0: 0.0, 1: 0.0})
+    assert (landed.is_complete, landed.waits_for, out.busy_ranks()) == (False, [0], {0: 2.0, 1: 2.0})
     out.check_integrity(0)
     landed = out.land(answer(7, 0, seconds=2.0))
     result = landed.result()
