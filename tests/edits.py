@@ -115,7 +115,7 @@ class Edit:
         return _plan(self._batch("denoise", "transformer", [self._denoise_item(step, keep_clean)]))
 
     def decode_plan(self, rank: int = 0, latents: TensorRef | None = None) -> StepPlan:
-        """A plan that decodes and frees. latents: where they are, if not in the store of `rank`."""
+        """A plan that decodes; what it frees is to be freed after it. latents: where they are, if not on `rank`."""
         work = Decode(width=self.size[0], height=self.size[1], pixels=self.pixels)
         last = latents or TensorRef(self.state_key("latents", self.num_steps), 0)
         item = Item(self.request_id, "decode", work, (last,))

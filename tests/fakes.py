@@ -167,6 +167,8 @@ class FakeWorkers:
         if not self.queues[rank]:
             return []
         plan = self.queues[rank].popleft()
+        for key in plan.free:
+            self._free(key, rank)
         if rank == 0:
             self.pages.copies += plan.copies
             self.pages.files -= {key for key in self.pages.files for gone in plan.delete if key.startswith(gone)}
@@ -174,8 +176,6 @@ class FakeWorkers:
             self._run_batch(batch, rank) for batch in plan.batches if rank in batch.ranks
         ]
         results += [self._run_transfer(transfer) for transfer in plan.transfers if transfer.source == rank]
-        for key in plan.free:
-            self._free(key, rank)
         return results
 
     def _run_transfer(self, transfer: Transfer) -> TransferDone:

@@ -90,13 +90,13 @@ class LocalEngine:
         """One iteration of the engine; returns the batches that ran."""
         plan = self.scheduler.schedule(time.monotonic())
         if plan is not None:
+            for key in plan.free:
+                self._tensors.free(key)
             self._pages.forget(plan.forget)
             for copy in plan.copies:
                 self._pages.start(copy)
             for batch in plan.batches:
                 self.scheduler.apply(self.run(batch))
-            for key in plan.free:
-                self._tensors.free(key)
         while not self._copied.empty():
             self.scheduler.apply_copy(self._copied.get())
         return list(plan.batches) if plan is not None else []

@@ -66,7 +66,7 @@ class PageCopy(msgspec.Struct, frozen=True):
 
 
 class StepPlan(Message, frozen=True):
-    """What one rank does next: load, forget, delete, copies, batches, transfers, free, unload, in this order. Made by
+    """What one rank does next: free, load, forget, delete, copies, batches, transfers, unload, in this order. Made by
     the StepScheduler.
     """
 
@@ -78,7 +78,7 @@ class StepPlan(Message, frozen=True):
     # Requests.
     batches: tuple[Batch, ...] = ()
     transfers: tuple[Transfer, ...] = ()
-    free: tuple[TensorKey, ...] = ()  # tensors of ended requests; "" as node and name stands for all
+    free: tuple[TensorKey, ...] = ()  # values that no later batch reads; "" as node and name: all of a request
     # Models.
     load: tuple[ModelKey, ...] = ()
     unload: tuple[ModelKey, ...] = ()

@@ -176,7 +176,8 @@ class Batches:
         levels = torch.linspace(1.0, 0.0, info.default_num_inference_steps, device=image.latents.device)
         table = self.family.modulation(text.pooled_prompt_embeds, info.default_guidance_scale, levels, self.most_rows)
         of_row = [text.prompt_embeds, text.pooled_prompt_embeds, *([] if table is None else [table])]
-        of_request = [image.latents, image.condition, image.outside, image.sigmas, *image.state]
+        state = [image.latents, *image.state]  # twice: a step's results are there before those of the last are freed
+        of_request = [*state, *state, image.condition, image.outside, image.sigmas]
         on_device = [tensor for tensor in of_request + self.most_rows * of_row if tensor.device == image.latents.device]
         return sum(tensor.nbytes for tensor in on_device)
 

@@ -227,6 +227,8 @@ class Worker:
 
     def _execute(self, plan: StepPlan) -> None:
         """Execute a plan in the order that StepPlan defines."""
+        for key in plan.free:
+            self._store.free(key)
         for component in plan.load:
             self._models.load(component)
         self._pages.forget(plan.forget)
@@ -237,7 +239,5 @@ class Worker:
             self._link.send(self._withheld.complete(self._runner.run(batch)))
         for transfer in plan.transfers:
             self._link.send(TransferDone(rank=self._rank, ref=self._store.export(transfer.ref)))
-        for key in plan.free:
-            self._store.free(key)
         for component in plan.unload:
             self._models.unload(component)

@@ -68,8 +68,10 @@ async def workers(
 
 
 async def answers(executor: Executor, plan: StepPlan, number: int) -> list[BatchResult | TransferDone | PageCopied]:
-    """Submit `plan` and receive this many messages; fails if the worker dies or an item fails."""
-    executor.submit(plan)
+    """Submit `plan` and receive this many messages; fails if the worker dies or an item fails. What the plan frees is
+    freed after it.
+    """
+    executor.submit(msgspec.structs.replace(plan, free=()))
     messages = executor.results()
     taken = []
     for _ in range(number):
@@ -78,6 +80,7 @@ async def answers(executor: Executor, plan: StepPlan, number: int) -> list[Batch
         if isinstance(message, BatchResult):
             assert [item.failure for item in message.items if item.failure] == []
         taken.append(message)
+    executor.submit(StepPlan(seq=plan.seq + 1, free=plan.free))
     return taken
 
 
