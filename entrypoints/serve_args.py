@@ -107,6 +107,7 @@ def _config(args: argparse.Namespace) -> StencilConfig:
         scope=args.cache_scope,
     )
     scheduler = SchedulerConfig(
+        policy=args.scheduling_policy,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_stage_ms=args.max_stage_ms,

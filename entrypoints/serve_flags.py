@@ -16,6 +16,7 @@ from core.config import (
     Quantization,
     RouterPolicy,
     SchedulerConfig,
+    SchedulingPolicyName,
     StencilConfig,
 )
 from entrypoints.api_keys import KEY_VARIABLE, KEYS_VARIABLE
@@ -181,6 +182,12 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_batch_flags(group: argparse._ArgumentGroup) -> None:
     default = SchedulerConfig()
+    group.add_argument(
+        "--scheduling-policy",
+        choices=get_args(SchedulingPolicyName),
+        default=default.policy,
+        help="what decides which requests run together; step_batching: the most urgent ones share a denoising step",
+    )
     group.add_argument(
         "--max-num-seqs",
         default=default.max_num_seqs,

@@ -66,8 +66,13 @@ class Law:
 
 
 MESSAGES = ("core", "core.graph", "core.costs", "core.messages")
-OPS = "core.scheduling.ops"
-CORE = (*MESSAGES, "core.cache", "core.scheduling", OPS, "core.routing")
+OPS, POLICIES = "core.scheduling.ops", "core.scheduling.policies"
+SEEN_BY_POLICIES = (
+    "core.cache.priming",
+    *(f"core.scheduling.{name}" for name in ("deadlines", "dispatch", "request", "view")),
+)
+"""Modules that a policy may know besides messages, costs and graphs."""
+CORE = (*MESSAGES, "core.cache", "core.scheduling", OPS, POLICIES, "core.routing")
 SHARED = (*CORE, "core.ipc")
 EXECUTOR = "model_executor.executor"
 MODEL = tuple({name.rpartition(".")[0] for name in MODULES if name.startswith("model_executor.")})
@@ -91,7 +96,8 @@ LAWS = {
     "core.graph": pure("core.graph"),
     "core.cache": pure(*MESSAGES, "core.cache"),
     "core.routing": pure(*MESSAGES, OPS, "core.routing"),
-    "core.scheduling": pure(*MESSAGES, "core.cache", "core.scheduling", OPS),
+    "core.scheduling": pure(*MESSAGES, "core.cache", "core.scheduling", OPS, POLICIES),
+    POLICIES: pure(*MESSAGES, *SEEN_BY_POLICIES, OPS, POLICIES),
     "core.ipc": Law(("core", "core.ipc"), SMALL),
     EXECUTOR: Law((*MESSAGES, "core.ipc"), SMALL),
     "model_executor": Law((*SHARED, *MODEL), TORCH),
@@ -193,6 +199,8 @@ def test_circles_are_found(package: str) -> None:
     [
         ("core.scheduling.scheduler", "import torch"),
         ("core.scheduling.scheduler", "import asyncio"),
+        ("core.scheduling.policies.step_batching", "from core.scheduling.scheduler import StepScheduler"),
+        ("core.scheduling.policies.step_batching", "from core.cache.page_reservations import PageReservations"),
         ("core.scheduling.scheduler", "from time import monotonic"),
         ("core.scheduling.scheduler", "from core import ipc"),
         ("core.scheduling.scheduler", "from core.ipc.ring import Channel"),

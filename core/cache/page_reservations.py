@@ -18,8 +18,10 @@ from core.cache.entry import EntryState
 from core.cache.priming import Chunk, PrimingJob, TemplateInfo
 from core.cache.reservation import Reservation
 from core.handles import ArrayRef, EntryRef, Tier
+from core.messages.engine import DropTemplate
 from core.messages.worker import PageCopied, PageSpan
-from core.page_scheme import page_key
+from core.model_info import ModelInfo
+from core.page_scheme import latents_key, page_key
 
 LoadWins = Callable[[TemplateInfo, Tier, int], bool]
 """(template, tier, bytes) -> whether copying an entry up from that tier is predicted to be faster than priming it."""
@@ -147,6 +149,14 @@ class PageReservations:
             reservation.sigmas = tuple(sigma for sigma in reservation.sigmas if sigma in needed)
             self.cache.release([page_key(reservation.template.key, sigma) for sigma in passed])
 
+    def drop(self, drop: DropTemplate, info: ModelInfo) -> None:
+        """Drop a template's pages on every tier once no reservation uses them. info: of its model."""
+        scheme = info.page_scheme
+        if scheme is not None:
+            key = scheme.template_key(drop.content_id, drop.cache_salt)
+            files = [latents_key(key), *(page_key(key, sigma) for sigma in scheme.keyframes)]
+            self.cache.drop(key, files)
+
     def finish_copy(self, done: PageCopied) -> None:
         """Process the end of a copy between tiers, successful or not."""
         self.cache.finish_copy(done)
@@ -233,11 +243,11 @@ class PageReservations:
         lender.is_read = True
         return lender.pixels
 
-    def start_chunk(self, job: PrimingJob, token_budget: int) -> Chunk:
-        """Record that a worker computes the next chunk, and return it."""
+    def start_chunk(self, job: PrimingJob, chunk: Chunk) -> None:
+        """Record that a worker computes this chunk."""
         job.is_in_flight = True
         self.num_chunks += 1
-        return job.next_chunk(token_budget)
+        job.start_chunk(chunk)
 
     def finish_latents(self, job: PrimingJob, seconds: float) -> None:
         self._land(job, seconds)

@@ -94,15 +94,18 @@ class PrimingJob:
         """Noise levels of the passes under way."""
         return self._sigmas
 
-    def next_chunk(self, token_budget: int) -> Chunk:
+    def plan_chunk(self, token_budget: int) -> Chunk:
         """The next chunk within a token budget, at least one block of one keyframe. `wanted` must not be empty."""
-        if not self._sigmas:
-            self._begin_passes(token_budget)
-        num_blocks, tokens = self.template.scheme.layout.num_blocks, len(self._sigmas) * self.template.pass_tokens
+        sigmas = self._sigmas or self._next_sigmas(token_budget)
+        num_blocks, tokens = self.template.scheme.layout.num_blocks, len(sigmas) * self.template.pass_tokens
         left = num_blocks - self._blocks_done
         blocks = min(left, max(1, token_budget * num_blocks // tokens))
         start = self._blocks_done
-        return Chunk(self._sigmas, (start, start + blocks), -(-tokens * blocks // num_blocks))
+        return Chunk(sigmas, (start, start + blocks), -(-tokens * blocks // num_blocks))
+
+    def start_chunk(self, chunk: Chunk) -> None:
+        """Record that a chunk made by `plan_chunk` is computed now."""
+        self._sigmas = chunk.sigmas
 
     def finish_chunk(self, chunk: Chunk) -> list[str]:
         """Record that a chunk is done; returns the keys of the entries that it has completed."""
@@ -120,6 +123,6 @@ class PrimingJob:
         if not self._sigmas:
             self._blocks_done = 0
 
-    def _begin_passes(self, token_budget: int) -> None:
+    def _next_sigmas(self, token_budget: int) -> tuple[float, ...]:
         together = max(1, token_budget // self.template.pass_tokens)
-        self._sigmas = tuple(sorted(self.wanted, reverse=True)[:together])
+        return tuple(sorted(self.wanted, reverse=True)[:together])

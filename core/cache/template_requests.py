@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from core.cache.page_reservations import PageReservations
+from core.cache.priming import TemplateInfo
 from core.cache.reservation import Reservation
 from core.failure import Failure
-from core.messages.engine import Aborted, Failed, TemplatePrimed
+from core.messages.engine import Aborted, Failed, PrimeTemplate, TemplatePrimed
+from core.model_info import ModelInfo
 
 Ending = TemplatePrimed | Failed | Aborted
 
@@ -57,7 +59,11 @@ class TemplateRequests:
             self._pages.release(reservation)
         return bool(holding)
 
-    def add(self, reservation: Reservation) -> None:
+    def add(self, prime: PrimeTemplate, info: ModelInfo) -> None:
+        """Add a request. info: of its model, which must have a page scheme."""
+        template = TemplateInfo.of(prime, info)
+        reservation = Reservation(prime.request_id, template, prime.template, template.scheme.keyframes)
+        reservation.is_idle_work = prime.is_idle_work
         self._reservations[reservation.owner_id] = reservation
 
     def give_up(self, request_id: str) -> None:

@@ -9,7 +9,7 @@ One iteration is schedule -> (a worker runs the plan) -> apply; `take_outputs` r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 
 import msgspec
@@ -17,7 +17,7 @@ import msgspec
 from core.cache.activation_cache import ActivationCacheManager
 from core.cache.orders import CacheOrders
 from core.cache.page_reservations import PageReservations
-from core.cache.priming import Chunk, PrimingJob, TemplateInfo
+from core.cache.priming import Chunk, PrimingJob
 from core.cache.reservation import Reservation
 from core.cache.template_requests import TemplateRequests
 from core.config import CacheConfig, SchedulerConfig
@@ -33,20 +33,21 @@ from core.handles import TensorKey
 from core.messages.engine import Aborted, DropTemplate, EngineRequest, Failed, PartialImage, PrimeTemplate
 from core.messages.worker import BatchResult, CostSample, ItemResult, PageCopied, StepPlan, TransferDone
 from core.model_info import ModelInfo
-from core.page_scheme import latents_key, page_key
 from core.scheduling.deadlines import Deadlines
+from core.scheduling.dispatcher import Dispatched, Dispatcher
 from core.scheduling.in_flight import Flight, InFlight
 from core.scheduling.live_requests import LiveRequests
 from core.scheduling.ops.request_op import request_op
 from core.scheduling.outputs import Output, finished
+from core.scheduling.policies import make_policy
 from core.scheduling.predictor import Predictor
 from core.scheduling.reporter import Reporter
 from core.scheduling.request import Request, Status
 from core.scheduling.request_prefetcher import RequestPrefetcher
 from core.scheduling.request_values import begin_again, note_values
-from core.scheduling.scheduling_pass import SchedulingPass
 from core.scheduling.step_limit import StepLimit
 from core.scheduling.values import ValueTable
+from core.scheduling.view import View
 
 
 class StepScheduler:
@@ -86,7 +87,9 @@ class StepScheduler:
         self._reporter = Reporter(config, self.models, self.workflows.values(), self._predictor, self.pages)
         self._deadlines = Deadlines(config.max_num_seqs, self._predictor.left_of, self._predictor.base_seconds)
         self._plan_seqs = count()
-        self._batch_ids = count()
+        block_plan = self._predictor.full_blocks if self._may_plan_blocks else None
+        self._dispatcher = Dispatcher(self.pages, self.values, self._predictor.of_batch, block_plan, count())
+        self._policy = make_policy(config.policy)
 
     def learn(self, samples: Iterable[CostSample]) -> None:
         """Train the cost model with what was measured before the first batch."""
@@ -106,6 +109,7 @@ class StepScheduler:
         num_steps = self.models[head.model].num_steps(head.spec.sampling)
         progress = Progress(num_steps, preview_steps(num_steps, head.spec.num_partial_images))
         request = Request(head, workflow, place(workflow, self.num_workers), progress)
+        self._policy.on_arrival(request)
         self._requests.add(request, self._predictor.left_of(request).seconds)
 
     def refuse(self, request_id: str, failure: Failure) -> None:
@@ -118,18 +122,11 @@ class StepScheduler:
         if prime.request_id in self._requests or prime.request_id in self._template_requests:
             raise ValueError(f"request {prime.request_id} is here already")
         self._reporter.note_received()
-        template = TemplateInfo.of(prime, self.models[prime.model])
-        reservation = Reservation(prime.request_id, template, prime.template, template.scheme.keyframes)
-        reservation.is_idle_work = prime.is_idle_work
-        self._template_requests.add(reservation)
+        self._template_requests.add(prime, self.models[prime.model])
 
     def drop_template(self, drop: DropTemplate) -> None:
-        """Drop a template's pages once no edit uses them."""
-        scheme = self.models[drop.model].page_scheme
-        if scheme is not None:
-            key = scheme.template_key(drop.content_id, drop.cache_salt)
-            files = [latents_key(key), *(page_key(key, sigma) for sigma in scheme.keyframes)]
-            self.pages.cache.drop(key, files)
+        """Drop a template's pages once no request uses them."""
+        self.pages.drop(drop, self.models[drop.model])
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Abort requests. Ids of ended requests are ignored: their terminal output crossed the abort on its way."""
@@ -174,24 +171,14 @@ class StepScheduler:
         requests = list(self.in_order())
         self._prefetcher.reserve(requests, is_idle=not len(self._requests))
         self._outputs += self._template_requests.take_answers()
-        chosen = SchedulingPass(
-            self.config,
-            self.pages,
-            self.values,
-            *self._open_ranks(),
-            self._predictor.of_op,
-            self._predictor.full_blocks if self._may_plan_blocks else None,
-            self._batch_ids,
-            self._step_limit.tokens,
-            self._deadlines.joining(requests, now),
-        )
-        chosen.run(requests)
+        view = self._view(requests, now)
+        chosen = self._dispatcher.carry_out(self._policy.choose(view, now), view)
         for request_id in chosen.begun:
             self._requests.begin(request_id, lambda request: self._predictor.left_of(request).seconds)
         self._reporter.note_begun(chosen.begun)
         self._free += [TensorKey(job_id, "", "") for job_id in self.pages.take_freed()] + self.values.take_freed()
         orders = self.pages.cache.take_orders()
-        has_work = bool(chosen.batches or chosen.transfers or orders.copies or orders.forget or orders.delete)
+        has_work = bool(chosen.flights or chosen.transfers or orders.copies or orders.forget or orders.delete)
         # Freeing alone can wait for the next plan with work, unless none is expected.
         if not has_work and (not self._free or self._out.busy_ranks()):
             return None
@@ -208,6 +195,7 @@ class StepScheduler:
     def _apply(self, flight: Flight, result: BatchResult) -> None:
         is_ok, key = not any(item.failure for item in result.items), self._predictor.key_of(flight.batch)
         self._reporter.note_batch(key, flight, result, is_ok=is_ok and result.num_parts == 1)
+        self._policy.on_result(flight.batch, result)
         if is_ok and flight.is_step:
             self._step_limit.note(sum(flight.work.queries), result.num_parts)
         if flight.job is not None:
@@ -275,21 +263,33 @@ class StepScheduler:
 
     # ------------------------------------------------------------------------------------------------- inside
 
-    def _open_ranks(self) -> tuple[set[int], set[int]]:
-        """(ranks that may be given work, those of them that are idle). A busy rank must be nearly done: the round trip
-        of a small step is then hidden behind its work, and new requests do not wait long. Nothing is sent ahead while a
-        preview is pending, which would delay the preview.
-        """
-        idle = self._out.idle_ranks()
-        if any(request.progress.is_preview_out for request in self._requests):
-            return idle, idle
-        return idle | self._out.nearly_idle_ranks(self._max_plans_out, self.config.max_ahead_ms / 1e3), idle
+    def _view(self, requests: Sequence[Request], now: float) -> View:
+        idle = frozenset(self._out.idle_ranks())
+        return View(
+            config=self.config,
+            requests=requests,
+            open_ranks=idle | self._nearly_idle_ranks(),
+            idle_ranks=idle,
+            max_step_tokens=self._step_limit.tokens,
+            may_join=self._deadlines.joining(requests, now),
+            may_plan_blocks=self._may_plan_blocks,
+            _pages=self.pages,
+            _values=self.values,
+            _predict=self._predictor.of_op,
+        )
 
-    def _send(self, chosen: SchedulingPass, orders: CacheOrders) -> StepPlan:
+    def _nearly_idle_ranks(self) -> set[int]:
+        """Busy ranks that may be given work: nearly done, so that the round trip of a small step is hidden behind their
+        work, and new requests do not wait long. Nothing is sent ahead while a preview is pending, which would delay it.
+        """
+        if any(request.progress.is_preview_out for request in self._requests):
+            return set()
+        return self._out.nearly_idle_ranks(self._max_plans_out, self.config.max_ahead_ms / 1e3)
+
+    def _send(self, chosen: Dispatched, orders: CacheOrders) -> StepPlan:
         seq = next(self._plan_seqs)
-        for batch in chosen.batches:
-            work = chosen.works[batch.id]
-            self._out.send(seq, Flight(batch, work, self._predictor.of_batch(batch, work), chosen.jobs.get(batch.id)))
+        for flight in chosen.flights:
+            self._out.send(seq, flight)
         self._out.send_transfers(seq, chosen.transfers)
         free, self._free = tuple(self._free), []
         return StepPlan(
@@ -297,7 +297,7 @@ class StepScheduler:
             forget=orders.forget,
             delete=orders.delete,
             copies=orders.copies,
-            batches=tuple(chosen.batches),
+            batches=tuple(flight.batch for flight in chosen.flights),
             transfers=tuple(chosen.transfers),
             free=free,
         )
@@ -365,6 +365,7 @@ class StepScheduler:
             self._outputs.append(self._endings.pop(request.id))
 
     def _remove(self, request: Request) -> None:
+        self._policy.on_end(request.id)
         self._requests.remove(request.id)
         self.values.forget(request.id)
         if request.reservation is not None:

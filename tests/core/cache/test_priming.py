@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.cache.priming import PrimingJob, TemplateInfo
+from core.cache.priming import Chunk, PrimingJob, TemplateInfo
 from core.page_scheme import PageLayout, PageScheme, page_key
 
 SCHEME = PageScheme(
@@ -31,12 +31,20 @@ def make_job(sigmas: tuple[float, ...]) -> PrimingJob:
     return PrimingJob("prime-0", TEMPLATE, {sigma: page_key("t", sigma) for sigma in sigmas})
 
 
+def next_chunk(job: PrimingJob, token_budget: int) -> Chunk:
+    """Plan the next chunk, twice the same, and start it."""
+    chunk = job.plan_chunk(token_budget)
+    assert job.plan_chunk(token_budget) == chunk
+    job.start_chunk(chunk)
+    return chunk
+
+
 @given(st.sets(st.sampled_from(SCHEME.keyframes), min_size=1), st.lists(st.integers(-5, 3000), min_size=1))
 def test_chunks_cover_every_block_of_every_keyframe_once(sigmas: set[float], budgets: list[int]) -> None:
     job, done, filled, turn = make_job(tuple(sigmas)), [], [], 0
     while job.wanted:
         budget = budgets[turn % len(budgets)]
-        chunk = job.next_chunk(budget)
+        chunk = next_chunk(job, budget)
         one_block = -(-len(chunk.sigmas) * TEMPLATE.pass_tokens // 7)
         assert chunk.tokens <= max(budget, one_block), "the budget holds, but for one block"
         done += [(sigma, block) for sigma in chunk.sigmas for block in range(*chunk.blocks)]
@@ -47,13 +55,13 @@ def test_chunks_cover_every_block_of_every_keyframe_once(sigmas: set[float], bud
 
 
 def test_a_large_budget_primes_keyframes_together() -> None:
-    chunk = make_job((1.0, 0.5, 0.0)).next_chunk(2 * 280)
+    chunk = next_chunk(make_job((1.0, 0.5, 0.0)), 2 * 280)
     assert (chunk.sigmas, chunk.blocks, chunk.tokens) == ((1.0, 0.5), (0, 7), 560)
 
 
 def test_the_pass_of_a_keyframe_that_no_request_wants_any_more_is_abandoned() -> None:
     job = make_job((1.0, 0.5))
-    job.finish_chunk(job.next_chunk(40))
+    job.finish_chunk(next_chunk(job, 40))
     job.forget(1.0)
-    rest = job.next_chunk(10_000)
+    rest = next_chunk(job, 10_000)
     assert (rest.sigmas, rest.blocks) == ((0.5,), (0, 7))

@@ -1,0 +1,138 @@
+"""Dispatcher: carries out a policy's decisions: checks them, derives transfers, and makes the batches of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from core.cache.page_reservations import PageReservations
+from core.graph.work import Work
+from core.graph.workflow import Node, op_of
+from core.handles import ModelKey, TensorKey, Tier
+from core.messages.worker import Batch, Item, Transfer
+from core.scheduling.batch_items import chunk_items, chunk_work, inputs_elsewhere, latents_item, make_item, node_work
+from core.scheduling.dispatch import CacheDispatch, Decision, Dispatch
+from core.scheduling.in_flight import Flight
+from core.scheduling.ops.prime import PRIME
+from core.scheduling.ops.template_encode import TEMPLATE_ENCODE
+from core.scheduling.request import Request, Status
+from core.scheduling.values import ValueTable
+from core.scheduling.view import View
+
+PredictBatch = Callable[[Batch, Work], float]
+"""(batch, its size) -> predicted seconds; 0 if unknown."""
+
+BlockPlan = Callable[[Request, list[tuple[Tier, int]]], tuple[int, ...]]
+"""The blocks to compute in full at a request's next step while entries of (tier, bytes) are being loaded."""
+
+
+@dataclass(slots=True)
+class Dispatched:
+    """What one pass has come to."""
+
+    flights: list[Flight] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
+    begun: list[str] = field(default_factory=list)  # ids of requests that were waiting before
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatcher:
+    """The mechanism below every policy; one per scheduler."""
+
+    pages: PageReservations
+    values: ValueTable
+    predict: PredictBatch
+    block_plan: BlockPlan | None  # None: a step waits until all of its pages are loaded
+    batch_ids: Iterator[int]
+
+    def carry_out(self, decisions: Iterable[Decision], view: View) -> Dispatched:
+        """Advance the requests and jobs that the decisions name, and move values that running requests' ready nodes
+        read on other ranks. view: from which the decisions were made. Raises AssertionError for one that cannot be
+        carried out, before anything of it is.
+        """
+        done = Dispatched(transfers=list(self._transfers(view)))
+        for decision in decisions:
+            match decision:
+                case Dispatch():
+                    _check(decision, view)
+                    done.flights.append(self._dispatch(decision))
+                    done.begun += self._begin(decision)
+                case CacheDispatch():
+                    assert decision.rank in view.open_ranks, f"rank {decision.rank} is not open"
+                    assert not decision.job.is_in_flight, f"{decision.job.id} is in flight"
+                    done.flights.append(self._dispatch_job(decision))
+        return done
+
+    # ------------------------------------------------------------------------------------------------ requests
+
+    def _dispatch(self, dispatch: Dispatch) -> Flight:
+        request, node = dispatch.items[0]
+        model, op = request.head.model, op_of(node)
+        for request, node in dispatch.items:
+            self._plan_blocks(request, node)
+        items = tuple(make_item(request, node, self.pages, self.values) for request, node in dispatch.items)
+        work = sum((node_work(request, node) for request, node in dispatch.items), Work((), ()))
+        for request, node in dispatch.items:
+            request.progress.start(node)
+        batch = Batch(next(self.batch_ids), op.name, ModelKey(model, op.component), dispatch.ranks, items)
+        return Flight(batch, work, self.predict(batch, work))
+
+    def _begin(self, dispatch: Dispatch) -> list[str]:
+        """Note that waiting requests run; their ids."""
+        begun = [request for request, _ in dispatch.items if request.status is Status.WAITING]
+        for request in begun:
+            request.move_to(Status.RUNNING)
+        return [request.id for request in begun]
+
+    def _plan_blocks(self, request: Request, node: Node) -> None:
+        """Decide which blocks a step computes in full because their pages are still being loaded."""
+        reservation, step = request.reservation, request.progress.steps_scheduled
+        if reservation is None or self.block_plan is None or op_of(node).pages != "span":
+            return
+        if request.spec.is_masked_step(step):
+            loading = self.pages.loading(reservation, request.sigmas[step])
+            reservation.full_blocks = self.block_plan(request, loading) if loading else ()
+
+    def _transfers(self, view: View) -> Iterator[Transfer]:
+        """Transfers of values that ready nodes read on other ranks than those that have them."""
+        for request in view.requests:
+            if request.is_on_one_rank or request.status is not Status.RUNNING:
+                continue
+            for node in view.ready(request):
+                missing = inputs_elsewhere(request, node, self.values)
+                if missing and self._can_send(missing, view.open_ranks):
+                    transfers = self.values.move(missing) or ()
+                    request.num_moving += len(transfers)
+                    yield from transfers
+
+    def _can_send(self, keys: Sequence[TensorKey], open_ranks: frozenset[int]) -> bool:
+        """Whether the ranks that have these values may be given work."""
+        return all((value := self.values.get(key)) and value.ref.rank in open_ranks for key in keys)
+
+    # ------------------------------------------------------------------------------------------------ the cache
+
+    def _dispatch_job(self, dispatch: CacheDispatch) -> Flight:
+        """A batch for this job alone, since chunks of different jobs end at different times."""
+        job, chunk = dispatch.job, dispatch.chunk
+        items: tuple[Item, ...]
+        if chunk is None:
+            op, items, work = TEMPLATE_ENCODE, (latents_item(job, self.pages),), Work.of([job.template.num_tokens])
+        else:
+            self.pages.start_chunk(job, chunk)
+            op, items, work = PRIME, chunk_items(job, chunk, self.pages), chunk_work(job, chunk)
+        model = ModelKey(job.template.model, op.component)
+        batch = Batch(next(self.batch_ids), op.name, model, (dispatch.rank,), items)
+        return Flight(batch, work, self.predict(batch, work), (job, chunk))
+
+
+def _check(dispatch: Dispatch, view: View) -> None:
+    """Raise AssertionError unless the nodes can run together on these ranks now."""
+    assert dispatch.ranks, "a dispatch needs a rank"
+    assert view.open_ranks.issuperset(dispatch.ranks), f"a rank of {dispatch.ranks} is not open"
+    assert len(set(dispatch.ranks)) == len(dispatch.ranks), f"a rank of {dispatch.ranks} is named twice"
+    first, node = dispatch.items[0]
+    key = first.head.model, node.op
+    for request, node in dispatch.items:
+        assert (request.head.model, node.op) == key, "a batch has one op and one model"
+        assert node in view.ready(request), f"{node.name} of {request.id} is not ready"
+        assert request.placement[node.name] in dispatch.ranks, f"{node.name} of {request.id} runs on another rank"

@@ -1,0 +1,12 @@
+"""Scheduling policies by name, one per file."""
+
+from core.config import SchedulingPolicyName
+from core.scheduling.policies.policy import SchedulingPolicy
+from core.scheduling.policies.step_batching import StepBatching
+
+_POLICIES: dict[SchedulingPolicyName, type[SchedulingPolicy]] = {"step_batching": StepBatching}
+
+
+def make_policy(name: SchedulingPolicyName) -> SchedulingPolicy:
+    """A new policy object, which keeps the state of one scheduler."""
+    return _POLICIES[name]()

@@ -1,0 +1,30 @@
+"""SchedulingPolicy: decides which ready work runs together, and on which ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from core.messages.worker import Batch, BatchResult
+from core.scheduling.dispatch import Decision
+from core.scheduling.request import Request
+from core.scheduling.view import View
+
+
+class SchedulingPolicy:
+    """Base class of policies. A policy is pure: it knows what the view shows and what it was called with. It never sees
+    tensors, sockets or clocks, and changes nothing but its own state: the scheduler checks its decisions and carries
+    them out.
+    """
+
+    def choose(self, view: View, now: float) -> Sequence[Decision]:
+        """What to dispatch now, in the order in which ranks are to run it. now: monotonic seconds."""
+        raise NotImplementedError
+
+    def on_arrival(self, request: Request) -> None:
+        """Called when a request is added."""
+
+    def on_result(self, batch: Batch, result: BatchResult) -> None:
+        """Called when all ranks of a batch have answered. result: of all of them."""
+
+    def on_end(self, request_id: str) -> None:
+        """Called when a request has got its terminal output."""

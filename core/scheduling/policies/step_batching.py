@@ -1,0 +1,188 @@
+"""step_batching: step-level continuous batching (FlashPS, section 4.3).
+
+The most urgent requests of each model share one denoising step, re-formed at every iteration. Other work runs beside
+it: encodings, decodings and previews within a time budget, priming within a share of the step's tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from core.cache.priming import PrimingJob
+from core.config import PRIME_SHARE
+from core.graph.work import Work
+from core.graph.workflow import Node
+from core.scheduling.dispatch import CacheDispatch, Decision, Dispatch
+from core.scheduling.ops.template_encode import TEMPLATE_ENCODE
+from core.scheduling.policies.policy import SchedulingPolicy
+from core.scheduling.request import Request, Status
+from core.scheduling.view import PAGE_RANK, View
+
+
+class StepBatching(SchedulingPolicy):
+    """The default policy. It keeps no state between passes."""
+
+    def choose(self, view: View, now: float) -> Sequence[Decision]:
+        return _Pass(view).run()
+
+
+BatchKey = tuple[str, str, tuple[int, ...]]
+"""Op, model and ranks: nodes with the same key run in one batch."""
+
+
+@dataclass(slots=True)
+class _Pass:
+    """One pass over a view; `run` is called once."""
+
+    view: View
+    _candidates: list[tuple[Request, list[Node]]] = field(default_factory=list)  # most urgent first, with ready nodes
+    _batches: dict[BatchKey, list[tuple[Request, Node]]] = field(default_factory=dict)  # in the order of dispatch
+    _cache_work: dict[str, CacheDispatch] = field(default_factory=dict)  # job id -> its work
+    _order: list[BatchKey | str] = field(default_factory=list)  # keys of `_batches` and `_cache_work`, as dispatched
+    _stage_ms: dict[int, float] = field(default_factory=dict)  # rank -> predicted milliseconds of stage work chosen
+
+    def run(self) -> list[Decision]:
+        """Choose work that finishes requests (it frees memory), template encodings, other encodings and previews, the
+        step, and priming beside it.
+        """
+        self._candidates = [(request, self.view.ready(request)) for request in self._admit()]
+        self._choose_stage_work(_is_output)
+        self._choose_template_encodes()
+        self._choose_stage_work(_is_source_or_side)
+        self._choose_priming(self._choose_step())
+        return [self._decision(key) for key in self._order]
+
+    def _decision(self, key: BatchKey | str) -> Decision:
+        return self._cache_work[key] if isinstance(key, str) else Dispatch(tuple(self._batches[key]), key[2])
+
+    def _admit(self) -> list[Request]:
+        """The running requests, and as many waiting ones as there are free slots. A request that would make others late
+        waits; one with `runs_alone` waits until nothing runs. No later request overtakes either of them.
+        """
+        requests = self.view.requests
+        if any(r.head.runs_alone and r.status is Status.RUNNING for r in requests):
+            return [r for r in requests if r.status is Status.RUNNING]
+        stepping = sum(r.status is Status.RUNNING and r.progress.steps_left > 0 for r in requests)
+        slots = self.view.config.max_num_seqs - stepping
+        is_idle = not any(r.status is Status.RUNNING for r in requests)
+        admitted: list[Request] = []
+        for request in requests:
+            if request.status is Status.RUNNING:
+                admitted.append(request)
+            elif request.head.runs_alone:
+                if is_idle and not admitted:
+                    return [request]
+                slots = 0
+            elif slots > 0 and (self.view.may_join is None or self.view.may_join(request)):
+                slots -= 1
+                admitted.append(request)
+            else:
+                slots = 0
+        return admitted
+
+    # ------------------------------------------------------------------------------------------------ stage work
+
+    def _choose_stage_work(self, is_wanted: Callable[[Request, Node], bool]) -> None:
+        for request, ready in self._candidates:
+            nodes = [node for node in ready if is_wanted(request, node) and self.view.can_run(request, node)]
+            if nodes:
+                self._choose_nodes(request, nodes)
+
+    def _choose_nodes(self, request: Request, nodes: Sequence[Node]) -> None:
+        """Choose all of these nodes, or none if they exceed the rank's time budget. The first choice always fits."""
+        rank = request.placement[nodes[0].name]
+        if self._spend_stage_ms(rank, sum(self.view.seconds(request, node) for node in nodes) * 1e3):
+            for node in nodes:
+                self._add([(request, node)])
+
+    def _spend_stage_ms(self, rank: int, ms: float) -> bool:
+        """Charge predicted milliseconds to a rank's time budget; False if they exceed what is left."""
+        spent = self._stage_ms.get(rank)
+        if spent is not None and spent + ms > self.view.config.max_stage_ms:
+            return False
+        self._stage_ms[rank] = (spent or 0.0) + ms
+        return True
+
+    # ------------------------------------------------------------------------------------------------ the step
+
+    def _choose_step(self) -> int:
+        """Choose the most urgent requests that fit, in one batch per model and op; returns the step's tokens. A request
+        above the token budget runs by itself.
+        """
+        chosen: dict[tuple[str, str], list[tuple[Request, Node]]] = {}  # (model, op of the loop) -> requests
+        num_seqs = num_tokens = 0
+        for request, ready in self._candidates:
+            loop = request.workflow.loop
+            if loop not in ready or not self.view.can_run(request, loop):
+                continue
+            tokens = num_tokens + request.num_step_tokens * request.spec.num_rows
+            is_full = num_seqs == self.view.config.max_num_seqs
+            if is_full or (num_seqs and tokens > self.view.max_step_tokens):
+                break
+            chosen.setdefault((request.head.model, loop.op), []).append((request, loop))
+            num_seqs, num_tokens = num_seqs + 1, tokens
+        for items in chosen.values():
+            self._add(items)
+        return num_tokens
+
+    # ------------------------------------------------------------------------------------------------ priming
+
+    def _choose_priming(self, step_tokens: int) -> None:
+        """Choose chunks of jobs, oldest first, within the tokens that the step leaves; at least one block."""
+        budget = self.view.max_step_tokens - step_tokens
+        if step_tokens:
+            budget = min(budget, int(PRIME_SHARE * step_tokens))
+        has_primed = False
+        for job in self.view.jobs():
+            if job.id in self._cache_work or not self._can_prime(job):
+                continue
+            if self.view.needs_latents(job):
+                if self.view.is_idle_work(job):
+                    self._encode_template(job)
+            elif not has_primed or budget > 0:
+                # Idle work runs block by block, so that a new request waits for at most one block.
+                chunk = job.plan_chunk(0 if self.view.is_idle_work(job) else budget)
+                self._add_cache_work(CacheDispatch(job, chunk, PAGE_RANK))
+                budget -= chunk.tokens
+                has_primed = True
+
+    def _choose_template_encodes(self) -> None:
+        """Runs before new requests are encoded: those that wait for a template arrived earlier."""
+        for job in self.view.jobs():
+            if self.view.needs_latents(job) and not self.view.is_idle_work(job) and self._can_prime(job):
+                self._encode_template(job)
+
+    def _can_prime(self, job: PrimingJob) -> bool:
+        if self.view.is_idle_work(job):
+            return PAGE_RANK in self.view.idle_ranks and not self._order
+        return PAGE_RANK in self.view.open_ranks
+
+    def _encode_template(self, job: PrimingJob) -> None:
+        work = Work.of([job.template.num_tokens])
+        if self._spend_stage_ms(PAGE_RANK, self.view.seconds_of(job.template.model, TEMPLATE_ENCODE, work) * 1e3):
+            self._add_cache_work(CacheDispatch(job, None, PAGE_RANK))
+
+    # ------------------------------------------------------------------------------------------------ decisions
+
+    def _add(self, items: Sequence[tuple[Request, Node]]) -> None:
+        """Add nodes of one op, model and rank to the batch of these, which then goes last."""
+        request, node = items[0]
+        key = node.op, request.head.model, (request.placement[node.name],)
+        if key in self._batches:
+            self._order.remove(key)
+        self._batches.setdefault(key, []).extend(items)
+        self._order.append(key)
+
+    def _add_cache_work(self, work: CacheDispatch) -> None:
+        self._cache_work[work.job.id] = work
+        self._order.append(work.job.id)
+
+
+def _is_output(request: Request, node: Node) -> bool:
+    return node.name == request.workflow.output
+
+
+def _is_source_or_side(request: Request, node: Node) -> bool:
+    """Chosen together, so that encodings of new requests do not delay a preview that its request waits for."""
+    return node.kind != "loop" and not _is_output(request, node)

@@ -1,0 +1,142 @@
+"""Scheduling policies change nothing but their own state, and the scheduler refuses what cannot be carried out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import get_args
+
+import msgspec
+import pytest
+from fakes import MODEL, FakeWorkers, make_edit
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.config import SchedulerConfig, SchedulingPolicyName
+from core.errors import InvalidRequestError
+from core.messages.engine import Aborted, Finished
+from core.messages.worker import Batch, BatchResult
+from core.scheduling.dispatch import Decision, Dispatch
+from core.scheduling.policies import make_policy
+from core.scheduling.policies.policy import SchedulingPolicy
+from core.scheduling.request import Request
+from core.scheduling.scheduler import StepScheduler
+from core.scheduling.view import View
+
+POLICIES = get_args(SchedulingPolicyName)
+
+
+@dataclass
+class Observed(SchedulingPolicy):
+    """Asks another policy twice, and checks that the first time has changed nothing."""
+
+    inner: SchedulingPolicy
+    arrived: list[str] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
+    batches: list[int] = field(default_factory=list)
+
+    def choose(self, view: View, now: float) -> Sequence[Decision]:
+        before = [(r.id, r.status, deepcopy(r.progress), r.num_moving) for r in view.requests]
+        decisions = self.inner.choose(view, now)
+        assert [(r.id, r.status, r.progress, r.num_moving) for r in view.requests] == before
+        assert self.inner.choose(view, now) == decisions
+        for decision in decisions:
+            if isinstance(decision, Dispatch):
+                assert len(set(decision.ranks)) == len(decision.ranks)
+                assert view.open_ranks.issuperset(decision.ranks)
+        return decisions
+
+    def on_arrival(self, request: Request) -> None:
+        self.arrived.append(request.id)
+        self.inner.on_arrival(request)
+
+    def on_result(self, batch: Batch, result: BatchResult) -> None:
+        assert batch.id == result.batch_id
+        self.batches.append(batch.id)
+        self.inner.on_result(batch, result)
+
+    def on_end(self, request_id: str) -> None:
+        self.ended.append(request_id)
+        self.inner.on_end(request_id)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(data=st.data(), num_ranks=st.integers(1, 3))
+def test_every_policy_ends_every_request_and_changes_nothing_itself(
+    name: SchedulingPolicyName, data: st.DataObject, num_ranks: int
+) -> None:
+    """Requests come, abort and end at random moments, on ranks that answer in any order."""
+    scheduler, workers = StepScheduler(SchedulerConfig(max_num_seqs=3), {"m": MODEL}, num_ranks), FakeWorkers(num_ranks)
+    policy = scheduler._policy = Observed(make_policy(name))
+    added, outputs, batches = list[str](), [], list[int]()
+    for turn in range(400):
+        if turn < 12 and data.draw(st.booleans()):
+            steps, previews = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 2))
+            added.append(f"r{turn}")
+            scheduler.add(make_edit(added[-1], steps=steps, partial_images=previews, arrival=float(turn)))
+        if turn < 12 and added and data.draw(st.integers(0, 5)) == 0:
+            scheduler.abort([data.draw(st.sampled_from(added))])
+        plan = scheduler.schedule(float(turn))
+        if plan is not None:
+            workers.submit(plan)
+            batches += [batch.id for batch in plan.batches]
+        for rank in data.draw(st.permutations(range(num_ranks))) if turn < 12 else range(num_ranks):
+            for result in workers.run_one(rank):
+                if isinstance(result, BatchResult):
+                    scheduler.apply(result)
+                else:
+                    scheduler.apply_transfer(result)
+        scheduler.check_integrity()
+        outputs += [output for output in scheduler.take_outputs() if isinstance(output, Finished | Aborted)]
+        if turn >= 12 and not scheduler.num_requests:
+            break
+    assert sorted(output.request_id for output in outputs) == sorted(added)
+    assert policy.arrived == added
+    assert sorted(policy.ended) == sorted(added)
+    assert sorted(policy.batches) == sorted(batches)
+
+
+class Fixed(SchedulingPolicy):
+    """Decides what the test says."""
+
+    def __init__(self, *decisions: Decision) -> None:
+        self.decisions = decisions
+
+    def choose(self, view: View, now: float) -> Sequence[Decision]:
+        return self.decisions
+
+
+@pytest.mark.parametrize(
+    ("node", "ranks", "reason"),
+    [
+        ("text_encode", (), "needs a rank"),
+        ("text_encode", (1,), "not open"),
+        ("text_encode", (0, 0), "named twice"),
+        ("denoise", (0,), "denoise of a is not ready"),
+        ("decode", (0,), "decode of a is not ready"),
+    ],
+)
+def test_a_decision_that_cannot_be_carried_out_is_refused(node: str, ranks: tuple[int, ...], reason: str) -> None:
+    scheduler = StepScheduler(SchedulerConfig(), {"m": MODEL})
+    scheduler.add(make_edit("a"))
+    request = scheduler._requests["a"]
+    scheduler._policy = Fixed(Dispatch(((request, request.workflow.node(node)),), ranks))
+    with pytest.raises(AssertionError, match=reason):
+        scheduler.schedule(0.0)
+    assert request.progress.num_in_flight == 0
+
+
+def test_a_batch_of_two_ops_is_refused() -> None:
+    scheduler = StepScheduler(SchedulerConfig(), {"m": MODEL})
+    scheduler.add(make_edit("a"))
+    request = scheduler._requests["a"]
+    nodes = [request.workflow.node(name) for name in ("text_encode", "image_encode")]
+    scheduler._policy = Fixed(Dispatch(tuple((request, node) for node in nodes), (0,)))
+    with pytest.raises(AssertionError, match="one op and one model"):
+        scheduler.schedule(0.0)
+
+
+def test_an_unknown_policy_is_refused_by_name() -> None:
+    with pytest.raises(InvalidRequestError, match="Supported values are: 'step_batching'"):
+        msgspec.structs.replace(SchedulerConfig(), policy="fastest")
