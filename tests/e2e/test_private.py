@@ -22,14 +22,14 @@ TOO_LONG = "a wish too long " * 50
 SECRETS = (*KEYS, "sk-wrong-55aa", "a wish of mine", "no such thing", "holiday.png", FAILING, "a wish too long")
 BREAK = f"""
 def inject(module, folder):
-    encode = module.Runner._encode_text
+    encode = module.HANDLERS["text_encode"]
 
-    def broken(self, model, item, work):
-        if work.prompt == {FAILING!r}:
+    def broken(context, model, items):
+        if any(item.work.prompt == {FAILING!r} for item in items):
             raise RuntimeError("the device is on fire")
-        return encode(self, model, item, work)
+        return encode(context, model, items)
 
-    module.Runner._encode_text = broken
+    module.HANDLERS["text_encode"] = broken
 """
 """A worker that is to encode this prompt fails, as by a bug."""
 IMAGE = encode(photo())

@@ -36,6 +36,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 FAULTS = f"""
 import json
+import sys
 
 def inject(module, folder):
     import torch
@@ -65,22 +66,23 @@ def inject(module, folder):
             return False
         return not now.get("only_poison", True) or any(name.startswith({POISON!r}) for name in request_ids)
 
-    def wrap(name, stage):
-        original = getattr(module.Runner, name)
+    def wrap(op):
+        original = module.HANDLERS[op]
 
-        def wrapped(self, first, item, work):
-            result, now = original(self, first, item, work), look()  # it fails when all is done
-            if is_due(now, stage, [item.request_id]):
+        def wrapped(context, model, items):
+            results, now = original(context, model, items), look()  # it fails when all is done
+            if is_due(now, op, [item.request_id for item in items]):
                 fail(now)
-            return result
+            return results
 
-        setattr(module.Runner, name, wrapped)
+        module.HANDLERS[op] = wrapped
 
-    for name, stage in (("_encode_text", "text_encode"), ("_encode_image", "image_encode"), ("_decode", "decode")):
-        wrap(name, stage)
-    denoise, outputs = module.Runner._denoise, module._Step.outputs
+    for op in ("text_encode", "image_encode", "decode"):
+        wrap(op)
+    step = sys.modules["model_executor.worker.ops.denoise"]._Step
+    denoise, outputs = module.HANDLERS["denoise"], step.outputs
 
-    def denoise_or_fail(self, model, items):
+    def denoise_or_fail(context, model, items):
         now, left = look(), len(items)
 
         def outputs_or_fail(*args):
@@ -90,10 +92,10 @@ def inject(module, folder):
                 fail(now)
             return outputs(*args)
 
-        module._Step.outputs = outputs_or_fail
-        return denoise(self, model, items)
+        step.outputs = outputs_or_fail
+        return denoise(context, model, items)
 
-    module.Runner._denoise = denoise_or_fail
+    module.HANDLERS["denoise"] = denoise_or_fail
     run = blocks.SingleBlock.run
 
     def run_or_fail(self, stream, number):
