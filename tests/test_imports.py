@@ -69,7 +69,7 @@ MESSAGES = ("core", "core.graph", "core.costs", "core.messages")
 OPS, POLICIES = "core.scheduling.ops", "core.scheduling.policies"
 SEEN_BY_POLICIES = (
     "core.cache.priming",
-    *(f"core.scheduling.{name}" for name in ("deadlines", "dispatch", "request", "view")),
+    *(f"core.scheduling.{name}" for name in ("deadlines", "dispatch", "live_requests", "request", "view")),
 )
 """Modules that a policy may know besides messages, costs and graphs."""
 CORE = (*MESSAGES, "core.cache", "core.scheduling", OPS, POLICIES, "core.routing")

@@ -43,6 +43,7 @@ class CostLine(msgspec.Struct, frozen=True, array_like=True):
     model: ModelKey
     op: str  # name of the line, see Op
     coefficients: tuple[float, ...]  # of core.costs.cost_model.FEATURES
+    degree: int = 1  # ranks that share the work
 
 
 class CopyLine(msgspec.Struct, frozen=True, array_like=True):

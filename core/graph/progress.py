@@ -31,16 +31,12 @@ class Progress:
     in_flight: dict[str, int] = field(default_factory=dict)  # node -> batches out with it
     previews_done: int = 0  # number of previews made, in their order
     pending_preview: int | None = None  # index of the preview whose `clean` is being made, waits or is decoded
+    has_started: bool = False  # a worker may have tensors of it
     is_restarting: bool = False  # nothing more is scheduled: it restarts once nothing is in flight
 
     @property
     def num_in_flight(self) -> int:
         return sum(self.in_flight.values())
-
-    @property
-    def has_started(self) -> bool:
-        """Whether a worker may have tensors of it."""
-        return bool(self.done or self.in_flight)
 
     @property
     def steps_left(self) -> int:
@@ -56,6 +52,16 @@ class Progress:
                 return 0 if node.name in self.done or node.name in self.in_flight else 1
             case "side":
                 return len(self.previews) - self.previews_done - self.in_flight.get(node.name, 0)
+
+    def is_over(self, node: Node) -> bool:
+        """Whether `node` has finished as often as it runs."""
+        match node.kind:
+            case "loop":
+                return self.steps_done == self.num_steps
+            case "once":
+                return node.name in self.done
+            case "side":
+                return self.previews_done == len(self.previews)
 
     def rounds_before(self, node: Node, *, is_done: bool) -> int:
         """Rounds of the loop that are done before `node` reads the loop's values: for the loop itself, before its next
@@ -81,7 +87,7 @@ class Progress:
             return False
         if node.kind == "loop":
             return self.steps_left > 0 and not (self.is_preview_out and self.is_preview_next)
-        # The loop replaces the tensors it iterates on in place: their readers outside it wait for its end.
+        # Nodes after the loop read what its last round has made.
         is_early = workflow.reads_loop(node) and workflow.loop.name not in self.done
         has_preview_ahead = node.name == workflow.output and self.is_preview_out
         return not (is_early or has_preview_ahead or self.in_flight.get(node.name))
@@ -91,6 +97,7 @@ class Progress:
 
     def start(self, node: Node) -> None:
         """Record that one batch with this node was sent."""
+        self.has_started = True
         if node.kind == "loop":
             if self.is_preview_next:
                 self.pending_preview = self.previews_done

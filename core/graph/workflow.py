@@ -14,7 +14,7 @@ new scheduler.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Literal
@@ -65,6 +65,8 @@ class Workflow:
         seen: set[str] = set()
         for node in self.nodes:
             for edge in node.inputs:
+                if edge.deferred:
+                    raise ValueError(f"workflow {self.name}: {node.name} reads {edge.name} deferred: not supported")
                 if edge.source not in seen and edge.source != node.name:
                     raise ValueError(f"workflow {self.name}: {node.name} reads {edge.source} before it is made")
             seen.add(node.name)
@@ -105,14 +107,24 @@ class Workflow:
         """Node name -> what it reads."""
         return {node.name: self._reads_of(node) for node in self.nodes}
 
-    @cached_property
-    def readers(self) -> Mapping[tuple[str, str, bool], int]:
+    def readers(self, *, with_sides: bool) -> Mapping[tuple[str, str, bool], int]:
         """(node, name of a value that it makes, whether the last round is done) -> how many nodes will read the value.
         Nodes after the loop read what its last round has made; a side node, what the rounds that it shows have made for
-        it. Missing: none.
+        it. Missing: none. with_sides: side nodes run for the request.
         """
+        return self._readers_with_sides if with_sides else self._readers_without_sides
+
+    @cached_property
+    def _readers_with_sides(self) -> Mapping[tuple[str, str, bool], int]:
+        return self._count_readers(self.nodes)
+
+    @cached_property
+    def _readers_without_sides(self) -> Mapping[tuple[str, str, bool], int]:
+        return self._count_readers([node for node in self.nodes if node.kind != "side"])
+
+    def _count_readers(self, nodes: Iterable[Node]) -> Mapping[tuple[str, str, bool], int]:
         counts = Counter[tuple[str, str, bool]]()
-        for node in self.nodes:
+        for node in nodes:
             for source, name in {(edge.source, edge.name) for edge in node.inputs}:
                 counts.update((maker, name, is_last) for maker, is_last in self._makers_for(node, source, name))
         return counts

@@ -55,8 +55,6 @@ class Deadlines:
         is lost if it would be late even in the next free slot; only the max_num_seqs most urgent are predicted. While
         no request runs, a waiting one too is lost only when its timeout is certain to pass.
         """
-        if not _any_due(requests):
-            return
         base = self.base_seconds(requests)
         running = [request for request in requests if request.status is Status.RUNNING]
         waiting = [request for request in requests if request.status is Status.WAITING]
@@ -88,12 +86,8 @@ class Deadlines:
                 if failure is not None:
                     yield request, failure
 
-    def joining(self, requests: Sequence[Request], now: float) -> MayJoin | None:
-        """A predicate that decides whether a request may join the running ones and those that it has accepted before;
-        None if no request has a due time.
-        """
-        if not _any_due(requests):
-            return None
+    def joining(self, requests: Sequence[Request], now: float) -> MayJoin:
+        """A predicate: whether a request may join the running ones and those that it has accepted before."""
         running = (request for request in requests if request.status is Status.RUNNING and request.progress.steps_left)
         forecast = BatchForecast((self._member(request, now) for request in running), self.base_seconds(requests))
         return lambda request: forecast.admit(self._member(request, now))
@@ -115,7 +109,3 @@ def _why_drop(head: EngineRequest, end: float) -> Failure | None:
     if head.deadline is not None and end > head.deadline:
         return TOO_LATE
     return MISSED if head.objective is not None and end > head.objective else None
-
-
-def _any_due(requests: Sequence[Request]) -> bool:
-    return any(due(request.head) is not None for request in requests)

@@ -75,7 +75,7 @@ class Dispatcher:
         for request, node in dispatch.items:
             request.progress.start(node)
         batch = Batch(next(self.batch_ids), op.name, ModelKey(model, op.component), dispatch.ranks, items)
-        return Flight(batch, work, self.predict(batch, work))
+        return Flight(batch, work, self.predict(batch, work), is_step=node.kind == "loop")
 
     def _begin(self, dispatch: Dispatch) -> list[str]:
         """Note that waiting requests run; their ids."""
@@ -95,10 +95,8 @@ class Dispatcher:
 
     def _transfers(self, view: View) -> Iterator[Transfer]:
         """Transfers of values that ready nodes read on other ranks than those that have them."""
-        for request in view.requests:
-            if request.is_on_one_rank or request.status is not Status.RUNNING:
-                continue
-            for node in view.ready(request):
+        for request in view.requests.running:
+            for node in () if request.is_on_one_rank else view.ready(request):
                 missing = inputs_elsewhere(request, node, self.values)
                 if missing and self._can_send(missing, view.open_ranks):
                     transfers = self.values.move(missing) or ()

@@ -65,6 +65,7 @@ class FairQueue(Generic[T]):
 
     def __init__(self) -> None:
         self._lines: dict[str, list[Claim[T]]] = {}  # owner -> its work, most urgent first; never empty
+        self._begun: dict[str, list[Claim[T]]] = {}  # owner -> those of its line that have begun, in the same order
         self._spent: dict[str, float] = {}  # owner -> its virtual time; cleared when the queue is empty
         self._virtual_time = 0.0  # where an owner without work here starts
 
@@ -89,11 +90,13 @@ class FairQueue(Generic[T]):
         self._virtual_time = max(self._virtual_time, min(map(self._start, waiting)))
         self._spent[claim.owner] = self._start(claim.owner) + claim.cost
         claim.has_begun = True
+        insort(self._begun.setdefault(claim.owner, []), claim, key=_by_urgency)
 
     def give_back(self, claim: Claim[T]) -> None:
         """Undo `begin`: the work waits again, and its owner is not charged."""
         self._spent[claim.owner] -= claim.cost
         claim.has_begun = False
+        self._begun[claim.owner].remove(claim)
 
     def remove(self, claim: Claim[T], took: float | None = None) -> None:
         """Remove finished or cancelled work. took: the actual seconds, charged instead of the prediction. Raises
@@ -104,26 +107,31 @@ class FairQueue(Generic[T]):
             raise ValueError(f"{claim} is not in the queue")
         line = self._lines[claim.owner]
         del line[index]
+        if claim.has_begun:
+            self._begun[claim.owner].remove(claim)
         if took is not None and claim.has_begun:
             self._spent[claim.owner] += took - claim.cost
         if not line:
             del self._lines[claim.owner]
+            self._begun.pop(claim.owner, None)
         if not self._lines:  # an empty queue: no owner has delayed another one
             self._spent.clear()
             self._virtual_time = 0.0
 
     def in_order(self) -> Iterator[T]:
-        """All work in order, as if nothing else arrived. Begun work keeps the position at which it began."""
+        """All work in order, as if nothing else arrived. Begun work keeps the position at which it began. Valid until
+        the queue changes; costs by what is taken from it.
+        """
         if len(self._lines) == 1:
             (line,) = self._lines.values()
-            return iter([claim.item for claim in line])
+            return (claim.item for claim in line)
         return (claim.item for claim in self._merged())
 
     def _merged(self) -> Iterator[Claim[T]]:
         """The lines merged by virtual time."""
         heads = []
         for owner, line in self._lines.items():
-            spent = self._start(owner) - sum(claim.cost for claim in line if claim.has_begun)
+            spent = self._start(owner) - sum(claim.cost for claim in self._begun.get(owner, ()))
             claims = iter(line)
             first = next(claims)
             heads.append((_rank(spent, first), first.urgency, spent, first, claims))

@@ -14,7 +14,6 @@ import msgspec
 
 from core.cache.priming import Chunk, PrimingJob
 from core.failure import Failure
-from core.graph.op import OPS
 from core.graph.work import Work
 from core.handles import TensorKey
 from core.messages.worker import Batch, BatchResult, ItemResult, Transfer, TransferDone
@@ -34,12 +33,8 @@ class Flight:
     work: Work  # its size, for the cost model
     predicted: float = 0.0  # seconds, when it was sent; 0 for work unlike any observed so far
     job: JobPart | None = None  # what it primes
+    is_step: bool = False  # it is a round of its requests' loops
     answers: dict[int, BatchResult] = field(default_factory=dict)  # rank -> its result
-
-    @property
-    def is_step(self) -> bool:
-        """Whether it is a round of its requests' loops, which share a pass."""
-        return self.job is None and OPS[self.batch.op].sharing == "together"
 
     @property
     def is_complete(self) -> bool:

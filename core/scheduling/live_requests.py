@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count
 
-from core.scheduling.deadlines import urgency
+from core.scheduling.deadlines import due, urgency
 from core.scheduling.fair_queue import Claim, FairQueue
 from core.scheduling.request import Request, Status
 
@@ -17,7 +18,9 @@ class LiveRequests:
     def __init__(self) -> None:
         self._claims: dict[str, Claim[Request]] = {}  # request id -> its claim
         self._queue: FairQueue[Request] = FairQueue()  # of these claims
-        self._order: tuple[Request, ...] | None = None  # the queue's; None: it has changed since
+        self._order: _Taken | None = None  # the queue's; None: it has changed since
+        self._running: dict[str, Request] = {}  # id -> request, from `begin` until `remove`
+        self._num_due = 0  # requests with a due time
 
     def add(self, request: Request, seconds: float) -> None:
         """Add a request. seconds: predicted time of all its work, 0 = unknown."""
@@ -25,6 +28,7 @@ class LiveRequests:
         claim = Claim(request, head.owner, head.priority, urgency(request), seconds)
         self._claims[request.id] = claim
         self._queue.add(claim)
+        self._num_due += due(head) is not None
         self._order = None
 
     def begin(self, request_id: str, predict: Callable[[Request], float]) -> None:
@@ -32,12 +36,16 @@ class LiveRequests:
         claim = self._claims[request_id]
         claim.seconds = claim.seconds or predict(claim.item)
         self._queue.begin(claim)
+        self._running[request_id] = claim.item
         if self._queue.num_owners > 1:  # among one owner's the order does not depend on who has begun
             self._order = None
 
     def remove(self, request_id: str) -> None:
         """Remove a request whose terminal output is made."""
-        self._queue.remove(self._claims.pop(request_id))
+        claim = self._claims.pop(request_id)
+        self._queue.remove(claim)
+        self._running.pop(request_id, None)
+        self._num_due -= due(claim.item.head) is not None
         self._order = None
 
     def get(self, request_id: str) -> Request | None:
@@ -58,14 +66,45 @@ class LiveRequests:
         """All requests, in the order of their arrival."""
         return (claim.item for claim in list(self._claims.values()))
 
-    def in_order(self) -> tuple[Request, ...]:
-        """All requests, the next one first."""
+    def in_order(self) -> Iterable[Request]:
+        """All requests, the next one first; costs by what is taken from it."""
         if self._order is None:  # computed once for many steps of the same requests
-            self._order = tuple(self._queue.in_order())
+            self._order = _Taken(self._queue.in_order())
         return self._order
+
+    def live(self) -> Iterator[Request]:
+        """Requests without a terminal state, the next one first."""
+        return (request for request in self.in_order() if request.is_live)
+
+    @property
+    def running(self) -> list[Request]:
+        """Requests that a worker was given and that have not ended, in the order in which they began."""
+        return [request for request in self._running.values() if request.status is Status.RUNNING]
+
+    @property
+    def has_due(self) -> bool:
+        """Whether any request has a due time."""
+        return self._num_due > 0
 
     @property
     def counts(self) -> tuple[int, int]:
         """(running, waiting) requests."""
-        running = sum(request.status is Status.RUNNING for request in self)
-        return running, len(self) - running
+        num_running = len(self.running)
+        return num_running, len(self) - num_running
+
+
+class _Taken(Iterable[Request]):
+    """An iterator that can be iterated many times: keeps what was taken from it."""
+
+    def __init__(self, source: Iterator[Request]) -> None:
+        self._source = source
+        self._taken: list[Request] = []
+
+    def __iter__(self) -> Iterator[Request]:
+        for index in count():
+            if index == len(self._taken):
+                following = next(self._source, None)
+                if following is None:
+                    return
+                self._taken.append(following)
+            yield self._taken[index]

@@ -139,7 +139,7 @@ class Reporter:
         return EngineStats(
             op_seconds=self._op_seconds_left(requests),
             resident_models=self._resident_models(),
-            r_squared={key.op: value for key, value in self._cost.r_squared().items()},
+            r_squared={key.op: value for key, value in self._cost.r_squared().items() if key.degree == 1},
             steps=counters.steps,
             batch_tokens=counters.batch_tokens,
             batch_requests=counters.batch_requests,
@@ -159,7 +159,7 @@ class Reporter:
         if self._batches_since_costs < COSTS_EVERY:
             return None
         self._batches_since_costs = 0
-        lines = tuple(CostLine(key.model, key.op, line) for key, line in self._cost.lines().items())
+        lines = tuple(CostLine(key.model, key.op, line, key.degree) for key, line in self._cost.lines().items())
         copies = tuple(CopyLine(source, line) for source, line in self._cost.copy_lines().items())
         return EngineCosts(lines, copies)
 

@@ -112,7 +112,7 @@ class Request:
     @property
     def is_live(self) -> bool:
         """Whether it has not reached a terminal state."""
-        return bool(TRANSITIONS[self.status])
+        return self.status is Status.WAITING or self.status is Status.RUNNING
 
     @property
     def is_spoilt(self) -> bool:

@@ -6,13 +6,15 @@ PageReservations below it does not know requests.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from itertools import islice
 
 from core.cache.page_reservations import PageReservations, keyframes_needed
 from core.cache.priming import TemplateInfo
 from core.cache.reservation import Reservation
 from core.cache.template_requests import TemplateRequests
 from core.model_info import ModelInfo
+from core.scheduling.live_requests import LiveRequests
 from core.scheduling.request import Request, Status
 
 
@@ -31,13 +33,14 @@ class RequestPrefetcher:
         self._pages = pages
         self._template_requests = template_requests
         self._num_prefetched = num_prefetched
+        self._unreserved: set[str] = set()  # ids of requests whose reservation is not made yet
 
     def need(self, request: Request) -> None:
         """Set the keyframes that a mask-aware edit needs, now that its noise levels are known."""
         template = self._template_of(request)
         needed = keyframes_needed(template.scheme.keyframes, _masked_sigmas(request, 0))
         if request.reservation is None:
-            request.reservation = Reservation(request.id, template, request.spec.template, needed)
+            self._make(request, template, needed)
         else:
             self._pages.narrow(request.reservation, needed)
 
@@ -46,24 +49,45 @@ class RequestPrefetcher:
         if request.reservation is not None:
             self._pages.trim(request.reservation, _masked_sigmas(request, request.progress.steps_done))
 
-    def reserve(self, requests: Sequence[Request], *, is_idle: bool) -> None:
-        """Reserve what edits need, most urgent first and without overtaking, so that none waits for room forever.
-        requests: all live ones, in this order. is_idle: the scheduler holds no edit, live or ending.
-        """
-        for request in requests[: self._num_prefetched]:
+    def forget(self, request: Request) -> None:
+        """Release what a request that has ended holds."""
+        self._unreserved.discard(request.id)
+        if request.reservation is not None:
+            self._pages.release(request.reservation)
+
+    def reserve(self, requests: LiveRequests) -> None:
+        """Reserve what requests need, most urgent first and without overtaking, so that none waits for room forever."""
+        for request in islice(requests.live(), self._num_prefetched):
             if request.reservation is None and request.status is Status.WAITING and request.spec.is_mask_aware:
                 self._prefetch(request)
-        reservations = [request.reservation for request in requests if request.reservation is not None]
-        for reservation in [*reservations, *self._template_requests.wanting_room(is_idle=is_idle)]:
-            if not reservation.is_reserved and not self._reserve(reservation):
-                break
+        for reservation in [*self._missing(requests), *self._template_requests.wanting_room(is_idle=not len(requests))]:
+            if not reservation.is_reserved:
+                if not self._reserve(reservation):
+                    break
+                self._unreserved.discard(reservation.owner_id)
+
+    def _missing(self, requests: LiveRequests) -> list[Reservation]:
+        """Reservations of live requests that are not made yet, most urgent first."""
+        found, left = list[Reservation](), len(self._unreserved)
+        for request in requests.in_order() if left else ():
+            if request.id in self._unreserved:
+                left -= 1
+                if request.is_live and request.reservation is not None:
+                    found.append(request.reservation)
+                if not left:
+                    break
+        return found
 
     def _prefetch(self, request: Request) -> None:
         """Prepare a reservation of all keyframes, since the edit's noise levels are not known yet."""
         template = self._template_of(request)
         if template.scheme.keyframes:
-            request.reservation = Reservation(request.id, template, request.spec.template, template.scheme.keyframes)
-            request.reservation.is_prefetch = True
+            self._make(request, template, template.scheme.keyframes).is_prefetch = True
+
+    def _make(self, request: Request, template: TemplateInfo, sigmas: tuple[float, ...]) -> Reservation:
+        reservation = request.reservation = Reservation(request.id, template, request.spec.template, sigmas)
+        self._unreserved.add(request.id)
+        return reservation
 
     def _reserve(self, reservation: Reservation) -> bool:
         """Whether it could be reserved, if necessary after releasing what idle work holds."""

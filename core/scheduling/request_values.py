@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from core.graph.op import OPS
 from core.graph.workflow import Node
@@ -13,14 +13,14 @@ from core.scheduling.values import ValueTable
 
 
 def note_values(values: ValueTable, request: Request, node: Node, rounds: int, made: Iterable[TensorRef]) -> None:
-    """Note that a node has run: what it made is there, what it alone still read is free. rounds: of the loop that were
-    done before it, see `keys_read`.
+    """Note that a node has finished: what it made is there, what it alone still read is free. rounds: of the loop that
+    were done before it, see `keys_read`.
     """
-    workflow, num_rounds = request.workflow, request.progress.num_steps
-    is_last = rounds + 1 >= num_rounds
+    progress, readers = request.progress, _readers(request)
+    is_last_round = rounds + 1 >= progress.num_steps
     for ref in made:
-        values.add(ref, workflow.readers.get((node.name, ref.key.name, is_last), 0))
-    for key in keys_done(request.id, workflow, node, rounds, num_rounds):
+        values.add(ref, readers.get((node.name, ref.key.name, is_last_round), 0))
+    for key in keys_done(request.id, request.workflow, node, rounds, is_last=progress.is_over(node)):
         values.done_reading(key)
 
 
@@ -30,7 +30,11 @@ def begin_again(values: ValueTable, request: Request) -> None:
     """
     assert request.reservation is not None
     request.reservation.full_blocks, request.full_blocks = (), 0
-    request.progress.restart(name for name in request.workflow.constant if _is_whole(values, request, name))
+    kept = [name for name in request.workflow.constant if _is_whole(values, request, name)]
+    request.progress.restart(kept)
+    for key in values.keys(request.id):
+        if key.node in kept:
+            values.renew(key, _readers(request)[key.node, key.name, True])
     request.fixed_inputs.clear()
     values.discard(key for key in values.keys(request.id) if key.node == request.workflow.loop.name)
 
@@ -39,3 +43,7 @@ def _is_whole(values: ValueTable, request: Request, node: str) -> bool:
     """Whether all that a node has made is there still."""
     names = OPS[request.workflow.node(node).op].outputs
     return all(values.get(TensorKey(request.id, node, name)) is not None for name in names)
+
+
+def _readers(request: Request) -> Mapping[tuple[str, str, bool], int]:
+    return request.workflow.readers(with_sides=bool(request.progress.previews))

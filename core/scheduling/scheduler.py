@@ -9,7 +9,7 @@ One iteration is schedule -> (a worker runs the plan) -> apply; `take_outputs` r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import count
 
 import msgspec
@@ -168,10 +168,9 @@ class StepScheduler:
     def schedule(self, now: float) -> StepPlan | None:
         """The next plan; None when nothing can start before the next result or request arrives."""
         self._give_up_lost(now)
-        requests = list(self.in_order())
-        self._prefetcher.reserve(requests, is_idle=not len(self._requests))
+        self._prefetcher.reserve(self._requests)
         self._outputs += self._template_requests.take_answers()
-        view = self._view(requests, now)
+        view = self._view(now)
         chosen = self._dispatcher.carry_out(self._policy.choose(view, now), view)
         for request_id in chosen.begun:
             self._requests.begin(request_id, lambda request: self._predictor.left_of(request).seconds)
@@ -219,7 +218,7 @@ class StepScheduler:
             self._reporter.note_copy(done)
         self.pages.finish_copy(done)
         self._outputs += self._template_requests.take_answers()
-        for request in () if done.ok else tuple(self.in_order()):
+        for request in () if done.ok else self._requests.running:
             self._begin_again_if_spoilt(request)
 
     def take_outputs(self) -> tuple[Output, ...]:
@@ -228,10 +227,6 @@ class StepScheduler:
         return outputs
 
     # ------------------------------------------------------------------------------------------------- what it knows
-
-    def in_order(self) -> Iterator[Request]:
-        """Live requests in scheduling order: fair between owners, the most urgent of each owner first."""
-        return (request for request in self._requests.in_order() if request.is_live)
 
     def predict_out(self) -> dict[int, float]:
         """Busy ranks, with the predicted seconds of the work that they have."""
@@ -243,11 +238,11 @@ class StepScheduler:
 
     def load_report(self) -> LoadReport:
         """The current load. Changes since the last report are contained once."""
-        return self._reporter.load(self._requests.in_order(), self.counts)
+        return self._reporter.load(tuple(self._requests.in_order()), self.counts)
 
     def stats(self) -> EngineStats:
         """Totals since start."""
-        return self._reporter.stats(self._requests.in_order())
+        return self._reporter.stats(tuple(self._requests.in_order()))
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless all counts agree. Cheap enough to run when idle."""
@@ -263,15 +258,15 @@ class StepScheduler:
 
     # ------------------------------------------------------------------------------------------------- inside
 
-    def _view(self, requests: Sequence[Request], now: float) -> View:
+    def _view(self, now: float) -> View:
         idle = frozenset(self._out.idle_ranks())
         return View(
             config=self.config,
-            requests=requests,
+            requests=self._requests,
             open_ranks=idle | self._nearly_idle_ranks(),
             idle_ranks=idle,
             max_step_tokens=self._step_limit.tokens,
-            may_join=self._deadlines.joining(requests, now),
+            may_join=self._deadlines.joining(list(self._requests.live()), now) if self._requests.has_due else None,
             may_plan_blocks=self._may_plan_blocks,
             _pages=self.pages,
             _values=self.values,
@@ -282,7 +277,7 @@ class StepScheduler:
         """Busy ranks that may be given work: nearly done, so that the round trip of a small step is hidden behind their
         work, and new requests do not wait long. Nothing is sent ahead while a preview is pending, which would delay it.
         """
-        if any(request.progress.is_preview_out for request in self._requests):
+        if any(request.progress.is_preview_out for request in self._requests.running):
             return set()
         return self._out.nearly_idle_ranks(self._max_plans_out, self.config.max_ahead_ms / 1e3)
 
@@ -368,13 +363,13 @@ class StepScheduler:
         self._policy.on_end(request.id)
         self._requests.remove(request.id)
         self.values.forget(request.id)
-        if request.reservation is not None:
-            self.pages.release(request.reservation)
+        self._prefetcher.forget(request)
         if request.progress.has_started:
             self._free.append(TensorKey(request.id, "", ""))
 
     def _give_up_lost(self, now: float) -> None:
-        for request, failure in self._deadlines.lost(list(self.in_order()), now):
+        live = list(self._requests.live()) if self._requests.has_due else []
+        for request, failure in self._deadlines.lost(live, now):
             self._end(request, Status.FAILED, Failed(request_id=request.id, failure=failure))
 
     def _apply_job(self, job: PrimingJob, chunk: Chunk | None, result: BatchResult) -> None:

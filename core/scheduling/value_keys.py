@@ -31,10 +31,9 @@ def keys_read(request_id: str, workflow: Workflow, node: Node, rounds: int) -> l
     return fixed_keys(request_id, workflow, node) + round_keys(request_id, workflow, node, rounds)
 
 
-def keys_done(request_id: str, workflow: Workflow, node: Node, rounds: int, num_rounds: int) -> list[TensorKey]:
-    """The values that a node does not read any more after it has run. rounds: as for `round_keys`; num_rounds: of the
-    loop in all.
+def keys_done(request_id: str, workflow: Workflow, node: Node, rounds: int, *, is_last: bool) -> list[TensorKey]:
+    """The values that a node does not read any more after it has run. rounds: as for `round_keys`. is_last: it does not
+    run again for this request.
     """
     keys = round_keys(request_id, workflow, node, rounds)
-    is_last = node.kind != "loop" or rounds + 1 == num_rounds
     return keys + fixed_keys(request_id, workflow, node) if is_last else keys

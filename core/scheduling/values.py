@@ -55,10 +55,9 @@ class ValueTable:
 
     def add(self, ref: TensorRef, readers: int) -> None:
         """Note that a node has made a value, which replaces one with the same key. Without readers it is freed."""
-        values = self._values.setdefault(ref.key.request_id, {})
-        if ref.key in values:
+        if self.get(ref.key) is not None:
             self._drop(ref.key)
-        values[ref.key] = Value(ref, readers)
+        self._values.setdefault(ref.key.request_id, {})[ref.key] = Value(ref, readers)
         if not readers:
             self._free(ref.key)
 
@@ -72,6 +71,10 @@ class ValueTable:
         value.readers_left -= 1
         if not value.readers_left:
             self._free(key)
+
+    def renew(self, key: TensorKey, readers: int) -> None:
+        """Set how many nodes will read a value that is there, because some of them run again."""
+        self._values[key.request_id][key].readers_left = readers
 
     def discard(self, keys: Iterable[TensorKey]) -> None:
         """Free values whose readers will not come. None of them may be moving."""
@@ -112,10 +115,6 @@ class ValueTable:
     def end_move(self, key: TensorKey) -> None:
         """Note that a value is in shared memory."""
         self._values[key.request_id][key].is_moving = False
-
-    def is_moving(self, request_id: str) -> bool:
-        """Whether a worker is writing a value of this request to shared memory."""
-        return any(value.is_moving for value in self._values.get(request_id, {}).values())
 
     @property
     def num_moving(self) -> int:

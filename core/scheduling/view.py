@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from core.cache.page_reservations import PageReservations
@@ -13,6 +13,7 @@ from core.graph.work import Work
 from core.graph.workflow import Node, op_of
 from core.scheduling.batch_items import inputs_elsewhere, node_work
 from core.scheduling.deadlines import MayJoin
+from core.scheduling.live_requests import LiveRequests
 from core.scheduling.request import Request
 from core.scheduling.values import ValueTable
 
@@ -28,7 +29,7 @@ class View:
     """Made by the scheduler for one pass. A policy must not change what it gets from here."""
 
     config: SchedulerConfig
-    requests: Sequence[Request]  # live ones in scheduling order: fair between owners, most urgent first
+    requests: LiveRequests  # `live()` in scheduling order: fair between owners, most urgent first; and `running`
     open_ranks: frozenset[int]  # ranks that may be given work
     idle_ranks: frozenset[int]  # those of them that have none
     max_step_tokens: int  # token budget of a step together with what is primed beside it

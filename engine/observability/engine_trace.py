@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from core.graph.op import OPS, Op
+from core.graph.catalog import WORKFLOWS
 from core.messages.engine import EngineRequest, Failed, Finished, PartialImage, ToEngine
 from core.messages.worker import Batch, BatchResult, FromWorker, StepPlan
 from core.scheduling.outputs import Output
@@ -41,8 +41,8 @@ class _Traced:
     span: Span
     steps: _Steps = field(default_factory=_Steps)
 
-    def add(self, node: str, op: Op, result: BatchResult, num_requests: int) -> None:
-        if op.sharing == "together":
+    def add(self, node: str, result: BatchResult, num_requests: int) -> None:
+        if WORKFLOWS[self.request.workflow].node(node).kind == "loop":
             self.steps.add(result, num_requests)
         else:
             ended = result.started + result.seconds
@@ -76,8 +76,9 @@ class EngineTrace:
             case EngineRequest(trace_context=context) if context:
                 span = self._tracer.begin("engine", "internal", {"traceparent": context}, time.monotonic())
                 self._traced[message.request_id] = _Traced(message, span)
-            case BatchResult(batch_id=batch_id) if batch_id in self._batches:
-                self._note(self._batches.pop(batch_id), message)
+            case BatchResult(batch_id=batch_id, rank=rank) if batch_id in self._batches:
+                if rank == self._batches[batch_id].ranks[0]:  # of several ranks the first one's times count
+                    self._note(self._batches.pop(batch_id), message)
 
     def planned(self, plan: StepPlan) -> None:
         """EngineCore has submitted a plan to the workers."""
@@ -94,4 +95,4 @@ class EngineTrace:
     def _note(self, batch: Batch, result: BatchResult) -> None:
         for item in batch.items:
             if traced := self._traced.get(item.request_id):
-                traced.add(item.node, OPS[batch.op], result, len(batch.items))
+                traced.add(item.node, result, len(batch.items))

@@ -170,14 +170,15 @@ class Batches:
         return 2 if self.info.has_true_cfg or self.info.is_guidance_cfg else 1
 
     @torch.inference_mode()
-    def kept_bytes(self) -> int:
-        """Bytes of device memory that a request with most rows and the default number of steps keeps between steps."""
+    def kept_bytes(self, num_states: int = 1) -> int:
+        """Bytes of device memory that a request with most rows and the default number of steps keeps between steps.
+        num_states: results of steps, with the sampler's state, that are there at once.
+        """
         image, text, info = self._image, self._text, self.info
         levels = torch.linspace(1.0, 0.0, info.default_num_inference_steps, device=image.latents.device)
         table = self.family.modulation(text.pooled_prompt_embeds, info.default_guidance_scale, levels, self.most_rows)
         of_row = [text.prompt_embeds, text.pooled_prompt_embeds, *([] if table is None else [table])]
-        state = [image.latents, *image.state]  # twice: a step's results are there before those of the last are freed
-        of_request = [*state, *state, image.condition, image.outside, image.sigmas]
+        of_request = [*num_states * [image.latents, *image.state], image.condition, image.outside, image.sigmas]
         on_device = [tensor for tensor in of_request + self.most_rows * of_row if tensor.device == image.latents.device]
         return sum(tensor.nbytes for tensor in on_device)
 

@@ -93,7 +93,9 @@ def device_page_bytes(
     models = [Batches(families[info.name], info) for info in infos if not info.parent]
     runs = (run for batches in models for run in heaviest(batches, scheduler))
     with room_for("what a request keeps beside the model"):
-        kept = scheduler.max_num_seqs * max(batches.kept_bytes() for batches in models)
+        # A plan frees what the results before it have made useless; plans that are under way have theirs still.
+        num_states = scheduler.max_plans_in_flight + 1
+        kept = scheduler.max_num_seqs * max(batches.kept_bytes(num_states) for batches in models)
     memory = measure(gauge, runs, kept)
     least = max(scheme.template_bytes(_native_tokens(info), len(scheme.keyframes) or 2) for info, scheme in schemes)
     pages = page_bytes(memory, cache.gpu_memory_utilization, least)

@@ -24,6 +24,12 @@ class SharedMemory(Protocol):
         """The array of a handle, writable, without a copy."""
 
 
+class MissingValueError(KeyError):
+    """A batch reads a value that this rank does not have: the batch that was to make it failed after this one had been
+    sent.
+    """
+
+
 class TensorStore:
     """Key -> tensor or series of tensors, on one rank. They move between ranks through `arena`, as bytes."""
 
@@ -40,12 +46,12 @@ class TensorStore:
         return TensorRef(key, self._rank, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.nbytes)
 
     def get(self, key: TensorKey) -> Tensor:
-        """The tensor under `key`. Raises KeyError when there is none, which is a bug in the plan."""
+        """The tensor under `key`. Raises MissingValueError if there is none."""
         try:
             return self._tensors[key.request_id][key]
         except KeyError:
             name = f"{key.node}.{key.name} version {key.version} of {key.request_id}"
-            raise KeyError(f"rank {self._rank} holds no tensor {name}") from None
+            raise MissingValueError(f"rank {self._rank} holds no tensor {name}") from None
 
     def put_series(self, key: TensorKey, tensors: Sequence[Tensor]) -> TensorRef:
         """Store a series of tensors under `key`, replacing the previous one; returns a reference that describes it."""
@@ -79,7 +85,7 @@ class TensorStore:
         if tensor.nbytes > ref.handle.size:
             raise ValueError(f"a tensor of {tensor.nbytes} bytes does not fit {ref.handle.size}")
         there = torch.from_numpy(self._arena.view(ref.handle))
-        there[: tensor.nbytes].copy_(tensor.contiguous().view(torch.uint8).flatten())
+        there[: tensor.nbytes].copy_(tensor.contiguous().reshape(-1).view(torch.uint8))
         return ref
 
     def free(self, key: TensorKey) -> None:

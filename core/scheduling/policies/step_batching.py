@@ -60,16 +60,18 @@ class _Pass:
         """The running requests, and as many waiting ones as there are free slots. A request that would make others late
         waits; one with `runs_alone` waits until nothing runs. No later request overtakes either of them.
         """
-        requests = self.view.requests
-        if any(r.head.runs_alone and r.status is Status.RUNNING for r in requests):
-            return [r for r in requests if r.status is Status.RUNNING]
-        stepping = sum(r.status is Status.RUNNING and r.progress.steps_left > 0 for r in requests)
-        slots = self.view.config.max_num_seqs - stepping
-        is_idle = not any(r.status is Status.RUNNING for r in requests)
+        running = self.view.requests.running
+        num_unseen, is_idle = len(running), not running
+        slots = self.view.config.max_num_seqs - sum(request.progress.steps_left > 0 for request in running)
+        if any(request.head.runs_alone for request in running):
+            slots = 0
         admitted: list[Request] = []
-        for request in requests:
+        for request in self.view.requests.live():
+            if num_unseen == 0 and slots <= 0:
+                break  # all others wait; there may be thousands
             if request.status is Status.RUNNING:
                 admitted.append(request)
+                num_unseen -= 1
             elif request.head.runs_alone:
                 if is_idle and not admitted:
                     return [request]
@@ -107,10 +109,10 @@ class _Pass:
     # ------------------------------------------------------------------------------------------------ the step
 
     def _choose_step(self) -> int:
-        """Choose the most urgent requests that fit, in one batch per model and op; returns the step's tokens. A request
-        above the token budget runs by itself.
+        """Choose the most urgent requests that fit, in one batch per model, op and rank; returns the step's tokens. A
+        request above the token budget runs by itself.
         """
-        chosen: dict[tuple[str, str], list[tuple[Request, Node]]] = {}  # (model, op of the loop) -> requests
+        chosen: dict[tuple[str, str, int], list[tuple[Request, Node]]] = {}  # (model, op, rank) -> requests
         num_seqs = num_tokens = 0
         for request, ready in self._candidates:
             loop = request.workflow.loop
@@ -120,7 +122,8 @@ class _Pass:
             is_full = num_seqs == self.view.config.max_num_seqs
             if is_full or (num_seqs and tokens > self.view.max_step_tokens):
                 break
-            chosen.setdefault((request.head.model, loop.op), []).append((request, loop))
+            rank = request.placement[loop.name]
+            chosen.setdefault((request.head.model, loop.op, rank), []).append((request, loop))
             num_seqs, num_tokens = num_seqs + 1, tokens
         for items in chosen.values():
             self._add(items)

@@ -32,7 +32,7 @@ def _decode_region(context: WorkerContext, model: str, work: Decode, latents: Te
     active, template = context.shared(work.active).long().to(latents.device), context.shared(work.template)
     clean = context.clean_latents(model, work.template_latents, latents.shape[0])
     whole = clean.to(latents.device, copy=True)
-    whole[active] = latents[active].to(whole.dtype)  # float32 if another rank has exported them
+    whole[active] = latents[active].to(whole.dtype)
     region, (left, top, right, bottom) = family.decode_region(whole, active, work.width, work.height)
     pixels.copy_(template)
     pixels[top:bottom, left:right] = region

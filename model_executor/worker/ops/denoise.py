@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from core.failure import Failure
 from core.handles import ArrayRef, TensorKey
 from core.messages.worker import Item, ItemResult, PageSpan
 from core.scheduling.ops.denoise import Denoise
@@ -17,16 +18,32 @@ from model_executor.models.boxes import Box, around
 from model_executor.page_cache.pages import Pages
 from model_executor.samplers.sampling import State
 from model_executor.worker.ops.context import WorkerContext, noise_id
+from model_executor.worker.tensor_store import MissingValueError
 
 
 def denoise(context: WorkerContext, model: str, items: Sequence[Item]) -> list[ItemResult]:
-    """Predict, combine guidance, advance; results are stored only after all three."""
+    """Predict, combine guidance, advance; results are stored only after all three. An item whose inputs were never made
+    fails alone.
+    """
     family = context.models[model]
-    steps = [_step(context, model, item) for item in items]
-    predictions = iter(family.predict([row for step in steps for row in step.rows]))
+    read = [_read(context, model, item) for item in items]
+    steps = [step for step in read if isinstance(step, _Step)]
+    predictions = iter(family.predict([row for step in steps for row in step.rows]) if steps else ())
     guided = [family.combine_guidance([next(predictions) for _ in step.rows], step.scale) for step in steps]
-    outputs = [step.outputs(family, prediction) for step, prediction in zip(steps, guided, strict=True)]
-    return [_put_step(context, item, *output) for item, output in zip(items, outputs, strict=True)]
+    outputs = iter([step.outputs(family, prediction) for step, prediction in zip(steps, guided, strict=True)])
+    return [
+        ItemResult(item.request_id, item.node, failure=step)
+        if isinstance(step, Failure)
+        else _put_step(context, item, *next(outputs))
+        for item, step in zip(items, read, strict=True)
+    ]
+
+
+def _read(context: WorkerContext, model: str, item: Item) -> _Step | Failure:
+    try:
+        return _step(context, model, item)
+    except MissingValueError as error:
+        return Failure("engine", f"an earlier step failed: {error.args[0]}")
 
 
 def _step(context: WorkerContext, model: str, item: Item) -> _Step:

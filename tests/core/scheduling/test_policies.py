@@ -37,9 +37,9 @@ class Observed(SchedulingPolicy):
     batches: list[int] = field(default_factory=list)
 
     def choose(self, view: View, now: float) -> Sequence[Decision]:
-        before = [(r.id, r.status, deepcopy(r.progress), r.num_moving) for r in view.requests]
+        before = [(r.id, r.status, deepcopy(r.progress), r.num_moving) for r in view.requests.live()]
         decisions = self.inner.choose(view, now)
-        assert [(r.id, r.status, r.progress, r.num_moving) for r in view.requests] == before
+        assert [(r.id, r.status, r.progress, r.num_moving) for r in view.requests.live()] == before
         assert self.inner.choose(view, now) == decisions
         for decision in decisions:
             if isinstance(decision, Dispatch):

@@ -127,7 +127,7 @@ def test_text_tokens_beyond_the_prompts_count_in_the_budget() -> None:
             scheduler.add(with_spec(make_edit(name), extra_text_tokens=extra))
         steps = [step(scheduler, workers) for _ in range(4)]
         assert max(steps, key=len) == together
-        (request, *_) = scheduler.in_order()
+        (request, *_) = scheduler._requests.live()
         assert request.num_all_tokens == request.num_step_tokens == 256 + 24 + extra
 
 

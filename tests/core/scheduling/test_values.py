@@ -28,6 +28,16 @@ def test_a_value_is_freed_when_its_last_reader_is_done() -> None:
     assert table.take_freed() == [], "it was never made, or is gone"
 
 
+def test_a_value_that_is_made_again_replaces_the_only_one_of_its_request() -> None:
+    table, value = ValueTable(), ref("latents")
+    table.add(value, readers=1)
+    table.add(value, readers=2)
+    found = table.get(value.key)
+    assert found is not None
+    assert found.readers_left == 2
+    table.check_integrity({"r"})
+
+
 def test_a_value_that_no_node_reads_is_freed_at_once() -> None:
     table, value = ValueTable(), ref("unread")
     table.add(value, readers=0)
@@ -134,9 +144,10 @@ def run_whole(workflow: Workflow, outputs: dict[str, tuple[str, ...]], num_round
                 assert table.get(key) is not None, f"{node.name} reads {key}, which is freed"
             version = done + 1 if node.kind == "loop" else 0
             for name in outputs[node.name]:
-                readers = workflow.readers.get((node.name, name, done + 1 >= num_rounds), 0)
+                readers = workflow.readers(with_sides=False).get((node.name, name, done + 1 >= num_rounds), 0)
                 table.add(TensorRef(TensorKey("r", node.name, name, version), 0, (1,), "uint8", 1), readers)
-            for key in keys_done("r", workflow, node, done, num_rounds):
+            is_last = node.kind != "loop" or done + 1 == num_rounds
+            for key in keys_done("r", workflow, node, done, is_last=is_last):
                 table.done_reading(key)
             table.check_integrity({"r"})
     return table

@@ -38,7 +38,7 @@ def test_put_replaces_and_describes(arena: Arena) -> None:
 
 
 def test_unknown_key_raises(arena: Arena) -> None:
-    with pytest.raises(KeyError, match=r"rank 0 holds no tensor image_encode\.latents of r1"):
+    with pytest.raises(KeyError, match=r"rank 0 holds no tensor image_encode\.latents version 0 of r1"):
         store(arena).get(KEY)
 
 
@@ -90,6 +90,13 @@ def test_moved_tensor_is_bit_exact(arena: Arena, dtype: torch.dtype) -> None:
     moved = there.resolve(exported)
     assert (moved.shape, moved.dtype) == (tensor.T.shape, dtype)
     assert torch.equal(moved.contiguous().view(torch.uint8), tensor.T.contiguous().view(torch.uint8))
+
+
+def test_a_scalar_moves(arena: Arena) -> None:
+    here, there = store(arena, 0), store(arena, 1)
+    ref = here.put(KEY, torch.tensor(2.5))
+    moved = there.resolve(here.export(replace(ref, handle=handle(arena, 4))))
+    assert (moved.shape, moved.item()) == ((), 2.5)
 
 
 def test_resolve_takes_local_tensors_from_the_store(arena: Arena) -> None:

@@ -166,7 +166,7 @@ async def test_failed_item_is_a_message(executor: Executor, arena: Arena, space:
         failure = message.items[0].failure
         assert failure is not None
         assert failure.kind == "engine"
-        assert "holds no tensor text_encode.prompt_embeds of stray" in failure.message
+        assert "holds no tensor text_encode.prompt_embeds version 0 of stray" in failure.message
         await run(executor, edit)
 
 
