@@ -39,7 +39,6 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     primed: float  # keyframes per edit
     loaded: float  # keyframes per edit
     error: float | None  # median of |predicted / real - 1|; None where nothing was predicted
-    most_in_flight: int
     wall_seconds: float  # what the run took
 
 
@@ -63,7 +62,6 @@ def simulate(name: str, policy: RouterPolicy, seed: int) -> Run:
         primed=outcome.primed / number,
         loaded=outcome.loaded / number,
         error=statistics.median(errors) if errors else None,
-        most_in_flight=outcome.most_in_flight,
         wall_seconds=time.perf_counter() - start,
     )
 

@@ -151,7 +151,6 @@ class Outcome:
     primed: int
     loaded: int
     seconds: float
-    most_in_flight: int
 
 
 @dataclass
@@ -171,7 +170,6 @@ class Cluster:
         self._latencies: dict[int, float] = {}
         self._predicted: dict[int, float | None] = {}
         self._chosen: dict[int, int] = {}
-        self._most_in_flight = 0
         self._started = 0.0
 
     def run(self) -> Outcome:
@@ -217,7 +215,6 @@ class Cluster:
         self.fleet.sent(choice.engine, shape, now)
         self.note_sent(choice.engine, edit)
         self._chosen[index], self._predicted[index] = choice
-        self._most_in_flight = max(self._most_in_flight, len(self._chosen) - len(self._latencies))
         self.clock.after(MESSAGE_SECONDS, lambda: self.engines[choice.engine].receive(edit))
 
     def _tell(self, engine: int, report: LoadReport, outputs: tuple[Output, ...]) -> None:
@@ -244,7 +241,6 @@ class Cluster:
             primed=sum(stat.primed for stat in stats),
             loaded=sum(sum(stat.loads.values()) for stat in stats),
             seconds=self.clock.now - started,
-            most_in_flight=self._most_in_flight,
         )
 
 
