@@ -96,6 +96,11 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for every interface")
     group.add_argument("--port", default=8000, type=whole_number(0, 65535), help="TCP port; 0: any free one")
+    _add_access_flags(group)
+    _add_operation_flags(group)
+
+
+def _add_access_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--api-key",
         dest="api_keys",
@@ -143,6 +148,9 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
         help="a name or address that a request's Host header may name, besides loopback, such as one that a proxy "
         "passes on; may be repeated; *: any; default: any, or if --host is a loopback address, none",
     )
+
+
+def _add_operation_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--no-playground",
         dest="playground",
