@@ -217,7 +217,7 @@ def latents_plan(edit: Edit, out: EntryRef) -> StepPlan:
     work = TemplateEncode(template=edit.template, width=edit.size[0], height=edit.size[1], out=out)
     item = Item(edit.request_id, "encode_template", work, ())
     return StepPlan(
-        seq=0, batches=(Batch(id=1, stage="encode_template", model=ModelKey("tiny", "vae"), ranks=(0,), items=(item,)),)
+        seq=0, batches=(Batch(id=1, op="template_encode", model=ModelKey("tiny", "vae"), ranks=(0,), items=(item,)),)
     )
 
 
