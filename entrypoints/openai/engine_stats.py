@@ -91,7 +91,7 @@ def _of_the_dead(stats: EngineStats) -> EngineStats:
     if stats.cache is None:
         return stats
     cache = msgspec.structs.replace(stats.cache, entries={}, used_bytes={}, budget_bytes={})
-    return msgspec.structs.replace(stats, stage_seconds={}, resident_models=(), cache=cache)
+    return msgspec.structs.replace(stats, op_seconds={}, resident_models=(), cache=cache)
 
 
 def _cache(stats: CacheStats) -> dict[str, Any]:
