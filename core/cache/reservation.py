@@ -27,7 +27,7 @@ class Reservation:
     is_idle_work: bool = False  # set by its maker: primed only when there is no other work
     is_prefetch: bool = False  # set by its maker: its owner waits for a slot; entries are loaded, but not primed
     is_given_up: bool = False  # priming failed, and so does its owner
-    full_blocks: tuple[int, ...] = ()  # set by the SchedulingPass: blocks that the next step computes without pages
+    full_blocks: tuple[int, ...] = ()  # set by the Dispatcher: blocks that the next step computes without pages
     # What became of it, for the owner's terminal message.
     is_primed: bool = False  # at least one of its entries had to be primed
     tier: Tier | None = None  # the slowest tier that any of its entries came from

@@ -116,13 +116,14 @@ class Workflow:
 
     @cached_property
     def _readers_with_sides(self) -> Mapping[tuple[str, str, bool], int]:
-        return self._count_readers(self.nodes)
+        return self.count_readers(self.nodes)
 
     @cached_property
     def _readers_without_sides(self) -> Mapping[tuple[str, str, bool], int]:
-        return self._count_readers([node for node in self.nodes if node.kind != "side"])
+        return self.count_readers([node for node in self.nodes if node.kind != "side"])
 
-    def _count_readers(self, nodes: Iterable[Node]) -> Mapping[tuple[str, str, bool], int]:
+    def count_readers(self, nodes: Iterable[Node]) -> Mapping[tuple[str, str, bool], int]:
+        """As `readers`, with only these nodes as readers."""
         counts = Counter[tuple[str, str, bool]]()
         for node in nodes:
             for source, name in {(edge.source, edge.name) for edge in node.inputs}:

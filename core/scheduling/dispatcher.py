@@ -50,16 +50,15 @@ class Dispatcher:
         read on other ranks. view: from which the decisions were made. Raises AssertionError for one that cannot be
         carried out, before anything of it is.
         """
+        decisions = tuple(decisions)
+        check(decisions, view)
         done = Dispatched(transfers=list(self._transfers(view)))
         for decision in decisions:
             match decision:
                 case Dispatch():
-                    _check(decision, view)
                     done.flights.append(self._dispatch(decision))
                     done.begun += self._begin(decision)
                 case CacheDispatch():
-                    assert decision.rank in view.open_ranks, f"rank {decision.rank} is not open"
-                    assert not decision.job.is_in_flight, f"{decision.job.id} is in flight"
                     done.flights.append(self._dispatch_job(decision))
         return done
 
@@ -79,10 +78,12 @@ class Dispatcher:
 
     def _begin(self, dispatch: Dispatch) -> list[str]:
         """Note that waiting requests run; their ids."""
-        begun = [request for request, _ in dispatch.items if request.status is Status.WAITING]
-        for request in begun:
-            request.move_to(Status.RUNNING)
-        return [request.id for request in begun]
+        begun = []
+        for request, _ in dispatch.items:  # several nodes of one request may be among them
+            if request.status is Status.WAITING:
+                request.move_to(Status.RUNNING)
+                begun.append(request.id)
+        return begun
 
     def _plan_blocks(self, request: Request, node: Node) -> None:
         """Decide which blocks a step computes in full because their pages are still being loaded."""
@@ -95,7 +96,7 @@ class Dispatcher:
 
     def _transfers(self, view: View) -> Iterator[Transfer]:
         """Transfers of values that ready nodes read on other ranks than those that have them."""
-        for request in view.requests.running:
+        for request in view.requests.running_in_order():
             for node in () if request.is_on_one_rank else view.ready(request):
                 missing = inputs_elsewhere(request, node, self.values)
                 if missing and self._can_send(missing, view.open_ranks):
@@ -123,8 +124,21 @@ class Dispatcher:
         return Flight(batch, work, self.predict(batch, work), (job, chunk))
 
 
-def _check(dispatch: Dispatch, view: View) -> None:
-    """Raise AssertionError unless the nodes can run together on these ranks now."""
+def check(decisions: Iterable[Decision], view: View) -> None:
+    """Raise AssertionError unless all decisions can be carried out now."""
+    seen = set[tuple[str, str]]()  # (request or job, node)
+    for decision in decisions:
+        match decision:
+            case Dispatch():
+                names = _check_dispatch(decision, view)
+            case CacheDispatch():
+                names = _check_job(decision, view)
+        for name in names:
+            assert name not in seen, f"{name} is dispatched twice"
+            seen.add(name)
+
+
+def _check_dispatch(dispatch: Dispatch, view: View) -> list[tuple[str, str]]:
     assert dispatch.ranks, "a dispatch needs a rank"
     assert view.open_ranks.issuperset(dispatch.ranks), f"a rank of {dispatch.ranks} is not open"
     assert len(set(dispatch.ranks)) == len(dispatch.ranks), f"a rank of {dispatch.ranks} is named twice"
@@ -134,3 +148,12 @@ def _check(dispatch: Dispatch, view: View) -> None:
         assert (request.head.model, node.op) == key, "a batch has one op and one model"
         assert node in view.ready(request), f"{node.name} of {request.id} is not ready"
         assert request.placement[node.name] in dispatch.ranks, f"{node.name} of {request.id} runs on another rank"
+    return [(request.id, node.name) for request, node in dispatch.items]
+
+
+def _check_job(dispatch: CacheDispatch, view: View) -> list[tuple[str, str]]:
+    job = dispatch.job
+    assert dispatch.rank in view.open_ranks, f"rank {dispatch.rank} is not open"
+    assert not job.is_in_flight, f"{job.id} is in flight"
+    assert (dispatch.chunk is None) == view.needs_latents(job), f"{job.id} needs its template encoded first, and once"
+    return [(job.id, "")]

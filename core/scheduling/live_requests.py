@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import count
+from itertools import count, islice
 
 from core.scheduling.deadlines import due, urgency
 from core.scheduling.fair_queue import Claim, FairQueue
@@ -77,14 +77,29 @@ class LiveRequests:
         return (request for request in self.in_order() if request.is_live)
 
     @property
+    def begun(self) -> Iterable[Request]:
+        """Requests that a worker was given, ended ones included, in the order in which they began."""
+        return self._running.values()
+
+    @property
     def running(self) -> list[Request]:
-        """Requests that a worker was given and that have not ended, in the order in which they began."""
+        """Those of `begun` that have not ended."""
         return [request for request in self._running.values() if request.status is Status.RUNNING]
+
+    def running_in_order(self) -> Iterator[Request]:
+        """The same, the most urgent first."""
+        return islice((request for request in self.live() if request.status is Status.RUNNING), len(self.running))
 
     @property
     def has_due(self) -> bool:
         """Whether any request has a due time."""
         return self._num_due > 0
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless all that is kept beside the queue agrees with it."""
+        assert set(self._running) == {name for name, claim in self._claims.items() if claim.has_begun}
+        assert self._num_due == sum(due(claim.item.head) is not None for claim in self._claims.values())
+        assert list(self.in_order()) == list(self._queue.in_order())
 
     @property
     def counts(self) -> tuple[int, int]:

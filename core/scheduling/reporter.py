@@ -94,8 +94,8 @@ class Reporter:
         counters.batch_tokens += tokens
         counters.tokens_skipped += sum(work.keys) - tokens
         counters.batch_requests += len(result.items)
-        if result.num_parts > 1:
-            return  # the prediction is for one pass, not for several smaller ones
+        if result.num_parts > 1 or any(item.failure for item in result.items):
+            return  # the prediction is for one pass over all items
         bound = token_seconds(self._cost.coefficients(key), work)
         self._recent_steps.append(
             StepSample(

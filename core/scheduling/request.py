@@ -47,12 +47,12 @@ class Request:
     head: EngineRequest  # as received; never changed
     workflow: Workflow
     placement: Placement  # rank of each node
-    progress: Progress  # position in its workflow; written by the scheduler and its passes
+    progress: Progress  # position in its workflow; written by the scheduler and its Dispatcher
     # Of these, for quick access.
     id: str = field(init=False)
     spec: Spec = field(init=False)
     is_on_one_rank: bool = field(init=False)  # all nodes run on the same rank
-    # Set by the scheduler and its passes.
+    # Set by the scheduler and its Dispatcher.
     status: Status = Status.WAITING
     fixed_inputs: dict[str, tuple[TensorRef, ...]] = field(default_factory=dict)  # node -> inputs that rounds share
     num_moving: int = 0  # its values that a worker is writing to shared memory

@@ -32,9 +32,11 @@ def begin_again(values: ValueTable, request: Request) -> None:
     request.reservation.full_blocks, request.full_blocks = (), 0
     kept = [name for name in request.workflow.constant if _is_whole(values, request, name)]
     request.progress.restart(kept)
+    again = [node for node in request.workflow.nodes if node.name not in kept and not request.progress.is_over(node)]
+    readers = request.workflow.count_readers(again)
     for key in values.keys(request.id):
         if key.node in kept:
-            values.renew(key, _readers(request)[key.node, key.name, True])
+            values.renew(key, readers.get((key.node, key.name, True), 0))
     request.fixed_inputs.clear()
     values.discard(key for key in values.keys(request.id) if key.node == request.workflow.loop.name)
 

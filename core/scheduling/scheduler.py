@@ -246,6 +246,7 @@ class StepScheduler:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless all counts agree. Cheap enough to run when idle."""
+        self._requests.check_integrity()
         ids = {request.id for request in self._requests.in_order()}
         assert ids == {request.id for request in self._requests}
         assert set(self._endings) <= ids
@@ -277,7 +278,7 @@ class StepScheduler:
         """Busy ranks that may be given work: nearly done, so that the round trip of a small step is hidden behind their
         work, and new requests do not wait long. Nothing is sent ahead while a preview is pending, which would delay it.
         """
-        if any(request.progress.is_preview_out for request in self._requests.running):
+        if any(request.progress.is_preview_out for request in self._requests.begun):
             return set()
         return self._out.nearly_idle_ranks(self._max_plans_out, self.config.max_ahead_ms / 1e3)
 

@@ -73,8 +73,10 @@ class ValueTable:
             self._free(key)
 
     def renew(self, key: TensorKey, readers: int) -> None:
-        """Set how many nodes will read a value that is there, because some of them run again."""
+        """Set how many nodes will read a value that is there, as some run again; without any it is freed."""
         self._values[key.request_id][key].readers_left = readers
+        if not readers:
+            self._free(key)
 
     def discard(self, keys: Iterable[TensorKey]) -> None:
         """Free values whose readers will not come. None of them may be moving."""

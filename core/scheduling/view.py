@@ -33,7 +33,7 @@ class View:
     open_ranks: frozenset[int]  # ranks that may be given work
     idle_ranks: frozenset[int]  # those of them that have none
     max_step_tokens: int  # token budget of a step together with what is primed beside it
-    may_join: MayJoin | None  # None: no request has a due time
+    may_join: MayJoin | None  # to be asked once per waiting request, in order; None: no request has a due time
     may_plan_blocks: bool  # steps may run while their pages are being loaded
     _pages: PageReservations
     _values: ValueTable

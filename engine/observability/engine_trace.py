@@ -42,7 +42,8 @@ class _Traced:
     steps: _Steps = field(default_factory=_Steps)
 
     def add(self, node: str, result: BatchResult, num_requests: int) -> None:
-        if WORKFLOWS[self.request.workflow].node(node).kind == "loop":
+        workflow = WORKFLOWS.get(self.request.workflow)
+        if workflow is not None and workflow.node(node).kind == "loop":
             self.steps.add(result, num_requests)
         else:
             ended = result.started + result.seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from core.failure import Failure
 from core.handles import ArrayRef, TensorKey
+from core.ipc.logs import of_request
 from core.messages.worker import Item, ItemResult, PageSpan
 from core.scheduling.ops.denoise import Denoise
 from model_executor.models.base import Family, Row, Sample
@@ -19,6 +21,8 @@ from model_executor.page_cache.pages import Pages
 from model_executor.samplers.sampling import State
 from model_executor.worker.ops.context import WorkerContext, noise_id
 from model_executor.worker.tensor_store import MissingValueError
+
+logger = logging.getLogger("stencil.worker")
 
 
 def denoise(context: WorkerContext, model: str, items: Sequence[Item]) -> list[ItemResult]:
@@ -43,6 +47,7 @@ def _read(context: WorkerContext, model: str, item: Item) -> _Step | Failure:
     try:
         return _step(context, model, item)
     except MissingValueError as error:
+        logger.warning("%s of %s: an earlier step failed", item.node, item.request_id, extra=of_request(""))
         return Failure("engine", f"an earlier step failed: {error.args[0]}")
 
 

@@ -103,6 +103,18 @@ def test_a_new_op_runs_beside_ordinary_edits_after_one_registration(
     scheduler.check_integrity()
 
 
+def test_a_request_with_two_nodes_of_one_op_begins_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    twice = Workflow("twice", (Node("other_text", "text_encode"), *INPAINT.nodes), "decode")
+    monkeypatch.setitem(WORKFLOWS, "twice", twice)
+    scheduler = StepScheduler(SchedulerConfig(), {"m": MODEL})
+    scheduler.add(in_workflow("a", "twice"))  # type: ignore[arg-type]
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    assert [len(batch.items) for batch in plan.batches if batch.op == "text_encode"] == [2]
+    assert scheduler.counts == (1, 0)
+    scheduler.check_integrity()
+
+
 def test_a_new_ops_message_is_decoded(sharpen: RequestOp) -> None:
     item = Item("a", "sharpen", Sharpen(strength=0.25), ())
     plan = StepPlan(seq=0, batches=(Batch(0, "sharpen", ModelKey("m", "vae"), (0,), (item,)),))

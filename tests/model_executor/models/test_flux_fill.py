@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from diffusers import FluxFillPipeline
@@ -62,6 +63,23 @@ def test_clean_prediction_of_the_last_step_is_the_result(rig: Rig) -> None:
     clean, latents = (rig.store.get(edit.state_key(name, 2)) for name in ("clean", "latents"))
     torch.testing.assert_close(clean, latents)
     rig.do(edit.decode_plan())
+
+
+def test_an_item_whose_inputs_were_never_made_fails_alone(rig: Rig) -> None:
+    """As after a failed step behind which the next one had been sent: the others of its batch are not repeated."""
+    sound, stray = (rig.edit(name, seed=1, steps=2, size=(64, 64)) for name in ("sound", "stray"))
+    expected = rig.run(rig.edit("alone", seed=1, steps=2, size=(64, 64)))
+    for edit in (sound, stray):
+        rig.do(edit.encode_plan())
+    rig.do(sound.denoise_plan(0))
+    result = rig.runner.run(Edit.denoise_batch([sound, stray], {sound: 1, stray: 1}))
+    failures = {item.request_id: item.failure for item in result.items}
+    assert failures["sound"] is None
+    assert failures["stray"] is not None
+    assert "an earlier step failed" in failures["stray"].message
+    assert result.num_parts == 1
+    rig.do(sound.decode_plan())
+    assert np.array_equal(sound.result(), expected)
 
 
 def test_text_result_has_its_length(rig: Rig) -> None:
