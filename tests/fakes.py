@@ -145,6 +145,7 @@ class FakeWorkers:
     fail: set[str] = field(default_factory=set)  # request ids whose next item fails
     queues: list[deque[StepPlan]] = field(default_factory=list)
     stored: list[set[TensorKey]] = field(default_factory=list)  # per rank: the values that it has
+    failed: set[str] = field(default_factory=set)  # request ids with an item that failed for good
     moved: dict[int, TensorKey] = field(default_factory=dict)  # offset in the value arena -> the value written there
     next_step: dict[str, int] = field(default_factory=dict)  # request id -> step it must do next
     freed: set[str] = field(default_factory=set)
@@ -191,13 +192,16 @@ class FakeWorkers:
             self.freed.add(key.request_id)
             self.stored[rank] -= {kept for kept in self.stored[rank] if kept.request_id == key.request_id}
 
-    def _read(self, ref: TensorRef, rank: int) -> None:
-        """Check that an input is where its reference says."""
+    def _has(self, ref: TensorRef, rank: int) -> bool:
+        """Whether an input is where its reference says. It may be missing only if an earlier item of its request has
+        failed, behind which this one had been sent.
+        """
         if ref.rank == rank:
-            assert ref.key in self.stored[rank], f"rank {rank} does not have {ref.key}"
-        else:
-            assert ref.handle is not None, "a tensor of another rank"
-            assert self.moved[ref.handle.offset] == ref.key, "another value lies there"
+            assert ref.key in self.stored[rank] or ref.key.request_id in self.failed, f"{rank} does not have {ref.key}"
+            return ref.key in self.stored[rank]
+        assert ref.handle is not None, "a tensor of another rank"
+        assert self.moved[ref.handle.offset] == ref.key, "another value lies there"
+        return True
 
     def _make(self, item: Item, op: str, rank: int) -> tuple[TensorRef, ...]:
         """The values that the op makes."""
@@ -213,14 +217,14 @@ class FakeWorkers:
         lost = Failure("pages_lost", "gone") if any(self._waits_in_vain(item) for item in batch.items) else None
         for item in batch.items:
             assert item.request_id not in self.freed, "work for a request whose tensors are gone"
-            for ref in item.inputs:
-                self._read(ref, rank)
+            is_lost = not all(self._has(ref, rank) for ref in item.inputs)
             if isinstance(item.work, Denoise):
                 assert item.work.step == self.next_step.get(item.request_id, 0), "steps out of order"
                 self.next_step[item.request_id] = item.work.step + (lost is None)
                 self.full_blocks = max(self.full_blocks, len(item.work.full_blocks))
                 self.denoised.setdefault(item.request_id, []).append(item.work.step)
-            failure = Failure("engine", "told to") if item.request_id in self.fail else lost
+            failure = Failure("engine", "told to") if item.request_id in self.fail or is_lost else lost
+            self.failed |= {item.request_id} if failure and failure.kind == "engine" else set()
             sigmas = self._touch_pages(item) if failure is None else ()
             made = self._make(item, batch.op, rank) if failure is None else ()
             items.append(ItemResult(item.request_id, item.node, made, 3, sigmas=sigmas, failure=failure))
