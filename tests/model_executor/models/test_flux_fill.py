@@ -79,6 +79,7 @@ def test_an_item_whose_inputs_were_never_made_fails_alone(rig: Rig) -> None:
     assert "an earlier step failed" in failures["stray"].message
     assert result.num_parts == 1
     rig.do(sound.decode_plan())
+    rig.store.free(stray.key("", ""))
     assert np.array_equal(sound.result(), expected)
 
 
@@ -88,7 +89,7 @@ def test_text_result_has_its_length(rig: Rig) -> None:
         edit = rig.edit("text", seed=0, steps=1, size=(16, 16), prompt=prompt)
         text = rig.do(edit.encode_plan())[0].items[0]
         assert (text.text_tokens, text.prompt_truncated) == (num_tokens, truncated)
-        rig.do(edit.decode_plan())
+        rig.store.free(edit.key("", ""))
 
 
 def test_a_bad_edit_fails_alone_and_changes_nothing_of_the_others(rig: Rig) -> None:
