@@ -187,7 +187,7 @@ class Cluster:
         self.clock.run()
         self._start_counting()
         for edit in trace:
-            moved = _moved(edit, self._started)
+            moved = msgspec.structs.replace(edit, arrival=edit.arrival + self._started)
             self.clock.at(moved.arrival, lambda edit=moved: self._route(edit))  # type: ignore[misc]
         self.clock.run()
 
@@ -244,22 +244,16 @@ class Cluster:
         )
 
 
-def _moved(edit: EngineRequest, seconds: float) -> EngineRequest:
-    """The same edit, later."""
-    return msgspec.structs.replace(edit, arrival=edit.arrival + seconds)
-
-
 def item_results(batch: Batch) -> tuple[ItemResult, ...]:
-    """A worker's results of a batch."""
-    # No simulated request has previews, and no simulated sampler has a state.
+    """A worker's results of a batch. No simulated request has previews, and no simulated sampler a state."""
     names = [name for name in OPS[batch.op].outputs if name not in {"clean", "sampler"}]
     return tuple(_item_result(item, names) for item in batch.items)
 
 
 def _item_result(item: Item, names: Sequence[str]) -> ItemResult:
     made = tuple(TensorRef(TensorKey(item.request_id, item.node, name, item.version), 0) for name in names)
-    sigmas = _sigmas(item.work.num_inference_steps) if isinstance(item.work, ImageEncode) else ()
-    return ItemResult(item.request_id, item.node, made, sigmas=sigmas)
+    num_levels = item.work.num_inference_steps if isinstance(item.work, ImageEncode) else 0
+    return ItemResult(item.request_id, item.node, made, sigmas=_sigmas(num_levels))
 
 
 @cache
