@@ -14,38 +14,22 @@ from core.model_info import ModelInfo
 from core.sampling_params import SamplingParams
 
 
-class EditSpec(msgspec.Struct, frozen=True, tag="edit"):
-    """An image to make from a template and a mask. Every array is in the sender's arena and stays valid until the
-    request's terminal message.
+class Canvas(msgspec.Struct, frozen=True, kw_only=True):
+    """A picture size that nodes of a workflow work at, and what an image processor has made at this size. Every array
+    is in the sender's arena and stays valid until the request's terminal message.
     """
 
-    # The user's wishes.
-    prompt: str
-    sampling: SamplingParams  # resolved, without a None that the model needs
     # The picture, from PreparedImages.
     width: int  # px
     height: int  # px
     template: ArrayRef
     mask: ArrayRef
     active: ArrayRef
-    content_id: str
     # Sizes, from the model and the picture.
     num_tokens: int  # image tokens
-    max_text_tokens: int  # length to which the prompt is padded or cut
-    # Memory for results.
-    pixels: tuple[ArrayRef, ...]  # uint8 [height, width, 3], one per partial image and the final one last
     num_condition_tokens: int = 0  # condition tokens, which no mask-aware step computes
+    max_text_tokens: int  # length to which the prompt is padded or cut
     extra_text_tokens: int = 0  # see `ModelInfo.text_tokens_beside`
-    # Mask-aware execution, decided from the request and the server's flags alone.
-    is_mask_aware: bool = (
-        False  # steps after the first `sampling.full_steps` compute only the active tokens, over pages
-    )
-    cache_salt: str = ""  # see `CacheConfig.salt`
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of a step, see SamplingParams."""
-        return self.sampling.num_rows
 
     @property
     def num_text_tokens(self) -> int:
@@ -61,6 +45,30 @@ class EditSpec(msgspec.Struct, frozen=True, tag="edit"):
     def num_active_tokens(self) -> int:
         """Tokens that a mask-aware step computes: active image tokens and text tokens."""
         return self.active.size + self.num_text_tokens
+
+
+class EditSpec(Canvas, frozen=True, kw_only=True, tag="edit"):
+    """An image to make from a template and a mask. It is the canvas of the final picture itself."""
+
+    # The user's wishes.
+    prompt: str
+    sampling: SamplingParams  # resolved, without a None that the model needs
+    # From PreparedImages.
+    content_id: str
+    # Memory for results.
+    pixels: tuple[ArrayRef, ...]  # uint8 [height, width, 3], one per partial image and the final one last
+    # Two passes, see workflow "hires": the smaller canvas of the first; None: one pass.
+    first_pass: Canvas | None = None
+    # Mask-aware execution, decided from the request and the server's flags alone.
+    is_mask_aware: bool = (
+        False  # steps after the first `sampling.full_steps` compute only the active tokens, over pages
+    )
+    cache_salt: str = ""  # see `CacheConfig.salt`
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a step, see SamplingParams."""
+        return self.sampling.num_rows
 
     @property
     def num_full_steps(self) -> int:
