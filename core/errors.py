@@ -2,6 +2,7 @@
 
     StencilError
     |-- ConfigError            a flag, model directory or environment that cannot work; reported once at start-up
+    |   `-- WorkflowError      a workflow that cannot run; the node and its input are named
     |-- InvalidRequestError    the request is wrong; the field and the remedy are named
     |   |-- InvalidImageError  an uploaded picture cannot be used
     |   |-- ModelNotFoundError no such model is served
@@ -27,6 +28,15 @@ class StencilError(Exception):
 
 class ConfigError(StencilError):
     """A start-up setting that cannot work; the message is one line that names the remedy."""
+
+
+class WorkflowError(ConfigError):
+    """A workflow that cannot run. node, input: where the error is; input is "" if no single one is at fault."""
+
+    def __init__(self, message: str, *, node: str, input: str = "") -> None:
+        super().__init__(message)
+        self.node = node
+        self.input = input
 
 
 class InvalidRequestError(StencilError):

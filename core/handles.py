@@ -56,12 +56,22 @@ class TensorRef(msgspec.Struct, frozen=True, omit_defaults=True):
     """The place of a tensor."""
 
     key: TensorKey
-    rank: int  # the worker that has it
+    rank: int  # a worker that has it, or will have it
     # Set by the worker that made it.
     shape: tuple[int, ...] = ()  # of a series of tensors: its length
     dtype: str = ""  # PyTorch's name; "series" for a series
     nbytes: int = 0
-    handle: ArrayRef | None = None  # uint8 [nbytes], its place in shared memory; set by the scheduler
+    # Set by the scheduler.
+    handle: ArrayRef | None = None  # uint8 [nbytes], its place in shared memory
+    port: str = ""  # the reader's input that gets it; "": the one named as the value
+    is_deferred: bool = False  # another rank sends it, perhaps while the reader already runs
+    # Set by the worker: of a series, (PyTorch's dtype, shape) of each tensor.
+    parts: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+    @property
+    def input(self) -> str:
+        """Name of the reader's input."""
+        return self.port or self.key.name
 
 
 class EntryRef(msgspec.Struct, frozen=True):

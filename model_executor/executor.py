@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager, suppress
 from typing import Self
 
 import msgspec
@@ -20,6 +21,7 @@ from core.config import EngineConfig
 from core.errors import EngineDeadError, MessageError
 from core.failure import Failure
 from core.ipc.logs import of_request
+from core.ipc.peer_sockets import create_inboxes
 from core.ipc.process import ChildProcess, spawn
 from core.ipc.ring import Channel, PeerClosedError
 from core.ipc.shared_array import ArenaFd
@@ -70,9 +72,11 @@ class Executor:
         """Spawn the workers. They load their models in the background; see `ready`."""
         async with AsyncExitStack() as stack:
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
+            inboxes = stack.enter_context(_inboxes(self._config.workers_per_engine))
             for rank in range(self._config.workers_per_engine):
                 ring_bytes = RING_BYTES + PROMPT_BYTES * self._config.scheduler.max_num_seqs
-                worker = _Worker(self._worker_config(rank), [arena.fd for arena in self._arenas], ring_bytes)
+                fds = [*(arena.fd for arena in self._arenas), *_ends_of(inboxes, rank)]
+                worker = _Worker(self._worker_config(rank), fds, ring_bytes)
                 self._workers.append(worker)
                 stack.push_async_callback(worker.stop)
                 tasks.create_task(worker.receive(self._mailbox), name=f"worker-{rank}")
@@ -144,6 +148,22 @@ class Executor:
         )
 
 
+@contextmanager
+def _inboxes(num_ranks: int) -> Iterator[list[tuple[int, int]]]:
+    """The inboxes through which ranks exchange values, see `core.ipc.peer_sockets`; none for a single rank."""
+    inboxes = create_inboxes(num_ranks) if num_ranks > 1 else []
+    try:
+        yield inboxes
+    finally:
+        for fd in (fd for inbox in inboxes for fd in inbox):
+            os.close(fd)
+
+
+def _ends_of(inboxes: Sequence[tuple[int, int]], rank: int) -> list[int]:
+    """What one rank gets of them: its own receiving end, and all sending ends."""
+    return [inboxes[rank][0], *(sender for _, sender in inboxes)] if inboxes else []
+
+
 def _part_of(plan: StepPlan, rank: int) -> StepPlan | None:
     """The part of a plan for `rank`; None if it is empty. Frees, loads and unloads go to every rank, pages only to the
     first."""
@@ -155,6 +175,7 @@ def _part_of(plan: StepPlan, rank: int) -> StepPlan | None:
         copies=plan.copies if is_first else (),
         batches=tuple(batch for batch in plan.batches if rank in batch.ranks),
         transfers=tuple(transfer for transfer in plan.transfers if transfer.source == rank),
+        deliveries=tuple(delivery for delivery in plan.deliveries if delivery.source == rank),
         free=plan.free,
         load=plan.load,
         unload=plan.unload,
@@ -165,14 +186,15 @@ def _part_of(plan: StepPlan, rank: int) -> StepPlan | None:
 class _Worker:
     """One worker process and the channel to it."""
 
-    def __init__(self, config: WorkerConfig, arena_fds: Sequence[int], ring_bytes: int) -> None:
+    def __init__(self, config: WorkerConfig, fds: Sequence[int], ring_bytes: int) -> None:
+        """fds: of the arenas and of the ranks' inboxes, for the child to inherit."""
         self.rank = config.rank
         self.withheld = WithheldItems()
         self._channel, child_fds = Channel.create(ring_bytes)
         self._process: ChildProcess = spawn(
             "model_executor.worker.worker:main",
             msgspec.msgpack.encode(config),
-            [*child_fds, *arena_fds],
+            [*child_fds, *fds],
             name=f"stencil-worker-{config.device_index}",
         )
         self._channel.close_child_fds()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 import msgspec
@@ -68,6 +69,7 @@ def make_edit(
         deadline=deadline,
         owner=owner,
         workflow=INPAINT.name,
+        rounds=(steps,),
         priority=priority,
         spec=EditSpec(
             prompt="a red shirt",
@@ -143,7 +145,13 @@ class FakeWorkers:
 
     num_ranks: int = 1
     fail: set[str] = field(default_factory=set)  # request ids whose next item fails
+    omitted: set[str] = field(default_factory=set)  # names of optional values that are never made
     queues: list[deque[StepPlan]] = field(default_factory=list)
+    num_run: list[int | None] = field(
+        default_factory=list
+    )  # per rank: batches done of the oldest plan; None: not begun
+    results: list[list[BatchResult | TransferDone]] = field(default_factory=list)  # per rank: of these
+    delivered: list[list[tuple[TensorKey, bool]]] = field(default_factory=list)  # per rank: (value, was it made) sent
     stored: list[set[TensorKey]] = field(default_factory=list)  # per rank: the values that it has
     failed: set[str] = field(default_factory=set)  # request ids with an item that failed for good
     moved: dict[int, TensorKey] = field(default_factory=dict)  # offset in the value arena -> the value written there
@@ -157,6 +165,9 @@ class FakeWorkers:
 
     def __post_init__(self) -> None:
         self.queues = [deque() for _ in range(self.num_ranks)]
+        self.num_run = [None] * self.num_ranks
+        self.results = [[] for _ in range(self.num_ranks)]
+        self.delivered = [[] for _ in range(self.num_ranks)]
         self.stored = [set() for _ in range(self.num_ranks)]
 
     def submit(self, plan: StepPlan) -> None:
@@ -164,20 +175,54 @@ class FakeWorkers:
             self.queues[rank].append(plan)
 
     def run_one(self, rank: int) -> list[BatchResult | TransferDone]:
-        """Run the oldest plan of a rank, if it has one."""
+        """Run the oldest plan of a rank, if it has one, up to a batch that waits for another rank; a later call goes on
+        from there. Its results are returned once it is done.
+        """
         if not self.queues[rank]:
             return []
-        plan = self.queues[rank].popleft()
+        plan = self.queues[rank][0]
+        mine = [batch for batch in plan.batches if rank in batch.ranks]
+        if self.num_run[rank] is None:
+            self._begin_plan(plan, rank, mine)
+        results = self.results[rank]
+        for batch in mine[self.num_run[rank] or 0 :]:
+            if not self._has_deferred(batch, rank):
+                return []
+            results.append(self._run_batch(batch, rank))
+            self.num_run[rank] = (self.num_run[rank] or 0) + 1
+            self._deliver(plan, rank, {(item.request_id, item.node) for item in batch.items})
+        results += [self._run_transfer(transfer) for transfer in plan.transfers if transfer.source == rank]
+        self.queues[rank].popleft()
+        self.num_run[rank], self.results[rank] = None, []
+        return results
+
+    def _begin_plan(self, plan: StepPlan, rank: int, batches: list[Batch]) -> None:
+        self.num_run[rank] = 0
         for key in plan.free:
             self._free(key, rank)
         if rank == 0:
             self.pages.copies += plan.copies
             self.pages.files -= {key for key in self.pages.files for gone in plan.delete if key.startswith(gone)}
-        results: list[BatchResult | TransferDone] = [
-            self._run_batch(batch, rank) for batch in plan.batches if rank in batch.ranks
-        ]
-        results += [self._run_transfer(transfer) for transfer in plan.transfers if transfer.source == rank]
-        return results
+        to_come = {(item.request_id, item.node) for batch in batches for item in batch.items}
+        there = {(each.key.request_id, each.key.node) for each in plan.deliveries} - to_come
+        self._deliver(plan, rank, there)
+
+    def _deliver(self, plan: StepPlan, rank: int, made: Container[tuple[str, str]]) -> None:
+        """Send what other ranks wait for, or that it was not made."""
+        for each in plan.deliveries:
+            if each.source == rank and (each.key.request_id, each.key.node) in made:
+                self.delivered[each.target].append((each.key, each.key in self.stored[rank]))
+
+    def _has_deferred(self, batch: Batch, rank: int) -> bool:
+        """Take what was sent for a batch; False if something has not come yet."""
+        wanted = [ref.key for item in batch.items for ref in item.inputs if ref.is_deferred]
+        came = [key for key, _ in self.delivered[rank]]
+        if any(wanted.count(key) > came.count(key) for key in wanted):
+            return False
+        for key in wanted:
+            is_made = self.delivered[rank].pop([each for each, _ in self.delivered[rank]].index(key))[1]
+            self.stored[rank] |= {key} if is_made else set()
+        return True
 
     def _run_transfer(self, transfer: Transfer) -> TransferDone:
         assert transfer.ref.key in self.stored[transfer.source], "a value is moved from a rank that has none"
@@ -194,20 +239,21 @@ class FakeWorkers:
 
     def _has(self, ref: TensorRef, rank: int) -> bool:
         """Whether an input is where its reference says. It may be missing only if an earlier item of its request has
-        failed, behind which this one had been sent.
+        failed, behind which this one had been sent, or if it is optional.
         """
-        if ref.rank == rank:
-            assert ref.key in self.stored[rank] or ref.key.request_id in self.failed, f"{rank} does not have {ref.key}"
-            return ref.key in self.stored[rank]
-        assert ref.handle is not None, "a tensor of another rank"
-        assert self.moved[ref.handle.offset] == ref.key, "another value lies there"
-        return True
+        if ref.key in self.stored[rank]:
+            return True
+        if ref.handle is not None:
+            assert self.moved[ref.handle.offset] == ref.key, "another value lies there"
+            return True
+        is_excused = ref.key.request_id in self.failed or ref.key.name in self.omitted
+        assert is_excused, f"{rank} does not have {ref.key}"
+        return ref.key.name in self.omitted
 
     def _make(self, item: Item, op: str, rank: int) -> tuple[TensorRef, ...]:
         """The values that the op makes."""
-        names = OPS[op].outputs
-        if isinstance(item.work, Denoise) and not item.work.keep_clean:
-            names = tuple(name for name in names if name != "clean")
+        omitted = self.omitted | ({"clean"} if isinstance(item.work, Denoise) and not item.work.keep_clean else set())
+        names = [port.name for port in OPS[op].outputs if port.name not in omitted]
         keys = [TensorKey(item.request_id, item.node, name, item.version) for name in names]
         self.stored[rank] |= set(keys)
         return tuple(TensorRef(key, rank, (16,), "float32", 64) for key in keys)

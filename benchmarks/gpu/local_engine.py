@@ -117,6 +117,7 @@ class LocalEngine:
             model=info.name,
             arrival=time.monotonic(),
             workflow=INPAINT.name,
+            rounds=(info.num_steps(sampling),),
             spec=EditSpec(
                 prompt="a red striped shirt",
                 sampling=msgspec.structs.replace(sampling, full_steps=0),

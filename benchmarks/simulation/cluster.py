@@ -246,7 +246,7 @@ class Cluster:
 
 def item_results(batch: Batch) -> tuple[ItemResult, ...]:
     """A worker's results of a batch. No simulated request has previews, and no simulated sampler a state."""
-    names = [name for name in OPS[batch.op].outputs if name not in {"clean", "sampler"}]
+    names = [port.name for port in OPS[batch.op].outputs if not port.is_optional]
     return tuple(_item_result(item, names) for item in batch.items)
 
 

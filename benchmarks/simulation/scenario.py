@@ -140,6 +140,7 @@ def _edit(index: int, arrival: float, active: int, steps: int, template: int) ->
         model=MODEL.name,
         arrival=arrival,
         workflow=INPAINT.name,
+        rounds=(steps,),
         spec=EditSpec(
             prompt="",
             sampling=SamplingParams(num_inference_steps=steps, guidance_scale=30.0, seed=0, full_steps=0),

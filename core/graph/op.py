@@ -30,8 +30,17 @@ Part = Literal["encode", "prime", "denoise", "decode"]
 """The part of a request's time that an op's time is added to, as in the API's `stencil.ms`."""
 
 
+@dataclass(frozen=True, slots=True)
+class Port:
+    """An input or output of an op."""
+
+    name: str
+    type: str  # kind of value; an edge joins an output and an input of the same type
+    is_optional: bool = False  # an input that may be left unconnected; an output that some runs do not make
+
+
 class Sizes(Protocol):
-    """The sizes of a request, from which an op computes its work."""
+    """The sizes of what a node does for a request, from which its op computes its work."""
 
     @property
     def num_rows(self) -> int:
@@ -74,9 +83,9 @@ class Op:
     sharing: Sharing = "single"
     parallel: Parallel = "none"
     max_degree: int = 1  # most ranks that are of use for one pass
-    # What it reads and makes, by name.
-    inputs: tuple[str, ...] = ()
-    outputs: tuple[str, ...] = ()
+    # What it reads and makes.
+    inputs: tuple[Port, ...] = ()
+    outputs: tuple[Port, ...] = ()
     pages: PageUse = "none"
     costs_as: str = ""  # name of the op whose cost line also predicts this one; "": it has a line of its own
 

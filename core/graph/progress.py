@@ -1,10 +1,11 @@
-"""Progress: which nodes of its workflow one request has finished, and how many of its denoising steps."""
+"""Progress: how often each node of its workflow has run for one request."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from core.graph.skipping import skipped_by
 from core.graph.workflow import Node, Workflow
 
 
@@ -18,104 +19,141 @@ def preview_steps(num_steps: int, num_previews: int) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class Progress:
-    """Progress of one request. Only the StepScheduler writes it; `*_scheduled` runs ahead of `*_done` while in flight.
-    No preview is skipped: the step that the next preview shows, and the output, wait for the preview before, so that
-    the number of previews depends on the request and never on load.
+    """Progress of one request. Only the StepScheduler writes it; `scheduled` runs ahead of `done` while in flight.
+
+    No run of a side node is left out: the round that its next run shows, and the output, wait for the run before, so
+    that the number of previews depends on the request and never on load.
     """
 
-    num_steps: int
-    previews: tuple[int, ...] = ()  # step counts after which a preview is due
-    steps_scheduled: int = 0
-    steps_done: int = 0
-    done: set[str] = field(default_factory=set)  # `once` nodes that finished, and the loop when all its steps did
-    in_flight: dict[str, int] = field(default_factory=dict)  # node -> batches out with it
-    previews_done: int = 0  # number of previews made, in their order
-    pending_preview: int | None = None  # index of the preview whose `clean` is being made, waits or is decoded
+    workflow: Workflow
+    rounds: dict[str, int]  # region -> number of its rounds; of an adaptive one at most
+    shown: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # side node -> the rounds that its runs show
+    # Node -> runs. Of a node that repeats, run r is its round r.
+    scheduled: dict[str, int] = field(init=False)
+    done: dict[str, int] = field(init=False)
+    in_flight: dict[str, int] = field(default_factory=dict)
+    over: set[str] = field(default_factory=set)  # nodes that do not run any more
+    chosen: dict[str, str] = field(default_factory=dict)  # node that chooses -> the reader that it has chosen
+    skipped: frozenset[str] = frozenset()  # nodes that never run
+    pending: dict[str, int] = field(default_factory=dict)  # side node -> its run that is being prepared, or runs
     has_started: bool = False  # a worker may have tensors of it
     is_restarting: bool = False  # nothing more is scheduled: it restarts once nothing is in flight
 
+    def __post_init__(self) -> None:
+        self.scheduled = dict.fromkeys((node.name for node in self.workflow.nodes), 0)
+        self.done = dict(self.scheduled)
+        self.over = {node.name for node in self.workflow.nodes if not self.times(node)}
+
+    # ------------------------------------------------------------------------------------------------ what is left
+
+    def times(self, node: Node) -> int:
+        """How often a node runs for this request."""
+        if node.name in self.skipped:
+            return 0
+        if node.region:
+            return self.rounds[node.region]
+        return len(self.shown.get(node.name, ())) if node.shows else 1
+
+    def times_left(self, node: Node) -> int:
+        """How many more times a node has to be scheduled."""
+        return self.times(node) - self.scheduled[node.name]
+
     @property
     def num_in_flight(self) -> int:
+        """Batches that are out with nodes of this request."""
         return sum(self.in_flight.values())
 
     @property
     def steps_left(self) -> int:
-        """Loop iterations not yet scheduled."""
-        return self.num_steps - self.steps_scheduled
+        """Steps not yet scheduled, of all regions."""
+        return sum(self.times_left(node) for node in self.workflow.steps)
 
-    def times_left(self, node: Node) -> int:
-        """How many more times `node` has to be scheduled."""
-        match node.kind:
-            case "loop":
-                return self.steps_left
-            case "once":
-                return 0 if node.name in self.done or node.name in self.in_flight else 1
-            case "side":
-                return len(self.previews) - self.previews_done - self.in_flight.get(node.name, 0)
+    @property
+    def has_rounds_left(self) -> bool:
+        """Whether a step is not yet scheduled."""
+        return any(self.times_left(node) for node in self.workflow.steps)
 
-    def is_over(self, node: Node) -> bool:
-        """Whether `node` has finished as often as it runs."""
-        match node.kind:
-            case "loop":
-                return self.steps_done == self.num_steps
-            case "once":
-                return node.name in self.done
-            case "side":
-                return self.previews_done == len(self.previews)
-
-    def rounds_before(self, node: Node, *, is_done: bool) -> int:
-        """Rounds of the loop that are done before `node` reads the loop's values: for the loop itself, before its next
-        round to be scheduled or, with `is_done`, to finish.
+    def round_of(self, node: Node) -> int:
+        """The next run of a node: of a node that repeats the round (from 0), of a side node the number of rounds that
+        are done in what it shows.
         """
-        match node.kind:
-            case "loop":
-                return self.steps_done if is_done else self.steps_scheduled
-            case "side":
-                assert self.pending_preview is not None
-                return self.previews[self.pending_preview]
-            case "once":
-                return self.num_steps
+        if node.shows:
+            return self.shown[node.name][self.pending[node.name]]
+        return self.scheduled[node.name] if node.region else 0
 
-    def ready(self, workflow: Workflow) -> list[Node]:
+    def round_done(self, node: Node) -> int:
+        """The same of the run that is the next to finish."""
+        return self.done[node.name] if node.region else self.round_of(node)
+
+    # ------------------------------------------------------------------------------------------------ what is ready
+
+    def ready(self) -> list[Node]:
         """Nodes that can be scheduled now, in graph order."""
-        return [] if self.is_restarting else [node for node in workflow.nodes if self._is_ready(node, workflow)]
+        return [] if self.is_restarting else [node for node in self.workflow.nodes if self._is_ready(node)]
 
-    def _is_ready(self, node: Node, workflow: Workflow) -> bool:
-        if node.kind == "side":
-            return self._is_clean_kept() and not self.in_flight.get(node.name)
-        if node.name in self.done or not self._inputs_done(node):
+    def _is_ready(self, node: Node) -> bool:
+        name, links = node.name, self.workflow.links[node.name]
+        if name in self.over or not self.over.issuperset(links.before):
             return False
-        if node.kind == "loop":
-            return self.steps_left > 0 and not (self.is_preview_out and self.is_preview_next)
-        # Nodes after the loop read what its last round has made.
-        is_early = workflow.reads_loop(node) and workflow.loop.name not in self.done
-        has_preview_ahead = node.name == workflow.output and self.is_preview_out
-        return not (is_early or has_preview_ahead or self.in_flight.get(node.name))
+        if node.shows:
+            return self._is_shown_round_done(node) and name not in self.in_flight
+        if self.scheduled[name] == self.times(node) or not all(self._has_begun(source) for source in links.begun):
+            return False
+        if node.region:
+            return self._is_round_ready(node, links.same_round, links.same_round_begun, links.last_round)
+        return name != self.workflow.output or not self.pending
 
-    def _inputs_done(self, node: Node) -> bool:
-        return all(edge.deferred or edge.source in self.done for edge in node.inputs)
+    def _is_round_ready(
+        self, node: Node, same: Iterable[str], same_begun: Iterable[str], carried: Iterable[str]
+    ) -> bool:
+        number, done, scheduled = self.scheduled[node.name], self.done, self.scheduled
+        before = done if node.region in self.workflow.adaptive else scheduled
+        return (
+            all(done[source] > number for source in same)
+            and all(scheduled[source] > number for source in same_begun)
+            and all(before[source] >= number for source in carried)
+            and not any(side.name in self.pending and self._shows_next(side) for side in self._sides(node))
+        )
+
+    def _has_begun(self, name: str) -> bool:
+        """Whether all runs of a node that are left are in flight."""
+        return name in self.over or not self.times_left(self.workflow.node(name))
+
+    # ------------------------------------------------------------------------------------------------ side nodes
+
+    def is_shown_next(self, node: Node) -> bool:
+        """Whether a side node shows the next round of a node."""
+        return any(self._shows_next(side) for side in self._sides(node))
+
+    def _sides(self, node: Node) -> tuple[Node, ...]:
+        return self.workflow.sides.get(node.name, ())
+
+    def _shows_next(self, side: Node) -> bool:
+        index = self.done[side.name] + (side.name in self.pending)
+        following = self.scheduled[side.shows] + 1
+        return self.shown.get(side.name, ())[index : index + 1] == (following,)
+
+    def _is_shown_round_done(self, side: Node) -> bool:
+        return side.name in self.pending and self.done[side.shows] >= self.round_of(side)
+
+    # ------------------------------------------------------------------------------------------------ what happens
 
     def start(self, node: Node) -> None:
         """Record that one batch with this node was sent."""
         self.has_started = True
-        if node.kind == "loop":
-            if self.is_preview_next:
-                self.pending_preview = self.previews_done
-            self.steps_scheduled += 1
+        for side in self._sides(node):
+            if self._shows_next(side):
+                self.pending[side.name] = self.done[side.name]
+        self.scheduled[node.name] += 1
         self.in_flight[node.name] = self.in_flight.get(node.name, 0) + 1
 
     def finish(self, node: Node) -> None:
         """Record that one batch with this node succeeded."""
         self.land(node)
-        if node.kind == "loop":
-            self.steps_done += 1
-            if self.steps_done == self.num_steps:
-                self.done.add(node.name)
-        elif node.kind == "once":
-            self.done.add(node.name)
-        else:
-            self.previews_done += 1
-            self.pending_preview = None
+        self.done[node.name] += 1
+        self.pending.pop(node.name, None)
+        if self.done[node.name] == self.times(node):
+            self.over.add(node.name)
 
     def land(self, node: Node) -> None:
         """Record that one batch with this node is no longer in flight, successful or not."""
@@ -124,34 +162,43 @@ class Progress:
             del self.in_flight[node.name]
 
     def retry(self, node: Node) -> None:
-        """Record that a loop iteration in flight has changed nothing and must be scheduled again; it must be the last
-        one that was scheduled.
+        """Record that a round in flight has changed nothing and must be scheduled again; it must be the last one that
+        was scheduled.
         """
-        if self.pending_preview is not None and self.previews[self.pending_preview] == self.steps_scheduled:
-            self.pending_preview = None
+        for side in self._sides(node):
+            if side.name in self.pending and self.round_of(side) == self.scheduled[node.name]:
+                del self.pending[side.name]
         self.land(node)
-        self.steps_scheduled -= 1
+        self.scheduled[node.name] -= 1
 
-    def restart(self, kept: Iterable[str]) -> None:
-        """Restart at the first step; of the finished nodes only `kept` stay finished. Nothing may be in flight.
-        Previews already made are not repeated.
+    def shorten(self, region: str, rounds: int) -> None:
+        """Lower the number of rounds of an adaptive region; not below those that its nodes have begun. To be called
+        before the node that asks for it is finished.
         """
-        self.done.intersection_update(kept)
-        self.steps_scheduled = self.steps_done = 0
-        self.pending_preview = None
+        nodes = [node for node in self.workflow.nodes if node.region == region]
+        begun = max(self.scheduled[node.name] for node in nodes)
+        self.rounds[region] = min(self.rounds[region], max(rounds, begun))
+        self.over.update(node.name for node in nodes if self.done[node.name] == self.rounds[region])
+        sides = {node.name for node in self.workflow.side_nodes if self.workflow.node(node.shows).region == region}
+        shown = {name: tuple(r for r in of if r < self.rounds[region] or r <= begun) for name, of in self.shown.items()}
+        self.shown = {name: shown[name] if name in sides else of for name, of in self.shown.items()}
+        self.over.update(name for name in sides if self.done[name] == len(self.shown.get(name, ())))
+
+    def choose(self, node: Node, reader: str) -> frozenset[str]:
+        """Record which of its readers a node has chosen; returns the nodes that are skipped because of it."""
+        self.chosen[node.name] = reader
+        before, self.skipped = self.skipped, skipped_by(self.workflow, self.chosen)
+        self.over |= self.skipped
+        return self.skipped - before
+
+    def restart(self, again: Iterable[str], rounds: Mapping[str, int]) -> None:
+        """Run these nodes again, from their first round; the others stay as they are. Nothing may be in flight. Runs of
+        side nodes are not repeated. rounds: region -> the number of its rounds at first.
+        """
+        self.rounds.update(rounds)
+        for name in again:
+            if not self.workflow.node(name).shows:
+                self.scheduled[name] = self.done[name] = 0
+                self.over.discard(name)
+        self.pending.clear()
         self.is_restarting = False
-
-    @property
-    def is_preview_out(self) -> bool:
-        """Whether a preview's step has been scheduled and the preview is not finished."""
-        return self.pending_preview is not None
-
-    @property
-    def is_preview_next(self) -> bool:
-        """Whether a preview shows the next step."""
-        index = self.previews_done + self.is_preview_out
-        return self.previews[index : index + 1] == (self.steps_scheduled + 1,)
-
-    def _is_clean_kept(self) -> bool:
-        """Whether the step that the pending preview shows has been done."""
-        return self.pending_preview is not None and self.steps_done >= self.previews[self.pending_preview]

@@ -1,8 +1,8 @@
 """Workflow: the ops of making an image as a graph of nodes, their inputs, and which of them repeat.
 
-A workflow is data: nodes with inputs, one of which is a loop. A request's progress (`core.graph.progress`) is its set
-of finished nodes and a loop counter that catches up with its step count; there is no phase enum, so new graphs need no
-new scheduler.
+A workflow is data. Nodes run once, once per round of a region (a loop), or beside a region, to show its state. A
+request's progress (`core.graph.progress`) counts how often each of its nodes has run; there is no phase enum, so new
+graphs need no new scheduler.
 
     text_encode  --prompt embeddings-----------+
                                                v
@@ -13,25 +13,41 @@ new scheduler.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cache, cached_property
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 
+from core.errors import WorkflowError
 from core.graph.op import OPS, Op
-
-NodeKind = Literal["once", "loop", "side"]
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """An input of a node, which may start when the sources of its inputs are done."""
+    """An input of a node: a value that another node makes. Of a node that repeats, readers outside of its region get
+    the value of the last round, and readers inside that of the same round.
+    """
 
-    source: str  # the node that makes the tensor
-    name: str  # of the tensor
-    is_carried: bool = False  # the reader, a loop, replaces the tensor at every round
-    deferred: bool = False  # read late in the node's work: the source only has to be running on the same rank
+    source: str  # the node that makes the value
+    name: str  # of the value, one of the outputs of the source's op
+    port: str = ""  # input of the reader's op that gets it; "": the one with the value's name
+    # A node of the reader's region: from the second round on, the reader gets what this node has made in the round
+    # before, under the same name.
+    carried: str = ""
+    deferred: bool = False  # read late in the reader's work: it may start as soon as the source has been started
+
+    @property
+    def input(self) -> str:
+        """Name of the reader's input."""
+        return self.port or self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Nodes that repeat together. How many rounds it has is each request's own."""
+
+    name: str
+    # A result of one of its nodes may lower the number of rounds, so no round is sent before the one before is done.
+    is_adaptive: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,116 +57,156 @@ class Node:
     name: str
     op: str  # name of its Op
     inputs: tuple[Edge, ...] = ()
-    kind: NodeKind = "once"  # once per request; loop: per denoising step; side: per preview of the loop's current state
+    region: str = ""  # it runs once per round of this region; "": once
+    shows: str = ""  # a side node: it runs after some rounds of this node, and reads what these rounds have made
+    canvas: str = ""  # which of the request's canvases it works at; "": that of the final picture
+    chooses: bool = False  # its result names the one of its readers that runs; the others are skipped
+    joins: bool = False  # it runs although some of its sources are skipped, on what the others have made
 
 
 @dataclass(frozen=True, slots=True)
-class NodeReads:
-    """What a node reads, as (node that makes it, name)."""
+class Links:
+    """The nodes that one node waits for."""
 
-    fixed: tuple[tuple[str, str], ...]  # values that exist once
-    # Values that the loop makes again in every round; for carried ones the node is the one that makes the first.
-    of_round: tuple[tuple[str, str], ...]
+    before: tuple[str, ...]  # outside of its region: until they are over
+    begun: tuple[str, ...]  # outside of its region, read deferred: until they are sent
+    same_round: tuple[str, ...]  # of its region: until their same round is done
+    same_round_begun: tuple[str, ...]  # of its region, read deferred: until their same round is sent
+    last_round: tuple[str, ...]  # of its region, carried: until their round before is sent
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """The edges of one node."""
+
+    fixed: tuple[Edge, ...]  # each of its runs reads the same value
+    of_round: tuple[Edge, ...]  # each of its runs reads another value
+    overlap: bool  # the first run reads a fixed value as one of its round, too
 
 
 @dataclass(frozen=True)
 class Workflow:
-    """A directed graph of nodes, in topological order, ending in `output`."""
+    """A directed graph of nodes, each listed after those that it reads. `core.graph.check` finds what is wrong."""
 
     name: str
     nodes: tuple[Node, ...]
-    output: str
-
-    def __post_init__(self) -> None:
-        seen: set[str] = set()
-        for node in self.nodes:
-            for edge in node.inputs:
-                if edge.deferred:
-                    raise ValueError(f"workflow {self.name}: {node.name} reads {edge.name} deferred: not supported")
-                if edge.source not in seen and edge.source != node.name:
-                    raise ValueError(f"workflow {self.name}: {node.name} reads {edge.source} before it is made")
-            seen.add(node.name)
-        if self.output not in seen:
-            raise ValueError(f"workflow {self.name}: no node {self.output}")
+    output: str  # the node whose end is the request's
+    regions: tuple[Region, ...] = ()
 
     def node(self, name: str) -> Node:
-        for node in self.nodes:
-            if node.name == name:
-                return node
-        raise KeyError(name)
+        """Raises KeyError that names it."""
+        return self._by_name[name]
 
     @cached_property
-    def loop(self) -> Node:
-        """The loop region's node."""
-        return next(node for node in self.nodes if node.kind == "loop")
+    def _by_name(self) -> Mapping[str, Node]:
+        return {node.name: node for node in self.nodes}
 
     @cached_property
-    def carried(self) -> frozenset[tuple[str, str]]:
-        """(node, name) of the tensors that the loop replaces at every round."""
-        return frozenset((edge.source, edge.name) for edge in self.loop.inputs if edge.is_carried)
+    def adaptive(self) -> frozenset[str]:
+        """Names of the adaptive regions."""
+        return frozenset(region.name for region in self.regions if region.is_adaptive)
 
     @cached_property
-    def constant(self) -> tuple[str, ...]:
-        """Names of the nodes whose results do not depend on the loop: they are kept when the loop restarts."""
-        carried = {source for source, _ in self.carried}
-        once = (node for node in self.nodes if node.kind == "once" and node.name not in carried)
-        return tuple(node.name for node in once if not self.reads_loop(node))
+    def links(self) -> Mapping[str, Links]:
+        """Node name -> the nodes that it waits for."""
+        return {node.name: self._links_of(node) for node in self.nodes}
 
     @cached_property
-    def after_loop(self) -> frozenset[str]:
-        """Names of the nodes that come after the loop. Of what it replaces they read the last, others the first."""
-        names = [node.name for node in self.nodes]
-        return frozenset(names[names.index(self.loop.name) + 1 :])
-
-    @cached_property
-    def reads(self) -> Mapping[str, NodeReads]:
-        """Node name -> what it reads."""
+    def reads(self) -> Mapping[str, Reads]:
+        """Node name -> its edges."""
         return {node.name: self._reads_of(node) for node in self.nodes}
 
-    def readers(self, *, with_sides: bool) -> Mapping[tuple[str, str, bool], int]:
-        """(node, name of a value that it makes, whether the last round is done) -> how many nodes will read the value.
-        Nodes after the loop read what its last round has made; a side node, what the rounds that it shows have made for
-        it. Missing: none. with_sides: side nodes run for the request.
+    @cached_property
+    def readers(self) -> Mapping[tuple[str, str], tuple[tuple[Node, tuple[Edge, ...]], ...]]:
+        """(node, name of a value that it makes) -> the nodes that read it in some round, each with the edges."""
+        found: dict[tuple[str, str], dict[str, list[Edge]]] = {}
+        for node in self.nodes:
+            for edge in node.inputs:
+                for source in {edge.source, edge.carried or edge.source}:
+                    found.setdefault((source, edge.name), {}).setdefault(node.name, []).append(edge)
+        return {
+            key: tuple((self.node(name), tuple(edges)) for name, edges in readers.items())
+            for key, readers in found.items()
+        }
+
+    @cached_property
+    def sides(self) -> Mapping[str, tuple[Node, ...]]:
+        """Name of a node that repeats -> the side nodes that show it."""
+        found: dict[str, list[Node]] = {}
+        for node in self.nodes:
+            if node.shows:
+                found.setdefault(node.shows, []).append(node)
+        return {name: tuple(nodes) for name, nodes in found.items()}
+
+    @cached_property
+    def side_nodes(self) -> tuple[Node, ...]:
+        """All side nodes."""
+        return tuple(node for node in self.nodes if node.shows)
+
+    @cached_property
+    def steps(self) -> tuple[Node, ...]:
+        """The nodes that repeat and share a pass with those of other requests: denoising steps."""
+        return tuple(node for node in self.nodes if is_step(node))
+
+    @cached_property
+    def paged(self) -> Node | None:
+        """The node that reads the template's pages in mask-aware requests; None: there is none."""
+        return next((node for node in self.nodes if not node.canvas and op_of(node).pages == "span"), None)
+
+    @cached_property
+    def after_rounds(self) -> frozenset[str]:
+        """Names of the nodes after the last rounds, which read what rounds have made, and of side nodes."""
+        repeating = {node.name for node in self.nodes if node.region}
+        after = self.downstream(repeating) - repeating
+        return frozenset(name for name in after if self.downstream([name]).isdisjoint(repeating))
+
+    def downstream(self, names: Iterable[str]) -> set[str]:
+        """These nodes and all that read what they make, directly or not."""
+        found = set(names)
+        for node in self.nodes:
+            if any(edge.source in found for edge in node.inputs):
+                found.add(node.name)
+        return found
+
+    def repeated_with(self, region: str) -> set[str]:
+        """Names of the nodes that run again when a region begins again: its own, those that made the first values of
+        what it carries, which its first round has used up, and all after them.
         """
-        return self._readers_with_sides if with_sides else self._readers_without_sides
+        mine = [node for node in self.nodes if node.region == region]
+        first = {edge.source for node in mine for edge in node.inputs if edge.carried}
+        return {node.name for node in mine} | first | self.downstream({node.name for node in mine})
 
-    @cached_property
-    def _readers_with_sides(self) -> Mapping[tuple[str, str, bool], int]:
-        return self.count_readers(self.nodes)
+    def _reads_of(self, node: Node) -> Reads:
+        of_round = tuple(edge for edge in node.inputs if self._is_of_round(node, edge))
+        fixed = tuple(edge for edge in node.inputs if edge not in of_round)
+        overlap = not {(e.source, e.name) for e in fixed}.isdisjoint((e.source, e.name) for e in of_round)
+        return Reads(fixed, of_round, overlap)
 
-    @cached_property
-    def _readers_without_sides(self) -> Mapping[tuple[str, str, bool], int]:
-        return self.count_readers([node for node in self.nodes if node.kind != "side"])
+    def _is_of_round(self, node: Node, edge: Edge) -> bool:
+        is_inside = bool(node.region) and self.node(edge.source).region == node.region
+        return bool(edge.carried) or is_inside or edge.source == node.shows
 
-    def count_readers(self, nodes: Iterable[Node]) -> Mapping[tuple[str, str, bool], int]:
-        """As `readers`, with only these nodes as readers."""
-        counts = Counter[tuple[str, str, bool]]()
-        for node in nodes:
-            for source, name in {(edge.source, edge.name) for edge in node.inputs}:
-                counts.update((maker, name, is_last) for maker, is_last in self._makers_for(node, source, name))
-        return counts
+    def _links_of(self, node: Node) -> Links:
+        mine: dict[str, dict[str, None]] = {kind: {} for kind in Links.__slots__}
+        for edge in node.inputs:
+            source = self._by_name.get(edge.source)
+            if source is None or edge.source == node.shows:
+                continue  # of what a side node shows, it waits for some rounds
+            is_inside = bool(node.region) and source.region == node.region
+            if is_inside:
+                mine["same_round_begun" if edge.deferred else "same_round"][edge.source] = None
+            else:
+                mine["begun" if edge.deferred else "before"][edge.source] = None
+            if edge.carried:
+                mine["last_round"][edge.carried] = None
+        return Links(**{kind: tuple(names) for kind, names in mine.items()})
 
-    def _makers_for(self, node: Node, source: str, name: str) -> Iterator[tuple[str, bool]]:
-        """(node, whether the last round is done) of the values under this name that `node` reads."""
-        loop, is_carried = self.loop, (source, name) in self.carried
-        if node.kind == "loop" and is_carried:
-            yield from ((source, False), (source, True), (loop.name, False))  # the first round, and each later one
-        elif node.name in self.after_loop and (is_carried or source == loop.name):
-            yield from ((loop.name, is_last) for is_last in ((False, True) if node.kind == "side" else (True,)))
-        else:
-            yield from ((source, False), (source, True))
-
-    def _reads_of(self, node: Node) -> NodeReads:
-        names = list(dict.fromkeys((edge.source, edge.name) for edge in node.inputs))
-        sees_rounds = node.kind == "loop" or node.name in self.after_loop
-        of_round = [key for key in names if sees_rounds and (key in self.carried or key[0] == self.loop.name)]
-        return NodeReads(tuple(key for key in names if key not in of_round), tuple(of_round))
-
-    def reads_loop(self, node: Node) -> bool:
-        """Whether a node after the loop reads what the loop has made or replaced."""
-        return node.name in self.after_loop and any(
-            edge.source == self.loop.name or (edge.source, edge.name) in self.carried for edge in node.inputs
-        )
+    def __post_init__(self) -> None:
+        """Raises WorkflowError for a name that stands for two nodes or regions."""
+        for kind, names in (("nodes", [n.name for n in self.nodes]), ("regions", [r.name for r in self.regions])):
+            twice = next((name for name in names if names.count(name) > 1), None)
+            if twice is not None:
+                raise WorkflowError(f"workflow {self.name}: two {kind} are named {twice}", node=twice)
 
 
 def op_of(node: Node) -> Op:
@@ -158,41 +214,64 @@ def op_of(node: Node) -> Op:
     return OPS[node.op]
 
 
+def is_step(node: Node) -> bool:
+    """Whether a node is a step: it repeats, and shares a pass with those of other requests."""
+    return bool(node.region) and op_of(node).sharing == "together"
+
+
+_DENOISE = Node(
+    "denoise",
+    "denoise",
+    inputs=(
+        Edge("text_encode", "prompt_embeds"),
+        Edge("text_encode", "text_lengths"),
+        Edge("text_encode", "pooled_prompt_embeds"),
+        Edge("image_encode", "latents", carried="denoise"),
+        Edge("image_encode", "sampler", carried="denoise"),
+        Edge("image_encode", "condition"),
+        Edge("image_encode", "outside"),
+        Edge("image_encode", "sigmas"),
+    ),
+    region="denoise",
+)
+
+
+def _first_of(edge: Edge) -> Edge:
+    """The edge of the first pass that corresponds to one of the second."""
+    source = "first_encode" if edge.source == "image_encode" else edge.source
+    return replace(edge, source=source, carried="first_denoise" if edge.carried else "")
+
+
+_PREVIEW = Node("preview", "decode", inputs=(Edge("denoise", "clean", port="latents"),), shows="denoise")
+_DECODE = Node("decode", "decode", inputs=(Edge("denoise", "latents"),))
+
 INPAINT = Workflow(
     name="inpaint",
-    nodes=(
-        Node("text_encode", "text_encode"),
-        Node("image_encode", "image_encode"),
-        Node(
-            "denoise",
-            "denoise",
-            inputs=(
-                Edge("text_encode", "prompt_embeds"),
-                Edge("text_encode", "text_lengths"),
-                Edge("text_encode", "pooled_prompt_embeds"),
-                Edge("image_encode", "latents", is_carried=True),
-                Edge("image_encode", "sampler", is_carried=True),
-                Edge("image_encode", "condition"),
-                Edge("image_encode", "outside"),
-                Edge("image_encode", "sigmas"),
-            ),
-            kind="loop",
-        ),
-        Node("preview", "decode", inputs=(Edge("denoise", "clean"),), kind="side"),
-        Node("decode", "decode", inputs=(Edge("image_encode", "latents"),)),
-    ),
+    nodes=(Node("text_encode", "text_encode"), Node("image_encode", "image_encode"), _DENOISE, _PREVIEW, _DECODE),
     output="decode",
+    regions=(Region("denoise"),),
 )
 """Masked editing with one denoising loop."""
 
-
-Placement = Mapping[str, int]
-"""Node name -> rank of the worker that runs it."""
-
-
-@cache
-def place(workflow: Workflow, num_workers: int) -> Placement:
-    """What reads the loop's results (decoding) goes to the last worker, all else to the first, so that a decode never
-    delays other requests' steps.
-    """
-    return {node.name: num_workers - 1 if workflow.reads_loop(node) else 0 for node in workflow.nodes}
+HIRES = Workflow(
+    name="hires",
+    nodes=(
+        Node("text_encode", "text_encode"),
+        Node("first_encode", "image_encode", canvas="first"),
+        Node(
+            "first_denoise",
+            "denoise",
+            inputs=tuple(_first_of(edge) for edge in _DENOISE.inputs),
+            region="first_denoise",
+            canvas="first",
+        ),
+        Node("upscale", "upscale", inputs=(Edge("first_denoise", "latents"),)),
+        Node("image_encode", "image_encode", inputs=(Edge("upscale", "latents", port="start"),)),
+        _DENOISE,
+        _PREVIEW,
+        _DECODE,
+    ),
+    output="decode",
+    regions=(Region("first_denoise"), Region("denoise")),
+)
+"""The same in two passes: a smaller picture first, whose upscaled latents the second pass starts from."""

@@ -79,6 +79,14 @@ class EditSpec(Canvas, frozen=True, kw_only=True, tag="edit"):
     def num_partial_images(self) -> int:
         return len(self.pixels) - 1
 
+    def canvas(self, name: str) -> Canvas:
+        """The canvas that a node of a workflow works at. Raises KeyError if the request has none of this name."""
+        if not name:
+            return self
+        if name != "first" or self.first_pass is None:
+            raise KeyError(f"the request has no canvas {name!r}")
+        return self.first_pass
+
     def is_masked_step(self, step: int) -> bool:
         """Whether `step` computes only the active tokens."""
         return self.is_mask_aware and step >= self.num_full_steps
@@ -95,6 +103,7 @@ class EngineRequest(Message, frozen=True):
     model: str  # name of a served model
     workflow: str  # name, see core.graph.catalog
     spec: Spec
+    rounds: tuple[int, ...]  # of each of the workflow's regions, at least 1
     # When and for whom. Times are monotonic seconds.
     arrival: float
     priority: int = 0  # lower goes first

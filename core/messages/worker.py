@@ -54,6 +54,16 @@ class Transfer(msgspec.Struct, frozen=True):
     source: int
 
 
+class Delivery(msgspec.Struct, frozen=True):
+    """Send a value from rank to rank, beside the engine, as soon as `source` has it: the reader's batch on `target` is
+    waiting, or will wait, for it.
+    """
+
+    key: TensorKey
+    source: int
+    target: int
+
+
 class PageCopy(msgspec.Struct, frozen=True):
     """Copy an entry's pages from one tier to the next, block after block, in parallel with computing."""
 
@@ -78,6 +88,7 @@ class StepPlan(Message, frozen=True):
     # Requests.
     batches: tuple[Batch, ...] = ()
     transfers: tuple[Transfer, ...] = ()
+    deliveries: tuple[Delivery, ...] = ()  # of values that this rank has, or that its batches make
     free: tuple[TensorKey, ...] = ()  # values that no later batch reads; "" as node and name: all of a request
     # Models.
     load: tuple[ModelKey, ...] = ()
@@ -134,6 +145,8 @@ class ItemResult(msgspec.Struct, frozen=True):
     text_tokens: int = 0  # set by text encoding
     prompt_truncated: bool = False  # set by text encoding
     sigmas: tuple[float, ...] = ()  # set by image encoding: noise levels of the run, from its first step to 0
+    rounds: int = 0  # set by nodes of adaptive regions: the number of rounds that are enough; 0: unchanged
+    chosen: str = ""  # set by nodes that choose: the reader that runs
     failure: Failure | None = None  # None: it succeeded
 
 

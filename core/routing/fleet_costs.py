@@ -25,7 +25,7 @@ Vector = npt.NDArray[np.float64]
 WORKFLOW = INPAINT
 """The workflow of the edits that are routed."""
 
-LINES = tuple(dict.fromkeys(op.cost_name for op in (op_of(WORKFLOW.loop), *map(op_of, WORKFLOW.nodes), PRIME)))
+LINES = tuple(dict.fromkeys(op.cost_name for op in (op_of(WORKFLOW.steps[0]), *map(op_of, WORKFLOW.nodes), PRIME)))
 """Names of the cost lines, see Op, in the order of their coefficients in a model's column; the loop's is the first."""
 
 GUESS_PER_KILOTOKEN = 0.02
@@ -125,7 +125,7 @@ class _TokenSizes:
 def _size_weights(image_tokens: int, condition_tokens: int, text_tokens: int) -> Vector:
     """The factors of a model's column for the first four fields of SizeCosts, shape [4, lines * features]."""
     sizes = _TokenSizes(image_tokens, condition_tokens, text_tokens)
-    once = [op_of(node) for node in WORKFLOW.nodes if node.kind == "once"]
+    once = [op_of(node) for node in WORKFLOW.nodes if not node.region and not node.shows]
     weights = np.zeros((4, len(LINES), _NUM_FEATURES))
     weights[0, 0, FEATURES.index("constant")] = 1.0
     for field, ops in zip(weights[1:], (once, [PRIME], [TEMPLATE_ENCODE]), strict=True):

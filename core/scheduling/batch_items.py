@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from core.cache.page_reservations import PageReservations
 from core.cache.priming import Chunk, PrimingJob
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
-from core.handles import ArrayRef, TensorKey, TensorRef
+from core.handles import ArrayRef
 from core.messages.worker import Item
+from core.scheduling.inputs import Ranks, input_refs
 from core.scheduling.ops.prime import PRIME, Prime
 from core.scheduling.ops.request_op import request_op
 from core.scheduling.ops.template_encode import TEMPLATE_ENCODE, TemplateEncode
 from core.scheduling.request import Request
-from core.scheduling.value_keys import fixed_keys, keys_read, round_keys
 from core.scheduling.values import ValueTable
 
 
-def make_item(request: Request, node: Node, pages: PageReservations, values: ValueTable) -> Item:
-    """The request's item in a batch that runs `node` next."""
-    work, version = request_op(node).make(request, node, pages), 0
-    if node.kind == "loop":
-        version = request.progress.steps_scheduled + 1
-    return Item(request.id, node.name, work, _inputs(request, node, values), version)
+def make_item(request: Request, node: Node, ranks: Ranks, pages: PageReservations, values: ValueTable) -> Item:
+    """The request's item in a batch that runs `node` next, on these ranks."""
+    work = request_op(node).make(request, node, pages)
+    version = request.progress.scheduled[node.name] + 1 if node.region else 0
+    return Item(request.id, node.name, work, input_refs(request, node, ranks, values), version)
 
 
 def latents_item(job: PrimingJob, pages: PageReservations) -> Item:
@@ -48,36 +45,9 @@ def chunk_work(job: PrimingJob, chunk: Chunk) -> Work:
     return Work((share,) * len(chunk.sigmas), (tokens,) * len(chunk.sigmas))
 
 
-def inputs_elsewhere(request: Request, node: Node, values: ValueTable) -> list[TensorKey]:
-    """Inputs of `node` that only another rank has, and that are not in shared memory."""
-    if request.is_on_one_rank:
-        return []
-    rank, rounds = request.placement[node.name], request.progress.rounds_before(node, is_done=False)
-    found = ((key, values.get(key)) for key in keys_read(request.id, request.workflow, node, rounds))
-    return [key for key, value in found if value is not None and value.ref.rank != rank and value.exported is None]
-
-
 def node_work(request: Request, node: Node) -> Work:
     """Tokens that running `node` once computes, and those they attend to."""
-    return op_of(node).size(request)
-
-
-def _inputs(request: Request, node: Node, values: ValueTable) -> tuple[TensorRef, ...]:
-    fixed = request.fixed_inputs.get(node.name)
-    if fixed is None:  # they are the same in every round
-        keys = fixed_keys(request.id, request.workflow, node)
-        fixed = request.fixed_inputs[node.name] = tuple(_input(request, node, key, values) for key in keys)
-    rounds = request.progress.rounds_before(node, is_done=False)
-    keys = round_keys(request.id, request.workflow, node, rounds)
-    return *fixed, *(_input(request, node, key, values) for key in keys)
-
-
-def _input(request: Request, node: Node, key: TensorKey, values: ValueTable) -> TensorRef:
-    """A value that is there, or that a batch of the same rank will make before."""
-    rank = request.placement[node.name]
-    if request.is_on_one_rank or (value := values.get(key)) is None or value.ref.rank == rank:
-        return TensorRef(key, rank)
-    return msgspec.structs.replace(value.ref, handle=value.exported)
+    return op_of(node).size(request.sizes(node))
 
 
 def _prime(job: PrimingJob, chunk: Chunk, sigma: float, pages: PageReservations, pixels: ArrayRef | None) -> Prime:

@@ -18,6 +18,15 @@ class Dispatch:
 
 
 @dataclass(frozen=True, slots=True)
+class Fetch:
+    """Copy the inputs of a ready node that are only on other ranks to shared memory, for these ranks to read."""
+
+    request: Request
+    node: Node
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class CacheDispatch:
     """Run work of the activation cache on this rank: the next chunk of a job, or the encoding of its template."""
 
@@ -26,4 +35,4 @@ class CacheDispatch:
     rank: int
 
 
-Decision = Dispatch | CacheDispatch
+Decision = Dispatch | Fetch | CacheDispatch

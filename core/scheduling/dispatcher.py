@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from core.cache.page_reservations import PageReservations
 from core.graph.work import Work
-from core.graph.workflow import Node, op_of
-from core.handles import ModelKey, TensorKey, Tier
-from core.messages.worker import Batch, Item, Transfer
-from core.scheduling.batch_items import chunk_items, chunk_work, inputs_elsewhere, latents_item, make_item, node_work
-from core.scheduling.dispatch import CacheDispatch, Decision, Dispatch
+from core.graph.workflow import Node, is_step, op_of
+from core.handles import ModelKey, Tier
+from core.messages.worker import Batch, Delivery, Item, Transfer
+from core.scheduling.batch_items import chunk_items, chunk_work, latents_item, make_item, node_work
+from core.scheduling.dispatch import CacheDispatch, Decision, Dispatch, Fetch
 from core.scheduling.in_flight import Flight
+from core.scheduling.inputs import deliveries
 from core.scheduling.ops.prime import PRIME
 from core.scheduling.ops.template_encode import TEMPLATE_ENCODE
 from core.scheduling.request import Request, Status
@@ -32,6 +33,7 @@ class Dispatched:
 
     flights: list[Flight] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
+    deliveries: list[Delivery] = field(default_factory=list)
     begun: list[str] = field(default_factory=list)  # ids of requests that were waiting before
 
 
@@ -46,18 +48,21 @@ class Dispatcher:
     batch_ids: Iterator[int]
 
     def carry_out(self, decisions: Iterable[Decision], view: View) -> Dispatched:
-        """Advance the requests and jobs that the decisions name, and move values that running requests' ready nodes
-        read on other ranks. view: from which the decisions were made. Raises AssertionError for one that cannot be
-        carried out, before anything of it is.
+        """Advance the requests and jobs that the decisions name. view: from which the decisions were made. Raises
+        AssertionError for one that cannot be carried out, before anything of it is.
         """
         decisions = tuple(decisions)
         check(decisions, view)
-        done = Dispatched(transfers=list(self._transfers(view)))
+        done = Dispatched()
         for decision in decisions:
             match decision:
                 case Dispatch():
-                    done.flights.append(self._dispatch(decision))
+                    flight = self._dispatch(decision)
+                    done.flights.append(flight)
                     done.begun += self._begin(decision)
+                    done.deliveries += deliveries(flight.batch)
+                case Fetch():
+                    done.transfers += self._fetch(decision, view)
                 case CacheDispatch():
                     done.flights.append(self._dispatch_job(decision))
         return done
@@ -69,12 +74,13 @@ class Dispatcher:
         model, op = request.head.model, op_of(node)
         for request, node in dispatch.items:
             self._plan_blocks(request, node)
-        items = tuple(make_item(request, node, self.pages, self.values) for request, node in dispatch.items)
+        ranks = dispatch.ranks
+        items = tuple(make_item(request, node, ranks, self.pages, self.values) for request, node in dispatch.items)
         work = sum((node_work(request, node) for request, node in dispatch.items), Work((), ()))
         for request, node in dispatch.items:
-            request.progress.start(node)
-        batch = Batch(next(self.batch_ids), op.name, ModelKey(model, op.component), dispatch.ranks, items)
-        return Flight(batch, work, self.predict(batch, work), is_step=node.kind == "loop")
+            request.send(node, ranks)
+        batch = Batch(next(self.batch_ids), op.name, ModelKey(model, op.component), ranks, items)
+        return Flight(batch, work, self.predict(batch, work), is_step=is_step(node))
 
     def _begin(self, dispatch: Dispatch) -> list[str]:
         """Note that waiting requests run; their ids."""
@@ -87,26 +93,19 @@ class Dispatcher:
 
     def _plan_blocks(self, request: Request, node: Node) -> None:
         """Decide which blocks a step computes in full because their pages are still being loaded."""
-        reservation, step = request.reservation, request.progress.steps_scheduled
+        reservation = request.reservation
         if reservation is None or self.block_plan is None or op_of(node).pages != "span":
             return
-        if request.spec.is_masked_step(step):
-            loading = self.pages.loading(reservation, request.sigmas[step])
+        if request.is_masked(node):
+            loading = self.pages.loading(reservation, request.sigmas[request.progress.scheduled[node.name]])
             reservation.full_blocks = self.block_plan(request, loading) if loading else ()
 
-    def _transfers(self, view: View) -> Iterator[Transfer]:
-        """Transfers of values that ready nodes read on other ranks than those that have them."""
-        for request in view.requests.running_in_order():
-            for node in () if request.is_on_one_rank else view.ready(request):
-                missing = inputs_elsewhere(request, node, self.values)
-                if missing and self._can_send(missing, view.open_ranks):
-                    transfers = self.values.move(missing) or ()
-                    request.num_moving += len(transfers)
-                    yield from transfers
-
-    def _can_send(self, keys: Sequence[TensorKey], open_ranks: frozenset[int]) -> bool:
-        """Whether the ranks that have these values may be given work."""
-        return all((value := self.values.get(key)) and value.ref.rank in open_ranks for key in keys)
+    def _fetch(self, fetch: Fetch, view: View) -> list[Transfer]:
+        """Transfers of the inputs that other ranks have; none if the arena has no room for all of them now."""
+        elsewhere = view.inputs(fetch.request, fetch.node, fetch.ranks).elsewhere
+        transfers = self.values.move(elsewhere, view.open_ranks) or []
+        fetch.request.num_moving += len(transfers)
+        return transfers
 
     # ------------------------------------------------------------------------------------------------ the cache
 
@@ -131,6 +130,8 @@ def check(decisions: Iterable[Decision], view: View) -> None:
         match decision:
             case Dispatch():
                 names = _check_dispatch(decision, view)
+            case Fetch():
+                names = _check_fetch(decision, view)
             case CacheDispatch():
                 names = _check_job(decision, view)
         for name in names:
@@ -147,8 +148,15 @@ def _check_dispatch(dispatch: Dispatch, view: View) -> list[tuple[str, str]]:
     for request, node in dispatch.items:
         assert (request.head.model, node.op) == key, "a batch has one op and one model"
         assert node in view.ready(request), f"{node.name} of {request.id} is not ready"
-        assert request.placement[node.name] in dispatch.ranks, f"{node.name} of {request.id} runs on another rank"
+        assert view.inputs(request, node, dispatch.ranks).are_there, f"{node.name} of {request.id} lacks inputs"
     return [(request.id, node.name) for request, node in dispatch.items]
+
+
+def _check_fetch(fetch: Fetch, view: View) -> list[tuple[str, str]]:
+    request, node = fetch.request, fetch.node
+    assert node in view.ready(request), f"{node.name} of {request.id} is not ready"
+    assert view.can_fetch(request, node, fetch.ranks), f"inputs of {node.name} of {request.id} cannot be fetched"
+    return [(request.id, node.name)]
 
 
 def _check_job(dispatch: CacheDispatch, view: View) -> list[tuple[str, str]]:

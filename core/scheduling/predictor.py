@@ -13,7 +13,7 @@ from core.costs.cost_model import CostKey, CostModel, extra_seconds
 from core.costs.load_report import RequestLoad
 from core.graph.op import OPS, Op
 from core.graph.work import Work
-from core.graph.workflow import Node, op_of
+from core.graph.workflow import Node, is_step, op_of
 from core.handles import ModelKey, Tier
 from core.messages.worker import Batch, CostSample
 from core.model_info import ModelInfo
@@ -65,19 +65,21 @@ class Predictor:
 
     def steps_of(self, request: Request) -> float:
         """Time that its remaining steps add to the steps of its batch."""
-        progress, every, active = request.progress, request.spec.num_all_tokens, request.spec.num_active_tokens
-        steps = progress.steps_left
-        num_full = steps
-        if request.spec.is_mask_aware:
-            num_full = min(steps, max(0, request.spec.num_full_steps - progress.steps_scheduled))
-        line = self._coefficients(request, request.workflow.loop)
+        return sum(self._steps_of_node(request, node) for node in request.workflow.steps)
+
+    def _steps_of_node(self, request: Request, node: Node) -> float:
+        canvas, steps = request.spec.canvas(node.canvas), request.progress.times_left(node)
+        every, active, num_full = canvas.num_all_tokens, canvas.num_active_tokens, steps
+        if request.spec.is_mask_aware and not node.canvas:
+            num_full = min(steps, max(0, request.spec.num_full_steps - request.progress.scheduled[node.name]))
+        line = self._coefficients(request, node)
         full, masked = extra_seconds(line, every, every), extra_seconds(line, active, every)
         return request.spec.num_rows * (num_full * full + (steps - num_full) * masked)
 
     def others_of(self, request: Request) -> Iterable[tuple[str, float]]:
         """(op, seconds) of a request's remaining work other than its steps."""
         for node in request.workflow.nodes:
-            if node.kind != "loop" and (times := request.progress.times_left(node)):
+            if not is_step(node) and (times := request.progress.times_left(node)):
                 line = self._coefficients(request, node)
                 work = node_work(request, node)
                 pairs = zip(work.queries, work.keys, strict=True)
@@ -85,9 +87,9 @@ class Predictor:
 
     def base_seconds(self, requests: Sequence[Request]) -> float:
         """The constant part of a step's time, whichever requests are in it; 0 without requests."""
-        if not requests:
+        if not requests or not requests[0].workflow.steps:
             return 0.0
-        return self._coefficients(requests[0], requests[0].workflow.loop)[0]
+        return self._coefficients(requests[0], requests[0].workflow.steps[-1])[0]
 
     def _make_request_load(self, request: Request) -> RequestLoad:
         steps = request.progress.steps_left
@@ -109,7 +111,8 @@ class Predictor:
     def full_blocks(self, request: Request, loading: Sequence[tuple[Tier, int]]) -> tuple[int, ...]:
         """The blocks to compute in full at the request's next step while entries of (tier, bytes) are being loaded."""
         assert request.reservation is not None
-        op, model = op_of(request.workflow.loop), request.head.model
+        assert request.workflow.paged is not None
+        op, model = op_of(request.workflow.paged), request.head.model
         every, active = request.spec.num_all_tokens, request.spec.num_active_tokens
         num_rows = request.spec.num_rows
         full = self.of_op(model, op, Work.of([every] * num_rows))

@@ -178,7 +178,8 @@ class Reporter:
         left = {PRIME.name: self._priming_seconds()}
         by_loop: dict[str, list[Request]] = {}
         for request in live:
-            by_loop.setdefault(request.workflow.loop.op, []).append(request)
+            for op in dict.fromkeys(node.op for node in request.workflow.steps):
+                by_loop.setdefault(op, []).append(request)
             for op, seconds in self._predictor.others_of(request):
                 left[op] = left.get(op, 0.0) + seconds
         left |= {op: self._loop_seconds_left(members, len(live)) for op, members in by_loop.items()}

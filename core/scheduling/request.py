@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from core.cache.reservation import Reservation
     from core.costs.load_report import RequestLoad
     from core.graph.progress import Progress
-    from core.graph.workflow import Placement, Workflow
+    from core.graph.workflow import Node, Workflow
     from core.handles import TensorRef
-    from core.messages.engine import EngineRequest, Spec
+    from core.messages.engine import Canvas, EngineRequest, Spec
 
 
 class Status(enum.Enum):
@@ -39,6 +39,27 @@ TRANSITIONS: dict[Status, frozenset[Status]] = {
 """Every legal transition; any other raises."""
 
 
+@dataclass(frozen=True, slots=True)
+class NodeSizes:
+    """The sizes of what one node does for a request, see `core.graph.op.Sizes`."""
+
+    canvas: Canvas
+    num_rows: int
+    num_step_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.canvas.num_tokens
+
+    @property
+    def num_text_tokens(self) -> int:
+        return self.canvas.num_text_tokens
+
+    @property
+    def num_all_tokens(self) -> int:
+        return self.canvas.num_all_tokens
+
+
 @dataclass(slots=True)
 class Request:
     """The scheduler's record of one image being made. Written only by the StepScheduler and its parts."""
@@ -46,15 +67,16 @@ class Request:
     # Set when it is added.
     head: EngineRequest  # as received; never changed
     workflow: Workflow
-    placement: Placement  # rank of each node
     progress: Progress  # position in its workflow; written by the scheduler and its Dispatcher
     # Of these, for quick access.
     id: str = field(init=False)
     spec: Spec = field(init=False)
-    is_on_one_rank: bool = field(init=False)  # all nodes run on the same rank
     # Set by the scheduler and its Dispatcher.
     status: Status = Status.WAITING
-    fixed_inputs: dict[str, tuple[TensorRef, ...]] = field(default_factory=dict)  # node -> inputs that rounds share
+    ran_on: dict[str, tuple[int, ...]] = field(default_factory=dict)  # node -> the ranks that its last run was sent to
+    ranks: set[int] = field(default_factory=set)  # all of these
+    # (node, ranks) -> inputs that its rounds share
+    fixed_inputs: dict[tuple[str, tuple[int, ...]], tuple[TensorRef, ...]] = field(default_factory=dict)
     num_moving: int = 0  # its values that a worker is writing to shared memory
     # Set by the scheduler from results of batches.
     started: float | None = None  # when a worker began its first stage, monotonic seconds
@@ -70,33 +92,23 @@ class Request:
 
     def __post_init__(self) -> None:
         self.id, self.spec = self.head.request_id, self.head.spec
-        self.is_on_one_rank = len(set(self.placement.values())) == 1
 
-    @property
-    def num_rows(self) -> int:
-        """Rows of a step, see SamplingParams."""
-        return self.spec.num_rows
+    def sizes(self, node: Node) -> NodeSizes:
+        """The sizes of running a node next."""
+        canvas = self.spec.canvas(node.canvas)
+        tokens = canvas.num_active_tokens if self.is_masked(node) else canvas.num_all_tokens
+        return NodeSizes(canvas, self.spec.num_rows, tokens)
 
-    @property
-    def num_tokens(self) -> int:
-        """Image tokens."""
-        return self.spec.num_tokens
+    def is_masked(self, node: Node) -> bool:
+        """Whether the next run of a node is a mask-aware step."""
+        is_paged = bool(node.region) and not node.canvas
+        return is_paged and self.spec.is_masked_step(self.progress.scheduled[node.name])
 
-    @property
-    def num_text_tokens(self) -> int:
-        """Text tokens of a row."""
-        return self.spec.num_text_tokens
-
-    @property
-    def num_all_tokens(self) -> int:
-        """Image, condition and text tokens of a row."""
-        return self.spec.num_all_tokens
-
-    @property
-    def num_step_tokens(self) -> int:
-        """Tokens that its next denoising step computes, of each row."""
-        is_masked = self.spec.is_masked_step(self.progress.steps_scheduled)
-        return self.spec.num_active_tokens if is_masked else self.spec.num_all_tokens
+    def send(self, node: Node, ranks: tuple[int, ...]) -> None:
+        """Note that the next run of a node is sent to these ranks."""
+        self.progress.start(node)
+        self.ran_on[node.name] = ranks
+        self.ranks.update(ranks)
 
     @property
     def is_in_flight(self) -> bool:

@@ -47,7 +47,7 @@ class RequestPrefetcher:
     def trim(self, request: Request) -> None:
         """Release the entries that the remaining steps do not read."""
         if request.reservation is not None:
-            self._pages.trim(request.reservation, _masked_sigmas(request, request.progress.steps_done))
+            self._pages.trim(request.reservation, _masked_sigmas(request, _masked_done(request)))
 
     def forget(self, request: Request) -> None:
         """Release what a request that has ended holds."""
@@ -102,3 +102,9 @@ class RequestPrefetcher:
 def _masked_sigmas(request: Request, first: int) -> tuple[float, ...]:
     """Noise levels of the mask-aware steps from `first` on."""
     return request.sigmas[max(first, request.spec.num_full_steps) : -1]
+
+
+def _masked_done(request: Request) -> int:
+    """How many rounds of the node that reads pages are done."""
+    paged = request.workflow.paged
+    return 0 if paged is None else request.progress.done[paged.name]

@@ -2,50 +2,92 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from core.graph.op import OPS
-from core.graph.workflow import Node
+from core.graph.skipping import readers_of
+from core.graph.workflow import Node, Workflow
 from core.handles import TensorKey, TensorRef
+from core.messages.worker import Batch
 from core.scheduling.request import Request
-from core.scheduling.value_keys import keys_done
+from core.scheduling.value_keys import keys_done, keys_read, num_reads
 from core.scheduling.values import ValueTable
 
 
-def note_values(values: ValueTable, request: Request, node: Node, rounds: int, made: Iterable[TensorRef]) -> None:
-    """Note that a node has finished: what it made is there, what it alone still read is free. rounds: of the loop that
-    were done before it, see `keys_read`.
+def note_values(
+    values: ValueTable, request: Request, node: Node, round_: int, made: Iterable[TensorRef], batch: Batch
+) -> None:
+    """Note that a node has finished in this batch: what it made, and what was sent to it, is on the batch's ranks; what
+    it alone still read is free. To be called after `Progress.finish`. round_: `Progress.round_done` before it.
     """
-    progress, readers = request.progress, _readers(request)
-    is_last_round = rounds + 1 >= progress.num_steps
+    for ref in _deferred(batch, request.id, node.name):
+        values.note_copy(ref.key, batch.ranks)
+    progress = request.progress
     for ref in made:
-        values.add(ref, readers.get((node.name, ref.key.name, is_last_round), 0))
-    for key in keys_done(request.id, request.workflow, node, rounds, is_last=progress.is_over(node)):
+        values.add(ref, batch.ranks, num_reads(progress, node, ref.key.name, ref.key.version))
+    for key in keys_done(request.id, progress, node, round_):
         values.done_reading(key)
 
 
-def begin_again(values: ValueTable, request: Request) -> None:
-    """Restart a request at the first step. Nothing of it may be in flight. Nodes run again if the loop replaces what
-    they made, or if some of it is freed. What the loop has made is freed; all else is replaced by what runs again.
+def _deferred(batch: Batch, request_id: str, node: str) -> list[TensorRef]:
+    items = [item for item in batch.items if item.request_id == request_id and item.node == node]
+    return [ref for item in items for ref in item.inputs if ref.is_deferred]
+
+
+def note_choice(values: ValueTable, request: Request, chooser: Node, reader: str) -> None:
+    """Note which of its readers a node has chosen: what the skipped ones alone would have read is free. Raises
+    ValueError if it is none of its readers.
     """
+    progress = request.progress
+    if reader not in readers_of(request.workflow, chooser.name):
+        raise ValueError(f"{chooser.name} chose {reader!r}, which does not read what it makes")
+    reads = {node.name: list(keys_read(request.id, progress, node, 0)) for node in request.workflow.nodes}
+    for name in progress.choose(chooser, reader):
+        for key in reads[name]:
+            values.done_reading(key)
+
+
+def begin_again(values: ValueTable, request: Request) -> None:
+    """Restart the region that reads pages at its first round. Nothing of the request may be in flight. Nodes run again
+    if they belong to it or come after it, if its first round has used up what they made, or if that is freed already.
+    What they made before is freed.
+    """
+    paged, progress = request.workflow.paged, request.progress
     assert request.reservation is not None
+    assert paged is not None
     request.reservation.full_blocks, request.full_blocks = (), 0
-    kept = [name for name in request.workflow.constant if _is_whole(values, request, name)]
-    request.progress.restart(kept)
-    again = [node for node in request.workflow.nodes if node.name not in kept and not request.progress.is_over(node)]
-    readers = request.workflow.count_readers(again)
-    for key in values.keys(request.id):
-        if key.node in kept:
-            values.renew(key, readers.get((key.node, key.name, True), 0))
+    again = _to_repeat(values, request, request.workflow.repeated_with(paged.region))
+    progress.restart(again, _rounds_at_first(request))
     request.fixed_inputs.clear()
-    values.discard(key for key in values.keys(request.id) if key.node == request.workflow.loop.name)
+    values.discard([key for key in values.keys(request.id) if key.node in again])
+    for key in values.keys(request.id):
+        values.renew(key, num_reads(progress, request.workflow.node(key.node), key.name, key.version))
 
 
-def _is_whole(values: ValueTable, request: Request, node: str) -> bool:
-    """Whether all that a node has made is there still."""
-    names = OPS[request.workflow.node(node).op].outputs
-    return all(values.get(TensorKey(request.id, node, name)) is not None for name in names)
+def _to_repeat(values: ValueTable, request: Request, first: Iterable[str]) -> set[str]:
+    """These nodes, and all whose values they read and that are gone; of a region all nodes."""
+    workflow, again = request.workflow, set[str]()
+    wanted = set(first)
+    while wanted:
+        again |= wanted
+        sources = {edge.source for name in wanted for edge in workflow.node(name).inputs} - again
+        lost = [source for source in sources if not _is_whole(values, request, source)]
+        wanted = {name for source in lost for name in _with_region(workflow, source)} - again
+    return {name for name in again if not workflow.node(name).shows}
 
 
-def _readers(request: Request) -> Mapping[tuple[str, str, bool], int]:
-    return request.workflow.readers(with_sides=bool(request.progress.previews))
+def _with_region(workflow: Workflow, name: str) -> set[str]:
+    region = workflow.node(name).region
+    return workflow.repeated_with(region) if region else {name}
+
+
+def _is_whole(values: ValueTable, request: Request, name: str) -> bool:
+    """Whether all that a node has made is there still: of a node that repeats, in its last round."""
+    node = request.workflow.node(name)
+    version = request.progress.rounds[node.region] if node.region else 0
+    names = (port.name for port in OPS[node.op].outputs if not port.is_optional)
+    return all(values.get(TensorKey(request.id, name, each, version)) is not None for each in names)
+
+
+def _rounds_at_first(request: Request) -> dict[str, int]:
+    return dict(zip((region.name for region in request.workflow.regions), request.head.rounds, strict=True))

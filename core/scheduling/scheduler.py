@@ -26,17 +26,18 @@ from core.costs.load_report import EngineStats, LoadReport
 from core.errors import InvalidRequestError
 from core.failure import NEVER_BEGUN, Failure
 from core.graph.catalog import WORKFLOWS
+from core.graph.check import check_workflow
 from core.graph.op import OPS
-from core.graph.progress import Progress, preview_steps
-from core.graph.workflow import Node, op_of, place
+from core.graph.workflow import Node, is_step, op_of
 from core.handles import TensorKey
 from core.messages.engine import Aborted, DropTemplate, EngineRequest, Failed, PartialImage, PrimeTemplate
-from core.messages.worker import BatchResult, CostSample, ItemResult, PageCopied, StepPlan, TransferDone
+from core.messages.worker import Batch, BatchResult, CostSample, ItemResult, PageCopied, StepPlan, TransferDone
 from core.model_info import ModelInfo
 from core.scheduling.deadlines import Deadlines
 from core.scheduling.dispatcher import Dispatched, Dispatcher
 from core.scheduling.in_flight import Flight, InFlight
 from core.scheduling.live_requests import LiveRequests
+from core.scheduling.new_request import new_request
 from core.scheduling.ops.request_op import request_op
 from core.scheduling.outputs import Output, finished
 from core.scheduling.policies import make_policy
@@ -44,7 +45,7 @@ from core.scheduling.predictor import Predictor
 from core.scheduling.reporter import Reporter
 from core.scheduling.request import Request, Status
 from core.scheduling.request_prefetcher import RequestPrefetcher
-from core.scheduling.request_values import begin_again, note_values
+from core.scheduling.request_values import begin_again, note_choice, note_values
 from core.scheduling.step_limit import StepLimit
 from core.scheduling.values import ValueTable
 from core.scheduling.view import View
@@ -61,10 +62,12 @@ class StepScheduler:
         cache: CacheConfig | None = None,
         cost: CostModel | None = None,
     ) -> None:
-        """cost: the model to predict with and to train; by default an empty one."""
+        """cost: the model to predict with and to train; by default an empty one. Raises WorkflowError."""
         self.config = config
         self.models = dict(models)
         self.workflows = dict(WORKFLOWS)
+        for workflow in self.workflows.values():
+            check_workflow(workflow)
         self.cost = cost or CostModel()
         self._predictor = Predictor(self.cost, self.models)
         self._step_limit = StepLimit(config.max_num_batched_tokens)
@@ -105,10 +108,11 @@ class StepScheduler:
         if workflow is None:
             error = InvalidRequestError(f"there is no workflow {head.workflow!r}", param="workflow")
             return self.refuse(head.request_id, Failure.of(error))
+        try:
+            request = new_request(head, workflow)
+        except InvalidRequestError as error:
+            return self.refuse(head.request_id, Failure.of(error))
         self._reporter.note_received()
-        num_steps = self.models[head.model].num_steps(head.spec.sampling)
-        progress = Progress(num_steps, preview_steps(num_steps, head.spec.num_partial_images))
-        request = Request(head, workflow, place(workflow, self.num_workers), progress)
         self._policy.on_arrival(request)
         self._requests.add(request, self._predictor.left_of(request).seconds)
 
@@ -201,7 +205,7 @@ class StepScheduler:
             self._apply_job(*flight.job, result)
             return
         for item in result.items:
-            self._apply_item(self._requests[item.request_id], item, result)
+            self._apply_item(self._requests[item.request_id], item, result, flight.batch)
 
     def apply_transfer(self, done: TransferDone) -> None:
         """Note that a value has been written to shared memory."""
@@ -264,6 +268,7 @@ class StepScheduler:
         return View(
             config=self.config,
             requests=self._requests,
+            num_ranks=self.num_workers,
             open_ranks=idle | self._nearly_idle_ranks(),
             idle_ranks=idle,
             max_step_tokens=self._step_limit.tokens,
@@ -278,7 +283,7 @@ class StepScheduler:
         """Busy ranks that may be given work: nearly done, so that the round trip of a small step is hidden behind their
         work, and new requests do not wait long. Nothing is sent ahead while a preview is pending, which would delay it.
         """
-        if any(request.progress.is_preview_out for request in self._requests.begun):
+        if any(request.progress.pending for request in self._requests.begun):
             return set()
         return self._out.nearly_idle_ranks(self._max_plans_out, self.config.max_ahead_ms / 1e3)
 
@@ -295,10 +300,11 @@ class StepScheduler:
             copies=orders.copies,
             batches=tuple(flight.batch for flight in chosen.flights),
             transfers=tuple(chosen.transfers),
+            deliveries=tuple(chosen.deliveries),
             free=free,
         )
 
-    def _apply_item(self, request: Request, item: ItemResult, result: BatchResult) -> None:
+    def _apply_item(self, request: Request, item: ItemResult, result: BatchResult, batch: Batch) -> None:
         node = request.workflow.node(item.node)
         seconds, part = request.part_seconds, op_of(node).part
         seconds[part] = seconds.get(part, 0.0) + result.seconds
@@ -310,34 +316,34 @@ class StepScheduler:
             if request.is_live:
                 self._end(request, Status.FAILED, Failed(request_id=request.id, failure=item.failure))
         else:
-            self._advance(request, node, item)
+            self._advance(request, node, item, batch)
         self._begin_again_if_spoilt(request)
         self._finish_ending(request)
 
-    def _advance(self, request: Request, node: Node, item: ItemResult) -> None:
-        preview, rounds = request.progress.pending_preview, request.progress.rounds_before(node, is_done=True)
-        request.progress.finish(node)
-        note_values(self.values, request, node, rounds, item.tensors)
+    def _advance(self, request: Request, node: Node, item: ItemResult, batch: Batch) -> None:
+        progress = request.progress
+        round_, index = progress.round_done(node), progress.pending.get(node.name, 0)
+        if item.rounds and node.region in request.workflow.adaptive:
+            progress.shorten(node.region, item.rounds)
+        progress.finish(node)
+        note_values(self.values, request, node, round_, item.tensors, batch)
+        if node.chooses:
+            note_choice(self.values, request, node, item.chosen)
         request_op(node).note(request, item)
-        if node.kind == "loop":
+        if is_step(node):
             request.note_step()
         if not request.is_live:
             return
-        if node.kind == "side":
-            self._finish_preview(request, preview)
+        if node.shows:
+            self._outputs.append(PartialImage(request_id=request.id, index=index, step=round_))
         elif request.is_spoilt:
             return  # it restarts
         elif node.name == request.workflow.output:
             self._finish(request)
         elif item.sigmas and request.spec.is_mask_aware:
             self._prefetcher.need(request)
-        elif node.kind == "loop":
+        elif node is request.workflow.paged:
             self._prefetcher.trim(request)
-
-    def _finish_preview(self, request: Request, index: int | None) -> None:
-        assert index is not None
-        step = request.progress.previews[index]
-        self._outputs.append(PartialImage(request_id=request.id, index=index, step=step))
 
     def _begin_again_if_spoilt(self, request: Request) -> None:
         request.progress.is_restarting |= request.is_spoilt

@@ -1,39 +1,77 @@
-"""The keys of the values that a node reads.
+"""The keys of the values that a node reads, and how often a value is read.
 
-What a loop carries from round to round is a new value each time: version 0 is made by a node before the loop, version v
-by the loop's round v. Everything else has version 0, except what a round makes besides, which has the round's version.
+Version v of a value is made by round v (from 1) of a node that repeats. All other values have version 0.
 """
 
 from __future__ import annotations
 
-from core.graph.workflow import Node, Workflow
+from collections.abc import Iterable
+
+from core.graph.progress import Progress
+from core.graph.workflow import Edge, Node
 from core.handles import TensorKey
 
 
-def fixed_keys(request_id: str, workflow: Workflow, node: Node) -> list[TensorKey]:
-    """The values that a node reads and that exist once."""
-    return [TensorKey(request_id, source, name) for source, name in workflow.reads[node.name].fixed]
+def key_read(request_id: str, progress: Progress, node: Node, edge: Edge, round_: int) -> TensorKey:
+    """The value that a node reads through one of its edges. round_: as `Progress.round_of` says it."""
+    if edge.carried and round_:
+        return TensorKey(request_id, edge.carried, edge.name, round_)
+    return TensorKey(request_id, edge.source, edge.name, _version(progress, node, edge, round_))
 
 
-def round_keys(request_id: str, workflow: Workflow, node: Node, rounds: int) -> list[TensorKey]:
-    """The values that a node reads and that every round of the loop makes again. rounds: of the loop that are done
-    before the node reads them; for the loop itself, before the round in question.
+def edges_read(progress: Progress, edges: Iterable[Edge]) -> list[Edge]:
+    """Those of a node's edges through which it gets a value: all but those of skipped nodes."""
+    return [edge for edge in edges if edge.source not in progress.skipped] if progress.skipped else list(edges)
+
+
+def keys_read(request_id: str, progress: Progress, node: Node, round_: int) -> dict[TensorKey, Edge]:
+    """All values that a node reads, each with an edge through which it does."""
+    edges = edges_read(progress, node.inputs)
+    return {key_read(request_id, progress, node, edge, round_): edge for edge in edges}
+
+
+def keys_done(request_id: str, progress: Progress, node: Node, round_: int) -> list[TensorKey]:
+    """The values that a node reads no more, now that this run of it is finished."""
+    reads = progress.workflow.reads[node.name]
+    keys = [key_read(request_id, progress, node, edge, round_) for edge in edges_read(progress, reads.of_round)]
+    if node.name not in progress.over and not reads.overlap:
+        return keys
+    fixed = [key_read(request_id, progress, node, edge, round_) for edge in edges_read(progress, reads.fixed)]
+    if node.name in progress.over:
+        return list(dict.fromkeys(keys + fixed))
+    return list(dict.fromkeys(key for key in keys if key not in fixed))
+
+
+def num_reads(progress: Progress, node: Node, name: str, version: int) -> int:
+    """How often other nodes will read what a node has made under this name and version: each once in all its runs, or
+    in its same round, in the next one, or in both.
     """
-    names = workflow.reads[node.name].of_round
-    if not rounds:
-        return [TensorKey(request_id, source, name) for source, name in names]
-    loop = workflow.loop.name
-    return [TensorKey(request_id, loop, name, rounds) for _, name in names]
+    readers = progress.workflow.readers.get((node.name, name), ())
+    return sum(
+        len({way for edge in edges if (way := _way(progress, reader, node, edge, version))})
+        for reader, edges in readers
+        if reader.name not in progress.over
+    )
 
 
-def keys_read(request_id: str, workflow: Workflow, node: Node, rounds: int) -> list[TensorKey]:
-    """All values that a node reads. rounds: as for `round_keys`."""
-    return fixed_keys(request_id, workflow, node) + round_keys(request_id, workflow, node, rounds)
+def _way(progress: Progress, reader: Node, node: Node, edge: Edge, version: int) -> str:
+    """In which of its runs a node reads a value through an edge; "" if in none."""
+    is_last = not node.region or version == progress.rounds[node.region]
+    if edge.carried == node.name and version:
+        return "" if is_last else "next round"
+    if edge.source != node.name:
+        return ""
+    if reader.shows == node.name:
+        return "shown" if version in progress.shown.get(reader.name, ())[progress.done[reader.name] :] else ""
+    if reader.region and reader.region == node.region:
+        return "same round"
+    return "any" if is_last else ""
 
 
-def keys_done(request_id: str, workflow: Workflow, node: Node, rounds: int, *, is_last: bool) -> list[TensorKey]:
-    """The values that a node does not read any more after it has run. rounds: as for `round_keys`. is_last: it does not
-    run again for this request.
-    """
-    keys = round_keys(request_id, workflow, node, rounds)
-    return keys + fixed_keys(request_id, workflow, node) if is_last else keys
+def _version(progress: Progress, node: Node, edge: Edge, round_: int) -> int:
+    source = progress.workflow.node(edge.source)
+    if edge.source == node.shows:
+        return round_
+    if not source.region:
+        return 0
+    return round_ + 1 if source.region == node.region else progress.rounds[source.region]

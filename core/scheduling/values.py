@@ -8,7 +8,7 @@ space the table allocates; several values of a request may move at once, in any 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 import msgspec
@@ -25,7 +25,8 @@ VALUE_BYTES = 1 << 32
 class Value:
     """A tensor, or a series of tensors, that a node has made."""
 
-    ref: TensorRef  # as the worker that made it described it; its rank has it
+    ref: TensorRef  # as the worker that made it described it
+    ranks: frozenset[int]  # that have it
     readers_left: int  # nodes that have yet to read it
     handle: ArrayRef | None = None  # uint8, its space in the arena once it has been asked to move
     is_moving: bool = False  # a worker is writing it to the handle
@@ -53,11 +54,13 @@ class ValueTable:
         """Keys of all values of a request."""
         return list(self._values.get(request_id, ()))
 
-    def add(self, ref: TensorRef, readers: int) -> None:
-        """Note that a node has made a value, which replaces one with the same key. Without readers it is freed."""
+    def add(self, ref: TensorRef, ranks: Iterable[int], readers: int) -> None:
+        """Note that a node has made a value on these ranks, which replaces one with the same key. Without readers it is
+        freed.
+        """
         if self.get(ref.key) is not None:
             self._drop(ref.key)
-        self._values.setdefault(ref.key.request_id, {})[ref.key] = Value(ref, readers)
+        self._values.setdefault(ref.key.request_id, {})[ref.key] = Value(ref, frozenset(ranks), readers)
         if not readers:
             self._free(ref.key)
 
@@ -71,6 +74,12 @@ class ValueTable:
         value.readers_left -= 1
         if not value.readers_left:
             self._free(key)
+
+    def note_copy(self, key: TensorKey, ranks: Iterable[int]) -> None:
+        """Note that these ranks have got a copy of a value, if it is there still."""
+        value = self.get(key)
+        if value is not None:
+            value.ranks |= frozenset(ranks)
 
     def renew(self, key: TensorKey, readers: int) -> None:
         """Set how many nodes will read a value that is there, as some run again; without any it is freed."""
@@ -104,15 +113,16 @@ class ValueTable:
 
     # ------------------------------------------------------------------------------------------------- moving
 
-    def move(self, keys: Sequence[TensorKey]) -> list[Transfer] | None:
+    def move(self, keys: Sequence[TensorKey], ranks: Set[int]) -> list[Transfer] | None:
         """Begin to move values into shared memory: all of them or, if there is no room, none (None). Those that are
-        there or on their way are left out.
+        there or on their way are left out. ranks: from which they may be copied; each value is on one of them.
         """
         values = [value for key in keys if (value := self._values[key.request_id][key]).handle is None]
         places = self._allocate([max(1, value.ref.nbytes) for value in values])
         if places is None:
             return None
-        return [self._begin_move(value, place) for value, place in zip(values, places, strict=True)]
+        pairs = zip(values, places, strict=True)
+        return [self._begin_move(value, place, min(value.ranks & ranks)) for value, place in pairs]
 
     def end_move(self, key: TensorKey) -> None:
         """Note that a value is in shared memory."""
@@ -143,9 +153,9 @@ class ValueTable:
             places.append(place)
         return places
 
-    def _begin_move(self, value: Value, place: int) -> Transfer:
+    def _begin_move(self, value: Value, place: int, source: int) -> Transfer:
         value.handle, value.is_moving = ArrayRef(VALUE_ARENA, place, (max(1, value.ref.nbytes),), "uint8"), True
-        return Transfer(msgspec.structs.replace(value.ref, handle=value.handle), value.ref.rank)
+        return Transfer(msgspec.structs.replace(value.ref, handle=value.handle), source)
 
     def _free(self, key: TensorKey) -> None:
         self._drop(key)

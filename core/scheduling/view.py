@@ -11,8 +11,10 @@ from core.config import SchedulerConfig
 from core.graph.op import Op
 from core.graph.work import Work
 from core.graph.workflow import Node, op_of
-from core.scheduling.batch_items import inputs_elsewhere, node_work
+from core.handles import TensorKey
+from core.scheduling.batch_items import node_work
 from core.scheduling.deadlines import MayJoin
+from core.scheduling.inputs import Inputs, Ranks, find_inputs
 from core.scheduling.live_requests import LiveRequests
 from core.scheduling.request import Request
 from core.scheduling.values import ValueTable
@@ -30,6 +32,7 @@ class View:
 
     config: SchedulerConfig
     requests: LiveRequests  # `live()` in scheduling order: fair between owners, most urgent first; and `running`
+    num_ranks: int  # workers of the engine
     open_ranks: frozenset[int]  # ranks that may be given work
     idle_ranks: frozenset[int]  # those of them that have none
     max_step_tokens: int  # token budget of a step together with what is primed beside it
@@ -46,25 +49,38 @@ class View:
         """Nodes of a request whose inputs are made, or promised by a batch that their rank has; in graph order."""
         ready = self._ready.get(request.id)
         if ready is None:
-            ready = self._ready[request.id] = request.progress.ready(request.workflow)
+            ready = self._ready[request.id] = request.progress.ready()
         return ready
 
-    def can_run(self, request: Request, node: Node) -> bool:
-        """Whether a ready node can be dispatched now: its rank is open, and its inputs and pages are there."""
-        is_open = request.placement[node.name] in self.open_ranks
-        return is_open and not inputs_elsewhere(request, node, self._values) and self._has_pages(request, node)
+    def can_run(self, request: Request, node: Node, ranks: Ranks) -> bool:
+        """Whether a ready node can be dispatched to these ranks now: they are open, and have its inputs and pages."""
+        is_open = self.open_ranks.issuperset(ranks)
+        return is_open and self.inputs(request, node, ranks).are_there and self.has_pages(request, node, ranks)
+
+    def inputs(self, request: Request, node: Node, ranks: Ranks) -> Inputs:
+        """Where the inputs of a ready node are, as seen from these ranks."""
+        return find_inputs(request, node, ranks, self._values)
+
+    def can_fetch(self, request: Request, node: Node, ranks: Ranks) -> bool:
+        """Whether inputs of a ready node are on other ranks only, all of which may be given work now."""
+        elsewhere = self.inputs(request, node, ranks).elsewhere
+        return bool(elsewhere) and all(self._has_open_rank(key) for key in elsewhere)
+
+    def _has_open_rank(self, key: TensorKey) -> bool:
+        value = self._values.get(key)
+        return value is not None and not self.open_ranks.isdisjoint(value.ranks)
 
     def seconds(self, request: Request, node: Node) -> float:
         """Predicted time of running a node next, alone."""
         return self._predict(request.head.model, op_of(node), node_work(request, node))
 
-    def _has_pages(self, request: Request, node: Node) -> bool:
-        """Whether the cached activations that the node reads are available."""
-        reservation, step = request.reservation, request.progress.steps_scheduled
+    def has_pages(self, request: Request, node: Node, ranks: Ranks) -> bool:
+        """Whether these ranks can read the cached activations that a ready node needs."""
+        reservation, step = request.reservation, request.progress.scheduled[node.name]
         use = op_of(node).pages
         if use == "latents":
             return reservation is None or (reservation.is_reserved and self._pages.has_latents(reservation.template))
-        if use == "none" or not request.spec.is_masked_step(step):
+        if use == "none" or not request.is_masked(node):
             return True
         if reservation is None or not reservation.is_reserved or not self._pages.has_latents(reservation.template):
             return False

@@ -86,6 +86,7 @@ class PreparedEdit:
             model=self.model.name,
             workflow=INPAINT.name,
             spec=self._make_spec(index, alloc),
+            rounds=(self.model.num_steps(self.sampling),),
             arrival=arrival,
             priority=self.sampling.priority,
             deadline=deadline,

@@ -47,7 +47,9 @@ class Runner:
         attempt = partial(self._attempt, HANDLERS[batch.op], batch.model.model)
         share_pass = OPS[batch.op].sharing == "together"
         groups = [batch.items] if share_pass else [(item,) for item in batch.items]
+        self._context.exchange.begin_batch(batch)
         done = [attempt_in_halves(group, attempt, free_memory) for group in groups]
+        self._context.exchange.finish_batch()
         return BatchResult(
             batch_id=batch.id,
             rank=self._rank,

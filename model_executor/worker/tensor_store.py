@@ -1,4 +1,4 @@
-"""TensorStore: the tensors that pass from one stage of a request to the next, by name: all state of a request on a
+"""TensorStore: the tensors that pass from one node of a request to the next, by name: all state of a request on a
 worker.
 
 The engine counts references and says what to free. One thread reads and writes the store.
@@ -7,6 +7,7 @@ The engine counts references and says what to free. One thread reads and writes 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,6 +16,11 @@ import torch
 from torch import Tensor
 
 from core.handles import ArrayRef, TensorKey, TensorRef
+
+Parts = tuple[tuple[str, tuple[int, ...]], ...]
+"""(PyTorch's dtype, shape) of tensors whose bytes lie one after the other, each aligned to ALIGNMENT."""
+
+ALIGNMENT = 64  # bytes
 
 
 class SharedMemory(Protocol):
@@ -40,53 +46,36 @@ class TensorStore:
         self._tensors: dict[str, dict[TensorKey, Tensor]] = {}  # request id -> key -> tensor
         self._series: dict[str, dict[TensorKey, tuple[Tensor, ...]]] = {}  # likewise, of series
 
+    # ------------------------------------------------------------------------------------------------ its own
+
     def put(self, key: TensorKey, tensor: Tensor) -> TensorRef:
         """Store `tensor` under `key`, replacing what was there; returns a reference that describes it."""
         self._tensors.setdefault(key.request_id, {})[key] = tensor
-        return TensorRef(key, self._rank, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.nbytes)
+        return self._ref(key, tensor)
 
     def get(self, key: TensorKey) -> Tensor:
         """The tensor under `key`. Raises MissingValueError if there is none."""
         try:
             return self._tensors[key.request_id][key]
         except KeyError:
-            name = f"{key.node}.{key.name} version {key.version} of {key.request_id}"
-            raise MissingValueError(f"rank {self._rank} holds no tensor {name}") from None
+            raise self._missing(key) from None
 
     def put_series(self, key: TensorKey, tensors: Sequence[Tensor]) -> TensorRef:
         """Store a series of tensors under `key`, replacing the previous one; returns a reference that describes it."""
-        self._series.setdefault(key.request_id, {})[key] = tuple(tensors)
-        return TensorRef(key, self._rank, (len(tensors),), "series", sum(tensor.nbytes for tensor in tensors))
+        series = self._series.setdefault(key.request_id, {})[key] = tuple(tensors)
+        return self._series_ref(key, series)
 
     def get_series(self, key: TensorKey) -> tuple[Tensor, ...]:
         """The series stored under `key`; () if there is none."""
         return self._series.get(key.request_id, {}).get(key, ())
 
-    def resolve(self, ref: TensorRef) -> Tensor:
-        """An input for this rank: its own tensor, or another rank's, copied from shared memory."""
-        if ref.rank == self._rank:
-            return self.get(ref.key)
-        if ref.handle is None:
-            raise KeyError(
-                f"{ref.key.node}.{ref.key.name} of {ref.key.request_id} lies on rank {ref.rank}, not exported"
-            )
-        there = torch.from_numpy(self._arena.view(ref.handle))[: ref.nbytes].clone()
-        return there.view(getattr(torch, ref.dtype)).view(ref.shape).to(self._device)
-
-    def export(self, ref: TensorRef) -> TensorRef:
-        """Write the bytes of a tensor of this rank to `ref.handle`; returns `ref`. Raises ValueError if they do not fit
-        there, or if it is a series.
-        """
-        if ref.handle is None:
-            raise ValueError(f"{ref.key.node}.{ref.key.name} of {ref.key.request_id}: nowhere to export to")
-        if ref.dtype == "series":
-            raise ValueError(f"{ref.key.node}.{ref.key.name} of {ref.key.request_id} is a series, which cannot move")
-        tensor = self.get(ref.key)
-        if tensor.nbytes > ref.handle.size:
-            raise ValueError(f"a tensor of {tensor.nbytes} bytes does not fit {ref.handle.size}")
-        there = torch.from_numpy(self._arena.view(ref.handle))
-        there[: tensor.nbytes].copy_(tensor.contiguous().reshape(-1).view(torch.uint8))
-        return ref
+    def find(self, key: TensorKey) -> TensorRef | None:
+        """A reference that describes what is stored under `key`, a tensor or a series; None if there is none."""
+        tensor = self._tensors.get(key.request_id, {}).get(key)
+        if tensor is not None:
+            return self._ref(key, tensor)
+        series = self.get_series(key)
+        return self._series_ref(key, series) if series else None
 
     def free(self, key: TensorKey) -> None:
         """Delete what is under a key, or all of a request's when `node` and `name` are empty. Keys that are not on this
@@ -103,3 +92,86 @@ class TensorStore:
     def __len__(self) -> int:
         series = (each for kept in self._series.values() for each in kept.values())
         return sum(len(tensors) for tensors in self._tensors.values()) + sum(map(len, series))
+
+    # ------------------------------------------------------------------------------------------------ of all ranks
+
+    def resolve(self, ref: TensorRef) -> Tensor:
+        """An input: this rank's tensor, or a copy of another rank's from shared memory. Raises MissingValueError if
+        neither is there.
+        """
+        if ref.handle is None or ref.key in self._tensors.get(ref.key.request_id, {}):
+            return self.get(ref.key)
+        (tensor,) = self._read(self._arena.view(ref.handle), ((ref.dtype, ref.shape),))
+        return tensor
+
+    def resolve_series(self, ref: TensorRef) -> tuple[Tensor, ...]:
+        """The same for a series; () if there is none."""
+        if ref.handle is None or ref.key in self._series.get(ref.key.request_id, {}):
+            return self.get_series(ref.key)
+        return self._read(self._arena.view(ref.handle), ref.parts)
+
+    def export(self, ref: TensorRef) -> TensorRef:
+        """Write the bytes of a value of this rank to `ref.handle`; returns `ref`. Raises ValueError if they do not fit
+        there, MissingValueError if it is not there.
+        """
+        if ref.handle is None:
+            raise ValueError(f"{_name(ref.key)}: nowhere to export to")
+        self.write(ref.key, self._arena.view(ref.handle))
+        return ref
+
+    def write(self, key: TensorKey, there: npt.NDArray[Any]) -> None:
+        """Write a value of this rank to an array of uint8, of at least its reference's `nbytes`. Raises
+        MissingValueError if it is not there.
+        """
+        ref = self.find(key)
+        if ref is None:
+            raise self._missing(key)
+        if ref.nbytes > there.size:
+            raise ValueError(f"a value of {ref.nbytes} bytes does not fit {there.size}")
+        tensors = self.get_series(key) if ref.parts else (self.get(key),)
+        target, start = torch.from_numpy(there), 0
+        for tensor in tensors:
+            target[start : start + tensor.nbytes].copy_(tensor.contiguous().reshape(-1).view(torch.uint8))
+            start += _padded(tensor.nbytes)
+
+    def put_bytes(self, ref: TensorRef, there: npt.NDArray[Any]) -> None:
+        """Store a copy of another rank's value, whose bytes are in an array of uint8."""
+        if ref.parts:
+            self.put_series(ref.key, self._read(there, ref.parts))
+        else:
+            self.put(ref.key, *self._read(there, ((ref.dtype, ref.shape),)))
+
+    def _read(self, there: npt.NDArray[Any], parts: Parts) -> tuple[Tensor, ...]:
+        source, tensors, start = torch.from_numpy(there), list[Tensor](), 0
+        for name, shape in parts:
+            dtype: torch.dtype = getattr(torch, name)
+            nbytes = prod(shape) * dtype.itemsize
+            tensors.append(source[start : start + nbytes].clone().view(dtype).view(shape).to(self._device))
+            start += _padded(nbytes)
+        return tuple(tensors)
+
+    # ------------------------------------------------------------------------------------------------ descriptions
+
+    def _ref(self, key: TensorKey, tensor: Tensor) -> TensorRef:
+        dtype, shape = _part(tensor)
+        return TensorRef(key, self._rank, shape, dtype, tensor.nbytes)
+
+    def _series_ref(self, key: TensorKey, series: Sequence[Tensor]) -> TensorRef:
+        parts = tuple(_part(tensor) for tensor in series)
+        nbytes = sum(_padded(tensor.nbytes) for tensor in series)
+        return TensorRef(key, self._rank, (len(series),), "series", nbytes, parts=parts)
+
+    def _missing(self, key: TensorKey) -> MissingValueError:
+        return MissingValueError(f"rank {self._rank} holds no tensor {_name(key)} version {key.version}")
+
+
+def _part(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
+    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _name(key: TensorKey) -> str:
+    return f"{key.node}.{key.name} of {key.request_id}"

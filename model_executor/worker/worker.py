@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ from core.config import CacheConfig
 from core.errors import MessageError
 from core.failure import Failure
 from core.ipc.logs import of_request
+from core.ipc.peer_sockets import PeerSockets
 from core.ipc.process import die_with_parent
 from core.ipc.ring import Channel, PeerClosedError
 from core.ipc.shared_array import Arena
@@ -44,6 +46,7 @@ from core.messages.worker import (
 if TYPE_CHECKING:
     from model_executor.page_cache.page_files import PageFiles
     from model_executor.page_cache.page_store import PageStore
+    from model_executor.worker.exchange import Exchange
     from model_executor.worker.resident import ResidentModels
     from model_executor.worker.runner import Runner
     from model_executor.worker.tensor_store import TensorStore
@@ -60,7 +63,7 @@ next 40. With 256 of each it was 185 MB, in 0.99 of the processor time; with 128
 
 def main(config: bytes, fds: list[int]) -> None:
     """Entry point for `core.ipc.process.spawn`. config: an encoded WorkerConfig. fds: channel memory, channel socket,
-    arena, page arena, value arena.
+    arena, page arena, value arena; with several ranks also this rank's inbox and the sending ends of all inboxes.
 
     Returns after a Shutdown message, or when the engine is gone.
     """
@@ -72,8 +75,9 @@ def main(config: bytes, fds: list[int]) -> None:
     with suppress(PeerClosedError):
         try:
             ids = settings.arena_id, settings.page_arena_id, settings.value_arena_id
-            arenas = [Arena.attach(number, fd) for number, fd in zip(ids, fds[2:], strict=True)]
-            with closing(_start(settings, link, *arenas)) as worker:
+            arenas = [Arena.attach(number, fd) for number, fd in zip(ids, fds[2:5], strict=True)]
+            sockets = PeerSockets(fds[5], fds[6:]) if fds[5:] else None
+            with closing(_start(settings, link, arenas, sockets)) as worker:
                 worker.run()
         except PeerClosedError:
             raise  # there is no engine to report to
@@ -81,8 +85,9 @@ def main(config: bytes, fds: list[int]) -> None:
             link.send(WorkerFailed(rank=settings.rank, failure=Failure.of(error, traceback.format_exc())))
 
 
-def _start(settings: WorkerConfig, link: EngineLink, arena: Arena, page_arena: Arena, value_arena: Arena) -> Worker:
-    """Load the models, run every op once, measure, and report ready."""
+def _start(settings: WorkerConfig, link: EngineLink, arenas: Sequence[Arena], sockets: PeerSockets | None) -> Worker:
+    """Load the models, run every op once, measure, and report ready. arenas: of pictures, pages and values."""
+    arena, page_arena, value_arena = arenas
     num_threads = settings.models[0].threads or default_threads(settings.num_workers)
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(num_threads)
     for cache, capacity in CACHED_OPERATORS.items():
@@ -94,6 +99,7 @@ def _start(settings: WorkerConfig, link: EngineLink, arena: Arena, page_arena: A
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
     from model_executor.page_cache.page_store import PageStore
     from model_executor.worker.cost_probe import known_or_probed
+    from model_executor.worker.exchange import Exchange
     from model_executor.worker.memory_probe import device_page_bytes, gauge_of, room_for
     from model_executor.worker.ops.context import WorkerContext
     from model_executor.worker.resident import ResidentModels, quiet_libraries, set_threads
@@ -124,9 +130,11 @@ def _start(settings: WorkerConfig, link: EngineLink, arena: Arena, page_arena: A
     pages = PageStore(
         models.device, page_arena, files, link.report, settings.rank, has_device_tier=ready.device_page_bytes > 0
     )
-    runner = Runner(settings.rank, WorkerContext(models.families, store, arena, pages, models.prompts_of))
+    exchange = Exchange(store, sockets)
+    context = WorkerContext(models.families, store, arena, pages, models.prompts_of, exchange)
+    runner = Runner(settings.rank, context)
     link.send(ready)
-    return Worker(settings.rank, link, models, store, pages, runner)
+    return Worker(settings.rank, link, models, store, pages, runner, exchange)
 
 
 def _page_files(cache: CacheConfig) -> PageFiles | None:
@@ -188,6 +196,7 @@ class Worker:
         store: TensorStore,
         pages: PageStore,
         runner: Runner,
+        exchange: Exchange,
     ) -> None:
         self._rank = rank
         self._link = link
@@ -195,6 +204,7 @@ class Worker:
         self._store = store
         self._pages = pages
         self._runner = runner
+        self._exchange = exchange
         self._decoder: MessageDecoder[ToWorker] = MessageDecoder(ToWorker)
         self._withheld = WithheldItems()
 
@@ -235,8 +245,11 @@ class Worker:
         self._pages.delete(plan.delete)
         for copy in plan.copies:
             self._pages.start(copy)
+        self._exchange.begin_plan(plan.deliveries, plan.batches)
         for batch in plan.batches:
-            self._link.send(self._withheld.complete(self._runner.run(batch)))
+            result = self._runner.run(batch)
+            self._exchange.end_batch(batch)
+            self._link.send(self._withheld.complete(result))
         for transfer in plan.transfers:
             self._link.send(TransferDone(rank=self._rank, ref=self._store.export(transfer.ref)))
         for component in plan.unload:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from core.graph.op import OpWork, Sizes
+from core.graph.op import OpWork, Port, Sizes
 from core.graph.work import Work
 from core.graph.workflow import Node
 from core.handles import ArrayRef, EntryRef
@@ -32,13 +32,11 @@ def _size(sizes: Sizes) -> Work:
 
 
 def _make(request: Request, node: Node, pages: PageReservations) -> Decode:
-    spec, index = request.spec, request.progress.pending_preview
-    is_preview = node.kind == "side"
-    assert not is_preview or index is not None
+    spec = request.spec
     return Decode(
         width=spec.width,
         height=spec.height,
-        pixels=spec.pixels[index] if is_preview and index is not None else spec.pixels[-1],
+        pixels=spec.pixels[request.progress.pending[node.name] if node.shows else -1],
         active=spec.active if request.reservation else None,
         template_latents=pages.latents(request.reservation.template) if request.reservation else None,
         template=spec.template if request.reservation else None,
@@ -51,7 +49,7 @@ DECODE = RequestOp(
     message=Decode,
     size=_size,
     part="decode",
-    inputs=("latents",),
+    inputs=(Port("latents", "latents"),),
     pages="latents",
     make=_make,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from core.graph.op import OpWork, Sizes
+from core.graph.op import OpWork, Port, Sizes
 from core.graph.work import Work
 from core.graph.workflow import Node
 from core.handles import ArrayRef, EntryRef
@@ -46,16 +46,16 @@ def _size(sizes: Sizes) -> Work:
 def _make(request: Request, node: Node, pages: PageReservations) -> Denoise:
     spec, progress = request.spec, request.progress
     assert spec.sampling.guidance_scale is not None
-    step = progress.steps_scheduled
-    reservation = request.reservation if request.spec.is_masked_step(step) else None
+    step, canvas = progress.scheduled[node.name], spec.canvas(node.canvas)
+    reservation = request.reservation if request.is_masked(node) else None
     return Denoise(
         step=step,
-        width=spec.width,
-        height=spec.height,
+        width=canvas.width,
+        height=canvas.height,
         active=spec.active if reservation else None,
         guidance_scale=spec.sampling.guidance_scale,
         true_cfg_scale=spec.sampling.true_cfg_scale or 1.0,
-        keep_clean=progress.is_preview_next,
+        keep_clean=progress.is_shown_next(node),
         pages=pages.span(reservation, request.sigmas[step], may_load=True) if reservation else None,
         full_blocks=reservation.full_blocks if reservation else (),
         template=pages.latents(reservation.template) if reservation else None,
@@ -72,16 +72,20 @@ DENOISE = RequestOp(
     part="denoise",
     sharing="together",
     inputs=(
-        "prompt_embeds",
-        "text_lengths",
-        "pooled_prompt_embeds",
-        "latents",
-        "condition",
-        "outside",
-        "sigmas",
-        "sampler",
+        Port("prompt_embeds", "text embeddings"),
+        Port("text_lengths", "text lengths"),
+        Port("pooled_prompt_embeds", "pooled text embeddings"),
+        Port("latents", "latents"),
+        Port("condition", "condition"),
+        Port("outside", "outside"),
+        Port("sigmas", "noise levels"),
+        Port("sampler", "sampler state", is_optional=True),
     ),
-    outputs=("latents", "sampler", "clean"),
+    outputs=(
+        Port("latents", "latents"),
+        Port("sampler", "sampler state", is_optional=True),
+        Port("clean", "latents", is_optional=True),
+    ),
     pages="span",
     make=_make,
 )

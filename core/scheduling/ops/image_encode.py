@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from core.graph.op import OpWork, Sizes
+from core.graph.op import OpWork, Port, Sizes
 from core.graph.work import Work
 from core.graph.workflow import Node
 from core.handles import ArrayRef
@@ -39,14 +39,14 @@ def _size(sizes: Sizes) -> Work:
 
 
 def _make(request: Request, node: Node, pages: PageReservations) -> ImageEncode:
-    spec, sampling = request.spec, request.spec.sampling
+    canvas, sampling = request.spec.canvas(node.canvas), request.spec.sampling
     assert sampling.seed is not None
     assert sampling.num_inference_steps is not None
     return ImageEncode(
-        template=spec.template,
-        mask=spec.mask,
-        width=spec.width,
-        height=spec.height,
+        template=canvas.template,
+        mask=canvas.mask,
+        width=canvas.width,
+        height=canvas.height,
         seed=sampling.seed,
         num_inference_steps=sampling.num_inference_steps,
         num_denoising_steps=sampling.num_denoising_steps,
@@ -54,7 +54,8 @@ def _make(request: Request, node: Node, pages: PageReservations) -> ImageEncode:
 
 
 def _note(request: Request, result: ItemResult) -> None:
-    request.sigmas = result.sigmas
+    if not request.workflow.node(result.node).canvas:
+        request.sigmas = result.sigmas
 
 
 IMAGE_ENCODE = RequestOp(
@@ -63,7 +64,14 @@ IMAGE_ENCODE = RequestOp(
     message=ImageEncode,
     size=_size,
     part="encode",
-    outputs=("latents", "condition", "outside", "sigmas", "sampler"),
+    inputs=(Port("start", "latents", is_optional=True),),
+    outputs=(
+        Port("latents", "latents"),
+        Port("condition", "condition"),
+        Port("outside", "outside"),
+        Port("sigmas", "noise levels"),
+        Port("sampler", "sampler state", is_optional=True),
+    ),
     make=_make,
     note=_note,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from core.graph.op import OpWork, Sizes
+from core.graph.op import OpWork, Port, Sizes
 from core.graph.work import Work
 from core.graph.workflow import Node
 from core.handles import ArrayRef
@@ -57,7 +57,11 @@ TEXT_ENCODE = RequestOp(
     message=TextEncode,
     size=_size,
     part="encode",
-    outputs=("prompt_embeds", "text_lengths", "pooled_prompt_embeds"),
+    outputs=(
+        Port("prompt_embeds", "text embeddings"),
+        Port("text_lengths", "text lengths"),
+        Port("pooled_prompt_embeds", "pooled text embeddings"),
+    ),
     make=_make,
     note=_note,
 )

@@ -6,14 +6,14 @@ it: encodings, decodings and previews within a time budget, priming within a sha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from core.cache.priming import PrimingJob
 from core.config import PRIME_SHARE
 from core.graph.work import Work
-from core.graph.workflow import Node
-from core.scheduling.dispatch import CacheDispatch, Decision, Dispatch
+from core.graph.workflow import Node, is_step
+from core.scheduling.dispatch import CacheDispatch, Decision, Dispatch, Fetch
 from core.scheduling.ops.template_encode import TEMPLATE_ENCODE
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.request import Request, Status
@@ -51,7 +51,7 @@ class _Pass:
         self._choose_template_encodes()
         self._choose_stage_work(_is_source_or_side)
         self._choose_priming(self._choose_step())
-        return [self._decision(key) for key in self._order]
+        return [*self._fetches(), *(self._decision(key) for key in self._order)]
 
     def _decision(self, key: BatchKey | str) -> Decision:
         return self._cache_work[key] if isinstance(key, str) else Dispatch(tuple(self._batches[key]), key[2])
@@ -62,7 +62,7 @@ class _Pass:
         """
         running = self.view.requests.running
         num_unseen, is_idle = len(running), not running
-        slots = self.view.config.max_num_seqs - sum(request.progress.steps_left > 0 for request in running)
+        slots = self.view.config.max_num_seqs - sum(request.progress.has_rounds_left for request in running)
         if any(request.head.runs_alone for request in running):
             slots = 0
         admitted: list[Request] = []
@@ -87,13 +87,13 @@ class _Pass:
 
     def _choose_stage_work(self, is_wanted: Callable[[Request, Node], bool]) -> None:
         for request, ready in self._candidates:
-            nodes = [node for node in ready if is_wanted(request, node) and self.view.can_run(request, node)]
+            nodes = [node for node in ready if is_wanted(request, node) and self._can_run(request, node)]
             if nodes:
                 self._choose_nodes(request, nodes)
 
     def _choose_nodes(self, request: Request, nodes: Sequence[Node]) -> None:
         """Choose all of these nodes, or none if they exceed the rank's time budget. The first choice always fits."""
-        rank = request.placement[nodes[0].name]
+        rank = self._rank(request, nodes[0])
         if self._spend_stage_ms(rank, sum(self.view.seconds(request, node) for node in nodes) * 1e3):
             for node in nodes:
                 self._add([(request, node)])
@@ -114,20 +114,42 @@ class _Pass:
         """
         chosen: dict[tuple[str, str, int], list[tuple[Request, Node]]] = {}  # (model, op, rank) -> requests
         num_seqs = num_tokens = 0
-        for request, ready in self._candidates:
-            loop = request.workflow.loop
-            if loop not in ready or not self.view.can_run(request, loop):
-                continue
-            tokens = num_tokens + request.num_step_tokens * request.spec.num_rows
+        for request, node in self._ready_steps():
+            sizes = request.sizes(node)
+            tokens = num_tokens + sizes.num_step_tokens * sizes.num_rows
             is_full = num_seqs == self.view.config.max_num_seqs
             if is_full or (num_seqs and tokens > self.view.max_step_tokens):
                 break
-            rank = request.placement[loop.name]
-            chosen.setdefault((request.head.model, loop.op, rank), []).append((request, loop))
+            chosen.setdefault((request.head.model, node.op, self._rank(request, node)), []).append((request, node))
             num_seqs, num_tokens = num_seqs + 1, tokens
         for items in chosen.values():
             self._add(items)
         return num_tokens
+
+    def _ready_steps(self) -> Iterator[tuple[Request, Node]]:
+        for request, ready in self._candidates:
+            for node in ready:
+                if is_step(node) and self._can_run(request, node):
+                    yield request, node
+
+    # ------------------------------------------------------------------------------------------------ ranks
+
+    def _rank(self, request: Request, node: Node) -> int:
+        """What reads the results of rounds (decoding) goes to the last rank, all else to the first, so that a decode
+        never delays other requests' steps.
+        """
+        return self.view.num_ranks - 1 if node.name in request.workflow.after_rounds else 0
+
+    def _can_run(self, request: Request, node: Node) -> bool:
+        return self.view.can_run(request, node, (self._rank(request, node),))
+
+    def _fetches(self) -> Iterator[Fetch]:
+        """Fetches of what running requests read on the other rank."""
+        for request in self.view.requests.running_in_order() if self.view.num_ranks > 1 else ():
+            for node in self.view.ready(request):
+                ranks = (self._rank(request, node),)
+                if self.view.can_fetch(request, node, ranks):
+                    yield Fetch(request, node, ranks)
 
     # ------------------------------------------------------------------------------------------------ priming
 
@@ -171,7 +193,7 @@ class _Pass:
     def _add(self, items: Sequence[tuple[Request, Node]]) -> None:
         """Add nodes of one op, model and rank to the batch of these, which then goes last."""
         request, node = items[0]
-        key = node.op, request.head.model, (request.placement[node.name],)
+        key = node.op, request.head.model, (self._rank(request, node),)
         if key in self._batches:
             self._order.remove(key)
         self._batches.setdefault(key, []).extend(items)
@@ -188,4 +210,4 @@ def _is_output(request: Request, node: Node) -> bool:
 
 def _is_source_or_side(request: Request, node: Node) -> bool:
     """Chosen together, so that encodings of new requests do not delay a preview that its request waits for."""
-    return node.kind != "loop" and not _is_output(request, node)
+    return not is_step(node) and not _is_output(request, node)

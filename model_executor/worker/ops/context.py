@@ -12,6 +12,7 @@ from core.handles import ArrayRef, EntryRef, TensorKey, TensorRef
 from core.messages.worker import Item
 from model_executor.models.base import Family
 from model_executor.page_cache.page_store import PageStore
+from model_executor.worker.exchange import Exchange
 from model_executor.worker.prompt_cache import PromptCache
 from model_executor.worker.tensor_store import SharedMemory, TensorStore
 
@@ -22,7 +23,7 @@ class WorkerContext:
     """The state of one worker that its ops share. Ops themselves have none.
 
     models: name -> family, whose components the worker loads. prompts_of: adapter -> the model with the same text
-    encoders, whose prompt cache it shares.
+    encoders, whose prompt cache it shares. exchange: with other ranks; None: there are none.
     """
 
     def __init__(
@@ -32,10 +33,12 @@ class WorkerContext:
         arena: SharedMemory,
         pages: PageStore,
         prompts_of: Mapping[str, str] = _NONE,
+        exchange: Exchange | None = None,
     ) -> None:
         self.models = models
         self.store = store
         self.pages = pages
+        self.exchange = exchange or Exchange(store)
         self._arena = arena
         prompts = {name: PromptCache(family) for name, family in models.items() if name not in prompts_of}
         self.prompts = {name: prompts[prompts_of.get(name, name)] for name in models}  # model -> its prompt cache
@@ -44,6 +47,18 @@ class WorkerContext:
     def shared(self, ref: ArrayRef) -> Tensor:
         """A tensor over an array in shared memory, without a copy."""
         return torch.from_numpy(self._arena.view(ref))
+
+    def read(self, ref: TensorRef) -> Tensor:
+        """An input of an item. Waits for a deferred one. Raises MissingValueError if it was not made."""
+        if ref.is_deferred:
+            self.exchange.wait(ref.key)
+        return self.store.resolve(ref)
+
+    def read_series(self, ref: TensorRef) -> tuple[Tensor, ...]:
+        """The same for a series; () if there is none."""
+        if ref.is_deferred:
+            self.exchange.wait(ref.key)
+        return self.store.resolve_series(ref)
 
     def put(self, item: Item, named: Mapping[str, Tensor]) -> tuple[TensorRef, ...]:
         """Store tensors as outputs of the item's node."""

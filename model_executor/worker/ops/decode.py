@@ -16,7 +16,7 @@ def decode(context: WorkerContext, model: str, items: Sequence[Item]) -> list[It
     (item,) = items
     work = item.work
     assert isinstance(work, Decode)
-    (latents,) = (context.store.resolve(ref) for ref in item.inputs)
+    (latents,) = (context.read(ref) for ref in item.inputs)
     if work.active is None:
         context.shared(work.pixels).copy_(context.models[model].decode(latents, work.width, work.height))
     else:

@@ -52,9 +52,9 @@ def _read(context: WorkerContext, model: str, item: Item) -> _Step | Failure:
 
 
 def _step(context: WorkerContext, model: str, item: Item) -> _Step:
-    refs = {ref.key.name: ref for ref in item.inputs}
-    work, state = item.work, refs.pop("sampler")
-    inputs = {name: context.store.resolve(ref) for name, ref in refs.items()}
+    refs = {ref.input: ref for ref in item.inputs}
+    work, state = item.work, context.read_series(refs.pop("sampler"))
+    inputs = {name: context.read(ref) for name, ref in refs.items()}
     assert isinstance(work, Denoise)
     family = context.models[model]
     grid, sigma = family.grid(work.width, work.height), inputs["sigmas"][work.step]
@@ -63,7 +63,7 @@ def _step(context: WorkerContext, model: str, item: Item) -> _Step:
         outside=inputs["outside"],
         sigmas=inputs["sigmas"],
         step=work.step,
-        state=context.store.get_series(state.key),
+        state=state,
         grid=grid,
     )
     latents, condition = family.denoiser_input(sample), inputs["condition"]

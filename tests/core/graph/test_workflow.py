@@ -1,4 +1,4 @@
-"""The stage graph refuses invalid workflows, and a request progresses through it in order."""
+"""A request progresses through its workflow in order: nodes that run once, rounds of regions, side nodes, choices."""
 
 from __future__ import annotations
 
@@ -6,50 +6,66 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from core.errors import WorkflowError
 from core.graph.progress import Progress, preview_steps
-from core.graph.workflow import INPAINT, Edge, Node, Workflow, place
+from core.graph.skipping import may_skip, skipped_by
+from core.graph.workflow import HIRES, INPAINT, Edge, Node, Region, Workflow
 
 
-def test_a_graph_that_reads_a_value_before_it_is_made_is_refused() -> None:
-    with pytest.raises(ValueError, match="before it is made"):
-        Workflow("w", (Node("decode", "decode", (Edge("denoise", "latents"),)),), output="decode")
+def ready(progress: Progress) -> list[str]:
+    return [node.name for node in progress.ready()]
 
 
-def test_a_graph_without_its_output_is_refused() -> None:
-    with pytest.raises(ValueError, match="no node"):
-        Workflow("w", (Node("a", "text_encode"),), output="b")
+def run(progress: Progress, *names: str) -> None:
+    for name in names:
+        progress.start(progress.workflow.node(name))
+        progress.finish(progress.workflow.node(name))
+
+
+def inpaint(steps: int, *previews: int) -> Progress:
+    return Progress(INPAINT, {"denoise": steps}, {"preview": previews})
+
+
+def test_two_nodes_of_one_name_are_refused() -> None:
+    with pytest.raises(WorkflowError, match="two nodes are named a"):
+        Workflow("w", (Node("a", "text_encode"), Node("a", "text_encode")), output="a")
 
 
 def test_progress_through_the_graph() -> None:
-    progress = Progress(num_steps=2)
-
-    def ready() -> list[str]:
-        return [node.name for node in progress.ready(INPAINT)]
-
-    def run(name: str) -> None:
-        progress.start(INPAINT.node(name))
-        progress.finish(INPAINT.node(name))
-
-    assert ready() == ["text_encode", "image_encode"]
-    run("text_encode")
-    assert ready() == ["image_encode"]
-    run("image_encode")
-    assert ready() == ["denoise"]
-    run("denoise")
-    assert ready() == ["denoise"]
-    run("denoise")
-    assert ready() == ["decode"]
-    run("decode")
-    assert ready() == []
+    progress = inpaint(2)
+    assert ready(progress) == ["text_encode", "image_encode"]
+    run(progress, "text_encode")
+    assert ready(progress) == ["image_encode"]
+    run(progress, "image_encode")
+    assert ready(progress) == ["denoise"]
+    run(progress, "denoise")
+    assert ready(progress) == ["denoise"]
+    run(progress, "denoise")
+    assert ready(progress) == ["decode"]
+    run(progress, "decode")
+    assert ready(progress) == []
     assert progress.num_in_flight == 0
 
 
 def test_steps_may_be_scheduled_ahead_of_their_results_but_decoding_may_not() -> None:
-    progress = Progress(num_steps=2, done={"text_encode", "image_encode"})
+    progress = inpaint(2)
+    run(progress, "text_encode", "image_encode")
     progress.start(INPAINT.node("denoise"))
-    assert [node.name for node in progress.ready(INPAINT)] == ["denoise"]
+    assert ready(progress) == ["denoise"]
     progress.start(INPAINT.node("denoise"))
-    assert progress.ready(INPAINT) == []
+    assert ready(progress) == []
+
+
+def test_a_second_region_begins_when_the_first_is_over() -> None:
+    progress = Progress(HIRES, {"first_denoise": 2, "denoise": 1})
+    run(progress, "text_encode", "first_encode", "first_denoise")
+    assert ready(progress) == ["first_denoise"]
+    assert progress.steps_left == 2
+    run(progress, "first_denoise")
+    assert ready(progress) == ["upscale"]
+    run(progress, "upscale", "image_encode", "denoise")
+    assert ready(progress) == ["decode"]
+    assert not progress.has_rounds_left
 
 
 @given(st.integers(1, 200), st.integers(0, 3))
@@ -60,6 +76,84 @@ def test_previews_are_spread_evenly_before_the_end(steps: int, previews: int) ->
     assert len(due) == min(previews, steps - 1)
 
 
-def test_decoding_is_placed_apart_when_there_is_a_second_worker() -> None:
-    assert set(place(INPAINT, 1).values()) == {0}
-    assert {name for name, rank in place(INPAINT, 2).items() if rank == 1} == {"preview", "decode"}
+def test_only_what_comes_after_the_last_rounds_may_run_apart() -> None:
+    assert INPAINT.after_rounds == {"preview", "decode"}
+    assert HIRES.after_rounds == {"preview", "decode"}
+
+
+# ---------------------------------------------------------------------------------------------------- regions
+
+CONTROLLED = Workflow(
+    "controlled",
+    (
+        Node("start", "x"),
+        Node("hint", "x", (Edge("start", "y", carried="step"),), region="loop"),
+        Node("step", "x", (Edge("start", "y", carried="step"), Edge("hint", "y", deferred=True)), region="loop"),
+        Node("end", "x", (Edge("step", "y"),)),
+    ),
+    output="end",
+    regions=(Region("loop"),),
+)
+"""Two nodes per round; the second may start as soon as the first has been sent."""
+
+
+def test_a_reader_of_a_deferred_value_starts_with_its_source_and_not_before() -> None:
+    progress = Progress(CONTROLLED, {"loop": 2})
+    run(progress, "start")
+    assert ready(progress) == ["hint"]
+    progress.start(CONTROLLED.node("hint"))
+    assert ready(progress) == ["step"], "the next hint reads what this round's step makes"
+    progress.start(CONTROLLED.node("step"))
+    assert ready(progress) == ["hint"]
+
+
+def test_a_result_may_end_an_adaptive_region_early_and_no_round_is_sent_ahead() -> None:
+    nodes = (Node("start", "x"), Node("step", "x", (Edge("start", "y", carried="step"),), region="loop"))
+    shows = Node("look", "x", (Edge("step", "y"),), shows="step")
+    end = Node("end", "x", (Edge("step", "y"),))
+    workflow = Workflow("w", (*nodes, shows, end), "end", (Region("loop", is_adaptive=True),))
+    progress = Progress(workflow, {"loop": 9}, {"look": (1, 4, 8)})
+    run(progress, "start")
+    progress.start(workflow.node("step"))
+    assert ready(progress) == []
+    progress.finish(workflow.node("step"))
+    assert ready(progress) == ["step", "look"]
+    progress.start(workflow.node("step"))
+    progress.shorten("loop", 2)
+    progress.finish(workflow.node("step"))
+    assert ready(progress) == ["look"], "the output waits for the side node"
+    run(progress, "look")
+    assert ready(progress) == ["end"]
+    assert progress.rounds == {"loop": 2}
+
+
+# ---------------------------------------------------------------------------------------------------- choices
+
+BRANCHED = Workflow(
+    "branched",
+    (
+        Node("check", "x", chooses=True),
+        Node("left", "x", (Edge("check", "y"),)),
+        Node("right", "x", (Edge("check", "y"),)),
+        Node("more", "x", (Edge("right", "y"),)),
+        Node("join", "x", (Edge("left", "y"), Edge("more", "y")), joins=True),
+    ),
+    output="join",
+)
+
+
+def test_what_was_not_chosen_is_skipped_and_a_join_goes_on() -> None:
+    progress = Progress(BRANCHED, {})
+    run(progress, "check")
+    assert progress.choose(BRANCHED.node("check"), "left") == {"right", "more"}
+    assert ready(progress) == ["left"]
+    run(progress, "left")
+    assert ready(progress) == ["join"]
+
+
+def test_a_node_that_does_not_join_is_skipped_with_any_of_its_sources() -> None:
+    joined = tuple(Node("join", "x", node.inputs) if node.name == "join" else node for node in BRANCHED.nodes)
+    workflow = Workflow("w", joined, "join")
+    assert skipped_by(workflow, {"check": "left"}) == {"right", "more", "join"}
+    assert may_skip(workflow, "join") is not None
+    assert may_skip(BRANCHED, "join") is None

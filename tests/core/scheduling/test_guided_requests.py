@@ -75,7 +75,8 @@ def test_a_second_order_solver_takes_two_steps_but_one_at_the_last(strength: flo
     model = msgspec.structs.replace(MODEL, solver_order=2)
     edit = make_edit("a", steps=5)
     sampling = msgspec.structs.replace(edit.spec.sampling, strength=strength)
-    seen = plans(StepScheduler(SchedulerConfig(), {"m": model}), with_spec(edit, sampling=sampling))
+    edit = msgspec.structs.replace(with_spec(edit, sampling=sampling), rounds=(model.num_steps(sampling),))
+    seen = plans(StepScheduler(SchedulerConfig(), {"m": model}), edit)
     done = [work.step for plan in seen for _, work in plan if isinstance(work, Denoise)]
     assert done == list(range(steps))
     assert model.num_steps(SamplingParams(num_inference_steps=5, strength=strength)) == steps

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from core.config import SchedulerConfig
 from core.failure import Failure
 from core.graph.work import Work
+from core.graph.workflow import INPAINT
 from core.messages.engine import Aborted, Failed, Finished, PartialImage
 from core.messages.worker import BatchResult, StepPlan
 from core.scheduling.ops.decode import Decode
@@ -128,7 +129,8 @@ def test_text_tokens_beyond_the_prompts_count_in_the_budget() -> None:
         steps = [step(scheduler, workers) for _ in range(4)]
         assert max(steps, key=len) == together
         (request, *_) = scheduler._requests.live()
-        assert request.num_all_tokens == request.num_step_tokens == 256 + 24 + extra
+        sizes = request.sizes(INPAINT.node("denoise"))
+        assert sizes.num_all_tokens == sizes.num_step_tokens == 256 + 24 + extra
 
 
 def test_a_request_above_the_token_budget_runs_alone() -> None:

@@ -120,6 +120,7 @@ class Rig:
             model=model,
             arrival=time.monotonic(),
             workflow=INPAINT.name,
+            rounds=(4,),
             spec=EditSpec(
                 prompt="a red hat",
                 sampling=SamplingParams(num_inference_steps=4, guidance_scale=30.0, seed=3, full_steps=0),

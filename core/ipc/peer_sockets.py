@@ -1,0 +1,76 @@
+"""Sockets between the workers of one engine, through which a rank sends a value to another without the engine.
+
+Each rank has one inbox, a datagram socket whose sending end all ranks have. A message is a small header; the data is in
+a memfd whose descriptor travels with it, so a sender never waits until the receiver has read, and the kernel frees what
+is not received.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+HEADER_BYTES = 1 << 16
+"""Longest header."""
+
+
+def create_inboxes(num_ranks: int) -> list[tuple[int, int]]:
+    """(receiving, sending) descriptor of each rank's inbox, owned by the caller."""
+    pairs = (socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(num_ranks))
+    return [(receiver.detach(), sender.detach()) for receiver, sender in pairs]
+
+
+class PeerSockets:
+    """One rank's inbox, and the sending ends of all ranks' inboxes."""
+
+    def __init__(self, inbox: int, outboxes: Sequence[int]) -> None:
+        """Descriptors, which this object then owns. outboxes: by rank."""
+        self._inbox = socket.socket(fileno=inbox)
+        self._outboxes = [socket.socket(fileno=fd) for fd in outboxes]
+
+    def post(self, rank: int, header: bytes, data: npt.NDArray[np.uint8] | None) -> None:
+        """Send a message to a rank. Waits while hundreds of messages lie unread in its inbox."""
+        fds: list[int] = []
+        try:
+            if data is not None:
+                fds.append(_memfd(data))
+            socket.send_fds(self._outboxes[rank], [header], fds)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def receive(self) -> tuple[bytes, npt.NDArray[np.uint8]]:
+        """Wait for the next message: (header, data). The data is empty if none was sent."""
+        header, fds, _, _ = socket.recv_fds(self._inbox, HEADER_BYTES, 1)
+        return header, _mapped(fds[0]) if fds else np.empty(0, np.uint8)
+
+    def close(self) -> None:
+        for each in (self._inbox, *self._outboxes):
+            each.close()
+
+
+def _memfd(data: npt.NDArray[np.uint8]) -> int:
+    """A memfd with these bytes, at least one."""
+    fd = os.memfd_create("stencil-value", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, max(1, data.size))
+        view = data.data
+        while len(view):
+            view = view[os.write(fd, view) :]
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _mapped(fd: int) -> npt.NDArray[np.uint8]:
+    """The bytes of a memfd, whose descriptor is closed. The mapping lives as long as the array."""
+    try:
+        return np.frombuffer(mmap.mmap(fd, 0), np.uint8)
+    finally:
+        os.close(fd)

@@ -1,0 +1,106 @@
+"""Where the inputs of a node are, as seen from the ranks that are to run it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from core.graph.workflow import Edge, Node
+from core.handles import TensorKey, TensorRef
+from core.messages.worker import Batch, Delivery
+from core.scheduling.request import Request
+from core.scheduling.value_keys import edges_read, key_read, keys_read
+from core.scheduling.values import ValueTable
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Inputs:
+    """The inputs of a node's next run."""
+
+    awaited: list[TensorKey] = field(default_factory=list)  # on their way, or not made yet by a batch of other ranks
+    elsewhere: list[TensorKey] = field(default_factory=list)  # only on other ranks, and not in shared memory
+
+    @property
+    def are_there(self) -> bool:
+        """Whether the ranks can read all of them, once they have done the batches that they have."""
+        return not self.awaited and not self.elsewhere
+
+
+def find_inputs(request: Request, node: Node, ranks: Ranks, values: ValueTable) -> Inputs:
+    """Where the inputs of a ready node are that these ranks need at its start."""
+    found = Inputs()
+    if _is_at_home(request, ranks):
+        return found
+    keys = keys_read(request.id, request.progress, node, request.progress.round_of(node))
+    for key, edge in keys.items():
+        if not edge.deferred:
+            _place(request, key, ranks, values, found)
+    return found
+
+
+def _place(request: Request, key: TensorKey, ranks: Ranks, values: ValueTable, found: Inputs) -> None:
+    value = values.get(key)
+    if value is None:
+        if not _is_made(request, key) and not set(ranks) <= set(request.ran_on.get(key.node, ())):
+            found.awaited.append(key)
+    elif not value.ranks.issuperset(ranks) and value.exported is None:
+        (found.awaited if value.is_moving else found.elsewhere).append(key)
+
+
+def _is_at_home(request: Request, ranks: Ranks) -> bool:
+    """Whether the request has never been on other ranks than this one."""
+    return len(ranks) == 1 and request.ranks <= {ranks[0]}
+
+
+def _is_made(request: Request, key: TensorKey) -> bool:
+    """Whether the run that makes a value is done. Without a value it has made none: a sampler may have no state."""
+    return request.progress.done[key.node] >= max(1, key.version)
+
+
+# ---------------------------------------------------------------------------------------------------- what is sent
+
+
+def input_refs(request: Request, node: Node, ranks: Ranks, values: ValueTable) -> tuple[TensorRef, ...]:
+    """The inputs of a node's next run on these ranks, for its message."""
+    reads, round_ = request.workflow.reads[node.name], request.progress.round_of(node)
+    fixed = request.fixed_inputs.get((node.name, ranks))
+    if fixed is None:  # they are the same in every round
+        fixed = _refs(request, node, reads.fixed, round_, ranks, values)
+        if not any(ref.is_deferred for ref in fixed):
+            request.fixed_inputs[node.name, ranks] = fixed
+    return fixed + _refs(request, node, reads.of_round, round_, ranks, values)
+
+
+def deliveries(batch: Batch) -> list[Delivery]:
+    """What other ranks have to send the ranks of a batch while it runs."""
+    refs = [ref for item in batch.items for ref in item.inputs if ref.is_deferred]
+    return [Delivery(ref.key, ref.rank, rank) for ref in refs for rank in batch.ranks]
+
+
+def _refs(
+    request: Request, node: Node, edges: Sequence[Edge], round_: int, ranks: Ranks, values: ValueTable
+) -> tuple[TensorRef, ...]:
+    edges = edges_read(request.progress, edges)
+    if _is_at_home(request, ranks):
+        progress, rank = request.progress, ranks[0]
+        return tuple(TensorRef(key_read(request.id, progress, node, e, round_), rank, port=e.port) for e in edges)
+    return tuple(_ref(request, node, edge, round_, ranks, values) for edge in edges)
+
+
+def _ref(request: Request, node: Node, edge: Edge, round_: int, ranks: Ranks, values: ValueTable) -> TensorRef:
+    """A value that is there, that a batch of the same ranks will make before, or that is sent while the node runs."""
+    key = key_read(request.id, request.progress, node, edge, round_)
+    value = values.get(key)
+    have = request.ran_on[key.node] if value is None else value.ranks
+    if set(ranks) <= set(have):
+        return TensorRef(key, ranks[0], port=edge.port)
+    if value is not None and value.exported is not None:
+        return msgspec.structs.replace(value.ref, handle=value.exported, port=edge.port)
+    if edge.deferred:
+        return TensorRef(key, min(have), port=edge.port, is_deferred=True)
+    assert value is None, f"{node.name} of {request.id} cannot read {key} on {ranks}"
+    return TensorRef(key, ranks[0], port=edge.port)  # made without it
