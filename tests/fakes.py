@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -151,11 +151,17 @@ class FakeWorkers:
         default_factory=list
     )  # per rank: batches done of the oldest plan; None: not begun
     results: list[list[BatchResult | TransferDone]] = field(default_factory=list)  # per rank: of these
-    delivered: list[list[tuple[TensorKey, bool]]] = field(default_factory=list)  # per rank: (value, was it made) sent
-    stored: list[set[TensorKey]] = field(default_factory=list)  # per rank: the values that it has
+    # Per rank: values sent to it, with their digests; None: it was not made.
+    delivered: list[list[tuple[TensorKey, int | None]]] = field(default_factory=list)
+    # Per rank: the values that it has, each with a digest of all that it was made from.
+    stored: list[dict[TensorKey, int]] = field(default_factory=list)
+    made: dict[tuple[str, str], int] = field(default_factory=dict)  # (request id, node) -> digest of its last run
+    answers: Callable[[Item], Mapping[str, object]] | None = None  # more fields of an item's result
     failed: set[str] = field(default_factory=set)  # request ids with an item that failed for good
-    moved: dict[int, TensorKey] = field(default_factory=dict)  # offset in the value arena -> the value written there
-    next_step: dict[str, int] = field(default_factory=dict)  # request id -> step it must do next
+    # Offset in the value arena -> the value written there, and its digest.
+    moved: dict[int, tuple[TensorKey, int]] = field(default_factory=dict)
+    # request id -> node -> step -> the batch that did it
+    steps: dict[str, dict[str, dict[int, int]]] = field(default_factory=dict)
     freed: set[str] = field(default_factory=set)
     pages: FakePages = field(default_factory=FakePages)
     primed: list[tuple[float, int, int]] = field(default_factory=list)  # noise level, first block, block after the last
@@ -168,7 +174,7 @@ class FakeWorkers:
         self.num_run = [None] * self.num_ranks
         self.results = [[] for _ in range(self.num_ranks)]
         self.delivered = [[] for _ in range(self.num_ranks)]
-        self.stored = [set() for _ in range(self.num_ranks)]
+        self.stored = [{} for _ in range(self.num_ranks)]
 
     def submit(self, plan: StepPlan) -> None:
         for rank in range(self.num_ranks):
@@ -196,6 +202,10 @@ class FakeWorkers:
         self.num_run[rank], self.results[rank] = None, []
         return results
 
+    def steps_done(self, request_id: str) -> int:
+        """Steps that a request has done, of its node `denoise`."""
+        return len(self.steps.get(request_id, {}).get("denoise", ()))
+
     def _begin_plan(self, plan: StepPlan, rank: int, batches: list[Batch]) -> None:
         self.num_run[rank] = 0
         for key in plan.free:
@@ -211,7 +221,7 @@ class FakeWorkers:
         """Send what other ranks wait for, or that it was not made."""
         for each in plan.deliveries:
             if each.source == rank and (each.key.request_id, each.key.node) in made:
-                self.delivered[each.target].append((each.key, each.key in self.stored[rank]))
+                self.delivered[each.target].append((each.key, self.stored[rank].get(each.key)))
 
     def _has_deferred(self, batch: Batch, rank: int) -> bool:
         """Take what was sent for a batch; False if something has not come yet."""
@@ -220,42 +230,47 @@ class FakeWorkers:
         if any(wanted.count(key) > came.count(key) for key in wanted):
             return False
         for key in wanted:
-            is_made = self.delivered[rank].pop([each for each, _ in self.delivered[rank]].index(key))[1]
-            self.stored[rank] |= {key} if is_made else set()
+            _, digest = self.delivered[rank].pop([each for each, _ in self.delivered[rank]].index(key))
+            if digest is not None:
+                self.stored[rank][key] = digest
         return True
 
     def _run_transfer(self, transfer: Transfer) -> TransferDone:
         assert transfer.ref.key in self.stored[transfer.source], "a value is moved from a rank that has none"
         assert transfer.ref.handle is not None
-        self.moved[transfer.ref.handle.offset] = transfer.ref.key
+        self.moved[transfer.ref.handle.offset] = transfer.ref.key, self.stored[transfer.source][transfer.ref.key]
         return TransferDone(rank=transfer.source, ref=transfer.ref)
 
     def _free(self, key: TensorKey, rank: int) -> None:
         if key.node:
-            self.stored[rank].discard(key)
+            self.stored[rank].pop(key, None)
         else:
             self.freed.add(key.request_id)
-            self.stored[rank] -= {kept for kept in self.stored[rank] if kept.request_id == key.request_id}
+            mine = [kept for kept in self.stored[rank] if kept.request_id == key.request_id]
+            for kept in mine:
+                del self.stored[rank][kept]
 
-    def _has(self, ref: TensorRef, rank: int) -> bool:
-        """Whether an input is where its reference says. It may be missing only if an earlier item of its request has
-        failed, behind which this one had been sent, or if it is optional.
+    def _read(self, ref: TensorRef, rank: int) -> int | None:
+        """The digest of an input, which is where its reference says; None if it is not there. It may be missing only if
+        an earlier item of its request has failed, behind which this one had been sent, or if it is optional.
         """
         if ref.key in self.stored[rank]:
-            return True
+            return self.stored[rank][ref.key]
         if ref.handle is not None:
-            assert self.moved[ref.handle.offset] == ref.key, "another value lies there"
-            return True
-        is_excused = ref.key.request_id in self.failed or ref.key.name in self.omitted
-        assert is_excused, f"{rank} does not have {ref.key}"
-        return ref.key.name in self.omitted
+            key, digest = self.moved[ref.handle.offset]
+            assert key == ref.key, f"{key} lies where {ref.key} should"
+            return digest
+        assert ref.key.request_id in self.failed or ref.key.name in self.omitted, f"{rank} does not have {ref.key}"
+        return None
 
     def _make(self, item: Item, op: str, rank: int) -> tuple[TensorRef, ...]:
         """The values that the op makes."""
         omitted = self.omitted | ({"clean"} if isinstance(item.work, Denoise) and not item.work.keep_clean else set())
         names = [port.name for port in OPS[op].outputs if port.name not in omitted]
         keys = [TensorKey(item.request_id, item.node, name, item.version) for name in names]
-        self.stored[rank] |= set(keys)
+        read = [(ref.input, self._read(ref, rank)) for ref in item.inputs]
+        digest = self.made[item.request_id, item.node] = hash((item.node, item.version, tuple(read)))
+        self.stored[rank] |= {key: hash((digest, key.name)) for key in keys}
         return tuple(TensorRef(key, rank, (16,), "float32", 64) for key in keys)
 
     def _run_batch(self, batch: Batch, rank: int) -> BatchResult:
@@ -263,24 +278,34 @@ class FakeWorkers:
         lost = Failure("pages_lost", "gone") if any(self._waits_in_vain(item) for item in batch.items) else None
         for item in batch.items:
             assert item.request_id not in self.freed, "work for a request whose tensors are gone"
-            is_lost = not all(self._has(ref, rank) for ref in item.inputs)
+            read = [self._read(ref, rank) is not None or ref.key.name in self.omitted for ref in item.inputs]
+            is_lost = not all(read)
             if isinstance(item.work, Denoise):
-                assert item.work.step == self.next_step.get(item.request_id, 0), "steps out of order"
-                self.next_step[item.request_id] = item.work.step + (lost is None)
+                self._check_order(item.request_id, item.node, item.work.step, batch.id, is_lost=lost is not None)
                 self.full_blocks = max(self.full_blocks, len(item.work.full_blocks))
                 self.denoised.setdefault(item.request_id, []).append(item.work.step)
             failure = Failure("engine", "told to") if item.request_id in self.fail or is_lost else lost
             self.failed |= {item.request_id} if failure and failure.kind == "engine" else set()
             sigmas = self._touch_pages(item) if failure is None else ()
             made = self._make(item, batch.op, rank) if failure is None else ()
-            items.append(ItemResult(item.request_id, item.node, made, 3, sigmas=sigmas, failure=failure))
+            more = self.answers(item) if self.answers and failure is None else {}
+            result = ItemResult(item.request_id, item.node, made, 3, sigmas=sigmas, failure=failure)
+            items.append(msgspec.structs.replace(result, **more))
         return BatchResult(batch_id=batch.id, rank=rank, started=1.0, seconds=0.01 * len(items), items=tuple(items))
+
+    def _check_order(self, request_id: str, node: str, step: int, batch_id: int, *, is_lost: bool) -> None:
+        """A step comes after the one before it, and only in one batch, whose ranks all do it."""
+        done = self.steps.setdefault(request_id, {}).setdefault(node, {})
+        assert step == 0 or step - 1 in done, "steps out of order"
+        assert done.get(step, batch_id) == batch_id, f"step {step} is done twice"
+        if not is_lost:
+            done[step] = batch_id
 
     def _touch_pages(self, item: Item) -> tuple[float, ...]:
         """Read and write the cache as a worker would; returns the noise levels of an image encoding."""
         match item.work:
             case ImageEncode() as work:
-                self.next_step[item.request_id] = 0
+                self.steps.pop(item.request_id, None)
                 steps = work.num_inference_steps
                 return tuple(1 - i / steps for i in range(steps - work.num_denoising_steps, steps + 1))
             case TemplateEncode() as work:

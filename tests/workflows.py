@@ -36,6 +36,32 @@ TOY = RequestOp(
 )
 
 
+ACCEPTANCE = Workflow(
+    "acceptance",
+    (
+        Node("a", "toy"),
+        Node("b", "toy"),
+        Node("control", "toy", (Edge("a", "x", "in0", carried="first"), Edge("b", "y", "in1")), region="one"),
+        Node(
+            "first",
+            "toy",
+            (Edge("a", "x", "in0", carried="first"), Edge("control", "x", "in1", deferred=True)),
+            region="one",
+        ),
+        Node("check", "toy", (Edge("first", "x", "in0"),), chooses=True),
+        Node("left", "toy", (Edge("check", "x", "in0"),)),
+        Node("right", "toy", (Edge("check", "x", "in0"), Edge("b", "x", "in1", deferred=True))),
+        Node("join", "toy", (Edge("left", "x", "in0"), Edge("right", "x", "in1")), joins=True),
+        Node("second", "toy", (Edge("join", "x", "in0", carried="second"), Edge("a", "y", "in1")), region="two"),
+        Node("look", "toy", (Edge("second", "y", "in0"),), shows="second"),
+        Node("end", "toy", (Edge("second", "x", "in0"), Edge("first", "y", "in1"))),
+    ),
+    "end",
+    (Region("one"), Region("two", is_adaptive=True)),
+)
+"""Two regions, the first of two nodes with a deferred edge between them, a choice, a join and a side node."""
+
+
 @st.composite
 def workflows(draw: st.DrawFn, *, can_choose: bool = True, with_sides: bool = True) -> Workflow:
     """A random graph of toys that `check_workflow` accepts: some nodes, up to two regions of up to three nodes each,
@@ -53,7 +79,7 @@ def workflows(draw: st.DrawFn, *, can_choose: bool = True, with_sides: bool = Tr
             nodes.append(Node(f"look_{name}", "toy", (Edge(shown, "x", "in0"),), shows=shown))
     if can_choose and draw(st.booleans()):
         _add_choice(nodes)
-    sources = [node.name for node in nodes if not node.shows]
+    sources = [node.name for node in nodes if not node.shows and node.name not in {"check", "left", "right"}]
     nodes.append(Node("end", "toy", tuple(_edges(draw, nodes, sources[-2:])) or (Edge(sources[-1], "x", "in0"),)))
     return Workflow("random", tuple(nodes), "end", tuple(regions))
 

@@ -107,17 +107,20 @@ class Progress:
         self, node: Node, same: Iterable[str], same_begun: Iterable[str], carried: Iterable[str]
     ) -> bool:
         number, done, scheduled = self.scheduled[node.name], self.done, self.scheduled
-        before = done if node.region in self.workflow.adaptive else scheduled
         return (
             all(done[source] > number for source in same)
             and all(scheduled[source] > number for source in same_begun)
-            and all(before[source] >= number for source in carried)
+            and all(scheduled[source] >= number for source in carried)
+            and all(done[name] >= number for name in self.workflow.adaptive.get(node.region, ()))
             and not any(side.name in self.pending and self._shows_next(side) for side in self._sides(node))
         )
 
     def _has_begun(self, name: str) -> bool:
-        """Whether all runs of a node that are left are in flight."""
-        return name in self.over or not self.times_left(self.workflow.node(name))
+        """Whether all runs of a node that are left are in flight. An adaptive region may turn out to have had its last
+        round before.
+        """
+        node = self.workflow.node(name)
+        return name in self.over or (node.region not in self.workflow.adaptive and not self.times_left(node))
 
     # ------------------------------------------------------------------------------------------------ side nodes
 
@@ -171,12 +174,12 @@ class Progress:
         self.land(node)
         self.scheduled[node.name] -= 1
 
-    def shorten(self, region: str, rounds: int) -> None:
-        """Lower the number of rounds of an adaptive region; not below those that its nodes have begun. To be called
-        before the node that asks for it is finished.
+    def shorten(self, node: Node, rounds: int) -> None:
+        """Lower the number of rounds of a node's adaptive region; not below the round that the node is doing. To be
+        called before this is finished.
         """
+        region, begun = node.region, self.done[node.name] + 1
         nodes = [node for node in self.workflow.nodes if node.region == region]
-        begun = max(self.scheduled[node.name] for node in nodes)
         self.rounds[region] = min(self.rounds[region], max(rounds, begun))
         self.over.update(node.name for node in nodes if self.done[node.name] == self.rounds[region])
         sides = {node.name for node in self.workflow.side_nodes if self.workflow.node(node.shows).region == region}

@@ -46,7 +46,7 @@ class Region:
     """Nodes that repeat together. How many rounds it has is each request's own."""
 
     name: str
-    # A result of one of its nodes may lower the number of rounds, so no round is sent before the one before is done.
+    # A result of one of its nodes may lower the number of rounds, so a round begins when all of the one before is done.
     is_adaptive: bool = False
 
 
@@ -102,9 +102,13 @@ class Workflow:
         return {node.name: node for node in self.nodes}
 
     @cached_property
-    def adaptive(self) -> frozenset[str]:
-        """Names of the adaptive regions."""
-        return frozenset(region.name for region in self.regions if region.is_adaptive)
+    def adaptive(self) -> Mapping[str, tuple[str, ...]]:
+        """Name of an adaptive region -> names of its nodes."""
+        return {
+            region.name: tuple(node.name for node in self.nodes if node.region == region.name)
+            for region in self.regions
+            if region.is_adaptive
+        }
 
     @cached_property
     def links(self) -> Mapping[str, Links]:

@@ -9,9 +9,9 @@ import msgspec
 
 from core.graph.workflow import Edge, Node
 from core.handles import TensorKey, TensorRef
-from core.messages.worker import Batch, Delivery
+from core.messages.worker import Batch, Delivery, Item
 from core.scheduling.request import Request
-from core.scheduling.value_keys import edges_read, key_read, keys_read
+from core.scheduling.value_keys import edges_read, key_read
 from core.scheduling.values import ValueTable
 
 Ranks = tuple[int, ...]
@@ -35,10 +35,10 @@ def find_inputs(request: Request, node: Node, ranks: Ranks, values: ValueTable) 
     found = Inputs()
     if _is_at_home(request, ranks):
         return found
-    keys = keys_read(request.id, request.progress, node, request.progress.round_of(node))
-    for key, edge in keys.items():
-        if not edge.deferred:
-            _place(request, key, ranks, values, found)
+    edges = [edge for edge in edges_read(request.progress, node.inputs) if not edge.deferred]
+    round_ = request.progress.round_of(node)
+    for key in {key_read(request.id, request.progress, node, edge, round_) for edge in edges}:
+        _place(request, key, ranks, values, found)
     return found
 
 
@@ -59,6 +59,15 @@ def _is_at_home(request: Request, ranks: Ranks) -> bool:
 def _is_made(request: Request, key: TensorKey) -> bool:
     """Whether the run that makes a value is done. Without a value it has made none: a sampler may have no state."""
     return request.progress.done[key.node] >= max(1, key.version)
+
+
+def is_ahead(request: Request, item: Item) -> bool:
+    """Whether an item that is done has read from a run that is not known to be done yet, or comes after one."""
+    progress = request.progress
+    return len(request.ranks) > 1 and (
+        item.version > progress.done[item.node] + 1
+        or any(ref.key.node in progress.in_flight and not _is_made(request, ref.key) for ref in item.inputs)
+    )
 
 
 # ---------------------------------------------------------------------------------------------------- what is sent

@@ -111,10 +111,12 @@ class Request:
         self.ranks.update(ranks)
 
     @property
-    def is_in_flight(self) -> bool:
-        """Whether a worker may still read or write its arrays."""
+    def may_leave(self) -> bool:
+        """Whether no worker reads or writes its arrays any more. What it lent for priming is read no more when it is
+        finished.
+        """
         is_lent = self.reservation is not None and self.reservation.is_read
-        return self.has_work_out or is_lent
+        return not self.has_work_out and not (is_lent and self.status is not Status.FINISHED)
 
     @property
     def has_work_out(self) -> bool:

@@ -41,7 +41,7 @@ def note_choice(values: ValueTable, request: Request, chooser: Node, reader: str
     progress = request.progress
     if reader not in readers_of(request.workflow, chooser.name):
         raise ValueError(f"{chooser.name} chose {reader!r}, which does not read what it makes")
-    reads = {node.name: list(keys_read(request.id, progress, node, 0)) for node in request.workflow.nodes}
+    reads = {node.name: keys_read(request.id, progress, node, 0) for node in request.workflow.nodes}
     for name in progress.choose(chooser, reader):
         for key in reads[name]:
             values.done_reading(key)

@@ -30,12 +30,21 @@ from core.graph.check import check_workflow
 from core.graph.op import OPS
 from core.graph.workflow import Node, is_step, op_of
 from core.handles import TensorKey
-from core.messages.engine import Aborted, DropTemplate, EngineRequest, Failed, PartialImage, PrimeTemplate
+from core.messages.engine import (
+    Aborted,
+    DropTemplate,
+    EngineRequest,
+    Failed,
+    Finished,
+    PartialImage,
+    PrimeTemplate,
+)
 from core.messages.worker import Batch, BatchResult, CostSample, ItemResult, PageCopied, StepPlan, TransferDone
 from core.model_info import ModelInfo
 from core.scheduling.deadlines import Deadlines
 from core.scheduling.dispatcher import Dispatched, Dispatcher
 from core.scheduling.in_flight import Flight, InFlight
+from core.scheduling.inputs import is_ahead
 from core.scheduling.live_requests import LiveRequests
 from core.scheduling.new_request import new_request
 from core.scheduling.ops.request_op import request_op
@@ -82,8 +91,11 @@ class StepScheduler:
         self._prefetcher = RequestPrefetcher(self.models, self.pages, self._template_requests, num_prefetched)
         self.num_workers = num_workers
         self._requests = LiveRequests()
-        self._endings: dict[str, Failed | Aborted] = {}  # request id -> message to send once nothing of it is in flight
+        self._endings: dict[
+            str, Finished | Failed | Aborted
+        ] = {}  # request id -> message to send once nothing of it is in flight
         self._out = InFlight(num_workers)
+        self._landed: list[Flight] = []  # answered by all their ranks, and not applied yet
         self.values = ValueTable()
         self._free: list[TensorKey] = []
         self._outputs: list[Output] = []
@@ -157,6 +169,7 @@ class StepScheduler:
         self._fail_waiters(self._template_requests.reservations(), failure)
         self._outputs += self._template_requests.take_answers()
         self._out.clear()
+        self._landed.clear()
 
     @property
     def num_requests(self) -> int:
@@ -193,7 +206,16 @@ class StepScheduler:
         """
         flight = self._out.land(result)
         if flight.is_complete:
-            self._apply(flight, flight.result())
+            self._landed.append(flight)
+        while (following := next((each for each in self._landed if self._is_in_turn(each)), None)) is not None:
+            self._landed.remove(following)
+            self._apply(following, following.result())
+
+    def _is_in_turn(self, flight: Flight) -> bool:
+        """Whether the runs that a batch has read from are noted. These were done before, but may be answered later."""
+        return flight.job is not None or not any(
+            is_ahead(self._requests[item.request_id], item) for item in flight.batch.items
+        )
 
     def _apply(self, flight: Flight, result: BatchResult) -> None:
         is_ok, key = not any(item.failure for item in result.items), self._predictor.key_of(flight.batch)
@@ -255,7 +277,8 @@ class StepScheduler:
         assert ids == {request.id for request in self._requests}
         assert set(self._endings) <= ids
         self.pages.check_integrity()
-        out = [item for flight in self._out.flights if flight.job is None for item in flight.batch.items]
+        flights = [*self._out.flights, *self._landed]
+        out = [item for flight in flights if flight.job is None for item in flight.batch.items]
         assert len(out) == sum(request.progress.num_in_flight for request in self._requests)
         self._out.check_integrity(self.values.num_moving)
         self.values.check_integrity(ids)
@@ -324,7 +347,7 @@ class StepScheduler:
         progress = request.progress
         round_, index = progress.round_done(node), progress.pending.get(node.name, 0)
         if item.rounds and node.region in request.workflow.adaptive:
-            progress.shorten(node.region, item.rounds)
+            progress.shorten(node, item.rounds)
         progress.finish(node)
         note_values(self.values, request, node, round_, item.tensors, batch)
         if node.chooses:
@@ -339,7 +362,7 @@ class StepScheduler:
         elif request.is_spoilt:
             return  # it restarts
         elif node.name == request.workflow.output:
-            self._finish(request)
+            self._end(request, Status.FINISHED, finished(request))
         elif item.sigmas and request.spec.is_mask_aware:
             self._prefetcher.need(request)
         elif node is request.workflow.paged:
@@ -350,19 +373,14 @@ class StepScheduler:
         if request.is_spoilt and not request.has_work_out:
             begin_again(self.values, request)
 
-    def _finish(self, request: Request) -> None:
-        request.move_to(Status.FINISHED)
-        self._remove(request)
-        self._outputs.append(finished(request))
-
-    def _end(self, request: Request, status: Status, message: Failed | Aborted) -> None:
-        """End a request early. Its message is sent once no worker can touch its arrays any more."""
+    def _end(self, request: Request, status: Status, message: Finished | Failed | Aborted) -> None:
+        """End a request. Its message is sent once no worker can touch its arrays any more."""
         request.move_to(status)
         self._endings[request.id] = message
         self._finish_ending(request)
 
     def _finish_ending(self, request: Request) -> None:
-        if request.id in self._endings and not request.is_in_flight:
+        if request.id in self._endings and request.may_leave:
             self._remove(request)
             self._outputs.append(self._endings.pop(request.id))
 

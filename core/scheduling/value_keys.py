@@ -24,10 +24,10 @@ def edges_read(progress: Progress, edges: Iterable[Edge]) -> list[Edge]:
     return [edge for edge in edges if edge.source not in progress.skipped] if progress.skipped else list(edges)
 
 
-def keys_read(request_id: str, progress: Progress, node: Node, round_: int) -> dict[TensorKey, Edge]:
-    """All values that a node reads, each with an edge through which it does."""
+def keys_read(request_id: str, progress: Progress, node: Node, round_: int) -> list[TensorKey]:
+    """All values that a node reads."""
     edges = edges_read(progress, node.inputs)
-    return {key_read(request_id, progress, node, edge, round_): edge for edge in edges}
+    return list(dict.fromkeys(key_read(request_id, progress, node, edge, round_) for edge in edges))
 
 
 def keys_done(request_id: str, progress: Progress, node: Node, round_: int) -> list[TensorKey]:

@@ -27,7 +27,7 @@ class Value:
 
     ref: TensorRef  # as the worker that made it described it
     ranks: frozenset[int]  # that have it
-    readers_left: int  # nodes that have yet to read it
+    readers_left: int  # how often nodes have yet to read it
     handle: ArrayRef | None = None  # uint8, its space in the arena once it has been asked to move
     is_moving: bool = False  # a worker is writing it to the handle
 
@@ -72,7 +72,7 @@ class ValueTable:
         if value is None:
             return
         value.readers_left -= 1
-        if not value.readers_left:
+        if not value.readers_left and not value.is_moving:
             self._free(key)
 
     def note_copy(self, key: TensorKey, ranks: Iterable[int]) -> None:
@@ -125,8 +125,11 @@ class ValueTable:
         return [self._begin_move(value, place, min(value.ranks & ranks)) for value, place in pairs]
 
     def end_move(self, key: TensorKey) -> None:
-        """Note that a value is in shared memory."""
-        self._values[key.request_id][key].is_moving = False
+        """Note that a value is in shared memory. It is freed if its last reader has read it elsewhere meanwhile."""
+        value = self._values[key.request_id][key]
+        value.is_moving = False
+        if not value.readers_left:
+            self._free(key)
 
     @property
     def num_moving(self) -> int:
@@ -137,7 +140,7 @@ class ValueTable:
         is exactly that of the values in it.
         """
         values = [value for values in self._values.values() for value in values.values()]
-        assert all(value.readers_left > 0 for value in values)
+        assert all(value.readers_left > 0 or value.is_moving for value in values)
         assert set(self._values) <= set(request_ids)
         handles = [value.handle for value in values if value.handle is not None]
         self._space.check_integrity((ref.offset, ref.offset + self._space.extent(ref.size)) for ref in handles)

@@ -222,7 +222,7 @@ def test_a_running_step_takes_at_most_a_fifth_of_its_tokens_of_priming_along() -
     engine = Engine()
     for i in range(6):
         engine.scheduler.add(make_edit(f"running-{i}", steps=200))
-    engine.run(until=lambda: engine.workers.next_step.get("running-5", 0) > 1)
+    engine.run(until=lambda: engine.workers.steps_done("running-5") > 1)
     engine.scheduler.add(make_masked("cold"))
     engine.run(until=lambda: any(output.request_id == "cold" for output in engine.outputs))  # type: ignore[attr-defined]
     chunks = [stop - start for _, start, stop in engine.workers.primed]
@@ -361,7 +361,7 @@ def test_idle_work_waits_until_nothing_else_wants_to_compute() -> None:
     engine = Engine()
     engine.scheduler.add_template(make_registration("idle", is_idle_work=True))
     engine.scheduler.add(make_edit("a", steps=5))
-    engine.run(until=lambda: engine.workers.next_step.get("a", 0) == 5)
+    engine.run(until=lambda: engine.workers.steps_done("a") == 5)
     assert engine.workers.primed == []
     engine.run()
     assert isinstance(engine.result("idle"), TemplatePrimed)
@@ -406,7 +406,7 @@ def test_blocks_are_computed_in_full_while_their_pages_come_up() -> None:
     engine = make_auto_engine()
     begin_loading(engine)
     engine.step()
-    assert engine.workers.next_step["a3"] == 1, "the first step is done while its pages come up"
+    assert engine.workers.steps_done("a3") == 1, "the first step is done while its pages come up"
     engine.run()
     assert engine.finished("a3").full_blocks == engine.workers.full_blocks > 0
     assert (engine.finished("a3").cache, engine.finished("a3").tier) == ("hit", "disk")
@@ -418,9 +418,9 @@ def test_a_step_whose_pages_get_lost_is_repeated() -> None:
     engine.workers.pages.files.clear()
     for _ in range(3):
         engine.step()
-    assert engine.workers.next_step["a3"] == 0, "it was tried, and changed nothing"
+    assert engine.workers.steps_done("a3") == 0, "it was tried, and changed nothing"
     engine.run()
-    assert engine.workers.next_step["a3"] == 8
+    assert engine.workers.steps_done("a3") == 8
     assert engine.finished("a3").cache == "miss"
 
 
@@ -438,7 +438,7 @@ def lose(engine: Engine, ends: str) -> None:
 def test_an_edit_that_must_prime_after_all_restarts_over_whole_pages(full_steps: int, steps_before: int) -> None:
     engine = make_auto_engine()
     begin_loading(engine, full_steps=full_steps)
-    while engine.workers.next_step.get("a3", 0) < steps_before:
+    while engine.workers.steps_done("a3") < steps_before:
         engine.step()
     assert engine.workers.full_blocks or steps_before <= full_steps, "steps were done while the pages came up"
     plan = engine.scheduler.schedule(now=0.0)  # the next step, or decoding, is out when a file turns out to be gone
@@ -467,7 +467,7 @@ def test_a_cold_edit_waits_for_its_pages_however_late_missing_files_are_noticed(
     lose(engine, "latents")
     for _ in range(5):
         engine.step()
-    assert engine.workers.next_step["cold"] == 0
+    assert engine.workers.steps_done("cold") == 0
     engine.run()
     assert (engine.finished("cold").cache, engine.finished("cold").full_blocks) == ("miss", 0)
 

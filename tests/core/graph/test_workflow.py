@@ -119,7 +119,7 @@ def test_a_result_may_end_an_adaptive_region_early_and_no_round_is_sent_ahead() 
     progress.finish(workflow.node("step"))
     assert ready(progress) == ["step", "look"]
     progress.start(workflow.node("step"))
-    progress.shorten("loop", 2)
+    progress.shorten(workflow.node("step"), 2)
     progress.finish(workflow.node("step"))
     assert ready(progress) == ["look"], "the output waits for the side node"
     run(progress, "look")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -17,8 +18,11 @@ from core.graph.work import Work
 from core.handles import ModelKey
 from core.messages.engine import Finished
 from core.messages.worker import Batch, BatchResult, ItemResult
+from core.scheduling.dispatch import Decision, Dispatch, Fetch
 from core.scheduling.in_flight import Flight, InFlight
+from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.scheduler import StepScheduler
+from core.scheduling.view import View
 
 RANKS = 4
 MODEL_KEY = ModelKey("m", "transformer")
@@ -103,31 +107,38 @@ def test_queues_that_keep_the_total_order_never_wait_in_a_circle(batches: list[l
     assert sorted(done) == list(range(len(batches)))
 
 
+class StepsOnBoth(SchedulingPolicy):
+    """Runs steps on both ranks, all else on the first."""
+
+    def choose(self, view: View, now: float) -> Sequence[Decision]:
+        decisions: list[Decision] = []
+        for request in view.requests.live():
+            for node in view.ready(request):
+                ranks = (0, 1) if node.name == "denoise" else (0,)
+                if view.can_run(request, node, ranks):
+                    decisions.append(Dispatch(((request, node),), ranks))
+                elif view.can_fetch(request, node, ranks):
+                    decisions.append(Fetch(request, node, ranks))
+        return decisions
+
+
 def test_a_step_on_two_ranks_counts_once_and_costs_as_degree_two() -> None:
-    """No policy makes such batches yet; the scheduler takes their results."""
     scheduler, workers = StepScheduler(SchedulerConfig(), {"m": MODEL}, 2), FakeWorkers(2)
+    scheduler._policy = StepsOnBoth()
     scheduler.add(make_edit("a", steps=2))
     outputs = []
     while scheduler.num_requests:
         plan = scheduler.schedule(0.0)
         if plan is not None:
-            for sent in plan.batches:
-                if sent.op == "denoise":  # as if a policy had chosen both ranks
-                    out = scheduler._out
-                    both = out._flights[sent.id]
-                    both.batch = msgspec.structs.replace(sent, ranks=(0, 1))
-                    out._await(plan.seq, 1, sent.id)
             workers.submit(plan)
         for rank in (1, 0):
             for result in workers.run_one(rank):
                 if not isinstance(result, BatchResult):
                     scheduler.apply_transfer(result)
                     continue
-                is_step = result.items[0].node == "denoise"
-                if is_step:
-                    scheduler.apply(msgspec.structs.replace(result, rank=1, seconds=0.5))
-                    scheduler.check_integrity()
-                scheduler.apply(result)
+                slow = 0.5 if result.items[0].node == "denoise" and rank == 1 else 0.01
+                scheduler.apply(msgspec.structs.replace(result, seconds=slow))
+                scheduler.check_integrity()
         outputs += scheduler.take_outputs()
     assert [type(output) for output in outputs] == [Finished]
     stats = scheduler.stats()

@@ -76,7 +76,7 @@ def test_one_request_goes_through_all_stages() -> None:
     assert isinstance(finished, Finished)
     assert finished.text_tokens == 3
     assert set(finished.ms) == {"queue", "encode", "prime", "denoise", "decode"}
-    assert workers.next_step["a"] == 3
+    assert workers.steps_done("a") == 3
     assert scheduler.schedule(now=0.0) is not None, "its tensors are freed even when nothing else is to be done"
 
 
@@ -224,7 +224,7 @@ def test_tensors_are_freed_with_the_next_work_or_when_there_is_none() -> None:
     scheduler.add(make_edit("b", steps=50, arrival=1.0))
     while "a" not in workers.freed:
         step(scheduler, workers)
-    assert workers.next_step["b"] < 50, "b was still running"
+    assert workers.steps_done("b") < 50, "b was still running"
     scheduler.abort(["b"])
     scheduler.add(make_edit("never started", arrival=2.0))
     scheduler.abort(["never started"])
@@ -281,7 +281,7 @@ def test_the_step_of_a_preview_waits_for_the_preview_before_it() -> None:
             kept += steps_kept(plan)
         apply_all(scheduler, workers.run_one(0))
     assert kept == [1], "the first preview has not been decoded"
-    assert workers.next_step["a"] == 3, "other steps go on"
+    assert workers.steps_done("a") == 3, "other steps go on"
     outputs = run(scheduler, workers)
     assert [(o.index, o.step) for o in outputs[:-1] if isinstance(o, PartialImage)] == [(0, 2), (1, 4), (2, 6)]
 
@@ -432,7 +432,7 @@ def test_every_request_ends_exactly_once(
     outputs = run(scheduler, workers)
     ends = Counter(o.request_id for o in outputs if isinstance(o, TERMINAL))
     assert ends == Counter(f"r{i}" for i in range(len(edits)))
-    assert all(workers.next_step[f"r{i}"] == steps for i, (steps, _, _) in enumerate(edits))
+    assert all(workers.steps_done(f"r{i}") == steps for i, (steps, _, _) in enumerate(edits))
 
 
 class SchedulerMachine(RuleBasedStateMachine):
