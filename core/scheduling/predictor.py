@@ -5,7 +5,7 @@ It translates requests into the keys and sizes of work that the cost model knows
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from core.cache.block_plan import plan_blocks
 from core.cache.priming import TemplateInfo
@@ -83,11 +83,20 @@ class Predictor:
                 pairs = zip(work.queries, work.keys, strict=True)
                 yield node.op, times * (line[0] + sum(extra_seconds(line, *pair) for pair in pairs))
 
+    def seconds_by_op(self, request: Request) -> Iterator[tuple[str, float]]:
+        """(op, seconds) of all of a request's remaining work, without the constant part of its steps."""
+        yield from self.others_of(request)
+        yield request.workflow.loop.op, self.steps_of(request)
+
     def base_seconds(self, requests: Sequence[Request]) -> float:
         """The constant part of a step's time, whichever requests are in it; 0 without requests."""
         if not requests:
             return 0.0
-        return self._coefficients(requests[0], requests[0].workflow.loop)[0]
+        return self.loop_base_seconds(requests[0].head.model, requests[0].workflow.loop.op)
+
+    def loop_base_seconds(self, model: str, op: str) -> float:
+        """The constant part of a step of this model, whose loop runs this op."""
+        return self.cost.coefficients(self.key(model, OPS[op]))[0]
 
     def _make_request_load(self, request: Request) -> RequestLoad:
         steps = request.progress.steps_left
