@@ -7,12 +7,21 @@ so both have the same order without any report of it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
 
 from core.costs.exact_sum import ExactSum
 from core.costs.load_report import Begun, Ended, Left, LoadReport, QueueChange, Queued, RequestLoad
 from core.scheduling.fair_queue import Claim, FairQueue
+
+
+class QueueRest(NamedTuple):
+    """The edits at the end of a long queue, which are not looked at one by one. Sums over them."""
+
+    steps: int
+    seconds: float  # all of their work, without the constant part of their steps
 
 
 @dataclass(slots=True)
@@ -34,9 +43,9 @@ class EngineQueue:
         self._claims: dict[str, Claim[_Held]] = {}  # request id -> its claim
         self._begun: dict[str, _Held] = {}  # those of them that have begun
         self._num_waiting: Counter[tuple[str, int]] = Counter()  # (owner, priority) -> waiting edits; no zeros
-        self._waiting_seconds = ExactSum()  # that the waiting edits add to a step
-        self._running_seconds = 0.0  # that the running edits add to a step
-        self._num_loads = 0
+        # Of the waiting edits: steps, what they add to a step, and all of their work.
+        self._steps, self._step_seconds, self._seconds = 0, ExactSum(), ExactSum()
+        self._running: list[RequestLoad] = []
         self._loads: Sequence[RequestLoad] | None = ()  # None: to be listed again
 
     def update(self, report: LoadReport) -> None:
@@ -47,31 +56,41 @@ class EngineQueue:
             self._apply(change)
         for request_id, held in self._begun.items():
             held.load = report.running.get(request_id)
-        running = [held.load for held in self._begun.values() if held.load is not None]
-        self._running_seconds = sum(load.step_seconds for load in running)
-        self._num_loads = len(running) + self._num_waiting.total()
+        self._running = [held.load for held in self._begun.values() if held.load is not None]
         self._loads = None
 
     def __len__(self) -> int:
         """Number of loads."""
-        return self._num_loads
+        return len(self._running) + self._num_waiting.total()
 
     @property
     def step_seconds(self) -> float:
         """The seconds that all edits would add to a step, if it had all of them."""
-        return self._running_seconds + float(self._waiting_seconds)
+        return sum(load.step_seconds for load in self._running) + float(self._step_seconds)
 
     def loads(self) -> Sequence[RequestLoad]:
         """The remaining work of all edits that have not ended, in the engine's order."""
         if self._loads is None:
-            self._loads = [held.load for held in self._queue.in_order() if held.load is not None]
+            self._loads = list(self._in_order())
         return self._loads
+
+    def split(self, number: int) -> tuple[Sequence[RequestLoad], QueueRest | None]:
+        """The first of `loads`, this many, and the rest of the queue; None if there is no rest. Costs by the number."""
+        if len(self) <= number:
+            return self.loads(), None
+        first = list(islice(self._in_order(), number))
+        (running_steps, running_seconds), (first_steps, first_seconds) = _sums(self._running), _sums(first)
+        steps = self._steps + running_steps - first_steps
+        return first, QueueRest(steps, float(self._seconds) + running_seconds - first_seconds)
 
     def may_be_overtaken(self, owner: str, priority: int) -> bool:
         """Whether a new edit of this owner and class could go before any waiting one, see `staying_ahead`."""
         return any(other != owner or lower > priority for other, lower in self._num_waiting)
 
     # ------------------------------------------------------------------------------------------------- inside
+
+    def _in_order(self) -> Iterator[RequestLoad]:
+        return (held.load for held in self._queue.in_order() if held.load is not None)
 
     def _apply(self, change: QueueChange) -> None:
         if isinstance(change, Queued):
@@ -92,7 +111,9 @@ class EngineQueue:
         self._claims[change.request_id] = claim
         self._queue.add(claim)
         self._num_waiting[load.owner, load.priority] += 1
-        self._waiting_seconds.add(load.step_seconds)
+        self._steps += load.steps_left
+        self._step_seconds.add(load.step_seconds)
+        self._seconds.add(load.seconds)
 
     def _begin(self, claim: Claim[_Held], change: Begun) -> None:
         self._stop_waiting(claim)
@@ -110,8 +131,15 @@ class EngineQueue:
         load, claim.item.load = claim.item.load, None
         if load is None:
             return  # it had ended
-        self._waiting_seconds.remove(load.step_seconds)
+        self._steps -= load.steps_left
+        self._step_seconds.remove(load.step_seconds)
+        self._seconds.remove(load.seconds)
         kind = load.owner, load.priority
         self._num_waiting[kind] -= 1
         if not self._num_waiting[kind]:
             del self._num_waiting[kind]
+
+
+def _sums(loads: Sequence[RequestLoad]) -> tuple[int, float]:
+    """(steps, seconds) of these, as in QueueRest."""
+    return sum(load.steps_left for load in loads), sum(load.seconds for load in loads)

@@ -8,7 +8,8 @@ free for a new request, and the work left in the other slots at that time:
     steps, seconds [slots, engines]   steps left in each slot at `free_at`, most first, and seconds it adds to each step
 
 Reports come when something changed, not at every step: in between, steps are assumed to pass at the predicted pace.
-These three cost by the length of the queue, and are computed only when they are read after a report.
+These three are computed only when they are read after a report: from the first MAX_SIMULATED requests of the queue one
+by one, and from sums over the rest, which is assumed to leave the slots as it found them.
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ from core.routing.engine_queue import EngineQueue
 from core.routing.fleet_costs import Features, FleetCosts, SizeCosts, Vector, work_features
 from core.routing.template_map import Counts, TemplateMap, TemplateResidency
 from core.routing.turn import staying_ahead
+
+MAX_SIMULATED = 256
+"""Requests of an engine's queue that are looked at one by one, besides one for each slot; as many as a server takes by
+default. Taking sums for the rest shifts a prediction by less than the time of one request.
+"""
 
 TINY = 1e-9
 """Seconds; keeps divisions by the step time of an idle engine finite."""
@@ -157,37 +163,40 @@ class Fleet:
         """Name the rows of one array, shape [engines] each; a column is the state of one engine."""
         self._rows, slots = rows, self.max_num_seqs
         self.num_requests, self.held_seconds, self.base_seconds, self.priming_seconds = rows[:4]
+        self._free_at: Vector
+        self._pace: Vector
+        self._num_placed: Vector
         self._free_at, self._pace, self._num_placed = rows[4:7]
         self._steps, self._seconds = rows[7 : 7 + slots], rows[7 + slots :]
 
     @property
     def free_at(self) -> Vector:
         """When a slot is free for a new request, in seconds of the caller's clock, shape [engines]."""
-        self._settle()
+        self.settle()
         return self._free_at
 
     @property
     def pace(self) -> Vector:
         """Seconds of a step of the requests that are in slots at `free_at`, shape [engines]."""
-        self._settle()
+        self.settle()
         return self._pace
 
     @property
     def num_placed(self) -> Vector:
         """Number of requests in slots at `free_at`, shape [engines]."""
-        self._settle()
+        self.settle()
         return self._num_placed
 
     @property
     def steps(self) -> Vector:
         """Steps left in each slot at `free_at`, most first, shape [slots, engines]."""
-        self._settle()
+        self.settle()
         return self._steps
 
     @property
     def seconds(self) -> Vector:
         """Seconds that the request in each slot adds to a step, shape [slots, engines]."""
-        self._settle()
+        self.settle()
         return self._seconds
 
     # ------------------------------------------------------------------------------------------------- events
@@ -213,9 +222,14 @@ class Fleet:
         self._reported[engine] = now
         self._stale.add(engine)
 
+    def settle(self) -> None:
+        """Compute the slots of the engines that have reported since the last time; reading them does it too."""
+        while self._stale:
+            self._settle_engine(self._stale.pop())
+
     def sent(self, engine: int, shape: RequestShape, now: float) -> None:
         """Note what was just sent to an engine; it counts until the engine's own report includes it."""
-        self._settle()
+        self.settle()
         self._num_sent[engine] += 1
         self.last_sent[engine] = self._num_sends
         self._num_sends += 1
@@ -225,6 +239,7 @@ class Fleet:
         self.priming_seconds[engine] += sent.priming_seconds
         if sent.load is not None:
             self.base_seconds[engine] = max(self.base_seconds[engine], sent.base_seconds)
+            self.held_seconds[engine] += sent.load.step_seconds
             self._line_up(engine, sent.load, now)
 
     def lose(self, engine: int) -> None:
@@ -266,12 +281,12 @@ class Fleet:
                     kept[engine] = indices
         if not kept:
             return self
-        self._settle()
+        self.settle()
         fleet = copy(self)
         fleet._bind(self._rows.copy())
         fleet._stale = set()
-        for engine, indices in kept.items():
-            fleet._keep_only(engine, indices)
+        for engine, staying in kept.items():
+            fleet._keep_only(engine, staying)
         return fleet
 
     def _may_be_overtaken(self, engine: int, owner: str, priority: int) -> bool:
@@ -292,6 +307,7 @@ class Fleet:
         for index in indices:
             if index >= len(loads):
                 load, time = pending[index - len(loads)]
+                self.held_seconds[engine] += load.step_seconds
                 self._line_up(engine, load, max(reported, time))
 
     # ------------------------------------------------------------------------------------------------- queries
@@ -318,7 +334,6 @@ class Fleet:
 
     def _line_up(self, engine: int, load: RequestLoad, now: float) -> None:
         """Append a request to the engine's queue."""
-        self.held_seconds[engine] += load.step_seconds
         start = max(now, float(self._free_at[engine]))
         self._set_slots(engine, start, [*self._slots(engine, now), _slot(load)])
 
@@ -350,11 +365,17 @@ class Fleet:
         pending = (sent.load for sent in self._pending[engine] if sent.load is not None)
         return [*self._queues[engine].loads(), *pending]
 
-    def _settle(self) -> None:
-        """Compute the slots of the engines that have reported since."""
-        while self._stale:
-            engine = self._stale.pop()
-            self._set_loads(engine, self._reported[engine], self._loads(engine))
+    def _settle_engine(self, engine: int) -> None:
+        first, rest = self._queues[engine].split(MAX_SIMULATED + self.max_num_seqs)
+        pending = [sent.load for sent in self._pending[engine] if sent.load is not None]
+        if rest is None:
+            self._set_loads(engine, self._reported[engine], [*first, *pending])
+            return
+        self._set_loads(engine, self._reported[engine], first)
+        rounds = rest.steps / self.max_num_seqs
+        self._free_at[engine] += rest.seconds + rounds * float(self.base_seconds[engine])
+        for load in pending:
+            self._line_up(engine, load, 0.0)
 
     def _set_loads(self, engine: int, now: float, loads: Sequence[RequestLoad]) -> None:
         """Set the engine's requests, most urgent first, as of the start of a step that `steps_left` does not count."""

@@ -192,7 +192,7 @@ class Reporter:
     def _op_seconds_left(self, requests: LiveRequests) -> dict[str, float]:
         """Predicted worker time left per op, assuming batches as full as the queue allows."""
         running = requests.running
-        left = defaultdict(float, self._waiting.op_seconds)
+        left = defaultdict(float, self._waiting.op_seconds())
         left[PRIME.name] += self._priming_seconds()
         steps = Counter(self._waiting.loop_steps)
         for request in running:

@@ -13,21 +13,22 @@ from core.scheduling.predictor import Predictor
 from core.scheduling.request import Request, Status
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Terms:
     """What one request adds to the sums."""
 
+    request: Request
     load: RequestLoad
-    loop: tuple[str, str]
-    op_seconds: tuple[tuple[str, float], ...]
+    op_seconds: tuple[tuple[str, float], ...] = ()  # empty until the sums by op are read
 
 
 class WaitingWork:
-    """A request's work is predicted once, when it is first seen here, and counts until the request begins or ends."""
+    """A request's work is predicted once and counts until the request begins or ends."""
 
     def __init__(self, predictor: Predictor) -> None:
         self._predictor = predictor
         self._terms: dict[str, _Terms] = {}  # request id -> its terms, of every waiting request
+        self._not_by_op: dict[str, _Terms] = {}  # those of them that are not in the sums by op yet
         self._seconds = ExactSum()
         self._op_seconds: defaultdict[str, ExactSum] = defaultdict(ExactSum)
         self._loop_steps: Counter[tuple[str, str]] = Counter()
@@ -49,29 +50,31 @@ class WaitingWork:
         return float(self._seconds)
 
     @property
-    def op_seconds(self) -> dict[str, float]:
-        """The same by op."""
-        return {op: float(seconds) for op, seconds in self._op_seconds.items()}
-
-    @property
     def loop_steps(self) -> Mapping[tuple[str, str], int]:
         """(model, op of its loop) -> number of steps."""
         return self._loop_steps
 
+    def op_seconds(self) -> dict[str, float]:
+        """`seconds` by op. Costs by the requests that have come since the last call and still wait."""
+        for terms in self._not_by_op.values():
+            terms.op_seconds = tuple(self._predictor.seconds_by_op(terms.request))
+            for op, seconds in terms.op_seconds:
+                self._op_seconds[op].add(seconds)
+        self._not_by_op.clear()
+        return {op: float(seconds) for op, seconds in self._op_seconds.items()}
+
     def _add(self, request: Request, load: RequestLoad) -> None:
-        op_seconds = tuple(self._predictor.seconds_by_op(request))
-        terms = self._terms[request.id] = _Terms(load, loop_of(request), op_seconds)
+        self._terms[request.id] = self._not_by_op[request.id] = _Terms(request, load)
         self._seconds.add(load.seconds)
-        self._loop_steps[terms.loop] += load.steps_left
-        for op, seconds in op_seconds:
-            self._op_seconds[op].add(seconds)
+        self._loop_steps[loop_of(request)] += load.steps_left
 
     def _remove(self, request_id: str) -> None:
         terms = self._terms.pop(request_id, None)
         if terms is None:
             return  # it was removed when it began
+        self._not_by_op.pop(request_id, None)
         self._seconds.remove(terms.load.seconds)
-        self._loop_steps[terms.loop] -= terms.load.steps_left
+        self._loop_steps[loop_of(terms.request)] -= terms.load.steps_left
         for op, seconds in terms.op_seconds:
             self._op_seconds[op].remove(seconds)
 

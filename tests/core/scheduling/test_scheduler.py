@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from core.config import SchedulerConfig
+from core.costs.load_report import Queued
 from core.failure import Failure
 from core.graph.work import Work
 from core.messages.engine import Aborted, Failed, Finished, PartialImage
