@@ -67,36 +67,16 @@ class RequestShape:
     def of_request(cls, request: EngineRequest, info: ModelInfo) -> RequestShape:
         spec, scheme = request.spec, info.page_scheme
         num_steps, num_tokens = info.num_steps(spec.sampling), spec.num_tokens
-        priority, rows = request.priority, spec.num_rows
-        if not spec.is_mask_aware or scheme is None:
-            return cls(
-                request.model,
-                num_steps,
-                num_steps,
-                num_tokens,
-                num_tokens,
-                spec.num_text_tokens,
-                priority=priority,
-                num_rows=rows,
-                condition_tokens=spec.num_condition_tokens,
-                owner=request.owner,
-            )
-        full_steps = min(num_steps, spec.num_full_steps)
-        return cls(
-            request.model,
-            num_steps,
-            full_steps,
-            spec.active.size,
-            num_tokens,
-            spec.num_text_tokens,
-            scheme.template_key(spec.content_id, spec.cache_salt),
-            len(scheme.keyframes) or num_steps - full_steps,
-            scheme.layout.entry_bytes(num_tokens),
-            priority,
-            rows,
-            spec.num_condition_tokens,
-            request.owner,
-        )
+        full_steps, active_tokens = num_steps, num_tokens
+        pages: tuple[str | None, int, int] = None, 0, 0
+        if spec.is_mask_aware and scheme is not None:
+            full_steps, active_tokens = min(num_steps, spec.num_full_steps), spec.active.size
+            template = scheme.template_key(spec.content_id, spec.cache_salt)
+            num_keyframes = len(scheme.keyframes) or num_steps - full_steps
+            pages = template, num_keyframes, scheme.layout.entry_bytes(num_tokens)
+        tokens = active_tokens, num_tokens, spec.num_text_tokens
+        rest = request.priority, spec.num_rows, spec.num_condition_tokens, request.owner
+        return cls(request.model, num_steps, full_steps, *tokens, *pages, *rest)
 
     @classmethod
     def of_template(cls, prime: PrimeTemplate, info: ModelInfo) -> RequestShape:
