@@ -7,7 +7,7 @@ so both have the same order without any report of it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
@@ -71,14 +71,15 @@ class EngineQueue:
     def loads(self) -> Sequence[RequestLoad]:
         """The remaining work of all edits that have not ended, in the engine's order."""
         if self._loads is None:
-            self._loads = list(self._in_order())
+            self._loads = [held.load for held in self._queue.in_order() if held.load is not None]
         return self._loads
 
     def split(self, number: int) -> tuple[Sequence[RequestLoad], QueueRest | None]:
         """The first of `loads`, this many, and the rest of the queue; None if there is no rest. Costs by the number."""
         if len(self) <= number:
             return self.loads(), None
-        first = list(islice(self._in_order(), number))
+        in_order = (held.load for held in self._queue.in_order() if held.load is not None)
+        first = list(islice(in_order, number))
         (running_steps, running_seconds), (first_steps, first_seconds) = _sums(self._running), _sums(first)
         steps = self._steps + running_steps - first_steps
         return first, QueueRest(steps, float(self._seconds) + running_seconds - first_seconds)
@@ -88,9 +89,6 @@ class EngineQueue:
         return any(other != owner or lower > priority for other, lower in self._num_waiting)
 
     # ------------------------------------------------------------------------------------------------- inside
-
-    def _in_order(self) -> Iterator[RequestLoad]:
-        return (held.load for held in self._queue.in_order() if held.load is not None)
 
     def _apply(self, change: QueueChange) -> None:
         if isinstance(change, Queued):

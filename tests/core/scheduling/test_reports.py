@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from random import Random
 from types import FrameType
@@ -64,7 +64,7 @@ def drain_seconds(loads: list[RequestLoad], base_seconds: float) -> float:
 
 def op_seconds(scheduler: StepScheduler) -> dict[str, float]:
     live = list(scheduler._requests.live())
-    left: Counter[str] = Counter()
+    left: defaultdict[str, float] = defaultdict(float)
     for request in live:
         base = scheduler._predictor.base_seconds([request]) / min(MAX_NUM_SEQS, len(live))
         left["denoise"] += scheduler._predictor.steps_of(request) + request.progress.steps_left * base
