@@ -75,8 +75,17 @@ class RequestShape:
             num_keyframes = len(scheme.keyframes) or num_steps - full_steps
             pages = template, num_keyframes, scheme.layout.entry_bytes(num_tokens)
         tokens = active_tokens, num_tokens, spec.num_text_tokens
-        rest = request.priority, spec.num_rows, spec.num_condition_tokens, request.owner
-        return cls(request.model, num_steps, full_steps, *tokens, *pages, *rest)
+        return cls(
+            request.model,
+            num_steps,
+            full_steps,
+            *tokens,
+            *pages,
+            priority=request.priority,
+            num_rows=spec.num_rows,
+            condition_tokens=spec.num_condition_tokens,
+            owner=request.owner,
+        )
 
     @classmethod
     def of_template(cls, prime: PrimeTemplate, info: ModelInfo) -> RequestShape:
