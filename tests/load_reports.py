@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from core.costs.load_report import CopyLine, CostLine, EngineCosts, LoadReport, RequestLoad, Residency
+from core.costs.load_report import Begun, CopyLine, CostLine, EngineCosts, LoadReport, Queued, RequestLoad, Residency
 from core.handles import ModelKey
 from core.routing.fleet import RequestShape
 
@@ -42,12 +42,20 @@ def make_report(
     costs: EngineCosts | None = None,
     max_num_seqs: int = 8,
 ) -> LoadReport:
+    """The first report of an engine that holds these requests, in this order within an owner."""
     num_running = min(len(requests), max_num_seqs)
+    by_id = {f"r{index}": load for index, load in enumerate(requests)}
+    running = {request_id: load for request_id, load in by_id.items() if load.is_running}
     return LoadReport(
         num_received=num_received,
         num_running=num_running,
         num_waiting=len(requests) - num_running,
-        requests=tuple(requests),
+        running=running,
+        is_first=True,
+        queue=(
+            *(Queued(request_id, load, float(index)) for index, (request_id, load) in enumerate(by_id.items())),
+            *(Begun(request_id, load.seconds) for request_id, load in running.items()),
+        ),
         base_seconds=base_seconds,
         priming_seconds=priming_seconds,
         residency=tuple(residency),

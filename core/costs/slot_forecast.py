@@ -7,7 +7,7 @@ step. Pure arithmetic on RequestLoads.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from heapq import heappop, heappush
+from heapq import heappush, heappushpop
 
 from core.costs.load_report import RequestLoad
 
@@ -26,10 +26,11 @@ def until_free(loads: Iterable[Slot], num_slots: int, base_seconds: float) -> tu
     step = elapsed = 0.0
     pace = base_seconds
     for steps, seconds in loads:
-        heappush(ends, (step + steps, seconds))
         pace += seconds
-        if len(ends) == num_slots:
-            end, gone = heappop(ends)
+        if len(ends) + 1 < num_slots:
+            heappush(ends, (step + steps, seconds))
+        else:
+            end, gone = heappushpop(ends, (step + steps, seconds))
             elapsed += (end - step) * pace
             step = end
             pace -= gone

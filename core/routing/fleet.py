@@ -1,13 +1,15 @@
 """Fleet: the state of all engines as a router knows it, in arrays over engines, so that a decision is one expression.
 
 An engine is modelled as a FIFO queue in front of `max_num_seqs` slots that advance together, step by step. Its load
-report lists the remaining work of its requests; from it follow the time at which a slot is free for a new request, and
-the work left in the other slots at that time:
+reports keep a copy of its queue with the remaining work of its requests; from it follow the time at which a slot is
+free for a new request, and the work left in the other slots at that time:
 
     free_at [engines]                 when a slot is free, in seconds of the caller's clock; in the past: since then
     steps, seconds [slots, engines]   steps left in each slot at `free_at`, most first, and seconds it adds to each step
 
 Reports come when something changed, not at every step: in between, steps are assumed to pass at the predicted pace.
+These three are computed only when they are read after a report: from the first MAX_SIMULATED requests of the queue one
+by one, and from sums over the rest, which is assumed to leave the slots as it found them.
 """
 
 from __future__ import annotations
@@ -23,9 +25,15 @@ from core.costs.load_report import LoadReport, RequestLoad
 from core.costs.slot_forecast import Slot, until_free
 from core.messages.engine import EngineRequest, PrimeTemplate
 from core.model_info import ModelInfo
+from core.routing.engine_queue import EngineQueue
 from core.routing.fleet_costs import Features, FleetCosts, SizeCosts, Vector, work_features
 from core.routing.template_map import Counts, TemplateMap, TemplateResidency
 from core.routing.turn import staying_ahead
+
+MAX_SIMULATED = 256
+"""Requests of an engine's queue that are looked at one by one, besides one for each slot; as many as a server takes by
+default. Taking sums for the rest shifts a prediction by less than the time of one request.
+"""
 
 TINY = 1e-9
 """Seconds; keeps divisions by the step time of an idle engine finite."""
@@ -59,35 +67,24 @@ class RequestShape:
     def of_request(cls, request: EngineRequest, info: ModelInfo) -> RequestShape:
         spec, scheme = request.spec, info.page_scheme
         num_steps, num_tokens = info.num_steps(spec.sampling), spec.num_tokens
-        priority, rows = request.priority, spec.num_rows
-        if not spec.is_mask_aware or scheme is None:
-            return cls(
-                request.model,
-                num_steps,
-                num_steps,
-                num_tokens,
-                num_tokens,
-                spec.num_text_tokens,
-                priority=priority,
-                num_rows=rows,
-                condition_tokens=spec.num_condition_tokens,
-                owner=request.owner,
-            )
-        full_steps = min(num_steps, spec.num_full_steps)
+        full_steps, active_tokens = num_steps, num_tokens
+        pages: tuple[str | None, int, int] = None, 0, 0
+        if spec.is_mask_aware and scheme is not None:
+            full_steps, active_tokens = min(num_steps, spec.num_full_steps), spec.active.size
+            template = scheme.template_key(spec.content_id, spec.cache_salt)
+            num_keyframes = len(scheme.keyframes) or num_steps - full_steps
+            pages = template, num_keyframes, scheme.layout.entry_bytes(num_tokens)
+        tokens = active_tokens, num_tokens, spec.num_text_tokens
         return cls(
             request.model,
             num_steps,
             full_steps,
-            spec.active.size,
-            num_tokens,
-            spec.num_text_tokens,
-            scheme.template_key(spec.content_id, spec.cache_salt),
-            len(scheme.keyframes) or num_steps - full_steps,
-            scheme.layout.entry_bytes(num_tokens),
-            priority,
-            rows,
-            spec.num_condition_tokens,
-            request.owner,
+            *tokens,
+            *pages,
+            priority=request.priority,
+            num_rows=spec.num_rows,
+            condition_tokens=spec.num_condition_tokens,
+            owner=request.owner,
         )
 
     @classmethod
@@ -140,22 +137,56 @@ class Fleet:
         self.templates = TemplateMap(num_engines)
         self.death: Vector = np.zeros(num_engines)  # added to an engine's cost: 0, or infinity if it is dead
         self.num_alive = num_engines
+        self._stale: set[int] = set()  # engines whose slots are to be computed from their last reports
         self._bind(np.zeros((7 + 2 * max_num_seqs, num_engines)))
-        self.pace[:] = TINY
+        self._pace[:] = TINY
         self.last_sent: Counts = np.full(num_engines, -1.0)  # number of the last send there, counted over all engines
         self._num_held = 0.0
         self._num_sends = 0
         self._num_sent = [0] * num_engines  # since the engine was (re)started
         self._pending: list[list[Sent]] = [[] for _ in range(num_engines)]
-        # per engine: (time, loads) of its last report
-        self._reported: list[tuple[float, Sequence[RequestLoad]]] = [(0.0, ()) for _ in range(num_engines)]
+        self._queues = [EngineQueue() for _ in range(num_engines)]
+        self._reported = [0.0] * num_engines  # time of each engine's last report
 
     def _bind(self, rows: Vector) -> None:
         """Name the rows of one array, shape [engines] each; a column is the state of one engine."""
         self._rows, slots = rows, self.max_num_seqs
         self.num_requests, self.held_seconds, self.base_seconds, self.priming_seconds = rows[:4]
-        self.free_at, self.pace, self.num_placed = rows[4:7]
-        self.steps, self.seconds = rows[7 : 7 + slots], rows[7 + slots :]
+        self._free_at: Vector
+        self._pace: Vector
+        self._num_placed: Vector
+        self._free_at, self._pace, self._num_placed = rows[4:7]
+        self._steps, self._seconds = rows[7 : 7 + slots], rows[7 + slots :]
+
+    @property
+    def free_at(self) -> Vector:
+        """When a slot is free for a new request, in seconds of the caller's clock, shape [engines]."""
+        self.settle()
+        return self._free_at
+
+    @property
+    def pace(self) -> Vector:
+        """Seconds of a step of the requests that are in slots at `free_at`, shape [engines]."""
+        self.settle()
+        return self._pace
+
+    @property
+    def num_placed(self) -> Vector:
+        """Number of requests in slots at `free_at`, shape [engines]."""
+        self.settle()
+        return self._num_placed
+
+    @property
+    def steps(self) -> Vector:
+        """Steps left in each slot at `free_at`, most first, shape [slots, engines]."""
+        self.settle()
+        return self._steps
+
+    @property
+    def seconds(self) -> Vector:
+        """Seconds that the request in each slot adds to a step, shape [slots, engines]."""
+        self.settle()
+        return self._seconds
 
     # ------------------------------------------------------------------------------------------------- events
 
@@ -169,16 +200,25 @@ class Fleet:
             self.templates.observe(engine, residency)
         pending = [sent for sent in self._pending[engine] if sent.number > report.num_received]
         self._pending[engine] = pending
-        if not (pending or report.requests or report.priming_seconds):
+        queue = self._queues[engine]
+        queue.update(report)
+        if not (pending or queue or report.priming_seconds):
             self.templates.clear_expected(engine)
         self._set_held(engine, report.num_running + report.num_waiting + len(pending))
         self.base_seconds[engine] = max([report.base_seconds, *(sent.base_seconds for sent in pending)])
         self.priming_seconds[engine] = report.priming_seconds + sum(sent.priming_seconds for sent in pending)
-        self._reported[engine] = now, report.requests
-        self._set_loads(engine, now, self._loads(engine))
+        self.held_seconds[engine] = queue.step_seconds + sum(sent.load.step_seconds for sent in pending if sent.load)
+        self._reported[engine] = now
+        self._stale.add(engine)
+
+    def settle(self) -> None:
+        """Compute the slots of the engines that have reported since the last time; reading them does it too."""
+        while self._stale:
+            self._settle_engine(self._stale.pop())
 
     def sent(self, engine: int, shape: RequestShape, now: float) -> None:
         """Note what was just sent to an engine; it counts until the engine's own report includes it."""
+        self.settle()
         self._num_sent[engine] += 1
         self.last_sent[engine] = self._num_sends
         self._num_sends += 1
@@ -188,6 +228,7 @@ class Fleet:
         self.priming_seconds[engine] += sent.priming_seconds
         if sent.load is not None:
             self.base_seconds[engine] = max(self.base_seconds[engine], sent.base_seconds)
+            self.held_seconds[engine] += sent.load.step_seconds
             self._line_up(engine, sent.load, now)
 
     def lose(self, engine: int) -> None:
@@ -198,10 +239,12 @@ class Fleet:
         self._pending[engine].clear()
         self._num_sent[engine] = 0
         self.last_sent[engine] = -1
-        self._reported[engine] = 0.0, ()
+        self._queues[engine].clear()
+        self._reported[engine] = 0.0
         self._set_held(engine, 0)
         self.base_seconds[engine] = self.priming_seconds[engine] = 0.0
-        self._set_loads(engine, 0.0, [])
+        self.held_seconds[engine] = 0.0
+        self._stale.add(engine)
 
     def restore(self, engine: int) -> None:
         """Mark a restarted engine as alive and empty."""
@@ -218,25 +261,42 @@ class Fleet:
         """The fleet as seen by a new request of this owner and class, without the waiting requests that it overtakes:
         those of lower classes unless they have waited long, and those of other owners beyond their share. Read-only.
         """
-        loads = [self._loads(engine) for engine in range(self.num_engines)]
-        staying = [staying_ahead(held, owner, priority, now) for held in loads]
-        if all(len(indices) == len(held) for indices, held in zip(staying, loads, strict=True)):
+        kept: dict[int, Sequence[int]] = {}  # engine -> indices of the loads that stay ahead, if not all do
+        for engine in range(self.num_engines):
+            if self._may_be_overtaken(engine, owner, priority):
+                loads = self._loads(engine)
+                indices = staying_ahead(loads, owner, priority, now)
+                if len(indices) < len(loads):
+                    kept[engine] = indices
+        if not kept:
             return self
+        self.settle()
         fleet = copy(self)
         fleet._bind(self._rows.copy())
-        for engine, indices in enumerate(staying):
-            if len(indices) < len(loads[engine]):
-                fleet._keep_only(engine, indices)
+        fleet._stale = set()
+        for engine, staying in kept.items():
+            fleet._keep_only(engine, staying)
         return fleet
+
+    def _may_be_overtaken(self, engine: int, owner: str, priority: int) -> bool:
+        """Whether a new request of this owner and class could overtake any of the engine's; cheap, unlike the list."""
+        return self._queues[engine].may_be_overtaken(owner, priority) or any(
+            sent.load.owner != owner or sent.load.priority > priority
+            for sent in self._pending[engine]
+            if sent.load is not None
+        )
 
     def _keep_only(self, engine: int, indices: Sequence[int]) -> None:
         """Reduce an engine's loads to these indices into `_loads`."""
-        reported, loads = self._reported[engine]
-        self._set_loads(engine, reported, [loads[index] for index in indices if index < len(loads)])
+        reported, loads = self._reported[engine], self._queues[engine].loads()
+        staying = [loads[index] for index in indices if index < len(loads)]
+        self.held_seconds[engine] = sum(load.step_seconds for load in staying)
+        self._set_loads(engine, reported, staying)
         pending = [(sent.load, sent.time) for sent in self._pending[engine] if sent.load is not None]
         for index in indices:
             if index >= len(loads):
                 load, time = pending[index - len(loads)]
+                self.held_seconds[engine] += load.step_seconds
                 self._line_up(engine, load, max(reported, time))
 
     # ------------------------------------------------------------------------------------------------- queries
@@ -263,8 +323,7 @@ class Fleet:
 
     def _line_up(self, engine: int, load: RequestLoad, now: float) -> None:
         """Append a request to the engine's queue."""
-        self.held_seconds[engine] += load.step_seconds
-        start = max(now, float(self.free_at[engine]))
+        start = max(now, float(self._free_at[engine]))
         self._set_slots(engine, start, [*self._slots(engine, now), _slot(load)])
 
     def _make_sent(self, engine: int, shape: RequestShape, now: float) -> Sent:
@@ -293,11 +352,22 @@ class Fleet:
     def _loads(self, engine: int) -> list[RequestLoad]:
         """The engine's reported requests, followed by those sent since."""
         pending = (sent.load for sent in self._pending[engine] if sent.load is not None)
-        return [*self._reported[engine][1], *pending]
+        return [*self._queues[engine].loads(), *pending]
+
+    def _settle_engine(self, engine: int) -> None:
+        first, rest = self._queues[engine].split(MAX_SIMULATED + self.max_num_seqs)
+        pending = [sent.load for sent in self._pending[engine] if sent.load is not None]
+        if rest is None:
+            self._set_loads(engine, self._reported[engine], [*first, *pending])
+            return
+        self._set_loads(engine, self._reported[engine], first)
+        rounds = rest.steps / self.max_num_seqs
+        self._free_at[engine] += rest.seconds + rounds * float(self.base_seconds[engine])
+        for load in pending:
+            self._line_up(engine, load, 0.0)
 
     def _set_loads(self, engine: int, now: float, loads: Sequence[RequestLoad]) -> None:
         """Set the engine's requests, most urgent first, as of the start of a step that `steps_left` does not count."""
-        self.held_seconds[engine] = sum(load.step_seconds for load in loads)
         alone = sum(load.other_seconds for load in loads if not load.steps_left)
         slots = [_slot(load) for load in loads if load.steps_left]
         begun = sum(seconds for _, seconds in slots[: self.max_num_seqs])
@@ -306,8 +376,8 @@ class Fleet:
 
     def _slots(self, engine: int, now: float) -> list[Slot]:
         """The contents of the engine's slots at the later of `now` and `free_at`."""
-        passed = max(now - self.free_at[engine], 0.0) / self.pace[engine]
-        rows = zip(self.steps[:, engine].tolist(), self.seconds[:, engine].tolist(), strict=True)
+        passed = max(now - self._free_at[engine], 0.0) / self._pace[engine]
+        rows = zip(self._steps[:, engine].tolist(), self._seconds[:, engine].tolist(), strict=True)
         return [(steps - passed, seconds) for steps, seconds in rows if steps > passed]
 
     def _set_slots(self, engine: int, start: float, loads: Iterable[Slot]) -> None:

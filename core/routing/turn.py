@@ -1,4 +1,4 @@
-"""Decides from an engine's load report which requests stay ahead of a new one in the engine's queue."""
+"""Decides from the loads of an engine's requests which of them stay ahead of a new one in the engine's queue."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def staying_ahead(loads: Sequence[RequestLoad], owner: str, priority: int, now: 
     """Indices of the loads that go before a new request of this owner and class. loads: in queue order.
 
     The new request overtakes its own owner's waiting requests of lower classes, unless they have waited long, and of
-    every other owner what comes after as much work as its own owner has waiting. The report has no virtual times
+    every other owner what comes after as much work as its own owner has waiting. Loads have no virtual times
     (`core.scheduling.fair_queue`), so all owners are assumed to have had equal shares so far.
     """
     stays = [load.is_running or not _is_overtaken(load, priority, now) for load in loads]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count, islice
 
+from core.costs.load_report import Begun, Ended, Left, QueueChange, Queued, RequestLoad
 from core.scheduling.deadlines import due, urgency
 from core.scheduling.fair_queue import Claim, FairQueue
 from core.scheduling.request import Request, Status
@@ -21,12 +22,14 @@ class LiveRequests:
         self._order: _Taken | None = None  # the queue's; None: it has changed since
         self._running: dict[str, Request] = {}  # id -> request, from `begin` until `remove`
         self._num_due = 0  # requests with a due time
+        self._changes: list[QueueChange] = []  # since they were taken last
 
-    def add(self, request: Request, seconds: float) -> None:
-        """Add a request. seconds: predicted time of all its work, 0 = unknown."""
+    def add(self, request: Request, load: RequestLoad) -> None:
+        """Add a request. load: its predicted work, 0 seconds = unknown."""
         head = request.head
-        claim = Claim(request, head.owner, head.priority, urgency(request), seconds)
+        claim = Claim(request, head.owner, head.priority, urgency(request), load.seconds)
         self._claims[request.id] = claim
+        self._changes.append(Queued(request.id, load, claim.urgency[0]))
         self._queue.add(claim)
         self._num_due += due(head) is not None
         self._order = None
@@ -37,14 +40,21 @@ class LiveRequests:
         claim.seconds = claim.seconds or predict(claim.item)
         self._queue.begin(claim)
         self._running[request_id] = claim.item
+        self._changes.append(Begun(request_id, claim.seconds))
         if self._queue.num_owners > 1:  # among one owner's the order does not depend on who has begun
             self._order = None
+
+    def end(self, request_id: str) -> None:
+        """Note that a request has ended before its terminal output can be made."""
+        if request_id not in self._running:
+            self._changes.append(Ended(request_id))
 
     def remove(self, request_id: str) -> None:
         """Remove a request whose terminal output is made."""
         claim = self._claims.pop(request_id)
         self._queue.remove(claim)
         self._running.pop(request_id, None)
+        self._changes.append(Left(request_id))
         self._num_due -= due(claim.item.head) is not None
         self._order = None
 
@@ -89,6 +99,11 @@ class LiveRequests:
     def running_in_order(self) -> Iterator[Request]:
         """The same, the most urgent first."""
         return islice((request for request in self.live() if request.status is Status.RUNNING), len(self.running))
+
+    def take_changes(self) -> tuple[QueueChange, ...]:
+        """What has happened to the queue since the last call, in order."""
+        changes, self._changes = tuple(self._changes), []
+        return changes
 
     @property
     def has_due(self) -> bool:

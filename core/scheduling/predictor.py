@@ -5,7 +5,7 @@ It translates requests into the keys and sizes of work that the cost model knows
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from core.cache.block_plan import plan_blocks
 from core.cache.priming import TemplateInfo
@@ -85,11 +85,28 @@ class Predictor:
                 pairs = zip(work.queries, work.keys, strict=True)
                 yield node.op, times * (line[0] + sum(extra_seconds(line, *pair) for pair in pairs))
 
+    def seconds_by_op(self, request: Request) -> Iterator[tuple[str, float]]:
+        """(op, seconds) of all of a request's remaining work, without the constant part of its steps."""
+        yield from self.others_of(request)
+        for node in request.workflow.steps:
+            yield node.op, self._steps_of_node(request, node)
+
     def base_seconds(self, requests: Sequence[Request]) -> float:
         """The constant part of a step's time, whichever requests are in it; 0 without requests."""
-        if not requests or not requests[0].workflow.steps:
+        if not requests:
             return 0.0
-        return self._coefficients(requests[0], requests[0].workflow.steps[-1])[0]
+        return self.step_base_seconds(*self.step_key(requests[0]))
+
+    def step_key(self, request: Request) -> tuple[str, str]:
+        """(model, op) of a request's steps. Those of several ops count as the last one's; without any the op is ""."""
+        steps = request.workflow.steps
+        return request.head.model, steps[-1].op if steps else ""
+
+    def step_base_seconds(self, model: str, op: str) -> float:
+        """The constant part of the time of a step with this op of a model; 0 without an op."""
+        if not op:
+            return 0.0
+        return self.cost.coefficients(self.key(model, OPS[op]))[0]
 
     def _make_request_load(self, request: Request) -> RequestLoad:
         steps = request.progress.steps_left

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 
 from core.cache.page_reservations import PageReservations
 from core.config import SchedulerConfig
 from core.costs.cost_model import CostKey, token_seconds
-from core.costs.load_report import CopyLine, CostLine, EngineCosts, EngineStats, LoadReport, RequestLoad, StepSample
+from core.costs.load_report import (
+    CopyLine,
+    CostLine,
+    EngineCosts,
+    EngineStats,
+    LoadReport,
+    QueueChange,
+    RequestLoad,
+    StepSample,
+)
 from core.graph.workflow import Workflow, op_of
 from core.handles import ModelKey
 from core.messages.worker import BatchResult, PageCopied
 from core.model_info import ModelInfo
 from core.scheduling.in_flight import Flight
+from core.scheduling.live_requests import LiveRequests
 from core.scheduling.ops.prime import PRIME
 from core.scheduling.predictor import Predictor
-from core.scheduling.request import Request
+from core.scheduling.waiting_work import WaitingWork
 
 COSTS_EVERY = 128
 """Number of batches after which the cost model is reported again."""
@@ -57,17 +69,15 @@ class Reporter:
         self._counters = Counters()
         self._recent_steps: list[StepSample] = []
         self._batches_since_costs = COSTS_EVERY
-        self._begun: list[str] = []  # ids of edits begun since the last report
+        self._waiting = WaitingWork(predictor)
+        self._changes: list[QueueChange] = []  # of the queue since the last report
+        self._is_first = True  # no report was made yet
 
     # ------------------------------------------------------------------------------------------------- counting
 
     def note_received(self) -> None:
         """Note that an edit or a template request was received."""
         self._num_received += 1
-
-    def note_begun(self, request_ids: Iterable[str]) -> None:
-        """Note that these edits run from now on."""
-        self._begun += request_ids
 
     def note_batch(self, key: CostKey, flight: Flight, result: BatchResult, *, is_ok: bool) -> None:
         """Note a batch that all its ranks have finished. It trains the cost model, unless part of it failed."""
@@ -112,28 +122,33 @@ class Reporter:
 
     # ------------------------------------------------------------------------------------------------- reports
 
-    def load(self, requests: Sequence[Request], counts: tuple[int, int]) -> LoadReport:
-        """The load report. requests: most urgent first; counts: (running, waiting). Changes since the last report are
-        contained once.
+    def load(self, requests: LiveRequests) -> LoadReport:
+        """The load report, at a cost that does not depend on the number of waiting requests. Changes since the last
+        report are contained once.
         """
-        loads = tuple(self._predictor.left_of(request) for request in requests if request.is_live)
-        base = self._predictor.base_seconds(requests)
-        priming = self._priming_seconds()
+        self._follow(requests)
+        running = {request.id: self._predictor.left_of(request) for request in requests.running}
+        base = self._predictor.base_seconds(tuple(islice(requests.in_order(), 1)))
+        priming, counts = self._priming_seconds(), requests.counts
+        changes, self._changes = tuple(self._changes), []
+        is_first, self._is_first = self._is_first, False
         return LoadReport(
             num_received=self._num_received,
             num_running=counts[0],
             num_waiting=counts[1],
-            requests=loads,
+            running=running,
             base_seconds=base,
             priming_seconds=priming,
-            drain_seconds=priming + _drain_seconds(loads, base, self._config.max_num_seqs),
+            drain_seconds=priming + self._drain_seconds(running.values(), base),
+            is_first=is_first,
+            queue=changes,
             residency=self._pages.cache.take_residency(),
             costs=self._take_costs(),
-            begun=self._take_begun(),
         )
 
-    def stats(self, requests: Sequence[Request]) -> EngineStats:
+    def stats(self, requests: LiveRequests) -> EngineStats:
         """Totals since start and the accuracy of predictions. Recent steps are contained once."""
+        self._follow(requests)
         counters = self._counters
         recent, self._recent_steps = tuple(self._recent_steps), []
         return EngineStats(
@@ -150,9 +165,11 @@ class Reporter:
             cache=self._pages.cache.stats(),
         )
 
-    def _take_begun(self) -> tuple[str, ...]:
-        begun, self._begun = tuple(self._begun), []
-        return begun
+    def _follow(self, requests: LiveRequests) -> None:
+        """Take over what has happened to the queue."""
+        changes = requests.take_changes()
+        self._changes += changes
+        self._waiting.update(changes, requests)
 
     def _take_costs(self) -> EngineCosts | None:
         """The cost model, if it is due to be reported again."""
@@ -172,27 +189,27 @@ class Reporter:
             self._predictor.of_priming(job.template, self._pages.tokens_left(job)) for job in self._pages.all_jobs()
         )
 
-    def _op_seconds_left(self, requests: Sequence[Request]) -> dict[str, float]:
+    def _op_seconds_left(self, requests: LiveRequests) -> dict[str, float]:
         """Predicted worker time left per op, assuming batches as full as the queue allows."""
-        live = [request for request in requests if request.is_live]
-        left = {PRIME.name: self._priming_seconds()}
-        by_loop: dict[str, list[Request]] = {}
-        for request in live:
-            for op in dict.fromkeys(node.op for node in request.workflow.steps):
-                by_loop.setdefault(op, []).append(request)
-            for op, seconds in self._predictor.others_of(request):
-                left[op] = left.get(op, 0.0) + seconds
-        left |= {op: self._loop_seconds_left(members, len(live)) for op, members in by_loop.items()}
+        running = requests.running
+        left = defaultdict(float, self._waiting.op_seconds())
+        left[PRIME.name] += self._priming_seconds()
+        steps = Counter(self._waiting.steps)
+        for request in running:
+            steps[self._predictor.step_key(request)] += request.progress.steps_left
+            for op, seconds in self._predictor.seconds_by_op(request):
+                left[op] += seconds
+        together = self._num_together(len(running))
+        for (model, op), number in steps.items():
+            left[op] += number * self._predictor.step_base_seconds(model, op) / together
         return {op: seconds for op, seconds in left.items() if seconds}
 
-    def _loop_seconds_left(self, requests: Sequence[Request], num_live: int) -> float:
-        steps = sum(request.progress.steps_left for request in requests)
-        together = min(self._config.max_num_seqs, num_live)
-        return sum(map(self._predictor.steps_of, requests)) + steps * self._predictor.base_seconds(requests) / together
+    def _drain_seconds(self, running: Collection[RequestLoad], base_seconds: float) -> float:
+        """Time until all running and waiting requests are done, assuming batches as full as possible."""
+        steps = sum(load.steps_left for load in running) + sum(self._waiting.steps.values())
+        seconds = sum(load.seconds for load in running) + self._waiting.seconds
+        return seconds + steps * base_seconds / self._num_together(len(running))
 
-
-def _drain_seconds(loads: Sequence[RequestLoad], base_seconds: float, max_num_seqs: int) -> float:
-    """Time until all of these are done, assuming batches as full as possible."""
-    together = min(max_num_seqs, max(1, len(loads)))
-    base = base_seconds / together
-    return sum(load.steps_left * (load.step_seconds + base) + load.other_seconds for load in loads)
+    def _num_together(self, num_running: int) -> int:
+        """Requests that share a step while there are enough of them."""
+        return min(self._config.max_num_seqs, max(1, num_running + len(self._waiting)))

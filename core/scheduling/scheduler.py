@@ -126,7 +126,7 @@ class StepScheduler:
             return self.refuse(head.request_id, Failure.of(error))
         self._reporter.note_received()
         self._policy.on_arrival(request)
-        self._requests.add(request, self._predictor.left_of(request).seconds)
+        self._requests.add(request, self._predictor.left_of(request))
 
     def refuse(self, request_id: str, failure: Failure) -> None:
         """Answer a request that cannot be added."""
@@ -191,7 +191,6 @@ class StepScheduler:
         chosen = self._dispatcher.carry_out(self._policy.choose(view, now), view)
         for request_id in chosen.begun:
             self._requests.begin(request_id, lambda request: self._predictor.left_of(request).seconds)
-        self._reporter.note_begun(chosen.begun)
         self._free += [TensorKey(job_id, "", "") for job_id in self.pages.take_freed()] + self.values.take_freed()
         orders = self.pages.cache.take_orders()
         has_work = bool(chosen.flights or chosen.transfers or orders.copies or orders.forget or orders.delete)
@@ -264,11 +263,11 @@ class StepScheduler:
 
     def load_report(self) -> LoadReport:
         """The current load. Changes since the last report are contained once."""
-        return self._reporter.load(tuple(self._requests.in_order()), self.counts)
+        return self._reporter.load(self._requests)
 
     def stats(self) -> EngineStats:
         """Totals since start."""
-        return self._reporter.stats(tuple(self._requests.in_order()))
+        return self._reporter.stats(self._requests)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless all counts agree. Cheap enough to run when idle."""
@@ -377,6 +376,7 @@ class StepScheduler:
         """End a request. Its message is sent once no worker can touch its arrays any more."""
         request.move_to(status)
         self._endings[request.id] = message
+        self._requests.end(request.id)
         self._finish_ending(request)
 
     def _finish_ending(self, request: Request) -> None:

@@ -43,7 +43,7 @@ from core.messages.engine import (
     TemplatePrimed,
     ToEngine,
 )
-from core.messages.salvage import readable_outputs
+from core.messages.salvage import read_member, readable_outputs
 from core.model_info import ModelInfo
 from engine.engine_core.engine_process import EngineProcessConfig
 from engine.engine_core.watchdog import SilenceWatch
@@ -249,9 +249,12 @@ class EngineClient:
                 self._handle(message)
 
     def _handle_unreadable(self, payload: bytes, error: MessageError) -> None:
-        """Deliver the outputs that can be decoded; terminal ones that cannot fail their requests."""
+        """Deliver what can be decoded of a report and its outputs; terminal ones that cannot fail their requests."""
         logger.error("%s", error, extra=of_request(""))
         self._silence.heard()
+        load = read_member(payload, "load", LoadReport)
+        if load is not None and self.error is None:
+            self._on_report(load, None)  # the changes in it are not reported again
         for output in readable_outputs(payload, error):
             if output.request_id in self._waiters:
                 self._deliver(output)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from random import Random
 
 import pytest
 from fakes import MODEL, PIXELS, make_edit, with_spec
@@ -274,3 +275,43 @@ def test_a_higher_class_counts_requests_sent_long_after_the_last_report() -> Non
         fleet.sent(0, dataclasses.replace(make_shape(), priority=priority), 1000.0)
     alone = fleet.step_seconds(make_shape()) + float(fleet.base_seconds[0])
     assert fleet.before(0, 1000.0).free_at[0] == pytest.approx(1000.0 + 2 * 28 * alone, rel=0.05)
+
+
+@pytest.mark.parametrize("num_on_their_way", [0, 3])
+def test_the_end_of_a_long_queue_is_predicted_from_sums_nearly_as_one_by_one(
+    num_on_their_way: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = Random(5)
+    loads = [load(draw.randint(4, 50), draw.uniform(0.005, 0.02), draw.uniform(0.0, 0.3)) for _ in range(1000)]
+
+    def free_at() -> float:
+        fleet = Fleet(1, max_num_seqs=8)
+        for _ in range(num_on_their_way):
+            fleet.sent(0, make_shape(), 1.0)
+        fleet.observe(0, make_report(requests=loads, base_seconds=0.006, costs=COSTS), 1.0)
+        assert fleet.num_requests[0] == 1000 + num_on_their_way
+        assert fleet.num_placed[0] >= 6
+        return float(fleet.free_at[0])
+
+    from_sums = free_at()
+    monkeypatch.setattr("core.routing.fleet.MAX_SIMULATED", 2000)
+    one_by_one = free_at()
+    assert from_sums != one_by_one
+    longest = max(each.steps_left * (0.006 + 8 * 0.02) for each in loads)
+    assert from_sums == pytest.approx(one_by_one, abs=longest)
+    assert from_sums == pytest.approx(one_by_one, rel=0.01)
+
+
+def test_a_report_is_applied_before_what_was_sent_after_it_is_lined_up() -> None:
+    """Slots are computed when they are read, from the last report; reading them in between changes nothing."""
+    fleets = [Fleet(2, max_num_seqs=2) for _ in range(2)]
+    for fleet, is_read in zip(fleets, (True, False), strict=True):
+        for second in range(3):
+            requests = [load(9 - second, 0.1), load(19, 0.1), load(5, 0.2)]
+            fleet.observe(0, make_report(num_received=3 + second, requests=requests, base_seconds=0.1), float(second))
+            assert not is_read or fleet.free_at[0] > 0
+            fleet.sent(0, make_shape(), second + 0.5)
+            assert not is_read or fleet.free_at[0] > 0
+            fleet.sent(1, make_shape(), second + 0.5)
+    assert [fleet.free_at.tolist() for fleet in fleets] == [fleets[0].free_at.tolist()] * 2
+    assert [fleet.steps.tolist() for fleet in fleets] == [fleets[0].steps.tolist()] * 2

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from core.config import SchedulerConfig
+from core.costs.load_report import Queued
 from core.failure import Failure
 from core.graph.work import Work
 from core.graph.workflow import INPAINT
@@ -406,7 +407,9 @@ def test_the_load_report_counts_and_predicts() -> None:
     assert (report.num_running, report.num_waiting, report.num_received, stats.steps) == (0, 1, 2, 4)
     assert stats.op_seconds["denoise"] == pytest.approx(0.04, rel=0.05)
     assert report.drain_seconds == pytest.approx(sum(stats.op_seconds.values()))
-    (left,) = report.requests
+    queued = report.queue[-1]
+    assert isinstance(queued, Queued)
+    left = queued.load
     assert left.steps_left == 4
     assert left.steps_left * (left.step_seconds + report.base_seconds) == pytest.approx(0.04, rel=0.05)
     assert [(sample.num_requests, sample.request_ids) for sample in stats.recent_steps] == [(1, ("a",))] * 4
