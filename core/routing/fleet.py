@@ -54,11 +54,14 @@ class RequestShape:
     num_rows: int = 1  # of a step, see SamplingParams
     condition_tokens: int = 0  # of a row; computed by full steps alone
     owner: str = ""  # see EngineRequest
+    # The first of two passes, 0 without one. Its steps are among `num_steps`; it has the text tokens of the second.
+    first_steps: int = 0
+    first_tokens: int = 0  # image tokens
 
     @classmethod
     def of_request(cls, request: EngineRequest, info: ModelInfo) -> RequestShape:
         spec, scheme = request.spec, info.page_scheme
-        num_steps, num_tokens = info.num_steps(spec.sampling), spec.num_tokens
+        num_steps, num_tokens = sum(info.num_steps_by_pass(spec.sampling)), spec.num_tokens
         priority, rows = request.priority, spec.num_rows
         if not spec.is_mask_aware or scheme is None:
             return cls(
@@ -72,6 +75,8 @@ class RequestShape:
                 num_rows=rows,
                 condition_tokens=spec.num_condition_tokens,
                 owner=request.owner,
+                first_steps=info.num_steps(spec.sampling) if spec.first_pass else 0,
+                first_tokens=spec.first_pass.num_tokens if spec.first_pass else 0,
             )
         full_steps = min(num_steps, spec.num_full_steps)
         return cls(
@@ -110,13 +115,22 @@ class RequestShape:
     def _row_features(self) -> Features:
         every = self.image_tokens + self.condition_tokens + self.text_tokens
         active = self.active_tokens + self.text_tokens
+        if self.first_steps:
+            first = self.first_tokens * (self.image_tokens + self.condition_tokens) // self.image_tokens
+            small = first + self.text_tokens
+            share = self.first_steps / self.num_steps
+            return _mixed(share, work_features(small, small, 0.0), work_features(every, every, 0.0))
         if self.full_steps == self.num_steps:
             return work_features(every, every, 0.0)
         masked = work_features(active, every, 0.0)
         if not self.full_steps:
             return masked
-        share, full = self.full_steps / self.num_steps, work_features(every, every, 0.0)
-        return tuple(share * f + (1 - share) * m for f, m in zip(full, masked, strict=True))
+        return _mixed(self.full_steps / self.num_steps, work_features(every, every, 0.0), masked)
+
+
+def _mixed(share: float, some: Features, others: Features) -> Features:
+    """Mean features of steps of which a share, 0..1, has those of `some`."""
+    return tuple(share * one + (1 - share) * other for one, other in zip(some, others, strict=True))
 
 
 @dataclass(slots=True)
@@ -248,7 +262,7 @@ class Fleet:
     def size_costs(self, shape: RequestShape) -> SizeCosts:
         """The costs that do not depend on its mask; valid until the next report."""
         tokens = (shape.image_tokens, shape.condition_tokens, shape.text_tokens)
-        return self.costs.of_size((shape.model, *tokens, shape.entry_bytes))
+        return self.costs.of_size((shape.model, *tokens, shape.first_tokens, shape.entry_bytes))
 
     def pages(self, shape: RequestShape) -> TemplateResidency | None:
         """The engines that have its template's pages; None for an exact edit. Valid until the next call."""
