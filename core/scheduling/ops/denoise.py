@@ -10,7 +10,7 @@ from core.graph.workflow import Node
 from core.handles import ArrayRef, EntryRef
 from core.messages.message import Message
 from core.messages.worker import PageSpan
-from core.scheduling.ops.request_op import RequestOp
+from core.scheduling.ops.request_op import RequestOp, canvas_of
 
 if TYPE_CHECKING:
     from core.cache.page_reservations import PageReservations
@@ -44,15 +44,15 @@ def _size(sizes: Sizes) -> Work:
 
 
 def _make(request: Request, node: Node, pages: PageReservations) -> Denoise:
-    spec, progress = request.spec, request.progress
+    spec, progress, canvas = request.spec, request.progress, canvas_of(request.spec, node)
     assert spec.sampling.guidance_scale is not None
     step = progress.steps_scheduled
     reservation = request.reservation if request.spec.is_masked_step(step) else None
     return Denoise(
         step=step,
-        width=spec.width,
-        height=spec.height,
-        active=spec.active if reservation else None,
+        width=canvas.width,
+        height=canvas.height,
+        active=canvas.active if reservation else None,
         guidance_scale=spec.sampling.guidance_scale,
         true_cfg_scale=spec.sampling.true_cfg_scale or 1.0,
         keep_clean=progress.is_preview_next,

@@ -9,7 +9,7 @@ from core.graph.work import Work
 from core.graph.workflow import Node
 from core.handles import ArrayRef
 from core.messages.message import Message
-from core.scheduling.ops.request_op import RequestOp
+from core.scheduling.ops.request_op import RequestOp, canvas_of
 
 if TYPE_CHECKING:
     from core.cache.page_reservations import PageReservations
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 class ImageEncode(Message, OpWork, frozen=True, omit_defaults=True):
     """template and mask -> `latents` (initial noise), `condition` (the denoiser's input from template and mask),
-    `outside` (with which the sampler restores the template outside the mask), `sigmas`, and the sampler's state.
+    `outside` (with which the sampler restores the template outside the mask), `sigmas`, and the sampler's state. In the
+    second of two passes it reads `latents` of `upscale`, which are noised instead of the template's.
 
     Random numbers are drawn as the family's diffusers pipeline does, in the same order, from
     ``torch.Generator("cpu").manual_seed(seed)``.
@@ -40,16 +41,18 @@ def _size(sizes: Sizes) -> Work:
 
 def _make(request: Request, node: Node, pages: PageReservations) -> ImageEncode:
     spec, sampling = request.spec, request.spec.sampling
+    canvas = canvas_of(spec, node)
+    is_second_pass = spec.first_pass is not None and canvas is spec
     assert sampling.seed is not None
     assert sampling.num_inference_steps is not None
     return ImageEncode(
-        template=spec.template,
-        mask=spec.mask,
-        width=spec.width,
-        height=spec.height,
+        template=canvas.template,
+        mask=canvas.mask,
+        width=canvas.width,
+        height=canvas.height,
         seed=sampling.seed,
         num_inference_steps=sampling.num_inference_steps,
-        num_denoising_steps=sampling.num_denoising_steps,
+        num_denoising_steps=sampling.num_hires_steps if is_second_pass else sampling.num_denoising_steps,
     )
 
 

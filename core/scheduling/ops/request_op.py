@@ -11,8 +11,12 @@ from core.graph.workflow import Node
 
 if TYPE_CHECKING:
     from core.cache.page_reservations import PageReservations
+    from core.messages.engine import Canvas, Spec
     from core.messages.worker import ItemResult
     from core.scheduling.request import Request
+
+FIRST_PASS_NODES = ("first_encode", "first_denoise")
+"""Nodes of the workflow "hires" that work at `EditSpec.first_pass`."""
 
 
 def no_facts(request: Request, result: ItemResult) -> None:
@@ -32,3 +36,10 @@ def request_op(node: Node) -> RequestOp:
     op = OPS[node.op]
     assert isinstance(op, RequestOp), f"op {op.name} does not run for requests"
     return op
+
+
+def canvas_of(spec: Spec, node: Node) -> Canvas:
+    """The canvas that a node works at."""
+    if spec.first_pass is not None and node.name in FIRST_PASS_NODES:
+        return spec.first_pass
+    return spec
