@@ -36,6 +36,7 @@ __all__ = [
     "check_output_size",
     "compose",
     "encoded_bytes",
+    "first_pass_size",
     "generation_size",
     "prepare",
     "scratch_bytes",
