@@ -71,7 +71,8 @@ class HiresEdit:
             small = rig.images(self.first, output_type="latent", **options)
             allow_size(patch, self.final.size)
             if self.final.strength < 1:  # at full strength the pipelines start from noise alone
-                start_from(patch, rig.pipeline.scheduler, enlarged(rig.pipeline, small, self))
+                start = enlarged(rig.pipeline, small, self.first.size, self.final.size)
+                start_from(patch, rig.pipeline.scheduler, start)
             return rig.expected(self.final, **options)
 
 
@@ -93,16 +94,14 @@ def prepare(seed: int, size: tuple[int, int], token_size: int, scale: float) -> 
     return image_ops.prepare(job, _file(picture(seed, size)), _file(box_mask(size) * 255))
 
 
-def enlarged(pipeline: Any, latents: Tensor, edit: HiresEdit) -> Tensor:
-    """What the pipeline gave with output_type="latent", interpolated to the final size: [1, channels, height / 8,
-    width / 8]."""
-    scale = pipeline.vae_scale_factor
-    (width, height), (final_width, final_height) = edit.first.size, edit.final.size
+def enlarged(pipeline: Any, latents: Tensor, size: tuple[int, int], to_size: tuple[int, int]) -> Tensor:
+    """What the pipeline gave with output_type="latent", interpolated: [1, channels, height / 8, width / 8]. size: its."""
+    scale, (width, height), (to_width, to_height) = pipeline.vae_scale_factor, size, to_size
     if hasattr(pipeline, "_unpack_latents"):
         latents = pipeline._unpack_latents(latents, height, width, scale)
     flat = latents.reshape(1, -1, height // scale, width // scale)
-    size = (final_height // scale, final_width // scale)
-    return torch.nn.functional.interpolate(flat, size=size, mode="bilinear", align_corners=False)
+    wanted = (to_height // scale, to_width // scale)
+    return torch.nn.functional.interpolate(flat, size=wanted, mode="bilinear", align_corners=False)
 
 
 def see(patch: pytest.MonkeyPatch, pipeline: Any, pixels: npt.NDArray[np.uint8]) -> None:
