@@ -95,7 +95,7 @@ def prepare(seed: int, size: tuple[int, int], token_size: int, scale: float) -> 
 
 
 def enlarged(pipeline: Any, latents: Tensor, size: tuple[int, int], to_size: tuple[int, int]) -> Tensor:
-    """What the pipeline gave with output_type="latent", interpolated: [1, channels, height / 8, width / 8]. size: its."""
+    """The latents that the pipeline gave at `size`, interpolated: [1, channels, height / 8, width / 8]."""
     scale, (width, height), (to_width, to_height) = pipeline.vae_scale_factor, size, to_size
     if hasattr(pipeline, "_unpack_latents"):
         latents = pipeline._unpack_latents(latents, height, width, scale)
