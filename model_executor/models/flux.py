@@ -18,7 +18,7 @@ from model_executor.models.flux_transformer import FluxTransformer
 from model_executor.models.latent_family import LatentFamily, NoisedTemplate
 from model_executor.models.parts import CLIP, FLOW_SCHEDULERS, Classes, t5
 from model_executor.models.text import encode_t5, tokenize
-from model_executor.models.vae_family import pack, refuse, to_image, unpack
+from model_executor.models.vae_family import pack, refuse, to_image
 from model_executor.samplers.sampling import dynamic_shift
 
 MAX_TEXT_TOKENS = 512
@@ -142,8 +142,7 @@ class FluxFill(Flux):
         if start is None:
             clean = self._posterior_sample(image, generator)
         else:
-            drawn = self._draw(shape, generator)  # the posterior noise: not used, but drawn first
-            clean = unpack(start, self.grid(image.shape[3], image.shape[2])).to(drawn)
+            clean = self._unpacked_like(self._draw(shape, generator), start)  # the posterior noise: drawn, but not used
         noise = self._draw(shape, generator)
         sigma = sigma.to(self._device, clean.dtype).reshape(1, 1, 1, 1)
         return sigma * noise + (1.0 - sigma) * clean

@@ -204,11 +204,7 @@ class UnetFamily(VaeFamily):
         if is_whole or clean is None:
             latents = self._sampling.pure_noise(noise, run)
         else:
-            begun = (
-                clean
-                if start is None
-                else unpack(start, self.grid(image.shape[3], image.shape[2]), TOKEN_SIDE).to(clean)
-            )
+            begun = clean if start is None else self._unpacked_like(noise, start)
             latents = self._sampling.noised(begun, noise, run, 0)
         condition = outside = noise[:, :0]
         if self._sees_mask:
