@@ -55,9 +55,19 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     block_runs: tuple[BlockRun, ...] = ()  # of families that cache the outputs of blocks: the cost of each block
 
     def num_steps(self, sampling: SamplingParams) -> int:
-        """Steps of a run, each one call of the model: a solver of order o makes o for each of its noise levels except
-        one for the last, and PNDM one more. sampling: with num_inference_steps set."""
-        return self.solver_order * (sampling.num_denoising_steps - 1) + 1 + self.extra_steps
+        """Steps of a run, with hires_scale of its first pass. sampling: with num_inference_steps set."""
+        return self._num_calls(sampling.num_denoising_steps)
+
+    def num_steps_by_pass(self, sampling: SamplingParams) -> tuple[int, ...]:
+        """Steps of each pass of a run, in order: of its only one, or with hires_scale of two. sampling: as for
+        `num_steps`."""
+        first = self.num_steps(sampling)
+        return (first,) if sampling.hires_scale is None else (first, self._num_calls(sampling.num_hires_steps))
+
+    def _num_calls(self, num_denoising_steps: int) -> int:
+        """Steps are calls of the model: a solver of order o makes o for each of its noise levels except one for the
+        last, and PNDM one more."""
+        return self.solver_order * (num_denoising_steps - 1) + 1 + self.extra_steps
 
     def num_image_tokens(self, width: int, height: int) -> int:
         """Image tokens of a picture of this size in pixels."""

@@ -15,6 +15,7 @@ MIN_TIMEOUT, MAX_TIMEOUT = 0.001, 86400.0  # seconds
 MAX_MASK_MARGIN = 4096  # px
 MAX_PADDING_MASK_CROP = 65535  # px
 MIN_SIDE, MAX_SIDE = 16, 4096  # px, of a requested result size
+MIN_HIRES_SCALE, MAX_HIRES_SCALE = 1.1, 4.0  # below it both passes would have nearly the same size
 MAX_PRIORITY = 2**31 - 1
 
 
@@ -37,6 +38,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     n: int = 1  # images per request, 1..MAX_IMAGES
     strength: float = 1.0  # 0..1; resolved: rounded to steps, for models that do that in their own way
     max_sequence_length: int | None = None  # text tokens, from 1 to the model's own
+    # Two passes: the first makes a picture smaller by this factor, MIN_HIRES_SCALE..MAX_HIRES_SCALE, whose latents are
+    # then enlarged and denoised again. None: one pass.
+    hires_scale: float | None = None
+    hires_strength: float = 0.6  # of the second pass, as `strength` is of the first; without hires_scale no effect
     # Mask-aware execution, see docs/architecture.md.
     mask_aware: bool = True
     mask_margin: int | None = None  # px, 0..MAX_MASK_MARGIN
@@ -47,11 +52,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_denoising_steps(self) -> int:
-        """Number of steps run: `strength` < 1 starts from a less noisy picture and leaves out the first steps
-        (diffusers' `get_timesteps`). num_inference_steps must be set."""
-        steps = self.num_inference_steps
-        assert steps is not None
-        return steps - int(max(steps - min(steps * self.strength, steps), 0))
+        """Number of steps run, with hires_scale by the first pass: `strength` < 1 starts from a less noisy picture and
+        leaves out the first steps. num_inference_steps must be set."""
+        return self._steps_at(self.strength)
+
+    @property
+    def num_hires_steps(self) -> int:
+        """Number of steps that the second pass of hires_scale runs. num_inference_steps must be set."""
+        return self._steps_at(self.hires_strength)
 
     @property
     def num_rows(self) -> int:
@@ -63,6 +71,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         self._check_sampling()
         self._check_mask_aware()
         self._check_scheduling()
+
+    def _steps_at(self, strength: float) -> int:
+        """Steps of a run with this strength, as in diffusers' `get_timesteps`."""
+        steps = self.num_inference_steps
+        assert steps is not None
+        return steps - int(max(steps - min(steps * strength, steps), 0))
 
     def _check_sampling(self) -> None:
         if self.num_inference_steps is not None:
@@ -76,7 +90,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         check_integer("n", self.n, 1, MAX_IMAGES)
         if self.seed is not None:
             check_integer("seed", self.seed, 0, MAX_SEED - (self.n - 1))
-        check_decimal("strength", self.strength, 0, 1)
+        for name in ("strength", "hires_strength"):
+            check_decimal(name, getattr(self, name), 0, 1)
+        if self.hires_scale is not None:
+            check_decimal("hires_scale", self.hires_scale, MIN_HIRES_SCALE, MAX_HIRES_SCALE)
         if self.max_sequence_length is not None:
             check_integer("max_sequence_length", self.max_sequence_length, 1)
 

@@ -73,7 +73,7 @@ def _describe(card: CheckpointCard) -> Iterable[str]:
 
 def _fields(info: ModelInfo) -> Iterable[str]:
     """The request fields that this model takes, of those that depend on the model."""
-    yield from ("mask_aware", "strength")
+    yield from ("mask_aware", "strength", "hires_scale")
     if info.has_guidance:
         kind = "classifier-free" if info.is_guidance_cfg else "distilled"
         yield f"guidance_scale ({kind}, default {info.default_guidance_scale:g})"

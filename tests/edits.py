@@ -17,6 +17,7 @@ from core.scheduling.ops.decode import Decode
 from core.scheduling.ops.denoise import Denoise
 from core.scheduling.ops.image_encode import ImageEncode
 from core.scheduling.ops.text_encode import TextEncode
+from core.scheduling.ops.upscale import Upscale
 
 SIZE = (96, 64)
 """width, height in pixels."""
@@ -63,9 +64,11 @@ class Edit:
         self.extra_steps = 0
         self._arena, self._space = arena, space
         width, height = size
-        self.template = self._share(picture(seed, size))
-        self.mask = self._share(box_mask(size))
-        self.pixels = self._share(np.zeros((height, width, 3), dtype=np.uint8))
+        self.template = self.share(picture(seed, size))
+        self.mask = self.share(box_mask(size))
+        self.pixels = self.share(np.zeros((height, width, 3), dtype=np.uint8))
+        self.upload_size = size  # of the picture that a pipeline is given
+        self.seen = self.template  # by the text encoder
 
     def result(self) -> npt.NDArray[np.uint8]:
         """The decoded picture."""
@@ -89,12 +92,13 @@ class Edit:
         """Key of latents or sampler state after so many steps."""
         return self.key("denoise", name, steps) if steps else self.key("image_encode", name)
 
-    def encode_plan(self, max_sequence_length: int = 16) -> StepPlan:
+    def encode_plan(self, max_sequence_length: int = 16, start: TensorRef | None = None) -> StepPlan:
+        """start: latents that sampling starts from instead of the template's."""
         text = TextEncode(
             prompt=self.prompt,
             max_sequence_length=max_sequence_length,
             negative_prompt=self.negative_prompt,
-            template=self.template,
+            template=self.seen,
             content_id=self.request_id,
         )
         image = ImageEncode(
@@ -108,7 +112,7 @@ class Edit:
         )
         return _plan(
             self._batch("text_encode", "text_encoder", [self._item("text_encode", text)]),
-            self._batch("image_encode", "vae", [self._item("image_encode", image)]),
+            self._batch("image_encode", "vae", [self._item("image_encode", image, () if start is None else (start,))]),
         )
 
     def denoise_plan(self, step: int, *, keep_clean: bool = False) -> StepPlan:
@@ -152,13 +156,19 @@ class Edit:
     def _batch(self, stage: str, component: str, items: Sequence[Item], rank: int = 0) -> Batch:
         return Batch(next(_numbers), stage, ModelKey(self.model, component), (rank,), tuple(items))
 
-    def _item(self, node: str, work: OpWork) -> Item:
-        return Item(self.request_id, node, work, ())
+    def upscale_plan(self, first: Edit) -> StepPlan:
+        """Enlarge the last latents of `first` to this edit's size, as the output `latents` of the node upscale."""
+        work = Upscale(width=first.size[0], height=first.size[1], to_width=self.size[0], to_height=self.size[1])
+        latents = TensorRef(first.state_key("latents", first.num_steps), 0)
+        return _plan(self._batch("upscale", "vae", [self._item("upscale", work, (latents,))]))
+
+    def _item(self, node: str, work: OpWork, inputs: tuple[TensorRef, ...] = ()) -> Item:
+        return Item(self.request_id, node, work, inputs)
 
     def _ref(self, node: str, name: str) -> TensorRef:
         return TensorRef(self.key(node, name), 0)
 
-    def _share(self, array: npt.NDArray[np.generic]) -> ArrayRef:
+    def share(self, array: npt.NDArray[np.generic]) -> ArrayRef:
         ref = carve(self._space.alloc(array.nbytes), 0, array.shape, array.dtype.name)
         self._arena.view(ref)[...] = array
         return ref

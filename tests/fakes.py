@@ -10,9 +10,9 @@ import msgspec
 
 from core.failure import Failure
 from core.graph.op import OPS
-from core.graph.workflow import INPAINT
+from core.graph.workflow import HIRES, INPAINT
 from core.handles import ArrayRef, EntryRef, TensorKey, TensorRef
-from core.messages.engine import EditSpec, EngineRequest
+from core.messages.engine import Canvas, EditSpec, EngineRequest
 from core.messages.worker import (
     Batch,
     BatchResult,
@@ -85,6 +85,25 @@ def make_edit(
             pixels=(PIXELS,) * (partial_images + 1),
         ),
     )
+
+
+def make_hires_edit(request_id: str, *, steps: int = 4, strength: float = 0.5, **changes: object) -> EngineRequest:
+    """As `make_edit`, in two passes: the first of 128 x 128 pixels and 64 tokens, the second of 256 x 256 and 256
+    tokens. strength: of the second. changes: other values in fields of its spec.
+    """
+    request = make_edit(request_id, steps=steps)
+    sampling = msgspec.structs.replace(request.spec.sampling, hires_scale=2.0, hires_strength=strength)
+    first_pass = Canvas(
+        width=128,
+        height=128,
+        template=ArrayRef(0, 1, (128, 128, 3), "uint8"),
+        mask=ArrayRef(0, 2, (128, 128), "uint8"),
+        active=ArrayRef(0, 3, (64,), "int32"),
+        num_tokens=64,
+        max_text_tokens=24,
+    )
+    request = with_spec(request, sampling=sampling, first_pass=first_pass, **changes)
+    return msgspec.structs.replace(request, workflow=HIRES.name, rounds=MODEL.num_steps_by_pass(sampling))
 
 
 def with_spec(request: EngineRequest, **changes: object) -> EngineRequest:

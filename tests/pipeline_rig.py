@@ -112,16 +112,21 @@ class Rig:
 
     def expected(self, edit: Edit, **options: Any) -> npt.NDArray[np.uint8]:
         """The pipeline's picture. options: further arguments of the call, besides those common to all pipelines."""
+        pixels: npt.NDArray[np.uint8] = np.asarray(self.images(edit, **options)[0])
+        return pixels
+
+    def images(self, edit: Edit, **options: Any) -> Any:
+        """What the pipeline makes; as for `expected`."""
         width, height = edit.size
         generator = torch.Generator("cpu").manual_seed(edit.seed)
         # The pipelines pass none: noise that a sampler draws would come from the process's own generator.
         scheduler = self.pipeline.scheduler
         if "generator" in signature(type(scheduler).step).parameters:
             scheduler.step = partial(type(scheduler).step, scheduler, generator=generator)
-        output = self.pipeline(
+        return self.pipeline(
             prompt=edit.prompt,
-            image=Image.fromarray(picture(edit.seed, edit.size)),
-            mask_image=Image.fromarray(box_mask(edit.size) * 255),
+            image=Image.fromarray(picture(edit.seed, edit.upload_size)),
+            mask_image=Image.fromarray(box_mask(edit.upload_size) * 255),
             width=width,
             height=height,
             num_inference_steps=edit.steps,
@@ -130,9 +135,7 @@ class Rig:
             max_sequence_length=16,
             generator=generator,
             **options,
-        )
-        pixels: npt.NDArray[np.uint8] = np.asarray(output.images[0])
-        return pixels
+        ).images
 
 
 def assert_same(ours: npt.NDArray[np.uint8], theirs: npt.NDArray[np.uint8]) -> None:

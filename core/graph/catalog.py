@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from core.graph.workflow import INPAINT, Workflow
+from core.graph.workflow import HIRES, INPAINT, Workflow
 
-WORKFLOWS: dict[str, Workflow] = {workflow.name: workflow for workflow in (INPAINT,)}
+WORKFLOWS: dict[str, Workflow] = {workflow.name: workflow for workflow in (INPAINT, HIRES)}
 """Name -> workflow, for all that requests may name."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+import msgspec
+
 from core.failure import Failure
 from core.handles import ArrayRef
 from core.messages.message import Message
@@ -31,6 +33,17 @@ class PrepareImages(Message, frozen=True):
     max_side: int | None = None  # see ModelInfo
     # px of the upload around the mask's box: the engine sees this crop at the model's full area; None: the whole
     padding_mask_crop: int | None = None
+    hires_scale: float | None = None  # see SamplingParams; given: also make the arrays of the first pass
+
+
+class PreparedCanvas(msgspec.Struct, frozen=True):
+    """An upload at one more size, in the fields of PreparedImages."""
+
+    width: int
+    height: int
+    template: ArrayRef
+    mask: ArrayRef
+    active: ArrayRef
 
 
 class PreparedImages(Message, frozen=True):
@@ -50,6 +63,7 @@ class PreparedImages(Message, frozen=True):
     # Facts about the upload.
     unmasked: bool  # no mask was given and the image is opaque: everything is regenerated
     crop: Box | None = None  # the part of the upload that the arrays show; None: the whole
+    first_pass: PreparedCanvas | None = None  # the same at the size of the first pass, if there are two
 
 
 class ComposeImage(Message, frozen=True):

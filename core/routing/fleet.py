@@ -62,11 +62,14 @@ class RequestShape:
     num_rows: int = 1  # of a step, see SamplingParams
     condition_tokens: int = 0  # of a row; computed by full steps alone
     owner: str = ""  # see EngineRequest
+    # The first of two passes, 0 without one. Its steps are among `num_steps`; it has the text tokens of the second.
+    first_steps: int = 0
+    first_tokens: int = 0  # image tokens
 
     @classmethod
     def of_request(cls, request: EngineRequest, info: ModelInfo) -> RequestShape:
         spec, scheme = request.spec, info.page_scheme
-        num_steps, num_tokens = info.num_steps(spec.sampling), spec.num_tokens
+        num_steps, num_tokens = sum(request.rounds), spec.num_tokens
         full_steps, active_tokens = num_steps, num_tokens
         pages: tuple[str | None, int, int] = None, 0, 0
         if spec.is_mask_aware and scheme is not None:
@@ -85,6 +88,8 @@ class RequestShape:
             num_rows=spec.num_rows,
             condition_tokens=spec.num_condition_tokens,
             owner=request.owner,
+            first_steps=request.rounds[0] if spec.first_pass else 0,
+            first_tokens=spec.first_pass.num_tokens if spec.first_pass else 0,
         )
 
     @classmethod
@@ -107,13 +112,22 @@ class RequestShape:
     def _row_features(self) -> Features:
         every = self.image_tokens + self.condition_tokens + self.text_tokens
         active = self.active_tokens + self.text_tokens
+        if self.first_steps:
+            first = self.first_tokens * (self.image_tokens + self.condition_tokens) // self.image_tokens
+            small = first + self.text_tokens
+            share = self.first_steps / self.num_steps
+            return _mixed(share, work_features(small, small, 0.0), work_features(every, every, 0.0))
         if self.full_steps == self.num_steps:
             return work_features(every, every, 0.0)
         masked = work_features(active, every, 0.0)
         if not self.full_steps:
             return masked
-        share, full = self.full_steps / self.num_steps, work_features(every, every, 0.0)
-        return tuple(share * f + (1 - share) * m for f, m in zip(full, masked, strict=True))
+        return _mixed(self.full_steps / self.num_steps, work_features(every, every, 0.0), masked)
+
+
+def _mixed(share: float, some: Features, others: Features) -> Features:
+    """Mean features of steps of which a share, 0..1, has those of `some`."""
+    return tuple(share * one + (1 - share) * other for one, other in zip(some, others, strict=True))
 
 
 @dataclass(slots=True)
@@ -308,7 +322,7 @@ class Fleet:
     def size_costs(self, shape: RequestShape) -> SizeCosts:
         """The costs that do not depend on its mask; valid until the next report."""
         tokens = (shape.image_tokens, shape.condition_tokens, shape.text_tokens)
-        return self.costs.of_size((shape.model, *tokens, shape.entry_bytes))
+        return self.costs.of_size((shape.model, *tokens, shape.first_tokens, shape.entry_bytes))
 
     def pages(self, shape: RequestShape) -> TemplateResidency | None:
         """The engines that have its template's pages; None for an exact edit. Valid until the next call."""

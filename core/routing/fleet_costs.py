@@ -17,13 +17,14 @@ from core.costs.cost_model import COPY_FEATURES, FEATURES, features_of
 from core.costs.load_report import EngineCosts
 from core.graph.workflow import INPAINT, op_of
 from core.handles import Tier
+from core.scheduling.ops.image_encode import IMAGE_ENCODE
 from core.scheduling.ops.prime import PRIME
 from core.scheduling.ops.template_encode import TEMPLATE_ENCODE
 
 Vector = npt.NDArray[np.float64]
 
 WORKFLOW = INPAINT
-"""The workflow of the edits that are routed."""
+"""The workflow of the edits that are routed; those of two passes add to its costs, see `_size_weights`."""
 
 LINES = tuple(dict.fromkeys(op.cost_name for op in (op_of(WORKFLOW.steps[0]), *map(op_of, WORKFLOW.nodes), PRIME)))
 """Names of the cost lines, see Op, in the order of their coefficients in a model's column; the loop's is the first."""
@@ -34,8 +35,8 @@ GUESS_PER_KILOTOKEN = 0.02
 MAX_SIZES = 64
 """Number of picture sizes with cached costs; most clients send few sizes."""
 
-Size = tuple[str, int, int, int, int]
-"""Model, image, condition and text tokens, and bytes of a keyframe's pages."""
+Size = tuple[str, int, int, int, int, int]
+"""Model, image, condition and text tokens, image tokens of a first pass, and bytes of a keyframe's pages."""
 
 Features = tuple[float, ...]
 """One value for each of `core.costs.cost_model.FEATURES`."""
@@ -122,8 +123,9 @@ class _TokenSizes:
 
 
 @lru_cache(MAX_SIZES)
-def _size_weights(image_tokens: int, condition_tokens: int, text_tokens: int) -> Vector:
-    """The factors of a model's column for the first four fields of SizeCosts, shape [4, lines * features]."""
+def _size_weights(image_tokens: int, condition_tokens: int, text_tokens: int, first_tokens: int) -> Vector:
+    """The factors of a model's column for the first four fields of SizeCosts, shape [4, lines * features]. A first pass
+    has one more image to encode."""
     sizes = _TokenSizes(image_tokens, condition_tokens, text_tokens)
     once = [op_of(node) for node in WORKFLOW.nodes if not node.region and not node.shows]
     weights = np.zeros((4, len(LINES), _NUM_FEATURES))
@@ -131,6 +133,9 @@ def _size_weights(image_tokens: int, condition_tokens: int, text_tokens: int) ->
     for field, ops in zip(weights[1:], (once, [PRIME], [TEMPLATE_ENCODE]), strict=True):
         for op in ops:
             field[LINES.index(op.cost_name)] = features_of(op.size(sizes))
+    if first_tokens:
+        first = IMAGE_ENCODE.size(_TokenSizes(first_tokens, condition_tokens, text_tokens))
+        weights[1, LINES.index(IMAGE_ENCODE.cost_name)] += features_of(first)
     return weights.reshape(len(weights), -1)
 
 

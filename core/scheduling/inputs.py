@@ -45,7 +45,7 @@ def find_inputs(request: Request, node: Node, ranks: Ranks, values: ValueTable) 
 def _place(request: Request, key: TensorKey, ranks: Ranks, values: ValueTable, found: Inputs) -> None:
     value = values.get(key)
     if value is None:
-        if not _is_made(request, key) and not set(ranks) <= set(request.ran_on.get(key.node, ())):
+        if not _is_made(request, key) and not set(ranks) <= set(request.sent_to.get((key.node, key.version), ())):
             found.awaited.append(key)
     elif not value.ranks.issuperset(ranks) and value.exported is None:
         (found.awaited if value.is_moving else found.elsewhere).append(key)
@@ -101,15 +101,16 @@ def _refs(
 
 
 def _ref(request: Request, node: Node, edge: Edge, round_: int, ranks: Ranks, values: ValueTable) -> TensorRef:
-    """A value that is there, that a batch of the same ranks will make before, or that is sent while the node runs."""
+    """A value that is there, that a batch of the same ranks will make before, or that is sent while the node runs. Its
+    producer may have made none, as a sampler may have no state.
+    """
     key = key_read(request.id, request.progress, node, edge, round_)
     value = values.get(key)
-    have = request.ran_on[key.node] if value is None else value.ranks
+    have = request.sent_to.get((key.node, key.version), ranks) if value is None else value.ranks
     if set(ranks) <= set(have):
         return TensorRef(key, ranks[0], port=edge.port)
     if value is not None and value.exported is not None:
         return msgspec.structs.replace(value.ref, handle=value.exported, port=edge.port)
     if edge.deferred:
         return TensorRef(key, min(have), port=edge.port, is_deferred=True)
-    assert value is None, f"{node.name} of {request.id} cannot read {key} on {ranks}"
-    return TensorRef(key, ranks[0], port=edge.port)  # made without it
+    raise AssertionError(f"{node.name} of {request.id} cannot read {key} on {ranks}")

@@ -73,8 +73,9 @@ class Request:
     spec: Spec = field(init=False)
     # Set by the scheduler and its Dispatcher.
     status: Status = Status.WAITING
-    ran_on: dict[str, tuple[int, ...]] = field(default_factory=dict)  # node -> the ranks that its last run was sent to
-    ranks: set[int] = field(default_factory=set)  # all of these
+    # (node, version of the values that it makes) -> the ranks of a run in flight
+    sent_to: dict[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)
+    ranks: set[int] = field(default_factory=set)  # all that it was ever sent to
     # (node, ranks) -> inputs that its rounds share
     fixed_inputs: dict[tuple[str, tuple[int, ...]], tuple[TensorRef, ...]] = field(default_factory=dict)
     num_moving: int = 0  # its values that a worker is writing to shared memory
@@ -107,8 +108,12 @@ class Request:
     def send(self, node: Node, ranks: tuple[int, ...]) -> None:
         """Note that the next run of a node is sent to these ranks."""
         self.progress.start(node)
-        self.ran_on[node.name] = ranks
+        self.sent_to[node.name, self.progress.scheduled[node.name] if node.region else 0] = ranks
         self.ranks.update(ranks)
+
+    def note_answer(self, node: Node) -> None:
+        """Note that the oldest run in flight of a node has been answered. To be called before progress is changed."""
+        self.sent_to.pop((node.name, self.progress.done[node.name] + 1 if node.region else 0), None)
 
     @property
     def may_leave(self) -> bool:

@@ -328,6 +328,7 @@ class StepScheduler:
 
     def _apply_item(self, request: Request, item: ItemResult, result: BatchResult, batch: Batch) -> None:
         node = request.workflow.node(item.node)
+        request.note_answer(node)
         seconds, part = request.part_seconds, op_of(node).part
         seconds[part] = seconds.get(part, 0.0) + result.seconds
         request.started = min(request.started or result.started, result.started)

@@ -90,7 +90,7 @@ class EditDelivery:
             text_tokens=output.text_tokens,
             prompt_truncated=output.prompt_truncated,
             unmasked=prepared.unmasked,
-            num_inference_steps=known.sampling.num_denoising_steps,
+            num_inference_steps=known.num_denoising_steps,
             guidance_scale=known.sampling.guidance_scale if known.model.has_guidance else None,
             exact_reason=known.exact_reason,
             cache=output.cache,
@@ -117,7 +117,7 @@ class EditDelivery:
     async def _keep(self, composed: ComposedImage) -> str | None:
         """Make a template of a result if its request, not a server limit, had all tokens computed; its id, or None."""
         prepared = self._prepared
-        if prepared.exact_reason not in ("asked", "mask_covers_all"):
+        if prepared.exact_reason not in ("asked", "mask_covers_all", "hires"):
             return None
         edit = prepared.edit
         return await self._results.keep(composed, prepared.model, edit.owner, is_base64=edit.base64)

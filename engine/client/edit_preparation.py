@@ -56,17 +56,21 @@ class EditPreparation:
     def smallest_shape(self) -> RequestShape:
         """The least work that this edit can be for the engines; its tokens are not known yet."""
         sampling, model = self._sampling, self._model
-        steps = model.num_steps(sampling)
+        first_steps, steps = model.num_steps(sampling), sum(model.num_steps_by_pass(sampling))
+        has_two_passes = sampling.hires_scale is not None
+        is_exact = not sampling.mask_aware or model.page_scheme is None or has_two_passes
         return RequestShape(
             model.name,
             steps,
-            full_steps=steps if not sampling.mask_aware or model.page_scheme is None else 0,
+            full_steps=steps if is_exact else 0,
             image_tokens=1,
             active_tokens=1,
             text_tokens=model.num_text_tokens(sampling.max_sequence_length),
             priority=sampling.priority,
             num_rows=sampling.num_rows,
             owner=self._edit.owner,
+            first_steps=first_steps if has_two_passes else 0,
+            first_tokens=1 if has_two_passes else 0,
         )
 
     @property
@@ -86,7 +90,10 @@ class EditPreparation:
 
     async def store(self) -> PrepareImages:
         """Copy the uploads to shared memory; the job for `prepare`. Raises InvalidRequestError, OverloadedError."""
-        edit, model = self._edit, self._model
+        edit, model, hires_scale = self._edit, self._model, self._sampling.hires_scale
+        scratch_bytes = image_ops.scratch_bytes(
+            model.native_size, model.token_size, num_passes=1 if hires_scale is None else 2
+        )
         return PrepareImages(
             job_id=0,
             image=await self._memory.store(self._upload),
@@ -97,9 +104,10 @@ class EditPreparation:
             native_size=model.native_size,
             token_size=model.token_size,
             max_pixels=self._services.config.image.max_pixels,
-            scratch=self._memory.alloc(image_ops.scratch_bytes(model.native_size, model.token_size)),
+            scratch=self._memory.alloc(scratch_bytes),
             max_side=model.max_side,
             padding_mask_crop=edit.padding_mask_crop,
+            hires_scale=hires_scale,
         )
 
     async def prepare(self, job: PrepareImages) -> PreparedEdit:

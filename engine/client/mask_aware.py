@@ -12,17 +12,17 @@ from core.model_info import ModelInfo
 from core.page_scheme import PageScheme
 from core.sampling_params import SamplingParams
 
-ExactReason = Literal["asked", "disabled", "unsafe", "mask_covers_all", "too_large", "full_steps"]
+ExactReason = Literal["asked", "disabled", "unsafe", "mask_covers_all", "too_large", "full_steps", "hires"]
 """Why an edit computes every token. asked: the request says so. disabled: the server's flags say so. unsafe: the
 checkpoint's calibration found no setting that keeps the picture, or its family has no mask-aware execution.
 mask_covers_all: the mask with its margin touches every token. too_large: the picture's pages exceed the cache.
-full_steps: all steps are full steps.
+full_steps: all steps are full steps. hires: the request asks for two passes.
 """
 
 
 def resolve_margin(sampling: SamplingParams, model: ModelInfo) -> int:
     """Pixels at generation size by which the mask is grown; 0 if every token is computed anyway."""
-    if model.page_scheme is None or not sampling.mask_aware:
+    if model.page_scheme is None or not sampling.mask_aware or sampling.hires_scale is not None:
         return 0
     return model.page_scheme.mask_margin if sampling.mask_margin is None else sampling.mask_margin
 
@@ -46,6 +46,8 @@ def why_exact(
     scheme = model.page_scheme
     if not sampling.mask_aware:
         return "asked"
+    if sampling.hires_scale is not None:
+        return "hires"
     if scheme is None:
         return "unsafe" if _is_wanted(model, engine) else "disabled"
     if num_active >= num_tokens:

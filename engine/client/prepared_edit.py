@@ -9,11 +9,11 @@ import msgspec
 
 from core.config import EngineConfig
 from core.graph.progress import preview_steps
-from core.graph.workflow import INPAINT
+from core.graph.workflow import HIRES, INPAINT
 from core.handles import ArrayRef
 from core.ipc.shared_array import carve
-from core.messages.engine import EditSpec, EngineRequest
-from core.messages.image_processor import PreparedImages
+from core.messages.engine import Canvas, EditSpec, EngineRequest
+from core.messages.image_processor import PreparedCanvas, PreparedImages
 from core.model_info import ModelInfo
 from core.sampling_params import SamplingParams
 from engine.client.edit_types import EditInput
@@ -61,14 +61,31 @@ class PreparedEdit:
 
     @property
     def num_partial_images(self) -> int:
-        """Previews of each image: as many as asked for, at most one for each step before the last."""
-        return len(preview_steps(self.model.num_steps(self.sampling), self.edit.partial_images))
+        """Previews of each image: as many as asked for, at most one for each step before the last. With two passes
+        they are of the second."""
+        return len(preview_steps(self.rounds[-1], self.edit.partial_images))
+
+    @property
+    def workflow(self) -> str:
+        """Name of the workflow that makes each image."""
+        return INPAINT.name if self.prepared.first_pass is None else HIRES.name
+
+    @property
+    def rounds(self) -> tuple[int, ...]:
+        """Steps of each of the workflow's loops, in order."""
+        return self.model.num_steps_by_pass(self.sampling)
+
+    @property
+    def num_denoising_steps(self) -> int:
+        """Denoising steps of all passes."""
+        second = 0 if self.sampling.hires_scale is None else self.sampling.num_hires_steps
+        return self.sampling.num_denoising_steps + second
 
     @property
     def num_full_steps(self) -> int:
         """Steps that compute every token."""
         assert self.sampling.full_steps is not None
-        return self.model.num_steps(self.sampling) if self.exact_reason else self.sampling.full_steps
+        return sum(self.rounds) if self.exact_reason else self.sampling.full_steps
 
     def make_request(
         self,
@@ -84,9 +101,9 @@ class PreparedEdit:
         return EngineRequest(
             request_id=request_id,
             model=self.model.name,
-            workflow=INPAINT.name,
+            workflow=self.workflow,
             spec=self._make_spec(index, alloc),
-            rounds=(self.model.num_steps(self.sampling),),
+            rounds=self.rounds,
             arrival=arrival,
             priority=self.sampling.priority,
             deadline=deadline,
@@ -114,9 +131,27 @@ class PreparedEdit:
             max_text_tokens=sampling.max_sequence_length or model.max_text_tokens,
             extra_text_tokens=model.text_tokens_beside(width, height),
             num_condition_tokens=model.conditions_per_token * num_tokens,
+            first_pass=None if prepared.first_pass is None else self._first_pass(prepared.first_pass),
             pixels=tuple(
                 carve(pixels, i * height * width * 3, (height, width, 3), "uint8") for i in range(num_pictures)
             ),
             is_mask_aware=self.exact_reason is None,
             cache_salt=self.config.cache.salt(self.edit.owner),
+        )
+
+    def _first_pass(self, picture: PreparedCanvas) -> Canvas:
+        """The canvas of the first of two passes. The prompt is encoded once for both, with the final template where the
+        text encoder sees it."""
+        model, final = self.model, self.prepared
+        num_tokens = model.num_image_tokens(picture.width, picture.height)
+        return Canvas(
+            width=picture.width,
+            height=picture.height,
+            template=picture.template,
+            mask=picture.mask,
+            active=picture.active,
+            num_tokens=num_tokens,
+            num_condition_tokens=model.conditions_per_token * num_tokens,
+            max_text_tokens=self.sampling.max_sequence_length or model.max_text_tokens,
+            extra_text_tokens=model.text_tokens_beside(final.width, final.height),
         )

@@ -28,22 +28,33 @@ def resolve(sampling: SamplingParams, model: ModelInfo) -> SamplingParams:
     resolved = msgspec.structs.replace(
         sampling,
         num_inference_steps=steps,
-        strength=_resolve_strength(sampling.strength, steps) if model.rounds_strength_down else sampling.strength,
+        strength=_resolve_strength(sampling.strength, steps, model),
+        hires_strength=_resolve_strength(sampling.hires_strength, steps, model),
         guidance_scale=guidance,
         true_cfg_scale=true_cfg_scale,
         negative_prompt=negative_prompt,
         seed=secrets.randbelow(MAX_RANDOM_SEED) if sampling.seed is None else sampling.seed,
         max_sequence_length=length,
     )
-    if resolved.num_denoising_steps < 1:
-        message = f"Invalid 'strength': {sampling.strength} leaves no step to do; give more than 0."
-        raise InvalidRequestError(message, param="strength")
+    _check_steps_left("strength", sampling.strength, resolved.num_denoising_steps)
+    if sampling.hires_scale is not None:
+        _check_steps_left("hires_strength", sampling.hires_strength, resolved.num_hires_steps)
     return resolved
 
 
-def _resolve_strength(strength: float, steps: int) -> float:
-    """The strength at which as many steps run as in diffusers' UNet pipelines, which round their number down."""
+def _resolve_strength(strength: float, steps: int, model: ModelInfo) -> float:
+    """The strength at which as many steps run as in the model's diffusers pipelines: those of UNets round their number
+    down."""
+    if not model.rounds_strength_down:
+        return strength
     return max(int(steps * strength) - 0.5, 0.0) / steps  # half a step less, so that no rounding error adds one
+
+
+def _check_steps_left(name: str, strength: float, num_steps: int) -> None:
+    """num_steps: that a pass runs at this strength, the value of the field `name`."""
+    if num_steps < 1:
+        message = f"Invalid '{name}': {strength} leaves no step to do; give more than 0."
+        raise InvalidRequestError(message, param=name)
 
 
 def _classifier_free(

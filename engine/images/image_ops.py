@@ -19,6 +19,7 @@ from PIL import Image
 from core.errors import InvalidImageError, InvalidRequestError
 from core.messages.image_processor import Box, ComposeImage, MaskKind, PrepareImages
 from engine.images.crop_geometry import CropGeometry, Size, covering, crop_region, fitted, lay
+from engine.images.generation_size import crop_size, first_pass_size, generation_size
 from engine.images.image_codec import (
     Bytes,
     DecodedImage,
@@ -35,6 +36,7 @@ __all__ = [
     "check_output_size",
     "compose",
     "encoded_bytes",
+    "first_pass_size",
     "generation_size",
     "prepare",
     "scratch_bytes",
@@ -48,16 +50,23 @@ _GREY = (128, 128, 128)  # of an empty canvas: a model sees a fully masked pictu
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedArrays:
-    """The arrays that the engine needs; the fields are those of PreparedImages."""
+class CanvasArrays:
+    """The arrays of an upload at one size."""
 
-    upload_size: tuple[int, int]
-    template: Bytes  # [height, width, 3] RGB at generation size
+    template: Bytes  # [height, width, 3] RGB
     mask: Bytes  # [height, width], 1 = edit
     active: npt.NDArray[np.int32]  # [active tokens], row-major, ascending
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedArrays(CanvasArrays):
+    """The arrays that the engine needs, at generation size; the fields are those of PreparedImages."""
+
+    upload_size: tuple[int, int]
     content_id: str
     unmasked: bool
     crop: Box | None  # the part of the upload that the template shows; None: all of it
+    first_pass: CanvasArrays | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,28 +93,40 @@ def prepare(job: PrepareImages, image: Bytes | None, mask: Bytes | None) -> Prep
     """Decode and check the files of `job` (uint8 [bytes]) and make the arrays that the engine needs.
 
     The template is resized as in diffusers' VaeImageProcessor (Pillow, Lanczos, in uint8). With padding_mask_crop it is
-    a crop around the mask, and mask and active tokens are those of the crop. Raises InvalidImageError and
-    InvalidRequestError; `param` is the field at fault.
+    a crop around the mask, and mask and active tokens are those of the crop. With hires_scale the first pass's arrays
+    are made in the same way, at its size. Raises InvalidImageError and InvalidRequestError; `param` is the field at
+    fault.
     """
     upload = _read(image, mask, job.mask_kind, job.canvas_size, job.max_pixels)
     size, crop = _view_of(upload, job)
+    first_size = None if job.hires_scale is None else first_pass_size(size, job.token_size, job.hires_scale)
     picture, keep = upload.picture.image, upload.keep
-    geometry = CropGeometry(size)
     if crop is not None:
         left, top, right, bottom = crop
         picture, keep = picture.crop(crop), keep[top:bottom, left:right]
-        geometry = fitted(picture.size, size)
-    template = np.asarray(lay(picture.convert("RGB"), size, geometry))
-    mask = model_mask(keep, size, geometry)
-    active = active_tokens(keep, size, job.token_size, job.mask_margin, geometry)
+    picture = picture.convert("RGB")
+    final = _canvas_arrays(picture, keep, size, job)
     return PreparedArrays(
+        template=final.template,
+        mask=final.mask,
+        active=final.active,
         upload_size=upload.picture.image.size,
-        template=template,
-        mask=mask,
-        active=np.union1d(active, _masked_tokens(mask, job.token_size)),
-        content_id=content_id(template),
+        content_id=content_id(final.template),
         unmasked=upload.unmasked,
         crop=crop,
+        first_pass=None if first_size is None else _canvas_arrays(picture, keep, first_size, job),
+    )
+
+
+def _canvas_arrays(picture: Image.Image, keep: Bytes, size: Size, job: PrepareImages) -> CanvasArrays:
+    """The arrays at `size` of a picture (RGB), which is a crop of the upload where `job` asks for one."""
+    geometry = CropGeometry(size) if job.padding_mask_crop is None else fitted(picture.size, size)
+    mask = model_mask(keep, size, geometry)
+    active = active_tokens(keep, size, job.token_size, job.mask_margin, geometry)
+    return CanvasArrays(
+        template=np.asarray(lay(picture, size, geometry)),
+        mask=mask,
+        active=np.union1d(active, _masked_tokens(mask, job.token_size)),
     )
 
 
@@ -139,11 +160,11 @@ def compose(job: ComposeImage, pixels: Bytes, image: Bytes | None, mask: Bytes |
     return Composed(written, canvas.size, upload.picture.colour.lost_in(job.output_format))
 
 
-def scratch_bytes(native_size: int, token_size: int) -> int:
-    """Most bytes that the arrays of a PreparedImages take, alignment included."""
+def scratch_bytes(native_size: int, token_size: int, num_passes: int = 1) -> int:
+    """Most bytes that the arrays of a PreparedImages take, alignment included. num_passes: 2 with hires_scale."""
     tokens = (native_size // token_size) ** 2
-    # Template and mask take 4 bytes a pixel, a token's index 4 bytes.
-    return tokens * (4 * token_size**2 + 4) + 3 * ALIGNMENT
+    # Template and mask take 4 bytes a pixel, a token's index 4 bytes. A first pass is at most as large as the second.
+    return num_passes * (tokens * (4 * token_size**2 + 4) + 3 * ALIGNMENT)
 
 
 def _read(
@@ -271,46 +292,6 @@ def _any_in_windows(
     counts = np.concatenate((np.zeros((1, touched.shape[1]), np.int32), segments.cumsum(axis=0, dtype=np.int32)))
     hit: npt.NDArray[np.bool_] = counts[np.searchsorted(edges, ends)] > counts[np.searchsorted(edges, starts)]
     return hit
-
-
-# ----------------------------------------------------------------------------------------------------------- geometry
-
-
-def generation_size(width: int, height: int, native_size: int, token_size: int, max_side: int | None = None) -> Size:
-    """The size at which a picture is edited: multiples of token_size, area at most native_size squared, no side longer
-    than max_side tokens.
-
-    Both sides are rounded to the nearest multiple (at least one) if that fits. Otherwise it is the size nearest to the
-    picture scaled to the full area, by the logarithms of both sides, so that aspect and area count equally.
-    """
-    columns, rows = (max(1, (side + token_size // 2) // token_size) for side in (width, height))
-    if columns * rows > (native_size // token_size) ** 2:
-        return crop_size(width, height, native_size, token_size, max_side)
-    return _within(columns, rows, width, height, token_size, max_side)
-
-
-def crop_size(width: int, height: int, native_size: int, token_size: int, max_side: int | None = None) -> Size:
-    """The size at which a crop of a width x height picture is edited: the picture's aspect at the model's full area,
-    also for small pictures."""
-    columns, rows = _nearest_grid(width / height, (native_size // token_size) ** 2)
-    return _within(columns, rows, width, height, token_size, max_side)
-
-
-def _within(columns: int, rows: int, width: int, height: int, token_size: int, max_side: int | None) -> Size:
-    if max_side is not None and max(columns, rows) > max_side:
-        longest = max(width, height)
-        columns, rows = (max(1, round(max_side * side / longest)) for side in (width, height))
-    return columns * token_size, rows * token_size
-
-
-def _nearest_grid(aspect: float, limit: int) -> tuple[int, int]:
-    """(columns, rows) with columns * rows <= limit, nearest to an exact grid of `limit` tokens and this aspect."""
-    columns = np.arange(1, limit + 1)
-    best_columns, best_rows = (limit * aspect) ** 0.5, (limit / aspect) ** 0.5
-    rows = np.stack([np.minimum(max(1, side), limit // columns) for side in (int(best_rows), int(best_rows) + 1)])
-    distance = np.log(columns / best_columns) ** 2 + np.log(rows / best_rows) ** 2
-    row, column = np.unravel_index(distance.argmin(), distance.shape)
-    return int(columns[column]), int(rows[row, column])
 
 
 # ------------------------------------------------------------------------------------------------------------- pixels

@@ -13,10 +13,12 @@ import os
 import resource
 import signal
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from core.errors import InvalidRequestError, MessageError
 from core.failure import Failure
@@ -32,6 +34,7 @@ from core.messages.image_processor import (
     ComposeImage,
     FromImageProcessor,
     JobFailed,
+    PreparedCanvas,
     PreparedImages,
     PrepareImages,
     ToImageProcessor,
@@ -140,14 +143,9 @@ def perform(arena: Arena, job: ToImageProcessor) -> FromImageProcessor:
 
 def _prepare(arena: Arena, job: PrepareImages) -> PreparedImages:
     arrays = image_ops.prepare(job, _bytes(arena, job.image), _bytes(arena, job.mask))
-    refs = []
-    offset = 0
-    for array in (arrays.template, arrays.mask, arrays.active):
-        ref = carve(job.scratch, offset, array.shape, array.dtype.name)
-        np.copyto(arena.view(ref), array)
-        refs.append(ref)
-        offset += -(-array.nbytes // image_ops.ALIGNMENT) * image_ops.ALIGNMENT
-    template, mask, active = refs
+    canvases = [arrays] if arrays.first_pass is None else [arrays, arrays.first_pass]
+    refs = _write(arena, job.scratch, [part for each in canvases for part in (each.template, each.mask, each.active)])
+    template, mask, active, *first = refs
     return PreparedImages(
         job_id=job.job_id,
         upload_width=arrays.upload_size[0],
@@ -160,7 +158,20 @@ def _prepare(arena: Arena, job: PrepareImages) -> PreparedImages:
         content_id=arrays.content_id,
         unmasked=arrays.unmasked,
         crop=arrays.crop,
+        first_pass=PreparedCanvas(first[0].shape[1], first[0].shape[0], *first) if first else None,
     )
+
+
+def _write(arena: Arena, scratch: ArrayRef, arrays: Sequence[npt.NDArray[np.generic]]) -> list[ArrayRef]:
+    """Copy arrays into `scratch`, one after the other; returns where they are."""
+    refs = []
+    offset = 0
+    for array in arrays:
+        ref = carve(scratch, offset, array.shape, array.dtype.name)
+        np.copyto(arena.view(ref), array)
+        refs.append(ref)
+        offset += -(-array.nbytes // image_ops.ALIGNMENT) * image_ops.ALIGNMENT
+    return refs
 
 
 def _compose(arena: Arena, job: ComposeImage) -> ComposedImage:

@@ -28,6 +28,8 @@ _SAMPLING_FIELDS = (
     "negative_prompt",
     "n",
     "strength",
+    "hires_scale",
+    "hires_strength",
     "max_sequence_length",
     "mask_aware",
     "mask_margin",
@@ -188,6 +190,8 @@ def _has_effect(field: Field, values: Mapping[str, Value], model: ModelInfo, ope
             return cast(float, values.get("guidance_scale", model.default_guidance_scale)) > 1.0
         case "negative_prompt":
             return model.has_true_cfg and cast(float, values.get("true_cfg_scale", model.default_true_cfg_scale)) > 1.0
+        case "hires_strength":
+            return "hires_scale" in values
         case "quality":
             return not {"num_inference_steps", "steps"} & values.keys() or values["quality"] in ("auto", "standard")
         case "output_compression":

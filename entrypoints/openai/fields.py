@@ -15,12 +15,14 @@ import msgspec
 from core.errors import InvalidRequestError
 from core.sampling_params import (
     MAX_GUIDANCE,
+    MAX_HIRES_SCALE,
     MAX_IMAGES,
     MAX_INFERENCE_STEPS,
     MAX_PADDING_MASK_CROP,
     MAX_PROMPT_CHARACTERS,
     MAX_SEED,
     MAX_SIDE,
+    MIN_HIRES_SCALE,
     MIN_SIDE,
 )
 from core.validation import check_choice, check_decimal, check_integer, check_length, shorten
@@ -177,6 +179,14 @@ _COMMON = (
     ),
     Field("seed", "integer", "Image i of n uses seed + i; -1 or omitted: random.", -1, MAX_SEED),
     Field("strength", "number", "How much of the template's content to replace.", 0, 1),
+    Field(
+        "hires_scale",
+        "number",
+        "Make the picture in two passes: smaller by this factor first, then enlarged and denoised again.",
+        MIN_HIRES_SCALE,
+        MAX_HIRES_SCALE,
+    ),
+    Field("hires_strength", "number", "How much of the enlarged picture the second pass replaces; default 0.6.", 0, 1),
     Field("max_sequence_length", "integer", "Text tokens, up to the model's own length.", 1),
     Field("mask_aware", "boolean", "Compute only the tokens under the mask; default true."),
     Field("mask_margin", "integer", "Pixels by which the computed area extends beyond the mask.", 0),

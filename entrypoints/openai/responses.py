@@ -24,6 +24,7 @@ EXACT_NOTES: dict[ExactReason, str] = {
     "too_large": "Every token was computed: the picture is too large for the activation cache (--cache-host-bytes, or "
     "--cache-device-bytes where it is given).",
     "full_steps": "Every token was computed: full_steps covers all denoising steps.",
+    "hires": "Every token was computed: with hires_scale both passes run exact.",
 }
 """Notes for clients on why an edit ran exact although exact execution was not requested."""
 

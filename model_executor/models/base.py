@@ -159,14 +159,28 @@ class Family(ABC):
 
     @abstractmethod
     def encode_image(
-        self, template: Tensor, mask: Tensor, *, seed: int, num_inference_steps: int, num_denoising_steps: int
+        self,
+        template: Tensor,
+        mask: Tensor,
+        *,
+        seed: int,
+        num_inference_steps: int,
+        num_denoising_steps: int,
+        start: Tensor | None = None,
     ) -> EncodedImage:
         """Where sampling starts, and what it is conditioned on. template: uint8 [height, width, 3]; mask: uint8
-        [height, width], 1 = edit; sides are multiples of the token size."""
+        [height, width], 1 = edit; sides are multiples of the token size. start: clean latents [image tokens, latent
+        width] that are noised instead of the template's; where a run starts from noise alone, they have no effect
+        either."""
 
     @abstractmethod
     def encode_template(self, template: Tensor) -> Tensor:
         """Clean latents of a template, uint8 [height, width, 3]: the posterior's mode, [image tokens, latent width]."""
+
+    @abstractmethod
+    def upscale(self, latents: Tensor, grid: tuple[int, int], to_grid: tuple[int, int]) -> Tensor:
+        """Latents [image tokens, latent width] of a picture of another size, interpolated. grid, to_grid: image tokens
+        as (rows, columns), of `latents` and of the result."""
 
     @abstractmethod
     def grid(self, width: int, height: int) -> tuple[int, int]:

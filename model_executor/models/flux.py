@@ -92,8 +92,8 @@ class Flux(LatentFamily):
 class FluxFill(Flux):
     """Checkpoints whose model_index.json names FluxFillPipeline: the denoiser sees the masked image and the mask.
 
-    Random draws: posterior noise of the image, initial noise, posterior noise of the masked image. At full strength the
-    first is drawn but unused, and the image is not encoded.
+    Random draws: posterior noise of the image, initial noise, posterior noise of the masked image. At full strength,
+    and with other latents to start from, the first is drawn but unused, and the image is not encoded.
     """
 
     family = "flux-fill"
@@ -101,7 +101,14 @@ class FluxFill(Flux):
     default_steps, default_guidance, has_true_cfg = 50, 30.0, False
 
     def encode_image(
-        self, template: Tensor, mask: Tensor, *, seed: int, num_inference_steps: int, num_denoising_steps: int
+        self,
+        template: Tensor,
+        mask: Tensor,
+        *,
+        seed: int,
+        num_inference_steps: int,
+        num_denoising_steps: int,
+        start: Tensor | None = None,
     ) -> EncodedImage:
         """As prepare_latents and prepare_mask_latents.
 
@@ -114,7 +121,7 @@ class FluxFill(Flux):
         image, mask = to_image(template), mask[None, None].float()
         rows, columns = self.grid(image.shape[3], image.shape[2])
         sigmas = self._schedule(num_inference_steps, num_denoising_steps, rows * columns)
-        latents = pack(self._initial_latents(image, sigmas[0], generator))
+        latents = pack(self._initial_latents(image, sigmas[0], generator, start))
         masked = pack(self._posterior_sample(image * (1 - mask), generator))
         return EncodedImage(
             latents=latents,
@@ -124,13 +131,18 @@ class FluxFill(Flux):
             state=self._sampling.begin(generator),
         )
 
-    def _initial_latents(self, image: Tensor, sigma: Tensor, generator: torch.Generator) -> Tensor:
-        """Noise, mixed with the image's latents when sampling starts below full noise."""
+    def _initial_latents(
+        self, image: Tensor, sigma: Tensor, generator: torch.Generator, start: Tensor | None
+    ) -> Tensor:
+        """Noise, mixed with the latents of the image, or `start`, when sampling starts below full noise."""
         shape = self._latent_shape(image)
         if sigma == 1.0:
             self._draw(shape, generator)  # the posterior noise: multiplied by 0, but drawn first
             return self._draw(shape, generator)
-        clean = self._posterior_sample(image, generator)
+        if start is None:
+            clean = self._posterior_sample(image, generator)
+        else:
+            clean = self._unpacked_like(self._draw(shape, generator), start)  # the posterior noise: drawn, but not used
         noise = self._draw(shape, generator)
         sigma = sigma.to(self._device, clean.dtype).reshape(1, 1, 1, 1)
         return sigma * noise + (1.0 - sigma) * clean

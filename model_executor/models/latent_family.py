@@ -129,7 +129,14 @@ class NoisedTemplate(LatentFamily):
     """
 
     def encode_image(
-        self, template: Tensor, mask: Tensor, *, seed: int, num_inference_steps: int, num_denoising_steps: int
+        self,
+        template: Tensor,
+        mask: Tensor,
+        *,
+        seed: int,
+        num_inference_steps: int,
+        num_denoising_steps: int,
+        start: Tensor | None = None,
     ) -> EncodedImage:
         generator = torch.Generator("cpu").manual_seed(seed)
         image = to_image(template)
@@ -139,7 +146,7 @@ class NoisedTemplate(LatentFamily):
         noise = pack(self._draw(self._latent_shape(image), generator))
         self._draw(self._latent_shape(image), generator)
         return EncodedImage(
-            latents=self._sampling.noised(clean, noise, sigmas, 0),
+            latents=self._sampling.noised(clean if start is None else start.to(clean), noise, sigmas, 0),
             condition=self._unmasked_condition(clean),
             outside=torch.cat([clean, noise, self._packed_mask(mask).to(clean)], dim=1),
             sigmas=sigmas,

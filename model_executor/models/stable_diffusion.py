@@ -186,7 +186,14 @@ class UnetFamily(VaeFamily):
     # ------------------------------------------------------------------------------------------------------- images
 
     def encode_image(
-        self, template: Tensor, mask: Tensor, *, seed: int, num_inference_steps: int, num_denoising_steps: int
+        self,
+        template: Tensor,
+        mask: Tensor,
+        *,
+        seed: int,
+        num_inference_steps: int,
+        num_denoising_steps: int,
+        start: Tensor | None = None,
     ) -> EncodedImage:
         """As prepare_latents and prepare_mask_latents."""
         generator = torch.Generator("cpu").manual_seed(seed)
@@ -197,7 +204,8 @@ class UnetFamily(VaeFamily):
         if is_whole or clean is None:
             latents = self._sampling.pure_noise(noise, run)
         else:
-            latents = self._sampling.noised(clean, noise, run, 0)
+            begun = clean if start is None else self._unpacked_like(noise, start)
+            latents = self._sampling.noised(begun, noise, run, 0)
         condition = outside = noise[:, :0]
         if self._sees_mask:
             masked = self._posterior_sample(image * (1 - mask.float()), generator)

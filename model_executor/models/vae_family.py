@@ -108,6 +108,17 @@ class VaeFamily(Family):
     def encode_template(self, template: Tensor) -> Tensor:
         return pack(self._vae.encode(to_image(template).to(self._device, self._vae.dtype)), self.patch)
 
+    def upscale(self, latents: Tensor, grid: tuple[int, int], to_grid: tuple[int, int]) -> Tensor:
+        size = [side * self.patch for side in to_grid]
+        pixels = unpack(latents, grid, self.patch).float()
+        enlarged = nn.functional.interpolate(pixels, size=size, mode="bilinear", align_corners=False)
+        return pack(enlarged, self.patch).to(latents.dtype)
+
+    def _unpacked_like(self, like: Tensor, packed: Tensor) -> Tensor:
+        """Packed latents in the shape [1, channels, height / 8, width / 8], device and dtype of `like`."""
+        rows, columns = (side // self.patch for side in like.shape[2:])
+        return unpack(packed, (rows, columns), self.patch).to(like)
+
     def _latent_shape(self, image: Tensor) -> tuple[int, ...]:
         """Shape of an image's latents, [1, channels, height / 8, width / 8]."""
         height, width = (side // self._vae_scale for side in image.shape[2:])

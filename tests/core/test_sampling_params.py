@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from core.errors import InvalidRequestError
-from core.sampling_params import MAX_SEED, SamplingParams
+from core.sampling_params import MAX_HIRES_SCALE, MAX_SEED, MIN_HIRES_SCALE, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,9 @@ from core.sampling_params import MAX_SEED, SamplingParams
         ("n", 11, "integer_above_max_value"),
         ("seed", -1, "integer_below_min_value"),
         ("strength", 1.1, "decimal_above_max_value"),
+        ("hires_scale", 1.0, "decimal_below_min_value"),
+        ("hires_scale", 4.1, "decimal_above_max_value"),
+        ("hires_strength", 1.1, "decimal_above_max_value"),
         ("max_sequence_length", 0, "integer_below_min_value"),
         ("mask_margin", -1, "integer_below_min_value"),
         ("full_steps", 201, "integer_above_max_value"),
@@ -49,5 +52,7 @@ def test_seeds_of_all_n_images_fit() -> None:
 def test_bounds_are_inclusive() -> None:
     low = SamplingParams(num_inference_steps=1, guidance_scale=0, seed=0, strength=0, mask_margin=0, full_steps=0)
     high = SamplingParams(num_inference_steps=200, guidance_scale=100, seed=MAX_SEED, n=1, strength=1, timeout=86400)
-    for params in (low, high, SamplingParams()):
+    small = SamplingParams(hires_scale=MIN_HIRES_SCALE, hires_strength=0)
+    large = SamplingParams(hires_scale=MAX_HIRES_SCALE, hires_strength=1)
+    for params in (low, high, small, large, SamplingParams()):
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params

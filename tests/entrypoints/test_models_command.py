@@ -36,7 +36,7 @@ def test_a_checkpoint_is_described(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out
     assert "family flux-fill" in told
     assert "parameters 11.9 M" in told
-    assert "takes mask_aware, strength\n" in told
+    assert "takes mask_aware, strength, hires_scale\n" in told
     entry = PageLayout(num_blocks=7, num_heads=4, head_dim=64, dtype="int8").entry_bytes(256)
     assert f"256 tokens    {entry / 1e3:.3g} kB a keyframe" in told
 
@@ -58,7 +58,10 @@ def test_fields_and_parts_are_those_of_the_checkpoint(tmp_path: Path) -> None:
 def test_a_unet_is_described(tmp_path: Path) -> None:
     told = told_of(make_sdxl(tmp_path / "sdxl"))
     assert "StableDiffusionXLPipeline, family sdxl" in told
-    assert "takes mask_aware, strength, guidance_scale (classifier-free, default 7.5), negative_prompt\n" in told
+    assert (
+        "takes mask_aware, strength, hires_scale, guidance_scale (classifier-free, default 7.5), negative_prompt\n"
+        in told
+    )
     assert "5 keyframes of 81 int8 pages" in told
 
 

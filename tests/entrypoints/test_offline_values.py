@@ -98,6 +98,7 @@ NUMPY = [
     ("guidance_scale", np.float64(2.5), 2.5),
     ("guidance_scale", np.int32(2), 2.0),
     ("strength", 1, 1.0),
+    ("hires_scale", np.int64(2), 2.0),
     ("mask_aware", np.bool_(False), False),
     ("negative_prompt", np.str_("fog"), "fog"),
 ]

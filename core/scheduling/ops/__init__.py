@@ -7,8 +7,9 @@ from core.scheduling.ops.image_encode import IMAGE_ENCODE
 from core.scheduling.ops.prime import PRIME
 from core.scheduling.ops.template_encode import TEMPLATE_ENCODE
 from core.scheduling.ops.text_encode import TEXT_ENCODE
+from core.scheduling.ops.upscale import UPSCALE
 
-BUILT_IN = (TEXT_ENCODE, IMAGE_ENCODE, DENOISE, DECODE, PRIME, TEMPLATE_ENCODE)
+BUILT_IN = (TEXT_ENCODE, IMAGE_ENCODE, DENOISE, UPSCALE, DECODE, PRIME, TEMPLATE_ENCODE)
 
 for op in BUILT_IN:
     OPS.register(op)

@@ -52,7 +52,7 @@ def _make(request: Request, node: Node, pages: PageReservations) -> Denoise:
         step=step,
         width=canvas.width,
         height=canvas.height,
-        active=spec.active if reservation else None,
+        active=canvas.active if reservation else None,
         guidance_scale=spec.sampling.guidance_scale,
         true_cfg_scale=spec.sampling.true_cfg_scale or 1.0,
         keep_clean=progress.is_shown_next(node),

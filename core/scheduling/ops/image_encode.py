@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 class ImageEncode(Message, OpWork, frozen=True, omit_defaults=True):
     """template and mask -> `latents` (initial noise), `condition` (the denoiser's input from template and mask),
-    `outside` (with which the sampler restores the template outside the mask), `sigmas`, and the sampler's state.
+    `outside` (with which the sampler restores the template outside the mask), `sigmas`, and the sampler's state. In the
+    second of two passes it reads `latents` of `upscale`, which are noised instead of the template's.
 
     Random numbers are drawn as the family's diffusers pipeline does, in the same order, from
     ``torch.Generator("cpu").manual_seed(seed)``.
@@ -39,7 +40,9 @@ def _size(sizes: Sizes) -> Work:
 
 
 def _make(request: Request, node: Node, pages: PageReservations) -> ImageEncode:
-    canvas, sampling = request.spec.canvas(node.canvas), request.spec.sampling
+    spec, sampling = request.spec, request.spec.sampling
+    canvas = spec.canvas(node.canvas)
+    is_second_pass = spec.first_pass is not None and canvas is spec
     assert sampling.seed is not None
     assert sampling.num_inference_steps is not None
     return ImageEncode(
@@ -49,7 +52,7 @@ def _make(request: Request, node: Node, pages: PageReservations) -> ImageEncode:
         height=canvas.height,
         seed=sampling.seed,
         num_inference_steps=sampling.num_inference_steps,
-        num_denoising_steps=sampling.num_denoising_steps,
+        num_denoising_steps=sampling.num_hires_steps if is_second_pass else sampling.num_denoising_steps,
     )
 
 

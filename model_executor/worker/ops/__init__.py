@@ -9,6 +9,7 @@ from core.scheduling.ops.image_encode import IMAGE_ENCODE
 from core.scheduling.ops.prime import PRIME
 from core.scheduling.ops.template_encode import TEMPLATE_ENCODE
 from core.scheduling.ops.text_encode import TEXT_ENCODE
+from core.scheduling.ops.upscale import UPSCALE
 from model_executor.worker.ops.context import WorkerContext
 from model_executor.worker.ops.decode import decode
 from model_executor.worker.ops.denoise import denoise
@@ -16,6 +17,7 @@ from model_executor.worker.ops.image_encode import encode_image
 from model_executor.worker.ops.prime import prime
 from model_executor.worker.ops.template_encode import encode_template
 from model_executor.worker.ops.text_encode import encode_text
+from model_executor.worker.ops.upscale import upscale
 
 Handler = Callable[[WorkerContext, str, Sequence[Item]], list[ItemResult]]
 """(context, model, items) -> their results. It gets all items of a batch if the op's items share a pass, else one."""
@@ -24,6 +26,7 @@ HANDLERS: dict[str, Handler] = {
     TEXT_ENCODE.name: encode_text,
     IMAGE_ENCODE.name: encode_image,
     DENOISE.name: denoise,
+    UPSCALE.name: upscale,
     DECODE.name: decode,
     PRIME.name: prime,
     TEMPLATE_ENCODE.name: encode_template,

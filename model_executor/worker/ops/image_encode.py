@@ -10,16 +10,20 @@ from model_executor.worker.ops.context import WorkerContext
 
 
 def encode_image(context: WorkerContext, model: str, items: Sequence[Item]) -> list[ItemResult]:
-    """Encode one item's template and mask, and draw its noise."""
+    """Encode one item's template and mask, and draw its noise. Its input, if there is one, is what sampling starts from
+    instead of the template.
+    """
     (item,) = items
     work = item.work
     assert isinstance(work, ImageEncode)
+    start = context.read(item.inputs[0]) if item.inputs else None
     image = context.models[model].encode_image(
         context.shared(work.template),
         context.shared(work.mask),
         seed=work.seed,
         num_inference_steps=work.num_inference_steps,
         num_denoising_steps=work.num_denoising_steps,
+        start=start,
     )
     names = ("latents", "condition", "outside", "sigmas")
     named = {name: getattr(image, name) for name in names}

@@ -6,10 +6,10 @@ import dataclasses
 from random import Random
 
 import pytest
-from fakes import MODEL, PIXELS, make_edit, with_spec
+from fakes import MODEL, PIXELS, make_edit, make_hires_edit, with_spec
 from hypothesis import given
 from hypothesis import strategies as st
-from load_reports import COSTS, SLOW_COSTS, load, make_report, make_shape
+from load_reports import COSTS, SLOW_COSTS, load, make_costs, make_report, make_shape
 from msgspec.structs import replace
 
 from core.config import CLASS_SECONDS
@@ -94,6 +94,30 @@ def test_the_shape_of_an_edit() -> None:
     prime = PrimeTemplate("t", "m", PIXELS, 256, 256, "0", 256, 0.0)
     assert RequestShape.of_template(prime, info).template == shape.template
     assert RequestShape.of_template(prime, info).num_steps == 0
+
+
+@pytest.mark.parametrize("conditions_per_token", [0, 1])
+def test_an_edit_of_two_passes_costs_what_both_do(conditions_per_token: int) -> None:
+    """Each pass has its own size; text is encoded and the picture decoded once, the image encoded twice."""
+    edit = make_hires_edit("a", steps=4, strength=0.5, num_condition_tokens=256 * conditions_per_token)
+    shape = RequestShape.of_request(edit, MODEL)
+    assert (shape.num_steps, shape.full_steps, shape.first_steps) == (4 + 2, 4 + 2, 4)
+    assert (shape.image_tokens, shape.first_tokens, shape.template) == (256, 64, None)
+    key, model = CostKey(ModelKey("m", "transformer"), "denoise", "cpu", 1), CostModel()
+    for tokens in (50, 100, 300, 600):
+        for number in (1, 2, 5):
+            work = Work.of([tokens] * number)
+            model.observe(key, work, 0.006 + 2e-5 * tokens * number + 1e-8 * tokens**2 * number + 1e-4 * number)
+    others = [line for line in make_costs(other=0.5).lines if line.op != "denoise"]
+    steps = others[0].__class__(key.model, "denoise", tuple(model._lines[key].coefficients().tolist()))
+    fleet = Fleet(1, 8)
+    fleet.observe(0, make_report(costs=EngineCosts((steps, *others), ())), 0.0)
+    costs = fleet.size_costs(shape)
+    first, second = (image * (1 + conditions_per_token) + 24 for image in (64, 256))
+    passes = 4 * model.predict(key, Work.of([first])) + 2 * model.predict(key, Work.of([second]))
+    assert shape.num_steps * (costs.base + fleet.step_seconds(shape)) == pytest.approx(passes)
+    assert costs.other == pytest.approx(4 * 0.5)
+    assert fleet.size_costs(RequestShape.of_request(make_edit("b"), MODEL)).other == pytest.approx(3 * 0.5)
 
 
 def test_another_owners_pages_do_not_attract_edits_to_an_engine() -> None:

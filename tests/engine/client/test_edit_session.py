@@ -442,3 +442,22 @@ async def test_image_work_that_is_done_or_dropped_or_waits_for_its_client_delays
     assert backlog.seconds == 2 * COMPOSE_SECONDS
     left.give_up()
     assert not backlog
+
+
+async def test_two_passes_have_memory_and_a_least_work_of_their_own(server: Server) -> None:
+    def session_of(**fields: object) -> EditSession:
+        sampling = SamplingParams(num_inference_steps=5, **fields)  # type: ignore[arg-type]
+        edit = EditInput(prompt="a cat", sampling=sampling, model="m")
+        return EditSession(server.services, server.results, "edit", edit, MODEL)
+
+    one, two = session_of(hires_strength=0.6)._preparation, session_of(hires_scale=2.0, hires_strength=0.6)._preparation
+    assert (one.smallest_shape.num_steps, one.smallest_shape.first_steps) == (5, 0)
+    least = two.smallest_shape
+    assert (least.num_steps, least.full_steps, least.first_steps, least.first_tokens) == (8, 8, 5, 1)
+    seconds = [server.admission.work_seconds(shape) for shape in (one.smallest_shape, least)]
+    assert seconds[0] < seconds[1]
+    jobs = [await preparation.store() for preparation in (one, two)]
+    assert [job.hires_scale for job in jobs] == [None, 2.0]
+    assert jobs[1].scratch.size == 2 * jobs[0].scratch.size
+    for preparation in (one, two):
+        await preparation._memory.release()

@@ -47,6 +47,15 @@ def test_the_request_may_ask_for_exact(num_active: int) -> None:
     assert why_exact(sampling(mask_aware=False), MODEL, engine(), num_active, TOKENS) == "asked"
 
 
+def test_two_passes_run_exact() -> None:
+    two = sampling(hires_scale=2.0)
+    assert why_exact(two, MODEL, engine(), 9, TOKENS) == "hires"
+    assert why_exact(two, fakes.MODEL, engine(), 9, TOKENS) == "hires"
+    assert why_exact(sampling(hires_scale=2.0, mask_aware=False), MODEL, engine(), 9, TOKENS) == "asked"
+    assert resolve_margin(sampling(hires_strength=0.5), MODEL) == SCHEME.mask_margin
+    assert resolve_margin(two, MODEL) == 0
+
+
 def test_without_a_page_scheme_the_reason_is_the_flag_or_the_checkpoint() -> None:
     assert why_exact(sampling(), fakes.MODEL, engine(), 9, TOKENS) == "unsafe"
     assert why_exact(sampling(), fakes.MODEL, engine(mask_aware=False), 9, TOKENS) == "disabled"

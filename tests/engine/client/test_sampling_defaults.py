@@ -62,6 +62,26 @@ def test_strength_that_covers_no_whole_step_is_refused() -> None:
     assert caught.value.param == "strength"
 
 
+@pytest.mark.parametrize(("rounds_down", "strength", "steps"), [(False, 0.5, 3), (True, 0.5, 2), (True, 1.0, 5)])
+def test_a_second_pass_rounds_its_strength_as_the_first_does(rounds_down: bool, strength: float, steps: int) -> None:
+    model = msgspec.structs.replace(fakes.MODEL, rounds_strength_down=rounds_down, solver_order=2, extra_steps=1)
+    two = resolve(SamplingParams(num_inference_steps=5, hires_scale=2, hires_strength=strength), model)
+    assert (two.num_denoising_steps, two.num_hires_steps) == (5, steps)
+    assert model.num_steps_by_pass(two) == (10, 2 * steps)
+    assert resolve(SamplingParams(num_inference_steps=5, strength=strength), model).num_denoising_steps == steps
+    one = resolve(SamplingParams(num_inference_steps=5, hires_strength=strength), model)
+    assert model.num_steps_by_pass(one) == (model.num_steps(one),) == (10,)
+
+
+def test_a_second_pass_without_a_step_is_refused() -> None:
+    unet = msgspec.structs.replace(fakes.MODEL, rounds_strength_down=True)
+    for model, strength in ((unet, 0.1), (fakes.MODEL, 0.0)):
+        with pytest.raises(InvalidRequestError, match="leaves no step to do") as caught:
+            resolve(SamplingParams(hires_scale=2, hires_strength=strength, num_inference_steps=5), model)
+        assert caught.value.param == "hires_strength"
+        resolve(SamplingParams(hires_strength=strength, num_inference_steps=5), model)
+
+
 def test_fewer_steps_than_the_sampler_can_do_are_refused() -> None:
     model = msgspec.structs.replace(fakes.MODEL, min_inference_steps=2)
     assert resolve(SamplingParams(num_inference_steps=2), model).num_inference_steps == 2

@@ -62,6 +62,7 @@ def prepare(
     margin: int = 0,
     max_pixels: int = MAX_PIXELS,
     padding: int | None = None,
+    hires_scale: float | None = None,
 ) -> image_ops.PreparedArrays:
     job = PrepareImages(
         job_id=0,
@@ -75,6 +76,7 @@ def prepare(
         max_pixels=max_pixels,
         scratch=NOWHERE,
         padding_mask_crop=padding,
+        hires_scale=hires_scale,
     )
     return image_ops.prepare(job, image, mask)
 
@@ -827,6 +829,70 @@ def test_scratch_holds_any_prepared_edit(width: int, height: int, native: int, t
     arrays = (columns * rows * 3, columns * rows, tokens * 4)
     aligned = sum(-(-size // image_ops.ALIGNMENT) * image_ops.ALIGNMENT for size in arrays)
     assert aligned <= image_ops.scratch_bytes(native, token)
+
+
+# ---------------------------------------------------------------------------------------------------------- two passes
+
+
+@pytest.mark.parametrize(
+    ("size", "scale", "expected"),
+    [
+        ((256, 128), 2.0, (128, 64)),
+        ((256, 256), 1.5, (176, 176)),  # 10.67 tokens
+        ((208, 256), 4.0, (48, 64)),  # 3.25 tokens
+        ((32, 48), 1.2, (32, 48)),  # 1.67 and 2.5 tokens
+    ],
+)
+def test_size_of_a_first_pass(size: tuple[int, int], scale: float, expected: tuple[int, int]) -> None:
+    assert image_ops.first_pass_size(size, 16, scale) == expected
+
+
+@pytest.mark.parametrize(("size", "scale"), [((256, 80), 4.0), ((16, 256), 1.1), ((48, 48), 2.1)])
+def test_a_first_pass_that_is_too_small_is_refused(size: tuple[int, int], scale: float) -> None:
+    with pytest.raises(InvalidRequestError, match="sides need 32 pixels; give a smaller hires_scale") as caught:
+        prepare(None, canvas=size, hires_scale=scale)
+    assert caught.value.param == "hires_scale"
+
+
+@pytest.mark.parametrize("padding", [None, 20])
+def test_a_first_pass_sees_the_upload_as_an_edit_of_its_size_does(padding: int | None) -> None:
+    """Its arrays are those of the same upload for a model of a quarter of the area; the final ones stay as they are."""
+    image, mask = file_of(noise(250, 250, 3)), alpha_mask(box_keep(250, 250, 90, 60, 170, 140))
+    two = prepare(image, mask, padding=padding, hires_scale=2.0, margin=7)
+    assert two.first_pass is not None
+    height, width, _ = two.template.shape
+    assert two.first_pass.template.shape == (height // 2, width // 2, 3)
+    one, small = prepare(image, mask, padding=padding, margin=7), two.first_pass
+    assert one.first_pass is None
+    assert one.content_id == two.content_id
+    for name in ("template", "mask", "active"):
+        assert np.array_equal(getattr(two, name), getattr(one, name))
+    smaller = prepare(image, mask, padding=padding, native=128, margin=7)
+    for name in ("template", "mask", "active"):
+        assert np.array_equal(getattr(small, name), getattr(smaller, name))
+
+
+def test_a_generation_has_a_first_pass_of_its_own() -> None:
+    two = prepare(None, canvas=(256, 192), hires_scale=2.0)
+    assert two.first_pass is not None
+    assert two.first_pass.template.shape == (96, 128, 3)
+    assert two.first_pass.mask.all()
+    assert np.array_equal(two.first_pass.active, np.arange(48))
+
+
+@settings(max_examples=100, deadline=None)
+@given(width=SIDES, height=SIDES, scale=st.floats(1.1, 4.0), token=st.sampled_from([8, 16]))
+def test_scratch_holds_both_passes(width: int, height: int, scale: float, token: int) -> None:
+    final = image_ops.generation_size(width, height, 256, token)
+    try:
+        first = image_ops.first_pass_size(final, token, scale)
+    except InvalidRequestError:
+        return
+    total = 0
+    for columns, rows in (final, first):
+        arrays = (columns * rows * 3, columns * rows, columns * rows // token**2 * 4)
+        total += sum(-(-size // image_ops.ALIGNMENT) * image_ops.ALIGNMENT for size in arrays)
+    assert total <= image_ops.scratch_bytes(256, token, num_passes=2)
 
 
 # --------------------------------------------------------------------------------------------------------------- crops

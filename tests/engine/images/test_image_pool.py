@@ -211,6 +211,26 @@ async def test_an_edit_goes_there_and_back(desk: Desk) -> None:
     assert not np.array_equal(result[keep == 0], image[keep == 0])
 
 
+async def test_both_passes_of_an_edit_are_prepared_in_one_job(desk: Desk) -> None:
+    image = png(noise(200, 256, 3))
+    mask = png(
+        np.dstack(
+            [noise(200, 256, 3), np.where(np.arange(256) < 90, 0, 255).astype(np.uint8) + np.zeros((200, 1), np.uint8)]
+        )
+    )
+    scratch = desk.allocator.alloc(image_ops.scratch_bytes(NATIVE, TOKEN, num_passes=2))
+    job = msgspec.structs.replace(desk.prepare_job(image, mask), hires_scale=2.0, scratch=scratch)
+    prepared = await desk.pool.prepare(job)
+    expected = image_ops.prepare(job, image, mask)
+    assert prepared.first_pass is not None
+    assert expected.first_pass is not None
+    assert (prepared.width, prepared.height) == (256, 208)
+    assert (prepared.first_pass.width, prepared.first_pass.height) == (128, 112)
+    for refs, arrays in ((prepared, expected), (prepared.first_pass, expected.first_pass)):
+        for name in ("template", "mask", "active"):
+            assert np.array_equal(desk.arena.view(getattr(refs, name)), getattr(arrays, name))
+
+
 async def test_a_bad_upload_is_the_users_error_and_affects_no_other(desk: Desk) -> None:
     with pytest.raises(InvalidImageError) as caught:
         await desk.pool.prepare(desk.prepare_job(noise(1000)))

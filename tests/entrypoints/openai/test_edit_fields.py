@@ -81,6 +81,23 @@ async def test_sampling_fields_reach_the_engine(client: httpx.AsyncClient, engin
     assert response.json()["usage"]["output_tokens"] == 32
 
 
+async def test_two_passes_reach_the_engine(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    response = await post_edit(client, hires_scale="2", hires_strength="0.4")
+    assert (engine.last.sampling.hires_scale, engine.last.sampling.hires_strength) == (2.0, 0.4)
+    assert response.json()["stencil"]["ignored"] == []
+    response = await client.post("/v1/images/generations", json={"prompt": "p", "hires_scale": 1.5})
+    assert (engine.last.sampling.hires_scale, engine.last.sampling.hires_strength) == (1.5, 0.6)
+    assert response.json()["stencil"]["ignored"] == []
+
+
+async def test_the_strength_of_a_second_pass_is_ignored_without_one(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    response = await post_edit(client, hires_strength="0.4")
+    assert response.json()["stencil"]["ignored"] == ["hires_strength"]
+    assert engine.last.sampling.hires_scale is None
+
+
 @pytest.mark.parametrize(
     ("quality", "steps", "shown"),
     [
@@ -217,6 +234,10 @@ async def test_unmasked_note(client: httpx.AsyncClient, engine: FakeEngine) -> N
         ({"guidance_scale": "-0.1"}, "decimal_below_min_value", "guidance_scale"),
         ({"guidance_scale": "100.5"}, "decimal_above_max_value", "guidance_scale"),
         ({"strength": "1.01"}, "decimal_above_max_value", "strength"),
+        ({"hires_scale": "1"}, "decimal_below_min_value", "hires_scale"),
+        ({"hires_scale": "4.5"}, "decimal_above_max_value", "hires_scale"),
+        ({"hires_scale": "nan"}, "invalid_value", "hires_scale"),
+        ({"hires_strength": "-0.1"}, "decimal_below_min_value", "hires_strength"),
         ({"seed": "-2"}, "integer_below_min_value", "seed"),
         ({"seed": str(2**63)}, "integer_above_max_value", "seed"),
         ({"seed": str(2**63 - 1), "n": "2"}, "integer_above_max_value", "seed"),

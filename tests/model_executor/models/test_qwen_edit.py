@@ -11,11 +11,10 @@ import torch
 from diffusers import (
     FlowMatchHeunDiscreteScheduler,
     FlowMatchLCMScheduler,
-    QwenImageEditInpaintPipeline,
     QwenImageInpaintPipeline,
 )
-from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_inpaint
 from edits import Edit, picture
+from family_rigs import allow_size, make_qwen_edit_rig
 from PIL import Image
 from pipeline_rig import Rig, assert_same
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
@@ -29,32 +28,17 @@ from model_executor.checkpoint.loader import Checkpoint
 from model_executor.models.base import EncodedText
 from model_executor.models.registry import make_family
 from model_executor.worker.prompt_cache import PromptCache
-from tools.random_checkpoints import PictureProcessor, make_qwen, make_qwen_edit
+from tools.random_checkpoints import make_qwen, make_qwen_edit
 
 PROMPT = "a red hat"
 NEGATIVE_PROMPT = "blue"
-
-
-def make_edit_rig(path: Path, arena: Arena, **options: Any) -> Rig:
-    checkpoint = make_qwen_edit(path, **options)
-    processor = PictureProcessor.of_checkpoint(checkpoint)
-    rig = Rig(checkpoint, arena, QwenImageEditInpaintPipeline, processor=processor)
-    encoder = rig.pipeline.text_encoder
-    forward = encoder.forward
-
-    def told_of_pictures(input_ids: torch.Tensor, **inputs: Any) -> Any:
-        """Passes on the processor's outputs that diffusers' pipeline, up to 0.42, drops."""
-        return forward(input_ids, mm_token_type_ids=(input_ids == processor.image_token_id).int(), **inputs)
-
-    encoder.forward = told_of_pictures
-    return rig
 
 
 def make_plain_rig(path: Path, arena: Arena, **options: Any) -> Rig:
     return Rig(make_qwen(path, **options), arena, QwenImageInpaintPipeline)
 
 
-MAKE = {"edit": make_edit_rig, "plain": make_plain_rig}
+MAKE = {"edit": make_qwen_edit_rig, "plain": make_plain_rig}
 
 
 @pytest.fixture(scope="module", params=MAKE)
@@ -73,9 +57,9 @@ def make_edit(rig: Rig, name: str, size: tuple[int, int], strength: float, scale
 
 
 def expected(rig: Rig, edit: Edit) -> Any:
-    """The pipeline's picture at the edit's size; Qwen-Image-Edit's supports only an area of a million pixels."""
+    """The pipeline's picture at the edit's size."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline_qwenimage_edit_inpaint, "calculate_dimensions", lambda *_: (*edit.size, None))
+        allow_size(patch, edit.size)
         return rig.expected(edit, true_cfg_scale=edit.true_cfg_scale, negative_prompt=edit.negative_prompt)
 
 
@@ -95,7 +79,7 @@ def test_edit_equals_the_pipeline(rig: Rig, size: tuple[int, int], strength: flo
 def test_sampler_that_draws_noise_equals_the_pipeline(
     tmp_path: Path, arena: Arena, options: dict[str, Any], strength: float
 ) -> None:
-    rig = make_edit_rig(tmp_path / "stochastic", arena, **({"scheduler": {}} | options))
+    rig = make_qwen_edit_rig(tmp_path / "stochastic", arena, **({"scheduler": {}} | options))
     edit = make_edit(rig, "noisy", (64, 96), strength, 3.0, seed=8, steps=5)
     assert_same(rig.run(edit), expected(rig, edit))
     rig.pages.close()
@@ -121,7 +105,7 @@ def encode(rig: Rig, prompt: str, length: int = 64, seed: int = 0, size: tuple[i
 
 @pytest.fixture(scope="module")
 def edit_rig(tmp_path_factory: pytest.TempPathFactory, arena: Arena) -> Iterator[Rig]:
-    rig = make_edit_rig(tmp_path_factory.mktemp("model") / "edit", arena)
+    rig = make_qwen_edit_rig(tmp_path_factory.mktemp("model") / "edit", arena)
     yield rig
     rig.pages.close()
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from diffusers import FlowMatchHeunDiscreteScheduler, FlowMatchLCMScheduler, StableDiffusion3InpaintPipeline
+from diffusers import FlowMatchHeunDiscreteScheduler, FlowMatchLCMScheduler
 from edits import Edit
+from family_rigs import make_sd3_rig
 from pipeline_rig import Rig, assert_same
 
 from core.ipc.shared_array import Arena
-from tools.random_checkpoints import make_sd3
 
 KINDS: dict[str, dict[str, Any]] = {
     "3": {"qk_norm": None, "dual_attention_layers": ()},
@@ -22,19 +22,9 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_rig(path: Path, arena: Arena, **options: Any) -> Rig:
-    left_out = {} if options.get("has_t5", True) else {"text_encoder_3": None, "tokenizer_3": None}
-    rig = Rig(make_sd3(path, **options), arena, StableDiffusion3InpaintPipeline, **left_out)
-    vae = rig.pipeline.vae
-    decode, shift = vae.decode, vae.config.shift_factor
-    # diffusers' pipeline subtracts the shift when it encodes, and up to 0.42 forgets to add it here.
-    vae.decode = lambda latents, **options: decode(latents + shift, **options)
-    return rig
-
-
 @pytest.fixture(scope="module", params=KINDS)
 def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, arena: Arena) -> Iterator[Rig]:
-    rig = make_rig(tmp_path_factory.mktemp("model") / request.param, arena, **KINDS[request.param])
+    rig = make_sd3_rig(tmp_path_factory.mktemp("model") / request.param, arena, **KINDS[request.param])
     yield rig
     rig.pages.close()
 
@@ -80,7 +70,7 @@ def test_every_sampler_equals_the_pipeline(
     """A second-order sampler takes two steps per noise level; one that draws noise draws it in the shape of the
     pipeline's latents.
     """
-    rig = make_rig(tmp_path / "sampler", arena, **options)
+    rig = make_sd3_rig(tmp_path / "sampler", arena, **options)
     edit = rig.edit("sampled", seed=8, steps=5, size=(64, 96))
     edit.strength, edit.solver_order = strength, rig.family.info("tiny").solver_order
     extra = guide(edit, 3.0)

@@ -1,0 +1,47 @@
+"""The op upscale: the first pass's latents at the size of the second."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from core.graph.op import OpWork, Port, Sizes
+from core.graph.work import Work
+from core.graph.workflow import Node
+from core.messages.message import Message
+from core.scheduling.ops.request_op import RequestOp
+
+if TYPE_CHECKING:
+    from core.cache.page_reservations import PageReservations
+    from core.scheduling.request import Request
+
+
+class Upscale(Message, OpWork, frozen=True):
+    """`latents` of the first pass -> `latents` of a picture of another size, interpolated. Sizes are pixels."""
+
+    width: int
+    height: int
+    to_width: int
+    to_height: int
+
+
+def _size(sizes: Sizes) -> Work:
+    return Work.of([sizes.num_tokens])
+
+
+def _make(request: Request, node: Node, pages: PageReservations) -> Upscale:
+    spec = request.spec
+    assert spec.first_pass is not None
+    first = spec.first_pass
+    return Upscale(width=first.width, height=first.height, to_width=spec.width, to_height=spec.height)
+
+
+UPSCALE = RequestOp(
+    name="upscale",
+    component="vae",
+    message=Upscale,
+    size=_size,
+    part="encode",
+    inputs=(Port("latents", "latents"),),
+    outputs=(Port("latents", "latents"),),
+    make=_make,
+)

@@ -1,0 +1,48 @@
+"""The messages of an edit of two passes: each pass has its own canvas and number of steps."""
+
+from __future__ import annotations
+
+import pytest
+from fakes import MODEL, PIXELS, make_edit, make_hires_edit
+
+from core.config import SchedulerConfig
+from core.graph.catalog import WORKFLOWS
+from core.messages.engine import EngineRequest
+from core.scheduling.new_request import new_request
+from core.scheduling.ops.image_encode import IMAGE_ENCODE, ImageEncode
+from core.scheduling.ops.request_op import RequestOp
+from core.scheduling.ops.upscale import UPSCALE, Upscale
+from core.scheduling.scheduler import StepScheduler
+
+
+def message(op: RequestOp, node: str, edit: EngineRequest) -> object:
+    """The message that runs the op for a node of this name."""
+    workflow = WORKFLOWS[edit.workflow]
+    request = new_request(edit, workflow)
+    return op.make(request, workflow.node(node), StepScheduler(SchedulerConfig(), {"m": MODEL}).pages)
+
+
+@pytest.mark.parametrize(("strength", "steps"), [(1.0, 4), (0.5, 2)])
+def test_each_pass_encodes_its_own_canvas_for_its_own_steps(strength: float, steps: int) -> None:
+    edit = make_hires_edit("a", steps=4, strength=strength)
+    first, second = (message(IMAGE_ENCODE, node, edit) for node in ("first_encode", "image_encode"))
+    assert isinstance(first, ImageEncode)
+    assert isinstance(second, ImageEncode)
+    assert edit.spec.first_pass is not None
+    assert (first.width, first.height, first.template) == (128, 128, edit.spec.first_pass.template)
+    assert (second.width, second.height, second.template) == (256, 256, PIXELS)
+    assert (first.mask, second.mask) == (edit.spec.first_pass.mask, edit.spec.mask)
+    assert (first.num_denoising_steps, second.num_denoising_steps) == (4, steps)
+    assert first.num_inference_steps == second.num_inference_steps == 4
+    assert first.seed == second.seed
+
+
+def test_latents_are_enlarged_from_the_first_pass_to_the_second() -> None:
+    work = message(UPSCALE, "upscale", make_hires_edit("a"))
+    assert work == Upscale(width=128, height=128, to_width=256, to_height=256)
+
+
+def test_an_edit_of_one_pass_runs_the_steps_of_its_strength() -> None:
+    work = message(IMAGE_ENCODE, "image_encode", make_edit("a", steps=3))
+    assert isinstance(work, ImageEncode)
+    assert (work.num_denoising_steps, work.width) == (3, 256)

@@ -1,0 +1,132 @@
+"""Edits of two passes, through a runner and through two calls of diffusers' pipeline."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from edits import Edit, box_mask, picture
+from family_rigs import allow_size
+from PIL import Image
+from pipeline_rig import Rig
+from torch import Tensor
+
+from core.handles import ArrayRef, TensorRef
+from core.messages.image_processor import PrepareImages
+from core.messages.worker import StepPlan
+from engine.images import image_ops
+
+NOWHERE = ArrayRef(0, 0, (0,), "uint8")
+PROMPT = "a red hat"
+NATIVE = 256
+"""Side of the largest picture, in pixels."""
+
+
+class HiresEdit:
+    """An edit of `picture(seed)` under `box_mask()` in two passes; what a scheduler would have a worker do for it."""
+
+    def __init__(
+        self, rig: Rig, name: str, *, seed: int, steps: int, size: tuple[int, int], scale: float, strength: float
+    ) -> None:
+        """strength: of the second pass."""
+        self._rig = rig
+        arrays = prepare(seed, size, rig.family.info("tiny").token_size, scale)
+        assert arrays.first_pass is not None
+        height, width, _ = arrays.first_pass.template.shape
+        self.first = rig.edit(f"{name}-first", seed=seed, steps=steps, size=(width, height), prompt=PROMPT)
+        self.final = rig.edit(name, seed=seed, steps=steps, size=size, prompt=PROMPT)
+        self.final.strength = strength
+        self.first.upload_size, self.first.seen = size, self.final.template
+        for edit, made in ((self.first, arrays.first_pass), (self.final, arrays)):
+            edit.mask = edit.share(made.mask)
+        self.first.template = self.first.share(arrays.first_pass.template)
+
+    @property
+    def passes(self) -> tuple[Edit, Edit]:
+        return self.first, self.final
+
+    def run(self) -> npt.NDArray[np.uint8]:
+        """The picture that the worker makes."""
+        first, final, rig = self.first, self.final, self._rig
+        for plan in (first.encode_plan(), *map(first.denoise_plan, range(first.num_steps)), final.upscale_plan(first)):
+            rig.do(plan)
+        rig.do(StepPlan(seq=0, batches=(), free=(first.key("", ""),)))
+        start = TensorRef(final.key("upscale", "latents"), 0)
+        rig.do(final.encode_plan(start=start))
+        for plan in (*map(final.denoise_plan, range(final.num_steps)), final.decode_plan()):
+            rig.do(plan)
+        return final.result()
+
+    def expected(self, **options: Any) -> npt.NDArray[np.uint8]:
+        """The picture of two calls of the pipeline. options: arguments of both."""
+        rig = self._rig
+        with pytest.MonkeyPatch.context() as patch:
+            if rig.family.text_sees_template:
+                see(patch, rig.pipeline, picture(self.final.seed, self.final.size))
+            allow_size(patch, self.first.size)
+            small = rig.images(self.first, output_type="latent", **options)
+            allow_size(patch, self.final.size)
+            if self.final.strength < 1:  # at full strength the pipelines start from noise alone
+                start = enlarged(rig.pipeline, small, self.first.size, self.final.size)
+                start_from(patch, rig.pipeline.scheduler, start)
+            return rig.expected(self.final, **options)
+
+
+def prepare(seed: int, size: tuple[int, int], token_size: int, scale: float) -> image_ops.PreparedArrays:
+    """The arrays that an image processor makes for an edit of two passes."""
+    job = PrepareImages(
+        job_id=0,
+        image=NOWHERE,
+        mask=NOWHERE,
+        mask_kind="luminance",
+        canvas_size=None,
+        mask_margin=0,
+        native_size=NATIVE,
+        token_size=token_size,
+        max_pixels=NATIVE**2,
+        scratch=NOWHERE,
+        hires_scale=scale,
+    )
+    return image_ops.prepare(job, _file(picture(seed, size)), _file(box_mask(size) * 255))
+
+
+def enlarged(pipeline: Any, latents: Tensor, size: tuple[int, int], to_size: tuple[int, int]) -> Tensor:
+    """The latents that the pipeline gave at `size`, interpolated: [1, channels, height / 8, width / 8]."""
+    scale, (width, height), (to_width, to_height) = pipeline.vae_scale_factor, size, to_size
+    if hasattr(pipeline, "_unpack_latents"):
+        latents = pipeline._unpack_latents(latents, height, width, scale)
+    flat = latents.reshape(1, -1, height // scale, width // scale)
+    wanted = (to_height // scale, to_width // scale)
+    return torch.nn.functional.interpolate(flat, size=wanted, mode="bilinear", align_corners=False)
+
+
+def see(patch: pytest.MonkeyPatch, pipeline: Any, pixels: npt.NDArray[np.uint8]) -> None:
+    """Have the pipeline's text encoder see this picture, at any size of the pipeline's own."""
+    encode = pipeline.encode_prompt
+    patch.setattr(pipeline, "encode_prompt", lambda image, **named: encode(image=Image.fromarray(pixels), **named))
+
+
+def start_from(patch: pytest.MonkeyPatch, scheduler: Any, start: Tensor) -> None:
+    """Have the pipeline's next run start from noised `start`. The first latents that a run adds noise to are those that
+    it starts from; all later ones, outside the mask, stay the picture's. The pipelines have no argument for that: their
+    `latents` is the noise, which is also added outside the mask.
+    """
+    name = "scale_noise" if hasattr(scheduler, "scale_noise") else "add_noise"
+    add_noise, is_first = getattr(scheduler, name), True
+
+    def add(sample: Tensor, *args: Any, **named: Any) -> Any:
+        nonlocal is_first
+        chosen, is_first = start.reshape(sample.shape) if is_first else sample, False
+        return add_noise(chosen, *args, **named)
+
+    patch.setattr(scheduler, name, add)
+
+
+def _file(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return np.frombuffer(buffer.getvalue(), np.uint8)
