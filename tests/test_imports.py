@@ -93,7 +93,7 @@ LAWS = {
     "core": pure("core"),
     "core.costs": pure("core", "core.graph", "core.costs"),
     "core.messages": pure(*MESSAGES),
-    "core.graph": pure("core.graph"),
+    "core.graph": pure("core.errors", "core.graph"),
     "core.cache": pure(*MESSAGES, "core.cache"),
     "core.routing": pure(*MESSAGES, OPS, "core.scheduling.fair_queue", "core.routing"),
     "core.scheduling": pure(*MESSAGES, "core.cache", "core.scheduling", OPS, POLICIES),
