@@ -48,6 +48,9 @@ RING_BYTES = 1024 * 1024
 PROMPT_BYTES = 2 * 4 * MAX_PROMPT_CHARACTERS
 """The longest prompt and negative prompt in UTF-8. A plan may contain one such pair for each running request."""
 
+WORKER_MAIN = "model_executor.worker.worker:main"
+"""What a worker process runs."""
+
 STOP_SECONDS = 5.0
 """Time for a worker to finish its step and exit before it is killed."""
 
@@ -160,8 +163,9 @@ def _inboxes(num_ranks: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def _ends_of(inboxes: Sequence[tuple[int, int]], rank: int) -> list[int]:
-    """What one rank gets of them: its own receiving end, and all sending ends."""
-    return [inboxes[rank][0], *(sender for _, sender in inboxes)] if inboxes else []
+    """What one rank gets of them: its own receiving end, and all sending ends. Copies, as `spawn` closes sockets."""
+    ends = [inboxes[rank][0], *(sender for _, sender in inboxes)] if inboxes else []
+    return [os.dup(fd) for fd in ends]
 
 
 def _part_of(plan: StepPlan, rank: int) -> StepPlan | None:
@@ -192,7 +196,7 @@ class _Worker:
         self.withheld = WithheldItems()
         self._channel, child_fds = Channel.create(ring_bytes)
         self._process: ChildProcess = spawn(
-            "model_executor.worker.worker:main",
+            WORKER_MAIN,
             msgspec.msgpack.encode(config),
             [*child_fds, *fds],
             name=f"stencil-worker-{config.device_index}",

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from core.cache.page_reservations import PageReservations
 from core.graph.op import OpWork, Port, Sizes
+from core.graph.skipping import readers_of
 from core.graph.work import Work
 from core.graph.workflow import Edge, Node, Region, Workflow
+from core.handles import ArrayRef
 from core.messages.message import Message
 from core.scheduling.ops.request_op import RequestOp
+from core.scheduling.request import Request
 
 NUM_INPUTS = 6
 
@@ -16,11 +20,34 @@ NUM_INPUTS = 6
 class Toy(Message, OpWork, frozen=True):
     """The message of the op TOY."""
 
-    round: int
+    choices: tuple[str, ...]  # readers to choose from; () for a node that does not choose
+    enough: int  # rounds that are enough for the node's region; 0: all
+    seed: int  # of the request
+    pixels: ArrayRef | None  # where the output node writes what it has made
+
+    @property
+    def answer(self) -> dict[str, object]:
+        """What the result says besides values: the same for the same request."""
+        answer: dict[str, object] = {"rounds": self.enough}
+        if self.choices:
+            answer["chosen"] = self.choices[self.seed % len(self.choices)]
+        return answer
 
 
 def _size(sizes: Sizes) -> Work:
     return Work.of([sizes.num_tokens])
+
+
+def _make(request: Request, node: Node, pages: PageReservations) -> Toy:
+    workflow, seed = request.workflow, request.spec.sampling.seed
+    assert seed is not None
+    is_second = node.region in workflow.adaptive and request.progress.scheduled[node.name] == 1
+    return Toy(
+        choices=tuple(sorted(readers_of(workflow, node.name))) if node.chooses else (),
+        enough=3 if is_second else 0,
+        seed=seed,
+        pixels=request.spec.pixels[-1] if node.name == workflow.output else None,
+    )
 
 
 TOY = RequestOp(
@@ -32,7 +59,7 @@ TOY = RequestOp(
     sharing="together",
     inputs=tuple(Port(f"in{index}", "any", is_optional=True) for index in range(NUM_INPUTS)),
     outputs=(Port("x", "any"), Port("y", "any")),
-    make=lambda request, node, pages: Toy(round=request.progress.scheduled[node.name]),
+    make=_make,
 )
 
 

@@ -162,7 +162,8 @@ class TensorStore:
         return TensorRef(key, self._rank, (len(series),), "series", nbytes, parts=parts)
 
     def _missing(self, key: TensorKey) -> MissingValueError:
-        return MissingValueError(f"rank {self._rank} holds no tensor {_name(key)} version {key.version}")
+        name = f"{key.node}.{key.name} version {key.version} of {key.request_id}"
+        return MissingValueError(f"rank {self._rank} holds no tensor {name}")
 
 
 def _part(tensor: Tensor) -> tuple[str, tuple[int, ...]]:

@@ -8,9 +8,10 @@ from msgspec.structs import replace
 
 from core.handles import ArrayRef, TensorKey, TensorRef
 from core.ipc.shared_array import Arena, ArenaAllocator, carve
-from model_executor.worker.tensor_store import TensorStore
+from model_executor.worker.tensor_store import MissingValueError, TensorStore
 
 KEY = TensorKey("r1", "image_encode", "latents")
+SAMPLER = TensorKey("r1", "denoise", "sampler", 1)
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def test_versions_and_series_are_kept_apart(arena: Arena) -> None:
     tensors.put(KEY, torch.zeros(1))
     tensors.put(later, torch.ones(1))
     ref = tensors.put_series(TensorKey("r1", "denoise", "sampler", 1), (torch.zeros(2), torch.ones(3)))
-    assert (ref.shape, ref.dtype, ref.nbytes) == ((2,), "series", 20)
+    assert (ref.shape, ref.dtype, ref.parts) == ((2,), "series", (("float32", (2,)), ("float32", (3,))))
     assert tensors.get(KEY) == 0
     assert tensors.get(later) == 1
     tensors.free(KEY)
@@ -99,12 +100,24 @@ def test_a_scalar_moves(arena: Arena) -> None:
     assert (moved.shape, moved.item()) == ((), 2.5)
 
 
+def test_a_series_of_any_tensors_moves(arena: Arena) -> None:
+    """As samplers keep them: tensors not set yet, scalars, a generator's state."""
+    here, there = store(arena, 0), store(arena, 1)
+    state = (torch.empty(0), torch.randn(3, 5).T, torch.tensor(2.5, dtype=torch.bfloat16), torch.arange(7).byte())
+    ref = here.put_series(SAMPLER, state)
+    moved = there.resolve_series(here.export(replace(ref, handle=handle(arena, ref.nbytes))))
+    assert [(tensor.dtype, tensor.shape) for tensor in moved] == [(tensor.dtype, tensor.shape) for tensor in state]
+    assert all(torch.equal(one, other) for one, other in zip(moved, state, strict=True))
+    assert there.resolve_series(TensorRef(SAMPLER, 0)) == ()
+
+
 def test_resolve_takes_local_tensors_from_the_store(arena: Arena) -> None:
+    """Also if the reference is of another rank: a batch on several ranks has the same inputs on all of them."""
     tensors = store(arena, 1)
     tensors.put(KEY, torch.ones(2))
-    assert torch.equal(tensors.resolve(TensorRef(KEY, 1)), torch.ones(2))
-    with pytest.raises(KeyError, match="lies on rank 0, not exported"):
-        tensors.resolve(TensorRef(KEY, 0))
+    assert torch.equal(tensors.resolve(TensorRef(KEY, 0)), torch.ones(2))
+    with pytest.raises(MissingValueError, match="rank 2 holds no tensor"):
+        store(arena, 2).resolve(TensorRef(KEY, 0))
 
 
 def test_resolved_tensor_does_not_change_with_the_arena(arena: Arena) -> None:
@@ -124,6 +137,5 @@ def test_export_needs_a_large_enough_place(arena: Arena) -> None:
         tensors.export(replace(ref, handle=handle(arena, 23)))
     with pytest.raises(ValueError, match="nowhere to export to"):
         tensors.export(ref)
-    series = tensors.put_series(TensorKey("r1", "denoise", "sampler"), (torch.ones(1),))
-    with pytest.raises(ValueError, match="cannot move"):
-        tensors.export(replace(series, handle=handle(arena, 4)))
+    with pytest.raises(MissingValueError, match="holds no tensor"):
+        tensors.export(TensorRef(SAMPLER, 0, handle=handle(arena, 4)))

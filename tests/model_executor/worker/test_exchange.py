@@ -1,0 +1,127 @@
+"""Values that ranks send each other while batches run: real sockets, two stores."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from core.handles import ModelKey, TensorKey, TensorRef
+from core.ipc.peer_sockets import PeerSockets, create_inboxes
+from core.ipc.shared_array import Arena
+from core.messages.worker import Batch, Delivery, Item
+from core.scheduling.ops.text_encode import TextEncode
+from model_executor.worker.exchange import Exchange
+from model_executor.worker.tensor_store import MissingValueError, TensorStore
+
+HINT = TensorKey("r", "hint", "x", 1)
+STATE = TensorKey("r", "hint", "state", 1)
+
+
+class Rank:
+    """One rank's store and its end of the exchange."""
+
+    def __init__(self, rank: int, sockets: PeerSockets, arena: Arena) -> None:
+        self.store = TensorStore(rank, torch.device("cpu"), arena)
+        self.sockets = sockets
+        self.exchange = Exchange(self.store, sockets)
+
+
+@pytest.fixture
+def ranks() -> Iterator[list[Rank]]:
+    import os
+
+    arena = Arena.create(2, 1 << 16)
+    inboxes = create_inboxes(2)
+    made = [
+        Rank(rank, PeerSockets(os.dup(inbox), [os.dup(sender) for _, sender in inboxes]), arena)
+        for rank, (inbox, _) in enumerate(inboxes)
+    ]
+    for pair in inboxes:
+        for fd in pair:
+            os.close(fd)
+    yield made
+    for each in made:
+        each.sockets.close()
+    arena.close()
+
+
+def batch(node: str, *deferred: TensorKey) -> Batch:
+    refs = tuple(TensorRef(key, 0, is_deferred=True) for key in deferred)
+    work = TextEncode(prompt="", max_sequence_length=1)  # the exchange does not look at it
+    return Batch(0, "x", ModelKey("m", "c"), (0,), (Item("r", node, work, refs),))
+
+
+def test_what_a_rank_has_already_is_sent_at_once(ranks: list[Rank]) -> None:
+    source, target = ranks
+    source.store.put(HINT, torch.arange(6).reshape(2, 3))
+    source.store.put_series(STATE, (torch.ones(2), torch.zeros(0)))
+    source.exchange.begin_plan([Delivery(HINT, 0, 1), Delivery(STATE, 0, 1)], [])
+    target.exchange.begin_batch(batch("step", HINT, STATE))
+    target.exchange.wait(HINT)
+    target.exchange.wait(STATE)
+    target.exchange.finish_batch()
+    assert torch.equal(target.store.get(HINT), torch.arange(6).reshape(2, 3))
+    assert [len(tensor) for tensor in target.store.get_series(STATE)] == [2, 0]
+
+
+def test_a_reader_waits_within_its_batch_until_the_source_has_made_the_value(ranks: list[Rank]) -> None:
+    source, target = ranks
+    target.exchange.begin_batch(batch("step", HINT))
+    came = threading.Event()
+
+    def read() -> None:
+        target.exchange.wait(HINT)
+        came.set()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    making = batch("hint")
+    source.exchange.begin_plan([Delivery(HINT, 0, 1)], [making])
+    assert not came.wait(0.05)
+    source.store.put(HINT, torch.ones(3))
+    source.exchange.end_batch(making)
+    reader.join(10)
+    assert came.is_set()
+    assert torch.equal(target.store.get(HINT), torch.ones(3))
+
+
+@pytest.mark.parametrize("is_in_plan", [False, True])
+def test_a_value_that_was_not_made_fails_its_reader(ranks: list[Rank], is_in_plan: bool) -> None:
+    source, target = ranks
+    making = batch("hint")
+    source.exchange.begin_plan([Delivery(HINT, 0, 1)], [making] if is_in_plan else [])
+    source.exchange.end_batch(making)
+    target.exchange.begin_batch(batch("step", HINT))
+    with pytest.raises(MissingValueError, match="was not made"):
+        target.exchange.wait(HINT)
+    target.exchange.finish_batch()
+    target.exchange.begin_batch(batch("other"))
+    target.exchange.wait(HINT)  # no batch waits for it any more
+
+
+def test_a_batch_takes_what_it_did_not_wait_for(ranks: list[Rank]) -> None:
+    """Otherwise the value would arrive after it was freed, and stay."""
+    source, target = ranks
+    target.exchange.begin_batch(batch("step", HINT))
+    source.store.put(HINT, torch.ones(3))
+    source.exchange.begin_plan([Delivery(HINT, 0, 1)], [])
+    target.exchange.finish_batch()
+    assert target.store.find(HINT) is not None
+    target.store.free(TensorKey("r", "", ""))
+    assert len(target.store) == 0
+
+
+def test_a_value_for_a_later_batch_is_kept(ranks: list[Rank]) -> None:
+    source, target = ranks
+    for key in (STATE, HINT):
+        source.store.put(key, torch.ones(1))
+        source.exchange.begin_plan([Delivery(key, 0, 1)], [])
+    target.exchange.begin_batch(batch("first", HINT))
+    target.exchange.finish_batch()
+    assert target.store.find(STATE) is None
+    target.exchange.begin_batch(batch("second", STATE))
+    target.exchange.finish_batch()
+    assert target.store.find(STATE) is not None
