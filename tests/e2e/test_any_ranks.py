@@ -31,6 +31,7 @@ from core.messages.engine import (
     Finished,
     FromEngine,
 )
+from core.messages.worker import StepPlan
 from core.model_info import ModelInfo
 from core.sampling_params import SamplingParams
 from core.scheduling.outputs import Output
@@ -52,13 +53,28 @@ def toy() -> Iterator[None]:
     OPS.unregister(TOY.name)
 
 
+class Recorder:
+    """Passes plans on to the workers, and keeps them."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self.plans: list[StepPlan] = []
+
+    def submit(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+        self._executor.submit(plan)
+
+    def kill(self, rank: int) -> None:
+        self._executor.kill(rank)
+
+
 class Engine:
     """An EngineCore in this process with real workers."""
 
-    def __init__(self, core: EngineCore, executor: Executor, info: ModelInfo, arena: Arena) -> None:
+    def __init__(self, core: EngineCore, recorder: Recorder, info: ModelInfo, arena: Arena) -> None:
         self.core, self.info, self.arena = core, info, arena
         self.outputs: dict[str, Output] = {}
-        self.executor = executor
+        self.recorder = recorder
         self._space = ArenaAllocator(arena)
         random = np.random.default_rng(0)
         self._template = self._share(random.integers(0, 256, (SIDE, SIDE, 3), np.uint8))
@@ -78,9 +94,7 @@ class Engine:
             rounds=tuple(rounds),
             spec=EditSpec(
                 prompt="a red hat",
-                sampling=SamplingParams(
-                    num_inference_steps=max([1, *rounds]), guidance_scale=30.0, seed=seed, full_steps=0
-                ),
+                sampling=SamplingParams(num_inference_steps=max([1, *rounds]), guidance_scale=30.0, seed=seed),
                 width=SIDE,
                 height=SIDE,
                 template=self._template,
@@ -127,8 +141,9 @@ async def engine(checkpoint: Path, num_ranks: int, seed: int | None) -> AsyncIte
             if seed is not None:
                 scheduler._policy = AnyRanks(Random(seed))
             made: list[Engine] = []
-            core = EngineCore(scheduler, executor, lambda message: made[0].emit(message) if made else None)
-            made.append(Engine(core, executor, models["tiny"], arena))
+            recorder = Recorder(executor)
+            core = EngineCore(scheduler, recorder, lambda message: made[0].emit(message) if made else None)
+            made.append(Engine(core, recorder, models["tiny"], arena))
             feeder = asyncio.create_task(feed(executor, core))
             try:
                 yield made[0]
@@ -190,5 +205,9 @@ async def test_two_hundred_requests_on_three_ranks_make_what_they_make_alone(tin
             if isinstance(output, Finished):
                 assert site.picture(request) == picture, f"{request.workflow} {request.rounds}"
         assert sum(isinstance(output, Finished) for output in site.outputs.values()) > 150
+        plans = site.recorder.plans
+        assert {len(batch.ranks) for plan in plans for batch in plan.batches} == {1, 2, 3}
+        assert sum(len(plan.deliveries) for plan in plans) > 50
+        assert sum(len(plan.transfers) for plan in plans) > 50
         site.core._scheduler.check_integrity()
         assert site.core._scheduler.values.num_moving == 0
