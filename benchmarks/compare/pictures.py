@@ -21,6 +21,9 @@ from entrypoints import Edit, ImageEngine, SamplingParams
 
 STEPS = 4
 DTYPES = ("float32", "bfloat16")
+RANKS = (1, 2, 3)
+ON_SEVERAL_RANKS = ("embedded", "sd_inpaint")
+"""Families whose pictures are also made by engines with several workers."""
 COMMON: dict[str, Any] = {"num_inference_steps": STEPS, "seed": 7}
 GUIDED: dict[str, Any] = {"guidance_scale": 3.0, "true_cfg_scale": 2.5, "negative_prompt": "a hat"}
 """Families use what they support: distilled guidance, classifier-free guidance, or both."""
@@ -35,18 +38,20 @@ def main() -> None:
     for model in args.models:
         name, _, path = model.partition("=")
         for dtype in DTYPES:
-            found |= {f"{name}/{dtype}/{edit}": digest for edit, digest in hashes(path, dtype, args.image)}
+            for ranks in RANKS if name in ON_SEVERAL_RANKS and dtype == "float32" else RANKS[:1]:
+                kind = f"{name}/{dtype}" if ranks == 1 else f"{name}/{dtype}/{ranks} ranks"
+                found |= {f"{kind}/{edit}": digest for edit, digest in hashes(path, dtype, args.image, ranks)}
     print(json.dumps(found))
 
 
-def hashes(path: str, dtype: str, image: Path) -> Iterator[tuple[str, str]]:
+def hashes(path: str, dtype: str, image: Path, ranks: int) -> Iterator[tuple[str, str]]:
     """(edit, hash) of every edit alone, and once more with all of them in one batch.
 
     The second time every template is cached, so each mask-aware edit is hashed both cold and warm.
     """
     settings: dict[str, Any] = {"model": path} if path else {}
     names, edits, samplings = zip(*cases(image), strict=True)
-    with ImageEngine(**settings, dtype=dtype, image_workers=1) as engine:
+    with ImageEngine(**settings, dtype=dtype, image_workers=1, workers_per_engine=ranks) as engine:
         for name, edit, sampling in zip(names, edits, samplings, strict=True):
             yield f"{name}/alone", _digest(engine.generate([edit], sampling, use_tqdm=False)[0])
         together = engine.generate(list(edits), list(samplings), use_tqdm=False)
@@ -72,7 +77,11 @@ def cases(image: Path) -> list[tuple[str, Edit, SamplingParams]]:
             (f"{kind}/odd", dataclasses.replace(plain, image=odd, mask_image=_box(odd)), sampling),
         ]
     generation = Edit(prompt="a blue plain coat", size=(128, 128))
-    return [*found, ("generation", generation, SamplingParams(**COMMON))]
+    found.append(("generation", generation, SamplingParams(**COMMON)))
+    if "hires_scale" in SamplingParams.__struct_fields__:
+        hires = SamplingParams(**COMMON, hires_scale=2.0, hires_strength=0.6)
+        found += [("hires/edit", plain, hires), ("hires/generation", generation, hires)]
+    return found
 
 
 def _resized(image: Path, size: tuple[int, int]) -> Image.Image:
