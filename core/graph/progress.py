@@ -66,12 +66,7 @@ class Progress:
     @property
     def steps_left(self) -> int:
         """Steps not yet scheduled, of all regions."""
-        return sum(self.times_left(node) for node in self.workflow.steps)
-
-    @property
-    def has_rounds_left(self) -> bool:
-        """Whether a step is not yet scheduled."""
-        return any(self.times_left(node) for node in self.workflow.steps)
+        return sum([self.times_left(node) for node in self.workflow.steps])
 
     def round_of(self, node: Node) -> int:
         """The next run of a node: of a node that repeats the round (from 0), of a side node the number of rounds that
@@ -97,7 +92,9 @@ class Progress:
             return False
         if node.shows:
             return self._is_shown_round_done(node) and name not in self.in_flight
-        if self.scheduled[name] == self.times(node) or not all(self._has_begun(source) for source in links.begun):
+        if self.scheduled[name] == self.times(node):
+            return False
+        if links.begun and not all(self._has_begun(source) for source in links.begun):
             return False
         if node.region:
             return self._is_round_ready(node, links.same_round, links.same_round_begun, links.last_round)
@@ -107,12 +104,17 @@ class Progress:
         self, node: Node, same: Iterable[str], same_begun: Iterable[str], carried: Iterable[str]
     ) -> bool:
         number, done, scheduled = self.scheduled[node.name], self.done, self.scheduled
-        return (
-            all(done[source] > number for source in same)
-            and all(scheduled[source] > number for source in same_begun)
-            and all(scheduled[source] >= number for source in carried)
-            and all(done[name] >= number for name in self.workflow.adaptive.get(node.region, ()))
-            and not any(side.name in self.pending and self._shows_next(side) for side in self._sides(node))
+        if self.pending and any(side.name in self.pending and self._shows_next(side) for side in self._sides(node)):
+            return False
+        if node.region in self.workflow.adaptive and any(
+            done[name] < number for name in self.workflow.adaptive[node.region]
+        ):
+            return False
+        # Most regions have one node, which waits for no other.
+        return not (
+            (same and any(done[source] <= number for source in same))
+            or (same_begun and any(scheduled[source] <= number for source in same_begun))
+            or (carried and any(scheduled[source] < number for source in carried))
         )
 
     def _has_begun(self, name: str) -> bool:

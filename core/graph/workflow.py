@@ -13,6 +13,7 @@ graphs need no new scheduler.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -82,6 +83,7 @@ class Reads:
     fixed: tuple[Edge, ...]  # each of its runs reads the same value
     of_round: tuple[Edge, ...]  # each of its runs reads another value
     overlap: bool  # the first run reads a fixed value as one of its round, too
+    carries_all: bool  # all of `of_round` are carried
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,19 @@ class Workflow:
         }
 
     @cached_property
+    def reads_in_rounds(self) -> Mapping[tuple[str, str], int]:
+        """(node that repeats, name of a value) -> how often nodes of its region read the value of one round that is not
+        the last: in the same round and in the next.
+        """
+        found = Counter[tuple[str, str]]()
+        for node in self.nodes:
+            if node.region:
+                ways = {(e.source, e.name, "same") for e in node.inputs if self.node(e.source).region == node.region}
+                ways |= {(edge.carried, edge.name, "next") for edge in node.inputs if edge.carried}
+                found.update((source, name) for source, name, _ in ways)
+        return found
+
+    @cached_property
     def sides(self) -> Mapping[str, tuple[Node, ...]]:
         """Name of a node that repeats -> the side nodes that show it."""
         found: dict[str, list[Node]] = {}
@@ -150,7 +165,12 @@ class Workflow:
     @cached_property
     def steps(self) -> tuple[Node, ...]:
         """The nodes that repeat and share a pass with those of other requests: denoising steps."""
-        return tuple(node for node in self.nodes if is_step(node))
+        return tuple(node for node in self.nodes if node.region and op_of(node).sharing == "together")
+
+    @cached_property
+    def step_names(self) -> frozenset[str]:
+        """Names of these."""
+        return frozenset(node.name for node in self.steps)
 
     @cached_property
     def paged(self) -> Node | None:
@@ -184,7 +204,7 @@ class Workflow:
         of_round = tuple(edge for edge in node.inputs if self._is_of_round(node, edge))
         fixed = tuple(edge for edge in node.inputs if edge not in of_round)
         overlap = not {(e.source, e.name) for e in fixed}.isdisjoint((e.source, e.name) for e in of_round)
-        return Reads(fixed, of_round, overlap)
+        return Reads(fixed, of_round, overlap, all(edge.carried for edge in of_round))
 
     def _is_of_round(self, node: Node, edge: Edge) -> bool:
         is_inside = bool(node.region) and self.node(edge.source).region == node.region
@@ -201,7 +221,7 @@ class Workflow:
                 mine["same_round_begun" if edge.deferred else "same_round"][edge.source] = None
             else:
                 mine["begun" if edge.deferred else "before"][edge.source] = None
-            if edge.carried:
+            if edge.carried and edge.carried != node.name:  # its own round before it was sent before
                 mine["last_round"][edge.carried] = None
         return Links(**{kind: tuple(names) for kind, names in mine.items()})
 
@@ -216,11 +236,6 @@ class Workflow:
 def op_of(node: Node) -> Op:
     """A node's op. Raises KeyError if none of this name is registered."""
     return OPS[node.op]
-
-
-def is_step(node: Node) -> bool:
-    """Whether a node is a step: it repeats, and shares a pass with those of other requests."""
-    return bool(node.region) and op_of(node).sharing == "together"
 
 
 _DENOISE = Node(

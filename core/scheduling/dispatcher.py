@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from core.cache.page_reservations import PageReservations
 from core.graph.work import Work
-from core.graph.workflow import Node, is_step, op_of
+from core.graph.workflow import Node, op_of
 from core.handles import ModelKey, Tier
 from core.messages.worker import Batch, Delivery, Item, Transfer
 from core.scheduling.batch_items import chunk_items, chunk_work, latents_item, make_item, node_work
@@ -80,7 +80,7 @@ class Dispatcher:
         for request, node in dispatch.items:
             request.send(node, ranks)
         batch = Batch(next(self.batch_ids), op.name, ModelKey(model, op.component), ranks, items)
-        return Flight(batch, work, self.predict(batch, work), is_step=is_step(node))
+        return Flight(batch, work, self.predict(batch, work), is_step=node.name in request.workflow.step_names)
 
     def _begin(self, dispatch: Dispatch) -> list[str]:
         """Note that waiting requests run; their ids."""

@@ -53,7 +53,8 @@ def _place(request: Request, key: TensorKey, ranks: Ranks, values: ValueTable, f
 
 def _is_at_home(request: Request, ranks: Ranks) -> bool:
     """Whether the request has never been on other ranks than this one."""
-    return len(ranks) == 1 and request.ranks <= {ranks[0]}
+    been = request.ranks
+    return len(ranks) == 1 and (not been or (len(been) == 1 and ranks[0] in been))
 
 
 def _is_made(request: Request, key: TensorKey) -> bool:

@@ -13,7 +13,7 @@ from core.costs.cost_model import CostKey, CostModel, extra_seconds
 from core.costs.load_report import RequestLoad
 from core.graph.op import OPS, Op
 from core.graph.work import Work
-from core.graph.workflow import Node, is_step, op_of
+from core.graph.workflow import Node, op_of
 from core.handles import ModelKey, Tier
 from core.messages.worker import Batch, CostSample
 from core.model_info import ModelInfo
@@ -79,7 +79,7 @@ class Predictor:
     def others_of(self, request: Request) -> Iterable[tuple[str, float]]:
         """(op, seconds) of a request's remaining work other than its steps."""
         for node in request.workflow.nodes:
-            if not is_step(node) and (times := request.progress.times_left(node)):
+            if node.name not in request.workflow.step_names and (times := request.progress.times_left(node)):
                 line = self._coefficients(request, node)
                 work = node_work(request, node)
                 pairs = zip(work.queries, work.keys, strict=True)

@@ -78,6 +78,8 @@ class Request:
     ranks: set[int] = field(default_factory=set)  # all that it was ever sent to
     # (node, ranks) -> inputs that its rounds share
     fixed_inputs: dict[tuple[str, tuple[int, ...]], tuple[TensorRef, ...]] = field(default_factory=dict)
+    # (canvas, whether a step is mask-aware) -> sizes
+    known_sizes: dict[tuple[str, bool], NodeSizes] = field(default_factory=dict)
     num_moving: int = 0  # its values that a worker is writing to shared memory
     # Set by the scheduler from results of batches.
     started: float | None = None  # when a worker began its first stage, monotonic seconds
@@ -96,14 +98,19 @@ class Request:
 
     def sizes(self, node: Node) -> NodeSizes:
         """The sizes of running a node next."""
-        canvas = self.spec.canvas(node.canvas)
-        tokens = canvas.num_active_tokens if self.is_masked(node) else canvas.num_all_tokens
-        return NodeSizes(canvas, self.spec.num_rows, tokens)
+        is_masked = self.is_masked(node)
+        sizes = self.known_sizes.get((node.canvas, is_masked))
+        if sizes is None:
+            canvas = self.spec.canvas(node.canvas)
+            tokens = canvas.num_active_tokens if is_masked else canvas.num_all_tokens
+            sizes = self.known_sizes[node.canvas, is_masked] = NodeSizes(canvas, self.spec.num_rows, tokens)
+        return sizes
 
     def is_masked(self, node: Node) -> bool:
         """Whether the next run of a node is a mask-aware step."""
-        is_paged = bool(node.region) and not node.canvas
-        return is_paged and self.spec.is_masked_step(self.progress.scheduled[node.name])
+        if not node.region or node.canvas or not self.spec.is_mask_aware:
+            return False
+        return self.progress.scheduled[node.name] >= self.spec.num_full_steps
 
     def send(self, node: Node, ranks: tuple[int, ...]) -> None:
         """Note that the next run of a node is sent to these ranks."""

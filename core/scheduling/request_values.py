@@ -20,8 +20,9 @@ def note_values(
     """Note that a node has finished in this batch: what it made, and what was sent to it, is on the batch's ranks; what
     it alone still read is free. To be called after `Progress.finish`. round_: `Progress.round_done` before it.
     """
-    for ref in _deferred(batch, request.id, node.name):
-        values.note_copy(ref.key, batch.ranks)
+    if len(request.ranks) > 1:
+        for ref in _deferred(batch, request.id, node.name):
+            values.note_copy(ref.key, batch.ranks)
     progress = request.progress
     for ref in made:
         values.add(ref, batch.ranks, num_reads(progress, node, ref.key.name, ref.key.version))

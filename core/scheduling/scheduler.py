@@ -28,7 +28,7 @@ from core.failure import NEVER_BEGUN, Failure
 from core.graph.catalog import WORKFLOWS
 from core.graph.check import check_workflow
 from core.graph.op import OPS
-from core.graph.workflow import Node, is_step, op_of
+from core.graph.workflow import Node, op_of
 from core.handles import TensorKey
 from core.messages.engine import (
     Aborted,
@@ -353,7 +353,7 @@ class StepScheduler:
         if node.chooses:
             note_choice(self.values, request, node, item.chosen)
         request_op(node).note(request, item)
-        if is_step(node):
+        if node.name in request.workflow.step_names:
             request.note_step()
         if not request.is_live:
             return

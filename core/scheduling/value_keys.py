@@ -33,6 +33,8 @@ def keys_read(request_id: str, progress: Progress, node: Node, round_: int) -> l
 def keys_done(request_id: str, progress: Progress, node: Node, round_: int) -> list[TensorKey]:
     """The values that a node reads no more, now that this run of it is finished."""
     reads = progress.workflow.reads[node.name]
+    if round_ and reads.carries_all and node.name not in progress.over:  # a loop's usual round
+        return [TensorKey(request_id, edge.carried, edge.name, round_) for edge in reads.of_round]
     keys = [key_read(request_id, progress, node, edge, round_) for edge in edges_read(progress, reads.of_round)]
     if node.name not in progress.over and not reads.overlap:
         return keys
@@ -46,12 +48,21 @@ def num_reads(progress: Progress, node: Node, name: str, version: int) -> int:
     """How often other nodes will read what a node has made under this name and version: each once in all its runs, or
     in its same round, in the next one, or in both.
     """
-    readers = progress.workflow.readers.get((node.name, name), ())
-    return sum(
-        len({way for edge in edges if (way := _way(progress, reader, node, edge, version))})
-        for reader, edges in readers
-        if reader.name not in progress.over
-    )
+    if node.region and version < progress.rounds[node.region]:
+        return progress.workflow.reads_in_rounds.get((node.name, name), 0) + _num_shown(progress, node, name, version)
+    number = 0
+    for reader, edges in progress.workflow.readers.get((node.name, name), ()):
+        if reader.name not in progress.over:
+            number += len({way for edge in edges if (way := _way(progress, reader, node, edge, version))})
+    return number
+
+
+def _num_shown(progress: Progress, node: Node, name: str, version: int) -> int:
+    """How many side nodes read a value that this round has made."""
+    if not progress.pending:
+        return 0
+    sides = (side for side in progress.workflow.sides.get(node.name, ()) if side.name in progress.pending)
+    return sum(progress.round_of(side) == version and any(e.name == name for e in side.inputs) for side in sides)
 
 
 def _way(progress: Progress, reader: Node, node: Node, edge: Edge, version: int) -> str:

@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from core.graph.catalog import WORKFLOWS
-from core.graph.workflow import is_step
 from core.messages.engine import EngineRequest, Failed, Finished, PartialImage, ToEngine
 from core.messages.worker import Batch, BatchResult, FromWorker, StepPlan
 from core.scheduling.outputs import Output
@@ -44,7 +43,7 @@ class _Traced:
 
     def add(self, node: str, result: BatchResult, num_requests: int) -> None:
         workflow = WORKFLOWS.get(self.request.workflow)
-        if workflow is not None and is_step(workflow.node(node)):
+        if workflow is not None and node in workflow.step_names:
             self.steps.add(result, num_requests)
         else:
             ended = result.started + result.seconds

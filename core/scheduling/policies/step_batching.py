@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from core.cache.priming import PrimingJob
 from core.config import PRIME_SHARE
 from core.graph.work import Work
-from core.graph.workflow import Node, is_step
+from core.graph.workflow import Node
 from core.scheduling.dispatch import CacheDispatch, Decision, Dispatch, Fetch
 from core.scheduling.ops.template_encode import TEMPLATE_ENCODE
 from core.scheduling.policies.policy import SchedulingPolicy
@@ -62,7 +62,7 @@ class _Pass:
         """
         running = self.view.requests.running
         num_unseen, is_idle = len(running), not running
-        slots = self.view.config.max_num_seqs - sum(request.progress.has_rounds_left for request in running)
+        slots = self.view.config.max_num_seqs - sum(request.progress.steps_left > 0 for request in running)
         if any(request.head.runs_alone for request in running):
             slots = 0
         admitted: list[Request] = []
@@ -129,7 +129,7 @@ class _Pass:
     def _ready_steps(self) -> Iterator[tuple[Request, Node]]:
         for request, ready in self._candidates:
             for node in ready:
-                if is_step(node) and self._can_run(request, node):
+                if node.name in request.workflow.step_names and self._can_run(request, node):
                     yield request, node
 
     # ------------------------------------------------------------------------------------------------ ranks
@@ -210,4 +210,4 @@ def _is_output(request: Request, node: Node) -> bool:
 
 def _is_source_or_side(request: Request, node: Node) -> bool:
     """Chosen together, so that encodings of new requests do not delay a preview that its request waits for."""
-    return not is_step(node) and not _is_output(request, node)
+    return node.name not in request.workflow.step_names and not _is_output(request, node)

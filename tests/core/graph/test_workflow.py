@@ -65,7 +65,7 @@ def test_a_second_region_begins_when_the_first_is_over() -> None:
     assert ready(progress) == ["upscale"]
     run(progress, "upscale", "image_encode", "denoise")
     assert ready(progress) == ["decode"]
-    assert not progress.has_rounds_left
+    assert progress.steps_left == 0
 
 
 @given(st.integers(1, 200), st.integers(0, 3))
