@@ -100,8 +100,8 @@ class ImageEngine:
     model: diffusers directory or hub id; default: the embedded model. variant, dtype, quantization, device, threads,
     mask_aware, cache_keyframes, cache_dtype, priming_prompt: see ModelConfig. loras: name -> file of each adapter, see
     AdapterConfig. cache: see CacheConfig. data_parallel_size: number of engines, between which edits are distributed.
-    Raises InvalidRequestError for an argument of the wrong type or out of range, and ConfigError if the model or an
-    adapter cannot be loaded.
+    workers_per_engine: ranks of each, the last of which decodes. Raises InvalidRequestError for an argument of the
+    wrong type or out of range, and ConfigError if the model or an adapter cannot be loaded.
 
     Usable only in the process that created it, since a forked child has neither its thread nor its child processes.
     Methods raise EngineError in a fork and after `close`.
@@ -125,6 +125,7 @@ class ImageEngine:
         max_num_seqs: int = SchedulerConfig().max_num_seqs,
         image_workers: int = ImageConfig().image_workers,
         data_parallel_size: int = EngineConfig().data_parallel_size,
+        workers_per_engine: int = EngineConfig().workers_per_engine,
     ) -> None:
         config = StencilConfig(
             engine=EngineConfig(
@@ -146,6 +147,7 @@ class ImageEngine:
                 scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
                 cache=cache,
                 data_parallel_size=data_parallel_size,
+                workers_per_engine=workers_per_engine,
             ),
             image=ImageConfig(image_workers=image_workers),
             max_queue=MAX_IN_FLIGHT * data_parallel_size * 10,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
+import inspect
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from entrypoints import Edit, ImageEngine, SamplingParams
 STEPS = 4
 DTYPES = ("float32", "bfloat16")
 RANKS = (1, 2, 3)
+HAS_RANKS = "workers_per_engine" in inspect.signature(ImageEngine.__init__).parameters
 ON_SEVERAL_RANKS = ("embedded", "sd_inpaint")
 """Families whose pictures are also made by engines with several workers."""
 COMMON: dict[str, Any] = {"num_inference_steps": STEPS, "seed": 7}
@@ -38,7 +40,7 @@ def main() -> None:
     for model in args.models:
         name, _, path = model.partition("=")
         for dtype in DTYPES:
-            for ranks in RANKS if name in ON_SEVERAL_RANKS and dtype == "float32" else RANKS[:1]:
+            for ranks in RANKS if HAS_RANKS and name in ON_SEVERAL_RANKS and dtype == "float32" else RANKS[:1]:
                 kind = f"{name}/{dtype}" if ranks == 1 else f"{name}/{dtype}/{ranks} ranks"
                 found |= {f"{kind}/{edit}": digest for edit, digest in hashes(path, dtype, args.image, ranks)}
     print(json.dumps(found))
@@ -51,7 +53,8 @@ def hashes(path: str, dtype: str, image: Path, ranks: int) -> Iterator[tuple[str
     """
     settings: dict[str, Any] = {"model": path} if path else {}
     names, edits, samplings = zip(*cases(image), strict=True)
-    with ImageEngine(**settings, dtype=dtype, image_workers=1, workers_per_engine=ranks) as engine:
+    settings |= {"workers_per_engine": ranks} if ranks > 1 else {}
+    with ImageEngine(**settings, dtype=dtype, image_workers=1) as engine:
         for name, edit, sampling in zip(names, edits, samplings, strict=True):
             yield f"{name}/alone", _digest(engine.generate([edit], sampling, use_tqdm=False)[0])
         together = engine.generate(list(edits), list(samplings), use_tqdm=False)
