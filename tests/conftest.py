@@ -17,7 +17,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # read when any module first imp
 SLOW_FOLDERS = ("e2e", "benchmarks", "tools", "model_executor")
 """Folders whose files take up to minutes each, slowest first; a file of any other takes seconds."""
 
-gc.disable()  # until all test files are imported: otherwise a quarter of that time goes to collections that find nothing
+gc.disable()  # until all test files are imported, which takes a quarter longer with collections that find nothing
 
 
 def pytest_configure(config: pytest.Config) -> None:
