@@ -1,6 +1,7 @@
 """Keeps the tests out of the user's cache folder, and makes Triton interpret its kernels so that they run without a
-GPU. With TRITON_INTERPRET=0, tests that need a GPU compile them instead. Runs the slow folders first, and does not let
-the garbage collector walk the imported libraries.
+GPU. With TRITON_INTERPRET=0, tests that need a GPU compile them instead.
+
+Saves time: PyTorch has one thread, slow folders come first, and the garbage collector does not walk imported libraries.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when any module first imports Triton
+# Read when PyTorch is imported, here or in a child. Tensors are tiny: two threads wait for each other longer than they
+# compute, and test processes already keep all cores busy. With two, training a tiny UNet took 105 s of processor time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 SLOW_FOLDERS = ("e2e", "benchmarks", "tools", "model_executor")
 """Folders whose files take up to minutes each, slowest first; a file of any other takes seconds."""
