@@ -144,7 +144,7 @@ MAX_QUEUE = 8
 @pytest.fixture(scope="module")
 def small_queue(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """Two edits run, six wait."""
-    flags = ("--max-queue", str(MAX_QUEUE), "--max-num-seqs", "2")
+    flags = ("--max-queue", str(MAX_QUEUE), "--max-num-seqs", "2", "--threads", "1")
     server = start(tmp_path_factory.mktemp("queue") / "scratch", *KEYS, *flags)
     yield server
     assert server.stop() == 0, server.log.read_text()

@@ -41,7 +41,7 @@ def assert_is_an_edit(folder: Path) -> None:
 def test_the_first_edit(folder: Path) -> None:
     code = BLOCKS[0]
     assert README_URL in code
-    server = start(folder / "scratch")
+    server = start(folder / "scratch", "--threads", "1")
     try:
         run(code.replace(README_URL, server.url), folder)
         assert_is_an_edit(folder)

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from core.config import ModelConfig
 from core.ipc.shared_array import Arena
@@ -12,8 +11,6 @@ from core.model_info import ModelInfo
 from model_executor.models.base import Family
 from model_executor.worker.resident import ResidentModels
 from tools.random_checkpoints import make_flux_fill
-
-torch.set_num_threads(1)  # tiny tensors: two threads wait for each other longer than they compute
 
 
 @pytest.fixture(scope="session")
