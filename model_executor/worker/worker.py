@@ -6,6 +6,7 @@ must follow the settings that PyTorch reads once at import, and one that fails i
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -97,6 +98,7 @@ def _start(settings: WorkerConfig, link: EngineLink, arenas: Sequence[Arena], so
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(user_cache_folder(os.environ) / "inductor"))
     # Importing diffusers creates this folder, by default one that is left behind; nothing is compiled into it.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
+    gc.disable()  # otherwise a quarter of the libraries' import time goes to collections that find nothing
     from model_executor.page_cache.page_store import PageStore
     from model_executor.worker.cost_probe import known_or_probed
     from model_executor.worker.exchange import Exchange
@@ -106,6 +108,8 @@ def _start(settings: WorkerConfig, link: EngineLink, arenas: Sequence[Arena], so
     from model_executor.worker.runner import Runner
     from model_executor.worker.tensor_store import TensorStore
 
+    gc.freeze()  # what was imported stays; full collections of the running worker do not walk it
+    gc.enable()
     set_threads(num_threads)
     quiet_libraries()
     models = ResidentModels.open(
