@@ -22,13 +22,16 @@ class AnyRanks(SchedulingPolicy):
         fetches: list[Decision] = []
         batches: dict[tuple[str, tuple[int, ...]], list[tuple[Request, Node]]] = {}
         for request in list(view.requests.live()):
-            for node in view.ready(request):
+            ready = view.ready(request)
+            for node in self._random.sample(ready, len(ready)):
                 ranks = self._ranks(view)
                 if view.can_run(request, node, ranks):
                     batches.setdefault((node.op, ranks), []).append((request, node))
                 elif view.can_fetch(request, node, ranks):
                     fetches.append(Fetch(request, node, ranks))
-        return [*fetches, *(Dispatch(tuple(items), ranks) for (_, ranks), items in batches.items())]
+        dispatches = [Dispatch(tuple(items), ranks) for (_, ranks), items in batches.items()]
+        self._random.shuffle(dispatches)
+        return [*fetches, *dispatches]
 
     def _ranks(self, view: View) -> tuple[int, ...]:
         count = self._random.choice([1, 1, 1, 2, view.num_ranks])

@@ -215,7 +215,7 @@ class FakeWorkers:
                 return []
             results.append(self._run_batch(batch, rank))
             self.num_run[rank] = (self.num_run[rank] or 0) + 1
-            self._deliver(plan, rank, {(item.request_id, item.node) for item in batch.items})
+            self._deliver(plan, rank, {(item.request_id, item.node, item.version) for item in batch.items})
         results += [self._run_transfer(transfer) for transfer in plan.transfers if transfer.source == rank]
         self.queues[rank].popleft()
         self.num_run[rank], self.results[rank] = None, []
@@ -232,19 +232,20 @@ class FakeWorkers:
         if rank == 0:
             self.pages.copies += plan.copies
             self.pages.files -= {key for key in self.pages.files for gone in plan.delete if key.startswith(gone)}
-        to_come = {(item.request_id, item.node) for batch in batches for item in batch.items}
-        there = {(each.key.request_id, each.key.node) for each in plan.deliveries} - to_come
+        to_come = {(item.request_id, item.node, item.version) for batch in batches for item in batch.items}
+        there = {(each.key.request_id, each.key.node, each.key.version) for each in plan.deliveries} - to_come
         self._deliver(plan, rank, there)
 
-    def _deliver(self, plan: StepPlan, rank: int, made: Container[tuple[str, str]]) -> None:
+    def _deliver(self, plan: StepPlan, rank: int, made: Container[tuple[str, str, int]]) -> None:
         """Send what other ranks wait for, or that it was not made."""
         for each in plan.deliveries:
-            if each.source == rank and (each.key.request_id, each.key.node) in made:
+            if each.source == rank and (each.key.request_id, each.key.node, each.key.version) in made:
                 self.delivered[each.target].append((each.key, self.stored[rank].get(each.key)))
 
     def _has_deferred(self, batch: Batch, rank: int) -> bool:
         """Take what was sent for a batch; False if something has not come yet."""
-        wanted = [ref.key for item in batch.items for ref in item.inputs if ref.is_deferred]
+        refs = [ref for item in batch.items for ref in item.inputs if ref.is_deferred]
+        wanted = [ref.key for ref in refs if ref.rank != rank]
         came = [key for key, _ in self.delivered[rank]]
         if any(wanted.count(key) > came.count(key) for key in wanted):
             return False

@@ -41,10 +41,11 @@ def _size(sizes: Sizes) -> Work:
 def _make(request: Request, node: Node, pages: PageReservations) -> Toy:
     workflow, seed = request.workflow, request.spec.sampling.seed
     assert seed is not None
-    is_second = node.region in workflow.adaptive and request.progress.scheduled[node.name] == 1
+    number = request.progress.scheduled[node.name] + 1
+    says_enough = node.region in workflow.adaptive and number == 1 + seed % 3
     return Toy(
         choices=tuple(sorted(readers_of(workflow, node.name))) if node.chooses else (),
-        enough=3 if is_second else 0,
+        enough=number + seed % 2 if says_enough else 0,  # this round is the last, or the next one
         seed=seed,
         pixels=request.spec.pixels[-1] if node.name == workflow.output else None,
     )

@@ -111,8 +111,21 @@ def _check_edge(workflow: Workflow, node: Node, edge: Edge) -> None:
         raise _fail(workflow, node, f"it takes {read.type}, and {edge.source}.{edge.name} is {made.type}", edge)
     if edge.carried:
         _check_carried(workflow, node, edge, made)
-    if edge.deferred and node.shows:
+    if edge.deferred:
+        _check_deferred(workflow, node, edge, made)
+
+
+def _check_deferred(workflow: Workflow, node: Node, edge: Edge, made: Port) -> None:
+    """A value can be awaited in the reader's work only if it is sure to be made, once, unless its source fails."""
+    source = workflow.node(edge.source)
+    if node.shows:
         raise _fail(workflow, node, "a side node cannot read deferred", edge)
+    if source.chooses:
+        raise _fail(workflow, node, f"{source.name} chooses which of its readers run, so none can begin before", edge)
+    if OPS[source.op].pages == "span":
+        raise _fail(workflow, node, f"a run of {source.name} may be repeated, so it cannot be read deferred", edge)
+    if made.is_optional:
+        raise _fail(workflow, node, f"{source.name} may make no {edge.name}, so it cannot be read deferred", edge)
 
 
 def _check_carried(workflow: Workflow, node: Node, edge: Edge, made: Port) -> None:

@@ -176,18 +176,22 @@ class Progress:
         self.land(node)
         self.scheduled[node.name] -= 1
 
-    def shorten(self, node: Node, rounds: int) -> None:
+    def shorten(self, node: Node, rounds: int) -> set[str]:
         """Lower the number of rounds of a node's adaptive region; not below the round that the node is doing. To be
-        called before this is finished.
+        called before this is finished. Returns the nodes that are over because of it.
         """
-        region, begun = node.region, self.done[node.name] + 1
+        region, current, before = node.region, self.done[node.name] + 1, set(self.over)
         nodes = [node for node in self.workflow.nodes if node.region == region]
-        self.rounds[region] = min(self.rounds[region], max(rounds, begun))
+        self.rounds[region] = min(self.rounds[region], max(rounds, current))
         self.over.update(node.name for node in nodes if self.done[node.name] == self.rounds[region])
         sides = {node.name for node in self.workflow.side_nodes if self.workflow.node(node.shows).region == region}
-        shown = {name: tuple(r for r in of if r < self.rounds[region] or r <= begun) for name, of in self.shown.items()}
-        self.shown = {name: shown[name] if name in sides else of for name, of in self.shown.items()}
+        last = max(current, self.rounds[region] - 1)  # a side node shows no last round, unless it is prepared already
+        self.shown = {
+            name: tuple(number for number in of if number <= last) if name in sides else of
+            for name, of in self.shown.items()
+        }
         self.over.update(name for name in sides if self.done[name] == len(self.shown.get(name, ())))
+        return self.over - before
 
     def choose(self, node: Node, reader: str) -> frozenset[str]:
         """Record which of its readers a node has chosen; returns the nodes that are skipped because of it."""
@@ -200,10 +204,13 @@ class Progress:
         """Run these nodes again, from their first round; the others stay as they are. Nothing may be in flight. Runs of
         side nodes are not repeated. rounds: region -> the number of its rounds at first.
         """
+        again = {name for name in again if not self.workflow.node(name).shows}
         self.rounds.update(rounds)
+        self.chosen = {name: reader for name, reader in self.chosen.items() if name not in again}
+        again |= self.skipped
+        self.skipped = skipped_by(self.workflow, self.chosen)
         for name in again:
-            if not self.workflow.node(name).shows:
-                self.scheduled[name] = self.done[name] = 0
-                self.over.discard(name)
+            self.scheduled[name] = self.done[name] = 0
+        self.over = (self.over - again) | self.skipped
         self.pending.clear()
         self.is_restarting = False

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import select
 import socket
 from collections.abc import Sequence
 
@@ -17,6 +18,9 @@ import numpy.typing as npt
 
 HEADER_BYTES = 1 << 16
 """Longest header."""
+
+FULL_SECONDS = 0.01
+"""How long a sender waits for room before it looks into its own inbox again."""
 
 
 def create_inboxes(num_ranks: int) -> list[tuple[int, int]]:
@@ -33,16 +37,25 @@ class PeerSockets:
         self._inbox = socket.socket(fileno=inbox)
         self._outboxes = [socket.socket(fileno=fd) for fd in outboxes]
 
-    def post(self, rank: int, header: bytes, data: npt.NDArray[np.uint8] | None) -> None:
-        """Send a message to a rank. Waits while hundreds of messages lie unread in its inbox."""
-        fds: list[int] = []
+    def post(self, rank: int, header: bytes, data: npt.NDArray[np.uint8] | None) -> bool:
+        """Send a message to a rank; False if its inbox, which holds some hundred messages, is full."""
+        fd = None if data is None else _memfd(data)
         try:
-            if data is not None:
-                fds.append(_memfd(data))
-            socket.send_fds(self._outboxes[rank], [header], fds)
+            socket.send_fds(self._outboxes[rank], [header], [] if fd is None else [fd], socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
         finally:
-            for fd in fds:
+            if fd is not None:
                 os.close(fd)
+        return True
+
+    def wait_for_room(self, rank: int) -> None:
+        """Wait until a rank's inbox has room, or this one a message; at most some milliseconds."""
+        select.select([self._inbox], [self._outboxes[rank]], [], FULL_SECONDS)
+
+    def has_message(self) -> bool:
+        """Whether `receive` would not wait."""
+        return bool(select.select([self._inbox], [], [], 0)[0])
 
     def receive(self) -> tuple[bytes, npt.NDArray[np.uint8]]:
         """Wait for the next message: (header, data). The data is empty if none was sent."""

@@ -76,8 +76,8 @@ class PageCopy(msgspec.Struct, frozen=True):
 
 
 class StepPlan(Message, frozen=True):
-    """What one rank does next: free, load, forget, delete, copies, batches, transfers, unload, in this order. Made by
-    the StepScheduler.
+    """What one rank does next: free, load, forget, delete, copies, batches, transfers, unload, in this order; each
+    delivery as soon as its value is there. Made by the StepScheduler.
     """
 
     seq: int
@@ -104,7 +104,7 @@ ToWorker = StepPlan | Shutdown
 
 class WorkerConfig(msgspec.Struct, frozen=True):
     """The configuration of a worker process, which also inherits the file descriptors (channel memory, channel socket,
-    arena, page arena, value arena).
+    arena, page arena, value arena, inboxes of the ranks).
     """
 
     rank: int

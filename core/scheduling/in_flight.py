@@ -57,12 +57,13 @@ class Flight:
         first, *others = (self.answers[rank] for rank in self.batch.ranks)
         if not others:
             return first
-        failures = {item.request_id: item.failure for other in others for item in other.items if item.failure}
+        failed = (item for other in others for item in other.items if item.failure)
+        failures = {(item.request_id, item.node): item.failure for item in failed}
         return msgspec.structs.replace(
             first,
             started=min(first.started, *(other.started for other in others)),
             seconds=max(first.seconds, *(other.seconds for other in others)),
-            items=tuple(_failed(item, failures.get(item.request_id)) for item in first.items),
+            items=tuple(_failed(item, failures.get((item.request_id, item.node))) for item in first.items),
             num_parts=max(first.num_parts, *(other.num_parts for other in others)),
         )
 

@@ -35,7 +35,10 @@ def find_inputs(request: Request, node: Node, ranks: Ranks, values: ValueTable) 
     found = Inputs()
     if _is_at_home(request, ranks):
         return found
-    edges = [edge for edge in edges_read(request.progress, node.inputs) if not edge.deferred]
+    reads = request.workflow.reads[node.name]
+    is_fixed_there = (node.name, ranks) in request.fixed_inputs  # since an earlier round
+    edges = edges_read(request.progress, reads.of_round if is_fixed_there else node.inputs)
+    edges = [edge for edge in edges if not edge.deferred]
     round_ = request.progress.round_of(node)
     for key in {key_read(request.id, request.progress, node, edge, round_) for edge in edges}:
         _place(request, key, ranks, values, found)
@@ -63,12 +66,17 @@ def _is_made(request: Request, key: TensorKey) -> bool:
 
 
 def is_ahead(request: Request, item: Item) -> bool:
-    """Whether an item that is done has read from a run that is not known to be done yet, or comes after one."""
+    """Whether an item that is done has read from a run that is not known to be done yet, or comes after one. Of a
+    request that has ended, later runs may be known although an earlier one failed.
+    """
+    if len(request.ranks) < 2 or not request.is_live:
+        return False
     progress = request.progress
-    return len(request.ranks) > 1 and (
-        item.version > progress.done[item.node] + 1
-        or any(ref.key.node in progress.in_flight and not _is_made(request, ref.key) for ref in item.inputs)
-    )
+    if item.version > progress.done[item.node] + 1:
+        return True
+    if len(progress.in_flight) == 1:  # this item's node alone
+        return False
+    return any(ref.key.node in progress.in_flight and not _is_made(request, ref.key) for ref in item.inputs)
 
 
 # ---------------------------------------------------------------------------------------------------- what is sent
@@ -88,7 +96,7 @@ def input_refs(request: Request, node: Node, ranks: Ranks, values: ValueTable) -
 def deliveries(batch: Batch) -> list[Delivery]:
     """What other ranks have to send the ranks of a batch while it runs."""
     refs = [ref for item in batch.items for ref in item.inputs if ref.is_deferred]
-    return [Delivery(ref.key, ref.rank, rank) for ref in refs for rank in batch.ranks]
+    return [Delivery(ref.key, ref.rank, rank) for ref in refs for rank in batch.ranks if rank != ref.rank]
 
 
 def _refs(

@@ -10,7 +10,7 @@ from core.graph.workflow import Node, Workflow
 from core.handles import TensorKey, TensorRef
 from core.messages.worker import Batch
 from core.scheduling.request import Request
-from core.scheduling.value_keys import keys_done, keys_read, num_reads
+from core.scheduling.value_keys import edges_read, key_read, keys_done, keys_read, num_reads
 from core.scheduling.values import ValueTable
 
 
@@ -33,6 +33,23 @@ def note_values(
 def _deferred(batch: Batch, request_id: str, node: str) -> list[TensorRef]:
     items = [item for item in batch.items if item.request_id == request_id and item.node == node]
     return [ref for item in items for ref in item.inputs if ref.is_deferred]
+
+
+def note_rounds(values: ValueTable, request: Request, node: Node, rounds: int) -> None:
+    """Note that a node's region needs this many rounds only. To be called before `Progress.finish`. If this round is
+    the last, other nodes read what the region has made in it than was expected, and nodes that are over now will not
+    read again.
+    """
+    progress, workflow = request.progress, request.workflow
+    ended = progress.shorten(node, rounds)
+    for key in values.keys(request.id):
+        maker = workflow.node(key.node)
+        if maker.region == node.region and key.version == progress.rounds[node.region]:
+            values.renew(key, num_reads(progress, maker, key.name, key.version))
+    for name in ended:
+        over = workflow.node(name)
+        for edge in edges_read(progress, workflow.reads[name].fixed):
+            values.done_reading(key_read(request.id, progress, over, edge, 0))
 
 
 def note_choice(values: ValueTable, request: Request, chooser: Node, reader: str) -> None:
@@ -58,7 +75,7 @@ def begin_again(values: ValueTable, request: Request) -> None:
     assert paged is not None
     request.reservation.full_blocks, request.full_blocks = (), 0
     again = _to_repeat(values, request, request.workflow.repeated_with(paged.region))
-    progress.restart(again, _rounds_at_first(request))
+    progress.restart(again, _rounds_at_first(request, again))
     request.fixed_inputs.clear()
     values.discard([key for key in values.keys(request.id) if key.node in again])
     for key in values.keys(request.id):
@@ -72,6 +89,7 @@ def _to_repeat(values: ValueTable, request: Request, first: Iterable[str]) -> se
     while wanted:
         again |= wanted
         sources = {edge.source for name in wanted for edge in workflow.node(name).inputs} - again
+        sources -= request.progress.skipped
         lost = [source for source in sources if not _is_whole(values, request, source)]
         wanted = {name for source in lost for name in _with_region(workflow, source)} - again
     return {name for name in again if not workflow.node(name).shows}
@@ -90,5 +108,8 @@ def _is_whole(values: ValueTable, request: Request, name: str) -> bool:
     return all(values.get(TensorKey(request.id, name, each, version)) is not None for each in names)
 
 
-def _rounds_at_first(request: Request) -> dict[str, int]:
-    return dict(zip((region.name for region in request.workflow.regions), request.head.rounds, strict=True))
+def _rounds_at_first(request: Request, again: Iterable[str]) -> dict[str, int]:
+    """Region -> number of its rounds before any result lowered it, of the regions with one of these nodes."""
+    regions = {request.workflow.node(name).region for name in again}
+    pairs = zip(request.workflow.regions, request.head.rounds, strict=True)
+    return {region.name: rounds for region, rounds in pairs if region.name in regions}

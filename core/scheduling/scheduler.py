@@ -54,7 +54,7 @@ from core.scheduling.predictor import Predictor
 from core.scheduling.reporter import Reporter
 from core.scheduling.request import Request, Status
 from core.scheduling.request_prefetcher import RequestPrefetcher
-from core.scheduling.request_values import begin_again, note_choice, note_values
+from core.scheduling.request_values import begin_again, note_choice, note_rounds, note_values
 from core.scheduling.step_limit import StepLimit
 from core.scheduling.values import ValueTable
 from core.scheduling.view import View
@@ -276,6 +276,7 @@ class StepScheduler:
         assert ids == {request.id for request in self._requests}
         assert set(self._endings) <= ids
         self.pages.check_integrity()
+        assert self._out.flights or not self._landed, "results wait for runs that are not in flight"
         flights = [*self._out.flights, *self._landed]
         out = [item for flight in flights if flight.job is None for item in flight.batch.items]
         assert len(out) == sum(request.progress.num_in_flight for request in self._requests)
@@ -347,7 +348,7 @@ class StepScheduler:
         progress = request.progress
         round_, index = progress.round_done(node), progress.pending.get(node.name, 0)
         if item.rounds and node.region in request.workflow.adaptive:
-            progress.shorten(node, item.rounds)
+            note_rounds(self.values, request, node, item.rounds)
         progress.finish(node)
         note_values(self.values, request, node, round_, item.tensors, batch)
         if node.chooses:

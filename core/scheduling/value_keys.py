@@ -66,16 +66,16 @@ def _num_shown(progress: Progress, node: Node, name: str, version: int) -> int:
 
 
 def _way(progress: Progress, reader: Node, node: Node, edge: Edge, version: int) -> str:
-    """In which of its runs a node reads a value through an edge; "" if in none."""
+    """In which of its runs to come a node reads a value through an edge; "" if in none."""
     is_last = not node.region or version == progress.rounds[node.region]
     if edge.carried == node.name and version:
-        return "" if is_last else "next round"
+        return "" if is_last or progress.done[reader.name] > version else "next round"
     if edge.source != node.name:
         return ""
     if reader.shows == node.name:
         return "shown" if version in progress.shown.get(reader.name, ())[progress.done[reader.name] :] else ""
     if reader.region and reader.region == node.region:
-        return "same round"
+        return "same round" if progress.done[reader.name] < version else ""
     return "any" if is_last else ""
 
 

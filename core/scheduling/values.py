@@ -82,9 +82,10 @@ class ValueTable:
             value.ranks |= frozenset(ranks)
 
     def renew(self, key: TensorKey, readers: int) -> None:
-        """Set how many nodes will read a value that is there, as some run again; without any it is freed."""
-        self._values[key.request_id][key].readers_left = readers
-        if not readers:
+        """Set how often nodes will read a value that is there, as that has changed; without any it is freed."""
+        value = self._values[key.request_id][key]
+        value.readers_left = readers
+        if not readers and not value.is_moving:
             self._free(key)
 
     def discard(self, keys: Iterable[TensorKey]) -> None:

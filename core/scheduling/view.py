@@ -41,6 +41,7 @@ class View:
     _pages: PageReservations
     _values: ValueTable
     _predict: PredictWork
+    _inputs: dict[tuple[str, str, Ranks], Inputs] = field(default_factory=dict)  # once asked for
     _ready: dict[str, list[Node]] = field(default_factory=dict)  # request id -> its ready nodes, once asked for
 
     # ------------------------------------------------------------------------------------------------ of requests
@@ -59,7 +60,11 @@ class View:
 
     def inputs(self, request: Request, node: Node, ranks: Ranks) -> Inputs:
         """Where the inputs of a ready node are, as seen from these ranks."""
-        return find_inputs(request, node, ranks, self._values)
+        key = request.id, node.name, ranks
+        found = self._inputs.get(key)
+        if found is None:
+            found = self._inputs[key] = find_inputs(request, node, ranks, self._values)
+        return found
 
     def can_fetch(self, request: Request, node: Node, ranks: Ranks) -> bool:
         """Whether inputs of a ready node are on other ranks only, all of which may be given work now."""

@@ -6,15 +6,21 @@ waits for it within a batch waits only for batches dispatched before its own, an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from core.handles import TensorKey, TensorRef
 from core.ipc.peer_sockets import PeerSockets
 from core.messages.worker import Batch, Delivery
 from model_executor.worker.tensor_store import MissingValueError, TensorStore
+
+Run = tuple[str, str, int]
+"""Request id, node, version of what it makes: one run of a node."""
 
 
 class _Parcel(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -34,23 +40,39 @@ class Exchange:
         self._decoder = msgspec.msgpack.Decoder(_Parcel)
         self._awaited: dict[TensorKey, int] = {}  # by the batch that runs -> messages still to come
         self._failed: set[TensorKey] = set()  # of these, values that were not made
-        self._early: list[tuple[_Parcel, np.ndarray]] = []  # received for later batches
+        self._early: list[tuple[_Parcel, npt.NDArray[Any]]] = []  # received for later batches
+        self._waited = 0.0  # seconds
+
+    def free(self, keys: Collection[TensorKey]) -> None:
+        """Drop what has come for batches that will not run. keys: as for `TensorStore.free`. Whatever is sent for a
+        request is sent before the engine frees it.
+        """
+        if self._sockets is None or not keys:
+            return
+        self._receive_all()
+        gone, ended = set(keys), {key.request_id for key in keys if not key.node and not key.name}
+        self._early = [each for each in self._early if each[0].key not in gone and each[0].key.request_id not in ended]
+
+    def close(self) -> None:
+        """Close the sockets."""
+        if self._sockets is not None:
+            self._sockets.close()
 
     # ------------------------------------------------------------------------------------------------ sending
 
     def begin_plan(self, deliveries: Iterable[Delivery], batches: Sequence[Batch]) -> None:
         """Send what this rank has already; note what these batches will make."""
-        to_come = {(item.request_id, item.node) for batch in batches for item in batch.items}
+        to_come = {run for batch in batches for run in _runs(batch)}
         for delivery in deliveries:
-            if (delivery.key.request_id, delivery.key.node) in to_come:
+            if _run_of(delivery) in to_come:
                 self._to_send.append(delivery)
             else:
                 self._send(delivery)
 
     def end_batch(self, batch: Batch) -> None:
         """Send what the batch has made, or that it has not."""
-        made = {(item.request_id, item.node) for item in batch.items}
-        mine = [each for each in self._to_send if (each.key.request_id, each.key.node) in made]
+        made = set(_runs(batch)) if self._to_send else set()
+        mine = [delivery for delivery in self._to_send if _run_of(delivery) in made]
         for delivery in mine:
             self._to_send.remove(delivery)
             self._send(delivery)
@@ -61,7 +83,10 @@ class Exchange:
         if ref is not None:
             data = np.empty(ref.nbytes, np.uint8)
             self._store.write(delivery.key, data)
-        self._sockets.post(delivery.target, msgspec.msgpack.encode(_Parcel(delivery.key, ref)), data)
+        header = msgspec.msgpack.encode(_Parcel(delivery.key, ref))
+        while not self._sockets.post(delivery.target, header, data):
+            self._receive_all()  # the other rank may be waiting for room here, too
+            self._sockets.wait_for_room(delivery.target)
 
     # ------------------------------------------------------------------------------------------------ receiving
 
@@ -69,11 +94,12 @@ class Exchange:
         """Note which values other ranks send for this batch."""
         for item in batch.items:
             for ref in item.inputs:
-                if ref.is_deferred:
+                if ref.is_deferred and ref.rank != self._store.rank:
                     self._awaited[ref.key] = self._awaited.get(ref.key, 0) + 1
-        early, self._early = self._early, []
-        for parcel, data in early:
-            self._take(parcel, data)
+        if self._awaited:
+            early, self._early = self._early, []
+            for parcel, data in early:
+                self._take(parcel, data)
 
     def wait(self, key: TensorKey) -> None:
         """Wait until a deferred value of the batch that runs is in the tensor store. Raises MissingValueError if it was
@@ -86,17 +112,30 @@ class Exchange:
 
     def finish_batch(self) -> None:
         """Receive what the batch did not wait for, so that nothing arrives after it has ended."""
-        for key in list(self._awaited):
-            while self._awaited.get(key):
-                self._receive()
+        while self._awaited:
+            self._receive()
         self._failed.clear()
+
+    def take_waited(self) -> float:
+        """Seconds spent waiting since the last call."""
+        waited, self._waited = self._waited, 0.0
+        return waited
 
     def _receive(self) -> None:
         assert self._sockets is not None, "an engine with one rank receives nothing"
+        started = time.monotonic()
         header, data = self._sockets.receive()
+        self._waited += time.monotonic() - started
         self._take(self._decoder.decode(header), data)
 
-    def _take(self, parcel: _Parcel, data: np.ndarray) -> None:
+    def _receive_all(self) -> None:
+        """Receive what has come, without waiting."""
+        assert self._sockets is not None
+        while self._sockets.has_message():
+            header, data = self._sockets.receive()
+            self._take(self._decoder.decode(header), data)
+
+    def _take(self, parcel: _Parcel, data: npt.NDArray[Any]) -> None:
         left = self._awaited.get(parcel.key)
         if left is None:
             self._early.append((parcel, data))
@@ -109,3 +148,11 @@ class Exchange:
             self._failed.add(parcel.key)
         else:
             self._store.put_bytes(parcel.ref, data)
+
+
+def _runs(batch: Batch) -> list[Run]:
+    return [(item.request_id, item.node, item.version) for item in batch.items]
+
+
+def _run_of(delivery: Delivery) -> Run:
+    return delivery.key.request_id, delivery.key.node, delivery.key.version

@@ -54,7 +54,7 @@ class Runner:
             batch_id=batch.id,
             rank=self._rank,
             started=started,
-            seconds=time.monotonic() - started,
+            seconds=time.monotonic() - started - self._context.exchange.take_waited(),
             items=tuple(result for results, _ in done for result in results),
             num_parts=1 + sum(num_parts - 1 for _, num_parts in done),
         )

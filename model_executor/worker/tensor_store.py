@@ -40,7 +40,7 @@ class TensorStore:
     """Key -> tensor or series of tensors, on one rank. They move between ranks through `arena`, as bytes."""
 
     def __init__(self, rank: int, device: torch.device, arena: SharedMemory) -> None:
-        self._rank = rank
+        self.rank = rank
         self._device = device
         self._arena = arena
         self._tensors: dict[str, dict[TensorKey, Tensor]] = {}  # request id -> key -> tensor
@@ -154,16 +154,16 @@ class TensorStore:
 
     def _ref(self, key: TensorKey, tensor: Tensor) -> TensorRef:
         dtype, shape = _part(tensor)
-        return TensorRef(key, self._rank, shape, dtype, tensor.nbytes)
+        return TensorRef(key, self.rank, shape, dtype, tensor.nbytes)
 
     def _series_ref(self, key: TensorKey, series: Sequence[Tensor]) -> TensorRef:
         parts = tuple(_part(tensor) for tensor in series)
         nbytes = sum(_padded(tensor.nbytes) for tensor in series)
-        return TensorRef(key, self._rank, (len(series),), "series", nbytes, parts=parts)
+        return TensorRef(key, self.rank, (len(series),), "series", nbytes, parts=parts)
 
     def _missing(self, key: TensorKey) -> MissingValueError:
         name = f"{key.node}.{key.name} version {key.version} of {key.request_id}"
-        return MissingValueError(f"rank {self._rank} holds no tensor {name}")
+        return MissingValueError(f"rank {self.rank} holds no tensor {name}")
 
 
 def _part(tensor: Tensor) -> tuple[str, tuple[int, ...]]:

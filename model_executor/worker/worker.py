@@ -238,11 +238,13 @@ class Worker:
     def close(self) -> None:
         """End the I/O thread; queued copies are dropped."""
         self._pages.close()
+        self._exchange.close()
 
     def _execute(self, plan: StepPlan) -> None:
         """Execute a plan in the order that StepPlan defines."""
         for key in plan.free:
             self._store.free(key)
+        self._exchange.free(plan.free)
         for component in plan.load:
             self._models.load(component)
         self._pages.forget(plan.forget)

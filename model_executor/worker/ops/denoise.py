@@ -24,6 +24,9 @@ from model_executor.worker.tensor_store import MissingValueError
 
 logger = logging.getLogger("stencil.worker")
 
+TABLES = ("active", "modulation-0", "modulation-1")
+"""What this rank keeps from the first step of a loop to its last: names in the tensor store."""
+
 
 def denoise(context: WorkerContext, model: str, items: Sequence[Item]) -> list[ItemResult]:
     """Predict, combine guidance, advance; results are stored only after all three. An item whose inputs were never made
@@ -38,7 +41,7 @@ def denoise(context: WorkerContext, model: str, items: Sequence[Item]) -> list[I
     return [
         ItemResult(item.request_id, item.node, failure=step)
         if isinstance(step, Failure)
-        else _put_step(context, item, *next(outputs))
+        else _put_step(context, item, *next(outputs), is_last=step.is_last)
         for item, step in zip(items, read, strict=True)
     ]
 
@@ -105,7 +108,7 @@ def _modulation(
     """The row of the family's modulation table for this step, None if it keeps no table. row: (index, count) of the
     request's rows. The table is computed for the whole run at its first step."""
     number, num_rows = row
-    key = TensorKey(item.request_id, item.node, f"modulation-{number}")
+    key = TensorKey(item.request_id, item.node, TABLES[1 + number])
     if not (kept := context.store.get_series(key)):
         table = family.modulation(pooled, work.guidance_scale, sigmas[:-1], num_rows)
         kept = () if table is None else (table,)
@@ -156,7 +159,7 @@ def _active(
 ) -> tuple[Tensor, Box]:
     """Token indices, int64 on the device, and the box around them, found on the host. Computed at the run's first
     step only: uploading waits for a GPU, and finding the box takes time."""
-    key = TensorKey(item.request_id, item.node, "active")
+    key = TensorKey(item.request_id, item.node, TABLES[0])
     if not (kept := context.store.get_series(key)):
         tokens = context.shared(ref).long()
         kept = (tokens.to(device), torch.tensor(around(tokens, grid[1])))
@@ -165,9 +168,15 @@ def _active(
     return active, (left, top, right, bottom)
 
 
-def _put_step(context: WorkerContext, item: Item, named: Mapping[str, Tensor], state: State) -> ItemResult:
-    """Store what a step has made: latents and sampler state of the next version, and the clean prediction."""
+def _put_step(
+    context: WorkerContext, item: Item, named: Mapping[str, Tensor], state: State, *, is_last: bool
+) -> ItemResult:
+    """Store what a step has made: latents and sampler state of the next version, and the clean prediction. The last
+    step drops the tables that are kept for all of them.
+    """
     tensors = context.put(item, named) + context.put_state(item, state)
+    for name in TABLES if is_last else ():
+        context.store.free(TensorKey(item.request_id, item.node, name))
     return ItemResult(item.request_id, item.node, tensors)
 
 
@@ -179,6 +188,11 @@ class _Step:
     sample: Sample
     scale: float  # of classifier-free guidance, for two rows
     keep_clean: bool  # whether to output the clean prediction too, for a preview
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it is the last step of its loop."""
+        return self.sample.step + 2 == len(self.sample.sigmas)
 
     def outputs(self, family: Family, prediction: Tensor) -> tuple[dict[str, Tensor], State]:
         """(`latents` after the step and, with keep_clean, `clean`; the sampler's state). Tokens that are not active are

@@ -85,6 +85,24 @@ WRONG = {
         "preview",
         "",
     ),
+    "deferred step": (
+        inpaint_with("decode", inputs=(replace(LATENTS, deferred=True),)),
+        "may be repeated",
+        "decode",
+        "latents",
+    ),
+    "deferred optional value": (
+        inpaint_and(
+            Node(
+                "again",
+                "denoise",
+                (*(e for e in UNCARRIED if e.name != "sampler"), Edge("image_encode", "sampler", deferred=True)),
+            )
+        ),
+        "may make no sampler",
+        "again",
+        "sampler",
+    ),
     "chooser with one reader": (inpaint_with("text_encode", chooses=True), "needs two readers", "text_encode", ""),
     "repeating chooser": (inpaint_with("denoise", chooses=True), "cannot choose", "denoise", ""),
 }
@@ -110,4 +128,18 @@ def test_an_output_that_a_choice_skips_is_refused() -> None:
         output="right",
     )
     with pytest.raises(WorkflowError, match="the output is skipped if check chooses left"):
+        check_workflow(workflow)
+
+
+def test_a_reader_cannot_begin_before_its_source_has_chosen() -> None:
+    workflow = Workflow(
+        "w",
+        (
+            Node("check", "image_encode", chooses=True),
+            Node("left", "image_encode", (Edge("check", "latents", port="start", deferred=True),)),
+            Node("right", "decode", (Edge("check", "latents"),)),
+        ),
+        output="right",
+    )
+    with pytest.raises(WorkflowError, match="none can begin before"):
         check_workflow(workflow)

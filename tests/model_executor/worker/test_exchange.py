@@ -48,10 +48,10 @@ def ranks() -> Iterator[list[Rank]]:
     arena.close()
 
 
-def batch(node: str, *deferred: TensorKey) -> Batch:
+def batch(node: str, *deferred: TensorKey, version: int = 1) -> Batch:
     refs = tuple(TensorRef(key, 0, is_deferred=True) for key in deferred)
     work = TextEncode(prompt="", max_sequence_length=1)  # the exchange does not look at it
-    return Batch(0, "x", ModelKey("m", "c"), (0,), (Item("r", node, work, refs),))
+    return Batch(0, "x", ModelKey("m", "c"), (0,), (Item("r", node, work, refs, version=version),))
 
 
 def test_what_a_rank_has_already_is_sent_at_once(ranks: list[Rank]) -> None:
@@ -125,3 +125,52 @@ def test_a_value_for_a_later_batch_is_kept(ranks: list[Rank]) -> None:
     target.exchange.begin_batch(batch("second", STATE))
     target.exchange.finish_batch()
     assert target.store.find(STATE) is not None
+
+
+def test_a_value_of_an_earlier_run_does_not_wait_for_the_next_one(ranks: list[Rank]) -> None:
+    """Its reader was dispatched before, so the ranks would wait in a circle."""
+    source, target = ranks
+    source.store.put(HINT, torch.ones(1))
+    source.exchange.begin_plan([Delivery(HINT, 0, 1)], [batch("hint", version=2)])
+    target.exchange.begin_batch(batch("step", HINT))
+    target.exchange.wait(HINT)
+    assert torch.equal(target.store.get(HINT), torch.ones(1))
+
+
+def test_a_value_of_the_rank_itself_is_not_sent(ranks: list[Rank]) -> None:
+    """A batch on several ranks names the same input on all of them."""
+    source, _ = ranks
+    source.store.put(HINT, torch.ones(1))
+    source.exchange.begin_batch(batch("step", HINT))
+    source.exchange.wait(HINT)
+    source.exchange.finish_batch()
+
+
+def test_what_came_for_a_batch_that_does_not_run_is_dropped_with_its_request(ranks: list[Rank]) -> None:
+    source, target = ranks
+    other = TensorKey("s", "hint", "x", 1)
+    for key in (HINT, other):
+        source.store.put(key, torch.ones(1 << 20))
+        source.exchange.begin_plan([Delivery(key, 0, 1)], [])
+    target.exchange.free([TensorKey("r", "", "")])
+    assert [parcel.key for parcel, _ in target.exchange._early] == [other]
+    target.exchange.free([other])
+    assert target.exchange._early == []
+
+
+def test_ranks_that_send_each_other_more_than_an_inbox_holds_do_not_block(ranks: list[Rank]) -> None:
+    number = 2000
+
+    def send(one: Rank, to: int) -> None:
+        one.store.put(HINT, torch.ones(1))
+        one.exchange.begin_plan([Delivery(HINT, 1 - to, to)] * number, [])
+
+    threads = [threading.Thread(target=send, args=(one, 1 - rank)) for rank, one in enumerate(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    for one in ranks:
+        one.exchange.free([TensorKey("other", "x", "y")])  # receives what is left
+        assert len(one.exchange._early) == number
