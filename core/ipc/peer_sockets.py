@@ -11,6 +11,7 @@ import mmap
 import os
 import select
 import socket
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -41,7 +42,9 @@ class PeerSockets:
         """Send a message to a rank; False if its inbox, which holds some hundred messages, is full."""
         fd = None if data is None else _memfd(data)
         try:
-            socket.send_fds(self._outboxes[rank], [header], [] if fd is None else [fd], socket.MSG_DONTWAIT)
+            # socket.send_fds of Python 3.11 drops the flags.
+            rights = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [fd]))]
+            self._outboxes[rank].sendmsg([header], rights, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return False
         finally:

@@ -159,18 +159,17 @@ def test_what_came_for_a_batch_that_does_not_run_is_dropped_with_its_request(ran
 
 
 def test_ranks_that_send_each_other_more_than_an_inbox_holds_do_not_block(ranks: list[Rank]) -> None:
-    number = 2000
+    number = 1000
 
     def send(one: Rank, to: int) -> None:
         one.store.put(HINT, torch.ones(1))
         one.exchange.begin_plan([Delivery(HINT, 1 - to, to)] * number, [])
+        while len(one.exchange._early) < number:  # as a batch that waits for them
+            one.exchange.free([TensorKey("other", "x", "y")])
 
-    threads = [threading.Thread(target=send, args=(one, 1 - rank)) for rank, one in enumerate(ranks)]
+    threads = [threading.Thread(target=send, args=(one, 1 - rank), daemon=True) for rank, one in enumerate(ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
     assert not any(thread.is_alive() for thread in threads)
-    for one in ranks:
-        one.exchange.free([TensorKey("other", "x", "y")])  # receives what is left
-        assert len(one.exchange._early) == number
