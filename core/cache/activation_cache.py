@@ -21,12 +21,13 @@ from dataclasses import dataclass
 from core.cache.entry import Entry, EntryState, Want
 from core.cache.entry_table import USES_TO_PROVE, EntryTable
 from core.cache.memory_tier import MemoryTier
-from core.cache.orders import CacheOrders, PendingOrders
+from core.cache.orders import PendingOrders
 from core.cache.tally import CacheTally
 from core.config import CacheConfig
 from core.costs.load_report import CacheStats, Residency
 from core.handles import PAGE_ARENA, EntryRef, Tier
 from core.messages.worker import PageCopied, PageCopy
+from core.scheduling.node_cache import CacheOrders
 
 LoadWins = Callable[[Tier, int], bool]
 """(tier, bytes) -> whether loading from that tier is predicted to be faster than priming."""

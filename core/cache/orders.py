@@ -2,18 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from core.messages.worker import PageCopy
-
-
-@dataclass(frozen=True, slots=True)
-class CacheOrders:
-    """The orders for one plan. Workers carry out forget, then delete, then copies."""
-
-    copies: tuple[PageCopy, ...]
-    forget: tuple[str, ...]  # keys of entries dropped from device memory
-    delete: tuple[str, ...]  # keys of entries or templates, for their files
+from core.scheduling.node_cache import CacheOrders
 
 
 class PendingOrders:

@@ -211,6 +211,10 @@ class PageReservations:
     def all_jobs(self) -> Iterable[PrimingJob]:
         return self._jobs.values()
 
+    def job(self, job_id: str) -> PrimingJob:
+        """The job with this id."""
+        return next(job for job in self._jobs.values() if job.id == job_id)
+
     def waiters(self, job: PrimingJob) -> list[Reservation]:
         """The reservations that wait for a job."""
         return [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from core.cache.entry import Want
 from core.cache.priming import TemplateInfo
@@ -15,7 +14,7 @@ from core.page_scheme import page_key
 class Reservation:
     """The entries that an edit or a template request needs. Written by PageReservations unless commented otherwise."""
 
-    # Set by its maker: the RequestPrefetcher, or the scheduler for a template request.
+    # Set by its maker: the RequestPrefetcher, or for a template request TemplateRequests.
     owner_id: str  # id of the edit or template request
     template: TemplateInfo
     pixels: ArrayRef  # uint8 [height, width, 3], valid until the owner's terminal message
@@ -27,7 +26,6 @@ class Reservation:
     is_idle_work: bool = False  # set by its maker: primed only when there is no other work
     is_prefetch: bool = False  # set by its maker: its owner waits for a slot; entries are loaded, but not primed
     is_given_up: bool = False  # priming failed, and so does its owner
-    full_blocks: tuple[int, ...] = ()  # set by the Dispatcher: blocks that the next step computes without pages
     # What became of it, for the owner's terminal message.
     is_primed: bool = False  # at least one of its entries had to be primed
     tier: Tier | None = None  # the slowest tier that any of its entries came from
@@ -44,7 +42,3 @@ class Reservation:
         entry_bytes, block_bytes = layout.entry_bytes(template.num_tokens), layout.block_bytes(template.num_tokens)
         latents, *pages = self.entry_keys()
         return [Want(latents, latent_bytes, latent_bytes), *(Want(key, entry_bytes, block_bytes) for key in pages)]
-
-    @property
-    def result(self) -> Literal["hit", "miss"]:
-        return "miss" if self.is_primed else "hit"

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from core.cache.activation_cache import ActivationCacheManager, CacheOrders, TierBudget
+from core.cache.activation_cache import ActivationCacheManager, TierBudget
 from core.cache.entry import EntryState, Want
 from core.handles import ArrayRef, EntryRef, Tier
 from core.messages.worker import PageCopied, PageCopy
 from core.page_scheme import template_of
+from core.scheduling.node_cache import CacheOrders
 
 ARENA = 9
 

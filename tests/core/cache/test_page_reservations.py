@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from core.cache.page_reservations import Bracket, bracket, keyframes_needed
+from core.cache.plug_in import ActivationCache
+from core.cache.request_pages import RequestPages
 from core.config import CacheConfig, SchedulerConfig
 from core.failure import Failure
 from core.graph.work import Work
@@ -113,6 +115,15 @@ class Engine:
         self.scheduler = StepScheduler(SchedulerConfig(**limits), {"m": model}, cache=cache)
         self.workers = FakeWorkers(pages=FakePages(LAYOUT.num_blocks))
         self.outputs: list[object] = []
+
+    @property
+    def cache(self) -> ActivationCache:
+        assert isinstance(self.scheduler.cache, ActivationCache)
+        return self.scheduler.cache
+
+    def pages_of(self, request_id: str) -> RequestPages:
+        """The cache's record of a request."""
+        return self.cache._prefetcher.records[request_id]
 
     def step(self) -> StepPlan | None:
         """One iteration."""
@@ -282,7 +293,7 @@ def test_priming_reads_a_template_that_the_text_encoder_sees(model: ModelInfo) -
         assert plan is not None
         engine.workers.submit(plan)
         works = [item.work for batch in plan.batches for item in batch.items if isinstance(item.work, Prime)]
-    (reservation,) = engine.scheduler.pages._reservations.values()
+    reservation = engine.pages_of("a").reservation
     assert {work.template for work in works} == {reservation.pixels if model is SEEING else None}
     assert reservation.is_read == (model is SEEING)
     reservation.is_complete = True
@@ -482,7 +493,7 @@ def test_blocks_that_no_step_computed_in_full_are_not_reported() -> None:
     assert item.work.full_blocks
     lost = ItemResult("a3", item.node, failure=Failure("pages_lost", "gone"))
     engine.scheduler.apply(BatchResult(plan.batches[0].id, 0, 1.0, 0.01, (lost,)))
-    assert engine.scheduler._requests["a3"].full_blocks == 0
+    assert engine.pages_of("a3").most_full_blocks == 0
 
 
 def test_per_step_pages_are_kept_at_every_noise_level() -> None:
@@ -568,7 +579,7 @@ def test_a_failed_pass_leaves_nothing_behind_that_is_scheduled_again() -> None:
     number = keep_busy(engine, 4, 0)
     engine.scheduler.add(make_masked("b", steps=40, full_steps=30, arrival=1.0))
     engine.scheduler.add(make_masked("a", steps=4, full_steps=3, arrival=1.0))
-    while not engine.scheduler.pages._jobs:
+    while not engine.cache._pages._jobs:
         engine.step()
     engine.workers.fail = {"prime-0"}
     engine.scheduler.abort(["a"])
@@ -596,11 +607,11 @@ def test_a_preview_waits_for_latents_that_are_held() -> None:
     engine.scheduler.add(with_spec(waiting, pixels=waiting.spec.pixels * 4))
     for _ in range(30):
         plan = engine.step()
-        reservation = engine.scheduler._requests["v"].reservation
+        mine = engine.cache._prefetcher.records.get("v")
         decoded = (
             [item.node for batch in plan.batches for item in batch.items if item.request_id == "v"] if plan else []
         )
-        assert "preview" not in decoded or (reservation is not None and reservation.is_reserved)
+        assert "preview" not in decoded or (mine is not None and mine.reservation.is_reserved)
     engine.run()
     engine.outputs = [output for output in engine.outputs if not isinstance(output, PartialImage)]
     assert engine.finished("v")
