@@ -75,6 +75,7 @@ class PageReservations:
 
     cache: ActivationCacheManager
     load_wins: LoadWins
+    has_ranks: bool = False  # there are several: the one that decodes reads clean latents, too
     _reservations: dict[str, Reservation] = field(default_factory=dict)  # owner id -> its reservation, while reserved
     _jobs: dict[str, PrimingJob] = field(default_factory=dict)  # template key -> its job
     # job id -> reservations released while it was in flight, whose entries are still pinned
@@ -85,11 +86,14 @@ class PageReservations:
 
     # ------------------------------------------------------------------------------------------------- reservations
 
-    def reserve(self, reservation: Reservation) -> bool:
-        """Pin all entries of the reservation, or none; missing ones are loaded or primed. False: no room yet."""
-        wants = reservation.wants()
+    def reserve(self, reservation: Reservation, rank: int = 0) -> bool:
+        """Pin all entries of the reservation, or none; missing ones are loaded or primed. False: no room yet. rank:
+        where the template's pages go unless they are on another rank's device.
+        """
+        template, wants = reservation.template, reservation.wants(shares_latents=self.has_ranks)
         was = {want.key: self.cache.state(want.key) for want in wants}
-        if not self.cache.reserve(wants, lambda tier, nbytes: self.load_wins(reservation.template, tier, nbytes)):
+        home = self.cache.home(template.key, rank)
+        if not self.cache.reserve(wants, lambda tier, nbytes: self.load_wins(template, tier, nbytes), home):
             return False
         reservation.is_reserved = True
         self._reservations[reservation.owner_id] = reservation
@@ -174,13 +178,16 @@ class PageReservations:
 
     # ------------------------------------------------------------------------------------------------- reading
 
-    def span(self, reservation: Reservation, sigma: float, *, may_load: bool = False) -> PageSpan | None:
-        """The pages at this noise level; None while they are not loaded or, with `may_load`, not even being loaded."""
-        usable = (EntryState.READY, EntryState.LOADING) if may_load else (EntryState.READY,)
+    def has_span(self, reservation: Reservation, sigma: float, ranks: tuple[int, ...], *, may_load: bool) -> bool:
+        """Whether these ranks can read the pages at this noise level. may_load: or wait for them, block by block."""
+        around = bracket(reservation.template.scheme.keyframes, sigma)
+        keys = (page_key(reservation.template.key, keyframe) for keyframe in around.keyframes)
+        return all(self.cache.is_readable(key, ranks, may_load=may_load) for key in keys)
+
+    def span(self, reservation: Reservation, sigma: float) -> PageSpan:
+        """The pages at this noise level, which are reserved."""
         around = bracket(reservation.template.scheme.keyframes, sigma)
         keys = [page_key(reservation.template.key, keyframe) for keyframe in around.keyframes]
-        if any(self.cache.state(key) not in usable for key in keys):
-            return None
         near, *far = (self.cache.ref(key) for key in keys)
         return PageSpan(reservation.template.scheme.layout.dtype, near, far[0] if far else None, around.weight)
 
@@ -247,11 +254,19 @@ class PageReservations:
         lender.is_read = True
         return lender.pixels
 
-    def start_chunk(self, job: PrimingJob, chunk: Chunk) -> None:
-        """Record that a worker computes this chunk."""
+    def start_chunk(self, job: PrimingJob, chunk: Chunk, rank: int = 0) -> None:
+        """Record that this rank computes a chunk."""
         job.is_in_flight = True
         self.num_chunks += 1
-        job.start_chunk(chunk)
+        job.start_chunk(chunk, rank)
+
+    def rank_of(self, job: PrimingJob) -> int | None:
+        """The one rank that can run what comes next of a job: it has the hidden states of the passes under way, or the
+        device where the result goes; None: any.
+        """
+        if self.needs_latents(job):
+            return self.cache.writer(job.template.latents_key)
+        return next((self.cache.writer(key) for key in job.wanted.values()), None) if job.rank is None else job.rank
 
     def finish_latents(self, job: PrimingJob, seconds: float) -> None:
         self._land(job, seconds)

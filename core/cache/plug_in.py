@@ -5,7 +5,7 @@ It translates requests and nodes into the reservations, jobs and entries of the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from core.cache.activation_cache import ActivationCacheManager
@@ -44,16 +44,23 @@ class ActivationCache(NodeCache):
     """One per scheduler."""
 
     def __init__(
-        self, config: CacheConfig, models: Mapping[str, ModelInfo], predictor: Predictor, max_num_seqs: int
+        self,
+        config: CacheConfig,
+        device_bytes: Sequence[int],
+        models: Mapping[str, ModelInfo],
+        predictor: Predictor,
+        max_num_seqs: int,
     ) -> None:
-        """max_num_seqs: most requests that run together; pages of twice as many waiting ones are loaded ahead."""
+        """device_bytes: by rank, device memory for pages; those of `config` are not used. max_num_seqs: most requests
+        that run together; pages of twice as many waiting ones are loaded ahead.
+        """
         self._models = models
         self._costs = PageCosts(predictor)
         self._may_plan_blocks = config.block_plan == "auto"  # steps may run while their pages are being loaded
-        self._manager = ActivationCacheManager.of(config)
-        self._pages = PageReservations(self._manager, self._costs.load_wins)
+        self._manager = ActivationCacheManager.of(config, device_bytes)
+        self._pages = PageReservations(self._manager, self._costs.load_wins, len(device_bytes) > 1)
         self._templates = TemplateRequests(self._pages)
-        has_slow_tier = bool(config.disk_bytes or config.device_bytes)
+        has_slow_tier = bool(config.disk_bytes or any(device_bytes))
         self._prefetcher = RequestPrefetcher(
             models, self._pages, self._templates, 2 * max_num_seqs if has_slow_tier else 0
         )
@@ -61,8 +68,8 @@ class ActivationCache(NodeCache):
 
     # ------------------------------------------------------------------------------------------------- requests
 
-    def reserve(self, requests: LiveRequests) -> None:
-        self._prefetcher.reserve(requests)
+    def reserve(self, requests: LiveRequests, page_rank: Callable[[str], int]) -> None:
+        self._prefetcher.reserve(requests, page_rank)
 
     def has_pages(self, request: Request, node: Node, ranks: tuple[int, ...]) -> bool:
         use, mine = op_of(node).pages, self._record(request)
@@ -71,12 +78,13 @@ class ActivationCache(NodeCache):
         if mine is None:
             return use == "latents"
         reservation = mine.reservation
-        if not reservation.is_reserved or not self._pages.has_latents(reservation.template):
+        latents_key = reservation.template.latents_key
+        if not reservation.is_reserved or not self._manager.is_readable(latents_key, ranks):
             return False
         if use == "latents":
             return True
         may_load = self._may_plan_blocks and not reservation.is_primed
-        return self._pages.span(reservation, _sigma(mine, request, node), may_load=may_load) is not None
+        return self._pages.has_span(reservation, _sigma(mine, request, node), ranks, may_load=may_load)
 
     def read(self, request: Request, node: Node) -> NodePages:
         use, mine = op_of(node).pages, self._record(request)
@@ -87,7 +95,7 @@ class ActivationCache(NodeCache):
             return NodePages(latents)
         sigma = _sigma(mine, request, node)
         mine.full_blocks = self._plan_blocks(request, mine, sigma)
-        return NodePages(latents, self._pages.span(mine.reservation, sigma, may_load=True), mine.full_blocks)
+        return NodePages(latents, self._pages.span(mine.reservation, sigma), mine.full_blocks)
 
     def note_result(self, request: Request, node: Node, result: ItemResult) -> None:
         mine = self._record(request)
@@ -153,12 +161,13 @@ class ActivationCache(NodeCache):
     def tokens_within(self, job_id: str, token_budget: int) -> int:
         return self._pages.job(job_id).plan_chunk(token_budget).tokens
 
-    def start(self, job_id: str, token_budget: int) -> CacheBatch:
+    def start(self, job_id: str, token_budget: int, rank: int) -> CacheBatch:
         job = self._pages.job(job_id)
         assert not job.is_in_flight, f"{job_id} is in flight"
+        assert self._pages.rank_of(job) in (None, rank), f"rank {rank} cannot run {job_id}"
         chunk = None if self._pages.needs_latents(job) else job.plan_chunk(token_budget)
         self._out[job_id] = chunk
-        return encode_batch(job, self._pages) if chunk is None else chunk_batch(job, chunk, self._pages)
+        return encode_batch(job, self._pages) if chunk is None else chunk_batch(job, chunk, self._pages, rank)
 
     def finish(self, job_id: str, result: BatchResult) -> Mapping[str, Failure]:
         job, chunk = self._pages.job(job_id), self._out.pop(job_id)
@@ -179,10 +188,10 @@ class ActivationCache(NodeCache):
         return self._pages.num_chunks
 
     def _offer(self, job: PrimingJob) -> CacheJob:
-        is_idle, model = self._pages.is_idle_work(job), job.template.model
+        is_idle, model, rank = self._pages.is_idle_work(job), job.template.model, self._pages.rank_of(job)
         if self._pages.needs_latents(job):
-            return CacheJob(job.id, model, TEMPLATE_ENCODE, encode_size(job), is_idle)
-        return CacheJob(job.id, model, PRIME, None, is_idle)
+            return CacheJob(job.id, model, TEMPLATE_ENCODE, encode_size(job), is_idle, rank)
+        return CacheJob(job.id, model, PRIME, None, is_idle, rank)
 
     def _fail(self, job: PrimingJob, failure: Failure) -> dict[str, Failure]:
         """Fail a job; request id -> failure of the requests among those that wait for it."""

@@ -26,9 +26,9 @@ def encode_size(job: PrimingJob) -> Work:
     return Work.of([job.template.num_tokens])
 
 
-def chunk_batch(job: PrimingJob, chunk: Chunk, pages: PageReservations) -> CacheBatch:
-    """The batch of a job's chunk, of one item per keyframe."""
-    pages.start_chunk(job, chunk)
+def chunk_batch(job: PrimingJob, chunk: Chunk, pages: PageReservations, rank: int) -> CacheBatch:
+    """The batch of a job's chunk on this rank, of one item per keyframe."""
+    pages.start_chunk(job, chunk, rank)
     pixels = pages.lend_pixels(job) if job.template.is_seen_by_text else None
     items = tuple(Item(job.id, PRIME.name, _prime(job, chunk, sigma, pages, pixels), ()) for sigma in chunk.sigmas)
     return _batch(job, PRIME, items, _chunk_size(job, chunk))

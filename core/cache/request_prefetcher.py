@@ -6,7 +6,7 @@ PageReservations below it does not know requests.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import islice
 
 from core.cache.page_reservations import PageReservations, keyframes_needed
@@ -62,14 +62,16 @@ class RequestPrefetcher:
         if mine is not None:
             self._pages.release(mine.reservation)
 
-    def reserve(self, requests: LiveRequests) -> None:
-        """Reserve what requests need, most urgent first and without overtaking, so that none waits for room forever."""
+    def reserve(self, requests: LiveRequests, page_rank: Callable[[str], int]) -> None:
+        """Reserve what requests need, most urgent first and without overtaking, so that none waits for room forever.
+        page_rank: see `NodeCache.reserve`.
+        """
         for request in islice(requests.live(), self._num_prefetched):
             if request.status is Status.WAITING and request.spec.is_mask_aware and request.id not in self.records:
                 self._prefetch(request)
         for reservation in [*self._missing(requests), *self._template_requests.wanting_room(is_idle=not len(requests))]:
             if not reservation.is_reserved:
-                if not self._reserve(reservation):
+                if not self._reserve(reservation, page_rank(reservation.template.key)):
                     break
                 self._unreserved.discard(reservation.owner_id)
 
@@ -97,10 +99,10 @@ class RequestPrefetcher:
         mine = self.records[request.id] = RequestPages(reservation)
         return mine
 
-    def _reserve(self, reservation: Reservation) -> bool:
+    def _reserve(self, reservation: Reservation, rank: int) -> bool:
         """Whether it could be reserved, if necessary after releasing what idle work holds."""
-        return self._pages.reserve(reservation) or (
-            self._template_requests.yield_room() and self._pages.reserve(reservation)
+        return self._pages.reserve(reservation, rank) or (
+            self._template_requests.yield_room() and self._pages.reserve(reservation, rank)
         )
 
     def _template_of(self, request: Request) -> TemplateInfo:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from core.cache.plug_in import ActivationCache
 from core.config import CacheConfig, SchedulerConfig
@@ -12,7 +12,11 @@ from core.scheduling.predictor import Predictor
 
 
 def make_cache(
-    cache: CacheConfig, scheduler: SchedulerConfig, models: Mapping[str, ModelInfo], predictor: Predictor
+    cache: CacheConfig,
+    device_bytes: Sequence[int],
+    scheduler: SchedulerConfig,
+    models: Mapping[str, ModelInfo],
+    predictor: Predictor,
 ) -> NodeCache:
-    """The activation cache with these settings."""
-    return ActivationCache(cache, models, predictor, scheduler.max_num_seqs)
+    """The activation cache with these settings. device_bytes: by rank, device memory for pages."""
+    return ActivationCache(cache, device_bytes, models, predictor, scheduler.max_num_seqs)

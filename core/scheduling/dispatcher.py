@@ -94,7 +94,7 @@ class Dispatcher:
 
     def _dispatch_job(self, dispatch: CacheDispatch) -> Flight:
         """A batch for this job alone, since pieces of different jobs end at different times."""
-        piece = self.cache.start(dispatch.job.id, dispatch.token_budget)
+        piece = self.cache.start(dispatch.job.id, dispatch.token_budget, dispatch.rank)
         batch = Batch(next(self.batch_ids), piece.op.name, piece.model, (dispatch.rank,), piece.items)
         return Flight(batch, piece.size, self.predict(batch, piece.size), dispatch.job.id)
 
@@ -138,4 +138,5 @@ def _check_fetch(fetch: Fetch, view: View) -> list[tuple[str, str]]:
 def _check_job(dispatch: CacheDispatch, view: View) -> list[tuple[str, str]]:
     assert dispatch.rank in view.open_ranks, f"rank {dispatch.rank} is not open"
     assert dispatch.job in view.jobs(), f"{dispatch.job.id} is not offered"
+    assert dispatch.job.rank in (None, dispatch.rank), f"{dispatch.job.id} can run on rank {dispatch.job.rank} alone"
     return [(dispatch.job.id, "")]

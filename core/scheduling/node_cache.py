@@ -7,7 +7,7 @@ reverse. What a cache knows of a request it keeps in records of its own.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from core.graph.work import Work
     from core.graph.workflow import Node
     from core.messages.engine import Aborted, DropTemplate, Failed, PrimeTemplate, TemplatePrimed
-    from core.messages.worker import BatchResult, Item, ItemResult, PageCopied, PageCopy, PageSpan
+    from core.messages.worker import BatchResult, Item, ItemResult, PageCopied, PageCopy, PageForget, PageSpan
     from core.scheduling.live_requests import LiveRequests
     from core.scheduling.request import Request
 
@@ -46,6 +46,7 @@ class CacheJob:
     op: Op  # of its next piece
     size: Work | None  # of its next piece, if that is indivisible; None: see `NodeCache.tokens_within`
     is_idle_work: bool  # to run only while there is no other work
+    rank: int | None  # the one rank that can run its next piece; None: any
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class CacheOrders:
     """The orders for one plan. Workers carry out forget, then delete, then copies."""
 
     copies: tuple[PageCopy, ...]
-    forget: tuple[str, ...]  # keys of entries dropped from device memory
+    forget: tuple[PageForget, ...]
     delete: tuple[str, ...]  # keys of entries or templates, for their files
     free: tuple[TensorKey, ...] = ()  # values of jobs that have ended
 
@@ -84,8 +85,10 @@ class NodeCache(ABC):
     # ------------------------------------------------------------------------------------------------- requests
 
     @abstractmethod
-    def reserve(self, requests: LiveRequests) -> None:
-        """Reserve what requests need and begin to load it, the most urgent first; called before every pass."""
+    def reserve(self, requests: LiveRequests, page_rank: Callable[[str], int]) -> None:
+        """Reserve what requests need and begin to load it, the most urgent first; called before every pass. page_rank:
+        see `SchedulingPolicy.page_rank`.
+        """
 
     @abstractmethod
     def has_pages(self, request: Request, node: Node, ranks: tuple[int, ...]) -> bool:
@@ -139,8 +142,10 @@ class NodeCache(ABC):
         """Tokens of a divisible job's next piece within this budget. It is never empty, and may exceed the budget."""
 
     @abstractmethod
-    def start(self, job_id: str, token_budget: int) -> CacheBatch:
-        """The next piece of a job, now on its way to a rank. token_budget: unless it is indivisible."""
+    def start(self, job_id: str, token_budget: int, rank: int) -> CacheBatch:
+        """The next piece of a job, now on its way to a rank. token_budget: unless it is indivisible. Raises
+        AssertionError for a rank that cannot run it.
+        """
 
     @abstractmethod
     def finish(self, job_id: str, result: BatchResult) -> Mapping[str, Failure]:

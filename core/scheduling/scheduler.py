@@ -9,7 +9,7 @@ One iteration is schedule -> (a worker runs the plan) -> apply; `take_outputs` r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 
 import msgspec
@@ -65,8 +65,11 @@ class StepScheduler:
         num_workers: int = 1,
         cache: CacheConfig | None = None,
         cost: CostModel | None = None,
+        device_page_bytes: Sequence[int] | None = None,
     ) -> None:
-        """cost: the model to predict with and to train; by default an empty one. Raises WorkflowError."""
+        """cost: the model to predict with and to train; by default an empty one. device_page_bytes: by rank, device
+        memory for pages; by default as `cache` says of each. Raises WorkflowError.
+        """
         self.config = config
         self.models = dict(models)
         self.workflows = dict(WORKFLOWS)
@@ -75,7 +78,9 @@ class StepScheduler:
         self.cost = cost or CostModel()
         self._predictor = Predictor(self.cost, self.models)
         self._step_limit = StepLimit(config.max_num_batched_tokens)
-        self.cache = make_cache(cache or CacheConfig(), config, self.models, self._predictor)
+        cache = cache or CacheConfig()
+        device_bytes = device_page_bytes or [cache.device_bytes or 0] * num_workers
+        self.cache = make_cache(cache, device_bytes, config, self.models, self._predictor)
         self._max_plans_out = 1 if self.cache.may_lose_pages else config.max_plans_in_flight
         self.num_workers = num_workers
         self._requests = LiveRequests()
@@ -171,7 +176,7 @@ class StepScheduler:
     def schedule(self, now: float) -> StepPlan | None:
         """The next plan; None when nothing can start before the next result or request arrives."""
         self._give_up_lost(now)
-        self.cache.reserve(self._requests)
+        self.cache.reserve(self._requests, self._policy.page_rank)
         self._outputs += self.cache.take_answers()
         view = self._view(now)
         chosen = self._dispatcher.carry_out(self._policy.choose(view, now), view)

@@ -18,9 +18,6 @@ from core.scheduling.node_cache import CacheJob, NodeCache
 from core.scheduling.request import Request
 from core.scheduling.values import ValueTable
 
-PAGE_RANK = 0
-"""The rank that has the page tier: work of the activation cache runs there."""
-
 PredictWork = Callable[[str, Op, Work], float]
 """(model, op, work) -> predicted seconds of running the op once."""
 
@@ -79,7 +76,7 @@ class View:
     # ------------------------------------------------------------------------------------------------ of the cache
 
     def jobs(self) -> list[CacheJob]:
-        """Jobs of the cache that can be dispatched now if PAGE_RANK is open, oldest first."""
+        """Jobs of the cache that can be dispatched now to an open rank, if they name one to theirs; oldest first."""
         return self._cache.jobs()
 
     def tokens_within(self, job: CacheJob, token_budget: int) -> int:

@@ -15,7 +15,10 @@ from core.scheduling.dispatch import CacheDispatch, Decision, Dispatch, Fetch
 from core.scheduling.node_cache import CacheJob
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.request import Request, Status
-from core.scheduling.view import PAGE_RANK, View
+from core.scheduling.view import View
+
+STEP_RANK = 0
+"""The rank of steps and priming; decoding is on the last one."""
 
 
 class StepBatching(SchedulingPolicy):
@@ -138,7 +141,7 @@ class _Pass:
         """What reads the results of rounds (decoding) goes to the last rank, all else to the first, so that a decode
         never delays other requests' steps.
         """
-        return self.view.num_ranks - 1 if node.name in request.workflow.after_rounds else 0
+        return self.view.num_ranks - 1 if node.name in request.workflow.after_rounds else STEP_RANK
 
     def _can_run(self, request: Request, node: Node) -> bool:
         return self.view.can_run(request, node, (self._rank(request, node),))
@@ -168,7 +171,7 @@ class _Pass:
             elif not has_primed or budget > 0:
                 # Idle work runs in the smallest pieces, so that a new request waits for at most one of them.
                 within = 0 if job.is_idle_work else budget
-                self._add_cache_work(CacheDispatch(job, within, PAGE_RANK))
+                self._add_cache_work(CacheDispatch(job, within, _rank_of(job)))
                 budget -= self.view.tokens_within(job, within)
                 has_primed = True
 
@@ -180,12 +183,12 @@ class _Pass:
 
     def _can_prime(self, job: CacheJob) -> bool:
         if job.is_idle_work:
-            return PAGE_RANK in self.view.idle_ranks and not self._order
-        return PAGE_RANK in self.view.open_ranks
+            return _rank_of(job) in self.view.idle_ranks and not self._order
+        return _rank_of(job) in self.view.open_ranks
 
     def _choose_whole_piece(self, job: CacheJob) -> None:
-        if self._spend_stage_ms(PAGE_RANK, self.view.seconds_of_piece(job) * 1e3):
-            self._add_cache_work(CacheDispatch(job, 0, PAGE_RANK))
+        if self._spend_stage_ms(_rank_of(job), self.view.seconds_of_piece(job) * 1e3):
+            self._add_cache_work(CacheDispatch(job, 0, _rank_of(job)))
 
     # ------------------------------------------------------------------------------------------------ decisions
 
@@ -201,6 +204,10 @@ class _Pass:
     def _add_cache_work(self, work: CacheDispatch) -> None:
         self._cache_work[work.job.id] = work
         self._order.append(work.job.id)
+
+
+def _rank_of(job: CacheJob) -> int:
+    return STEP_RANK if job.rank is None else job.rank
 
 
 def _is_output(request: Request, node: Node) -> bool:
