@@ -157,8 +157,9 @@ def _inboxes(num_ranks: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def _ends_of(inboxes: Sequence[tuple[int, int]], rank: int) -> list[int]:
-    """What one rank gets of them: its own receiving end, and all sending ends."""
-    return [inboxes[rank][0], *(sender for _, sender in inboxes)] if inboxes else []
+    """What one rank gets of them: its own receiving end, and all sending ends. Copies, as `spawn` closes sockets."""
+    ends = [inboxes[rank][0], *(sender for _, sender in inboxes)] if inboxes else []
+    return [os.dup(fd) for fd in ends]
 
 
 def _part_of(plan: StepPlan, rank: int) -> StepPlan | None:

@@ -1,4 +1,4 @@
-"""AnyRanks: a scheduling policy for tests that uses every freedom that a policy has."""
+"""A scheduling policy for tests that knows no reason."""
 
 from __future__ import annotations
 
@@ -6,21 +6,17 @@ from collections.abc import Sequence
 from random import Random
 
 from core.graph.workflow import Node
-from core.scheduling.dispatch import CacheDispatch, Decision, Dispatch, Fetch
-from core.scheduling.node_cache import CacheJob
+from core.scheduling.dispatch import Decision, Dispatch, Fetch
 from core.scheduling.policies.policy import SchedulingPolicy
 from core.scheduling.request import Request
 from core.scheduling.view import View
 
 
 class AnyRanks(SchedulingPolicy):
-    """Runs every ready node as soon as it can, together with others, on ranks drawn at random, and so the cache's
-    work.
-    """
+    """Runs every ready node as soon as it can, together with others, on ranks drawn at random."""
 
-    def __init__(self, random: Random, num_ranks: int) -> None:
+    def __init__(self, random: Random) -> None:
         self._random = random
-        self.num_ranks = num_ranks
 
     def choose(self, view: View, now: float) -> Sequence[Decision]:
         fetches: list[Decision] = []
@@ -32,20 +28,7 @@ class AnyRanks(SchedulingPolicy):
                     batches.setdefault((node.op, ranks), []).append((request, node))
                 elif view.can_fetch(request, node, ranks):
                     fetches.append(Fetch(request, node, ranks))
-        nodes = [Dispatch(tuple(items), ranks) for (_, ranks), items in batches.items()]
-        return [*fetches, *nodes, *(self._piece(job, view) for job in view.jobs() if self._may_run(job, view))]
-
-    def page_rank(self, template: str) -> int:
-        return self._random.randrange(self.num_ranks)
-
-    def _may_run(self, job: CacheJob, view: View) -> bool:
-        if job.is_idle_work and view.requests.running:
-            return False
-        return not view.open_ranks.isdisjoint(range(view.num_ranks) if job.rank is None else [job.rank])
-
-    def _piece(self, job: CacheJob, view: View) -> CacheDispatch:
-        rank = self._random.choice(sorted(view.open_ranks)) if job.rank is None else job.rank
-        return CacheDispatch(job, self._random.choice([0, 100, 1000]), rank)
+        return [*fetches, *(Dispatch(tuple(items), ranks) for (_, ranks), items in batches.items())]
 
     def _ranks(self, view: View) -> tuple[int, ...]:
         count = self._random.choice([1, 1, 1, 2, view.num_ranks])

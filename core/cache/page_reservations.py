@@ -98,7 +98,9 @@ class PageReservations:
         reservation.is_reserved = True
         self._reservations[reservation.owner_id] = reservation
         reservation.is_primed = any(was[key] is EntryState.EMPTY for key in was)  # by an earlier edit's job
-        reservation.came_from = {want.key: self.cache.tier_of(want.key) for want in wants}
+        tiers = {want.key: self.cache.tier_of(want.key) for want in wants}
+        shared = {want.key for want in wants if want.is_shared}  # host memory is their place, and no detour
+        reservation.came_from = {key: tier for key, tier in tiers.items() if tier != "host" or key not in shared}
         reservation.tier = _slowest(reservation.came_from.values())
         self.refresh(reservation)
         return True
@@ -119,7 +121,7 @@ class PageReservations:
         reservation.sigmas, reservation.is_prefetch, reservation.is_complete = sigmas, False, False
         if reservation.is_reserved:
             self.cache.release([page_key(reservation.template.key, sigma) for sigma in gone])
-            reservation.tier = _slowest(reservation.came_from[key] for key in reservation.entry_keys())
+            reservation.tier = _slowest(map(reservation.came_from.get, reservation.entry_keys()))
             self.refresh(reservation)
 
     def release(self, reservation: Reservation) -> None:

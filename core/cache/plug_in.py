@@ -19,7 +19,7 @@ from core.cache.template_requests import Ending, TemplateRequests
 from core.config import CacheConfig
 from core.costs.load_report import CacheStats, Residency
 from core.failure import Failure
-from core.graph.workflow import Node, is_step, op_of
+from core.graph.workflow import Node, op_of
 from core.handles import TensorKey
 from core.messages.engine import DropTemplate, PrimeTemplate
 from core.messages.worker import BatchResult, ItemResult, PageCopied
@@ -99,7 +99,7 @@ class ActivationCache(NodeCache):
 
     def note_result(self, request: Request, node: Node, result: ItemResult) -> None:
         mine = self._record(request)
-        if mine is not None and is_step(node):
+        if mine is not None and node is request.workflow.paged:
             mine.most_full_blocks = max(mine.most_full_blocks, len(mine.full_blocks))
         if not request.is_live or (mine is not None and mine.is_spoilt):
             return

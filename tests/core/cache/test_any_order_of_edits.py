@@ -9,8 +9,8 @@ from random import Random
 from typing import Literal
 
 import pytest
-from any_ranks import AnyRanks
 from cache_kit import AHEAD, SEEING, TEMPLATE_BYTES, Engine, make_masked, make_registration
+from cache_ranks import AnyCacheRanks
 from fakes import make_edit
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -25,7 +25,7 @@ class MaskAwareMachine(RuleBasedStateMachine):
 
     device_bytes: Sequence[int] = (0,)  # by rank
     block_plan: Literal["off", "auto"] = "off"
-    seed: int | None = None  # of AnyRanks; None: step_batching
+    seed: int | None = None  # of AnyCacheRanks; None: step_batching
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class MaskAwareMachine(RuleBasedStateMachine):
         self.engine = Engine(cache=cache, model=SEEING, device_bytes=self.device_bytes, max_num_seqs=4, **AHEAD)
         num_ranks = len(self.device_bytes)
         if self.seed is not None:
-            self.engine.scheduler._policy = AnyRanks(Random(self.seed), num_ranks)
+            self.engine.scheduler._policy = AnyCacheRanks(Random(self.seed), num_ranks)
         self.ranks = st.integers(0, num_ranks - 1)
         self.added: list[str] = []
 

@@ -3,39 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from random import Random
 
 import pytest
-from any_ranks import AnyRanks
-from cache_kit import AHEAD, ROOMY, SCHEME, TEMPLATE_BYTES, Engine, make_masked, make_registration
+from cache_kit import AHEAD, ROOMY, TEMPLATE_BYTES, Engine, make_masked, make_registration
+from cache_ranks import ChosenRanks
 
 from core.cache.activation_cache import ActivationCacheManager, TierBudget
 from core.cache.entry import EntryState, Want
 from core.config import CacheConfig
 from core.messages.engine import TemplatePrimed
 from core.messages.worker import PageCopied, StepPlan
-from core.scheduling.dispatch import CacheDispatch
-from core.scheduling.node_cache import CacheJob
-from core.scheduling.view import View
-
-LATENT_BYTES = SCHEME.latent_entry_bytes(256)
-
-
-class TwoRanks(AnyRanks):
-    """Nodes run on one rank, the cache's work on another where it may, and pages go to a device of a third choice."""
-
-    def __init__(self, nodes: int, jobs: int, pages: int) -> None:
-        super().__init__(Random(0), 2)
-        self.nodes, self.jobs, self.pages = nodes, jobs, pages
-
-    def page_rank(self, template: str) -> int:
-        return self.pages
-
-    def _piece(self, job: CacheJob, view: View) -> CacheDispatch:
-        return CacheDispatch(job, 100, self.jobs if job.rank is None else job.rank)
-
-    def _ranks(self, view: View) -> tuple[int, ...]:
-        return (self.nodes,)
 
 
 def make_engine(
@@ -43,7 +20,7 @@ def make_engine(
 ) -> tuple[Engine, list[StepPlan]]:
     """An engine of two ranks, and the list to which `run` adds its plans."""
     engine = Engine(cache=cache, device_bytes=device_bytes)
-    engine.scheduler._policy = TwoRanks(nodes, jobs, pages)
+    engine.scheduler._policy = ChosenRanks(nodes, jobs, pages)
     plans: list[StepPlan] = []
     submit = engine.workers.submit
     engine.workers.submit = lambda plan: (plans.append(plan), submit(plan))[1]  # type: ignore[method-assign]
@@ -72,7 +49,7 @@ def test_device_pages_are_primed_and_read_on_the_rank_that_the_policy_names() ->
     assert ranks_of(plans, "prime") == {(1,)}
     assert ranks_of(plans, "template_encode") == {(0,)}, "clean latents are in host memory, where any rank writes them"
     assert engine.workers.pages.device_reads == {1}
-    assert (engine.finished("b").cache, engine.finished("b").tier) == ("hit", "host"), "its latents come from there"
+    assert (engine.finished("b").cache, engine.finished("b").tier) == ("hit", "device")
 
 
 def test_steps_do_not_run_where_their_pages_are_not() -> None:
@@ -85,7 +62,7 @@ def test_steps_do_not_run_where_their_pages_are_not() -> None:
         engine.step()
         engine.finish_copies()
     assert ranks_of(plans, "denoise") == set(), "the policy asks for rank 1"
-    engine.scheduler._policy = TwoRanks(nodes=0, jobs=1, pages=1)
+    engine.scheduler._policy = ChosenRanks(nodes=0, jobs=1, pages=1)
     engine.run()
     assert ranks_of(plans, "denoise") == ranks_of(plans, "prime") == {(0,)}, "they stay, whatever the policy prefers"
 

@@ -10,7 +10,6 @@ from random import Random
 
 import msgspec
 import pytest
-from any_ranks import AnyRanks
 from fakes import MODEL, FakeWorkers, make_edit
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,11 +19,15 @@ from core.config import SchedulerConfig
 from core.graph.check import check_workflow
 from core.graph.op import OPS
 from core.graph.skipping import readers_of
-from core.graph.workflow import INPAINT, Workflow
+from core.graph.workflow import INPAINT, Node, Workflow
 from core.messages.engine import EngineRequest, Finished
 from core.messages.worker import BatchResult, Item, StepPlan
+from core.scheduling.dispatch import Decision, Dispatch, Fetch
 from core.scheduling.outputs import Output
+from core.scheduling.policies.policy import SchedulingPolicy
+from core.scheduling.request import Request
 from core.scheduling.scheduler import StepScheduler
+from core.scheduling.view import View
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -34,6 +37,29 @@ def toy() -> Iterator[None]:
     OPS.unregister(TOY.name)
 
 
+class AnyRanks(SchedulingPolicy):
+    """Runs every ready node as soon as it can, together with others, on ranks drawn at random."""
+
+    def __init__(self, random: Random) -> None:
+        self._random = random
+
+    def choose(self, view: View, now: float) -> Sequence[Decision]:
+        fetches: list[Decision] = []
+        batches: dict[tuple[str, tuple[int, ...]], list[tuple[Request, Node]]] = {}
+        for request in list(view.requests.live()):
+            for node in view.ready(request):
+                ranks = self._ranks(view)
+                if view.can_run(request, node, ranks):
+                    batches.setdefault((node.op, ranks), []).append((request, node))
+                elif view.can_fetch(request, node, ranks):
+                    fetches.append(Fetch(request, node, ranks))
+        return [*fetches, *(Dispatch(tuple(items), ranks) for (_, ranks), items in batches.items())]
+
+    def _ranks(self, view: View) -> tuple[int, ...]:
+        count = self._random.choice([1, 1, 1, 2, view.num_ranks])
+        return tuple(sorted(self._random.sample(range(view.num_ranks), min(count, view.num_ranks))))
+
+
 class Site:
     """A scheduler with workers on some ranks."""
 
@@ -41,7 +67,7 @@ class Site:
         self._random = Random(seed)
         config = SchedulerConfig(max_num_seqs=8, max_ahead_ms=1e6, max_plans_in_flight=3)
         self.scheduler = StepScheduler(config, {"m": MODEL}, num_ranks)
-        self.scheduler._policy = AnyRanks(self._random, num_ranks)
+        self.scheduler._policy = AnyRanks(self._random)
         self.scheduler.workflows |= {workflow.name: workflow for workflow in served}
         self.workers = FakeWorkers(num_ranks, omitted={"sampler"}, answers=self._answer)
         self.outputs: list[Output] = []
