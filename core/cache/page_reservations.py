@@ -64,6 +64,16 @@ def keyframes_needed(keyframes: Sequence[float], sigmas: Iterable[float]) -> tup
     return tuple(sorted(needed, reverse=True))
 
 
+def _entries_at(reservation: Reservation, sigma: float) -> tuple[tuple[str, ...], float]:
+    """Keys of the one or two entries at a noise level, and the weight of the second; looked up at every step."""
+    known = reservation.entries_at.get(sigma)
+    if known is None:
+        around = bracket(reservation.template.scheme.keyframes, sigma)
+        keys = tuple(page_key(reservation.template.key, keyframe) for keyframe in around.keyframes)
+        known = reservation.entries_at[sigma] = keys, around.weight
+    return known
+
+
 def _slowest(tiers: Iterable[Tier | None]) -> Tier | None:
     found = set(tiers)
     return next((tier for tier in reversed(get_args(Tier)) if tier in found), None)
@@ -182,21 +192,18 @@ class PageReservations:
 
     def has_span(self, reservation: Reservation, sigma: float, ranks: tuple[int, ...], *, may_load: bool) -> bool:
         """Whether these ranks can read the pages at this noise level. may_load: or wait for them, block by block."""
-        around = bracket(reservation.template.scheme.keyframes, sigma)
-        keys = (page_key(reservation.template.key, keyframe) for keyframe in around.keyframes)
+        keys, _ = _entries_at(reservation, sigma)
         return all(self.cache.is_readable(key, ranks, may_load=may_load) for key in keys)
 
     def span(self, reservation: Reservation, sigma: float) -> PageSpan:
         """The pages at this noise level, which are reserved."""
-        around = bracket(reservation.template.scheme.keyframes, sigma)
-        keys = [page_key(reservation.template.key, keyframe) for keyframe in around.keyframes]
-        near, *far = (self.cache.ref(key) for key in keys)
-        return PageSpan(reservation.template.scheme.layout.dtype, near, far[0] if far else None, around.weight)
+        keys, weight = _entries_at(reservation, sigma)
+        far = self.cache.ref(keys[1]) if len(keys) > 1 else None
+        return PageSpan(reservation.template.scheme.layout.dtype, self.cache.ref(keys[0]), far, weight)
 
     def loading(self, reservation: Reservation, sigma: float) -> list[tuple[Tier, int]]:
         """(tier, bytes) of each entry at this noise level that is being loaded."""
-        around = bracket(reservation.template.scheme.keyframes, sigma)
-        keys = [page_key(reservation.template.key, keyframe) for keyframe in around.keyframes]
+        keys, _ = _entries_at(reservation, sigma)
         refs = [self.cache.ref(key) for key in keys if self.cache.state(key) is EntryState.LOADING]
         return [(self.cache.tier_of(ref.key) or "disk", ref.nbytes) for ref in refs]
 

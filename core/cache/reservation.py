@@ -19,6 +19,8 @@ class Reservation:
     template: TemplateInfo
     pixels: ArrayRef  # uint8 [height, width, 3], valid until the owner's terminal message
     sigmas: tuple[float, ...] = ()  # keyframes it needs, falling; reduced by `narrow` and `trim`
+    # Noise level of a step -> keys of the entries that it reads, and the weight of the second.
+    entries_at: dict[float, tuple[tuple[str, ...], float]] = field(default_factory=dict)
     # Its state.
     is_reserved: bool = False  # its entries are pinned
     is_complete: bool = False  # all its entries are filled; none can be evicted while they are pinned
